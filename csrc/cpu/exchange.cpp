@@ -1,0 +1,108 @@
+// The exchange between ranks of one host: counters in shared pages, and sums over peers' memory.
+//
+// A rank's communicable memory is one memfd. Peers read it with pread, so that their pages never count
+// towards this process, and a copy into the cache is the only copy.
+
+#include "../zeroengine.h"
+
+#include <cerrno>
+#include <climits>
+#include <cstring>
+
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+#else
+#include <unistd.h>
+#endif
+
+namespace {
+
+constexpr int kSpins = 2000;          // about 50 us: longer than a peer's jitter, shorter than a wake-up costs
+constexpr int64_t kChunk = 16 * 1024; // elements; with its float sum it stays in L2
+
+bool reached(const uint32_t* address, uint32_t value) {
+  return static_cast<int32_t>(__atomic_load_n(address, __ATOMIC_ACQUIRE) - value) >= 0;
+}
+
+int item_size(int dtype) { return dtype == ZE_F32 ? 4 : 2; }
+
+}  // namespace
+
+extern "C" {
+
+ZE_API void ze_post(uint32_t* address, uint32_t value) {
+  __atomic_store_n(address, value, __ATOMIC_RELEASE);
+#if defined(__linux__)
+  syscall(SYS_futex, address, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+#endif
+}
+
+ZE_API uint32_t ze_load(const uint32_t* address) { return __atomic_load_n(address, __ATOMIC_ACQUIRE); }
+
+ZE_API int ze_wait(const uint32_t* address, uint32_t value, int timeout_us) {
+  for (int i = 0; i < kSpins; ++i) {
+    if (reached(address, value)) return 1;
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+  }
+#if defined(__linux__)
+  const uint32_t seen = __atomic_load_n(address, __ATOMIC_ACQUIRE);
+  if (static_cast<int32_t>(seen - value) < 0) {
+    const timespec limit{timeout_us / 1000000, (timeout_us % 1000000) * 1000L};
+    syscall(SYS_futex, address, FUTEX_WAIT, seen, &limit, nullptr, 0);
+  }
+#else
+  usleep(timeout_us < 50 ? timeout_us : 50);
+#endif
+  return reached(address, value);
+}
+
+ZE_API int64_t ze_pread(int fd, void* target, int64_t bytes, int64_t offset) {
+  char* out = static_cast<char*>(target);
+  for (int64_t done = 0; done < bytes;) {
+    const ssize_t n = pread(fd, out + done, static_cast<size_t>(bytes - done), offset + done);
+    if (n > 0) {
+      done += n;
+    } else if (n == 0) {
+      return -EIO;  // the peer's memory is shorter than promised
+    } else if (errno != EINTR) {
+      return -errno;
+    }
+  }
+  return bytes;
+}
+
+ZE_API int64_t ze_sum(void* target, int target_dtype, int accumulate, int64_t n, int source_dtype, int num_sources,
+                      const void* const* local, const int* fds, const int64_t* offsets) {
+  if (target_dtype < ZE_F32 || target_dtype > ZE_F16 || source_dtype < ZE_F32 || source_dtype > ZE_F16)
+    return ZE_BAD_DTYPE;
+  alignas(64) static thread_local float sum[kChunk];
+  alignas(64) static thread_local char piece[kChunk * sizeof(float)];
+  const int64_t source_size = item_size(source_dtype), target_size = item_size(target_dtype);
+  for (int64_t start = 0; start < n; start += kChunk) {
+    const int64_t count = n - start < kChunk ? n - start : kChunk;
+    for (int s = 0; s < num_sources; ++s) {
+      const void* source = piece;
+      if (local[s] != nullptr) {
+        source = static_cast<const char*>(local[s]) + start * source_size;
+      } else {
+        const int64_t got = ze_pread(fds[s], piece, count * source_size, offsets[s] + start * source_size);
+        if (got < 0) return got;
+      }
+      ze_accumulate(sum, source, source_dtype, count, s == 0);
+    }
+    char* out = static_cast<char*>(target) + start * target_size;
+    if (accumulate) ze_accumulate(sum, out, target_dtype, count, 0);  // addition commutes: old + sum
+    if (target_dtype == ZE_F32)
+      std::memcpy(out, sum, static_cast<size_t>(count) * sizeof(float));
+    else
+      ze_cast(sum, out, target_dtype, count);
+  }
+  return n;
+}
+
+}  // extern "C"

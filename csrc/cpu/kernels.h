@@ -1,0 +1,64 @@
+// What one instruction set offers, and the table that names it. Internal to the library.
+#pragma once
+
+#include "../zeroengine.h"
+
+namespace ze {
+
+struct bf16 {
+  uint16_t bits;
+};
+struct fp16 {
+  uint16_t bits;
+};
+struct none {};  // no low-precision copy
+
+// Elements that a kernel handles at a time: two cache lines of float, one of bf16 or fp16.
+constexpr int64_t kBlock = 32;
+
+// ze_adam_args, folded into the factors that an element needs.
+struct AdamFactors {
+  float grad_scale;   // negative to maximize
+  float decay;        // 1 - lr * weight_decay, or 1
+  float l2;           // weight_decay, or 0
+  float rest1;        // 1 - beta1
+  float beta2;
+  float rest2;        // 1 - beta2
+  float inv_root;     // 1 / sqrt(1 - beta2^step)
+  float eps;
+  float step_size;    // lr / (1 - beta1^step)
+};
+
+struct AdamArrays {
+  float* param;
+  const void* grad;
+  float* exp_avg;
+  float* exp_avg_sq;
+  void* copy;
+};
+
+struct StreamArrays {
+  float *a, *b, *c;
+  const void* grad;
+  void* copy;
+};
+
+// Functions on the elements [begin, end). Tables are indexed by ze_dtype; for a copy, 0 means none.
+struct Kernels {
+  const char* name;
+  void (*adam[3][3])(const AdamArrays&, int64_t begin, int64_t end, const AdamFactors&, bool stream);
+  double (*squared_norm[3])(const void* x, int64_t begin, int64_t end);
+  void (*accumulate[3])(float* acc, const void* src, int64_t n, bool init);
+  void (*cast[3])(const float* src, void* dst, int64_t n);
+  void (*stream[3][2])(const StreamArrays&, int64_t begin, int64_t end);
+};
+
+extern const Kernels kPortable;
+#if defined(__x86_64__)
+extern const Kernels kAvx2;
+extern const Kernels kAvx512;
+#endif
+
+const Kernels& kernels();  // the table in use
+
+}  // namespace ze

@@ -1,0 +1,189 @@
+// The kernels, written once over the Vec that the including file chose.
+//
+// [Note: Same bits everywhere] Each element goes through the same IEEE operations in the same order at every
+// position, length, thread count and instruction set: no fused multiply-add (the build says -ffp-contract=off,
+// and memory is the limit anyway), and an incomplete block runs through the block's own code on a padded copy.
+#pragma once
+
+#include <type_traits>
+
+namespace ze {
+namespace {
+
+// How far ahead to prefetch: hardware prefetchers stop at each 4 KiB page. In elements.
+constexpr int64_t kAhead = 256;
+
+template <class T>
+inline void prefetch(const T* x) {
+  for (int64_t line = 0; line < kBlock * int64_t(sizeof(T)); line += 64)
+    __builtin_prefetch((const char*)(x + kAhead) + line);
+}
+
+// Vec's operators on the factors, broadcast once a call.
+struct AdamVecs {
+  Vec grad_scale, decay, l2, rest1, beta2, rest2, inv_root, eps, step_size;
+
+  explicit AdamVecs(const AdamFactors& k)
+      : grad_scale(Vec::fill(k.grad_scale)), decay(Vec::fill(k.decay)), l2(Vec::fill(k.l2)),
+        rest1(Vec::fill(k.rest1)), beta2(Vec::fill(k.beta2)), rest2(Vec::fill(k.rest2)),
+        inv_root(Vec::fill(k.inv_root)), eps(Vec::fill(k.eps)), step_size(Vec::fill(k.step_size)) {}
+};
+
+template <bool kStream, class G, class C>
+inline void adam_block(float* param, const G* grad, float* exp_avg, float* exp_avg_sq, C* copy, const AdamVecs& k) {
+  for (int64_t i = 0; i < kBlock; i += Vec::kWidth) {
+    Vec p = Vec::load(param + i), m = Vec::load(exp_avg + i), v = Vec::load(exp_avg_sq + i);
+    Vec g = Vec::load(grad + i) * k.grad_scale;
+    g = g + k.l2 * p;
+    m = m + k.rest1 * (g - m);
+    v = k.beta2 * v + k.rest2 * g * g;
+    p = k.decay * p - k.step_size * m / (sqrt(v) * k.inv_root + k.eps);
+    p.store(param + i);
+    m.store(exp_avg + i);
+    v.store(exp_avg_sq + i);
+    if constexpr (!std::is_same_v<C, none>) {
+      if constexpr (kStream) p.stream(copy + i);
+      else p.store(copy + i);
+    }
+  }
+}
+
+template <class G, class C>
+void adam_partial(float* param, const G* grad, float* exp_avg, float* exp_avg_sq, C* copy, int64_t n,
+                  const AdamVecs& k) {
+  float p[kBlock] = {}, m[kBlock] = {}, v[kBlock] = {};
+  G g[kBlock] = {};
+  C c[kBlock];
+  memcpy(p, param, n * sizeof(float));
+  memcpy(m, exp_avg, n * sizeof(float));
+  memcpy(v, exp_avg_sq, n * sizeof(float));
+  memcpy(g, grad, n * sizeof(G));
+  adam_block<false>(p, g, m, v, c, k);
+  memcpy(param, p, n * sizeof(float));
+  memcpy(exp_avg, m, n * sizeof(float));
+  memcpy(exp_avg_sq, v, n * sizeof(float));
+  if constexpr (!std::is_same_v<C, none>) memcpy(copy, c, n * sizeof(C));
+}
+
+template <bool kStream, class G, class C>
+void adam_range(float* param, const G* grad, float* exp_avg, float* exp_avg_sq, C* copy, int64_t n,
+                const AdamFactors& factors) {
+  const AdamVecs k(factors);
+  int64_t i = 0;
+  if constexpr (kStream) {  // streaming stores want whole, aligned cache lines
+    const int64_t head = int64_t(-uintptr_t(copy) % 64 / sizeof(C));
+    i = head < n ? head : n;
+    if (i) adam_partial(param, grad, exp_avg, exp_avg_sq, copy, i, k);
+  }
+  for (; i + kBlock <= n; i += kBlock) {
+    prefetch(param + i);
+    prefetch(grad + i);
+    prefetch(exp_avg + i);
+    prefetch(exp_avg_sq + i);
+    adam_block<kStream>(param + i, grad + i, exp_avg + i, exp_avg_sq + i, copy + i, k);
+  }
+  if (i < n) adam_partial(param + i, grad + i, exp_avg + i, exp_avg_sq + i, copy + i, n - i, k);
+  if constexpr (kStream) finish_streams();
+}
+
+template <class G, class C>
+void adam(const AdamArrays& a, int64_t begin, int64_t end, const AdamFactors& k, bool stream) {
+  float *param = a.param + begin, *exp_avg = a.exp_avg + begin, *exp_avg_sq = a.exp_avg_sq + begin;
+  const G* grad = (const G*)a.grad + begin;
+  C* copy = (C*)a.copy + begin;
+  if constexpr (!std::is_same_v<C, none>) {
+    if (stream) return adam_range<true>(param, grad, exp_avg, exp_avg_sq, copy, end - begin, k);
+  }
+  adam_range<false>(param, grad, exp_avg, exp_avg_sq, copy, end - begin, k);
+}
+
+// One running sum for each position within a block, added up in order at the end. Narrow elements are widened
+// through a buffer: converting to double straight from memory is twice as fast as from a register.
+template <class T>
+double squared_norm(const void* data, int64_t begin, int64_t end) {
+  constexpr int64_t kVecs = kBlock / Vec::kWidth, kStretch = 8 * kBlock;
+  const T* x = (const T*)data;
+  Squares squares[kVecs];
+  float buffer[kStretch];
+  for (int64_t i = begin; i < end; i += kStretch) {
+    const int64_t n = end - i < kStretch ? end - i : kStretch;
+    const float* values = buffer;
+    if (n < kStretch) {
+      for (int64_t j = 0; j < kStretch; ++j) buffer[j] = j < n ? to_float(x[i + j]) : 0;
+    } else if constexpr (std::is_same_v<T, float>) {
+      values = x + i;
+    } else {
+      for (int64_t j = 0; j < kStretch; j += Vec::kWidth) Vec::load(x + i + j).store(buffer + j);
+    }
+    for (int64_t block = 0; block < kStretch; block += kBlock) {
+      prefetch(x + i + block);
+      for (int64_t j = 0; j < kVecs; ++j) squares[j].add(values + block + j * Vec::kWidth);
+    }
+  }
+  double sums[kBlock], total = 0;
+  for (int64_t j = 0; j < kVecs; ++j) squares[j].store(sums + j * Vec::kWidth);
+  for (double sum : sums) total += sum;
+  return total;
+}
+
+// Single operations, rounded once: vector and scalar code agree.
+template <class T>
+void accumulate(float* acc, const void* data, int64_t n, bool init) {
+  const T* src = (const T*)data;
+  int64_t i = 0;
+  if (init) {
+    for (; i + Vec::kWidth <= n; i += Vec::kWidth) Vec::load(src + i).store(acc + i);
+    for (; i < n; ++i) acc[i] = to_float(src[i]);
+  } else {
+    for (; i + Vec::kWidth <= n; i += Vec::kWidth) (Vec::load(acc + i) + Vec::load(src + i)).store(acc + i);
+    for (; i < n; ++i) acc[i] = acc[i] + to_float(src[i]);
+  }
+}
+
+template <class T>
+void cast(const float* src, void* data, int64_t n) {
+  T* dst = (T*)data;
+  int64_t i = 0;
+  for (; i + Vec::kWidth <= n; i += Vec::kWidth) Vec::load(src + i).store(dst + i);
+  for (; i < n; ++i) from_float(src[i], dst + i);
+}
+
+// Adam's traffic alone. `a`, `b` and `c` change, so that no store can be dropped.
+template <class G, bool kCopy>
+void stream(const StreamArrays& s, int64_t begin, int64_t end) {
+  const G* grad = (const G*)s.grad;
+  bf16* copy = (bf16*)s.copy;
+  const auto update = [](float* x, Vec y) { (Vec::load(x) + y).store(x); };
+  for (int64_t i = begin; i + kBlock <= end; i += kBlock) {
+    prefetch(s.a + i);
+    prefetch(grad + i);
+    prefetch(s.b + i);
+    prefetch(s.c + i);
+    for (int64_t j = i; j < i + kBlock; j += Vec::kWidth) {
+      const Vec g = Vec::load(grad + j);
+      update(s.a + j, g);
+      update(s.b + j, g);
+      update(s.c + j, g);
+      if constexpr (kCopy) g.stream(copy + j);
+    }
+  }
+  if constexpr (kCopy) finish_streams();
+}
+
+constexpr Kernels table(const char* name) {
+  return {
+      name,
+      {{adam<float, none>, adam<float, bf16>, adam<float, fp16>},
+       {adam<bf16, none>, adam<bf16, bf16>, adam<bf16, fp16>},
+       {adam<fp16, none>, adam<fp16, bf16>, adam<fp16, fp16>}},
+      {squared_norm<float>, squared_norm<bf16>, squared_norm<fp16>},
+      {accumulate<float>, accumulate<bf16>, accumulate<fp16>},
+      {cast<float>, cast<bf16>, cast<fp16>},
+      {{stream<float, false>, stream<float, true>},
+       {stream<bf16, false>, stream<bf16, true>},
+       {stream<fp16, false>, stream<fp16, true>}},
+  };
+}
+
+}  // namespace
+}  // namespace ze

@@ -1,0 +1,64 @@
+// Eight floats. The interface that kernels.inl.h wants is the same in each vec_*.h.
+#pragma once
+
+#include <immintrin.h>
+
+#include "scalar.h"
+
+namespace ze {
+namespace {
+
+struct Vec {
+  static constexpr int64_t kWidth = 8;
+  __m256 v;
+
+  static Vec fill(float x) { return {_mm256_set1_ps(x)}; }
+  static Vec load(const float* x) { return {_mm256_loadu_ps(x)}; }
+  static Vec load(const bf16* x) {
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)x)), 16))};
+  }
+  static Vec load(const fp16* x) { return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)x))}; }
+
+  void store(float* y) const { _mm256_storeu_ps(y, v); }
+  template <class T>
+  void store(T* y) const { _mm_storeu_si128((__m128i*)y, narrow(y)); }
+  template <class T>
+  void stream(T* y) const { _mm_stream_si128((__m128i*)y, narrow(y)); }
+
+ private:
+  __m128i narrow(const fp16*) const { return _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT); }
+  __m128i narrow(const bf16*) const {
+    const __m256i u = _mm256_castps_si256(v);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
+    const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(u, _mm256_set1_epi32(0x7fff)), odd), 16);
+    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+    const __m256i result = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc0), nan);
+    return _mm_packus_epi32(_mm256_castsi256_si128(result), _mm256_extracti128_si256(result, 1));
+  }
+};
+
+inline Vec operator+(Vec a, Vec b) { return {_mm256_add_ps(a.v, b.v)}; }
+inline Vec operator-(Vec a, Vec b) { return {_mm256_sub_ps(a.v, b.v)}; }
+inline Vec operator*(Vec a, Vec b) { return {_mm256_mul_ps(a.v, b.v)}; }
+inline Vec operator/(Vec a, Vec b) { return {_mm256_div_ps(a.v, b.v)}; }
+inline Vec sqrt(Vec a) { return {_mm256_sqrt_ps(a.v)}; }
+
+// The running squares of kWidth floats, one double for each.
+struct Squares {
+  __m256d low = _mm256_setzero_pd(), high = _mm256_setzero_pd();
+
+  void add(const float* x) {  // a float's square is exact in double, so fusing changes nothing
+    const __m256d a = _mm256_cvtps_pd(_mm_loadu_ps(x)), b = _mm256_cvtps_pd(_mm_loadu_ps(x + 4));
+    low = _mm256_fmadd_pd(a, a, low);
+    high = _mm256_fmadd_pd(b, b, high);
+  }
+  void store(double* y) const {
+    _mm256_storeu_pd(y, low);
+    _mm256_storeu_pd(y + 4, high);
+  }
+};
+
+inline void finish_streams() { _mm_sfence(); }
+
+}  // namespace
+}  // namespace ze

@@ -1,0 +1,62 @@
+// Sixteen floats; see vec_avx2.h.
+#pragma once
+
+#include <immintrin.h>
+
+#include "scalar.h"
+
+namespace ze {
+namespace {
+
+struct Vec {
+  static constexpr int64_t kWidth = 16;
+  __m512 v;
+
+  static Vec fill(float x) { return {_mm512_set1_ps(x)}; }
+  static Vec load(const float* x) { return {_mm512_loadu_ps(x)}; }
+  static Vec load(const bf16* x) {
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)x)), 16))};
+  }
+  static Vec load(const fp16* x) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)x))}; }
+
+  void store(float* y) const { _mm512_storeu_ps(y, v); }
+  template <class T>
+  void store(T* y) const { _mm256_storeu_si256((__m256i*)y, narrow(y)); }
+  template <class T>
+  void stream(T* y) const { _mm256_stream_si256((__m256i*)y, narrow(y)); }
+
+ private:
+  __m256i narrow(const fp16*) const { return _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT); }
+  __m256i narrow(const bf16*) const {  // not vcvtneps2bf16, which flushes subnormals
+    const __m512i u = _mm512_castps_si512(v);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+    const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(u, _mm512_set1_epi32(0x7fff)), odd), 16);
+    const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+    return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc0)));
+  }
+};
+
+inline Vec operator+(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline Vec operator-(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline Vec operator/(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
+inline Vec sqrt(Vec a) { return {_mm512_sqrt_ps(a.v)}; }
+
+struct Squares {
+  __m512d low = _mm512_setzero_pd(), high = _mm512_setzero_pd();
+
+  void add(const float* x) {
+    const __m512d a = _mm512_cvtps_pd(_mm256_loadu_ps(x)), b = _mm512_cvtps_pd(_mm256_loadu_ps(x + 8));
+    low = _mm512_fmadd_pd(a, a, low);
+    high = _mm512_fmadd_pd(b, b, high);
+  }
+  void store(double* y) const {
+    _mm512_storeu_pd(y, low);
+    _mm512_storeu_pd(y + 8, high);
+  }
+};
+
+inline void finish_streams() { _mm_sfence(); }
+
+}  // namespace
+}  // namespace ze

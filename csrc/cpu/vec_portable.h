@@ -1,0 +1,46 @@
+// Four floats in the compiler's own vectors: SSE2, NEON or plain code. See vec_avx2.h.
+#pragma once
+
+#include "scalar.h"
+
+namespace ze {
+namespace {
+
+struct Vec {
+  static constexpr int64_t kWidth = 4;
+  typedef float Lanes __attribute__((vector_size(16)));
+  Lanes v;
+
+  static Vec fill(float x) { return {Lanes{x, x, x, x}}; }
+  template <class T>
+  static Vec load(const T* x) { return {Lanes{to_float(x[0]), to_float(x[1]), to_float(x[2]), to_float(x[3])}}; }
+  template <class T>
+  void store(T* y) const {
+    for (int i = 0; i < kWidth; ++i) from_float(v[i], y + i);
+  }
+  template <class T>
+  void stream(T* y) const { store(y); }
+};
+
+inline Vec operator+(Vec a, Vec b) { return {a.v + b.v}; }
+inline Vec operator-(Vec a, Vec b) { return {a.v - b.v}; }
+inline Vec operator*(Vec a, Vec b) { return {a.v * b.v}; }
+inline Vec operator/(Vec a, Vec b) { return {a.v / b.v}; }
+inline Vec sqrt(Vec a) {
+  for (int i = 0; i < Vec::kWidth; ++i) a.v[i] = __builtin_sqrtf(a.v[i]);
+  return a;
+}
+
+struct Squares {
+  double sums[Vec::kWidth] = {};
+
+  void add(const float* x) {
+    for (int i = 0; i < Vec::kWidth; ++i) sums[i] += double(x[i]) * double(x[i]);
+  }
+  void store(double* y) const { memcpy(y, sums, sizeof sums); }
+};
+
+inline void finish_streams() {}
+
+}  // namespace
+}  // namespace ze

@@ -1,0 +1,80 @@
+/* The C interface of zeroengine's CPU library.
+ *
+ * Plain C, free of torch: Python loads it with ctypes, and one build serves every torch version.
+ * Counts (`n`) are elements. Pointers need the alignment of their own element type and no more.
+ * Where a function says "single thread" the caller may run it in its own threads.
+ */
+#ifndef ZEROENGINE_H
+#define ZEROENGINE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(__GNUC__)
+#define ZE_API __attribute__((visibility("default")))
+#else
+#define ZE_API
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define ZE_ABI_VERSION 1
+
+enum ze_dtype { ZE_F32 = 0, ZE_BF16 = 1, ZE_F16 = 2 };
+
+enum ze_status { ZE_OK = 0, ZE_BAD_DTYPE = -1, ZE_UNSUPPORTED = -2, ZE_NO_MEMORY = -3 };
+
+ZE_API int ze_abi_version(void);
+
+/* The instruction set in use: "avx512", "avx2" or "portable". All of them give the same bits. */
+ZE_API const char* ze_cpu_isa(void);
+
+/* Use another instruction set; NULL or "" means the best that this CPU has. Not thread safe.
+ * ZE_UNSUPPORTED where the name is unknown or this CPU lacks it. */
+ZE_API int ze_cpu_set_isa(const char* name);
+
+/* Adam's arguments, held in double and rounded to float once. `step` counts from 1, this step
+ * included. `grad_scale` multiplies the gradient before anything else sees it. */
+struct ze_adam_args {
+  double lr, beta1, beta2, eps, weight_decay, grad_scale;
+  int64_t step;
+  int32_t decoupled; /* 1: AdamW, param *= 1 - lr * weight_decay; 0: Adam, grad += weight_decay * param */
+  int32_t maximize;
+};
+
+/* One step of Adam (arXiv 1412.6980, algorithm 1) or AdamW (1711.05101) in one pass.
+ *
+ * param, exp_avg and exp_avg_sq: float[n], updated in place. grad: grad_dtype[n], read only.
+ * copy: NULL, or copy_dtype[n] (ZE_BF16 or ZE_F16), receives the updated param rounded to nearest even.
+ * An element's result depends on that element alone: neither on n, its position or alignment, nor on
+ * num_threads or the instruction set. ZE_BAD_DTYPE for an unknown code. */
+ZE_API int ze_adam(float* param, const void* grad, int grad_dtype, float* exp_avg, float* exp_avg_sq,
+                   void* copy, int copy_dtype, int64_t n, const struct ze_adam_args* args, int num_threads);
+
+/* *result = sum of x[i]^2 in double. Independent of num_threads and of the instruction set. It is
+ * finite exactly if every element is: the squares of finite floats cannot overflow a double. */
+ZE_API int ze_squared_norm(const void* x, int dtype, int64_t n, double* result, int num_threads);
+
+/* acc = src where init is not 0, else acc += src, in float. Single thread. The buffers must not overlap,
+ * save that src may be acc itself where it is float. */
+ZE_API int ze_accumulate(float* acc, const void* src, int src_dtype, int64_t n, int init);
+
+/* dst = src rounded to nearest even; a NaN stays one. Single thread. The buffers must not overlap. */
+ZE_API int ze_cast(const float* src, void* dst, int dst_dtype, int64_t n);
+
+/* Ask for huge pages over [address, address + bytes). Best called before the pages are touched.
+ * ZE_UNSUPPORTED where the system has none to give. */
+ZE_API int ze_advise_huge(void* address, size_t bytes);
+
+/* Adam's memory traffic without its arithmetic, the yardstick of benchmarks/update.py: reads g,
+ * reads and writes a, b and c, and where `copy` is not NULL writes uint16_t[n]. */
+ZE_API void ze_stream(float* a, float* b, float* c, const void* g, int g_dtype, void* copy, int64_t n,
+                      int num_threads);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,88 @@
+"""The batch triad: what is given is kept, what is missing is filled in, and an error names numbers that work."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zeroengine.config import load
+from zeroengine.errors import ConfigError
+
+KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+TRAIN, MICRO, STEPS = KEYS
+sizes = st.integers(1, 64)
+
+
+def resolve(world_size: int, **given: object) -> tuple[int, int, int]:
+    config = load(given).resolve(world_size=world_size)
+    return config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
+
+
+@given(micro=sizes, steps=sizes, world_size=sizes, missing=st.sampled_from([None, *KEYS]), auto=st.booleans())
+def test_any_two_of_three_give_the_third(
+    micro: int, steps: int, world_size: int, missing: str | None, auto: bool
+) -> None:
+    values: dict[str, object] = {TRAIN: micro * steps * world_size, MICRO: micro, STEPS: steps}
+    if missing and auto:
+        values[missing] = "auto"
+    elif missing:
+        del values[missing]
+    assert resolve(world_size, **values) == (micro * steps * world_size, micro, steps)
+
+
+@given(size=sizes, world_size=sizes)
+def test_one_of_three_is_enough(size: int, world_size: int) -> None:
+    assert resolve(world_size, **{TRAIN: size * world_size}) == (size * world_size, size, 1)
+    assert resolve(world_size, **{MICRO: size}) == (size * world_size, size, 1)
+    assert resolve(world_size, **{STEPS: size}) == (size * world_size, 1, size)
+
+
+def test_none_of_three_is_one_sample_per_rank() -> None:
+    assert resolve(4) == (4, 1, 1)
+
+
+given_sizes = st.fixed_dictionaries({}, optional={key: st.integers(1, 200) for key in KEYS})
+
+
+@given(values=given_sizes, world_size=st.integers(1, 16))
+def test_resolved_sizes_agree_and_keep_what_was_given_and_every_advice_works(
+    values: dict[str, int], world_size: int
+) -> None:
+    try:
+        train, micro, steps = resolve(world_size, **values)
+    except ConfigError as error:
+        advice = re.findall(r"(\w+) to (\d+)(?: or (\d+))?", str(error))
+        assert advice
+        for key, first, second in advice:
+            for number in (first, second):
+                if number:
+                    resolve(world_size, **{**values, key: int(number)})
+    else:
+        assert train == micro * steps * world_size
+        assert {**values, TRAIN: train, MICRO: micro, STEPS: steps}.items() >= values.items()
+
+
+def test_a_contradiction_says_which_to_change_and_to_what() -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(4, **{TRAIN: 64, MICRO: 4, STEPS: 2})
+    message = str(caught.value)
+    assert "train_batch_size is 64, but" in message
+    assert "(4) x gradient_accumulation_steps (2) x 4 ranks = 32" in message
+    assert (
+        "train_batch_size to 32, or gradient_accumulation_steps to 4, or train_micro_batch_size_per_gpu to 8" in message
+    )
+
+
+def test_sizes_that_do_not_divide_name_the_nearest_that_do() -> None:
+    with pytest.raises(ConfigError, match="train_batch_size to 24 or 32, or train_micro_batch_size_per_gpu to 3"):
+        resolve(2, **{TRAIN: 30, MICRO: 4})
+    with pytest.raises(ConfigError, match=r"is not a multiple of .* 8 ranks = 8. Change train_batch_size to 8\."):
+        resolve(8, **{TRAIN: 3})
+
+
+def test_resolving_again_for_the_same_ranks_changes_nothing() -> None:
+    once = load({TRAIN: 32}).resolve(world_size=4)
+    assert once.resolve(world_size=4) == once

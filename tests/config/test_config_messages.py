@@ -1,0 +1,86 @@
+"""Each wrong value says where it is, what was found and what to write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from zeroengine.config import load
+from zeroengine.errors import ConfigError
+
+
+def complaint(tree: dict[Any, Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(tree)
+    return str(caught.value).removeprefix("the config dict: ")
+
+
+@pytest.mark.parametrize(
+    ("tree", "nearest"),
+    [
+        ({"stage": 3}, "zero_optimization.stage"),
+        ({"zero_optimization": {"stge": 3}}, "zero_optimization.stage"),
+        ({"zero_optimisation": {"stage": 3}}, "zero_optimization"),
+        ({"train_batch_sise": 3}, "train_batch_size"),
+        ({"zero_optimization": {"gradient_clipping": 1}}, "gradient_clipping"),
+        ({"zero_optimization": {"enabled": True, "stage3_prefetch_buckets": 1}}, "stage3_prefetch_bucket_size"),
+        ({"optimizer": {"type": "AdamW", "params": {"learning_rate": 1}}}, "optimizer.params.lr"),
+        ({"optimizer": {"type": "AdamW", "params": {"weight_decy": 1}}}, "optimizer.params.weight_decay"),
+        ({"optimizer": {"type": "AdamW", "param": {}}}, "optimizer.params"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 1}}}, "scheduler.params.warmup_num_steps"),
+        ({"lr": 0.1}, "optimizer.params.lr"),
+        ({"max_grad_norm": 1}, "gradient_clipping"),
+        ({"comm": {"time_out_seconds": 1}}, "comm.timeout_seconds"),
+        ({"activation_checkpointing": {"profil": 1}}, "activation_checkpointing.profile"),
+        ({"bf16": {"enable": True}}, "bf16.enabled"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest_known_one(tree: dict[str, Any], nearest: str) -> None:
+    message = complaint(tree)
+    assert "unknown key" in message
+    assert f"{nearest}?" in message
+
+
+def test_an_unknown_key_near_nothing_lists_what_there_is() -> None:
+    assert complaint({"comm": {"xyz": 1}}) == "comm.xyz: unknown key. In comm there are timeout_seconds, transport."
+    assert "At the top level there are" in complaint({"xyz": 1})
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"zero_optimization": {"stage": 5}}, "zero_optimization.stage: found 5 (an integer); write 0, 1, 2 or 3."),
+        ({"zero_optimization": {"stage": "3"}}, 'zero_optimization.stage: found "3" (a string); write 0, 1, 2 or 3.'),
+        ({"train_batch_size": True}, "train_batch_size: found true (a boolean); write an integer."),
+        ({"train_batch_size": 2.5}, "train_batch_size: found 2.5 (a number); write an integer."),
+        ({"train_batch_size": 0}, "train_batch_size: found 0 (an integer); write a value of at least 1."),
+        ({"train_batch_size": "large"}, 'train_batch_size: found "large" (a string); write an integer.'),
+        ({"dump_state": "true"}, 'dump_state: found "true" (a string); write true or false without quotes.'),
+        ({"dump_state": 1}, "dump_state: found 1 (an integer); write true or false."),
+        ({"gradient_clipping": -1}, "gradient_clipping: found -1 (an integer); write a value of at least 0.0."),
+        ({"gradient_clipping": float("nan")}, "gradient_clipping: found NaN (a number); write a finite number."),
+        ({"bf16": True}, 'bf16: found true (a boolean); write an object, {...}, such as {"enabled": true}.'),
+        ({"optimizer": "SGD"}, 'optimizer: found "SGD" (a string); write an object, {...}, such as {"type": "SGD"}.'),
+        ({"comm": {"transport": "tcp"}}, 'comm.transport: found "tcp" (a string); write "auto", "shm" or "gloo".'),
+        ({"comm": {"timeout_seconds": 0}}, "comm.timeout_seconds: found 0 (an integer); write a value above 0.0."),
+        ({"units": "layers"}, 'units: found "layers" (a string); write a list, [...].'),
+        ({"units": [3]}, "units.0: found 3 (an integer); write a string."),
+        ({"checkpoint": 3}, "checkpoint: found 3 (an integer); write an object, {...}."),
+        ({1: 2}, "1: keys are strings; put it in double quotes."),
+    ],
+)
+def test_a_wrong_value_says_what_was_found_and_what_to_write(tree: dict[Any, Any], message: str) -> None:
+    assert complaint(tree) == message
+
+
+def test_two_spellings_of_one_setting_that_differ() -> None:
+    message = complaint({"zero_optimization": {"prefetch_bucket_size": 1, "stage3_prefetch_bucket_size": 2}})
+    assert "are one setting; keep one" in message
+    load({"zero_optimization": {"prefetch_bucket_size": 1, "stage3_prefetch_bucket_size": 1}})
+
+
+def test_a_message_uses_the_spelling_of_the_user() -> None:
+    assert complaint({"zero_optimization": {"stage3_max_live_parameters": -1}}).startswith(
+        "zero_optimization.stage3_max_live_parameters: found -1"
+    )

@@ -1,0 +1,106 @@
+"""Malformed and misplaced files: the message gives file, line, column, the line itself, and the remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from zeroengine.config import load
+from zeroengine.errors import ConfigError
+
+
+def complaint(path: Path, text: str | bytes | None = None) -> str:
+    if text is not None:
+        path.write_bytes(text.encode() if isinstance(text, str) else text)
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    message = str(caught.value)
+    assert message.startswith(str(path))
+    return message
+
+
+def test_malformed_json_shows_the_line_with_a_caret(tmp_path: Path) -> None:
+    message = complaint(tmp_path / "a.json", '{\n  "train_batch_size": 8\n  "dump_state": true\n}')
+    first, line, caret = message.splitlines()
+    assert "line 3, column 3" in first
+    assert "A comma is missing before it." in first
+    assert line == '      "dump_state": true'
+    assert caret.index("^") == line.index('"')
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ('{"dump_state": true // on\n}', "JSON has no comments"),
+        ("{'dump_state': true}", "double quotes"),
+        ('{"dump_state": True}', "true, false and null"),
+        ('{"zero_optimization": {"stage": 1}', "not closed"),
+        ('{"dump_state": }', "line 1, column 16"),
+    ],
+)
+def test_usual_slips_in_json_have_a_hint(tmp_path: Path, text: str, hint: str) -> None:
+    assert hint in complaint(tmp_path / "a.json", text)
+
+
+def test_a_trailing_comma_is_named(tmp_path: Path) -> None:
+    assert "comma" in complaint(tmp_path / "a.json", '{"dump_state": true,}')
+
+
+def test_a_key_written_twice(tmp_path: Path) -> None:
+    for name, text in {
+        "a.json": '{"zero_optimization": {"stage": 1,\n  "stage": 2}}',
+        "a.yaml": "zero_optimization:\n  stage: 2\n  stage: 3",
+    }.items():
+        assert "zero_optimization.stage is written twice, first on line" in complaint(tmp_path / name, text)
+
+
+def test_the_same_key_in_two_objects_is_no_repetition(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('{"bf16": {"enabled": true}, "fp16": {"enabled": false}, "units": ["a", "b"], "dump_state": true}')
+    assert load(path).units == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("zero_optimization:\n\tstage: 1", "line 2, column 1"),
+        ("zero_optimization:\n\tstage: 1", "indented with spaces"),
+        ("units: [1", "line 1, column"),
+        ("a: &x\n  b: *x", "recursi"),
+        ("- 1\n- 2", "the top level is [1, 2] (a list)"),
+        ("just words", "the top level is"),
+    ],
+)
+def test_malformed_yaml(tmp_path: Path, text: str, part: str) -> None:
+    assert part in complaint(tmp_path / "a.yaml", text)
+
+
+def test_numbers_in_yaml_are_those_of_json(tmp_path: Path) -> None:
+    path = tmp_path / "a.yml"
+    path.write_text("optimizer:\n  type: SGD\n  params: {lr: 1e-4, momentum: 9.0e-1}\ncomm: {timeout_seconds: 6E1}")
+    config = load(path)
+    assert config.optimizer is not None
+    assert (config.optimizer.params["lr"], config.optimizer.params["momentum"]) == (1e-4, 0.9)
+    assert config.comm.timeout_seconds == 60.0
+
+
+def test_a_file_without_a_known_suffix_is_read_by_its_first_character(tmp_path: Path) -> None:
+    for text in ('{"dump_state": true}', "dump_state: true"):
+        path = tmp_path / "config"
+        path.write_text(text)
+        assert load(path).dump_state
+
+
+def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_bytes(b"\xef\xbb\xbf{}")
+    assert load(path).zero_optimization.stage == 0
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    assert "no such file" in complaint(tmp_path / "missing.json")
+    assert "this is a directory" in complaint(tmp_path)
+    assert "the file is empty" in complaint(tmp_path / "a.json", " \n")
+    assert "UTF-8" in complaint(tmp_path / "b.json", b"\xff\xfe{")
+    assert "the top level is [1] (a list); write an object" in complaint(tmp_path / "c.json", "[1]")

@@ -1,0 +1,273 @@
+"""DeepSpeed's keys: each has a fate, and files that people have load or say why not."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zeroengine.config import deepspeed, load
+from zeroengine.config.keys import honoured_paths, known_paths
+from zeroengine.errors import ConfigError
+
+FILES = Path(__file__).parent / "deepspeed_files"
+STORED = (Path(__file__).parent / "deepspeed_keys.txt").read_text().split()
+
+
+def is_classified(path: str) -> bool:
+    """Whether a key is honoured, or it or its block has a row."""
+    parts = path.split(".")
+    above = [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
+    return path in known_paths() or path in deepspeed.BLOCKS or any(step in deepspeed.TABLE for step in above)
+
+
+def test_every_key_of_deepspeed_has_a_fate() -> None:
+    assert len(STORED) > 300
+    assert [path for path in STORED if not is_classified(path)] == []
+
+
+def test_the_blocks_that_list_their_keys_list_all_of_them() -> None:
+    for path in STORED:
+        row = deepspeed.TABLE.get(path.rpartition(".")[0])
+        if row and row.keys:
+            assert path.rpartition(".")[2] in row.keys.split()
+
+
+def test_the_stored_keys_are_those_of_the_installed_deepspeed() -> None:
+    """To renew the list: python tests/config/test_deepspeed.py."""
+    pytest.importorskip("deepspeed")
+    missing = read_by_deepspeed() - set(STORED)
+    assert not missing, f"DeepSpeed reads keys that are not in the stored list: {sorted(missing)}"
+
+
+def test_no_key_is_both_honoured_and_not() -> None:
+    honoured = {*honoured_paths(), *deepspeed.ALIASES}
+    assert honoured & deepspeed.TABLE.keys() == {"fp16.enabled"}  # its schema is ready, its engine is not
+    assert set(deepspeed.ALIASES.values()) <= honoured
+
+
+def notices(name: str) -> str:
+    return "\n".join(load(FILES / name).notices)
+
+
+def refusals(name: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(FILES / name)
+    return str(caught.value)
+
+
+def test_the_zero3_file_of_transformers_with_auto_everywhere() -> None:
+    told = notices("hf_zero3_auto.json")
+    for key in ("contiguous_gradients", "sub_group_size", "stage3_max_reuse_distance"):
+        assert f"zero_optimization.{key} (line" in told
+    assert '"auto" stands for the default' in told
+    assert "wall_clock_breakdown" not in told and "offload" not in told and "fp16" not in told
+    config = load(FILES / "hf_zero3_auto.json").resolve(world_size=8)
+    assert (config.zero_optimization.stage, config.train_batch_size) == (3, 8)
+    assert config.zero_optimization.max_live_parameters == 10**9
+
+
+def test_the_zero2_file_of_transformers_with_offload_is_refused_for_two_reasons() -> None:
+    told = refusals("hf_zero2_offload.json")
+    assert "zero_optimization.offload_optimizer (line 26): refused; offloading is not available yet; write" in told
+    assert "scheduler.params.total_num_steps (line 21)" in told
+    assert told.startswith(f"{FILES / 'hf_zero2_offload.json'}: 2 problems")
+
+
+def test_the_file_that_accelerate_writes() -> None:
+    config = load(FILES / "accelerate_zero3.json")
+    assert config.notices == (
+        "zero_allow_untested_optimizer (line 14) has no effect: every element-wise torch optimizer is allowed.",
+    )
+    assert config.steps_per_print is None
+    assert config.resolve(world_size=8).bf16.enabled
+    with pytest.raises(ConfigError, match="Change train_batch_size to 32"):
+        config.resolve(world_size=4)
+
+
+def test_a_pretraining_file() -> None:
+    told = notices("pretraining_zero1.json")
+    assert len(load(FILES / "pretraining_zero1.json").notices) == 5
+    for key in (
+        "torch_adam",
+        "allgather_bucket_size",
+        "round_robin_gradients",
+        "wall_clock_breakdown",
+        "activation_checkpointing",
+    ):
+        assert key in told
+    config = load(FILES / "pretraining_zero1.json").resolve(world_size=16)
+    assert config.gradient_accumulation_steps == 8
+    assert config.optimizer is not None and config.optimizer.type == "AdamW"
+
+
+def test_the_tutorial_file_in_fp16_is_refused_for_fp16_alone() -> None:
+    told = refusals("tutorial_fp16.json")
+    assert "fp16.enabled" in told and 'use bf16: "bf16": {"enabled": true}' in told
+    assert "problems" not in told
+
+
+def test_what_changes_numbers_is_refused_key_by_key() -> None:
+    told = refusals("zeropp_quantized.json")
+    assert "3 problems" in told
+    for key in ("zero_quantized_weights", "zero_hpz_partition_size", "zero_quantized_gradients"):
+        assert f"zero_optimization.{key} (line" in told
+    assert "aio" not in told
+
+
+def nested(path: str, value: Any) -> dict[str, Any]:
+    for key in reversed(path.split(".")):
+        value = {key: value}
+    return value
+
+
+def awake(path: str, value: Any) -> dict[str, Any]:
+    """The tree with this one key, and whatever must stand around it."""
+    tree = nested(path, value)
+    section, _, rest = path.partition(".")
+    if section == "bf16" or (section == "fp16" and rest != "enabled"):
+        tree[section]["enabled"] = True
+    if section == "optimizer":
+        tree[section]["type"] = "AdamW"
+    if section == "scheduler":
+        tree[section]["type"] = "WarmupLR"
+    return tree
+
+
+ON = {
+    "gradient_allreduce_op": "sum",
+    "bf16.check_grad_overflow": False,
+    "bf16.check_overflow": False,
+    "managed_gradient_accumulation": False,
+    "optimizer.params.bias_correction": False,
+    "optimizer.params.fp32_optimizer_states": False,
+    "zero_optimization.compute_grad_norm": False,
+    "data_types.keep_in_fp32_modules": ["norm"],
+}
+
+
+@pytest.mark.parametrize("path", deepspeed.TABLE)
+def test_every_row_speaks_where_its_key_asks_for_something(path: str) -> None:
+    row = deepspeed.TABLE[path]
+    tree = awake(path, ON.get(path, 77))
+    try:
+        told = "\n".join(load(tree).notices)
+        assert row.fate == deepspeed.NO_EFFECT
+    except ConfigError as error:
+        assert row.fate == deepspeed.REFUSED
+        told = str(error)
+    assert path in told and row.why in told
+
+
+@pytest.mark.parametrize("path", deepspeed.TABLE)
+def test_every_row_is_silent_where_its_key_asks_for_nothing(path: str) -> None:
+    row = deepspeed.TABLE[path]
+    for value in (*row.off, "auto", {}, *([{row.switch: False, "x": 1}] if row.switch and not row.keys else [])):
+        tree = awake(path, value)
+        if path.startswith("fp16.") and path != "fp16.enabled":
+            tree["fp16"]["enabled"] = False
+        assert not any(path in notice for notice in load(tree).notices)
+
+
+def test_a_precision_that_is_off_is_not_judged() -> None:
+    assert load({"bf16": {"enabled": False, "bf16_optimizer_states": True}}).notices == ()
+    with pytest.raises(ConfigError, match="the optimizer state is fp32"):
+        load({"bf16": {"enabled": True, "bf16_optimizer_states": True}})
+
+
+def test_the_old_boolean_zero_optimization_is_stage_1() -> None:
+    assert load({"zero_optimization": True}).zero_optimization.stage == 1
+    assert load({"zero_optimization": False}).zero_optimization.stage == 0
+
+
+def test_a_deepspeed_file_without_clipping_is_told_of_the_other_default() -> None:
+    assert any("DeepSpeed 0.19.8 clips at 1.0" in notice for notice in load({"wall_clock_breakdown": True}).notices)
+
+
+# How the list of keys is made: DeepSpeed's pydantic models, and what its parser asks of a dict.
+
+
+def read_by_deepspeed() -> set[str]:
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    from deepspeed.comm.config import CommsLoggerConfig
+    from deepspeed.compile.config import CompileConfig
+    from deepspeed.monitor.config import DeepSpeedMonitorConfig
+    from deepspeed.runtime import config as runtime
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
+
+    keys: set[str] = set()
+
+    class Spy(dict[str, Any]):
+        """A dict that notes every key that is asked of it."""
+
+        path = ""
+
+        def get(self, key: str, default: Any = None) -> Any:
+            keys.add(self.path + key)
+            return super().get(key, default)
+
+        def __contains__(self, key: object) -> bool:
+            keys.add(f"{self.path}{key}")
+            return super().__contains__(key)
+
+        def __getitem__(self, key: str) -> Any:
+            keys.add(self.path + key)
+            return super().__getitem__(key)
+
+        def keys(self) -> Any:
+            return self
+
+        def __copy__(self) -> Spy:
+            return self
+
+    def spy(path: str, **values: Any) -> Spy:
+        made = Spy(values)
+        made.path = f"{path}." if path else ""
+        return made
+
+    blocks = ("aio activation_checkpointing flops_profiler torch_autocast timers pipeline data_efficiency autotuning "
+              "data_types expert_parallel").split()  # fmt: skip
+    checkpoint = {name: spy(f"checkpoint.{name}") for name in ("writer", "parallel_write")}
+    tree = {name: spy(name) for name in blocks}
+    tree["checkpoint"] = spy("checkpoint", **checkpoint)
+    tree["optimizer"] = spy("optimizer", type="Adam", params=spy("optimizer.params"))
+    tree["scheduler"] = spy("scheduler", type="WarmupLR", params={})
+    runtime.DeepSpeedConfig(spy("", train_batch_size=1, **tree))
+
+    models = {
+        "zero_optimization": DeepSpeedZeroConfig,
+        "bf16": DeepSpeedBF16Config,
+        "fp16": DeepSpeedFP16Config,
+        "comms_logger": CommsLoggerConfig,
+        "compile": CompileConfig,
+        "tensor_parallel": TPTrainingConfig,
+        "hybrid_engine": runtime.HybridEngineConfig,
+        "weight_quantization": runtime.WeightQuantConfig,
+        "timers.throughput": DeepSpeedThroughputTimerConfig,
+        "": DeepSpeedMonitorConfig,
+    }
+    for path, model in models.items():
+        keys |= set(_fields(model, f"{path}." if path else ""))
+    removed = {*runtime._REMOVED_TOP_LEVEL_CONFIG_KEYS}
+    removed |= {f"zero_optimization.{key}" for key in runtime._REMOVED_ZERO_CONFIG_KEYS}
+    return keys | removed | {"sequence_parallel_size", "optimizer.params.torch_adam", "optimizer.params.adam_w_mode"}
+
+
+def _fields(model: Any, prefix: str) -> list[str]:
+    found = []
+    for name, info in model.model_fields.items():
+        spellings = {name, info.alias or name}
+        found += [prefix + spelling for spelling in spellings]
+        for inner in (info.annotation, *getattr(info.annotation, "__args__", ())):
+            if hasattr(inner, "model_fields"):
+                found += [key for spelling in spellings for key in _fields(inner, f"{prefix}{spelling}.")]
+    return found
+
+
+if __name__ == "__main__":
+    print("\n".join(sorted(read_by_deepspeed())))

@@ -1,0 +1,62 @@
+"""`optimizer` comes out ready for torch, with DeepSpeed's meaning of its type and parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from zeroengine.config import load
+from zeroengine.errors import ConfigError
+
+
+def optimizer(kind: str, **params: Any) -> Any:
+    return load({"optimizer": {"type": kind, "params": params}}).optimizer
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "SGD", "adamw"])
+def test_the_result_makes_a_torch_optimizer(kind: str) -> None:
+    config = optimizer(kind, lr=0.5)
+    made = getattr(torch.optim, config.type)([torch.zeros(1, requires_grad=True)], **config.params)
+    assert made.param_groups[0]["lr"] == 0.5
+
+
+def test_adam_decays_weights_decoupled_unless_told_otherwise() -> None:
+    assert optimizer("Adam", weight_decay=0.1).type == "AdamW"
+    assert optimizer("Adam", weight_decay=0.1, adam_w_mode=False).type == "Adam"
+    assert load({"optimizer": {"type": "Adam"}}).optimizer.type == "AdamW"  # type: ignore[union-attr]
+
+
+def test_auto_is_the_default_and_a_notice_says_so() -> None:
+    autos = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
+    config = load({"optimizer": {"type": "AdamW", "params": autos}})
+    assert config.optimizer is not None
+    assert config.optimizer.params == {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+    assert any("optimizer.params.lr = 0.001" in notice for notice in config.notices)
+
+
+def test_a_weight_decay_that_is_not_given_is_pointed_out() -> None:
+    assert any("weight_decay is not given" in notice for notice in load({"optimizer": {"type": "AdamW"}}).notices)
+    assert not load({"optimizer": {"type": "AdamW", "params": {"weight_decay": 0}}}).notices
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"type": "Lamb"}, 'optimizer.type: found "Lamb"; write one of Adam, AdamW, SGD, or pass your own'),
+        ({"type": "Adamm"}, "Did you mean Adam"),
+        ({"params": {}}, "optimizer.type: missing; write one of Adam, AdamW, SGD"),
+        ({"type": "AdamW", "params": {"betas": [0.9]}}, "optimizer.params.betas.1: missing"),
+        ({"type": "AdamW", "params": {"betas": [0.9, 0.9, 0.9]}}, "write 2 values"),
+        ({"type": "AdamW", "params": {"betas": [0.9, 1]}}, "optimizer.params.betas.1: found 1 .* below 1"),
+        ({"type": "AdamW", "params": {"lr": "2e-5"}}, "write a number: 2e-5, without quotes"),
+        ({"type": "AdamW", "params": {"max_grad_norm": 1}}, 'refused; write "gradient_clipping" at the top level'),
+        ({"type": "AdamW", "params": {"amsgrad": True}}, "AMSGrad is not available"),
+        ({"type": "SGD", "params": {"betas": [0.9, 0.9]}}, "optimizer.params.betas: unknown key"),
+        ({"type": "SGD", "params": {"nesterov": True}}, 'write for example "momentum": 0.9'),
+    ],
+)
+def test_a_wrong_optimizer(section: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load({"optimizer": section})

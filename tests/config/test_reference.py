@@ -1,0 +1,88 @@
+"""The JSON Schema, the ready files and the tables in the docs are current."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zeroengine.config import load, reference
+from zeroengine.errors import ConfigError
+
+jsonschema = pytest.importorskip("jsonschema")
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "configs"
+READY = sorted(path for path in CONFIGS.glob("*.json") if path.name != "schema.json")
+DEEPSPEED_FILES = Path(__file__).parent / "deepspeed_files"
+
+
+@pytest.fixture(scope="module")
+def validator() -> Any:
+    schema = reference.json_schema()
+    jsonschema.Draft202012Validator.check_schema(schema)
+    return jsonschema.Draft202012Validator(schema)
+
+
+def test_the_stored_schema_is_current() -> None:
+    stored = json.loads((CONFIGS / "schema.json").read_text())
+    assert stored == reference.json_schema(), "run: python -m zeroengine.config --schema > configs/schema.json"
+
+
+def test_the_tables_in_the_docs_are_current() -> None:
+    text = (ROOT / "docs" / "configuration.md").read_text()
+    for table in (reference.honoured_table(), reference.fates_table()):
+        assert table in text, "run: python -m zeroengine.config --tables"
+
+
+def test_there_is_a_ready_file_for_each_stage() -> None:
+    assert [path.name for path in READY] == [f"zero{stage}.json" for stage in range(4)]
+
+
+@pytest.mark.parametrize("path", READY, ids=lambda path: path.name)
+def test_a_ready_file_loads_without_a_notice(path: Path, validator: Any) -> None:
+    tree = json.loads(path.read_text())
+    validator.validate(tree)
+    assert tree["$schema"] == "./schema.json"
+    config = load(path).resolve(world_size=2)
+    assert config.notices == ()
+    assert config.zero_optimization.stage == int(path.stem[-1])
+
+
+def test_the_ready_files_differ_in_the_stage_alone() -> None:
+    first = load(READY[0])
+    assert all(first.diff(load(path).to_dict()) == ["zero_optimization.stage"] for path in READY[1:])
+
+
+@pytest.mark.parametrize("path", sorted(DEEPSPEED_FILES.glob("*.json")), ids=lambda path: path.stem)
+def test_editor_and_loader_agree_on_deepspeeds_files(path: Path, validator: Any) -> None:
+    tree = json.loads(path.read_text())
+    if tree.get("steps_per_print") == float("inf"):
+        del tree["steps_per_print"]  # no JSON
+    try:
+        load(path)
+        loads = True
+    except ConfigError as error:
+        loads = False
+        if "total_num_steps" in str(error):  # an editor cannot know that "auto" has no default here
+            tree["scheduler"]["params"]["total_num_steps"] = 1
+    assert validator.is_valid(tree) == loads
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"stage": 3},
+        {"zero_optimization": {"stage": 4}},
+        {"optimizer": {"type": "AdamW", "params": {"momentum": 0.9}}},
+        {"scheduler": {"type": "OneCycle"}},
+        {"train_batch_size": "8"},
+        {"bf16": {"enabled": "yes"}},
+    ],
+)
+def test_an_editor_marks_what_the_loader_rejects(tree: dict[str, Any], validator: Any) -> None:
+    assert not validator.is_valid(tree)
+    with pytest.raises(ConfigError):
+        load(tree)

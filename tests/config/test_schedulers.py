@@ -1,0 +1,62 @@
+"""`scheduler`: names, defaults and ranges of DeepSpeed's five schedules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from zeroengine.config import load
+from zeroengine.errors import ConfigError
+
+REQUIRED = {
+    "WarmupLR": {},
+    "WarmupDecayLR": {"total_num_steps": 10},
+    "WarmupCosineLR": {"total_num_steps": 10},
+    "OneCycle": {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2},
+    "LRRangeTest": {},
+}
+
+
+def params(kind: str, **given: Any) -> dict[str, Any]:
+    config = load({"scheduler": {"type": kind, "params": {**REQUIRED[kind], **given}}})
+    assert config.scheduler is not None and config.scheduler.type == kind
+    return config.scheduler.params
+
+
+@pytest.mark.parametrize("kind", REQUIRED)
+def test_defaults_are_deepspeeds(kind: str) -> None:
+    schedules = pytest.importorskip("deepspeed.runtime.lr_schedules")
+    import inspect
+
+    signature = inspect.signature(getattr(schedules, kind).__init__).parameters
+    theirs = {name: item.default for name, item in signature.items() if name not in ("self", "optimizer")}
+    theirs.pop("last_batch_iteration")
+    assert params(kind) == {name: REQUIRED[kind].get(name, default) for name, default in theirs.items()}
+
+
+def test_auto_takes_the_rate_of_the_optimizer() -> None:
+    assert params("WarmupLR", warmup_max_lr="auto", warmup_num_steps="auto")["warmup_max_lr"] is None
+    assert params("WarmupDecayLR", warmup_max_lr="auto")["warmup_max_lr"] is None
+
+
+def test_auto_without_a_default_says_what_to_write() -> None:
+    with pytest.raises(ConfigError, match=r'found "auto", which has no default here; write the number of steps'):
+        load({"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}})
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"type": "Cosine"}, "write one of WarmupLR, WarmupDecayLR, .* or pass your own to initialize"),
+        ({"type": "OneCycle"}, "scheduler.params: missing"),
+        ({"type": "OneCycle", "params": {"cycle_min_lr": 1}}, "cycle_max_lr: missing; write the highest learning rate"),
+        ({"type": "WarmupLR", "params": {"warmup_type": "cosine"}}, 'found "cosine" .*; write "log" or "linear"'),
+        ({"type": "WarmupLR", "params": {"total_num_steps": 3}}, "total_num_steps: unknown key"),
+        ({"type": "LRRangeTest", "params": {"lr_range_test_step_size": 0}}, "at least 1"),
+        ({"type": "WarmupLR", "params": {"last_batch_iteration": 5}}, "refused; a schedule starts at 0"),
+    ],
+)
+def test_a_wrong_scheduler(section: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load({"scheduler": section})

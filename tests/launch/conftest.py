@@ -1,0 +1,100 @@
+"""Launching small scripts, inside the test's own process or as the command."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from zeroengine.launch.cli import main
+
+COMMAND = [sys.executable, "-m", "zeroengine.launch.cli"]
+
+
+@dataclass(frozen=True)
+class Result:
+    code: int
+    out: str
+    err: str
+
+
+Launch = Callable[..., Result]
+Script = Callable[[str], str]
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Scripts are named relative to a folder of their own, and nothing is inherited that zero-launch heeds."""
+    monkeypatch.chdir(tmp_path)
+    root = str(Path(__file__).resolve().parents[2])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep))
+    for name in ("OMP_NUM_THREADS", "ZEROENGINE_CONFIG", "ZEROENGINE_OVERRIDES"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Script:
+    """Write a script; it finds its rank as `rank` and has what small scripts need."""
+
+    def write(body: str) -> str:
+        path = tmp_path / "train.py"
+        path.write_text(f"import os, signal, subprocess, sys, time\nrank = int(os.environ['RANK'])\n{body}")
+        return path.name
+
+    return write
+
+
+@pytest.fixture
+def launch(capfd: pytest.CaptureFixture[str]) -> Launch:
+    """Run zero-launch on two CPU processes, or as the arguments say."""
+
+    def run(*arguments: str) -> Result:
+        code = main(["--nproc", "2", "--cpu", *arguments])
+        out, err = capfd.readouterr()
+        return Result(code, out, err)
+
+    return run
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Start zero-launch as a command, and wait until each rank has written its file `pids<rank>`."""
+    processes = []
+
+    def start(name: str, ranks: int = 2) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [*COMMAND, "--nproc", str(ranks), "--cpu", name],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        processes.append(process)
+        wait_for(lambda: len(list(tmp_path.glob("pids*"))) == ranks, 30)
+        return process
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def wait_for(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"

@@ -1,0 +1,81 @@
+"""What the rest of the program sees of communication.
+
+A ``Transport`` moves bytes between the ranks of one process group. It has two channels, ``gather`` and
+``reduce``, each with its own order: all ranks issue the same operations on a channel in the same order,
+and an operation may be issued on one channel while another is under way on the other.
+
+Collectives sum in rank order wherever the transport decides the order (all but NCCL's), so equal inputs
+give equal bits. Nothing here divides: see DESIGN "SUM only".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+class Work(Protocol):
+    """An operation under way."""
+
+    def wait(self) -> None:
+        """Returns when this rank's result is there; on CUDA, when later kernels are ordered behind it."""
+
+    def is_completed(self) -> bool: ...
+
+
+class Channel(Protocol):
+    """Operations in one order. ``label`` names the operation and its unit for people."""
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Work:
+        """``full[r * n:(r + 1) * n]`` = rank r's ``shard``, 1-D of n elements.
+
+        ``shard`` may be this rank's slice of ``full``. It must come from ``Transport.empty`` and stay as
+        it is until ``Transport.all_reduce_scalars`` has next returned.
+        """
+
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool = False) -> Work:
+        """``shard`` = (or += with ``accumulate``) the sum over ranks of this rank's slice of their ``full``.
+
+        ``full`` must come from ``Transport.empty``, is 1-D of ``world_size * n`` elements, and may be
+        written again when ``reusable(work)``. ``shard`` may be this rank's slice of ``full``.
+        """
+
+    def all_reduce(self, full: torch.Tensor, label: str) -> Work:
+        """``full`` = the sum over ranks of ``full``, 1-D, divisible by ``world_size``, from ``Transport.empty``."""
+
+    def reusable(self, work: Work, wait: bool) -> bool:
+        """Whether all ranks have read what ``work`` sent; waits for that where ``wait``."""
+
+
+class Transport(Protocol):
+    """One process group's way of moving bytes."""
+
+    rank: int
+    world_size: int
+    name: str
+    overlaps: bool  # whether issued operations proceed while this rank computes
+    gather: Channel
+    reduce: Channel
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Uninitialised memory, 1-D, that operations may send from."""
+
+    def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
+        """The sum over ranks of a small float64 vector. Also a barrier behind every earlier operation."""
+
+    def progress(self) -> None:
+        """Moves outstanding operations on where this transport needs the caller's time."""
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Done:
+    """An operation that has nothing left to do."""
+
+    def wait(self) -> None: ...
+
+    def is_completed(self) -> bool:
+        return True

@@ -1,0 +1,152 @@
+"""The transport over Gloo: direct exchange of slices, and local sums in rank order.
+
+Gloo's own reduce-scatter moves twice the bytes it needs; sending each peer its slice and adding what
+arrives was two to three times faster than Gloo's native collectives at 4 to 128 MiB on 2 and 4 ranks.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from .base import Work
+from .sums import sum_in_rank_order
+from .watchdog import Watchdog
+
+
+class GlooWork:
+    def __init__(self, channel: GlooChannel, works: list[dist.Work], finish: Callable[[], None] | None) -> None:
+        self._channel, self._works, self._finish = channel, works, finish
+
+    def wait(self) -> None:
+        with self._channel.watchdog.guard():
+            for work in self._works:
+                work.wait(self._channel.timeout)
+        self._works = []
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            finish()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+
+class ThenGather:
+    """The second half of an all-reduce starts when the first is awaited."""
+
+    def __init__(self, first: Work, second: Callable[[], Work]) -> None:
+        self._first, self._second = first, second
+        self._gather: Work | None = None
+
+    def wait(self) -> None:
+        if self._gather is None:
+            self._first.wait()
+            self._gather = self._second()
+        self._gather.wait()
+
+    def is_completed(self) -> bool:
+        return self._gather is not None and self._gather.is_completed()
+
+
+class GlooChannel:
+    """See ``base.Channel``."""
+
+    def __init__(self, name: str, group: dist.ProcessGroup, watchdog: Watchdog, timeout: timedelta) -> None:
+        self._name, self._group = name, group
+        self.watchdog, self.timeout = watchdog, timeout
+        self._rank, self._size = group.rank(), group.size()
+        self._seq = 0
+        self._spare: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Work:
+        slices = list(full.chunk(self._size))
+        if slices[self._rank].data_ptr() != shard.data_ptr():
+            slices[self._rank].copy_(shard)
+        return GlooWork(self, self._exchange("gather", label, [shard] * self._size, slices), None)
+
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool = False) -> Work:
+        sent = list(full.chunk(self._size))
+        key = (shard.numel(), full.dtype)
+        spare = self._spare.setdefault(key, [])
+        arrived = spare.pop() if spare else torch.empty((self._size - 1) * shard.numel(), dtype=full.dtype)
+        pieces = list(arrived.chunk(self._size - 1))
+        pieces.insert(self._rank, sent[self._rank])
+
+        def finish() -> None:
+            sum_in_rank_order(shard, pieces, accumulate)
+            spare.append(arrived)
+
+        return GlooWork(self, self._exchange("reduce", label, sent, pieces), finish)
+
+    def all_reduce(self, full: torch.Tensor, label: str) -> Work:
+        mine = full.chunk(self._size)[self._rank]
+        self._seq += 1
+        number = self._seq  # of the second half, fixed now: waits may come in another order
+        first = self.reduce_scatter(mine, full, label)
+
+        def second() -> Work:
+            slices = list(full.chunk(self._size))
+            return GlooWork(self, self._exchange("gather", label, [mine] * self._size, slices, number), None)
+
+        return ThenGather(first, second)
+
+    def reusable(self, work: Work, wait: bool) -> bool:
+        if not wait and not work.is_completed():
+            return False
+        work.wait()
+        return True
+
+    def _exchange(
+        self, kind: str, label: str, sent: list[torch.Tensor], received: list[torch.Tensor], number: int = 0
+    ) -> list[dist.Work]:
+        """Sends ``sent[r]`` to each peer r and receives ``received[r]`` from it.
+
+        The tag holds the operation's place and name, so different operations never match one another:
+        they stall, and the watchdog reports.
+        """
+        if not number:
+            self._seq += 1
+            number = self._seq
+        what = f"{kind} {label} (number {number})"
+        self.watchdog.record(self._name, what)
+        tag = zlib.crc32(f"{self._name} {what}".encode()) & 0x3FFFFFFF
+        works = []
+        with self.watchdog.guard():
+            for step in range(1, self._size):
+                to, source = (self._rank + step) % self._size, (self._rank - step) % self._size
+                works.append(self._group.recv([received[source]], source, tag))
+                works.append(self._group.send([sent[to]], to, tag))
+        return works
+
+
+class GlooTransport:
+    """See ``base.Transport``."""
+
+    name = "gloo"
+    overlaps = True
+
+    def __init__(self, group: dist.ProcessGroup, watchdog: Watchdog, timeout: float) -> None:
+        limit = timedelta(seconds=timeout)
+        self.rank, self.world_size = group.rank(), group.size()
+        self._watchdog = watchdog
+        self.gather = GlooChannel("gather", group, watchdog, limit)
+        self.reduce = GlooChannel("reduce", group, watchdog, limit)
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype)
+
+    def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
+        arrived = torch.empty(self.world_size * values.numel(), dtype=values.dtype)
+        out = torch.empty_like(values)
+        self.reduce.all_gather(arrived, values, label).wait()
+        sum_in_rank_order(out, list(arrived.chunk(self.world_size)), accumulate=False)
+        return out
+
+    def progress(self) -> None: ...
+
+    def close(self) -> None:
+        self._watchdog.close()

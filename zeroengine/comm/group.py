@@ -1,0 +1,142 @@
+"""The process group: found or started, agreed upon, and given a transport."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ..errors import ZeroEngineError
+from . import shm
+from .base import Transport
+from .gloo import GlooTransport
+from .local import LocalTransport
+from .native import NativeTransport
+from .watchdog import Watchdog
+
+T = TypeVar("T")
+
+
+class Group:
+    """The data-parallel ranks of one engine.
+
+    Starts torch.distributed where nobody has: NCCL on CUDA, Gloo on CPU, and a group of one process where
+    no launcher set ``RANK`` and ``WORLD_SIZE``.
+
+    Args:
+        process_group: the ranks to partition over; the default group where None.
+        device: where the model computes.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self.started = not dist.is_initialized()
+        if self.started:
+            _start(device)
+        group = process_group if process_group is not None else dist.group.WORLD
+        assert group is not None
+        self.process_group = group
+        self.rank, self.world_size = group.rank(), group.size()
+        self.device = device
+        self.backend = dist.get_backend(group)
+
+    def exchange(self, value: T) -> list[T]:
+        """Every rank's ``value`` (picklable), in rank order."""
+        if self.world_size == 1 or self.backend == "fake":
+            return [value] * self.world_size
+        values: list[T | None] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.process_group)
+        return values  # type: ignore[return-value]
+
+    @contextlib.contextmanager
+    def agreeing(self, doing: str) -> Iterator[None]:
+        """An error on one rank is an error on all of them, each with the message of the first."""
+        error: ZeroEngineError | None = None
+        try:
+            yield
+        except ZeroEngineError as caught:
+            error = caught
+        errors = self.exchange(None if error is None else (type(error), str(error)))
+        if error is not None:
+            raise error
+        for rank, other in enumerate(errors):
+            if other is not None:
+                kind, message = other
+                raise kind(f"rank {rank} failed {doing}: {message}")
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
+        """Rank ``source``'s values on every rank, in place."""
+        if self.world_size > 1:
+            dist.broadcast(tensor, group_src=source, group=self.process_group)
+
+    def transport(self, kind: str, timeout: float) -> Transport:
+        """The fastest transport that all ranks can use.
+
+        Args:
+            kind: ``auto``, ``shm`` or ``gloo``: the configuration's ``comm.transport``.
+            timeout: seconds after which a stalled operation is an error.
+
+        Raises:
+            ZeroEngineError: ``shm`` was asked for and some rank cannot use it.
+        """
+        if self.world_size == 1:
+            return LocalTransport(self.device)
+        if self.backend != "gloo":
+            return self._native(timeout)
+        if kind != "gloo" and self.device.type == "cpu":
+            found = self._shared_memory(timeout)
+            if not isinstance(found, str):
+                return found
+            if kind == "shm":
+                raise ZeroEngineError(f'comm.transport "shm" cannot be used: {found}. Write "auto" or "gloo".')
+        return GlooTransport(self._new_group(timeout), self._watchdog(), timeout)
+
+    def _shared_memory(self, timeout: float) -> shm.ShmTransport | str:
+        addresses = self.exchange(shm.offer())
+        found = shm.connect(self.rank, addresses, timeout)
+        reasons = [r for r in self.exchange(found if isinstance(found, str) else None) if r is not None]
+        return reasons[0] if reasons else found
+
+    def _native(self, timeout: float) -> NativeTransport:
+        if self.backend == "fake":
+            return NativeTransport(self.process_group, self.process_group, self.device, self.backend, None)
+        gather, reduce = self._new_group(timeout), self._new_group(timeout)
+        return NativeTransport(gather, reduce, self.device, self.backend, self._watchdog())
+
+    def _new_group(self, timeout: float) -> dist.ProcessGroup:
+        ranks = dist.get_process_group_ranks(self.process_group)
+        group = dist.new_group(
+            ranks, timeout=timedelta(seconds=timeout), backend=self.backend, use_local_synchronization=True
+        )
+        assert isinstance(group, dist.ProcessGroup)
+        return group
+
+    def _watchdog(self) -> Watchdog:
+        _count[0] += 1
+        store = dist.distributed_c10d._get_default_store()
+        clone: Callable[[], dist.Store] = getattr(store, "clone", lambda: store)
+        return Watchdog(dist.PrefixStore(f"zeroengine/{_count[0]}", clone()), self.rank, self.world_size)
+
+
+_count = [0]
+
+
+def default_device() -> torch.device:
+    """This rank's GPU (by ``LOCAL_RANK``) where there are any, otherwise the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
+def _start(device: torch.device) -> None:
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

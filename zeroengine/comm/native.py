@@ -1,0 +1,95 @@
+"""The transport over a backend's own collectives: NCCL, and torch's ``fake`` for counting."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from .base import Done, Work
+from .watchdog import Watchdog
+
+# torch 2.13 renamed these.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class AddingWork:
+    """A reduce-scatter into a spare buffer, added to the shard when awaited."""
+
+    def __init__(self, work: dist.Work, shard: torch.Tensor, arrived: torch.Tensor) -> None:
+        self._work, self._shard, self._arrived = work, shard, arrived
+        self._added = False
+
+    def wait(self) -> None:
+        if not self._added:
+            self._added = True
+            self._work.wait()
+            self._shard.add_(self._arrived)
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+
+class NativeChannel:
+    """See ``base.Channel``."""
+
+    def __init__(self, name: str, group: dist.ProcessGroup, watchdog: Watchdog | None) -> None:
+        self._name, self._group, self._watchdog = name, group, watchdog
+        self._seq = 0
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Work:
+        self._record(f"gather {label}")
+        return _all_gather(full, shard, group=self._group, async_op=True) or Done()
+
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool = False) -> Work:
+        self._record(f"reduce {label}")
+        target = torch.empty_like(shard) if accumulate else shard
+        work = _reduce_scatter(target, full, group=self._group, async_op=True) or Done()
+        return AddingWork(work, shard, target) if accumulate else work
+
+    def all_reduce(self, full: torch.Tensor, label: str) -> Work:
+        self._record(f"reduce {label}")
+        return dist.all_reduce(full, group=self._group, async_op=True) or Done()
+
+    def reusable(self, work: Work, wait: bool) -> bool:
+        work.wait()  # orders the caller's stream behind it; the host goes on
+        return True
+
+    def _record(self, what: str) -> None:
+        self._seq += 1
+        if self._watchdog is not None:
+            self._watchdog.record(self._name, f"{what} (number {self._seq})")
+
+
+class NativeTransport:
+    """See ``base.Transport``."""
+
+    overlaps = True
+
+    def __init__(
+        self,
+        gather: dist.ProcessGroup,
+        reduce: dist.ProcessGroup,
+        device: torch.device,
+        name: str,
+        watchdog: Watchdog | None,
+    ) -> None:
+        self.name = name
+        self.rank, self.world_size = gather.rank(), gather.size()
+        self._device, self._group, self._watchdog = device, reduce, watchdog
+        self.gather = NativeChannel("gather", gather, watchdog)
+        self.reduce = NativeChannel("reduce", reduce, watchdog)
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, device=self._device)
+
+    def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
+        self.reduce._record(label)
+        dist.all_reduce(values, group=self._group)
+        return values
+
+    def progress(self) -> None: ...
+
+    def close(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.close()

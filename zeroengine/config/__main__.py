@@ -1,0 +1,48 @@
+"""`python -m zeroengine.config`: check a configuration before a run, or print its JSON Schema."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from zeroengine.config import load, reference
+from zeroengine.errors import ConfigError
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m zeroengine.config", description=__doc__)
+    parser.add_argument("--schema", action="store_true", help="print the JSON Schema of the file")
+    parser.add_argument("--tables", action="store_true", help="print the tables of docs/configuration.md")
+    commands = parser.add_subparsers(dest="command")
+    check = commands.add_parser("check", help="check a file and print what it resolves to")
+    check.add_argument("file", metavar="FILE", help="a JSON or YAML file")
+    check.add_argument("--world-size", type=int, default=1, metavar="N", help="number of ranks (default: 1)")
+    check.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="override")
+    options = parser.parse_args(arguments)
+    if options.schema:
+        print(json.dumps(reference.json_schema(), indent=2))
+    elif options.tables:
+        print(reference.honoured_table(), reference.fates_table(), sep="\n\n")
+    elif options.command == "check":
+        return _check(options.file, options.world_size, options.overrides)
+    else:
+        parser.print_help()
+    return 0
+
+
+def _check(file: str, world_size: int, overrides: list[str]) -> int:
+    try:
+        config = load(file, overrides)
+        resolved = config.resolve(world_size=world_size)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 1
+    for notice in config.notices:
+        print(f"note: {notice}", file=sys.stderr)
+    print(resolved.describe())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""The batch triad: train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x world_size."""
+
+from __future__ import annotations
+
+from zeroengine.errors import ConfigError
+
+TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+
+
+def resolve(train: int | None, micro: int | None, steps: int | None, *, world_size: int, source: str) -> dict[str, int]:
+    """Fill in what is missing, or raise ConfigError that says which number to change, and to what.
+
+    Where nothing else tells, accumulation is 1, then the micro-batch size is 1.
+    """
+    if train is None:
+        micro, steps = micro or 1, steps or 1
+        train = micro * steps * world_size
+    elif micro is None:
+        steps = steps or 1
+        micro = _divide(train, STEPS, steps, world_size, source)
+    elif steps is None:
+        steps = _divide(train, MICRO, micro, world_size, source)
+    elif train != micro * steps * world_size:
+        raise ConfigError(_contradiction(train, micro, steps, world_size, source))
+    return {TRAIN: train, MICRO: micro, STEPS: steps}
+
+
+def _divide(train: int, name: str, value: int, world_size: int, source: str) -> int:
+    """The missing factor of `train`, where the factor `name` is `value`."""
+    by = value * world_size
+    if train % by == 0:
+        return train // by
+    below, above = train // by * by, -(-train // by) * by
+    choices = [f"{TRAIN} to {below} or {above}" if below else f"{TRAIN} to {above}"]
+    if train % world_size == 0:
+        share = train // world_size
+        nearest = min((d for d in range(1, share + 1) if share % d == 0), key=lambda d: (abs(d - value), d))
+        choices.append(f"{name} to {nearest}")
+    raise ConfigError(
+        f"{source}: {TRAIN} ({train}) is not a multiple of {name} ({value}) x {_ranks(world_size)} = {by}. "
+        f"Change {', or '.join(choices)}."
+    )
+
+
+def _contradiction(train: int, micro: int, steps: int, world_size: int, source: str) -> str:
+    choices = [f"{TRAIN} to {micro * steps * world_size}"]
+    for name, other in ((STEPS, micro), (MICRO, steps)):
+        if train % (other * world_size) == 0:
+            choices.append(f"{name} to {train // (other * world_size)}")
+    return (
+        f"{source}: {TRAIN} is {train}, but {MICRO} ({micro}) x {STEPS} ({steps}) x {_ranks(world_size)} = "
+        f"{micro * steps * world_size}. Change {', or '.join(choices)}; or remove one of the three."
+    )
+
+
+def _ranks(world_size: int) -> str:
+    return "1 rank" if world_size == 1 else f"{world_size} ranks"

@@ -1,0 +1,57 @@
+"""Applies `deepspeed.TABLE` to a tree: what is refused, what has no effect, and what is left for our models."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from zeroengine.config import deepspeed
+from zeroengine.config.messages import Problem, unknown_key
+from zeroengine.config.source import KeyPath, Source, describe
+
+
+class Fates:
+    """Sorts one source's keys; `problems` and `notices` grow as it does."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self.problems: list[Problem] = []
+        self.notices: list[str] = []
+
+    def sort(self, tree: dict[str, Any], path: KeyPath = ()) -> dict[str, Any]:
+        """Give the tree without the keys that are not ours."""
+        rest: dict[str, Any] = {}
+        for key, value in tree.items():
+            here = (*path, str(key))
+            row = deepspeed.TABLE.get(".".join(here))
+            if row is not None:
+                if not _asleep(tree, path):
+                    self._judge(row, here, value)
+            elif not path and key in deepspeed.BLOCKS:
+                self._sort_block(here, value)
+            else:
+                rest[key] = self.sort(value, here) if isinstance(value, dict) else value
+        return rest
+
+    def _sort_block(self, here: KeyPath, value: Any) -> None:
+        if isinstance(value, dict):
+            self.problems += [unknown_key((*here, str(key))) for key in self.sort(value, here)]
+        elif value is not None:
+            self.problems.append(Problem(here, f"found {describe(value)}; write an object, {{...}}."))
+
+    def _judge(self, row: deepspeed.Row, here: KeyPath, value: Any) -> None:
+        if row.keys and isinstance(value, dict):
+            self.problems += [unknown_key((*here, str(key))) for key in value if key not in row.keys.split()]
+        if row.is_off(value):
+            return
+        if row.fate == deepspeed.REFUSED:
+            shown = "" if isinstance(value, dict) else f"the value {json.dumps(value, default=repr)} is "
+            self.problems.append(Problem(here, f"{shown}refused; {row.why}."))
+        else:
+            self.notices.append(f"{self._source.label(here)} has no effect: {row.why}.")
+
+
+def _asleep(tree: dict[str, Any], path: KeyPath) -> bool:
+    """Whether the tree is a precision that is switched off; what else it says is then of no account."""
+    enabled = tree.get("enabled")
+    return path in (("fp16",), ("bf16",)) and (enabled in (None, False) or (path == ("fp16",) and enabled == "auto"))

@@ -1,0 +1,143 @@
+"""`load`: from a file, dict or environment to a checked `Config`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from zeroengine.config import deepspeed
+from zeroengine.config.fates import Fates
+from zeroengine.config.messages import Problem, explain
+from zeroengine.config.model import Config
+from zeroengine.config.optimizers import OPTIMIZER_TYPES
+from zeroengine.config.schedulers import SCHEDULER_TYPES
+from zeroengine.config.source import KeyPath, Source, describe, override, read_dict, read_file
+from zeroengine.errors import ConfigError
+
+CONFIG_VARIABLE = "ZEROENGINE_CONFIG"
+OVERRIDES_VARIABLE = "ZEROENGINE_OVERRIDES"
+
+
+def load(config: str | Path | Mapping[str, Any] | Config | None = None, overrides: Sequence[str] = ()) -> Config:
+    """Load and check a configuration; raise ConfigError that lists everything wrong with it.
+
+    `config` is a JSON or YAML file, a dict, or None for the file that ZEROENGINE_CONFIG names (zero-launch sets it).
+    Overrides, "key.path=value", come from ZEROENGINE_OVERRIDES (a JSON list), then from `overrides`.
+    """
+    overrides = [*_environment_overrides(), *overrides]
+    if isinstance(config, Config):
+        if not overrides:
+            return config
+        config = config.to_dict()
+    source = _read(config, bool(overrides))
+    _canonical(source)
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        override(source, deepspeed.ALIASES.get(key.strip(), key) + equals + value)
+    _canonical(source)
+    return _check(source)
+
+
+def _environment_overrides() -> list[str]:
+    text = os.environ.get(OVERRIDES_VARIABLE, "")
+    if not text.strip():
+        return []
+    try:
+        overrides = json.loads(text)
+    except json.JSONDecodeError:
+        overrides = None
+    if not isinstance(overrides, list) or not all(isinstance(item, str) for item in overrides):
+        raise ConfigError(f'{OVERRIDES_VARIABLE} is {text!r}; write a JSON list such as ["zero_optimization.stage=3"].')
+    return overrides
+
+
+def _read(config: str | Path | Mapping[str, Any] | None, has_overrides: bool) -> Source:
+    if config is None:
+        named = os.environ.get(CONFIG_VARIABLE)
+        if named:
+            return read_file(Path(named))
+        if has_overrides:
+            return Source("the overrides", {})
+        raise ConfigError(
+            'no configuration was given. Pass config="ds.json" (a JSON or YAML file) or a dict such as '
+            '{"zero_optimization": {"stage": 1}}, or start the script with zero-launch --config ds.json.'
+        )
+    if isinstance(config, Mapping):
+        return read_dict(config)
+    if isinstance(config, (str, os.PathLike)):
+        if str(config).lstrip().startswith("{"):
+            raise ConfigError("config is JSON text, not a file name. Pass a file or a dict: config=json.loads(text).")
+        return read_file(Path(config))
+    raise ConfigError(f"config is {describe(config)}; pass a JSON or YAML file, a dict, or None.")
+
+
+def _canonical(source: Source) -> None:
+    """Bring second spellings to ours: aliases, the case of type names, `"zero_optimization": true`."""
+    tree = source.tree
+    if isinstance(tree.get("zero_optimization"), bool):
+        tree["zero_optimization"] = {"stage": int(tree["zero_optimization"])}
+    for written, canonical in deepspeed.ALIASES.items():
+        old, new = tuple(written.split(".")), tuple(canonical.split("."))
+        section = source.get(old[:-1])
+        if not isinstance(section, dict) or old[-1] not in section:
+            continue
+        if new[-1] in section and section[new[-1]] != section[old[-1]]:
+            raise ConfigError(f"{source.name}: {source.label(old)} and {source.label(new)} are one setting; keep one.")
+        section[new[-1]] = section.pop(old[-1])
+        source.spelling[new] = old
+        for path in [path for path in source.places if path[: len(old)] == old]:
+            source.places[new + path[len(old) :]] = source.places.pop(path)
+    for name, types in (("optimizer", OPTIMIZER_TYPES), ("scheduler", SCHEDULER_TYPES)):
+        section = tree.get(name)
+        if isinstance(section, dict) and isinstance(section.get("type"), str):
+            section["type"] = next((t for t in types if t.lower() == section["type"].lower()), section["type"])
+
+
+def _check(source: Source) -> Config:
+    fates = Fates(source)
+    rest = fates.sort(source.tree)
+    problems = fates.problems
+    try:
+        config = Config.model_validate(rest)
+    except ValidationError as error:
+        problems += explain(error, rest)
+    if problems:
+        raise ConfigError(_report(source, problems))
+    config._source = source.name
+    config._notices = (*fates.notices, *_default_notices(source, rest, config, bool(fates.notices)))
+    return config
+
+
+def _report(source: Source, problems: Sequence[Problem]) -> str:
+    """Everything wrong, in the order of the file."""
+    order = {path: index for index, path in enumerate(_paths(source.tree))}
+    in_order = sorted(problems, key=lambda problem: order.get(problem.path, order.get(problem.path[:-1], 0)))
+    lines = [f"{source.label(problem.path)}: {problem.text}" for problem in in_order]
+    if len(lines) == 1:
+        return f"{source.name}: {lines[0]}"
+    return "\n".join([f"{source.name}: {len(lines)} problems", *(f"  {line}" for line in lines)])
+
+
+def _default_notices(source: Source, rest: dict[str, Any], config: Config, from_deepspeed: bool) -> Iterator[str]:
+    """What "auto" became, and defaults that people may expect to be others."""
+    written, values = Source("", rest), Source("", config.to_dict())
+    autos = [path for path in _paths(rest) if written.get(path) == "auto" and values.get(path) not in (None, "auto")]
+    if autos:
+        chosen = (f"{'.'.join(source.spelling.get(path, path))} = {json.dumps(values.get(path))}" for path in autos)
+        yield f'"auto" stands for the default: {", ".join(chosen)}.'
+    if from_deepspeed and "gradient_clipping" not in rest:
+        yield "gradient_clipping is not given: no clipping. DeepSpeed 0.19.8 clips at 1.0 there."
+    if written.get(("optimizer", "type")) == "AdamW" and written.get(("optimizer", "params", "weight_decay")) is None:
+        yield "optimizer.params.weight_decay is not given and is 0.0, as in DeepSpeed; torch.optim.AdamW's own is 0.01."
+
+
+def _paths(tree: Mapping[str, Any], above: KeyPath = ()) -> Iterator[KeyPath]:
+    for key, value in tree.items():
+        yield (*above, str(key))
+        if isinstance(value, Mapping):
+            yield from _paths(value, (*above, str(key)))

@@ -1,0 +1,123 @@
+"""What is wrong with a configuration, said for people: the key path, what was found, what to write."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from zeroengine.config import keys
+from zeroengine.config.optimizers import OPTIMIZER_TYPES
+from zeroengine.config.schedulers import SCHEDULER_TYPES
+from zeroengine.config.source import KeyPath, describe
+
+_TYPES = {"optimizer": OPTIMIZER_TYPES, "scheduler": SCHEDULER_TYPES}
+_EXAMPLES = {
+    "total_num_steps": "the number of steps (updates) of the whole run, such as 10000",
+    "cycle_min_lr": "the lowest learning rate, such as 0.0001",
+    "cycle_max_lr": "the highest learning rate, such as 0.001",
+    "params": "an object, {...}, with the parameters of this type",
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    path: KeyPath
+    text: str
+
+
+def unknown_key(path: KeyPath, siblings: tuple[str, ...] | None = None) -> Problem:
+    """An unknown key, with the nearest known one. `siblings` are the keys beside it, where only some would fit."""
+    near = keys.nearest(path, siblings)
+    if near:
+        return Problem(path, f"unknown key. Did you mean {near}?")
+    where = f"In {'.'.join(path[:-1])}" if len(path) > 1 else "At the top level"
+    return Problem(path, f"unknown key. {where} there are {', '.join(keys.beside(path, siblings))}.")
+
+
+def explain(error: ValidationError, tree: dict[str, Any]) -> list[Problem]:
+    """One problem per pydantic error, in our words."""
+    problems = []
+    for item in error.errors(include_url=False):
+        path, found = _follow(item["loc"], tree)
+        problems.append(_problem(item, path, found))
+    return list(dict.fromkeys(problems))
+
+
+def _follow(location: tuple[int | str, ...], tree: Any) -> tuple[KeyPath, Any]:
+    """The key path of a pydantic location, which also names union members, and the value found there."""
+    path: list[str] = []
+    node = tree
+    for depth, part in enumerate(location):
+        if isinstance(node, dict) and part in node:
+            node = node[part]
+        elif isinstance(node, (list, tuple)) and isinstance(part, int) and part < len(node):
+            node = node[part]
+        elif depth == len(location) - 1:
+            node = None  # what is missing
+        else:
+            continue  # the name of a union's member
+        path.append(str(part))
+    return tuple(path), node
+
+
+def _problem(item: Any, path: KeyPath, found: Any) -> Problem:
+    kind, context = item["type"], item.get("ctx", {})
+    if kind == "extra_forbidden":
+        return unknown_key(path, keys.siblings(item["loc"]))
+    if kind == "invalid_key":
+        return Problem(path, "keys are strings; put it in double quotes.")
+    if kind == "missing":
+        state = 'found "auto", which has no default here' if found == "auto" else "missing"
+        return Problem(path, f"{state}; write {_EXAMPLES.get(path[-1], 'a value')}.")
+    if kind == "union_tag_not_found":
+        return Problem((*path, "type"), f"missing; write one of {', '.join(_TYPES[path[-1]])}.")
+    if kind == "union_tag_invalid":
+        names = _TYPES[path[-1]]
+        remedy = f"or pass your own to initialize({'optimizer' if path[-1] == 'optimizer' else 'lr_scheduler'}=...)"
+        nearest = keys.close(context["tag"], names)
+        hint = f" Did you mean {nearest}?" if nearest else ""
+        return Problem((*path, "type"), f'found "{context["tag"]}"; write one of {", ".join(names)}, {remedy}.{hint}')
+    if kind == "value_error":
+        return Problem(path, f"{context['error']}.")
+    return Problem(path, f"found {describe(found)}; write {_expected(kind, context, path, found)}.")
+
+
+def _expected(kind: str, context: dict[str, Any], path: KeyPath, found: Any) -> str:
+    bounds = {
+        "greater_than": "above {gt}",
+        "greater_than_equal": "of at least {ge}",
+        "less_than": "below {lt}",
+        "less_than_equal": "of at most {le}",
+    }
+    if path == ("zero_optimization", "stage"):
+        return "0, 1, 2 or 3"
+    if kind in bounds:
+        return "a value " + bounds[kind].format(**context)
+    if kind == "literal_error":
+        return context["expected"].replace("'", '"')
+    if kind in ("model_type", "dict_type", "model_attributes_type"):
+        key = "type" if path[-1] in _TYPES else "enabled"
+        fits = isinstance(found, str if key == "type" else bool)
+        return "an object, {...}" + (f", such as {json.dumps({key: found})}" if fits else "")
+    plain = {
+        "int_type": "an integer",
+        "float_type": "a number",
+        "finite_number": "a finite number",
+        "bool_type": "true or false",
+        "string_type": "a string",
+        "list_type": "a list, [...]",
+        "tuple_type": "a list, [...]",
+        "too_long": f"{context.get('max_length')} values",
+    }
+    text = plain.get(kind, context.get("error") or kind.replace("_", " "))
+    if isinstance(found, str) and kind in ("int_type", "float_type", "bool_type"):
+        try:
+            number = float(found)
+        except ValueError:
+            return f"{text}{' without quotes' if found in ('true', 'false') else ''}"
+        fits = kind == "float_type" or (kind == "int_type" and number.is_integer())
+        return f"{text}: {found.strip()}, without quotes" if fits else text
+    return text

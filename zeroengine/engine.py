@@ -1,0 +1,389 @@
+"""The engine: a thin loop over the gatherer, the reducer and the sharded optimizer."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .agreement import check_agreement
+from .comm import Group, default_device
+from .config import Config, load
+from .errors import ZeroEngineError
+from .memory import Memory
+from .optim import LRSchedulerLike, OptimizerLike, ShardedOptimizer, make_optimizer, make_scheduler
+from .partition import Degrees, FlatLayout, UnitPlan, cut_units, degrees_of_stage
+from .runtime import Gatherer, Reducer, Unit, UnitGradients, claim, owner_of
+from .runtime.tree import map_tensors
+
+log = logging.getLogger("zeroengine")
+
+
+def initialize(
+    model: nn.Module,
+    optimizer: OptimizerLike = None,
+    config: str | Path | Mapping[str, Any] | Config | None = None,
+    *,
+    lr_scheduler: LRSchedulerLike = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> Engine:
+    """Partitions ``model`` and its optimizer over the data-parallel ranks, and returns the engine that trains it.
+
+    Call it on every rank, with the same arguments. It starts torch.distributed where nobody has (NCCL on CUDA,
+    Gloo on CPU; one process when not launched), takes rank 0's parameters and buffers, and keeps the model's
+    ``nn.Parameter`` objects: their shapes and names stay as they are.
+
+    Args:
+        model: any module with parameters; in bf16 mixed precision its floating parameters become bf16.
+        optimizer: a ``torch.optim`` optimizer over the model's parameters, a callable that takes parameters, or
+            None to build what the configuration says. Adam and AdamW run on the fused kernel; any element-wise
+            optimizer works.
+        config: a JSON or YAML file, a dict, or None for the file that zero-launch names.
+        lr_scheduler: a torch scheduler over the optimizer, or a callable that makes one; ``Engine.step`` steps it.
+        process_group: the ranks to partition over; all of them where None.
+
+    Raises:
+        ZeroEngineError: wrong input, on every rank, with what to write instead.
+    """
+    if not isinstance(model, nn.Module):
+        raise ZeroEngineError(f"initialize() takes a torch.nn.Module, found {type(model).__name__}")
+    device = _device_of(model, process_group)
+    group = Group(process_group, device)
+    with group.agreeing("to initialize"):
+        _check_unclaimed(model)
+        settings = config if isinstance(config, Config) else load(config)
+        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+        settings = settings.resolve(world_size=group.world_size, model_dtype=dtype)
+        low = settings.compute_dtype if settings.bf16.enabled else None
+        plans = cut_units(model, patterns=settings.units, compute_dtype=low)
+        rule = make_optimizer(optimizer, model, settings)
+    check_agreement(group, settings, plans, rule)
+    return Engine(model, rule, settings, group, plans, lr_scheduler)
+
+
+class Engine:
+    """Trains a partitioned model. Made by ``initialize``.
+
+        loss = engine(*batch)
+        engine.backward(loss)
+        engine.step()
+
+    Attributes:
+        module: the model that was passed in.
+        optimizer: a ``torch.optim.Optimizer`` over the model's parameters, for LR schedulers and hyperparameters.
+        lr_scheduler: what ``step`` steps, or None.
+        config: the resolved configuration.
+        device: where the model computes.
+        global_steps: updates taken.
+        micro_steps: calls of ``step``.
+        skipped_steps: updates left out because the gradient was not finite.
+        grad_norm: global norm of the last step's mean gradient before clipping, or None before the first.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        config: Config,
+        group: Group,
+        plans: Sequence[UnitPlan],
+        lr_scheduler: LRSchedulerLike,
+    ) -> None:
+        self.module, self.config, self.device = model, config, group.device
+        self.rank, self.world_size = group.rank, group.world_size
+        self.global_steps = self.micro_steps = self.skipped_steps = 0
+        self.grad_norm: float | None = None
+        self._group = group
+        self._in_backward = self._backward_done = False
+        zero = config.zero_optimization
+        self._transport = group.transport(config.comm.transport, config.comm.timeout_seconds)
+        degrees = degrees_of_stage(zero.stage, group.world_size)
+        self._units = [self._build(plan, degrees) for plan in plans]
+        _prepare_buffers(model, group)
+        self.gatherer = Gatherer(
+            model,
+            self._units,
+            self._transport,
+            prefetch_numel=zero.prefetch_bucket_size if zero.overlap_comm else 0,
+            max_live_numel=zero.max_live_parameters,
+            entering_backward=self._entering_backward,
+        )
+        self.reducer = Reducer(
+            self._units,
+            self._transport,
+            bucket_numel=zero.reduce_bucket_size,
+            complete=self.gatherer.complete,
+            entering_backward=self._entering_backward,
+        )
+        with group.agreeing("to initialize"):
+            self.optimizer = ShardedOptimizer(
+                optimizer, self.reducer.gradients, self._transport, publish=self._published
+            )
+            self.lr_scheduler = make_scheduler(lr_scheduler, self.optimizer, config)
+        self._rule = optimizer
+        claim((param for unit in self._units for param in unit.params), self)
+        if config.bf16.enabled:
+            model.register_forward_pre_hook(_cast_inputs(config.compute_dtype), prepend=True, with_kwargs=True)
+        _return_freed_memory()
+        if self.rank == 0:
+            for notice in config.notices:
+                log.warning(notice)
+            if config.dump_state:
+                print(config.describe(), flush=True)
+
+    def _build(self, plan: UnitPlan, degrees: Degrees) -> Unit:
+        shapes = [(name, tuple(param.shape)) for name, param in plan.params]
+        numel = FlatLayout.build(plan.name, shapes, degrees, self.world_size).param_numel
+        if numel <= self.config.zero_optimization.param_persistence_threshold:
+            degrees = dataclasses.replace(degrees, parameters=1)
+        group = self._group
+        return Unit(plan, degrees, group.rank, group.world_size, group.device, self._transport.empty, group.broadcast)
+
+    # -- training ---------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward."""
+        return self.module(*args, **kwargs)
+
+    forward = __call__
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Computes gradients, and reduces them where this micro-step calls for it.
+
+        The mean over ranks and over ``gradient_accumulation_steps`` micro-steps is taken in the update.
+
+        Args:
+            loss: a scalar that depends on the parameters.
+
+        Raises:
+            ZeroEngineError: ``loss`` is not a scalar tensor, or is detached.
+        """
+        if not isinstance(loss, torch.Tensor):
+            raise ZeroEngineError(f"backward() takes the loss tensor, found {type(loss).__name__}")
+        if loss.numel() != 1:
+            raise ZeroEngineError(
+                f"backward() takes a scalar loss, found shape {tuple(loss.shape)}: reduce it first, such as loss.mean()"
+            )
+        if not loss.requires_grad:
+            raise ZeroEngineError(
+                "backward(): the loss is detached from the parameters. Compute it from engine(...), outside "
+                "torch.no_grad(), without .detach() or .item()"
+            )
+        try:
+            loss.backward()
+        except BaseException:
+            self._in_backward = False
+            raise
+        self._backward_done = True
+
+    def _entering_backward(self) -> None:
+        """The first hook of a backward comes here, whether it is ``engine.backward`` or ``loss.backward``."""
+        if not self._in_backward:
+            self._in_backward = True
+            self.reducer.boundary = self.is_gradient_accumulation_boundary()
+            self.reducer.begin_backward()
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+
+    def _end_backward(self) -> None:
+        self._in_backward = False
+        self._backward_done = True
+        self.reducer.end_backward()
+        self.gatherer.end_backward()
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the micro-step in progress ends with an update."""
+        return (self.micro_steps + 1) % self.config.gradient_accumulation_steps == 0
+
+    def step(self) -> bool:
+        """Ends a micro-step; at the accumulation boundary clips, updates and steps the LR schedule.
+
+        Where the gradient's norm is not finite nothing is changed, and ``skipped_steps`` counts it.
+
+        Returns:
+            Whether parameters were updated.
+
+        Raises:
+            ZeroEngineError: there was no backward since the last call.
+        """
+        if not self._backward_done:
+            raise ZeroEngineError("step() without backward(): call engine.backward(loss) (or loss.backward()) first")
+        self._backward_done = False
+        boundary = self.is_gradient_accumulation_boundary()
+        self.micro_steps += 1
+        if not boundary:
+            return False
+        self.reducer.finish()
+        self.gatherer.settle()
+        norm, used = self.optimizer.norm_and_use()
+        divisor = self.world_size * self.config.gradient_accumulation_steps
+        self.grad_norm = norm / divisor
+        updated = math.isfinite(norm)
+        if updated:
+            self.optimizer.update(self._clip_factor() / divisor, used)
+            self.global_steps += 1
+            self._step_schedule()
+            self._print_progress()
+        else:
+            self.skipped_steps += 1
+            if self.rank == 0:
+                log.warning("step %d skipped: the gradient is not finite (norm %s)", self.global_steps + 1, norm)
+        self.reducer.reset()
+        return updated
+
+    def _clip_factor(self) -> float:
+        """As ``torch.nn.utils.clip_grad_norm_``."""
+        limit = self.config.gradient_clipping
+        assert self.grad_norm is not None
+        return min(1.0, limit / (self.grad_norm + 1e-6)) if limit > 0 else 1.0
+
+    def _step_schedule(self) -> None:
+        # torch's schedulers warn unless they see that their optimizer has stepped.
+        for optimizer in (self.optimizer, self._rule):
+            optimizer._opt_called = True  # type: ignore[attr-defined]
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+
+    def _print_progress(self) -> None:
+        every = self.config.steps_per_print
+        if every and self.rank == 0 and self.global_steps % every == 0:
+            rates = ", ".join(f"{group['lr']:.3g}" for group in self.optimizer.param_groups)
+            print(f"step {self.global_steps}: lr {rates}, grad norm {self.grad_norm:.4g}", flush=True)
+
+    def _published(self, grads: UnitGradients) -> None:
+        unit = grads.unit
+        if unit.degrees.optimizer > unit.degrees.parameters:
+            self.gatherer.refresh(unit)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside keep their gradients on this rank; the next one outside reduces the sum.
+
+        Legal at every stage. At stages 2 and 3 it holds whole gradients meanwhile.
+        """
+        before, self.reducer.syncing = self.reducer.syncing, False
+        try:
+            yield
+        finally:
+            self.reducer.syncing = before
+
+    def train(self, mode: bool = True) -> Engine:
+        """Sets training mode, as ``nn.Module.train``."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        """Sets evaluation mode, as ``nn.Module.eval``."""
+        return self.train(False)
+
+    # -- looking inside ---------------------------------------------------------------------------
+
+    def memory(self) -> Memory:
+        """The bytes that each state holds on this rank now."""
+        partitioned = [unit for unit in self._units if unit.partitioned]
+        return Memory(
+            device=str(self.device),
+            parameters=sum(unit.shard.nbytes for unit in self._units),
+            gradients=self.reducer.kept_bytes(),
+            master=self.optimizer.master_bytes(),
+            optimizer=self.optimizer.state_bytes(),
+            buckets=self.reducer.bucket_bytes(),
+            gathered=sum(unit.full.untyped_storage().size() for unit in partitioned),
+        )
+
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
+        """What ``model.state_dict()`` would be without partitioning, on CPU. Call it on every rank.
+
+        Args:
+            rank0_only: the other ranks return an empty dict and hold one unit at a time.
+        """
+        keep = self.rank == 0 or not rank0_only
+        values: dict[nn.Parameter, torch.Tensor] = {}
+        for unit in self._units:
+            self.gatherer.hold(unit)
+            if keep:
+                values |= {param: param.detach().to("cpu", copy=True) for param in unit.params}
+            self.gatherer.let_go(unit)
+        if not keep:
+            return {}
+        state: dict[str, torch.Tensor] = {}
+        for prefix, module in self.module.named_modules(remove_duplicate=False):
+            dot = f"{prefix}." if prefix else ""
+            state |= {f"{dot}{n}": values[p] for n, p in module._parameters.items() if p is not None}
+            skip = module._non_persistent_buffers_set
+            buffers = ((n, b) for n, b in module._buffers.items() if b is not None and n not in skip)
+            state |= {f"{dot}{n}": b.detach().to("cpu", copy=True) for n, b in buffers}
+        return state
+
+    # -- for `gathered` ---------------------------------------------------------------------------
+
+    def units_of(self, params: Iterable[nn.Parameter]) -> list[Unit]:
+        wanted = {id(param) for param in params}
+        return [unit for unit in self._units if any(id(param) in wanted for param in unit.params)]
+
+    def first_to_write(self, changed: Sequence[bool]) -> list[int]:
+        ranks = self._group.exchange(list(changed))
+        return [next((r for r, flags in enumerate(ranks) if flags[i]), -1) for i in range(len(changed))]
+
+    def take_over(self, unit: Unit, writer: int) -> None:
+        self._group.broadcast(unit.full, writer)
+        unit.take_from_full()
+        for states in self.optimizer.units:
+            if states.unit is unit:
+                states.reload_master()
+
+    def close(self) -> None:
+        """Gives back what the engine holds outside of tensors. The model keeps working at stages 0 to 2."""
+        self._transport.close()
+
+
+def _device_of(model: nn.Module, process_group: dist.ProcessGroup | None) -> torch.device:
+    """CUDA where the process group or the model says so, or where nobody says and there are GPUs."""
+    kinds = {param.device.type for param in model.parameters()}
+    if dist.is_initialized():
+        backend = dist.get_backend(process_group)
+        return default_device() if "nccl" in backend or kinds == {"cuda"} else torch.device("cpu")
+    return default_device()
+
+
+def _check_unclaimed(model: nn.Module) -> None:
+    for name, param in model.named_parameters():
+        if owner_of(param) is not None:
+            raise ZeroEngineError(
+                f"parameter {name} already belongs to an engine: initialize() takes a model once. Use the engine that the "
+                "first call returned, or build the model anew."
+            )
+
+
+def _prepare_buffers(model: nn.Module, group: Group) -> None:
+    """Buffers on the device, with rank 0's values."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer = buffer.to(group.device)
+                group.broadcast(buffer)
+
+
+def _cast_inputs(dtype: torch.dtype) -> Any:
+    def cast(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return map_tensors(to_dtype, args), map_tensors(to_dtype, kwargs)
+
+    def to_dtype(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return cast
+
+
+def _return_freed_memory() -> None:
+    """The model's old memory goes back to the system: glibc would keep it."""
+    import ctypes
+
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

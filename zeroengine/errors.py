@@ -1,0 +1,26 @@
+"""The errors that users see. `assert` is kept for our own mistakes."""
+
+from __future__ import annotations
+
+
+class ZeroEngineError(ValueError):
+    """Base of every error raised for wrong input.
+
+    The message says what was found, where, and what to write instead.
+    """
+
+
+class ConfigError(ZeroEngineError):
+    """A configuration that cannot be honoured: names the file and the key path."""
+
+
+class ReleasedParameterError(ZeroEngineError):
+    """A use of the values of a parameter whose unit is released on this rank."""
+
+
+class DivergenceError(ZeroEngineError):
+    """Ranks disagree, or one stalled or died: names the units and the ranks."""
+
+
+class LaunchError(ZeroEngineError):
+    """zero-launch was asked for something that it cannot start."""

@@ -1,0 +1,78 @@
+"""One rank's process as the launcher sees it: running, ended, stopped, and how it failed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+TICK = 0.02  # seconds between two looks while ranks are being stopped
+GRACE = 3.0  # seconds after which a rank that is still there is sent SIGKILL
+INSIST = 1.0  # seconds after which a rank that did not heed SIGINT is sent SIGTERM
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How one rank failed."""
+
+    rank: int
+    time: float  # `time.monotonic` of the exception; where there was none, when the process was last seen alive
+    code: int  # as a shell counts: 128 + n for signal n
+    summary: str = ""  # the exception in one line
+    text: str = ""  # its traceback, which nobody has printed yet
+
+
+@dataclass
+class RankProcess:
+    """A worker. Looking at it never reaps it: that is left to torch elastic."""
+
+    rank: int
+    pid: int
+    failure_file: Path  # where the worker leaves word, see worker.py
+    code: int | None = None  # None while it runs
+    stopped: bool = False  # by us, so what it says about its end is no news
+    seen: float = field(default_factory=time.monotonic)  # when it was last seen running
+
+    @property
+    def failed(self) -> bool:
+        return not self.stopped and (bool(self.code) or self.failure_file.exists())
+
+    def poll(self) -> int | None:
+        """Its exit code, or None while it runs."""
+        if self.code is None:
+            now = time.monotonic()
+            end = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if end is None:
+                self.seen = now
+            else:
+                self.code = end.si_status if end.si_code == os.CLD_EXITED else 128 + end.si_status
+        return self.code
+
+    def stop(self, number: signal.Signals) -> None:
+        """Send a signal to the worker and its children. One that is failing by itself may finish with that."""
+        if self.poll() is not None or (self.failed and number != signal.SIGKILL):
+            return
+        self.stopped = self.stopped or not self.failed
+        os.killpg(self.pid, number)
+
+    def failure(self) -> Failure | None:
+        """How it failed; None where it did not, or was stopped for another rank's failure."""
+        if not self.failed:
+            return None
+        if self.failure_file.exists():
+            return Failure(self.rank, **json.loads(self.failure_file.read_text()))
+        return Failure(self.rank, self.seen, self.code or 0)
+
+
+def stop_all(processes: Iterable[RankProcess], number: signal.Signals = signal.SIGTERM) -> None:
+    """End the processes: by the signal given, soon by SIGTERM, and by SIGKILL when GRACE is over."""
+    processes, start = list(processes), time.monotonic()
+    for send, until in ((number, INSIST), (signal.SIGTERM, GRACE), (signal.SIGKILL, 2 * GRACE)):
+        for process in processes:
+            process.stop(send)
+        while any(process.poll() is None for process in processes) and time.monotonic() < start + until:
+            time.sleep(TICK)

@@ -1,0 +1,128 @@
+"""Finds the CPU library built from csrc, loads it with ctypes and declares its C interface.
+
+torch is imported first, so that the library's OpenMP is the one torch runs on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import warnings
+from ctypes import POINTER, c_char_p, c_double, c_int, c_int32, c_int64, c_size_t, c_void_p
+from pathlib import Path
+
+import torch
+
+from zeroengine.errors import ZeroEngineError
+
+ABI_VERSION = 1
+PATH = Path(__file__).with_name("_cpu.so")
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+ISAS = ("avx512", "avx2", "portable")
+
+
+class AdamArgs(ctypes.Structure):
+    """`ze_adam_args` of csrc/zeroengine.h."""
+
+    _fields_ = (
+        *((name, c_double) for name in ("lr", "beta1", "beta2", "eps", "weight_decay", "grad_scale")),
+        ("step", c_int64),
+        ("decoupled", c_int32),
+        ("maximize", c_int32),
+    )
+
+
+_SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
+    "ze_abi_version": (c_int, []),
+    "ze_cpu_isa": (c_char_p, []),
+    "ze_cpu_set_isa": (c_int, [c_char_p]),
+    "ze_adam": (
+        c_int,
+        [*[c_void_p] * 2, c_int, *[c_void_p] * 3, c_int, c_int64, POINTER(AdamArgs), c_int],
+    ),
+    "ze_squared_norm": (c_int, [c_void_p, c_int, c_int64, c_void_p, c_int]),
+    "ze_accumulate": (c_int, [c_void_p, c_void_p, c_int, c_int64, c_int]),
+    "ze_cast": (c_int, [c_void_p, c_void_p, c_int, c_int64]),
+    "ze_advise_huge": (c_int, [c_void_p, c_size_t]),
+    "ze_stream": (None, [*[c_void_p] * 4, c_int, c_void_p, c_int64, c_int]),
+}
+
+
+def _notice(reason: str) -> None:
+    warnings.warn(
+        f"zeroengine runs without its CPU kernels: {reason}. torch's own, slower kernels serve instead. "
+        "For zeroengine's, install a C++17 compiler (Debian: apt install g++) and install zeroengine again.",
+        stacklevel=4,
+    )
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The CPU library of csrc/zeroengine.h, loaded once; None, with one warning, where it is missing.
+
+    The environment variable ZEROENGINE_CPU_ISA chooses its instruction set: avx512, avx2 or portable.
+
+    Raises:
+        ZeroEngineError: ZEROENGINE_CPU_ISA names an instruction set that this CPU lacks.
+    """
+    if not PATH.exists():
+        _notice(f"{PATH} was not built")
+        return None
+    try:
+        handle = ctypes.CDLL(str(PATH))
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(handle, name)
+            function.restype, function.argtypes = result, arguments
+    except (OSError, AttributeError) as error:
+        _notice(f"{PATH} cannot be loaded ({error})")
+        return None
+    if (version := handle.ze_abi_version()) != ABI_VERSION:
+        _notice(f"{PATH} has interface version {version}, this zeroengine needs {ABI_VERSION}")
+        return None
+    if wanted := os.environ.get("ZEROENGINE_CPU_ISA"):
+        _set_isa(handle, wanted, "ZEROENGINE_CPU_ISA=")
+    return handle
+
+
+def compiled() -> bool:
+    """Whether zeroengine's own CPU kernels are there."""
+    return library() is not None
+
+
+def cpu_isa() -> str:
+    """The instruction set that CPU tensors run on: "avx512", "avx2" or "portable"; "torch" without the library."""
+    handle = library()
+    return handle.ze_cpu_isa().decode() if handle else "torch"
+
+
+def set_cpu_isa(name: str) -> None:
+    """Use another instruction set of this CPU ("avx512", "avx2", "portable"; "" for the best). Every one gives the
+    same bits, so this is for tests and measurements.
+
+    Raises:
+        ZeroEngineError: this CPU lacks it, or the library is missing.
+    """
+    handle = library()
+    if handle is None:
+        raise ZeroEngineError("set_cpu_isa: zeroengine's CPU library is missing, so there is nothing to choose from")
+    _set_isa(handle, name, "set_cpu_isa: ")
+
+
+def _set_isa(handle: ctypes.CDLL, name: str, where: str) -> None:
+    if handle.ze_cpu_set_isa(name.encode()) == 0:
+        return
+    current = handle.ze_cpu_isa()
+    offered = [isa for isa in ISAS if handle.ze_cpu_set_isa(isa.encode()) == 0]
+    handle.ze_cpu_set_isa(current)
+    raise ZeroEngineError(f"{where}{name!r}: this CPU offers {', '.join(offered)}; write one of these, or nothing")
+
+
+def advise_huge_pages(x: torch.Tensor) -> None:
+    """Ask the system for huge pages under a CPU tensor's storage. A hint: no effect elsewhere.
+
+    A new buffer is best advised before it is first written. The update runs faster on huge pages.
+    """
+    if x.device.type == "cpu" and (handle := library()) is not None:
+        storage = x.untyped_storage()
+        handle.ze_advise_huge(storage.data_ptr(), storage.nbytes())

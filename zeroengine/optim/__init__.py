@@ -1,0 +1,7 @@
+"""The sharded optimizer, and the optimizers and schedules that a configuration names."""
+
+from .factory import OptimizerLike, make_optimizer
+from .schedules import LRSchedulerLike, make_scheduler
+from .sharded import ShardedOptimizer, UnitStates
+
+__all__ = ["LRSchedulerLike", "OptimizerLike", "ShardedOptimizer", "UnitStates", "make_optimizer", "make_scheduler"]

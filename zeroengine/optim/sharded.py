@@ -1,0 +1,252 @@
+"""The optimizer over shards: one norm, one fused update, one publish, for every stage.
+
+[Note: Same numbers]
+At every stage a rank's norm covers the same elements (its slice at the world size) and the partial norms
+add in rank order in float64; the update is element-wise. So the losses are the same bits at every stage.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from .. import ops
+from ..comm import Transport
+from ..errors import ZeroEngineError
+from ..runtime.gradients import UnitGradients
+from .segments import Segment, segments_of
+
+# Optimizers whose update of an element looks at other elements: wrong on a shard.
+NOT_ELEMENTWISE = ("LBFGS", "Adafactor", "Muon", "SparseAdam", "Shampoo", "LAMB", "Lamb", "LARS")
+
+
+class UnitStates:
+    """The optimizer's states of one unit on this rank, all 1-D of the optimizer shard's length."""
+
+    def __init__(self, grads: UnitGradients) -> None:
+        unit = grads.unit
+        self.grads, self.unit = grads, unit
+        degree = unit.degrees.optimizer
+        self.published = unit.owned(degree)
+        self.gradient = grads.owned(degree)
+        # DESIGN "One master": where parameters are fp32 they are the master.
+        self.mixed = unit.dtype in (torch.bfloat16, torch.float16)
+        self.master = self.published
+        if self.mixed:
+            self.master = _huge(torch.empty(self.published.numel(), dtype=torch.float32, device=unit.full.device))
+            self.master.copy_(self.published)
+        self.moments: list[torch.Tensor] = []
+        self.steps = [0] * len(unit.params)
+
+    def adam_moments(self) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.moments:
+            self.moments = [_huge(torch.empty_like(self.master)).zero_() for _ in range(2)]
+        return self.moments[0], self.moments[1]
+
+    def reload_master(self) -> None:
+        """The published parameter was written from outside."""
+        if self.mixed:
+            self.master.copy_(self.published)
+
+    def nbytes(self) -> int:
+        return sum(m.nbytes for m in self.moments)
+
+
+def _huge(tensor: torch.Tensor) -> torch.Tensor:
+    ops.advise_huge_pages(tensor)
+    return tensor
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """A ``torch.optim.Optimizer`` over the model's parameters that updates this rank's shards.
+
+    ``param_groups`` hold the model's own parameters and hyperparameters (shared with the optimizer that
+    was handed in, so its LR schedulers keep working); change them at any time.
+
+    Args:
+        inner: the optimizer that says the rule and the groups. Adam and AdamW run on the fused kernel,
+            any other element-wise one runs on the shards.
+        gradients: every trainable unit's gradients, in forward order.
+        publish: called with a unit right after its update: its parameters have new values on their owner.
+    """
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        gradients: Sequence[UnitGradients],
+        transport: Transport,
+        *,
+        publish: Callable[[UnitGradients], None],
+    ) -> None:
+        _check_elementwise(inner, gradients)
+        self._transport, self._publish = transport, publish
+        self._groups = _group_of_param(inner.param_groups)
+        self.units = [UnitStates(grads) for grads in gradients]
+        super().__init__(inner.param_groups, inner.defaults)
+        self.param_groups = inner.param_groups  # the very same list and dicts
+        self._fused = _runs_fused(inner) and all(u.master.dtype is torch.float32 for u in self.units)
+        self._inner = inner
+        self._on_shards: torch.optim.Optimizer | None = None
+        self._segments: dict[tuple[Any, ...], list[Segment]] = {}
+        if self._fused:
+            for states in self.units:
+                states.adam_moments()
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        raise ZeroEngineError("call engine.step(): it reduces gradients, clips, and then runs this optimizer")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Gradients are overwritten by the first micro-step after a step: there is nothing to zero."""
+
+    # -- norm -------------------------------------------------------------------------------------
+
+    def norm_and_use(self) -> tuple[float, list[list[bool]]]:
+        """The global norm of the summed gradients, and which parameters got any gradient on any rank.
+
+        One collective of a float64 vector: the squared norm of this rank's slices, then a flag for each
+        parameter.
+        """
+        values = torch.zeros(1 + sum(len(u.steps) for u in self.units), dtype=torch.float64)
+        flags = [float(used) for states in self.units for used in states.grads.used]
+        values[1:] = torch.tensor(flags, dtype=torch.float64)
+        world = self._transport.world_size
+        for states in self.units:
+            grads = states.grads
+            start, stop = _slice_of_world(states, world)
+            values[0] += ops.squared_norm(grads.kept[start:stop]).cpu()
+        device = self.units[0].master.device if self.units else torch.device("cpu")
+        total = self._transport.all_reduce_scalars(values.to(device), "norm").tolist()
+        used, at = [], 1
+        for states in self.units:
+            used.append([flag > 0 for flag in total[at : at + len(states.steps)]])
+            at += len(states.steps)
+        return math.sqrt(total[0]) if total[0] >= 0 else math.nan, used
+
+    # -- update -----------------------------------------------------------------------------------
+
+    def update(self, factor: float, used: Sequence[Sequence[bool]]) -> None:
+        """Updates every unit with ``factor * gradient`` and publishes it.
+
+        A parameter that got no gradient on any rank keeps its value, moments and step count, as in torch.
+        """
+        if not self._fused:
+            self._update_on_shards(factor, used)
+            return
+        for states, flags in zip(self.units, used):
+            for i, flag in enumerate(flags):
+                states.steps[i] += flag
+            moments = states.adam_moments()
+            for segment in self._segments_of(states, flags):
+                self._adam(states, moments, segment, factor)
+            self._publish(states.grads)
+
+    def _adam(
+        self, states: UnitStates, moments: tuple[torch.Tensor, torch.Tensor], segment: Segment, factor: float
+    ) -> None:
+        group, where = self.param_groups[segment.group], slice(segment.start, segment.stop)
+        decoupled = isinstance(self._inner, torch.optim.AdamW) or bool(group.get("decoupled_weight_decay", False))
+        ops.adam_step(
+            states.master[where],
+            states.gradient[where],
+            moments[0][where],
+            moments[1][where],
+            step=segment.step,
+            lr=float(group["lr"]),
+            beta1=float(group["betas"][0]),
+            beta2=float(group["betas"][1]),
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
+            decoupled=decoupled,
+            grad_scale=factor,
+            maximize=bool(group.get("maximize", False)),
+            low_precision=states.published[where] if states.mixed else None,
+        )
+
+    def _segments_of(self, states: UnitStates, flags: Sequence[bool]) -> list[Segment]:
+        """The runs of the shard that one kernel call updates; steps count from the unit's own."""
+        last = max(states.steps, default=0)
+        behind = tuple(last - step for step in states.steps)
+        key = (id(states), tuple(flags), behind)
+        if key not in self._segments:
+            groups = [self._groups[param] for param in states.unit.params]
+            self._segments[key] = segments_of(states.unit.layout, states.unit.rank, groups, flags, behind)
+        return [segment.at(last) for segment in self._segments[key]]
+
+    def _update_on_shards(self, factor: float, used: Sequence[Sequence[bool]]) -> None:
+        """Any element-wise optimizer: its own ``step`` over parameters that are views of the shards."""
+        if self._on_shards is None:
+            self._on_shards = self._make_inner()
+        for mine, theirs in zip(self._on_shards.param_groups, self.param_groups):
+            mine.update({key: value for key, value in theirs.items() if key != "params"})
+        for states, flags in zip(self.units, used):
+            for span, piece in self._pieces[id(states)]:
+                if flags[span.slot]:
+                    gradient = states.gradient[span.shard_offset : span.shard_offset + span.numel]
+                    piece.grad = gradient.to(piece.dtype, copy=True).mul_(factor)
+        self._on_shards.step()
+        self._on_shards.zero_grad(set_to_none=True)
+        for states in self.units:
+            if states.mixed:
+                states.published.copy_(states.master)
+            self._publish(states.grads)
+
+    def _make_inner(self) -> torch.optim.Optimizer:
+        self._pieces: dict[int, list[tuple[Any, torch.nn.Parameter]]] = {}
+        groups: list[list[torch.nn.Parameter]] = [[] for _ in self.param_groups]
+        for states in self.units:
+            pieces = self._pieces[id(states)] = []
+            for span in states.unit.layout.spans(states.unit.rank, states.unit.degrees.optimizer):
+                piece = torch.nn.Parameter(states.master[span.shard_offset : span.shard_offset + span.numel])
+                groups[self._groups[states.unit.params[span.slot]]].append(piece)
+                pieces.append((span, piece))
+        inner = copy.copy(self._inner)
+        inner.state = defaultdict(dict)
+        inner.param_groups = [{**group, "params": params} for group, params in zip(self.param_groups, groups)]
+        return inner
+
+    def state_bytes(self) -> int:
+        """Bytes of moments (or of whatever the optimizer keeps) on this rank."""
+        if self._on_shards is None:
+            return sum(states.nbytes() for states in self.units)
+        tensors = (v for state in self._on_shards.state.values() for v in state.values() if isinstance(v, torch.Tensor))
+        return sum(t.nbytes for t in tensors)
+
+    def master_bytes(self) -> int:
+        return sum(states.master.nbytes for states in self.units if states.mixed)
+
+
+def _slice_of_world(states: UnitStates, world: int) -> tuple[int, int]:
+    """This rank's 1/world of the unit, within the gradients that it keeps."""
+    layout, rank = states.unit.layout, states.unit.rank
+    if not states.grads.whole:
+        return 0, states.grads.kept.numel()
+    size = layout.numel // world
+    return rank * size, (rank + 1) * size
+
+
+def _runs_fused(optimizer: torch.optim.Optimizer) -> bool:
+    plain = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+    return plain and not any(group.get("amsgrad") for group in optimizer.param_groups)
+
+
+def _group_of_param(groups: Iterable[dict[str, Any]]) -> dict[torch.Tensor, int]:
+    return {param: i for i, group in enumerate(groups) for param in group["params"]}
+
+
+def _check_elementwise(optimizer: torch.optim.Optimizer, gradients: Sequence[UnitGradients]) -> None:
+    name = type(optimizer).__name__
+    if any(g.unit.degrees.optimizer > 1 for g in gradients) and name in NOT_ELEMENTWISE:
+        raise ZeroEngineError(
+            f"{name} is not element-wise: its update of one element looks at others, so it cannot run on shards. Use "
+            "zero_optimization.stage 0, or an element-wise optimizer such as AdamW."
+        )
+    if optimizer.state:
+        raise ZeroEngineError(
+            f"the {name} passed to initialize() has already taken steps: its state cannot be partitioned. Call "
+            "initialize() before training."
+        )

@@ -1,0 +1,17 @@
+"""Which rank owns what: degrees, flat layouts, and the cut of a model into units. No communication."""
+
+from .cut import UnitPlan, cut_units
+from .degrees import STAGES, Degrees, degrees_of_stage
+from .layout import FlatLayout, ParamSlot, ShardSpan, round_up
+
+__all__ = [
+    "STAGES",
+    "Degrees",
+    "FlatLayout",
+    "ParamSlot",
+    "ShardSpan",
+    "UnitPlan",
+    "cut_units",
+    "degrees_of_stage",
+    "round_up",
+]

@@ -1,0 +1,175 @@
+"""How a model is cut into units: which parameters are gathered and released together.
+
+Hooks sit on modules, units on parameters. A unit's *holders* are the modules whose forward needs it.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from ..errors import ZeroEngineError
+
+LARGE_PARAM = 1 << 20  # elements: an embedding or a head of this size is a unit of its own
+REST_UNIT = 1 << 22  # elements: what is left is grouped up to this size
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """The parameters of one unit, and the modules that need them."""
+
+    name: str
+    params: tuple[tuple[str, nn.Parameter], ...]
+    holders: tuple[nn.Module, ...]
+    dtype: torch.dtype
+    trainable: bool
+
+
+@dataclass
+class _Group:
+    name: str
+    root: nn.Module | None
+    params: list[tuple[str, nn.Parameter]] = field(default_factory=list)
+
+    @property
+    def numel(self) -> int:
+        return sum(p.numel() for _, p in self.params)
+
+
+def cut_units(
+    model: nn.Module, *, patterns: Sequence[str] | None = None, compute_dtype: torch.dtype | None = None
+) -> list[UnitPlan]:
+    """Cuts ``model`` into units, in registration order.
+
+    Each element of a repeated block container (a ``ModuleList``, ``ModuleDict`` or ``Sequential`` of
+    two or more modules of one class) is a unit. Of the rest, large parameters are units of their own and
+    the others are grouped. A tied parameter belongs to the unit in which it is registered first. A unit
+    has one dtype and is trainable or frozen as a whole: a block of mixed parameters gives several units.
+
+    Args:
+        patterns: module-name patterns (``fnmatch``, such as ``"layers.*"``) that replace the rule.
+        compute_dtype: dtype that floating parameters take, or None to keep each one's own.
+
+    Raises:
+        ZeroEngineError: the model has no parameters, or a pattern matches no module with parameters.
+    """
+    names = _canonical_names(model)
+    if not names:
+        raise ZeroEngineError(
+            f"the model ({type(model).__name__}) has no parameters: there is nothing to partition. "
+            "Pass the module that holds the weights."
+        )
+    roots = _match(model, patterns) if patterns is not None else dict(_repeated_blocks(model))
+    groups: list[_Group] = []
+    taken: set[nn.Parameter] = set()
+    for name, root in roots.items():
+        group = _Group(name, root)
+        for param in root.parameters():
+            if param not in taken:
+                taken.add(param)
+                group.params.append((names[param], param))
+        if group.params:
+            groups.append(group)
+    groups += _group_rest([(name, param) for param, name in names.items() if param not in taken])
+    order = {param: i for i, param in enumerate(names)}
+    groups.sort(key=lambda g: order[g.params[0][1]])
+    owners = _owners(model)
+    return [unit for group in groups for unit in _split(group, owners, compute_dtype)]
+
+
+def _canonical_names(model: nn.Module) -> dict[nn.Parameter, str]:
+    return {param: name for name, param in model.named_parameters()}
+
+
+def _has_params(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _repeated_blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The elements of the outermost repeated containers, with their names."""
+    children = [(f"{prefix}{name}", child) for name, child in module.named_children() if _has_params(child)]
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+        kinds = Counter(type(child) for _, child in children)
+        repeated = {kind for kind, count in kinds.items() if count > 1 and any(True for _ in _submodules(kind, children))}
+    else:
+        repeated = set()
+    for name, child in children:
+        if type(child) in repeated:
+            yield name, child
+        else:
+            yield from _repeated_blocks(child, f"{name}.")
+
+
+def _submodules(kind: type, children: list[tuple[str, nn.Module]]) -> Iterator[nn.Module]:
+    """Children of the blocks of class ``kind``: a bare layer repeated is no block."""
+    for _, child in children:
+        if type(child) is kind:
+            yield from child.children()
+
+
+def _match(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
+    roots: dict[str, nn.Module] = {}
+    modules = [(name, module) for name, module in model.named_modules() if name and _has_params(module)]
+    for pattern in patterns:
+        found = {name: module for name, module in modules if fnmatch.fnmatchcase(name, pattern)}
+        if not found:
+            known = ", ".join(name for name, _ in modules[:8])
+            raise ZeroEngineError(
+                f"units: the pattern {pattern!r} matches no module with parameters. Modules are named like: {known}"
+            )
+        roots.update(found)
+    # "layers.*" also matches "layers.0.attention": the outermost match is the unit.
+    return {
+        name: module
+        for name, module in roots.items()
+        if not any(name.startswith(f"{other}.") for other in roots)
+    }
+
+
+def _group_rest(rest: list[tuple[str, nn.Parameter]]) -> list[_Group]:
+    groups: list[_Group] = []
+    small = _Group("rest", None)
+    for name, param in rest:
+        if param.numel() >= LARGE_PARAM:
+            groups.append(_Group(name, None, [(name, param)]))
+            continue
+        if small.params and small.numel + param.numel() > REST_UNIT:
+            groups.append(small)
+            small = _Group(f"rest.{name}", None)
+        small.params.append((name, param))
+    if small.params:
+        groups.append(small)
+    return groups
+
+
+def _owners(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
+    """The modules that register each parameter directly."""
+    owners: dict[nn.Parameter, list[nn.Module]] = {}
+    for module in model.modules():
+        for param in module.parameters(recurse=False):
+            owners.setdefault(param, []).append(module)
+    return owners
+
+
+def _split(
+    group: _Group, owners: dict[nn.Parameter, list[nn.Module]], compute_dtype: torch.dtype | None
+) -> Iterator[UnitPlan]:
+    """One unit for each dtype and trainability in the group, trainable first."""
+    kinds: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
+    for name, param in group.params:
+        cast = compute_dtype is not None and param.is_floating_point()
+        dtype = compute_dtype if cast and compute_dtype is not None else param.dtype
+        kinds.setdefault((dtype, param.requires_grad), []).append((name, param))
+    inside = set(group.root.modules()) if group.root is not None else set()
+    main = next(iter(sorted(kinds, key=lambda kind: not kind[1])))
+    for (dtype, trainable), params in sorted(kinds.items(), key=lambda item: not item[0][1]):
+        holders = [group.root] if group.root is not None else []
+        for _, param in params:
+            holders += [m for m in owners[param] if m not in inside and m not in holders]
+        suffix = "" if (dtype, trainable) == main else f" ({'frozen, ' * (not trainable)}{str(dtype)[6:]})"
+        yield UnitPlan(group.name + suffix, tuple(params), tuple(holders), dtype, trainable)

@@ -1,0 +1,101 @@
+"""Whole parameters inside a ``with``, on every rank, written back at its end."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from ..errors import ZeroEngineError
+from .gatherer import Gatherer
+from .unit import Unit
+
+
+class Owner(Protocol):
+    """What an engine lends to ``gathered``."""
+
+    gatherer: Gatherer
+
+    def first_to_write(self, changed: Sequence[bool]) -> list[int]:
+        """For each flag the lowest rank that raised it, or -1. A collective."""
+
+    def take_over(self, unit: Unit, writer: int) -> None:
+        """The whole ``unit`` that rank ``writer`` holds becomes everybody's. A collective."""
+
+    def units_of(self, params: Iterable[nn.Parameter]) -> list[Unit]: ...
+
+
+OWNER = "_zeroengine_owner"  # the one attribute on a parameter: a weak reference to its engine
+
+
+def owner_of(param: nn.Parameter) -> Owner | None:
+    reference = param.__dict__.get(OWNER)
+    return reference() if reference is not None else None
+
+
+def claim(params: Iterable[nn.Parameter], owner: Owner) -> None:
+    for param in params:
+        param.__dict__[OWNER] = weakref.ref(owner)
+
+
+@contextlib.contextmanager
+def gathered(module_or_params: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> Iterator[None]:
+    """Gives whole parameters inside the ``with``, at every stage; what is written to them is kept.
+
+    Enter and leave it on every rank, with the same parameters. Where ranks wrote different values, those of
+    the lowest rank that wrote are kept on all. Inside, ranks may run different numbers of forwards.
+
+    Args:
+        module_or_params: a module (all parameters below it), one parameter, or several.
+
+    Raises:
+        ZeroEngineError: the parameters belong to no engine.
+    """
+    if isinstance(module_or_params, nn.Module):
+        params = list(module_or_params.parameters())
+    elif isinstance(module_or_params, nn.Parameter):
+        params = [module_or_params]
+    else:
+        params = list(module_or_params)
+    owners = {owner_of(param) for param in params}
+    if len(owners) != 1 or None in owners:
+        if not params:
+            yield
+            return
+        raise ZeroEngineError(
+            "gathered() takes a module or parameters of one model that was passed to zeroengine.initialize(); "
+            "some of these belong to none, or to different engines"
+        )
+    owner = owners.pop()
+    assert owner is not None
+    units = owner.units_of(params)
+    for unit in units:
+        owner.gatherer.hold(unit)
+    before = [_checksum(unit.full) for unit in units]
+    try:
+        yield
+    finally:
+        changed = [_checksum(unit.full) != seen for unit, seen in zip(units, before)]
+        for unit, writer in zip(units, owner.first_to_write(changed)):
+            if writer >= 0:
+                owner.take_over(unit, writer)
+            owner.gatherer.let_go(unit)
+
+
+def _checksum(flat: torch.Tensor) -> tuple[int, int]:
+    """Changes with any element that changes and, almost surely, with any reordering."""
+    words = flat.detach().view(torch.int16 if flat.element_size() == 2 else torch.int32)
+    weights = torch.arange(1, 4097, dtype=torch.int64, device=flat.device) * 0x9E3779B1 % 0x7FFFFFFF
+    total = first = 0
+    for start, piece in enumerate(words.split(1 << 20)):
+        wide = piece.to(torch.int64)
+        pad = -wide.numel() % weights.numel()
+        wide = torch.nn.functional.pad(wide, (0, pad)).view(-1, weights.numel())
+        rows = (wide * weights).sum(1)
+        first += int(wide.sum())
+        total += int((rows * torch.arange(1, rows.numel() + 1, device=rows.device)).sum()) * (2 * start + 1)
+    return first, total

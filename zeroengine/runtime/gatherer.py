@@ -1,0 +1,270 @@
+"""Gathers units just before a module needs them and releases them just after.
+
+[Note: Backward]
+A holder's outputs carry a hook: when the first of their gradients is there, the holder's units are
+gathered. They are released when every trainable parameter of theirs has its gradient and the gradients of
+the holder's inputs are done, for until then some operation may still read a weight. What never gets that
+far (unused parameters) is released when the backward ends.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..comm import Transport
+from ..errors import ReleasedParameterError
+from .tree import tensors_in
+from .unit import State, Unit
+
+
+@dataclass
+class Call:
+    """One forward of a holder that may see a backward."""
+
+    inputs_left: int
+    started: bool = False
+
+
+class Gatherer:
+    """Owns when units are whole. Knows parameters only.
+
+    Args:
+        prefetch_numel: elements that may be gathered ahead of use.
+        max_live_numel: elements of released units that may be whole at one time before prefetching stops.
+        entering_backward: called at the first sign of a backward, once or more in each.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Iterable[Unit],
+        transport: Transport,
+        *,
+        prefetch_numel: int,
+        max_live_numel: int,
+        entering_backward: Callable[[], None],
+    ) -> None:
+        self._units = list(units)
+        self._transport, self._channel = transport, transport.gather
+        self._prefetch_numel = prefetch_numel if transport.overlaps else 0
+        self._max_live_numel = max_live_numel
+        self._entering_backward = entering_backward
+        self._held: dict[Unit, int] = dict.fromkeys(self._units, 0)  # forwards and `gathered` in progress
+        self._running = 0  # forwards of the whole model in progress
+        self._backward = False
+        self._strays: list[Unit] = []
+        self._calls: dict[nn.Module, list[Call]] = {}
+        self._complete: set[Unit] = set()
+        self._next: dict[tuple[bool, Unit], Unit] = {}  # (in backward, unit) to the unit that came after it
+        self._previous: Unit | None = None
+        self._last_in_forward: Unit | None = None
+        self._holders: dict[nn.Module, list[Unit]] = {}
+        for unit in self._units:
+            for module in unit.holders:
+                self._holders.setdefault(module, []).append(unit)
+        self._handles = self._hook(model)
+        for unit in self._units:
+            if unit.partitioned:
+                unit.release(self._resolve)
+
+    def _hook(self, model: nn.Module) -> list[Any]:
+        me = weakref.ref(self)
+
+        def bind(name: str) -> Callable[..., Any]:
+            def hook(*args: Any) -> Any:
+                gatherer = me()
+                return None if gatherer is None else getattr(gatherer, name)(*args)
+
+            return hook
+
+        handles = [
+            model.register_forward_pre_hook(bind("_enter_model"), prepend=True),
+            model.register_forward_hook(bind("_leave_model"), always_call=True),
+        ]
+        for module in self._holders:
+            handles.append(module.register_forward_pre_hook(bind("_before_forward"), prepend=True, with_kwargs=True))
+            handles.append(module.register_forward_hook(bind("_after_forward"), with_kwargs=True, always_call=True))
+        return handles
+
+    # -- whole units ------------------------------------------------------------------------------
+
+    def start(self, unit: Unit) -> None:
+        """Issues the gather of a released unit."""
+        if unit.state is State.RELEASED:
+            unit.allocate()
+            unit.state = State.GATHERING
+            unit.work = self._channel.all_gather(unit.full, unit.shard, unit.name)
+
+    def ensure(self, unit: Unit) -> None:
+        """Returns with ``unit`` ready."""
+        if unit.state is State.READY:
+            return
+        self.start(unit)
+        assert unit.work is not None
+        unit.work.wait()
+        unit.expose()
+
+    def refresh(self, unit: Unit) -> None:
+        """After a publish: issues the gather of a unit that is never released. Awaited at its next use."""
+        unit.guard(self._resolve)
+        unit.work = self._channel.all_gather(unit.full, unit.owned(unit.degrees.optimizer), unit.name)
+
+    def settle(self) -> None:
+        """Returns with no gather under way, every partitioned unit that nobody holds released."""
+        for unit in self._units:
+            if unit.state is State.GATHERING:
+                self.ensure(unit)
+            self._release(unit)
+
+    def hold(self, unit: Unit) -> None:
+        self._held[unit] += 1
+        self.ensure(unit)
+
+    def let_go(self, unit: Unit) -> None:
+        self._held[unit] -= 1
+        self._release(unit)
+
+    def _release(self, unit: Unit) -> None:
+        if unit.partitioned and unit.state is State.READY and not self._held[unit]:
+            unit.release(self._resolve)
+
+    def _resolve(self, param: nn.Parameter, use: str) -> None:
+        """A parameter is used while it is away: see ``released``."""
+        unit = next(u for u in self._units if any(p is param for p in u.params))
+        if unit.partitioned:
+            if not (self._running or self._backward):
+                slot = next(s for p, s in zip(unit.params, unit.layout.slots) if p is param)
+                raise ReleasedParameterError(
+                    f"parameter {slot.name} {slot.shape} is partitioned and released: `{use}` needs its values. Write "
+                    "`with zeroengine.gathered(module_or_params):` around the code, on every rank, or use "
+                    "engine.full_state_dict() to copy all of them."
+                )
+            self._strays.append(unit)
+        self.ensure(unit)
+
+    # -- forward ----------------------------------------------------------------------------------
+
+    def _enter_model(self, module: nn.Module, args: Any) -> None:
+        if not self._running:
+            self._previous = None
+        self._running += 1
+
+    def _leave_model(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._running -= 1
+        if not self._running:
+            self._last_in_forward = self._previous
+            self._let_strays_go()
+
+    def _let_strays_go(self) -> None:
+        strays, self._strays = self._strays, []
+        for unit in strays:
+            self._release(unit)
+
+    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        for unit in self._holders[module]:
+            if unit.partitioned:
+                self._held[unit] += 1
+            self._need(unit)
+
+    def _after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        units = [unit for unit in self._holders[module] if unit.partitioned]
+        if not units:
+            return
+        will_differentiate = torch.is_grad_enabled() and self._watch(module, (args, kwargs), output)
+        for unit in units:
+            self._held[unit] -= 1
+            if not self._backward and not (will_differentiate and unit is self._last_in_forward):
+                self._release(unit)
+
+    def _need(self, unit: Unit) -> None:
+        """``ensure``, and start what came next the last time."""
+        self.ensure(unit)
+        if not unit.partitioned:
+            return
+        if self._previous is not None and self._previous is not unit:
+            self._next[self._backward, self._previous] = unit
+        self._previous = unit
+        ahead, live = 0, sum(u.layout.numel for u in self._units if u.partitioned and not u.released)
+        following: Unit | None = unit
+        for _ in self._units:  # at most once round, should the order have a cycle
+            following = self._next.get((self._backward, following))
+            if following is None:
+                break
+            if following.released:
+                ahead, live = ahead + following.layout.numel, live + following.layout.numel
+                if ahead > self._prefetch_numel or live > self._max_live_numel:
+                    break
+                self.start(following)
+
+    # -- backward ---------------------------------------------------------------------------------
+
+    def _watch(self, module: nn.Module, inputs: Any, output: Any) -> bool:
+        """Puts hooks on what goes in and comes out; whether a backward can pass here."""
+        outputs = [t for t in tensors_in(output) if t.requires_grad]
+        if not outputs:
+            return False
+        before = [t for t in tensors_in(inputs) if t.requires_grad]
+        call = Call(len(before))
+        me = weakref.ref(self)
+
+        def starts(_: torch.Tensor) -> None:
+            gatherer = me()
+            if gatherer is not None:
+                gatherer._before_backward(module, call)
+
+        def passed(_: torch.Tensor) -> None:
+            call.inputs_left -= 1
+            gatherer = me()
+            if gatherer is not None and call.inputs_left <= 0:
+                gatherer._after_backward(module)
+
+        for tensor in outputs:
+            tensor.register_hook(starts)
+        for tensor in before:
+            tensor.register_hook(passed)
+        return True
+
+    def _before_backward(self, module: nn.Module, call: Call) -> None:
+        if call.started:
+            return
+        call.started = True
+        if not self._backward:
+            self._backward, self._previous = True, None
+            self._entering_backward()
+        self._calls.setdefault(module, []).append(call)
+        for unit in self._holders[module]:
+            if unit.partitioned:
+                self._need(unit)
+
+    def complete(self, unit: Unit) -> None:
+        """Every trainable parameter of ``unit`` has its gradient."""
+        self._complete.add(unit)
+        for module in unit.holders:
+            if module in self._calls:
+                self._after_backward(module)
+
+    def _after_backward(self, module: nn.Module) -> None:
+        for unit in self._holders[module]:
+            if unit.partitioned and all(self._is_through(holder) for holder in unit.holders if holder in self._calls):
+                self._release(unit)
+
+    def _is_through(self, module: nn.Module) -> bool:
+        """Whether no operation of ``module``'s backward can still read a weight."""
+        if any(call.inputs_left > 0 for call in self._calls[module]):
+            return False
+        return all(unit in self._complete for unit in self._holders[module] if unit.trainable)
+
+    def end_backward(self) -> None:
+        """The backward is over: everything that was gathered for it is released."""
+        self._backward = False
+        self._calls.clear()
+        self._complete.clear()
+        self._strays.clear()
+        for unit in self._units:
+            self._release(unit)

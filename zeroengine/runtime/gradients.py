@@ -1,0 +1,41 @@
+"""The gradients of one unit on one rank: memory and bookkeeping, no communication."""
+
+from __future__ import annotations
+
+import torch
+
+from .. import ops
+from ..comm import Transport
+from .unit import Unit
+
+
+class UnitGradients:
+    """The gradients of one unit: what this rank keeps, and how far the present micro-step is."""
+
+    def __init__(self, unit: Unit, transport: Transport, dtype: torch.dtype) -> None:
+        self.unit, self.dtype = unit, dtype
+        layout, degrees = unit.layout, unit.degrees
+        self.whole = degrees.gradients == 1
+        if self.whole:
+            self.kept = transport.empty(layout.numel, dtype)
+            self.views = views_of(unit, self.kept)
+        else:
+            self.kept = torch.empty(layout.shard_numel(degrees.gradients), dtype=dtype, device=unit.full.device)
+            self.views = []
+        ops.advise_huge_pages(self.kept)
+        self.kept.zero_()
+        self.left: set[int] = set()  # parameters whose gradient this backward still owes
+        self.written = [False] * len(unit.params)  # in this micro-step (bucket) or since the step (whole)
+        self.used = [False] * len(unit.params)  # since the step, on this rank
+        self.reduced = False  # since the step
+
+    def owned(self, degree: int) -> torch.Tensor:
+        """This rank's part at ``degree`` of the summed gradients, 1-D."""
+        unit = self.unit
+        start, stop = unit.layout.shard_range(unit.rank, degree)
+        base = 0 if self.whole else unit.layout.shard_range(unit.rank, unit.degrees.gradients)[0]
+        return self.kept[start - base : stop - base]
+
+
+def views_of(unit: Unit, flat: torch.Tensor) -> list[torch.Tensor]:
+    return [flat[slot.offset : slot.end].view(slot.shape) for slot in unit.layout.slots]

@@ -1,0 +1,248 @@
+"""Collects gradients into buckets as autograd makes them, and reduces the buckets while it goes on.
+
+Where the gradient degree is 1 a unit's gradients stay whole in a kept buffer, accumulate there over the
+micro-steps, and are reduced once. Otherwise each micro-step's gradients pass through a bucket, and only
+this rank's shard of their sum is kept.
+
+[Note: Order]
+Units are reduced in one fixed order, the reverse of registration, on every rank. A unit that is complete
+early waits for those before it; one that never completes (unused parameters) is reduced with zeros in
+their place when the backward ends. So ranks that use different parameters still agree on every collective.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from ..comm import Transport, Work
+from .gradients import UnitGradients, views_of
+from .unit import Unit
+
+
+@dataclass(eq=False)
+class Slot:
+    """Memory for one bucket on its way. Its padding is zero for units laid out as ``layout``."""
+
+    memory: torch.Tensor
+    layout: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    views: list[torch.Tensor] = field(default_factory=list)
+    work: Work | None = None
+    busy: bool = False
+
+
+class Reducer:
+    """Owns the gradients of the trainable units. Knows gradients only.
+
+    Args:
+        bucket_numel: elements that one bucket may hold; a larger unit is a bucket alone. None: one unit each.
+        complete: called when every parameter of a unit has its gradient.
+        entering_backward: called at the first sign of a backward, once or more in each.
+    """
+
+    def __init__(
+        self,
+        units: Iterable[Unit],
+        transport: Transport,
+        *,
+        bucket_numel: int | None,
+        complete: Callable[[Unit], None],
+        entering_backward: Callable[[], None],
+    ) -> None:
+        self._transport, self._channel = transport, transport.reduce
+        self._bucket_numel = bucket_numel or 0
+        self._complete, self._entering_backward = complete, entering_backward
+        self.gradients = [UnitGradients(unit, transport, unit.dtype) for unit in units if unit.trainable]
+        self._order = self.gradients[::-1]
+        self._launched = 0  # of _order, in this backward
+        self._bucket: list[UnitGradients] = []  # complete, waiting for the bucket to fill
+        self._works: list[Work] = []
+        self._slots: list[Slot] = []
+        self._slot_of: dict[UnitGradients, Slot] = {}  # being filled
+        self._late = False
+        self.syncing = True  # False inside no_sync: gradients stay on this rank
+        self.boundary = True  # whether the micro-step in progress is the last before a step
+        self._backward = False
+        self._handles = [self._hook(grads, i, p) for grads in self.gradients for i, p in enumerate(grads.unit.params)]
+
+    def _hook(self, grads: UnitGradients, index: int, param: nn.Parameter) -> object:
+        me = weakref.ref(self)
+
+        def ready(param: nn.Parameter) -> None:
+            reducer = me()
+            if reducer is not None:
+                reducer._ready(grads, index, param)
+
+        return param.register_post_accumulate_grad_hook(ready)
+
+    # -- backward ---------------------------------------------------------------------------------
+
+    def begin_backward(self) -> None:
+        self._backward = True
+        self._launched = 0
+        for grads in self.gradients:
+            grads.left = set(range(len(grads.unit.params)))
+
+    def _stays_local(self, grads: UnitGradients) -> bool:
+        """Whether the gradient waits in ``param.grad``: no_sync, or after this unit's one reduce."""
+        return (not grads.whole and not self.syncing) or (grads.whole and grads.reduced)
+
+    def _ready(self, grads: UnitGradients, index: int, param: nn.Parameter) -> None:
+        if not self._backward:
+            self._entering_backward()
+        grads.left.discard(index)
+        if self._stays_local(grads):
+            self._late = self._late or grads.reduced
+        else:
+            self._collect(grads, index, param)
+        if not grads.left:
+            self._complete(grads.unit)
+            self._launch_in_order()
+
+    def _collect(self, grads: UnitGradients, index: int, param: nn.Parameter) -> None:
+        """The one copy of a gradient, cast on the way."""
+        if not grads.whole and grads not in self._slot_of:
+            self._slot_of[grads] = self._slot_for(grads)
+        target = (grads.views if grads.whole else self._slot_of[grads].views)[index]
+        gradient = param.grad
+        assert gradient is not None
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        if grads.written[index]:
+            target.add_(gradient)
+        else:
+            target.copy_(gradient)
+        grads.written[index] = grads.used[index] = True
+        param.grad = None
+
+    def end_backward(self) -> None:
+        """Completes what the backward left open, in order."""
+        for grads in self._order:
+            if not self._stays_local(grads):
+                for index in grads.left:  # from an earlier micro-step inside no_sync
+                    if grads.unit.params[index].grad is not None:
+                        self._collect(grads, index, grads.unit.params[index])
+            grads.left = set()
+        self._launch_in_order()
+        self._flush()
+        self._backward = False
+
+    def _launch_in_order(self) -> None:
+        while self._launched < len(self._order) and not self._order[self._launched].left:
+            grads = self._order[self._launched]
+            self._launched += 1
+            due = self.boundary and self.syncing and not grads.reduced if grads.whole else self.syncing
+            if due:
+                numel = sum(g.unit.layout.numel for g in self._bucket) + grads.unit.layout.numel
+                if self._bucket and numel > self._bucket_numel:
+                    self._flush()
+                self._bucket.append(grads)
+        if self._bucket and sum(g.unit.layout.numel for g in self._bucket) >= self._bucket_numel:
+            self._flush()
+
+    def _flush(self) -> None:
+        bucket, self._bucket = self._bucket, []
+        for grads in bucket:
+            self._reduce(grads)
+
+    def _reduce(self, grads: UnitGradients) -> None:
+        unit = grads.unit
+        if grads.whole:
+            self._zero_unwritten(grads, grads.views)
+            if unit.degrees.optimizer == 1:
+                self._works.append(self._channel.all_reduce(grads.kept, unit.name))
+            else:
+                mine = grads.owned(unit.degrees.optimizer)
+                self._works.append(self._channel.reduce_scatter(mine, grads.kept, unit.name))
+        else:
+            slot = self._slot_of.pop(grads, None) or self._slot_for(grads)
+            self._zero_unwritten(grads, slot.views)
+            self._send(slot, grads, grads.kept, accumulate=grads.reduced)
+            grads.written = [False] * len(unit.params)
+        grads.reduced = True
+
+    def _send(self, slot: Slot, grads: UnitGradients, target: torch.Tensor, accumulate: bool) -> None:
+        flat = slot.memory[: grads.unit.layout.numel]
+        slot.work = self._channel.reduce_scatter(target, flat, grads.unit.name, accumulate)
+        slot.busy = False
+        self._works.append(slot.work)
+
+    def _zero_unwritten(self, grads: UnitGradients, views: list[torch.Tensor]) -> None:
+        for written, view in zip(grads.written, views):
+            if not written:
+                view.zero_()
+
+    def _slot_for(self, grads: UnitGradients) -> Slot:
+        """Memory for one unit's gradients: a free slot, else one on its way, else a new one."""
+        unit, need = grads.unit, grads.unit.layout.numel
+        fitting = [s for s in self._slots if s.memory.numel() == need and s.memory.dtype == grads.dtype and not s.busy]
+        chosen = next((s for s in fitting if s.work is None or self._channel.reusable(s.work, wait=False)), None)
+        if chosen is None and len(fitting) >= 2:
+            chosen = fitting[0]
+            assert chosen.work is not None
+            chosen.work.wait()
+            self._channel.reusable(chosen.work, wait=True)
+        if chosen is None:
+            chosen = Slot(self._transport.empty(need, grads.dtype))
+            self._slots.append(chosen)
+        layout = tuple((slot.offset, slot.shape) for slot in unit.layout.slots)
+        if chosen.layout != layout:
+            chosen.memory.zero_()
+            chosen.layout, chosen.views = layout, views_of(unit, chosen.memory)
+        chosen.busy = True
+        return chosen
+
+    # -- step -------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Returns with every gradient reduced into what this rank keeps."""
+        for grads in self._order:
+            if not grads.reduced:  # all its micro-steps were inside no_sync
+                for index, param in enumerate(grads.unit.params):
+                    if param.grad is not None:
+                        self._collect(grads, index, param)
+                self._reduce(grads)
+        if self._late:
+            self._reduce_late()
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+
+    def _reduce_late(self) -> None:
+        """Gradients of backwards that came after the reduce, where gradients are whole."""
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+        for grads in self._order:
+            unit, degree = grads.unit, grads.unit.degrees.optimizer
+            slot = self._slot_for(grads)
+            for index, param in enumerate(unit.params):
+                if param.grad is None:
+                    slot.views[index].zero_()
+                else:
+                    slot.views[index].copy_(param.grad)
+                    grads.used[index], param.grad = True, None
+            if degree == 1:
+                self._channel.all_reduce(slot.memory, unit.name).wait()
+                grads.kept.add_(slot.memory)
+                slot.busy = False
+            else:
+                self._send(slot, grads, grads.owned(degree), accumulate=True)
+        self._late = False
+
+    def reset(self) -> None:
+        """After a step: the next gradients overwrite."""
+        for grads in self.gradients:
+            grads.written = [False] * len(grads.unit.params)
+            grads.used = [False] * len(grads.unit.params)
+            grads.reduced = False
+
+    def bucket_bytes(self) -> int:
+        return sum(slot.memory.nbytes for slot in self._slots)
+
+    def kept_bytes(self) -> int:
+        return sum(grads.kept.nbytes for grads in self.gradients)

@@ -1,0 +1,106 @@
+"""A parameter whose values are not on this rank right now, or are still arriving.
+
+The object stays the same ``nn.Parameter``; only its class and its data change. Metadata works as ever.
+What a use of its values does is its unit's decision: wait for a gather that is under way, gather the unit
+where every rank comes by (inside the engine's forward or backward), or raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+
+Resolver = Callable[[nn.Parameter, str], None]
+
+_T = torch.Tensor
+# What may be asked of a released parameter: nothing here reads a value.
+_METADATA = {
+    getattr(_T, name).__get__
+    for name in (
+        "shape dtype device layout requires_grad grad is_leaf grad_fn ndim names itemsize nbytes "
+        "is_cuda is_cpu is_meta is_sparse is_quantized is_mps is_nested is_xpu retains_grad output_nr _version"
+    ).split()
+    if hasattr(_T, name)
+} | {
+    getattr(_T, name)
+    for name in (
+        "size dim numel nelement stride element_size is_floating_point is_complex is_contiguous is_signed get_device "
+        "requires_grad_ register_hook register_post_accumulate_grad_hook __hash__ dim_order storage_offset "
+        "ndimension __len__ is_inference has_names"
+    ).split()
+    if hasattr(_T, name)
+} | {_T.requires_grad.__set__, _T.grad.__set__, _T.grad.__delete__, torch.numel, torch.is_floating_point, torch.is_complex}  # type: ignore[attr-defined]
+
+
+class ReleasedParameter(nn.Parameter):
+    """The class of a parameter while its values are away. Never built: ``release`` swaps it in."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in _METADATA:
+            for param in _released_in((args, kwargs)):
+                resolver_of(param)(param, _name(func))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        with torch._C.DisableTorchFunctionSubclass():
+            return f"Parameter released by zeroengine: shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        resolver_of(self)(self, "copy.deepcopy")
+        return self.__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        resolver_of(self)(self, "pickle")
+        return self.__reduce_ex__(protocol)
+
+
+def _name(func: Any) -> str:
+    name = getattr(func, "__name__", str(func))
+    return f".{func.__self__.__name__}" if name == "__get__" else name
+
+
+def _released_in(tree: Any) -> list[nn.Parameter]:
+    if isinstance(tree, ReleasedParameter):
+        return [tree]
+    if isinstance(tree, (tuple, list)):
+        return [p for item in tree for p in _released_in(item)]
+    if isinstance(tree, dict):
+        return [p for item in tree.values() for p in _released_in(item)]
+    return []
+
+
+
+def resolver_of(param: nn.Parameter) -> Resolver:
+    return param.__dict__["_zeroengine_resolver"]
+
+
+@lru_cache(maxsize=None)
+def _released_class(cls: type) -> type:
+    return type(f"Released{cls.__name__}", (ReleasedParameter, cls) if cls is not nn.Parameter else (ReleasedParameter,), {})
+
+
+def swap_out(param: nn.Parameter, resolver: Resolver) -> None:
+    """From now on a use of ``param``'s values calls ``resolver(param, name of the operation)`` first.
+
+    The resolver either calls ``swap_in`` (or has it called) or raises.
+    """
+    if not isinstance(param, ReleasedParameter):
+        param.__dict__["_zeroengine_class"] = type(param)
+        param.__class__ = _released_class(type(param))
+    param.__dict__["_zeroengine_resolver"] = resolver
+
+
+def swap_in(param: nn.Parameter) -> None:
+    """``param`` is an ordinary parameter of its own class again."""
+    if isinstance(param, ReleasedParameter):
+        param.__class__ = param.__dict__.pop("_zeroengine_class")
+        del param.__dict__["_zeroengine_resolver"]

@@ -1,0 +1,131 @@
+"""A unit on one rank: its full buffer, its shard, and the parameters that are views into them."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from .. import ops
+from ..comm import Work
+from ..partition import Degrees, FlatLayout, UnitPlan
+from .released import Resolver, swap_in, swap_out
+
+
+class State(enum.Enum):
+    RELEASED = "released"  # no memory; parameters are stubs
+    GATHERING = "gathering"  # a gather is under way; values may be stale or absent
+    READY = "ready"  # parameters hold their values
+
+
+class Unit:
+    """The parameters of one unit, and where they are on this rank.
+
+    ``full`` has one storage for life. Where the parameter degree is 1 it always holds memory and ``shard``
+    is this rank's slice of it; otherwise ``release`` empties the storage and ``shard`` is memory of its own.
+
+    Building a unit copies the parameters in (cast to the unit's dtype) and makes them views; the model's
+    own memory is freed as it goes.
+
+    Args:
+        allocate: (numel, dtype) to memory that peers may read: ``Transport.empty``.
+        synchronise: makes a full buffer the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        plan: UnitPlan,
+        degrees: Degrees,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        allocate: Callable[[int, torch.dtype], torch.Tensor],
+        synchronise: Callable[[torch.Tensor], None],
+    ) -> None:
+        self.name, self.dtype, self.trainable = plan.name, plan.dtype, plan.trainable
+        self.params: tuple[nn.Parameter, ...] = tuple(param for _, param in plan.params)
+        self.holders = plan.holders
+        self.rank, self.degrees = rank, degrees
+        shapes = ((name, tuple(param.shape)) for name, param in plan.params)
+        self.layout = FlatLayout.build(plan.name, shapes, degrees, world_size)
+        self.state = State.READY
+        self.work: Work | None = None
+
+        whole = degrees.parameters == 1
+        if whole:
+            self.full = allocate(self.layout.numel, self.dtype)
+        else:
+            self.full = torch.empty(self.layout.numel, dtype=self.dtype, device=device)
+        ops.advise_huge_pages(self.full)
+        self.full.zero_()
+        self._views = [self.full[s.offset : s.end].view(s.shape) for s in self.layout.slots]
+        with torch.no_grad():
+            for param, view in zip(self.params, self._views):
+                view.copy_(param.detach())
+                param.data = view
+        synchronise(self.full)
+        start, stop = self.layout.shard_range(rank, degrees.parameters)
+        if whole:
+            self.shard = self.full
+        else:
+            self.shard = allocate(stop - start, self.dtype)
+            self.shard.copy_(self.full[start:stop])
+        self._stubs = [_stub(view) for view in self._views]
+
+    @property
+    def released(self) -> bool:
+        return self.state is State.RELEASED
+
+    @property
+    def partitioned(self) -> bool:
+        """Whether the full buffer is released between uses."""
+        return self.degrees.parameters > 1
+
+    def owned(self, degree: int) -> torch.Tensor:
+        """The part of the parameters that this rank owns at ``degree``, as memory to update in place, 1-D."""
+        start, stop = self.layout.shard_range(self.rank, degree)
+        base, _ = self.layout.shard_range(self.rank, self.degrees.parameters)
+        return self.shard[start - base : stop - base]
+
+    def allocate(self) -> None:
+        """Gives the full buffer its memory back. The parameters stay stubs until ``expose``."""
+        storage = self.full.untyped_storage()
+        if storage.size() == 0:
+            storage.resize_(self.full.nbytes)
+
+    def expose(self) -> None:
+        """The parameters are views into the full buffer, ready for use."""
+        for param, view in zip(self.params, self._views):
+            swap_in(param)
+            if self.partitioned:
+                param.data = view
+        self.state, self.work = State.READY, None
+
+    def guard(self, resolver: Resolver) -> None:
+        """While a gather is under way: a use of a parameter calls ``resolver`` first."""
+        for param in self.params:
+            swap_out(param, resolver)
+        self.state = State.GATHERING
+
+    def release(self, resolver: Resolver) -> None:
+        """Frees the full buffer; the parameters become stubs whose use calls ``resolver``."""
+        for param, stub in zip(self.params, self._stubs):
+            swap_in(param)
+            param.data = stub
+            swap_out(param, resolver)
+        self.full.untyped_storage().resize_(0)
+        self.state, self.work = State.RELEASED, None
+
+    def take_from_full(self) -> None:
+        """The full buffer was written from outside: this rank's shard follows."""
+        if self.partitioned:
+            start, stop = self.layout.shard_range(self.rank, self.degrees.parameters)
+            self.shard.copy_(self.full[start:stop])
+
+
+def _stub(view: torch.Tensor) -> torch.Tensor:
+    """A NaN (0 in integer dtypes) of ``view``'s shape that takes no memory."""
+    value = float("nan") if view.is_floating_point() or view.is_complex() else 0
+    return torch.full((), value, dtype=view.dtype, device=view.device).expand(view.shape)
