@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
+import resource
 import sysconfig
 import time
 from collections.abc import Iterator
@@ -25,8 +25,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import zeroengine
 
 VOCABULARY = 256  # a token is a byte
-TEXT_LIMIT = 8 << 20  # bytes of the standard library that are read
-HELD_OUT = 20  # every 20th file is held out
+TEXT_LIMIT = 8 << 20  # bytes of the standard library to train on
+HELD_OUT = 20  # every 20th file is held out, or the last 20th of a text
 
 
 class Block(nn.Module):
@@ -78,25 +78,33 @@ class GPT(nn.Module):
         return bytes(ids[0].tolist())
 
 
-def read_text(path: Path | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The train and the held-out part: of the standard library, other files; of one text, its last twentieth."""
+def read_text(path: Path | None, context: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bytes to train on and those held out: of the standard library, other files; of one text, its end."""
     if path is not None:
+        if not path.is_file():
+            raise SystemExit(f"--text {path}: there is no such file")
         text = path.read_bytes()
         cut = len(text) - len(text) // HELD_OUT
         parts = [text[:cut], text[cut:]]
     else:
-        library = Path(sysconfig.get_path("stdlib"))
-        files = sorted(file.relative_to(library) for file in library.rglob("*.py"))
-        files = [file for file in files if not {"site-packages", "dist-packages", "test", "tests"} & set(file.parts)]
-        parts, size = [b"", b""], 0
-        for index, file in enumerate(files):
-            source = (library / file).read_bytes()
-            size += len(source)
-            if size > TEXT_LIMIT:
-                break
-            parts[index % HELD_OUT == HELD_OUT - 1] += source
+        parts = [b"", b""]
+        for index, file in enumerate(library_files()):
+            if len(parts[0]) < TEXT_LIMIT:
+                parts[index % HELD_OUT == HELD_OUT - 1] += file.read_bytes()
+    if min(map(len, parts)) <= context:
+        origin = path or f"the standard library in {sysconfig.get_path('stdlib')}"
+        needed = HELD_OUT * (context + 1)
+        raise SystemExit(f"{origin} has too little text: name a file of at least {needed:,} bytes with --text")
     train, held_out = (torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts)
     return train, held_out
+
+
+def library_files() -> list[Path]:
+    """The standard library's source files without its tests, in the same order everywhere."""
+    library = Path(sysconfig.get_path("stdlib"))
+    files = sorted(file.relative_to(library) for file in library.rglob("*.py"))
+    skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+    return [library / file for file in files if not skipped & set(file.parts)]
 
 
 def sample(text: torch.Tensor, starts: torch.Tensor, context: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -127,3 +135,120 @@ def evaluate(engine: zeroengine.Engine, text: torch.Tensor, count: int) -> float
     total = total.to(engine.device)
     dist.all_reduce(total)
     return total.item() / (count * world_size)
+
+
+def unigram_entropy(text: torch.Tensor) -> float:
+    """Of the bytes' frequencies, in nats: the loss of a model that knows nothing else."""
+    frequency = torch.bincount(text.int(), minlength=VOCABULARY).double() / len(text)
+    return -torch.special.xlogy(frequency, frequency).sum().item()
+
+
+def used_memory(device: torch.device) -> str:
+    """What this process holds: on a GPU what torch has allocated, else its resident memory."""
+    if device.type == "cuda":
+        return f"{torch.cuda.memory_allocated(device) / 2**20:.0f} MiB allocated"
+    resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return f"{resident_pages * resource.getpagesize() / 2**20:.0f} MiB resident"
+
+
+def train(engine: zeroengine.Engine, data: Iterator[tuple[torch.Tensor, torch.Tensor]], steps: int) -> None:
+    """Take `steps` steps. Rank 0 shows a bar on a terminal, elsewhere a line now and then."""
+    console = Console()
+    show_bar = console.is_terminal and dist.get_rank() == 0
+    columns = TextColumn("{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn(), TimeRemainingColumn()
+    micro_steps = engine.config.gradient_accumulation_steps
+    report_every = 10 if show_bar else max(1, steps // 20)
+    total, tokens, start = torch.zeros((), device=engine.device), 0, time.perf_counter()
+    with Progress(*columns, console=console, disable=not show_bar) as progress:
+        task = progress.add_task("training", total=steps)
+        for step in range(1, steps + 1):
+            for _ in range(micro_steps):
+                ids, targets = next(data)
+                loss = engine(ids.to(engine.device), targets.to(engine.device))
+                engine.backward(loss)
+                engine.step()
+                total += loss.detach()
+                tokens += ids.numel() * dist.get_world_size()
+            progress.advance(task)
+            if step % report_every == 0 or step == steps:
+                mean = total.item() / (micro_steps * ((step - 1) % report_every + 1))
+                speed = tokens / (time.perf_counter() - start)
+                status = f"loss {mean:.3f}  {speed:,.0f} tokens/s  {used_memory(engine.device)}"
+                progress.update(task, description=status)
+                if dist.get_rank() == 0 and not show_bar:
+                    print(f"step {step:>{len(str(steps))}}/{steps}  {status}", flush=True)
+                total.zero_()
+                tokens, start = 0, time.perf_counter()
+
+
+def printable(text: bytes) -> str:
+    """The text as a terminal may safely show it."""
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text.decode(errors="replace"))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Train a language model on bytes of text under zeroengine.")
+    add = parser.add_argument
+    add("--config", metavar="FILE", help="the configuration (default: the one that zero-launch names)")
+    add("--text", metavar="FILE", type=Path, help="the text to learn (default: Python's standard library)")
+    add("--steps", type=int, default=800, help="steps to take (default: %(default)s)")
+    add("--layers", type=int, default=4, help="transformer blocks (default: %(default)s)")
+    add("--width", type=int, default=192, help="features of a token, a multiple of --heads (default: %(default)s)")
+    add("--heads", type=int, default=4, help="attention heads (default: %(default)s)")
+    add("--context", type=int, default=128, help="bytes that the model sees at once (default: %(default)s)")
+    add("--eval-batches", type=int, default=8, help="held-out batches a rank (default: %(default)s)")
+    add("--prompt", default="def ", help="what the sample at the end begins with (default: %(default)r)")
+    add("--sample-bytes", type=int, default=300, help="length of that sample (default: %(default)s)")
+    add("--seed", type=int, default=0, help="of weights, batches and sample (default: %(default)s)")
+    options = parser.parse_args()
+    for name in ("steps", "layers", "width", "heads", "context", "eval_batches"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    if options.width % options.heads:
+        parser.error(f"--width {options.width} is no multiple of --heads {options.heads}")
+    if not options.prompt:
+        parser.error("--prompt must not be empty")
+    return options
+
+
+def main() -> None:
+    options = parse()
+    text, held_out = read_text(options.text, options.context)
+    torch.manual_seed(options.seed)
+    model = GPT(options.layers, options.width, options.heads, options.context)
+    size = sum(parameter.numel() for parameter in model.parameters())
+    engine = zeroengine.initialize(model=model, config=options.config)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+
+    def say(*words: str) -> None:
+        if rank == 0:
+            print(*words, flush=True)
+
+    def nats(loss: float) -> str:
+        return f"{loss:.4f} nats per byte ({loss / math.log(2):.3f} bits)"
+
+    stage = engine.config.zero_optimization.stage
+    say(f"{size:,} parameters at stage {stage} on {world_size} ranks ({engine.device.type})")
+    say(f"{len(text):,} bytes to learn, {len(held_out):,} held out")
+    say(f"byte unigram entropy  {nats(unigram_entropy(text))}")
+    say(f"held-out loss before  {nats(evaluate(engine, held_out, options.eval_batches))}")
+    batch = engine.config.train_micro_batch_size_per_gpu
+    train(engine, batches(text, batch, options.context, options.seed * 1000 + rank), options.steps)
+    say(f"held-out loss after   {nats(evaluate(engine, held_out, options.eval_batches))}")
+
+    states = f"{engine.memory().states / 2**20:.1f} MiB of parameters, gradients and optimizer state"
+    memory: list[str] = [""] * world_size
+    dist.all_gather_object(memory, f"{used_memory(engine.device)}, {states}")
+    for number, line in enumerate(memory):
+        say(f"memory of rank {number}      {line}")
+
+    with zeroengine.gathered(engine.module):
+        if rank == 0:
+            generator = torch.Generator().manual_seed(options.seed)
+            sample = model.generate(options.prompt.encode(), options.sample_bytes, generator)
+            say(f"a sample:\n{printable(sample)}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroengine.config import load
@@ -21,6 +21,7 @@ def resolve(world_size: int, **given: object) -> tuple[int, int, int]:
     return config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
 
 
+@settings(deadline=None)
 @given(micro=sizes, steps=sizes, world_size=sizes, missing=st.sampled_from([None, *KEYS]), auto=st.booleans())
 def test_any_two_of_three_give_the_third(
     micro: int, steps: int, world_size: int, missing: str | None, auto: bool
@@ -33,6 +34,7 @@ def test_any_two_of_three_give_the_third(
     assert resolve(world_size, **values) == (micro * steps * world_size, micro, steps)
 
 
+@settings(deadline=None)
 @given(size=sizes, world_size=sizes)
 def test_one_of_three_is_enough(size: int, world_size: int) -> None:
     assert resolve(world_size, **{TRAIN: size * world_size}) == (size * world_size, size, 1)
@@ -47,6 +49,7 @@ def test_none_of_three_is_one_sample_per_rank() -> None:
 given_sizes = st.fixed_dictionaries({}, optional={key: st.integers(1, 200) for key in KEYS})
 
 
+@settings(deadline=None)
 @given(values=given_sizes, world_size=st.integers(1, 16))
 def test_resolved_sizes_agree_and_keep_what_was_given_and_every_advice_works(
     values: dict[str, int], world_size: int

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from zeroengine.config import load
+from zeroengine.config.source import read_file
 from zeroengine.errors import ConfigError
 
 
@@ -104,3 +110,29 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     assert "the file is empty" in complaint(tmp_path / "a.json", " \n")
     assert "UTF-8" in complaint(tmp_path / "b.json", b"\xff\xfe{")
     assert "the top level is [1] (a list); write an object" in complaint(tmp_path / "c.json", "[1]")
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(min_size=1), inner, max_size=3),
+    max_leaves=12,
+)
+
+
+@settings(deadline=None)
+@given(tree=st.dictionaries(st.text(min_size=1), values, max_size=4), indent=st.sampled_from([None, 2, "\t"]))
+def test_the_line_of_every_key_is_known(tree: dict[str, Any], indent: int | str | None) -> None:
+    text = json.dumps(tree, indent=indent)
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "a.json"
+        path.write_text(text)
+        source = read_file(path)
+    assert source.tree == tree
+
+    def check(node: Any, above: tuple[str, ...]) -> None:
+        for key, value in node.items() if isinstance(node, dict) else ():
+            line = int(source.places[(*above, key)].removeprefix("line "))
+            assert json.dumps(key) in text.splitlines()[line - 1]
+            check(value, (*above, key))
+
+    check(tree, ())

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from zeroengine.config import load
+from zeroengine.config.keys import known_paths
 from zeroengine.errors import ConfigError, ZeroEngineError
 
 
@@ -130,3 +134,30 @@ def test_every_problem_is_listed_once_in_the_order_of_the_file(tmp_path: Path) -
         '  train_batch_size (line 6): found "32" (a string); write an integer: 32, without quotes.',
         "  optimizer.params.lr (line 7): found -1 (an integer); write a value of at least 0.0.",
     ]
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["auto", "AdamW", "WarmupLR", "x"]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["type", "params", "enabled"]), inner),
+    max_leaves=5,
+)
+
+
+@settings(deadline=None)
+@given(items=st.dictionaries(st.sampled_from(known_paths()), anything, max_size=4), world_size=st.integers(1, 5))
+def test_whatever_is_written_is_resolved_or_a_config_error(items: dict[str, Any], world_size: int) -> None:
+    tree: dict[str, Any] = {}
+    for path, value in items.items():
+        *above, name = path.split(".")
+        section = tree
+        for key in above:
+            if not isinstance(section.get(key), dict):
+                section[key] = {}
+            section = section[key]
+        section[name] = value
+    try:
+        config = load(tree).resolve(world_size=world_size)
+    except ConfigError:
+        return
+    assert load(config.to_dict()).fingerprint() == config.fingerprint()
+    assert config.describe()

@@ -64,7 +64,6 @@ TOP = [
     Row("csv_monitor", NO_EFFECT, _METRICS, keys="enabled output_path job_name"),
     Row("comet", NO_EFFECT, _METRICS,
         keys="enabled samples_log_interval project workspace api_key experiment_name experiment_key online mode"),
-    Row("monitor_config", NO_EFFECT, _METRICS),
     Row("log_level", NO_EFFECT, "set the level of Python's logger \"zeroengine\""),
     Row("vocabulary_size", NO_EFFECT, "DeepSpeed only warns about its alignment"),
     Row("dataloader_drop_last", NO_EFFECT, "no data loader is made; set drop_last on your own"),

@@ -49,8 +49,15 @@ def make_optimizer(optimizer: OptimizerLike, model: nn.Module, config: Config) -
 
 
 def _by_name(kind: str, params: list[nn.Parameter], hyperparameters: dict[str, Any]) -> torch.optim.Optimizer:
-    cls: Callable[..., torch.optim.Optimizer] = getattr(torch.optim, kind)
-    return cls(params, **hyperparameters)
+    cls = getattr(torch.optim, kind)
+    # The decorated add_param_group imports torch._dynamo: 70 MB and a second or two at every start.
+    light = type(cls.__name__, (cls,), {"add_param_group": add_param_group})
+    built: torch.optim.Optimizer = light(params, **hyperparameters)
+    return built
+
+
+_decorated = torch.optim.Optimizer.add_param_group
+add_param_group = getattr(_decorated, "__wrapped__", _decorated)
 
 
 def _check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:

@@ -8,6 +8,7 @@ add in rank order in float64; the update is element-wise. So the losses are the 
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -19,6 +20,7 @@ from .. import ops
 from ..comm import Transport
 from ..errors import ZeroEngineError
 from ..runtime.gradients import UnitGradients
+from .factory import add_param_group
 from .segments import Segment, segments_of
 
 # Optimizers whose update of an element looks at other elements: wrong on a shard.
@@ -96,6 +98,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._fused:
             for states in self.units:
                 states.adam_moments()
+
+    add_param_group = add_param_group
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         raise ZeroEngineError("call engine.step(): it reduces gradients, clips, and then runs this optimizer")
@@ -230,7 +234,9 @@ def _slice_of_world(states: UnitStates, world: int) -> tuple[int, int]:
 
 
 def _runs_fused(optimizer: torch.optim.Optimizer) -> bool:
-    plain = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+    """Whether the rule is Adam's own: a subclass with a ``step`` of its own is another rule."""
+    rules = {inspect.unwrap(cls.step) for cls in (torch.optim.Adam, torch.optim.AdamW)}
+    plain = inspect.unwrap(type(optimizer).step) in rules
     return plain and not any(group.get("amsgrad") for group in optimizer.param_groups)
 
 

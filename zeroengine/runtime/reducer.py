@@ -166,7 +166,7 @@ class Reducer:
         grads.reduced = True
 
     def _send(self, slot: Slot, grads: UnitGradients, target: torch.Tensor, accumulate: bool) -> None:
-        flat = slot.memory[: grads.unit.layout.numel]
+        flat = slot.memory[: grads.unit.layout.numel]  # a bucket for the largest unit may serve a smaller one
         slot.work = self._channel.reduce_scatter(target, flat, grads.unit.name, accumulate)
         slot.busy = False
         self._works.append(slot.work)
@@ -179,6 +179,9 @@ class Reducer:
     def _slot_for(self, grads: UnitGradients) -> Slot:
         """Memory for one unit's gradients: a free slot, else one on its way, else a new one."""
         unit, need = grads.unit, grads.unit.layout.numel
+        # A large unit takes a slot that fits any unit, a small one a slot of its own size.
+        largest = max(g.unit.layout.numel for g in self.gradients)
+        need = largest if 4 * need > largest else need
         fitting = [s for s in self._slots if s.memory.numel() == need and s.memory.dtype == grads.dtype and not s.busy]
         chosen = next((s for s in fitting if s.work is None or self._channel.reusable(s.work, wait=False)), None)
         if chosen is None and len(fitting) >= 2:
@@ -191,7 +194,7 @@ class Reducer:
             self._slots.append(chosen)
         layout = tuple((slot.offset, slot.shape) for slot in unit.layout.slots)
         if chosen.layout != layout:
-            chosen.memory.zero_()
+            chosen.memory[: unit.layout.numel].zero_()
             chosen.layout, chosen.views = layout, views_of(unit, chosen.memory)
         chosen.busy = True
         return chosen
@@ -227,8 +230,9 @@ class Reducer:
                     slot.views[index].copy_(param.grad)
                     grads.used[index], param.grad = True, None
             if degree == 1:
-                self._channel.all_reduce(slot.memory, unit.name).wait()
-                grads.kept.add_(slot.memory)
+                flat = slot.memory[: unit.layout.numel]
+                self._channel.all_reduce(flat, unit.name).wait()
+                grads.kept.add_(flat)
                 slot.busy = False
             else:
                 self._send(slot, grads, grads.owned(degree), accumulate=True)

@@ -1,0 +1,175 @@
+"""What the optimizer step costs: unscale, norm, clip, Adam and the low-precision copy, per parameter.
+
+    python benchmarks/update.py [--numel 32000000] [--threads N] [--repeats 15]
+
+Every case runs in turn, round after round, and the table gives medians and minima over the rounds. The memory's
+bandwidth is measured in the same rounds by `ze_stream`, which reads and writes the same arrays as Adam does and
+computes next to nothing. Bytes are those that a step must move: gradient, and master and two moments in and out, the
+bf16 copy, and the gradient once more for the norm. DeepSpeed's CPU Adam is there when deepspeed can be imported
+(`pip install .[bench]`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from zeroengine import ops
+from zeroengine.ops._library import DTYPE_CODES
+
+LR, BETAS, EPS, WEIGHT_DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
+UNSCALE, MAX_NORM = 1 / 8, 1.0
+
+
+class Buffers:
+    """A shard's arrays, on huge pages as the engine has them."""
+
+    def __init__(self, numel: int, grad: torch.dtype) -> None:
+        self.param, self.exp_avg, self.exp_avg_sq = (self.array(numel, torch.float32) for _ in range(3))
+        self.grad = self.array(numel, grad).normal_(std=1e-3)
+        self.copy = self.array(numel, torch.bfloat16)
+
+    @staticmethod
+    def array(numel: int, dtype: torch.dtype) -> Tensor:
+        x = torch.empty(numel, dtype=dtype)
+        ops.advise_huge_pages(x)
+        return x.fill_(0.01)
+
+    def bytes_per_element(self, norm: bool = True) -> int:
+        return 3 * 2 * 4 + 2 + self.grad.element_size() * (1 + norm)
+
+
+def zeroengine_chain(b: Buffers) -> Callable[[], None]:
+    def run() -> None:
+        norm = UNSCALE * ops.squared_norm(b.grad).sqrt().item()
+        scale = UNSCALE * min(1.0, MAX_NORM / (norm + 1e-6))
+        hyper = dict(lr=LR, beta1=BETAS[0], beta2=BETAS[1], eps=EPS, weight_decay=WEIGHT_DECAY)
+        ops.adam_step(
+            b.param, b.grad, b.exp_avg, b.exp_avg_sq, step=10, grad_scale=scale, low_precision=b.copy, **hyper
+        )
+
+    return run
+
+
+def separate_chain(
+    b: Buffers, make: Callable[[list[Tensor]], torch.optim.Optimizer], unscale_with_clip: bool
+) -> Callable[[], None]:
+    """The same step as separate passes around an optimizer; the fp32 gradient's buffer is kept.
+
+    torch unscales before it measures the norm; DeepSpeed multiplies unscaling and clipping in at once.
+    """
+    param = torch.nn.Parameter(Buffers.array(b.param.numel(), torch.float32))
+    grad = param.grad = Buffers.array(b.param.numel(), torch.float32)
+    optimizer = make([param])
+
+    def run() -> None:
+        grad.copy_(b.grad)
+        later = UNSCALE if unscale_with_clip else 1.0
+        if not unscale_with_clip:
+            grad.mul_(UNSCALE)
+        norm = torch.linalg.vector_norm(grad) * later
+        grad.mul_(torch.clamp(MAX_NORM / (norm + 1e-6), max=1.0) * later)
+        optimizer.step()
+        b.copy.copy_(param.detach())
+
+    return run
+
+
+def torch_adamw(params: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True)
+
+
+def deepspeed_adamw() -> Callable[[list[Tensor]], torch.optim.Optimizer] | None:
+    os.environ.setdefault("DS_SKIP_CUDA_CHECK", "1")
+    try:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+    except ImportError:
+        return None
+    return lambda params: DeepSpeedCPUAdam(params, lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
+
+
+def library_cases(b: Buffers) -> dict[str, Callable[[], None]]:
+    """Adam alone, the norm alone, and the yardstick: Adam's traffic without its arithmetic."""
+    library, threads = ops.library(), torch.get_num_threads()
+    if library is None:
+        return {}
+    pointers = [x.data_ptr() for x in (b.param, b.exp_avg, b.exp_avg_sq, b.grad)]
+    code, copy, numel = DTYPE_CODES[b.grad.dtype], b.copy.data_ptr(), b.param.numel()
+    hyper = dict(lr=LR, beta1=BETAS[0], beta2=BETAS[1], eps=EPS, weight_decay=WEIGHT_DECAY)
+    return {
+        "traffic of Adam": lambda: library.ze_stream(*pointers, code, copy, numel, threads),
+        "zeroengine, Adam": lambda: ops.adam_step(
+            b.param, b.grad, b.exp_avg, b.exp_avg_sq, step=10, low_precision=b.copy, **hyper
+        ),
+        "zeroengine, norm": lambda: ops.squared_norm(b.grad).__float__() and None,
+    }
+
+
+def measure(cases: dict[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each case in each round; the first round warms up and is dropped."""
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    for _ in range(repeats + 1):
+        for name, run in cases.items():
+            start = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: times[1:] for name, times in seconds.items()}
+
+
+def report(b: Buffers, seconds: dict[str, list[float]]) -> None:
+    numel, ours = b.param.numel(), statistics.median(seconds["zeroengine"])
+    print(f"\n{str(b.grad.dtype).removeprefix('torch.')} gradients, bf16 copy, {numel:,} parameters")
+    print(f"{'':24}{'ns/parameter':>14}{'fastest':>10}{'over zeroengine':>17}")
+    for name, times in seconds.items():
+        median = statistics.median(times)
+        ratio = f"{median / ours:15.2f} x" if name in CHAINS else ""
+        print(f"{name:24}{median / numel * 1e9:14.3f}{min(times) / numel * 1e9:10.3f}{ratio}")
+    for kind, summary in ("medians", statistics.median), ("fastest", min):
+        if "traffic of Adam" not in seconds:
+            break
+        time_of = {name: summary(times) / numel * 1e9 for name, times in seconds.items()}
+        adam = b.bytes_per_element(norm=False)
+        bandwidth = adam / time_of["traffic of Adam"]
+        reached = adam / time_of["zeroengine, Adam"] / bandwidth
+        whole = b.bytes_per_element() / time_of["zeroengine"] / bandwidth
+        print(f"memory, by {kind}: {bandwidth:.1f} GB/s; of it Adam reaches {reached:.2f}, the whole step {whole:.2f}")
+
+
+CHAINS = ("zeroengine", "torch fused AdamW", "DeepSpeed CPUAdam")
+
+
+def cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--numel", type=int, default=32_000_000)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--repeats", type=int, default=15)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    print(f"{cpu_name()}, {os.cpu_count()} cores, {args.threads} threads; kernels: {ops.cpu_isa()}; ", end="")
+    print(f"torch {torch.__version__}, Python {platform.python_version()}, {platform.system()} {platform.release()}")
+    deepspeed = deepspeed_adamw()
+    for grad in (torch.bfloat16, torch.float32):
+        b = Buffers(args.numel, grad)
+        chains = [zeroengine_chain(b), separate_chain(b, torch_adamw, unscale_with_clip=False)]
+        if deepspeed is not None:
+            chains.append(separate_chain(b, deepspeed, unscale_with_clip=True))
+        cases = dict(zip(CHAINS, chains, strict=False)) | library_cases(b)
+        report(b, measure(cases, args.repeats))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+# Sourced by the other commands here: finds, or makes, the Python environment that they run in.
+#
+#   find_python      sets $python: $ZEROENGINE_PYTHON, else the checkout's .venv, else python3
+#   prepare [test]   makes .venv where there is none, installs this checkout in it, then as above;
+#                    with $ZEROENGINE_PYTHON set it installs nothing
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+venv="$root/.venv"
+torch_version=2.13.0  # what is tested; installed where no usable torch is there
+
+say() { echo "${0##*/}: $*" >&2; }
+die() { say "$*"; exit 1; }
+
+find_python() {
+    if [[ -n "${ZEROENGINE_PYTHON:-}" ]]; then
+        python="$(command -v "$ZEROENGINE_PYTHON")" || die "ZEROENGINE_PYTHON is $ZEROENGINE_PYTHON, which cannot be run"
+    elif [[ -x "$venv/bin/python" ]]; then
+        python="$venv/bin/python"
+    else
+        python="$(command -v python3)" || die "there is no python3: install Python 3.10 or newer"
+    fi
+    export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+}
+
+prepare() {
+    if [[ -z "${ZEROENGINE_PYTHON:-}" ]]; then
+        local wanted="base"
+        [[ "${1:-}" != test ]] || wanted="base test"
+        local sources; sources="$(fingerprint)"
+        local found; found="$(cat "$venv/zeroengine-stamp" 2>/dev/null || true)"
+        if ! "$venv/bin/python" -c "" 2>/dev/null || [[ "$found" != "$sources $wanted"* ]]; then
+            install_checkout "${1:-}"
+            echo "$sources $wanted" >"$venv/zeroengine-stamp"
+        fi
+    fi
+    find_python
+}
+
+# Of all that an installation depends on.
+fingerprint() {
+    (cd "$root" && find pyproject.toml setup.py csrc -type f -exec cksum {} + | sort | cksum | tr -d ' ')
+}
+
+install_checkout() {
+    if ! "$venv/bin/python" -c "" 2>/dev/null; then
+        local base; base="$(base_python)" || die "Python 3.10 or newer is needed, and none is on the PATH"
+        local packages=""
+        ! has_torch "$base" || packages=--system-site-packages
+        say "making a virtual environment in .venv"
+        rm -rf "$venv"
+        local output
+        output="$("$base" -m venv $packages "$venv" 2>&1)" || {
+            rm -rf "$venv"
+            echo "$output" >&2
+            die "$base cannot make a virtual environment: install its venv module (Debian: apt install python3-venv)"
+        }
+    fi
+    if ! has_torch "$venv/bin/python"; then
+        say "installing torch $torch_version in .venv (minutes; once)"
+        local index=""
+        [[ -e /proc/driver/nvidia/version || "$(uname)" != Linux ]] || index=https://download.pytorch.org/whl/cpu
+        pip_install "torch==$torch_version" ${index:+--extra-index-url "$index"}
+    fi
+    say "installing zeroengine in .venv"
+    pip_install --editable "$root${1:+[$1]}"
+}
+
+base_python() {
+    local name
+    for name in python3 python3.13 python3.12 python3.11 python3.10; do
+        if command -v "$name" >/dev/null && "$name" -c "import sys; sys.exit(sys.version_info < (3, 10))"; then
+            command -v "$name"
+            return
+        fi
+    done
+    return 1
+}
+
+# A torch that is recent enough; its version is read without importing it.
+has_torch() {
+    "$1" - 2>/dev/null <<'PYTHON'
+import importlib.metadata, re, sys
+major, minor = re.match(r"(\d+)\.(\d+)", importlib.metadata.version("torch")).groups()
+sys.exit((int(major), int(minor)) < (2, 11))
+PYTHON
+}
+
+# Quiet unless it fails.
+pip_install() {
+    local log="$venv/pip.log"
+    "$venv/bin/python" -m pip install --disable-pip-version-check --no-input "$@" >"$log" 2>&1 </dev/null || {
+        cat "$log" >&2
+        die "pip install $* failed, see above"
+    }
+    grep -A3 '^ *NOTICE' "$log" >&2 || true
+}

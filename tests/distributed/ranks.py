@@ -1,0 +1,100 @@
+"""Runs a function on several real processes that talk over Gloo, and gives back what each returned.
+
+Processes fork from a server that has torch imported already, so a run costs a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import pickle
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+_context = mp.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed", "zeroengine", "tests.distributed.models"])
+
+
+class RankFailed(AssertionError):
+    """A rank raised; carries its type's name and message."""
+
+    def __init__(self, failures: dict[int, tuple[str, str, str]]) -> None:
+        self.failures = failures
+        super().__init__("\n".join(f"rank {rank} raised {kind}: {text}\n{trace}" for rank, (kind, text, trace) in failures.items()))
+
+
+def run_ranks(
+    world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 90.0, missing: tuple[int, ...] = ()
+) -> list[Any]:
+    """``[function(*args) on rank 0, on rank 1, ...]``.
+
+    Args:
+        function: at module level; finds its rank by ``torch.distributed``'s environment variables.
+        missing: ranks whose process may end without an answer (killed by the test).
+
+    Raises:
+        RankFailed: some rank raised, died or did not answer in time.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes, pipes = [], {}
+    for rank in range(world_size):
+        mine, theirs = _context.Pipe(duplex=False)
+        process = _context.Process(target=_run, args=(theirs, rank, world_size, port, function, args), daemon=True)
+        process.start()
+        theirs.close()
+        processes.append(process)
+        pipes[mine] = rank
+    answers = _collect(pipes, timeout)
+    for process in processes:
+        process.join(5)
+        if process.is_alive():
+            process.kill()
+            process.join()
+    failures = {rank: answer[1:] for rank, answer in answers.items() if answer[0] == "raised"}
+    for rank in set(range(world_size)) - set(answers) - set(missing):
+        failures[rank] = ("NoAnswer", f"exit code {processes[rank].exitcode}", "")
+    if failures:
+        raise RankFailed(dict(sorted(failures.items())))
+    return [answers[rank][1] if rank in answers else None for rank in range(world_size)]
+
+
+def _collect(pipes: dict[Connection, int], timeout: float) -> dict[int, tuple[Any, ...]]:
+    answers: dict[int, tuple[Any, ...]] = {}
+    deadline = time.monotonic() + timeout
+    waiting = dict(pipes)
+    while waiting and time.monotonic() < deadline:
+        for pipe in wait(list(waiting), timeout=max(0.0, deadline - time.monotonic())):
+            assert isinstance(pipe, Connection)
+            rank = waiting.pop(pipe)
+            try:
+                answers[rank] = pickle.loads(pipe.recv_bytes())  # not torch's reductions: the sender ends
+            except EOFError:
+                pass  # died
+        if any(answer[0] == "raised" for answer in answers.values()):
+            deadline = min(deadline, time.monotonic() + 20)
+    return answers
+
+
+def _run(pipe: Connection, rank: int, world_size: int, port: int, function: Callable[..., Any], args: Any) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        pipe.send_bytes(pickle.dumps(("returned", function(*args))))
+    except BaseException as error:
+        pipe.send_bytes(pickle.dumps(("raised", type(error).__name__, str(error), traceback.format_exc())))
+    pipe.close()
+    os._exit(0)
