@@ -18,6 +18,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,8 @@ from zeroengine import ops
 from zeroengine.ops._library import DTYPE_CODES
 
 LR, BETAS, EPS, WEIGHT_DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
-UNSCALE, MAX_NORM = 1 / 8, 1.0
+HYPER: dict[str, Any] = dict(step=10, lr=LR, beta1=BETAS[0], beta2=BETAS[1], eps=EPS, weight_decay=WEIGHT_DECAY)
+UNSCALE, MAX_NORM = 1.0, 1.0  # factors that leave gradients as they are when steps repeat; all multiply all the same
 
 
 class Buffers:
@@ -47,36 +49,27 @@ class Buffers:
         return 3 * 2 * 4 + 2 + self.grad.element_size() * (1 + norm)
 
 
-def zeroengine_chain(b: Buffers) -> Callable[[], None]:
+def zeroengine_chain(b: Buffers) -> Callable[[], object]:
     def run() -> None:
         norm = UNSCALE * ops.squared_norm(b.grad).sqrt().item()
         scale = UNSCALE * min(1.0, MAX_NORM / (norm + 1e-6))
-        hyper = dict(lr=LR, beta1=BETAS[0], beta2=BETAS[1], eps=EPS, weight_decay=WEIGHT_DECAY)
-        ops.adam_step(
-            b.param, b.grad, b.exp_avg, b.exp_avg_sq, step=10, grad_scale=scale, low_precision=b.copy, **hyper
-        )
+        ops.adam_step(b.param, b.grad, b.exp_avg, b.exp_avg_sq, grad_scale=scale, low_precision=b.copy, **HYPER)
 
     return run
 
 
-def separate_chain(
-    b: Buffers, make: Callable[[list[Tensor]], torch.optim.Optimizer], unscale_with_clip: bool
-) -> Callable[[], None]:
-    """The same step as separate passes around an optimizer; the fp32 gradient's buffer is kept.
-
-    torch unscales before it measures the norm; DeepSpeed multiplies unscaling and clipping in at once.
-    """
+def separate_chain(b: Buffers, make: Callable[[list[Tensor]], torch.optim.Optimizer]) -> Callable[[], object]:
+    """The same step as separate passes around an optimizer that wants fp32 gradients; their buffer is kept."""
     param = torch.nn.Parameter(Buffers.array(b.param.numel(), torch.float32))
-    grad = param.grad = Buffers.array(b.param.numel(), torch.float32)
+    widen = b.grad.dtype != torch.float32
+    grad = param.grad = Buffers.array(b.param.numel(), torch.float32) if widen else b.grad
     optimizer = make([param])
 
     def run() -> None:
-        grad.copy_(b.grad)
-        later = UNSCALE if unscale_with_clip else 1.0
-        if not unscale_with_clip:
-            grad.mul_(UNSCALE)
-        norm = torch.linalg.vector_norm(grad) * later
-        grad.mul_(torch.clamp(MAX_NORM / (norm + 1e-6), max=1.0) * later)
+        if widen:
+            grad.copy_(b.grad)
+        grad.mul_(UNSCALE)
+        grad.mul_(torch.clamp(MAX_NORM / (torch.linalg.vector_norm(grad) + 1e-6), max=1.0))
         optimizer.step()
         b.copy.copy_(param.detach())
 
@@ -96,24 +89,30 @@ def deepspeed_adamw() -> Callable[[list[Tensor]], torch.optim.Optimizer] | None:
     return lambda params: DeepSpeedCPUAdam(params, lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
 
 
-def library_cases(b: Buffers) -> dict[str, Callable[[], None]]:
+def library_cases(b: Buffers) -> dict[str, Callable[[], object]]:
     """Adam alone, the norm alone, and the yardstick: Adam's traffic without its arithmetic."""
-    library, threads = ops.library(), torch.get_num_threads()
+    library = ops.library()
     if library is None:
         return {}
-    pointers = [x.data_ptr() for x in (b.param, b.exp_avg, b.exp_avg_sq, b.grad)]
-    code, copy, numel = DTYPE_CODES[b.grad.dtype], b.copy.data_ptr(), b.param.numel()
-    hyper = dict(lr=LR, beta1=BETAS[0], beta2=BETAS[1], eps=EPS, weight_decay=WEIGHT_DECAY)
+    still = Buffers(b.param.numel(), b.grad.dtype)
+    still.grad.zero_()  # the yardstick adds it to the state
+
+    def traffic() -> None:
+        state = [x.data_ptr() for x in (still.param, still.exp_avg, still.exp_avg_sq)]
+        grad, copy = (still.grad.data_ptr(), DTYPE_CODES[still.grad.dtype]), still.copy.data_ptr()
+        library.ze_stream(*state, *grad, copy, still.param.numel(), torch.get_num_threads())
+
+    def adam() -> None:
+        ops.adam_step(b.param, b.grad, b.exp_avg, b.exp_avg_sq, low_precision=b.copy, **HYPER)
+
     return {
-        "traffic of Adam": lambda: library.ze_stream(*pointers, code, copy, numel, threads),
-        "zeroengine, Adam": lambda: ops.adam_step(
-            b.param, b.grad, b.exp_avg, b.exp_avg_sq, step=10, low_precision=b.copy, **hyper
-        ),
-        "zeroengine, norm": lambda: ops.squared_norm(b.grad).__float__() and None,
+        "traffic of Adam": traffic,
+        "zeroengine, Adam": adam,
+        "zeroengine, norm": lambda: ops.squared_norm(b.grad),
     }
 
 
-def measure(cases: dict[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
+def measure(cases: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
     """Seconds of each case in each round; the first round warms up and is dropped."""
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(repeats + 1):
@@ -164,9 +163,9 @@ def main() -> None:
     deepspeed = deepspeed_adamw()
     for grad in (torch.bfloat16, torch.float32):
         b = Buffers(args.numel, grad)
-        chains = [zeroengine_chain(b), separate_chain(b, torch_adamw, unscale_with_clip=False)]
+        chains = [zeroengine_chain(b), separate_chain(b, torch_adamw)]
         if deepspeed is not None:
-            chains.append(separate_chain(b, deepspeed, unscale_with_clip=True))
+            chains.append(separate_chain(b, deepspeed))
         cases = dict(zip(CHAINS, chains, strict=False)) | library_cases(b)
         report(b, measure(cases, args.repeats))
 

@@ -36,9 +36,15 @@ prepare() {
     find_python
 }
 
-# Of all that an installation depends on.
+# Of all that an installation depends on: sources, and whether there is a compiler.
 fingerprint() {
-    (cd "$root" && find pyproject.toml setup.py csrc -type f -exec cksum {} + | sort | cksum | tr -d ' ')
+    (
+        cd "$root"
+        {
+            find pyproject.toml setup.py csrc -type f -exec cksum {} + | sort
+            command -v c++ g++ clang++ || true
+        } | cksum | tr -d ' '
+    )
 }
 
 install_checkout() {
@@ -54,6 +60,7 @@ install_checkout() {
             echo "$output" >&2
             die "$base cannot make a virtual environment: install its venv module (Debian: apt install python3-venv)"
         }
+        [[ -z "$packages" ]] || has_torch "$venv/bin/python" || borrow_packages "$base"
     fi
     if ! has_torch "$venv/bin/python"; then
         say "installing torch $torch_version in .venv (minutes; once)"
@@ -62,7 +69,7 @@ install_checkout() {
         pip_install "torch==$torch_version" ${index:+--extra-index-url "$index"}
     fi
     say "installing zeroengine in .venv"
-    pip_install --editable "$root${1:+[$1]}"
+    pip_install --verbose --editable "$root${1:+[$1]}"
 }
 
 base_python() {
@@ -85,6 +92,13 @@ sys.exit((int(major), int(minor)) < (2, 11))
 PYTHON
 }
 
+# --system-site-packages means those of the interpreter; where that one is itself in a virtual environment with
+# torch, this adds that environment's packages.
+borrow_packages() {
+    local folder; folder="$("$1" -c 'import importlib.metadata as m; print(m.distribution("torch").locate_file(""))')"
+    echo "$folder" >"$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/borrowed.pth"
+}
+
 # Quiet unless it fails.
 pip_install() {
     local log="$venv/pip.log"
@@ -92,5 +106,5 @@ pip_install() {
         cat "$log" >&2
         die "pip install $* failed, see above"
     }
-    grep -A3 '^ *NOTICE' "$log" >&2 || true
+    sed -n '/^ *NOTICE/,/^ *$/p' "$log" >&2
 }

@@ -69,7 +69,7 @@ ZE_API int ze_cast(const float* src, void* dst, int dst_dtype, int64_t n);
 ZE_API int ze_advise_huge(void* address, size_t bytes);
 
 /* Adam's memory traffic without its arithmetic, the yardstick of benchmarks/update.py: reads g,
- * reads and writes a, b and c, and where `copy` is not NULL writes uint16_t[n]. */
+ * reads and writes a, b and c, and where `copy` is not NULL writes uint16_t[n], 64-byte aligned. */
 ZE_API void ze_stream(float* a, float* b, float* c, const void* g, int g_dtype, void* copy, int64_t n,
                       int num_threads);
 

@@ -183,7 +183,9 @@ def train(engine: zeroengine.Engine, data: Iterator[tuple[torch.Tensor, torch.Te
 
 def printable(text: bytes) -> str:
     """The text as a terminal may safely show it."""
-    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text.decode(errors="replace"))
+    return "".join(
+        c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text.decode(errors="replace")
+    )
 
 
 def parse() -> argparse.Namespace:
@@ -191,7 +193,7 @@ def parse() -> argparse.Namespace:
     add = parser.add_argument
     add("--config", metavar="FILE", help="the configuration (default: the one that zero-launch names)")
     add("--text", metavar="FILE", type=Path, help="the text to learn (default: Python's standard library)")
-    add("--steps", type=int, default=800, help="steps to take (default: %(default)s)")
+    add("--steps", type=int, default=1000, help="steps to take (default: %(default)s)")
     add("--layers", type=int, default=4, help="transformer blocks (default: %(default)s)")
     add("--width", type=int, default=192, help="features of a token, a multiple of --heads (default: %(default)s)")
     add("--heads", type=int, default=4, help="attention heads (default: %(default)s)")

@@ -144,8 +144,7 @@ class Engine:
         numel = FlatLayout.build(plan.name, shapes, degrees, self.world_size).param_numel
         if numel <= self.config.zero_optimization.param_persistence_threshold:
             degrees = dataclasses.replace(degrees, parameters=1)
-        group = self._group
-        return Unit(plan, degrees, group.rank, group.world_size, group.device, self._transport.empty, group.broadcast)
+        return Unit(plan, degrees, self._transport, self._group.broadcast)
 
     # -- training ---------------------------------------------------------------------------------
 
@@ -287,7 +286,6 @@ class Engine:
 
     def memory(self) -> Memory:
         """The bytes that each state holds on this rank now."""
-        partitioned = [unit for unit in self._units if unit.partitioned]
         return Memory(
             device=str(self.device),
             parameters=sum(unit.shard.nbytes for unit in self._units),
@@ -295,7 +293,7 @@ class Engine:
             master=self.optimizer.master_bytes(),
             optimizer=self.optimizer.state_bytes(),
             buckets=self.reducer.bucket_bytes(),
-            gathered=sum(unit.full.untyped_storage().size() for unit in partitioned),
+            gathered=sum(unit.gathered_bytes() for unit in self._units),
         )
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:

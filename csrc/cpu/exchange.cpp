@@ -9,13 +9,13 @@
 #include <climits>
 #include <cstring>
 
+#include <sys/mman.h>
+#include <unistd.h>
+
 #if defined(__linux__)
 #include <linux/futex.h>
 #include <sys/syscall.h>
 #include <time.h>
-#include <unistd.h>
-#else
-#include <unistd.h>
 #endif
 
 namespace {
@@ -74,6 +74,20 @@ ZE_API int64_t ze_pread(int fd, void* target, int64_t bytes, int64_t offset) {
     }
   }
   return bytes;
+}
+
+// Shows `bytes` of `fd` from `offset` at `address`, without a copy; what this process writes stays its own.
+ZE_API int ze_map(void* address, int64_t bytes, int fd, int64_t offset) {
+  const int flags = MAP_PRIVATE | MAP_FIXED;
+  void* at = mmap(address, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, flags, fd, offset);
+  return at == MAP_FAILED ? -errno : 0;
+}
+
+// Gives the memory at `address` back and keeps the addresses reserved: a use faults.
+ZE_API int ze_unmap(void* address, int64_t bytes) {
+  const int flags = MAP_PRIVATE | MAP_FIXED | MAP_ANONYMOUS | MAP_NORESERVE;
+  void* at = mmap(address, static_cast<size_t>(bytes), PROT_NONE, flags, -1, 0);
+  return at == MAP_FAILED ? -errno : 0;
 }
 
 ZE_API int64_t ze_sum(void* target, int target_dtype, int accumulate, int64_t n, int source_dtype, int num_sources,

@@ -10,16 +10,21 @@
 namespace ze {
 namespace {
 
-// How far ahead to prefetch: hardware prefetchers stop at each 4 KiB page. In elements.
-constexpr int64_t kAhead = 256;
+// Bytes to prefetch ahead, since hardware prefetchers stop at each 4 KiB page: each of several arrays, or one alone.
+constexpr int64_t kAheadOfMany = 1024, kAheadOfOne = 4096;
 
-template <class T>
-inline void prefetch(const T* x) {
-  for (int64_t line = 0; line < kBlock * int64_t(sizeof(T)); line += 64)
-    __builtin_prefetch((const char*)(x + kAhead) + line);
+constexpr int64_t kVecs = kBlock / Vec::kWidth;
+
+// A block of each array.
+template <int64_t kAhead, class... T>
+inline void prefetch(const T*... arrays) {
+  const auto one = [](const char* x, int64_t bytes) {
+    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(x + kAhead + line);
+  };
+  (one((const char*)arrays, kBlock * sizeof(T)), ...);
 }
 
-// Vec's operators on the factors, broadcast once a call.
+// The factors, one in every lane.
 struct AdamVecs {
   Vec grad_scale, decay, l2, rest1, beta2, rest2, inv_root, eps, step_size;
 
@@ -29,21 +34,29 @@ struct AdamVecs {
         inv_root(Vec::fill(k.inv_root)), eps(Vec::fill(k.eps)), step_size(Vec::fill(k.step_size)) {}
 };
 
+// In phases over the whole block: the chain from gradient to copy is some 90 cycles long, and a CPU that meets the
+// Vecs one after the other has too few of them in flight.
 template <bool kStream, class G, class C>
 inline void adam_block(float* param, const G* grad, float* exp_avg, float* exp_avg_sq, C* copy, const AdamVecs& k) {
-  for (int64_t i = 0; i < kBlock; i += Vec::kWidth) {
-    Vec p = Vec::load(param + i), m = Vec::load(exp_avg + i), v = Vec::load(exp_avg_sq + i);
-    Vec g = Vec::load(grad + i) * k.grad_scale;
-    g = g + k.l2 * p;
-    m = m + k.rest1 * (g - m);
-    v = k.beta2 * v + k.rest2 * g * g;
-    p = k.decay * p - k.step_size * m / (sqrt(v) * k.inv_root + k.eps);
-    p.store(param + i);
-    m.store(exp_avg + i);
-    v.store(exp_avg_sq + i);
-    if constexpr (!std::is_same_v<C, none>) {
-      if constexpr (kStream) p.stream(copy + i);
-      else p.store(copy + i);
+  Vec p[kVecs], m[kVecs], v[kVecs];
+  for (int64_t j = 0, i = 0; j < kVecs; ++j, i += Vec::kWidth) {
+    p[j] = Vec::load(param + i);
+    m[j] = Vec::load(exp_avg + i);
+    const Vec g = Vec::load(grad + i) * k.grad_scale + k.l2 * p[j];
+    m[j] = m[j] + k.rest1 * (g - m[j]);
+    v[j] = k.beta2 * Vec::load(exp_avg_sq + i) + k.rest2 * g * g;
+    m[j].store(exp_avg + i);
+    v[j].store(exp_avg_sq + i);
+  }
+  for (int64_t j = 0; j < kVecs; ++j) v[j] = sqrt(v[j]) * k.inv_root + k.eps;
+  for (int64_t j = 0, i = 0; j < kVecs; ++j, i += Vec::kWidth) {
+    p[j] = k.decay * p[j] - k.step_size * m[j] / v[j];
+    p[j].store(param + i);
+  }
+  if constexpr (!std::is_same_v<C, none>) {
+    for (int64_t j = 0, i = 0; j < kVecs; ++j, i += Vec::kWidth) {
+      if constexpr (kStream) p[j].stream(copy + i);
+      else p[j].store(copy + i);
     }
   }
 }
@@ -76,10 +89,7 @@ void adam_range(float* param, const G* grad, float* exp_avg, float* exp_avg_sq, 
     if (i) adam_partial(param, grad, exp_avg, exp_avg_sq, copy, i, k);
   }
   for (; i + kBlock <= n; i += kBlock) {
-    prefetch(param + i);
-    prefetch(grad + i);
-    prefetch(exp_avg + i);
-    prefetch(exp_avg_sq + i);
+    prefetch<kAheadOfMany>(param + i, grad + i, exp_avg + i, exp_avg_sq + i);
     adam_block<kStream>(param + i, grad + i, exp_avg + i, exp_avg_sq + i, copy + i, k);
   }
   if (i < n) adam_partial(param + i, grad + i, exp_avg + i, exp_avg_sq + i, copy + i, n - i, k);
@@ -101,7 +111,7 @@ void adam(const AdamArrays& a, int64_t begin, int64_t end, const AdamFactors& k,
 // through a buffer: converting to double straight from memory is twice as fast as from a register.
 template <class T>
 double squared_norm(const void* data, int64_t begin, int64_t end) {
-  constexpr int64_t kVecs = kBlock / Vec::kWidth, kStretch = 8 * kBlock;
+  constexpr int64_t kStretch = 8 * kBlock;
   const T* x = (const T*)data;
   Squares squares[kVecs];
   float buffer[kStretch];
@@ -116,7 +126,7 @@ double squared_norm(const void* data, int64_t begin, int64_t end) {
       for (int64_t j = 0; j < kStretch; j += Vec::kWidth) Vec::load(x + i + j).store(buffer + j);
     }
     for (int64_t block = 0; block < kStretch; block += kBlock) {
-      prefetch(x + i + block);
+      prefetch<kAheadOfOne>(x + i + block);
       for (int64_t j = 0; j < kVecs; ++j) squares[j].add(values + block + j * Vec::kWidth);
     }
   }
@@ -155,10 +165,7 @@ void stream(const StreamArrays& s, int64_t begin, int64_t end) {
   bf16* copy = (bf16*)s.copy;
   const auto update = [](float* x, Vec y) { (Vec::load(x) + y).store(x); };
   for (int64_t i = begin; i + kBlock <= end; i += kBlock) {
-    prefetch(s.a + i);
-    prefetch(grad + i);
-    prefetch(s.b + i);
-    prefetch(s.c + i);
+    prefetch<kAheadOfMany>(s.a + i, grad + i, s.b + i, s.c + i);
     for (int64_t j = i; j < i + kBlock; j += Vec::kWidth) {
       const Vec g = Vec::load(grad + j);
       update(s.a + j, g);

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import Launch, Script
+
+from .conftest import Launch, Script
 
 
 def test_every_line_is_prefixed_and_whole(launch: Launch, script: Script) -> None:
@@ -88,6 +89,14 @@ raise ConnectionError("Connection closed by peer")
     )
 
 
+def test_a_failure_in_a_process_group_reads_like_any_other(launch: Launch, script: Script) -> None:
+    """torch's own excepthook would print it in the midst, with a prefix of its own."""
+    body = "import torch.distributed as dist; dist.init_process_group('gloo')\n"
+    result = launch(script(body + "if rank == 1: raise ValueError('boom')\ndist.barrier()"))
+    assert result.err.count("Traceback") == 1
+    assert result.err.splitlines()[-1] == "[rank 1] ValueError: boom"
+
+
 @pytest.mark.parametrize(
     ("body", "code", "last"),
     [
@@ -103,6 +112,22 @@ def test_exit_codes_are_passed_on(launch: Launch, script: Script, body: str, cod
     result = launch(script(f"if rank == 1:\n    {body}\ntime.sleep(60)"))
     assert result.code == code
     assert result.err.splitlines()[-1] == last
+
+
+def test_after_a_sudden_death_the_others_are_heard(launch: Launch, script: Script) -> None:
+    body = """
+import torch.distributed as dist
+dist.init_process_group("gloo")
+if rank == 1: os._exit(5)
+try: dist.barrier()
+except RuntimeError: time.sleep(1); raise RuntimeError("rank 1 is gone at blocks.4")
+"""
+    result = launch(script(body))
+    assert result.code == 5
+    assert result.err.splitlines()[-2:] == [
+        "zero-launch: rank 0 failed as well: RuntimeError: rank 1 is gone at blocks.4",
+        "zero-launch: rank 1 failed first (exit code 5)",
+    ]
 
 
 def test_a_rank_that_hangs_after_its_failure_is_ended(launch: Launch, script: Script) -> None:

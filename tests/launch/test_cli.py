@@ -9,10 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Script
 
 from zeroengine.launch import job
 from zeroengine.launch.cli import main
+
+from .conftest import Script
 
 Refuse = Callable[..., str]
 

@@ -8,11 +8,12 @@ import re
 import subprocess
 
 import pytest
-from conftest import COMMAND, Script
 from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroengine.launch.console import STDOUT, Channel
+
+from .conftest import COMMAND, Script
 
 
 def channel() -> Channel:

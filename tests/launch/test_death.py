@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Launch, Script, is_alive, wait_for
+
+from .conftest import Launch, Script, is_alive, wait_for
 
 Started = Callable[..., "subprocess.Popen[str]"]
 

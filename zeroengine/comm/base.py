@@ -25,6 +25,39 @@ class Work(Protocol):
     def is_completed(self) -> bool: ...
 
 
+class Buffer(Protocol):
+    """A full buffer: memory that comes and goes at one address range, so that views of it stay valid."""
+
+    tensor: torch.Tensor  # 1-D
+
+    def prepare(self) -> None:
+        """Before a gather into ``tensor``: there is memory for it."""
+
+    def free(self) -> None:
+        """The memory goes; ``tensor`` and its views must not be read until the next gather."""
+
+    def nbytes(self) -> int:
+        """Bytes that it holds now."""
+
+
+class ResizableBuffer:
+    """A ``Buffer`` that empties its storage. Holds memory at first."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def prepare(self) -> None:
+        storage = self.tensor.untyped_storage()
+        if storage.size() == 0:
+            storage.resize_(self.tensor.nbytes)
+
+    def free(self) -> None:
+        self.tensor.untyped_storage().resize_(0)
+
+    def nbytes(self) -> int:
+        return self.tensor.untyped_storage().size()
+
+
 class Channel(Protocol):
     """Operations in one order. ``label`` names the operation and its unit for people."""
 
@@ -61,6 +94,12 @@ class Transport(Protocol):
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Uninitialised memory, 1-D, that operations may send from."""
+
+    def buffer(self, numel: int, dtype: torch.dtype) -> Buffer:
+        """A full buffer of ``numel`` elements that this transport gathers into."""
+
+    def shard_align(self, dtype: torch.dtype) -> int:
+        """Elements that a shard should be a multiple of."""
 
     def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
         """The sum over ranks of a small float64 vector. Also a barrier behind every earlier operation."""

@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from .base import Work
+from .base import Buffer, ResizableBuffer, Work
 from .sums import sum_in_rank_order
 from .watchdog import Watchdog
 
@@ -138,6 +138,12 @@ class GlooTransport:
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype)
+
+    def buffer(self, numel: int, dtype: torch.dtype) -> Buffer:
+        return ResizableBuffer(self.empty(numel, dtype))
+
+    def shard_align(self, dtype: torch.dtype) -> int:
+        return 1
 
     def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
         arrived = torch.empty(self.world_size * values.numel(), dtype=values.dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .base import Done, Work
+from .base import Buffer, Done, ResizableBuffer, Work
 
 
 class LocalChannel:
@@ -41,6 +41,12 @@ class LocalTransport:
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=self._device)
+
+    def buffer(self, numel: int, dtype: torch.dtype) -> Buffer:
+        return ResizableBuffer(self.empty(numel, dtype))
+
+    def shard_align(self, dtype: torch.dtype) -> int:
+        return 1
 
     def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
         return values

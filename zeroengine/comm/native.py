@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from .base import Done, Work
+from .base import Buffer, Done, ResizableBuffer, Work
 from .watchdog import Watchdog
 
 # torch 2.13 renamed these.
@@ -82,6 +82,12 @@ class NativeTransport:
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=self._device)
+
+    def buffer(self, numel: int, dtype: torch.dtype) -> Buffer:
+        return ResizableBuffer(self.empty(numel, dtype))
+
+    def shard_align(self, dtype: torch.dtype) -> int:
+        return 1
 
     def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
         self.reduce._record(label)

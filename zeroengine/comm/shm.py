@@ -34,8 +34,8 @@ import torch
 
 from .. import ops
 from ..errors import DivergenceError
-from .base import Work
-from .sums import CODES, sum_in_rank_order
+from .base import Buffer, Work
+from .sums import CODES, sum_in_rank_order, sum_kernel
 
 CHANNELS = ("gather", "reduce")
 RING = 256  # operations that a rank may post ahead of its peers
@@ -107,14 +107,17 @@ class ShmChannel:
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Work:
         t = self._transport
-        n, size = shard.numel(), shard.element_size()
+        nbytes, base = shard.nbytes, full.data_ptr()
         work = self._post(GATHER, label, shard)
-        if full.data_ptr() + t.rank * n * size != shard.data_ptr():
-            full[t.rank * n : (t.rank + 1) * n].copy_(shard)
+        mapped = t.is_mapped(full) and nbytes % mmap.PAGESIZE == 0
+        bring = self._map if mapped else self._read
+        if mapped:
+            work.steps.append(Step({}, (), partial(bring, t.peers[t.rank], work.seq, base + t.rank * nbytes, nbytes)))
+        elif base + t.rank * nbytes != shard.data_ptr():
+            full.chunk(t.world_size)[t.rank].copy_(shard)
         for peer in t.others:
-            target = full.data_ptr() + peer.rank * n * size
-            read = partial(self._read, peer, work.seq, target, n * size)
-            work.steps.append(Step(self._posted, (peer.rank,), read))
+            step = partial(bring, peer, work.seq, base + peer.rank * nbytes, nbytes)
+            work.steps.append(Step(self._posted, (peer.rank,), step))
         return self._issue(work)
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool = False) -> Work:
@@ -264,6 +267,11 @@ class ShmChannel:
         if got != nbytes:
             raise OSError(-got, f"reading the memory of rank {peer.rank}")
 
+    def _map(self, peer: ShmPeer, seq: int, address: int, nbytes: int) -> None:
+        failed = self._lib.ze_map(address, nbytes, peer.fd, self._source(peer, seq))
+        if failed:
+            raise OSError(-failed, f"mapping the memory of rank {peer.rank}")
+
     def _sum_kernel(self, shard: torch.Tensor, mine: torch.Tensor, seq: int, accumulate: bool) -> None:
         t, count = self._transport, self._transport.world_size
         local, fds, offsets = (ctypes.c_void_p * count)(), (ctypes.c_int * count)(), (ctypes.c_int64 * count)()
@@ -292,6 +300,32 @@ class ShmChannel:
         sum_in_rank_order(shard, pieces, accumulate)
 
 
+class MappedBuffer:
+    """A ``Buffer`` that shows the ranks' shards side by side: a gather maps their pages, and copies nothing.
+
+    Writes stay private to this process, as they would in a copy.
+    """
+
+    def __init__(self, lib: ctypes.CDLL, numel: int, dtype: torch.dtype) -> None:
+        self._lib = lib
+        self._size = max(numel, 1) * dtype.itemsize
+        self._memory = mmap.mmap(-1, self._size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.tensor = torch.frombuffer(self._memory, dtype=dtype, count=numel)
+        self._holds = True
+
+    def prepare(self) -> None:
+        self._holds = True
+
+    def free(self) -> None:
+        failed = self._lib.ze_unmap(self.tensor.data_ptr(), self._size)
+        if failed:
+            raise OSError(-failed, "releasing a full buffer")
+        self._holds = False
+
+    def nbytes(self) -> int:
+        return self._size if self._holds else 0
+
+
 class ShmTransport:
     """See ``base.Transport``. Made by ``connect``."""
 
@@ -300,13 +334,14 @@ class ShmTransport:
 
     def __init__(self, rank: int, fd: int, peers: list[ShmPeer], timeout: float) -> None:
         self.rank, self.world_size, self.timeout = rank, len(peers), timeout
-        self.lib = declare(ops.library())
+        self.lib = declare(sum_kernel())
         self.peers, self.others = peers, [p for p in peers if p.rank != rank]
         self.control = peers[rank].control
         self._fd = fd
         self._end = CONTROL_BYTES
         self._regions: list[tuple[int, int, int]] = []  # address, bytes, offset in the file
         self.gather, self.reduce = (ShmChannel(self, name) for name in CHANNELS)
+        self._mapped: set[int] = set()  # addresses of mapped buffers
         self._scalars: list[torch.Tensor] = []
         descriptors = {fd, *(p.fd for p in self.others), *(p.pidfd for p in peers if p.pidfd >= 0)}
         self._finalizer = weakref.finalize(self, _close_all, descriptors)
@@ -320,6 +355,17 @@ class ShmTransport:
         tensor = torch.frombuffer(memory, dtype=dtype, count=numel)
         self._regions.append((tensor.data_ptr(), nbytes, offset))
         return tensor
+
+    def buffer(self, numel: int, dtype: torch.dtype) -> Buffer:
+        buffer = MappedBuffer(self.lib, numel, dtype)
+        self._mapped.add(buffer.tensor.data_ptr())
+        return buffer
+
+    def shard_align(self, dtype: torch.dtype) -> int:
+        return mmap.PAGESIZE // dtype.itemsize
+
+    def is_mapped(self, full: torch.Tensor) -> bool:
+        return full.data_ptr() in self._mapped
 
     def offset_of(self, tensor: torch.Tensor) -> int:
         address = tensor.data_ptr()
@@ -365,7 +411,8 @@ def declare(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.ze_load.argtypes, lib.ze_load.restype = [p], u32
     lib.ze_wait.argtypes, lib.ze_wait.restype = [p, u32, i32], i32
     lib.ze_pread.argtypes, lib.ze_pread.restype = [i32, p, i64, i64], i64
-    lib.ze_sum.argtypes, lib.ze_sum.restype = [p, i32, i32, i64, i32, i32, p, p, p], i64
+    lib.ze_map.argtypes, lib.ze_map.restype = [p, i64, i32, i64], i32
+    lib.ze_unmap.argtypes, lib.ze_unmap.restype = [p, i64], i32
     return lib
 
 

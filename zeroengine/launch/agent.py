@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ from zeroengine.launch.worker import FAILURE_FILE
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 POLL = 0.05  # seconds between two looks at the workers
+HEARING = 5.0  # seconds that the other ranks may run on after one has died without a word
 
 
 @dataclass(frozen=True)
@@ -129,10 +131,16 @@ class Agent(LocalElasticAgent):
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Look at the workers; when one has failed, end the others before the agent does, which is slow about it."""
+        """Look at the workers; when one has failed, end the others before the agent does, which is slow about it.
+
+        After a death without a word the others are heard first: in a collective with the dead they fail as well, and
+        know where that was.
+        """
         running = [process for process in self._processes if process.poll() is None]
-        failed = any(process.failed for process in self._processes)
-        if running and not failed:
+        failed = [process for process in self._processes if process.failed]
+        explained = any(process.explained for process in failed)
+        heard = any(time.monotonic() > process.seen + HEARING for process in failed)
+        if running and not explained and not heard:
             return RunResult(WorkerState.HEALTHY)
         stop_all(running)
         return super()._monitor_workers(worker_group)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import signal
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -58,6 +59,8 @@ def main(argv: list[str] | None = None) -> int:
     except ZeroEngineError as error:
         print(f"zero-launch: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # before any rank was started
+        return 128 + signal.SIGINT
 
 
 def launch(options: argparse.Namespace) -> int:

@@ -41,6 +41,11 @@ class RankProcess:
     def failed(self) -> bool:
         return not self.stopped and (bool(self.code) or self.failure_file.exists())
 
+    @property
+    def explained(self) -> bool:
+        """Whether it has failed and left word why."""
+        return self.failed and self.failure_file.exists()
+
     def poll(self) -> int | None:
         """Its exit code, or None while it runs."""
         if self.code is None:

@@ -39,7 +39,7 @@ def main() -> None:
         trim(error)
         if failure_file is None or os.getpid() != pid:
             raise
-        hooked = sys.excepthook is not sys.__excepthook__
+        hooked = sys.excepthook is not sys.__excepthook__ and not sys.excepthook.__module__.startswith("torch.")
         code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
         summary = "".join(traceback.format_exception_only(error)).strip()
         report(failure_file, code, summary, "" if hooked else "".join(traceback.format_exception(error)))

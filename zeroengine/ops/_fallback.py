@@ -42,7 +42,7 @@ def _fused(arrays: list[Tensor], args: AdamArgs) -> None:
         [exp_avg],
         [exp_avg_sq],
         [],
-        [torch.tensor(float(args.step), device=param.device)],
+        [torch.full((), float(args.step), device=param.device)],
         lr=args.lr,
         beta1=args.beta1,
         beta2=args.beta2,

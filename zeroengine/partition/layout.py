@@ -65,19 +65,24 @@ class FlatLayout:
 
     @classmethod
     def build(
-        cls, name: str, params: Iterable[tuple[str, tuple[int, ...]]], degrees: Degrees, world_size: int
+        cls,
+        name: str,
+        params: Iterable[tuple[str, tuple[int, ...]]],
+        degrees: Degrees,
+        world_size: int,
+        align: int = SHARD_ALIGN,
     ) -> FlatLayout:
         """Lays ``params`` (name, shape) out in order; the buffer divides by ``world_size`` at every stage.
 
         Padding to the world size and not to the degree keeps offsets, and so rounding, the same at
-        every stage.
+        every stage. A shard is a multiple of ``align`` and of ``SHARD_ALIGN``.
         """
         slots, end = [], 0
         for param_name, shape in params:
             slot = ParamSlot(param_name, tuple(shape), round_up(end, PARAM_ALIGN))
             slots.append(slot)
             end = slot.end
-        return cls(name, tuple(slots), round_up(max(end, 1), SHARD_ALIGN * world_size), degrees)
+        return cls(name, tuple(slots), round_up(max(end, 1), math.lcm(SHARD_ALIGN, align) * world_size), degrees)
 
     @property
     def param_numel(self) -> int:

@@ -97,7 +97,7 @@ class Gatherer:
     def start(self, unit: Unit) -> None:
         """Issues the gather of a released unit."""
         if unit.state is State.RELEASED:
-            unit.allocate()
+            unit.prepare()
             unit.state = State.GATHERING
             unit.work = self._channel.all_gather(unit.full, unit.shard, unit.name)
 

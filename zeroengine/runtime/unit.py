@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .. import ops
-from ..comm import Work
+from ..comm import Buffer, Transport, Work
 from ..partition import Degrees, FlatLayout, UnitPlan
 from .released import Resolver, swap_in, swap_out
 
@@ -30,7 +30,6 @@ class Unit:
     own memory is freed as it goes.
 
     Args:
-        allocate: (numel, dtype) to memory that peers may read: ``Transport.empty``.
         synchronise: makes a full buffer the same on all ranks.
     """
 
@@ -38,27 +37,26 @@ class Unit:
         self,
         plan: UnitPlan,
         degrees: Degrees,
-        rank: int,
-        world_size: int,
-        device: torch.device,
-        allocate: Callable[[int, torch.dtype], torch.Tensor],
+        transport: Transport,
         synchronise: Callable[[torch.Tensor], None],
     ) -> None:
         self.name, self.dtype, self.trainable = plan.name, plan.dtype, plan.trainable
         self.params: tuple[nn.Parameter, ...] = tuple(param for _, param in plan.params)
         self.holders = plan.holders
-        self.rank, self.degrees = rank, degrees
+        self.rank, self.degrees = transport.rank, degrees
         shapes = ((name, tuple(param.shape)) for name, param in plan.params)
-        self.layout = FlatLayout.build(plan.name, shapes, degrees, world_size)
+        align = transport.shard_align(self.dtype)
+        self.layout = FlatLayout.build(plan.name, shapes, degrees, transport.world_size, align)
         self.state = State.READY
         self.work: Work | None = None
 
-        whole = degrees.parameters == 1
-        if whole:
-            self.full = allocate(self.layout.numel, self.dtype)
+        self._buffer: Buffer | None = None
+        if self.partitioned:
+            self._buffer = transport.buffer(self.layout.numel, self.dtype)
+            self.full = self._buffer.tensor
         else:
-            self.full = torch.empty(self.layout.numel, dtype=self.dtype, device=device)
-        ops.advise_huge_pages(self.full)
+            self.full = transport.empty(self.layout.numel, self.dtype)
+            ops.advise_huge_pages(self.full)
         self.full.zero_()
         self._views = [self.full[s.offset : s.end].view(s.shape) for s in self.layout.slots]
         with torch.no_grad():
@@ -66,11 +64,10 @@ class Unit:
                 view.copy_(param.detach())
                 param.data = view
         synchronise(self.full)
-        start, stop = self.layout.shard_range(rank, degrees.parameters)
-        if whole:
-            self.shard = self.full
-        else:
-            self.shard = allocate(stop - start, self.dtype)
+        self.shard = self.full
+        if self.partitioned:
+            start, stop = self.layout.shard_range(self.rank, degrees.parameters)
+            self.shard = transport.empty(stop - start, self.dtype)
             self.shard.copy_(self.full[start:stop])
         self._stubs = [_stub(view) for view in self._views]
 
@@ -89,11 +86,14 @@ class Unit:
         base, _ = self.layout.shard_range(self.rank, self.degrees.parameters)
         return self.shard[start - base : stop - base]
 
-    def allocate(self) -> None:
-        """Gives the full buffer its memory back. The parameters stay stubs until ``expose``."""
-        storage = self.full.untyped_storage()
-        if storage.size() == 0:
-            storage.resize_(self.full.nbytes)
+    def prepare(self) -> None:
+        """The full buffer is ready for a gather. The parameters stay stubs until ``expose``."""
+        if self._buffer is not None:
+            self._buffer.prepare()
+
+    def gathered_bytes(self) -> int:
+        """Bytes that the full buffer holds now beside the shard."""
+        return 0 if self._buffer is None else self._buffer.nbytes()
 
     def expose(self) -> None:
         """The parameters are views into the full buffer, ready for use."""
@@ -115,7 +115,8 @@ class Unit:
             swap_in(param)
             param.data = stub
             swap_out(param, resolver)
-        self.full.untyped_storage().resize_(0)
+        assert self._buffer is not None
+        self._buffer.free()
         self.state, self.work = State.RELEASED, None
 
     def take_from_full(self) -> None:

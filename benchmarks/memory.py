@@ -1,0 +1,117 @@
+"""The table of ZeRO, section 5, measured: bytes a rank holds at each stage, at any world size, on one process.
+
+torch's ``fake`` process group stands in for the other ranks: this process holds what rank 0 of N would.
+Prints, for stages 0 to 3 in bf16 mixed precision with Adam, the formula (2 + 2 + 12 bytes a parameter, each
+divided by its degree), what ``engine.memory()`` says, and how far this process really grew.
+
+    python benchmarks/memory.py --ranks 64 --layers 24 --width 1024
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import subprocess
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.mix, self.back = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.back(F.gelu(self.mix(self.norm(x))))
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Model(nn.Module):
+    """12 width^2 parameters a block, as a transformer has, and an embedding."""
+
+    def __init__(self, layers: int, width: int, vocab: int = 32768) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x).float().square().mean()
+
+
+def resident() -> int:
+    """Bytes resident in this process, after freed memory has gone back to the system."""
+    ctypes.CDLL(None).malloc_trim(0)
+    with open("/proc/self/statm") as f:
+        return int(f.read().split()[1]) * 4096
+
+
+def train(stage: int, layers: int, width: int) -> tuple[object, int]:
+    """A trained-for-two-steps engine, and how much the process grew."""
+    import zeroengine
+
+    before = resident()
+    torch.manual_seed(0)
+    engine = zeroengine.initialize(
+        Model(layers, width),
+        config={
+            "zero_optimization": {"stage": stage},
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        },
+    )
+    for _ in range(2):
+        engine.backward(engine(torch.arange(8)[None]))
+        engine.step()
+    return engine, resident() - before
+
+
+def measure(stage: int, ranks: int, layers: int, width: int) -> dict[str, float]:
+    """One stage's row, in bytes."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    train(stage, 1, 64)  # loads everything that a first step loads
+    engine, growth = train(stage, layers, width)
+    memory = engine.memory()  # type: ignore[attr-defined]
+    numel = sum(p.numel() for p in engine.module.parameters())  # type: ignore[attr-defined]
+    optimizer, gradients, parameters = ((ranks if stage >= s else 1) for s in (1, 2, 3))
+    formula = numel * (2 / parameters + 2 / gradients + 12 / optimizer)
+    return dict(numel=numel, formula=formula, states=memory.states, total=memory.total, growth=growth)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--stage", type=int, help="this stage only, as JSON")
+    args = parser.parse_args()
+    if args.stage is not None:
+        print(json.dumps(measure(args.stage, args.ranks, args.layers, args.width)))
+        return
+    print(f"torch {torch.__version__}, bf16 mixed precision with Adam, {args.ranks} ranks; MiB on one rank")
+    print("stage   formula   states  states/formula   total with buckets   process grew   grew/total")
+    for stage in range(4):
+        command = [sys.executable, __file__, "--stage", str(stage)]
+        command += ["--ranks", str(args.ranks), "--layers", str(args.layers), "--width", str(args.width)]
+        row = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        mib = {key: value / 2**20 for key, value in row.items()}
+        print(
+            f"{stage:>5} {mib['formula']:>9.1f} {mib['states']:>8.1f} {row['states'] / row['formula']:>15.3f} "
+            f"{mib['total']:>20.1f} {mib['growth']:>14.1f} {row['growth'] / row['total']:>12.3f}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

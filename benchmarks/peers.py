@@ -1,0 +1,88 @@
+"""Training speed and memory beside DDP, FSDP2 and DeepSpeed, as ratios to the floor.
+
+The floor is the same local work on the same ranks with no communication at all. Every engine runs in turn,
+--rounds times over, each run next to a floor of its own; the median of the ratios counts. Two ranks with one
+thread each by default.
+
+    pip install .[bench]
+    python benchmarks/peers.py --size s --rounds 5
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+ENGINES = ["ddp:0", "fsdp2:2", "fsdp2:3", "deepspeed:1", "deepspeed:2", "deepspeed:3"]
+OURS = [f"zeroengine:{stage}" for stage in range(4)]
+
+
+def run(engine: str, args: argparse.Namespace) -> dict[str, float]:
+    """One training run; ``engine`` is ``name:stage``."""
+    name, _, stage = engine.partition(":")
+    workload = str(Path(__file__).with_name("workload.py"))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(args.ranks)]
+    options = ["--stage", stage or "0", "--size", args.size, "--dtype", args.dtype, "--steps", str(args.steps)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_SKIP_CUDA_CHECK": "1"}
+    done = subprocess.run([*launch, workload, name, *options], env=env, capture_output=True, text=True, timeout=900)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if not lines:
+        raise SystemExit(f"{engine} failed:\n{done.stderr[-2000:]}")
+    result: dict[str, float] = json.loads(lines[-1])
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", default="s", help="xs, s (30 M parameters) or m (110 M)")
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--only", nargs="*", help="engines as name:stage")
+    args = parser.parse_args()
+    engines = args.only or OURS + ENGINES
+    ratios: dict[str, list[float]] = {engine: [] for engine in engines}
+    peaks: dict[str, list[float]] = {engine: [] for engine in ["floor", *engines]}
+    for _ in range(args.rounds):
+        floor = run("floor", args)
+        for engine in engines:
+            result = run(engine, args)
+            after = run("floor", args)
+            ratios[engine].append(result["tokens_per_s"] / statistics.mean((floor["tokens_per_s"], after["tokens_per_s"])))
+            peaks[engine].append(result["peak_mib"])
+            peaks["floor"].append(after["peak_mib"])
+            floor = after
+            print(".", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    print(f"{machine()}; size {args.size}, {args.dtype}, {args.ranks} ranks, {args.rounds} rounds")
+    print(f"{'engine':<14} {'speed/floor':>11} {'min':>6} {'max':>6} {'peak MiB':>9}")
+    print(f"{'floor':<14} {'1.00':>11} {'':>6} {'':>6} {statistics.median(peaks['floor']):>9.0f}")
+    for engine, values in sorted(ratios.items(), key=lambda item: item[0].partition(":")[2]):
+        print(
+            f"{engine.replace(':', ' stage '):<20}"[:20].ljust(20),
+            f"{statistics.median(values):>5.2f} {min(values):>6.2f} {max(values):>6.2f} {statistics.median(peaks[engine]):>9.0f}",
+        )
+
+
+def machine() -> str:
+    with open("/proc/cpuinfo") as f:
+        model = next((line.split(":")[1].strip() for line in f if line.startswith("model name")), platform.machine())
+    versions = []
+    for package in ("torch", "deepspeed", "zeroengine"):
+        try:
+            versions.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            versions.append(f"no {package}")
+    return f"{model}, {os.cpu_count()} cores; {', '.join(versions)}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""One rank of one training run under one engine, for peers.py. Rank 0 prints one line of JSON.
+
+The same decoder-only transformer, batches and AdamW for every engine; each uses its own ordinary API.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+SIZES = {"xs": (4, 128, 4, 512), "s": (8, 512, 8, 8192), "m": (12, 768, 12, 32768)}  # layers, width, heads, vocabulary
+ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
+CLIP = 1.0
+HALF = {"bf16": torch.bfloat16}
+Step = Callable[[], torch.Tensor]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        qkv = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Transformer(nn.Module):
+    def __init__(self, size: str, context: int) -> None:
+        super().__init__()
+        layers, width, heads, self.vocab = SIZES[size]
+        self.tokens, self.positions = nn.Embedding(self.vocab, width), nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, self.vocab, bias=False)
+        self.head.weight = self.tokens.weight
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), labels.flatten())
+
+
+def batches(size: str, rank: int, batch: int, context: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(rank)
+    vocab = SIZES[size][3]
+    while True:
+        start = torch.randint(0, vocab, (batch, 1), generator=generator)
+        sequence = (start + torch.arange(context + 1)) % vocab
+        yield sequence[:, :-1].contiguous(), sequence[:, 1:].contiguous()
+
+
+def resident_mib() -> float:
+    with open("/proc/self/statm") as f:
+        return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def json_config(args: argparse.Namespace) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": args.batch,
+        "gradient_clipping": CLIP,
+        "zero_optimization": {"stage": args.stage},
+        "optimizer": {"type": "AdamW", "params": ADAMW},
+    }
+    return config | ({"bf16": {"enabled": True}} if args.dtype == "bf16" else {})
+
+
+def zeroengine_step(model: nn.Module, args: argparse.Namespace, data: Iterator[Any]) -> Step:
+    import zeroengine
+
+    engine = zeroengine.initialize(model, config=json_config(args))
+
+    def step() -> torch.Tensor:
+        loss = engine(*next(data))
+        engine.backward(loss)
+        engine.step()
+        return loss
+
+    return step
+
+
+def deepspeed_step(model: nn.Module, args: argparse.Namespace, data: Iterator[Any]) -> Step:
+    import deepspeed
+
+    config = json_config(args) | {"steps_per_print": 10**9}
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+
+    def step() -> torch.Tensor:
+        loss = engine(*next(data))
+        engine.backward(loss)
+        engine.step()
+        return loss
+
+    return step
+
+
+def torch_step(model: nn.Module, args: argparse.Namespace, data: Iterator[Any]) -> Step:
+    """DDP, FSDP2, and the floor: the same local work with no communication at all."""
+    half = HALF.get(args.dtype)
+    if args.engine == "ddp":
+        model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    elif args.engine == "fsdp2":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32 if half else None)
+        options: dict[str, Any] = dict(
+            mesh=init_device_mesh("cpu", (dist.get_world_size(),)),
+            mp_policy=policy,
+            reshard_after_forward=args.stage == 3,
+        )
+        for block in model.blocks:  # type: ignore[union-attr]
+            fully_shard(block, **options)  # type: ignore[arg-type]
+        fully_shard(model, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
+    autocast = half is not None and args.engine != "fsdp2"
+
+    def step() -> torch.Tensor:
+        with torch.autocast("cpu", half or torch.bfloat16, enabled=autocast):
+            loss = model(*next(data))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("engine", choices=["floor", "ddp", "fsdp2", "deepspeed", "zeroengine"])
+    parser.add_argument("--stage", type=int, default=0)
+    parser.add_argument("--size", choices=SIZES, default="s")
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--context", type=int, default=128)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    make = {"zeroengine": zeroengine_step, "deepspeed": deepspeed_step}.get(args.engine, torch_step)
+    if args.engine in ("zeroengine", "deepspeed"):
+        __import__(args.engine)  # before the base line, as torch is
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    base = resident_mib()
+    step = make(Transformer(args.size, args.context), args, batches(args.size, rank, args.batch, args.context))
+    times, loss = [], 0.0
+    for _ in range(args.warmup + args.steps):
+        start = time.perf_counter()
+        loss = step().item()
+        times.append(time.perf_counter() - start)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - base
+    tokens = world * args.batch * args.context / statistics.median(times[args.warmup :])
+    if rank == 0:
+        print(json.dumps({"tokens_per_s": tokens, "peak_mib": peak, "loss": loss}), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""The example under zero-launch on two ranks, small."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = [
+    "--steps",
+    "20",
+    "--layers",
+    "2",
+    "--width",
+    "32",
+    "--context",
+    "32",
+    "--eval-batches",
+    "2",
+    "--sample-bytes",
+    "8",
+]
+
+
+def train(stage: int) -> subprocess.CompletedProcess[str]:
+    settings = (f"zero_optimization.stage={stage}", "optimizer.params.lr=0.01", "scheduler.params.warmup_num_steps=5")
+    settings += ("zero_optimization.stage3_param_persistence_threshold=0",)
+    command = [sys.executable, "-m", "zeroengine.launch.cli", "--nproc", "2", "--cpu", "--config", "configs/zero2.json"]
+    command += [word for setting in settings for word in ("--set", setting)]
+    command += ["examples/train_lm.py", *TINY]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def losses(output: str) -> dict[str, str]:
+    return dict(re.findall(r"(byte unigram entropy|held-out loss before|held-out loss after) +([\d.]+) nats", output))
+
+
+def test_it_learns_the_same_at_every_stage() -> None:
+    runs = {stage: train(stage) for stage in (0, 3)}
+    for stage, run in runs.items():
+        assert run.returncode == 0, run.stderr
+        assert f"at stage {stage} on 2 ranks (cpu)" in run.stdout
+        assert re.search(r"\[rank 0\] step 20/20  loss [\d.]+  [\d,]+ tokens/s  \d+ MiB resident", run.stdout)
+        assert re.search(r"memory of rank 1 .* MiB of parameters, gradients and optimizer state", run.stdout)
+        assert "[rank 0] def " in run.stdout and "[rank 1]" not in run.stdout
+    found = losses(runs[0].stdout)
+    assert len(found) == 3
+    assert float(found["held-out loss after"]) < float(found["held-out loss before"]) - 1
+    assert losses(runs[3].stdout) == found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--text", "missing.txt"], "--text missing.txt: there is no such file"),
+        (
+            ["--text", "setup.py", "--context", "1000"],
+            "setup.py has too little text: name a file of at least 20,020 bytes",
+        ),
+        (["--width", "30", "--heads", "4"], "--width 30 is no multiple of --heads 4"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: list[str], message: str) -> None:
+    run = subprocess.run([sys.executable, "examples/train_lm.py", *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode != 0
+    assert message in run.stderr.splitlines()[-1]
