@@ -20,7 +20,7 @@ from .config import Config, load
 from .errors import ZeroEngineError
 from .memory import Memory
 from .optim import LRSchedulerLike, OptimizerLike, ShardedOptimizer, make_optimizer, make_scheduler
-from .partition import Degrees, FlatLayout, UnitPlan, cut_units, degrees_of_stage
+from .partition import Degrees, UnitPlan, cut_units, degrees_of_stage
 from .runtime import Gatherer, Reducer, Unit, UnitGradients, claim, owner_of
 from .runtime.tree import map_tensors
 
@@ -140,9 +140,7 @@ class Engine:
                 print(config.describe(), flush=True)
 
     def _build(self, plan: UnitPlan, degrees: Degrees) -> Unit:
-        shapes = [(name, tuple(param.shape)) for name, param in plan.params]
-        numel = FlatLayout.build(plan.name, shapes, degrees, self.world_size).param_numel
-        if numel <= self.config.zero_optimization.param_persistence_threshold:
+        if plan.numel <= self.config.zero_optimization.param_persistence_threshold:
             degrees = dataclasses.replace(degrees, parameters=1)
         return Unit(plan, degrees, self._transport, self._group.broadcast)
 

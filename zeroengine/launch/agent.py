@@ -61,7 +61,8 @@ def run(job: Job, console: Console) -> Outcome:
     quiet.propagate = False
 
     run_id = uuid.uuid4().hex
-    with tempfile.TemporaryDirectory(prefix="zero-launch-") as folder, handlers_kept(), Guard(run_id):
+    folder = tempfile.mkdtemp(prefix="zero-launch-")
+    with handlers_kept(), Guard(run_id, folder):
         try:
             agent = Agent(job, Streams(job, console, Path(folder)), run_id)
             agent.run()

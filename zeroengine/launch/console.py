@@ -95,6 +95,7 @@ class Console:
         }
         self._log_files = [log_dir / f"rank{rank}.log" for rank in range(ranks)] if log_dir else []
         self._logs = [open(path, "ab", 0) for path in self._log_files]
+        self._has_terminal = any(channel.is_terminal for channel in self._channels.values())
         self._drawing: Channel | None = None  # whose unfinished line stands on the terminal
         self._closing = threading.Event()
         self._lost = False
@@ -125,13 +126,15 @@ class Console:
 
     def __enter__(self) -> Console:
         self._resize()
-        if any(channel.is_terminal for channel in self._channels.values()):
+        if self._has_terminal:
             signal.signal(signal.SIGWINCH, self._resize)
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         """Print what is left, once every process of the run is gone."""
+        if self._has_terminal:
+            signal.signal(signal.SIGWINCH, signal.SIG_DFL)
         self._closing.set()
         self._thread.join()
         for channel in self._channels.values():

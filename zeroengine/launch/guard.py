@@ -9,6 +9,7 @@ session or process group. zero-launch starts this file by its path: it must not 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,11 +22,11 @@ PATIENCE = 10.0  # seconds after SIGKILL until a process that the kernel will no
 
 
 class Guard:
-    """The launcher's end: closing it ends the run's processes and waits until they are gone."""
+    """The launcher's end: closing it ends the run's processes, waits until they are gone and removes `folder`."""
 
-    def __init__(self, run_id: str) -> None:
+    def __init__(self, run_id: str, folder: str) -> None:
         environment = {key: value for key, value in os.environ.items() if key != RUN_ID}
-        command = [sys.executable, "-I", "-S", __file__, run_id]
+        command = [sys.executable, "-I", "-S", __file__, run_id, folder]
         self._process = subprocess.Popen(
             command,
             env=environment,
@@ -81,7 +82,9 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     sys.stdin.buffer.read()
-    sweep(sys.argv[1])
+    _, run_id, folder = sys.argv
+    sweep(run_id)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ class UnitStates:
             self.master.copy_(self.published)
         self.moments: list[torch.Tensor] = []
         self.steps = [0] * len(unit.params)
+        self.segments: dict[tuple[Any, ...], list[Segment]] = {}
 
     def adam_moments(self) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.moments:
@@ -94,7 +95,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._fused = _runs_fused(inner) and all(u.master.dtype is torch.float32 for u in self.units)
         self._inner = inner
         self._on_shards: torch.optim.Optimizer | None = None
-        self._segments: dict[tuple[Any, ...], list[Segment]] = {}
         if self._fused:
             for states in self.units:
                 states.adam_moments()
@@ -106,6 +106,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Gradients are overwritten by the first micro-step after a step: there is nothing to zero."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise ZeroEngineError(
+            "the optimizer's state is partitioned over the ranks: its state_dict() on one of them would lose the rest"
+        )
 
     # -- norm -------------------------------------------------------------------------------------
 
@@ -175,11 +180,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The runs of the shard that one kernel call updates; steps count from the unit's own."""
         last = max(states.steps, default=0)
         behind = tuple(last - step for step in states.steps)
-        key = (id(states), tuple(flags), behind)
-        if key not in self._segments:
+        key = (tuple(flags), behind)
+        if key not in states.segments:
             groups = [self._groups[param] for param in states.unit.params]
-            self._segments[key] = segments_of(states.unit.layout, states.unit.rank, groups, flags, behind)
-        return [segment.at(last) for segment in self._segments[key]]
+            states.segments[key] = segments_of(states.unit.layout, states.unit.rank, groups, flags, behind)
+        return [segment.at(last) for segment in states.segments[key]]
 
     def _update_on_shards(self, factor: float, used: Sequence[Sequence[bool]]) -> None:
         """Any element-wise optimizer: its own ``step`` over parameters that are views of the shards."""

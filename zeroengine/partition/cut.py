@@ -29,6 +29,10 @@ class UnitPlan:
     dtype: torch.dtype
     trainable: bool
 
+    @property
+    def numel(self) -> int:
+        return sum(param.numel() for _, param in self.params)
+
 
 @dataclass
 class _Group:
@@ -95,7 +99,9 @@ def _repeated_blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str,
     children = [(f"{prefix}{name}", child) for name, child in module.named_children() if _has_params(child)]
     if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
         kinds = Counter(type(child) for _, child in children)
-        repeated = {kind for kind, count in kinds.items() if count > 1 and any(True for _ in _submodules(kind, children))}
+        # A bare layer repeated, such as nn.Linear, is no block.
+        composed = {type(child) for _, child in children if next(child.children(), None) is not None}
+        repeated = {kind for kind in composed if kinds[kind] > 1}
     else:
         repeated = set()
     for name, child in children:
@@ -103,13 +109,6 @@ def _repeated_blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str,
             yield name, child
         else:
             yield from _repeated_blocks(child, f"{name}.")
-
-
-def _submodules(kind: type, children: list[tuple[str, nn.Module]]) -> Iterator[nn.Module]:
-    """Children of the blocks of class ``kind``: a bare layer repeated is no block."""
-    for _, child in children:
-        if type(child) is kind:
-            yield from child.children()
 
 
 def _match(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
