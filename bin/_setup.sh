@@ -64,8 +64,10 @@ install_checkout() {
     fi
     if ! has_torch "$venv/bin/python"; then
         say "installing torch $torch_version in .venv (minutes; once)"
-        local index=""
-        [[ -e /proc/driver/nvidia/version || "$(uname)" != Linux ]] || index=https://download.pytorch.org/whl/cpu
+        local index=https://download.pytorch.org/whl/cpu
+        if [[ -e /proc/driver/nvidia/version || "$(uname)" != Linux ]] || ! answers "$index/torch/"; then
+            index=""
+        fi
         pip_install "torch==$torch_version" ${index:+--extra-index-url "$index"}
     fi
     say "installing zeroengine in .venv"
@@ -81,6 +83,11 @@ base_python() {
         fi
     done
     return 1
+}
+
+# Whether the address can be reached from here.
+answers() {
+    "$venv/bin/python" -c 'import sys, urllib.request as u; u.urlopen(sys.argv[1], timeout=10)' "$1" 2>/dev/null
 }
 
 # A torch that is recent enough; its version is read without importing it.

@@ -93,8 +93,7 @@ class Console:
         self._channels = {
             (rank, target): open_channel(rank, ranks, target) for rank in range(ranks) for target in (STDOUT, STDERR)
         }
-        self._log_files = [log_dir / f"rank{rank}.log" for rank in range(ranks)] if log_dir else []
-        self._logs = [open(path, "ab", 0) for path in self._log_files]
+        self._logs = [log_dir / f"rank{rank}.log" for rank in range(ranks)] if log_dir else []
         self._has_terminal = any(channel.is_terminal for channel in self._channels.values())
         self._drawing: Channel | None = None  # whose unfinished line stands on the terminal
         self._closing = threading.Event()
@@ -117,9 +116,7 @@ class Console:
 
     def log(self, rank: int, text: str) -> None:
         """Add to the rank's log file what the rank itself did not print."""
-        if self._log_files:
-            with open(self._log_files[rank], "ab") as log:
-                log.write(text.encode(errors="replace"))
+        self._log(rank, text.encode(errors="replace"))
 
     def prefix(self, rank: int) -> str:
         return self._channels[rank, STDERR].prefix.decode()
@@ -140,8 +137,6 @@ class Console:
         for channel in self._channels.values():
             os.close(channel.reader)
             os.close(channel.writer)
-        for log in self._logs:
-            log.close()
 
     def _resize(self, _: int = 0, __: FrameType | None = None) -> None:
         for channel in self._channels.values():
@@ -159,18 +154,26 @@ class Console:
                 ready = selector.select(0.05 if closing else 0.2)
                 for key, _ in ready:
                     self._read(key.data)
-                if not ready:
-                    self._flush(everything=closing)
+                self._flush(everything=closing and not ready)
                 if closing and not ready:
                     return
 
     def _read(self, channel: Channel) -> None:
         data = os.read(channel.reader, 1 << 16)
-        if self._logs:
-            self._logs[channel.rank].write(data)
+        self._log(channel.rank, data)
         if channel.target == STDERR:
             channel.tail = (channel.tail + data)[-TAIL:]
         self._print(channel, channel.drawn(data) if channel.is_terminal else channel.lines(data))
+
+    def _log(self, rank: int, data: bytes) -> None:
+        if not self._logs or not data:
+            return
+        try:
+            with open(self._logs[rank], "ab", buffering=0) as log:
+                log.write(data)
+        except OSError as error:  # a full disk must not stop the run
+            self._logs = []
+            self._write(STDERR, f"zero-launch: no more log files: {error}\n".encode())
 
     def _flush(self, everything: bool) -> None:
         """Print unfinished lines: those that have waited for long, at the end all of them."""
