@@ -89,8 +89,12 @@ class Transport(Protocol):
     world_size: int
     name: str
     overlaps: bool  # whether issued operations proceed while this rank computes
-    gather: Channel
-    reduce: Channel
+
+    @property
+    def gather(self) -> Channel: ...
+
+    @property
+    def reduce(self) -> Channel: ...
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Uninitialised memory, 1-D, that operations may send from."""

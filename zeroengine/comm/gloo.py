@@ -61,6 +61,7 @@ class GlooChannel:
         self._rank, self._size = group.rank(), group.size()
         self._seq = 0
         self._spare: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+        self._writers: dict[int, GlooWork] = {}  # address of a sum to the operation that writes it last
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Work:
         slices = list(full.chunk(self._size))
@@ -76,11 +77,16 @@ class GlooChannel:
         pieces = list(arrived.chunk(self._size - 1))
         pieces.insert(self._rank, sent[self._rank])
 
+        before = self._writers.get(shard.data_ptr())
+
         def finish() -> None:
+            if accumulate and before is not None:
+                before.wait()  # operations may be awaited in any order, but these sums build on one another
             sum_in_rank_order(shard, pieces, accumulate)
             spare.append(arrived)
 
-        return GlooWork(self, self._exchange("reduce", label, sent, pieces), finish)
+        work = self._writers[shard.data_ptr()] = GlooWork(self, self._exchange("reduce", label, sent, pieces), finish)
+        return work
 
     def all_reduce(self, full: torch.Tensor, label: str) -> Work:
         mine = full.chunk(self._size)[self._rank]

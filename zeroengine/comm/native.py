@@ -16,7 +16,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 class AddingWork:
     """A reduce-scatter into a spare buffer, added to the shard when awaited."""
 
-    def __init__(self, work: dist.Work, shard: torch.Tensor, arrived: torch.Tensor) -> None:
+    def __init__(self, work: Work, shard: torch.Tensor, arrived: torch.Tensor) -> None:
         self._work, self._shard, self._arrived = work, shard, arrived
         self._added = False
 

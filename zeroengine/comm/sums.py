@@ -32,7 +32,8 @@ def sum_in_rank_order(target: torch.Tensor, pieces: Sequence[torch.Tensor], accu
         local = (ctypes.c_void_p * len(pieces))(*(p.data_ptr() for p in pieces))
         none = ctypes.c_void_p()
         lib.ze_sum(
-            target.data_ptr(), CODES[target.dtype], accumulate, target.numel(), CODES[source], len(pieces), local, none, none
+            *(target.data_ptr(), CODES[target.dtype], accumulate, target.numel()),
+            *(CODES[source], len(pieces), local, none, none),
         )
         return
     wide = torch.float32 if source in (torch.bfloat16, torch.float16) else source

@@ -68,15 +68,15 @@ def _check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> Non
         for position, param in enumerate(group["params"]):
             if param not in names:
                 raise ZeroEngineError(
-                    f"{kind}: param_groups[{index}]['params'][{position}], of shape {tuple(param.shape)}, is not a parameter "
-                    "of the model. Build the optimizer from model.parameters() of the model passed to initialize(), after "
-                    "any change of its modules."
+                    f"{kind}: param_groups[{index}]['params'][{position}], of shape {tuple(param.shape)}, is not a "
+                    "parameter of the model. Build the optimizer from model.parameters() of the model passed to "
+                    "initialize(), after any change of its modules."
                 )
             held.add(param)
     missing = [name for param, name in names.items() if param.requires_grad and param not in held]
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise ZeroEngineError(
-            f"{kind} leaves out trainable parameters: {', '.join(missing[:3])}{more}. Add them to a group, or freeze them "
-            "with requires_grad_(False)."
+            f"{kind} leaves out trainable parameters: {', '.join(missing[:3])}{more}. Add them to a group, or freeze "
+            "them with requires_grad_(False)."
         )

@@ -19,7 +19,7 @@ LRSchedulerLike = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] |
 
 
 def make_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer, config: Config) -> Any:
-    """The scheduler passed in (an object, or a callable that takes the optimizer), else what the configuration names."""
+    """The scheduler passed in, or made by the callable passed in, else what the configuration names."""
     if scheduler is not None:
         return scheduler(optimizer) if callable(scheduler) and not hasattr(scheduler, "step") else scheduler
     if config.scheduler is None:
@@ -35,12 +35,15 @@ def make_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer, config: Con
     }[kind]
     bases = [float(group["lr"]) for group in optimizer.param_groups]
     # LambdaLR multiplies the base rate; these schedules name rates, so divide it out where it is not 0.
-    for group, base in zip(optimizer.param_groups, bases):
+    for group, base in zip(optimizer.param_groups, bases, strict=True):
         group["initial_lr"] = 1.0 if base == 0 else base
     return LambdaLR(optimizer, [_relative(rate, params, base) for base in bases])
 
 
-def _relative(rate: Callable[[dict[str, Any], float, int], float], params: dict[str, Any], base: float) -> Callable[[int], float]:
+Rate = Callable[[dict[str, Any], float, int], float]  # parameters, the group's own rate, step
+
+
+def _relative(rate: Rate, params: dict[str, Any], base: float) -> Callable[[int], float]:
     return lambda step: rate(params, base, step) / (base or 1.0)
 
 
@@ -67,7 +70,8 @@ def _warmup(params: dict[str, Any], base: float, step: int) -> float:
 
 
 def _warmup_decay(params: dict[str, Any], base: float, step: int) -> float:
-    low, high, warm, total = params["warmup_min_lr"], _peak(params, base), params["warmup_num_steps"], params["total_num_steps"]
+    low, high = params["warmup_min_lr"], _peak(params, base)
+    warm, total = params["warmup_num_steps"], params["total_num_steps"]
     if step < warm:
         return _between(low, high, _rise(params, step))
     return _between(low, high, max(0.0, (total - step) / max(1.0, total - warm)))
@@ -98,7 +102,7 @@ class _OneCycle(LRScheduler):
         self._falling = self._rising if second is None else second
         super().__init__(optimizer)
 
-    def get_lr(self) -> list[float]:
+    def get_lr(self) -> list[float | torch.Tensor]:
         p, step = self._params, self.last_epoch
         lr = self._cycle(p["cycle_min_lr"], p["cycle_max_lr"], step)
         after = self._after(step)

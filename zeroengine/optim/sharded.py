@@ -146,7 +146,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if not self._fused:
             self._update_on_shards(factor, used)
             return
-        for states, flags in zip(self.units, used):
+        for states, flags in zip(self.units, used, strict=True):
             for i, flag in enumerate(flags):
                 states.steps[i] += flag
             moments = states.adam_moments()
@@ -190,9 +190,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Any element-wise optimizer: its own ``step`` over parameters that are views of the shards."""
         if self._on_shards is None:
             self._on_shards = self._make_inner()
-        for mine, theirs in zip(self._on_shards.param_groups, self.param_groups):
+        for mine, theirs in zip(self._on_shards.param_groups, self.param_groups, strict=True):
             mine.update({key: value for key, value in theirs.items() if key != "params"})
-        for states, flags in zip(self.units, used):
+        for states, flags in zip(self.units, used, strict=True):
             for span, piece in self._pieces[id(states)]:
                 if flags[span.slot]:
                     gradient = states.gradient[span.shard_offset : span.shard_offset + span.numel]
@@ -215,7 +215,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 pieces.append((span, piece))
         inner = copy.copy(self._inner)
         inner.state = defaultdict(dict)
-        inner.param_groups = [{**group, "params": params} for group, params in zip(self.param_groups, groups)]
+        pairs = zip(self.param_groups, groups, strict=True)
+        inner.param_groups = [{**group, "params": params} for group, params in pairs]
         return inner
 
     def state_bytes(self) -> int:

@@ -123,11 +123,7 @@ def _match(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
             )
         roots.update(found)
     # "layers.*" also matches "layers.0.attention": the outermost match is the unit.
-    return {
-        name: module
-        for name, module in roots.items()
-        if not any(name.startswith(f"{other}.") for other in roots)
-    }
+    return {name: module for name, module in roots.items() if not any(name.startswith(f"{other}.") for other in roots)}
 
 
 def _group_rest(rest: list[tuple[str, nn.Parameter]]) -> list[_Group]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from ..errors import ZeroEngineError
 
@@ -30,10 +31,10 @@ class Degrees:
         chain = (self.parameters, self.gradients, self.optimizer)
         if chain[0] < 1:
             raise ZeroEngineError(f"partition degrees must be at least 1, found {self}")
-        for small, large in zip(chain, chain[1:]):
+        for small, large in pairwise(chain):
             if small > large or large % small:
                 raise ZeroEngineError(
-                    f"partition degrees must nest (parameters | gradients | optimizer, each dividing the next), found {self}"
+                    f"partition degrees must nest (parameters | gradients | optimizer, each divides the next): {self}"
                 )
 
     def index(self, rank: int, degree: int) -> int:

@@ -8,7 +8,7 @@ where every rank comes by (inside the engine's forward or backward), or raise.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,24 +16,23 @@ from torch import nn
 
 Resolver = Callable[[nn.Parameter, str], None]
 
-_T = torch.Tensor
+_T: Any = torch.Tensor
+_PROPERTIES = (
+    "shape dtype device layout requires_grad grad is_leaf grad_fn ndim names itemsize nbytes is_cuda is_cpu is_meta "
+    "is_sparse is_quantized is_mps is_nested is_xpu retains_grad output_nr _version"
+)
+_METHODS = (
+    "size dim numel nelement stride element_size is_floating_point is_complex is_contiguous is_signed get_device "
+    "requires_grad_ register_hook register_post_accumulate_grad_hook __hash__ dim_order storage_offset ndimension "
+    "__len__ is_inference has_names"
+)
 # What may be asked of a released parameter: nothing here reads a value.
 _METADATA = {
-    getattr(_T, name).__get__
-    for name in (
-        "shape dtype device layout requires_grad grad is_leaf grad_fn ndim names itemsize nbytes "
-        "is_cuda is_cpu is_meta is_sparse is_quantized is_mps is_nested is_xpu retains_grad output_nr _version"
-    ).split()
-    if hasattr(_T, name)
-} | {
-    getattr(_T, name)
-    for name in (
-        "size dim numel nelement stride element_size is_floating_point is_complex is_contiguous is_signed get_device "
-        "requires_grad_ register_hook register_post_accumulate_grad_hook __hash__ dim_order storage_offset "
-        "ndimension __len__ is_inference has_names"
-    ).split()
-    if hasattr(_T, name)
-} | {_T.requires_grad.__set__, _T.grad.__set__, _T.grad.__delete__, torch.numel, torch.is_floating_point, torch.is_complex}  # type: ignore[attr-defined]
+    *(getattr(_T, name).__get__ for name in _PROPERTIES.split() if hasattr(_T, name)),
+    *(getattr(_T, name) for name in _METHODS.split() if hasattr(_T, name)),
+    *(_T.requires_grad.__set__, _T.grad.__set__, _T.grad.__delete__),
+    *(torch.numel, torch.is_floating_point, torch.is_complex),
+}
 
 
 class ReleasedParameter(nn.Parameter):
@@ -50,9 +49,10 @@ class ReleasedParameter(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
-            return f"Parameter released by zeroengine: shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}"
+            what = f"shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}"
+        return f"Parameter released by zeroengine: {what}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         resolver_of(self)(self, "copy.deepcopy")
@@ -78,14 +78,14 @@ def _released_in(tree: Any) -> list[nn.Parameter]:
     return []
 
 
-
 def resolver_of(param: nn.Parameter) -> Resolver:
     return param.__dict__["_zeroengine_resolver"]
 
 
-@lru_cache(maxsize=None)
+@cache
 def _released_class(cls: type) -> type:
-    return type(f"Released{cls.__name__}", (ReleasedParameter, cls) if cls is not nn.Parameter else (ReleasedParameter,), {})
+    bases = (ReleasedParameter,) if cls is nn.Parameter else (ReleasedParameter, cls)
+    return type(f"Released{cls.__name__}", bases, {})
 
 
 def swap_out(param: nn.Parameter, resolver: Resolver) -> None:
