@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from .comm import Group
 from .config import Config
@@ -18,14 +19,14 @@ SHOWN = 3
 
 
 def check_agreement(
-    group: Group, config: Config, plans: Sequence[UnitPlan], optimizer: torch.optim.Optimizer
+    group: Group, config: Config, model: nn.Module, plans: Sequence[UnitPlan], optimizer: torch.optim.Optimizer
 ) -> None:
     """Compares every rank's start with rank 0's.
 
     Raises:
         DivergenceError: on every rank, naming the first ranks that differ and what differs.
     """
-    facts = _facts(config, plans, optimizer)
+    facts = _facts(config, model, plans, optimizer)
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     if len(set(group.exchange(digest))) == 1:
         return
@@ -40,12 +41,17 @@ def check_agreement(
     )
 
 
-def _facts(config: Config, plans: Sequence[UnitPlan], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _facts(
+    config: Config, model: nn.Module, plans: Sequence[UnitPlan], optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:
+    group_of = {param: i for i, group in enumerate(optimizer.param_groups) for param in group["params"]}
+    rows = [(plan, name, param) for plan in plans for name, param in plan.params]
     parameters = {
-        name: f"{tuple(param.shape)} {str(plan.dtype)[6:]} in unit {plan.name}{'' if plan.trainable else ', frozen'}"
-        for plan in plans
-        for name, param in plan.params
+        name: f"{_kind(param.shape, plan.dtype)}, number {i}, in unit {plan.name}, "
+        + (f"in param_groups[{group_of[param]}]" if plan.trainable else "frozen")
+        for i, (plan, name, param) in enumerate(rows)
     }
+    buffers = {name: _kind(buffer.shape, buffer.dtype) for name, buffer in model.named_buffers()}
     groups = {
         f"param_groups[{i}]": {"params": len(group["params"])}
         | {k: repr(v) for k, v in group.items() if isinstance(v, (bool, int, float, tuple, str))}
@@ -54,9 +60,14 @@ def _facts(config: Config, plans: Sequence[UnitPlan], optimizer: torch.optim.Opt
     return {
         "configuration": dict(_flat(config.to_dict())),
         "parameter": parameters,
+        "buffer": buffers,
         f"optimizer {type(optimizer).__name__}": dict(_flat(groups)),
         "version": {"torch": torch.__version__},
     }
+
+
+def _kind(shape: torch.Size, dtype: torch.dtype) -> str:
+    return f"{tuple(shape)} {str(dtype).removeprefix('torch.')}"
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

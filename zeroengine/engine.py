@@ -65,7 +65,7 @@ def initialize(
         low = settings.compute_dtype if settings.bf16.enabled else None
         plans = cut_units(model, patterns=settings.units, compute_dtype=low)
         rule = make_optimizer(optimizer, model, settings)
-    check_agreement(group, settings, plans, rule)
+    check_agreement(group, settings, model, plans, rule)
     return Engine(model, rule, settings, group, plans, lr_scheduler)
 
 
@@ -115,6 +115,7 @@ class Engine:
             prefetch_numel=zero.prefetch_bucket_size if zero.overlap_comm else 0,
             max_live_numel=zero.max_live_parameters,
             entering_backward=self._entering_backward,
+            abandon_backward=self._abandon_backward,
         )
         self.reducer = Reducer(
             self._units,
@@ -174,11 +175,9 @@ class Engine:
                 "backward(): the loss is detached from the parameters. Compute it from engine(...), outside "
                 "torch.no_grad(), without .detach() or .item()"
             )
-        try:
-            loss.backward()
-        except BaseException:
-            self._in_backward = False
-            raise
+        if self._in_backward:
+            self._abandon_backward()
+        loss.backward()
         self._backward_done = True
 
     def _entering_backward(self) -> None:
@@ -195,6 +194,12 @@ class Engine:
         self.reducer.end_backward()
         self.gatherer.end_backward()
 
+    def _abandon_backward(self) -> None:
+        """The last backward raised: part of its gradients is there, part is not. All since the last step go."""
+        self._in_backward = self._backward_done = False
+        self.reducer.abandon()
+        self.gatherer.end_backward()
+
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-step in progress ends with an update."""
         return (self.micro_steps + 1) % self.config.gradient_accumulation_steps == 0
@@ -208,12 +213,17 @@ class Engine:
             Whether parameters were updated.
 
         Raises:
-            ZeroEngineError: there was no backward since the last call.
+            ZeroEngineError: there was no backward since the last call, or it is called inside ``gathered``.
         """
         if not self._backward_done:
             raise ZeroEngineError("step() without backward(): call engine.backward(loss) (or loss.backward()) first")
-        self._backward_done = False
         boundary = self.is_gradient_accumulation_boundary()
+        if boundary and self.gatherer.lent:
+            raise ZeroEngineError(
+                "step() inside `with zeroengine.gathered(...)`: the update would not reach the gathered values. Leave "
+                "the `with` first."
+            )
+        self._backward_done = False
         self.micro_steps += 1
         if not boundary:
             return False
@@ -325,8 +335,10 @@ class Engine:
         return [unit for unit in self._units if any(id(param) in wanted for param in unit.params)]
 
     def first_to_write(self, changed: Sequence[bool]) -> list[int]:
-        ranks = self._group.exchange(list(changed))
-        return [next((r for r, flags in enumerate(ranks) if flags[i]), -1) for i in range(len(changed))]
+        flags = torch.zeros(len(changed), self.world_size, dtype=torch.float64)
+        flags[:, self.rank] = torch.tensor(changed, dtype=torch.float64)
+        flags = self._transport.all_reduce_scalars(flags.flatten().to(self.device), "gathered").view_as(flags)
+        return [next((rank for rank, flag in enumerate(row) if flag), -1) for row in flags.tolist()]
 
     def take_over(self, unit: Unit, writer: int) -> None:
         self._group.broadcast(unit.full, writer)

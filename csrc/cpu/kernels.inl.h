@@ -10,16 +10,13 @@
 namespace ze {
 namespace {
 
-// Bytes to prefetch ahead, since hardware prefetchers stop at each 4 KiB page: each of several arrays, or one alone.
-constexpr int64_t kAheadOfMany = 1024, kAheadOfOne = 4096;
-
 constexpr int64_t kVecs = kBlock / Vec::kWidth;
 
-// A block of each array.
-template <int64_t kAhead, class... T>
+// A block of each array, 1 KiB ahead: hardware prefetchers stop at the end of each page.
+template <class... T>
 inline void prefetch(const T*... arrays) {
   const auto one = [](const char* x, int64_t bytes) {
-    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(x + kAhead + line);
+    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(x + 1024 + line);
   };
   (one((const char*)arrays, kBlock * sizeof(T)), ...);
 }
@@ -89,7 +86,7 @@ void adam_range(float* param, const G* grad, float* exp_avg, float* exp_avg_sq, 
     if (i) adam_partial(param, grad, exp_avg, exp_avg_sq, copy, i, k);
   }
   for (; i + kBlock <= n; i += kBlock) {
-    prefetch<kAheadOfMany>(param + i, grad + i, exp_avg + i, exp_avg_sq + i);
+    prefetch(param + i, grad + i, exp_avg + i, exp_avg_sq + i);
     adam_block<kStream>(param + i, grad + i, exp_avg + i, exp_avg_sq + i, copy + i, k);
   }
   if (i < n) adam_partial(param + i, grad + i, exp_avg + i, exp_avg_sq + i, copy + i, n - i, k);
@@ -126,7 +123,7 @@ double squared_norm(const void* data, int64_t begin, int64_t end) {
       for (int64_t j = 0; j < kStretch; j += Vec::kWidth) Vec::load(x + i + j).store(buffer + j);
     }
     for (int64_t block = 0; block < kStretch; block += kBlock) {
-      prefetch<kAheadOfOne>(x + i + block);
+      prefetch(x + i + block);
       for (int64_t j = 0; j < kVecs; ++j) squares[j].add(values + block + j * Vec::kWidth);
     }
   }
@@ -165,7 +162,7 @@ void stream(const StreamArrays& s, int64_t begin, int64_t end) {
   bf16* copy = (bf16*)s.copy;
   const auto update = [](float* x, Vec y) { (Vec::load(x) + y).store(x); };
   for (int64_t i = begin; i + kBlock <= end; i += kBlock) {
-    prefetch<kAheadOfMany>(s.a + i, grad + i, s.b + i, s.c + i);
+    prefetch(s.a + i, grad + i, s.b + i, s.c + i);
     for (int64_t j = i; j < i + kBlock; j += Vec::kWidth) {
       const Vec g = Vec::load(grad + j);
       update(s.a + j, g);

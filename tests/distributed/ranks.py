@@ -16,7 +16,8 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 _context = mp.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "zeroengine", "tests.distributed.models"])
+# torch.optim's constructors import torch._dynamo.
+_context.set_forkserver_preload(["torch._dynamo", "torch.distributed", "zeroengine", "pytest", "tests.distributed.models"])
 
 
 class RankFailed(AssertionError):

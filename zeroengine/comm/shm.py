@@ -82,7 +82,10 @@ class ShmTransport:
         os.ftruncate(self._fd, self._end)
         memory = mmap.mmap(self._fd, nbytes, offset=offset)
         tensor = torch.frombuffer(memory, dtype=dtype, count=numel)
-        self._regions.append((tensor.data_ptr(), nbytes, offset))
+        start = tensor.data_ptr()
+        # The system gives the addresses of memory that is gone again.
+        self._regions = [r for r in self._regions if r[0] + r[1] <= start or start + nbytes <= r[0]]
+        self._regions.append((start, nbytes, offset))
         return tensor
 
     def buffer(self, numel: int, dtype: torch.dtype) -> Buffer:

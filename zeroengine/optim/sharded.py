@@ -19,12 +19,13 @@ import torch
 from .. import ops
 from ..comm import Transport
 from ..errors import ZeroEngineError
+from ..partition import ShardSpan
 from ..runtime.gradients import UnitGradients
 from .factory import add_param_group
 from .segments import Segment, segments_of
 
 # Optimizers whose update of an element looks at other elements: wrong on a shard.
-NOT_ELEMENTWISE = ("LBFGS", "Adafactor", "Muon", "SparseAdam", "Shampoo", "LAMB", "Lamb", "LARS")
+NOT_ELEMENTWISE = {"Adafactor", "Muon", "SparseAdam", "Shampoo", "LAMB", "Lamb", "LARS"}
 
 
 class UnitStates:
@@ -52,9 +53,10 @@ class UnitStates:
         return self.moments[0], self.moments[1]
 
     def reload_master(self) -> None:
-        """The published parameter was written from outside."""
+        """Some of the published parameters were written from outside; the others keep their master's bits."""
         if self.mixed:
-            self.master.copy_(self.published)
+            untouched = self.master.to(self.published.dtype) == self.published
+            self.master.copy_(torch.where(untouched, self.master, self.published))
 
     def nbytes(self) -> int:
         return sum(m.nbytes for m in self.moments)
@@ -94,7 +96,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.param_groups = inner.param_groups  # the very same list and dicts
         self._fused = _runs_fused(inner) and all(u.master.dtype is torch.float32 for u in self.units)
         self._inner = inner
-        self._on_shards: torch.optim.Optimizer | None = None
+        self._on_shards = None if self._fused else self._make_inner()
         if self._fused:
             for states in self.units:
                 states.adam_moments()
@@ -127,7 +129,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for states in self.units:
             grads = states.grads
             start, stop = _slice_of_world(states, world)
-            values[0] += ops.squared_norm(grads.kept[start:stop]).cpu()
+            values[0] += _squared_norm(grads.kept[start:stop]).cpu()
         device = self.units[0].master.device if self.units else torch.device("cpu")
         total = self._transport.all_reduce_scalars(values.to(device), "norm").tolist()
         used, at = [], 1
@@ -143,8 +145,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         A parameter that got no gradient on any rank keeps its value, moments and step count, as in torch.
         """
-        if not self._fused:
-            self._update_on_shards(factor, used)
+        if self._on_shards is not None:
+            self._update_on_shards(self._on_shards, factor, used)
             return
         for states, flags in zip(self.units, used, strict=True):
             for i, flag in enumerate(flags):
@@ -186,19 +188,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
             states.segments[key] = segments_of(states.unit.layout, states.unit.rank, groups, flags, behind)
         return [segment.at(last) for segment in states.segments[key]]
 
-    def _update_on_shards(self, factor: float, used: Sequence[Sequence[bool]]) -> None:
+    def _update_on_shards(
+        self, on_shards: torch.optim.Optimizer, factor: float, used: Sequence[Sequence[bool]]
+    ) -> None:
         """Any element-wise optimizer: its own ``step`` over parameters that are views of the shards."""
-        if self._on_shards is None:
-            self._on_shards = self._make_inner()
-        for mine, theirs in zip(self._on_shards.param_groups, self.param_groups, strict=True):
+        for mine, theirs in zip(on_shards.param_groups, self.param_groups, strict=True):
             mine.update({key: value for key, value in theirs.items() if key != "params"})
         for states, flags in zip(self.units, used, strict=True):
             for span, piece in self._pieces[id(states)]:
                 if flags[span.slot]:
                     gradient = states.gradient[span.shard_offset : span.shard_offset + span.numel]
-                    piece.grad = gradient.to(piece.dtype, copy=True).mul_(factor)
-        self._on_shards.step()
-        self._on_shards.zero_grad(set_to_none=True)
+                    piece.grad = gradient.to(piece.dtype, copy=True).mul_(factor).view_as(piece)
+        on_shards.step()
+        on_shards.zero_grad(set_to_none=True)
         for states in self.units:
             if states.mixed:
                 states.published.copy_(states.master)
@@ -207,14 +209,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _make_inner(self) -> torch.optim.Optimizer:
         self._pieces: dict[int, list[tuple[Any, torch.nn.Parameter]]] = {}
         groups: list[list[torch.nn.Parameter]] = [[] for _ in self.param_groups]
+        inner = copy.copy(self._inner)
+        inner.state = defaultdict(dict)
         for states in self.units:
             pieces = self._pieces[id(states)] = []
             for span in states.unit.layout.spans(states.unit.rank, states.unit.degrees.optimizer):
-                piece = torch.nn.Parameter(states.master[span.shard_offset : span.shard_offset + span.numel])
-                groups[self._groups[states.unit.params[span.slot]]].append(piece)
+                param = states.unit.params[span.slot]
+                shape = param.shape if span.numel == param.numel() else (span.numel,)
+                flat = states.master[span.shard_offset : span.shard_offset + span.numel]
+                piece = torch.nn.Parameter(flat.view(shape))
+                groups[self._groups[param]].append(piece)
                 pieces.append((span, piece))
-        inner = copy.copy(self._inner)
-        inner.state = defaultdict(dict)
+                if param in self._inner.state:
+                    inner.state[piece] = {k: _part(v, param, span, piece) for k, v in self._inner.state[param].items()}
+        self._inner.state.clear()
         pairs = zip(self.param_groups, groups, strict=True)
         inner.param_groups = [{**group, "params": params} for group, params in pairs]
         return inner
@@ -228,6 +236,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def master_bytes(self) -> int:
         return sum(states.master.nbytes for states in self.units if states.mixed)
+
+
+def _part(value: Any, param: torch.Tensor, span: ShardSpan, piece: torch.Tensor) -> Any:
+    """What ``value``, an optimizer's first state of ``param`` (Adagrad has one), is for a piece of it."""
+    if not isinstance(value, torch.Tensor) or value.shape != param.shape or not value.dim():
+        return copy.deepcopy(value)
+    return value.flatten()[span.param_offset :][: span.numel].to(piece.dtype, copy=True).view_as(piece)
+
+
+def _squared_norm(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.dot(gradient) if gradient.dtype is torch.float64 else ops.squared_norm(gradient)
 
 
 def _slice_of_world(states: UnitStates, world: int) -> tuple[int, int]:
@@ -252,12 +271,18 @@ def _group_of_param(groups: Iterable[dict[str, Any]]) -> dict[torch.Tensor, int]
 
 def _check_elementwise(optimizer: torch.optim.Optimizer, gradients: Sequence[UnitGradients]) -> None:
     name = type(optimizer).__name__
-    if any(g.unit.degrees.optimizer > 1 for g in gradients) and name in NOT_ELEMENTWISE:
+    names = {cls.__name__ for cls in type(optimizer).__mro__}
+    if "LBFGS" in names:
+        raise ZeroEngineError(
+            f"{name} calls the model several times in a step, through a closure, and engine.step() takes none. Use an "
+            "optimizer such as AdamW."
+        )
+    if any(g.unit.degrees.optimizer > 1 for g in gradients) and names & NOT_ELEMENTWISE:
         raise ZeroEngineError(
             f"{name} is not element-wise: its update of one element looks at others, so it cannot run on shards. Use "
             "zero_optimization.stage 0, or an element-wise optimizer such as AdamW."
         )
-    if optimizer.state:
+    if any(float(state.get("step", 1)) != 0 for state in optimizer.state.values()):
         raise ZeroEngineError(
             f"the {name} passed to initialize() has already taken steps: its state cannot be partitioned. Call "
             "initialize() before training."

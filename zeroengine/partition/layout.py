@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from ..errors import ZeroEngineError
 from .degrees import Degrees
 
 PARAM_ALIGN = 32  # a parameter starts on a cache line and at a vector load, in fp32 and in bf16
@@ -76,7 +77,12 @@ class FlatLayout:
 
         Padding to the world size and not to the degree keeps offsets, and so rounding, the same at
         every stage. A shard is a multiple of ``align`` and of ``SHARD_ALIGN``.
+
+        Raises:
+            ZeroEngineError: the optimizer's degree does not divide ``world_size``.
         """
+        if world_size % degrees.optimizer:
+            raise ZeroEngineError(f"the optimizer's degree must divide the {world_size} ranks: {degrees}")
         slots, end = [], 0
         for param_name, shape in params:
             slot = ParamSlot(param_name, tuple(shape), round_up(end, PARAM_ALIGN))

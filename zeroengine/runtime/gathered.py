@@ -53,7 +53,7 @@ def gathered(module_or_params: nn.Module | nn.Parameter | Iterable[nn.Parameter]
         module_or_params: a module (all parameters below it), one parameter, or several.
 
     Raises:
-        ZeroEngineError: the parameters belong to no engine.
+        ZeroEngineError: the parameters belong to no engine, or were given another shape inside.
     """
     if isinstance(module_or_params, nn.Module):
         params = list(module_or_params.parameters())
@@ -79,11 +79,17 @@ def gathered(module_or_params: nn.Module | nn.Parameter | Iterable[nn.Parameter]
     try:
         yield
     finally:
+        refused = [name for unit in units for name in unit.adopt()]
         changed = [_checksum(unit.full) != seen for unit, seen in zip(units, before)]
         for unit, writer in zip(units, owner.first_to_write(changed)):
             if writer >= 0:
                 owner.take_over(unit, writer)
             owner.gatherer.let_go(unit)
+    if refused:
+        raise ZeroEngineError(
+            f"gathered(): the shape of a parameter cannot change, but .data was replaced: {', '.join(refused)}. Change "
+            "the model before initialize()."
+        )
 
 
 def _checksum(flat: torch.Tensor) -> tuple[int, int]:

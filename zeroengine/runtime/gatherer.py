@@ -5,6 +5,10 @@ A holder's outputs carry a hook: when the first of their gradients is there, the
 gathered. They are released when every trainable parameter of theirs has its gradient and the gradients of
 the holder's inputs are done, for until then some operation may still read a weight. What never gets that
 far (unused parameters) is released when the backward ends.
+
+Hooks cannot tell when the last read is where a parameter is used outside of its holders, where a holder's
+output is in a container that nobody can look into, and where the backward is itself differentiated. Such
+units are *pinned*: they stay whole until the backward ends.
 """
 
 from __future__ import annotations
@@ -19,16 +23,20 @@ from torch import nn
 
 from ..comm import Transport
 from ..errors import ReleasedParameterError
-from .tree import tensors_in
+from .tree import may_hide_tensors, tensors_in
 from .unit import State, Unit
 
 
 @dataclass
 class Call:
-    """One forward of a holder that may see a backward."""
+    """One forward of a holder that may see a backward, or several where its graph is retained."""
 
-    inputs_left: int
+    num_inputs: int
+    inputs_left: int = 0
     started: bool = False
+
+
+Place = tuple[bool, "Unit", int]  # in backward, a unit, its how-manieth visit
 
 
 class Gatherer:
@@ -38,6 +46,7 @@ class Gatherer:
         prefetch_numel: elements that may be gathered ahead of use.
         max_live_numel: elements of released units that may be whole at one time before prefetching stops.
         entering_backward: called at the first sign of a backward, once or more in each.
+        abandon_backward: called when the last backward turns out to have raised.
     """
 
     def __init__(
@@ -49,25 +58,31 @@ class Gatherer:
         prefetch_numel: int,
         max_live_numel: int,
         entering_backward: Callable[[], None],
+        abandon_backward: Callable[[], None],
     ) -> None:
         self._units = list(units)
         self._transport, self._channel = transport, transport.gather
         self._prefetch_numel = prefetch_numel if transport.overlaps else 0
         self._max_live_numel = max_live_numel
-        self._entering_backward = entering_backward
-        self._held: dict[Unit, int] = dict.fromkeys(self._units, 0)  # forwards and `gathered` in progress
+        self._entering_backward, self._abandon_backward = entering_backward, abandon_backward
+        self._held: dict[Unit, int] = dict.fromkeys(self._units, 0)  # forwards, `gathered` and pins in progress
+        self.lent = 0  # units in `gathered`: ranks may run different forwards, so no order is learnt or followed
         self._running = 0  # forwards of the whole model in progress
         self._backward = False
-        self._strays: list[Unit] = []
+        self._create_graph = False  # whether the backward in progress will itself be differentiated
+        self._strays: list[Unit] = []  # used outside of their holders, without gradients
+        self._pinned: list[Unit] = []
         self._calls: dict[nn.Module, list[Call]] = {}
         self._complete: set[Unit] = set()
-        self._next: dict[tuple[bool, Unit], Unit] = {}  # (in backward, unit) to the unit that came after it
-        self._previous: Unit | None = None
+        self._next: dict[Place, Place] = {}  # what came after each place the last time
+        self._visits: dict[Unit, int] = {}  # in this forward or backward
+        self._previous: Place | None = None
         self._last_in_forward: Unit | None = None
         self._holders: dict[nn.Module, list[Unit]] = {}
         for unit in self._units:
             for module in unit.holders:
                 self._holders.setdefault(module, []).append(unit)
+        self._model = model
         self._handles = self._hook(model)
         for unit in self._units:
             if unit.partitioned:
@@ -77,9 +92,10 @@ class Gatherer:
         me = weakref.ref(self)
 
         def bind(name: str) -> Callable[..., Any]:
-            def hook(*args: Any) -> Any:
+            def hook(module: nn.Module, *args: Any) -> Any:
                 gatherer = me()
-                return None if gatherer is None else getattr(gatherer, name)(*args)
+                if gatherer is not None and (module is gatherer._model or module in gatherer._holders):
+                    getattr(gatherer, name)(module, *args)  # else a copy of the model, which took the hooks along
 
             return hook
 
@@ -117,6 +133,7 @@ class Gatherer:
 
     def settle(self) -> None:
         """Returns with no gather under way, every partitioned unit that nobody holds released."""
+        self._let_pinned_go()
         for unit in self._units:
             if unit.state is State.GATHERING:
                 self.ensure(unit)
@@ -124,11 +141,25 @@ class Gatherer:
 
     def hold(self, unit: Unit) -> None:
         self._held[unit] += 1
+        self.lent += 1
         self.ensure(unit)
 
     def let_go(self, unit: Unit) -> None:
         self._held[unit] -= 1
+        self.lent -= 1
         self._release(unit)
+
+    def _pin(self, unit: Unit) -> None:
+        """Keeps ``unit`` whole until the backward has ended, or the next step where there is none."""
+        if unit not in self._pinned:
+            self._pinned.append(unit)
+            self._held[unit] += 1
+
+    def _let_pinned_go(self) -> None:
+        pinned, self._pinned = self._pinned, []
+        for unit in pinned:
+            self._held[unit] -= 1
+            self._release(unit)
 
     def _release(self, unit: Unit) -> None:
         if unit.partitioned and unit.state is State.READY and not self._held[unit]:
@@ -145,21 +176,36 @@ class Gatherer:
                     "`with zeroengine.gathered(module_or_params):` around the code, on every rank, or use "
                     "engine.full_state_dict() to copy all of them."
                 )
-            self._strays.append(unit)
+            if self._backward or torch.is_grad_enabled():
+                self._pin(unit)
+            else:
+                self._strays.append(unit)
         self.ensure(unit)
 
     # -- forward ----------------------------------------------------------------------------------
 
     def _enter_model(self, module: nn.Module, args: Any) -> None:
-        if not self._running:
-            self._previous = None
+        if self._backward and torch._C._current_graph_task_id() < 0:
+            self._abandon_backward()
+        if not (self._running or self._backward or self.lent):
+            self._start_pass()
         self._running += 1
 
     def _leave_model(self, module: nn.Module, args: Any, output: Any) -> None:
         self._running -= 1
         if not self._running:
-            self._last_in_forward = self._previous
+            if not (self._backward or self.lent):
+                self._last_in_forward = self._previous[1] if self._previous is not None else None
+                self._end_pass()
             self._let_strays_go()
+
+    def _start_pass(self) -> None:
+        self._previous = None
+        self._visits.clear()
+
+    def _end_pass(self) -> None:
+        if self._previous is not None:
+            self._next.pop(self._previous, None)
 
     def _let_strays_go(self) -> None:
         strays, self._strays = self._strays, []
@@ -177,6 +223,9 @@ class Gatherer:
         if not units:
             return
         will_differentiate = torch.is_grad_enabled() and self._watch(module, (args, kwargs), output)
+        if torch.is_grad_enabled() and not (will_differentiate or self._backward) and may_hide_tensors(output):
+            for unit in units:
+                self._pin(unit)
         for unit in units:
             self._held[unit] -= 1
             if not self._backward and not (will_differentiate and unit is self._last_in_forward):
@@ -185,22 +234,30 @@ class Gatherer:
     def _need(self, unit: Unit) -> None:
         """``ensure``, and start what came next the last time."""
         self.ensure(unit)
-        if not unit.partitioned:
+        if self.lent or not unit.partitioned:
             return
-        if self._previous is not None and self._previous is not unit:
-            self._next[self._backward, self._previous] = unit
-        self._previous = unit
+        if self._previous is None or self._previous[1] is not unit:
+            self._visits[unit] = self._visits.get(unit, 0) + 1
+            place = (self._backward, unit, self._visits[unit])
+            if self._previous is not None:
+                self._next[self._previous] = place
+            self._previous = place
+        if self._prefetch_numel:
+            self._prefetch()
+
+    def _prefetch(self) -> None:
         ahead, live = 0, sum(u.layout.numel for u in self._units if u.partitioned and not u.released)
-        following: Unit | None = unit
-        for _ in self._units:  # at most once round, should the order have a cycle
-            following = self._next.get((self._backward, following))
+        following = self._previous
+        for _ in range(len(self._next)):  # at most once round, should the order have a cycle
+            following = self._next.get(following) if following is not None else None
             if following is None:
                 break
-            if following.released:
-                ahead, live = ahead + following.layout.numel, live + following.layout.numel
+            unit = following[1]
+            if unit.released:
+                ahead, live = ahead + unit.layout.numel, live + unit.layout.numel
                 if ahead > self._prefetch_numel or live > self._max_live_numel:
                     break
-                self.start(following)
+                self.start(unit)
 
     # -- backward ---------------------------------------------------------------------------------
 
@@ -210,7 +267,8 @@ class Gatherer:
         if not outputs:
             return False
         before = [t for t in tensors_in(inputs) if t.requires_grad]
-        call = Call(len(before))
+        # Completeness says nothing of frozen units: without an input to go by they wait for the backward's end.
+        call = Call(len(before) or any(not unit.trainable for unit in self._holders[module]))
         me = weakref.ref(self)
 
         def starts(_: torch.Tensor) -> None:
@@ -233,14 +291,18 @@ class Gatherer:
     def _before_backward(self, module: nn.Module, call: Call) -> None:
         if call.started:
             return
-        call.started = True
+        call.started, call.inputs_left = True, call.num_inputs
         if not self._backward:
-            self._backward, self._previous = True, None
+            self._backward = True
+            self._start_pass()
             self._entering_backward()
         self._calls.setdefault(module, []).append(call)
+        self._create_graph = self._create_graph or torch.is_grad_enabled()
         for unit in self._holders[module]:
             if unit.partitioned:
                 self._need(unit)
+                if self._create_graph:
+                    self._pin(unit)
 
     def complete(self, unit: Unit) -> None:
         """Every trainable parameter of ``unit`` has its gradient."""
@@ -262,9 +324,17 @@ class Gatherer:
 
     def end_backward(self) -> None:
         """The backward is over: everything that was gathered for it is released."""
+        if self._backward:
+            self._end_pass()
         self._backward = False
+        for calls in self._calls.values():
+            for call in calls:
+                call.started = False  # the graph may be retained
         self._calls.clear()
         self._complete.clear()
-        self._strays.clear()
+        self._let_strays_go()
+        if not self._create_graph:  # else the next backward reads the weights again
+            self._let_pinned_go()
+        self._create_graph = False
         for unit in self._units:
             self._release(unit)

@@ -108,8 +108,8 @@ class Reducer:
         if not grads.whole and grads not in self._slot_of:
             self._slot_of[grads] = self._slot_for(grads)
         target = (grads.views if grads.whole else self._slot_of[grads].views)[index]
-        gradient = param.grad
-        assert gradient is not None
+        assert param.grad is not None
+        gradient = param.grad.detach()  # a backward with create_graph gives it a history
         if gradient.is_sparse:
             gradient = gradient.to_dense()
         if grads.written[index]:
@@ -231,12 +231,29 @@ class Reducer:
                     grads.used[index], param.grad = True, None
             if degree == 1:
                 flat = slot.memory[: unit.layout.numel]
-                self._channel.all_reduce(flat, unit.name).wait()
+                slot.work = self._channel.all_reduce(flat, unit.name)
+                slot.work.wait()
                 grads.kept.add_(flat)
                 slot.busy = False
             else:
                 self._send(slot, grads, grads.owned(degree), accumulate=True)
         self._late = False
+
+    def abandon(self) -> None:
+        """Drops every gradient since the last step. What is already being reduced is, and then overwritten."""
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+        for slot in self._slot_of.values():
+            slot.busy = False
+        self._slot_of.clear()
+        self._bucket.clear()
+        self._backward = self._late = False
+        for grads in self.gradients:
+            grads.left = set()
+            for param in grads.unit.params:
+                param.grad = None
+        self.reset()
 
     def reset(self) -> None:
         """After a step: the next gradients overwrite."""

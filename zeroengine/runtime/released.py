@@ -45,7 +45,8 @@ class ReleasedParameter(nn.Parameter):
         kwargs = kwargs or {}
         if func not in _METADATA:
             for param in _released_in((args, kwargs)):
-                resolver_of(param)(param, _name(func))
+                if isinstance(param, ReleasedParameter):  # still: the one before may have brought its whole unit
+                    resolver_of(param)(param, _name(func))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 

@@ -119,6 +119,22 @@ class Unit:
         self._buffer.free()
         self.state, self.work = State.RELEASED, None
 
+    def adopt(self) -> list[str]:
+        """Parameters whose ``data`` was replaced are views into the full buffer again, with the new values.
+
+        Returns the names of those that could not be, for their shape is another.
+        """
+        refused = []
+        for param, view, slot in zip(self.params, self._views, self.layout.slots, strict=True):
+            if param.data_ptr() == view.data_ptr() and param.shape == view.shape:
+                continue
+            if param.shape == view.shape:
+                view.copy_(param.detach())
+            else:
+                refused.append(f"{slot.name} (from {tuple(view.shape)} to {tuple(param.shape)})")
+            param.data = view
+        return refused
+
     def take_from_full(self) -> None:
         """The full buffer was written from outside: this rank's shard follows."""
         if self.partitioned:
