@@ -371,12 +371,15 @@ def _check_unclaimed(model: nn.Module) -> None:
 
 
 def _prepare_buffers(model: nn.Module, group: Group) -> None:
-    """Buffers on the device, with rank 0's values."""
+    """Buffers on the device, with rank 0's values. Modules that share one go on sharing it."""
+    moved: dict[torch.Tensor, torch.Tensor] = {}
     for module in model.modules():
         for name, buffer in module._buffers.items():
+            if buffer is not None and buffer not in moved:
+                moved[buffer] = buffer.to(group.device).contiguous()  # an expanded one has less memory than elements
+                group.broadcast(moved[buffer])
             if buffer is not None:
-                module._buffers[name] = buffer = buffer.to(group.device)
-                group.broadcast(buffer)
+                module._buffers[name] = moved[buffer]
 
 
 def _cast_inputs(dtype: torch.dtype) -> Any:

@@ -1,0 +1,221 @@
+"""Evaluation between steps, buffers, and the mode of the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import zeroengine
+
+from .models import TinyLM, build
+from .ranks import run_ranks
+from .test_parameters import Net, features
+from .training import (
+    Task,
+    Trained,
+    assert_same_bits,
+    check_every_stage,
+    make_engine,
+    ordinary_loop,
+    settings,
+    start,
+    train_at,
+)
+
+BOTH = pytest.mark.parametrize("transport", ["shm", "gloo"])
+
+
+def evaluating(task: Task, engine: zeroengine.Engine) -> tuple[list[float], list[float]]:
+    """Before the forward, between forward and backward, between backward and step, in every way."""
+    losses, norms, held_out = [], [], []
+
+    def evaluate(context: Any) -> None:
+        with context:
+            held_out.append(engine(*task.data(99, engine.rank)).item())
+
+    for step in range(task.steps):
+        evaluate(torch.no_grad())
+        loss = engine(*task.data(step, engine.rank))
+        evaluate(torch.no_grad())
+        evaluate(torch.inference_mode())
+        evaluate(torch.enable_grad())  # a forward that nobody differentiates
+        engine.backward(loss)
+        evaluate(torch.inference_mode())
+        assert engine.step()
+        assert len(set(held_out[-5:])) == 1, "nothing changed in between"
+        assert engine.memory().gathered == 0
+        losses.append(loss.item())
+        norms.append(engine.grad_norm)
+    assert held_out[-1] != held_out[0]
+    return losses, norms
+
+
+@BOTH
+def test_evaluation_anywhere_between_steps_changes_nothing(transport: str) -> None:
+    check_every_stage(Task(), loop=evaluating, comm={"transport": transport})
+
+
+class Dropping(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(self.drop(x))
+
+
+def modes() -> None:
+    start()
+    engine = make_engine(Task(factory=Dropping, data=features), 3)
+    (x,) = features(0, 0)
+    assert engine.eval() is engine and not engine.module.training
+    with torch.no_grad():
+        assert engine(x).item() == engine(x).item()
+        assert engine.train() is engine and engine.module.drop.training
+        assert engine(x).item() != engine(x).item()
+
+
+def test_train_and_eval_set_the_mode_of_every_module() -> None:
+    run_ranks(2, modes)
+
+
+class Normalised(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_norm = nn.BatchNorm1d(24)
+        self.shared = nn.BatchNorm1d(24, affine=False)
+        self.again = self.shared
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(self.again(self.shared(self.batch_norm(x))))
+
+
+def normalised(stages: tuple[int, ...], task: Task) -> list[tuple[Trained, list[float]]]:
+    """Each stage's training, and what evaluation with the running statistics gives then."""
+    rank = start()
+    found = []
+    for stage in stages:
+        torch.manual_seed(rank)  # `initialize` gives rank 0's values and buffers to all
+        model = Normalised()
+        model.batch_norm.running_mean.fill_(rank)
+        engine = zeroengine.initialize(model, task.optimizer(model), settings(task, stage))
+        assert engine.module.batch_norm.running_mean[0] == 0
+        losses, norms = ordinary_loop(task, engine)
+        state = engine.full_state_dict()
+        with torch.no_grad():
+            evaluated = engine.eval()(*features(77, rank)).item()
+        found.append((Trained(losses, norms, state), [evaluated, state["batch_norm.num_batches_tracked"].item()]))
+    return found
+
+
+def test_batch_norm_keeps_each_rank_s_running_statistics_as_plain_pytorch_would() -> None:
+    task = Task(factory=Normalised, data=features)
+    ranks = run_ranks(2, normalised, (0, 1, 2, 3), task)
+    for found in ranks:
+        for stage in (1, 2, 3):
+            assert_same_bits(found[0][0], found[stage][0], f"stage {stage}")
+            assert found[stage][1] == found[0][1]
+    plain = [build(Normalised) for _ in range(2)]  # statistics are local, parameters are one
+    for own, other in zip(plain[1].parameters(), plain[0].parameters(), strict=True):
+        own.data = other.data
+    optimizer = task.optimizer(plain[0])
+    for step in range(task.steps):
+        for rank, model in enumerate(plain):
+            loss = model(*features(step, rank))
+            assert ranks[rank][0][0].losses[step] == pytest.approx(loss.item(), rel=1e-5)
+            (loss / 2).backward()
+        for own, other in zip(plain[0].parameters(), plain[1].parameters(), strict=True):
+            own.grad += other.grad
+            other.grad = None
+        torch.nn.utils.clip_grad_norm_(plain[0].parameters(), task.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    for rank, model in enumerate(plain):
+        trained, (evaluated, batches) = ranks[rank][0]
+        assert batches == task.steps
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(trained.state[name], value, rtol=1e-4, atol=1e-5)
+        assert evaluated == pytest.approx(model.eval()(*features(77, rank)).item(), rel=1e-4)
+
+
+# -- activation checkpointing -------------------------------------------------------------------------
+
+
+class Checkpointed(Net):
+    reentrant = False
+    segments = 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        x = self.stem(x)
+        for i in range(0, len(self.blocks), self.segments):
+            run = nn.Sequential(*self.blocks[i : i + self.segments])
+            x = checkpoint(run, x, use_reentrant=self.reentrant)
+        return self.loss(x)
+
+
+class Reentrant(Checkpointed):
+    reentrant = True
+
+
+class InSegments(Checkpointed):
+    segments = 2
+
+
+class Plain(Net):
+    """The same modules without checkpointing."""
+
+
+@BOTH
+@pytest.mark.parametrize("factory", [Checkpointed, Reentrant, InSegments])
+def test_activation_checkpointing_changes_no_bit(factory: Any, transport: str) -> None:
+    comm = {"transport": transport}
+    recomputed = check_every_stage(Task(factory=factory, data=features), comm=comm)
+    stored = run_ranks(2, train_at, (0,), Task(factory=Plain, data=features), ordinary_loop, {"comm": comm})[0]
+    assert_same_bits(recomputed[0], stored[0])
+
+
+def gathers_per_step(factories: list[Any], transport: str) -> list[list[str]]:
+    start()
+    found = []
+    for factory in factories:
+        task = Task(factory=factory, data=features)
+        engine = make_engine(task, 3, comm={"transport": transport}, units=["stem", "blocks.*", "head"])
+        channel = engine.gatherer._channel
+        issued: list[str] = []
+        gather = channel.all_gather
+
+        def counting(full: Any, shard: Any, label: str, gather: Any = gather, issued: list[str] = issued) -> Any:
+            issued.append(label)
+            return gather(full, shard, label)
+
+        channel.all_gather = counting
+        for step in range(3):
+            issued.clear()
+            engine.backward(engine(*task.data(step, engine.rank)))
+            engine.step()
+        found.append(sorted(issued))
+    return found
+
+
+@BOTH
+def test_activation_checkpointing_gathers_no_unit_twice_in_the_backward(transport: str) -> None:
+    plain, *others = run_ranks(2, gathers_per_step, [Plain, Checkpointed, Reentrant, InSegments], transport)[0]
+    assert plain == sorted(["stem", "blocks.0", "blocks.1", "blocks.2"] * 2 + ["head"])  # the last one stays for its backward
+    assert others == [plain] * 3
+
+
+# -- autocast -----------------------------------------------------------------------------------------
+
+
+class Autocast(TinyLM):
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(ids, labels)
+
+
+def test_autocast_in_an_fp32_model() -> None:
+    check_every_stage(Task(factory=Autocast), tolerance=2e-3)

@@ -1,0 +1,278 @@
+"""Optimizers and learning-rate schedules of every kind, on shards."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, StepLR
+
+import zeroengine
+
+from .models import batch, build, config
+from .ranks import run_ranks
+from .training import Task, Trained, check_every_stage, make_engine, ordinary_loop, settings, start, train_plainly
+
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def by_type(name: str, **hyperparameters: Any) -> Make:
+    return functools.partial(_by_type, name, hyperparameters)
+
+
+def _by_type(name: str, hyperparameters: dict[str, Any], model: nn.Module) -> torch.optim.Optimizer:
+    return getattr(torch.optim, name)(model.parameters(), **hyperparameters)
+
+
+class Lion(torch.optim.Optimizer):
+    """Somebody's own (arXiv 2302.06675), with a state that starts in the middle of a step."""
+
+    def __init__(self, params: Any, lr: float = 1e-4) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    average = self.state[param].setdefault("average", torch.zeros_like(param))
+                    # sign() would turn a rounding difference into a whole step.
+                    param.sub_(torch.tanh(1e3 * torch.lerp(param.grad, average, 0.9)), alpha=group["lr"])
+                    average.lerp_(param.grad, 0.01)
+
+
+class HalfStep(torch.optim.AdamW):
+    """An Adam with a rule of its own, which the fused kernel does not know."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        before = [[param.clone() for param in group["params"]] for group in self.param_groups]
+        super().step()
+        for group, values in zip(self.param_groups, before, strict=True):
+            for param, value in zip(group["params"], values, strict=True):
+                param.lerp_(value, 0.5)
+
+
+def lion(model: nn.Module) -> torch.optim.Optimizer:
+    return Lion(model.parameters(), lr=1e-3)
+
+
+def half_step(model: nn.Module) -> torch.optim.Optimizer:
+    return HalfStep(model.parameters(), lr=3e-3, eps=1e-5)
+
+
+OPTIMIZERS: dict[str, Make] = {
+    "AdamW": by_type("AdamW", lr=3e-3, eps=1e-5, betas=(0.8, 0.95), weight_decay=0.2),
+    "Adam with L2": by_type("Adam", lr=3e-3, eps=1e-5, weight_decay=0.2),
+    "Adam with decoupled decay": by_type("Adam", lr=3e-3, eps=1e-5, weight_decay=0.2, decoupled_weight_decay=True),
+    "Adam that maximizes": by_type("AdamW", lr=1e-3, eps=1e-5, maximize=True),
+    "AMSGrad": by_type("AdamW", lr=3e-3, eps=1e-5, amsgrad=True),
+    "SGD with momentum": by_type("SGD", lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "SGD": by_type("SGD", lr=1e-2),
+    "Adagrad": by_type("Adagrad", lr=1e-2, initial_accumulator_value=0.1),
+    "RMSprop": by_type("RMSprop", lr=1e-3, eps=1e-4, momentum=0.5, centered=True),
+    "NAdam": by_type("NAdam", lr=3e-3, eps=1e-5),
+    "a class of one's own": lion,
+    "a subclass of AdamW": half_step,
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_any_element_wise_optimizer_runs_on_shards_as_in_torch(name: str) -> None:
+    check_every_stage(Task(optimizer=OPTIMIZERS[name], steps=5))
+
+
+def whole_parameter(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(model.parameters(), lr=1e-2)
+
+
+def test_at_stage_0_an_optimizer_may_look_at_whole_parameters() -> None:
+    check_every_stage(Task(optimizer=whole_parameter), stages=(0,))
+
+
+# -- who makes the optimizer --------------------------------------------------------------------------
+
+ADAMW = {"lr": 3e-3, "eps": 1e-5, "betas": (0.8, 0.95), "weight_decay": 0.2}
+
+
+def makers(stage: int) -> list[tuple[list[float], str]]:
+    """The same optimizer as an instance, a callable, and a section of the configuration."""
+    start()
+    task = Task()
+    given: list[Any] = [
+        lambda model: torch.optim.AdamW(model.parameters(), **ADAMW),
+        lambda model: lambda params: torch.optim.AdamW(params, **ADAMW),
+        lambda model: functools.partial(torch.optim.AdamW, **ADAMW),
+        lambda model: torch.optim.AdamW(model.named_parameters(), **ADAMW),
+        lambda model: None,
+    ]
+    found = []
+    for make in given:
+        model = build(task.factory)
+        named = {"optimizer": {"type": "AdamW", "params": ADAMW}}
+        optimizer = make(model)
+        engine = zeroengine.initialize(model, optimizer, settings(task, stage, **({} if optimizer else named)))
+        assert isinstance(engine.optimizer, torch.optim.Optimizer)
+        losses, _ = ordinary_loop(task, engine)
+        found.append((losses, engine.optimizer.param_groups[0]["weight_decay"]))
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_instance_callable_and_configuration_make_the_same_optimizer(stage: int) -> None:
+    first, *others = run_ranks(2, makers, stage)[0]
+    assert others == [first] * 4
+
+
+def test_the_optimizer_of_the_engine_is_stepped_by_the_engine() -> None:
+    assert run_ranks(1, misuse_optimizer) == [
+        [
+            "call engine.step(): it reduces gradients, clips, and then runs this optimizer",
+            "the optimizer's state is partitioned over the ranks: its state_dict() on one of them would lose the rest",
+        ]
+    ]
+
+
+def misuse_optimizer() -> list[str]:
+    engine = make_engine(Task(), 1)
+    engine.optimizer.zero_grad()  # harmless: loops that have it keep it
+    messages = []
+    for misuse in (engine.optimizer.step, engine.optimizer.state_dict):
+        with pytest.raises(zeroengine.ZeroEngineError) as error:
+            misuse()
+        messages.append(str(error.value))
+    return messages
+
+
+# -- schedules ----------------------------------------------------------------------------------------
+
+
+def two_rates(model: nn.Module) -> torch.optim.Optimizer:
+    first, *rest = model.parameters()
+    return torch.optim.AdamW([{"params": [first], "lr": 1e-3}, {"params": rest}], lr=3e-3, eps=1e-5)
+
+
+def plain_with_schedule(make: Callable[[torch.optim.Optimizer], Any]) -> Trained:
+    """Plain PyTorch; the schedule steps after each update."""
+
+    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        made = two_rates(model)
+        schedule = make(made)
+        made.register_step_post_hook(lambda *_: schedule.step())
+        return made
+
+    return train_plainly(Task(optimizer=optimizer, steps=6))
+
+
+def step_lr(optimizer: torch.optim.Optimizer) -> Any:
+    return StepLR(optimizer, step_size=2, gamma=0.3)
+
+
+def made_before(task: Task, stage: int) -> zeroengine.Engine:
+    """The scheduler is over the optimizer that is passed in."""
+    model = build(task.factory)
+    optimizer = two_rates(model)
+    return zeroengine.initialize(model, optimizer, settings(task, stage), lr_scheduler=step_lr(optimizer))
+
+
+def made_by_callable(task: Task, stage: int) -> zeroengine.Engine:
+    model = build(task.factory)
+    return zeroengine.initialize(model, two_rates(model), settings(task, stage), lr_scheduler=step_lr)
+
+
+def stepped_by_hand(task: Task, stage: int) -> zeroengine.Engine:
+    """By the caller, as in any torch loop, over ``engine.optimizer``."""
+    engine = make_engine(task, stage)
+    schedule = step_lr(engine.optimizer)
+    step = engine.step
+
+    def both() -> bool:
+        updated = step()
+        schedule.step()
+        return updated
+
+    engine.step = both  # type: ignore[method-assign]
+    return engine
+
+
+def changed_by_hand(task: Task, stage: int) -> zeroengine.Engine:
+    """No scheduler at all: rates are written into ``param_groups`` between steps."""
+    engine = make_engine(task, stage)
+    step = engine.step
+
+    def change() -> bool:
+        updated = step()
+        for group, rate in zip(engine.optimizer.param_groups, (1e-3, 3e-3), strict=True):
+            group["lr"] = rate * 0.3 ** (engine.global_steps // 2)
+        return updated
+
+    engine.step = change  # type: ignore[method-assign]
+    return engine
+
+
+MAKERS = [made_before, made_by_callable, stepped_by_hand, changed_by_hand]
+
+
+def scheduled(stages: list[int]) -> list[tuple[list[float], list[float]]]:
+    start()
+    warnings.filterwarnings("error", message="Detected call of `lr_scheduler.step")  # before `optimizer.step`
+    task = Task(optimizer=two_rates, steps=6)
+    found = []
+    for make in MAKERS:
+        for stage in stages:
+            engine = make(task, stage)
+            losses, _ = ordinary_loop(task, engine)
+            found.append((losses, [group["lr"] for group in engine.optimizer.param_groups]))
+    return found
+
+
+def test_schedules_drive_the_engine_whoever_makes_and_steps_them() -> None:
+    ranks = run_ranks(2, scheduled, [0, 3])
+    plain = plain_with_schedule(step_lr)
+    for found in zip(*ranks, strict=True):
+        means = [sum(losses) / 2 for losses in zip(*(losses for losses, _ in found), strict=True)]
+        assert means == pytest.approx(plain.losses, rel=1e-5)
+        assert found[0][1] == pytest.approx([1e-3 * 0.3**3, 3e-3 * 0.3**3])
+
+
+def configured(scheduler: dict[str, Any], micro_steps: int) -> list[list[float]]:
+    start()
+    sections = {"optimizer": {"type": "AdamW", "params": {"lr": 1.0}}, "scheduler": scheduler}
+    engine = zeroengine.initialize(build(Task().factory), config=config(2, gradient_accumulation_steps=micro_steps, **sections))
+    assert engine.lr_scheduler is not None
+    rates = [[group["lr"] for group in engine.optimizer.param_groups]]
+    for step in range(4 * micro_steps):
+        engine.backward(engine(*batch(step, engine.rank)))
+        if engine.step():
+            rates.append([group["lr"] for group in engine.optimizer.param_groups])
+    return rates
+
+
+def test_the_schedule_of_the_configuration_steps_with_each_update() -> None:
+    params = {"warmup_min_lr": 0, "warmup_max_lr": 1e-3, "warmup_num_steps": 4, "warmup_type": "linear"}
+    for rates in run_ranks(2, configured, {"type": "WarmupLR", "params": params}, 2):
+        assert [rate for (rate,) in rates] == pytest.approx([0, 2.5e-4, 5e-4, 7.5e-4, 1e-3])
+
+
+def skipped_schedule() -> list[float]:
+    start()
+    engine = make_engine(Task(), 2)
+    engine.lr_scheduler = LambdaLR(engine.optimizer, lambda step: 1 / (1 + step))
+    rates = []
+    for step in range(4):
+        loss = engine(*batch(step, engine.rank))
+        engine.backward(loss * (float("inf") if step in (1, 2) else 1.0))
+        engine.step()
+        rates.append(engine.optimizer.param_groups[0]["lr"])
+    return rates
+
+
+def test_a_skipped_step_does_not_move_the_schedule() -> None:
+    assert run_ranks(2, skipped_schedule)[0] == pytest.approx([1.5e-3, 1.5e-3, 1.5e-3, 1e-3])
+
+
