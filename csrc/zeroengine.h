@@ -20,7 +20,7 @@
 extern "C" {
 #endif
 
-#define ZE_ABI_VERSION 1
+#define ZE_ABI_VERSION 2
 
 enum ze_dtype { ZE_F32 = 0, ZE_BF16 = 1, ZE_F16 = 2 };
 
@@ -72,6 +72,32 @@ ZE_API int ze_advise_huge(void* address, size_t bytes);
  * reads and writes a, b and c, and where `copy` is not NULL writes uint16_t[n], 64-byte aligned. */
 ZE_API void ze_stream(float* a, float* b, float* c, const void* g, int g_dtype, void* copy, int64_t n,
                       int num_threads);
+
+/* Exchange between processes of one host, csrc/cpu/exchange.cpp. Counters are 32 bits wide and wrap. */
+
+/* Stores value for other processes to see, behind all earlier writes, and wakes who waits for it. */
+ZE_API void ze_post(uint32_t* counter, uint32_t value);
+
+ZE_API uint32_t ze_load(const uint32_t* counter);
+
+/* 1 once the counter has reached value, 0 after about timeout_us without. */
+ZE_API int ze_wait(const uint32_t* counter, uint32_t value, int timeout_us);
+
+/* Reads all of bytes; the count, or -errno. */
+ZE_API int64_t ze_pread(int fd, void* target, int64_t bytes, int64_t offset);
+
+/* Shows `bytes` of fd at address, which stays reserved. shared: writes reach the file, else they stay
+ * with this process. 0 or -errno. */
+ZE_API int ze_map(void* address, int64_t bytes, int fd, int64_t offset, int shared);
+
+/* Gives the memory back and keeps the addresses reserved: a use faults. 0 or -errno. */
+ZE_API int ze_unmap(void* address, int64_t bytes);
+
+/* target = (accumulate: +=) source 0 + source 1 + ..., added in float in that order, rounded once.
+ * A source is local[s] or, where that is NULL, read from fds[s] at offsets[s]. target may be a local
+ * source. n, a ze_status, or -errno. Single thread. */
+ZE_API int64_t ze_sum(void* target, int target_dtype, int accumulate, int64_t n, int source_dtype,
+                      int num_sources, const void* const* local, const int* fds, const int64_t* offsets);
 
 #ifdef __cplusplus
 }

@@ -19,7 +19,7 @@ from .comm import Group, default_device
 from .config import Config, load
 from .errors import ZeroEngineError
 from .memory import Memory
-from .optim import LRSchedulerLike, OptimizerLike, ShardedOptimizer, make_optimizer, make_scheduler
+from .optim import LRSchedulerLike, OptimizerLike, ShardedOptimizer, check_optimizer, make_optimizer, make_scheduler
 from .partition import Degrees, UnitPlan, cut_units, degrees_of_stage
 from .runtime import Gatherer, Reducer, Unit, UnitGradients, claim, owner_of
 from .runtime.tree import map_tensors
@@ -53,11 +53,10 @@ def initialize(
     Raises:
         ZeroEngineError: wrong input, on every rank, with what to write instead.
     """
-    if not isinstance(model, nn.Module):
-        raise ZeroEngineError(f"initialize() takes a torch.nn.Module, found {type(model).__name__}")
-    device = _device_of(model, process_group)
-    group = Group(process_group, device)
+    group = Group(process_group, _device_of(model, process_group))
     with group.agreeing("to initialize"):
+        if not isinstance(model, nn.Module):
+            raise ZeroEngineError(f"initialize() takes a torch.nn.Module, found {type(model).__name__}")
         _check_unclaimed(model)
         settings = config if isinstance(config, Config) else load(config)
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
@@ -65,6 +64,7 @@ def initialize(
         low = settings.compute_dtype if settings.bf16.enabled else None
         plans = cut_units(model, patterns=settings.units, compute_dtype=low)
         rule = make_optimizer(optimizer, model, settings)
+        check_optimizer(rule, degrees_of_stage(settings.zero_optimization.stage, group.world_size))
     check_agreement(group, settings, model, plans, rule)
     return Engine(model, rule, settings, group, plans, lr_scheduler)
 
@@ -354,7 +354,7 @@ class Engine:
 
 def _device_of(model: nn.Module, process_group: dist.ProcessGroup | None) -> torch.device:
     """CUDA where the process group or the model says so, or where nobody says and there are GPUs."""
-    kinds = {param.device.type for param in model.parameters()}
+    kinds = {param.device.type for param in model.parameters()} if isinstance(model, nn.Module) else set()
     if dist.is_initialized():
         backend = dist.get_backend(process_group)
         return default_device() if "nccl" in backend or kinds == {"cuda"} else torch.device("cpu")

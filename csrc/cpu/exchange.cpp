@@ -1,6 +1,6 @@
 // The exchange between ranks of one host: counters in shared pages, and sums over peers' memory.
 //
-// A rank's communicable memory is one memfd. Peers read it with pread, so that their pages never count
+// A rank's communicable memory is one memfd. Sums read it with pread: the peers' pages then never count
 // towards this process, and a copy into the cache is the only copy.
 
 #include "../zeroengine.h"
@@ -76,14 +76,12 @@ ZE_API int64_t ze_pread(int fd, void* target, int64_t bytes, int64_t offset) {
   return bytes;
 }
 
-// Shows `bytes` of `fd` from `offset` at `address`, without a copy; what this process writes stays its own.
-ZE_API int ze_map(void* address, int64_t bytes, int fd, int64_t offset) {
-  const int flags = MAP_PRIVATE | MAP_FIXED;
+ZE_API int ze_map(void* address, int64_t bytes, int fd, int64_t offset, int shared) {
+  const int flags = (shared ? MAP_SHARED : MAP_PRIVATE) | MAP_FIXED;
   void* at = mmap(address, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, flags, fd, offset);
   return at == MAP_FAILED ? -errno : 0;
 }
 
-// Gives the memory at `address` back and keeps the addresses reserved: a use faults.
 ZE_API int ze_unmap(void* address, int64_t bytes) {
   const int flags = MAP_PRIVATE | MAP_FIXED | MAP_ANONYMOUS | MAP_NORESERVE;
   void* at = mmap(address, static_cast<size_t>(bytes), PROT_NONE, flags, -1, 0);

@@ -72,14 +72,14 @@ class Channel(Protocol):
         """``shard`` = (or += with ``accumulate``) the sum over ranks of this rank's slice of their ``full``.
 
         ``full`` must come from ``Transport.empty``, is 1-D of ``world_size * n`` elements, and may be
-        written again when ``reusable(work)``. ``shard`` may be this rank's slice of ``full``.
+        written again once it is ``reusable``. ``shard`` may be this rank's slice of ``full``.
         """
 
     def all_reduce(self, full: torch.Tensor, label: str) -> Work:
         """``full`` = the sum over ranks of ``full``, 1-D, divisible by ``world_size``, from ``Transport.empty``."""
 
-    def reusable(self, work: Work, wait: bool) -> bool:
-        """Whether all ranks have read what ``work`` sent; waits for that where ``wait``."""
+    def reusable(self, work: Work, patience: float) -> bool:
+        """Whether all ranks have read what ``work`` sent, after waiting for at most ``patience`` seconds."""
 
 
 class Transport(Protocol):
@@ -106,7 +106,7 @@ class Transport(Protocol):
         """Elements that a shard should be a multiple of."""
 
     def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
-        """The sum over ranks of a small float64 vector. Also a barrier behind every earlier operation."""
+        """The sum over ranks of a small float64 vector. Issue it with no other operation under way."""
 
     def progress(self) -> None:
         """Moves outstanding operations on where this transport needs the caller's time."""

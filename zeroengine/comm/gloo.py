@@ -6,6 +6,7 @@ arrives was two to three times faster than Gloo's native collectives at 4 to 128
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,6 +17,9 @@ import torch.distributed as dist
 from .base import Buffer, ResizableBuffer, Work
 from .sums import sum_in_rank_order
 from .watchdog import Watchdog
+
+
+POLL_S = 2e-4
 
 
 class GlooWork:
@@ -100,9 +104,12 @@ class GlooChannel:
 
         return ThenGather(first, second)
 
-    def reusable(self, work: Work, wait: bool) -> bool:
-        if not wait and not work.is_completed():
-            return False
+    def reusable(self, work: Work, patience: float) -> bool:
+        deadline = time.monotonic() + patience
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(POLL_S)
         work.wait()
         return True
 

@@ -55,18 +55,21 @@ class Group:
     @contextlib.contextmanager
     def agreeing(self, doing: str) -> Iterator[None]:
         """An error on one rank is an error on all of them, each with the message of the first."""
-        error: ZeroEngineError | None = None
+        error: Exception | None = None
         try:
             yield
-        except ZeroEngineError as caught:
+        except Exception as caught:
             error = caught
-        errors = self.exchange(None if error is None else (type(error), str(error)))
+        mine: tuple[type[ZeroEngineError], str] | None = None
+        if error is not None:  # the other ranks may lack the class of an error that is not ours
+            ours = isinstance(error, ZeroEngineError)
+            mine = (type(error), str(error)) if ours else (ZeroEngineError, f"{type(error).__name__}: {error}")
+        errors = self.exchange(mine)
         if error is not None:
             raise error
         for rank, other in enumerate(errors):
             if other is not None:
-                kind, message = other
-                raise kind(f"rank {rank} failed {doing}: {message}")
+                raise other[0](f"rank {rank} failed {doing}: {other[1]}")
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Rank ``source``'s values on every rank, in place."""

@@ -23,7 +23,7 @@ class LocalChannel:
     def all_reduce(self, full: torch.Tensor, label: str) -> Work:
         return Done()
 
-    def reusable(self, work: Work, wait: bool) -> bool:
+    def reusable(self, work: Work, patience: float) -> bool:
         return True
 
 

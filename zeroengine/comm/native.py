@@ -51,7 +51,7 @@ class NativeChannel:
         self._record(f"reduce {label}")
         return dist.all_reduce(full, group=self._group, async_op=True) or Done()
 
-    def reusable(self, work: Work, wait: bool) -> bool:
+    def reusable(self, work: Work, patience: float) -> bool:
         work.wait()  # orders the caller's stream behind it; the host goes on
         return True
 

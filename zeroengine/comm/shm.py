@@ -12,6 +12,7 @@ drained, and a rank posts it only after executing everything before it, so it cl
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -24,7 +25,6 @@ import torch
 from .. import ops
 from .base import Buffer
 from .shm_channel import CHANNELS, CONTROL_BYTES, ShmChannel, ShmPeer
-from .sums import sum_kernel
 
 
 class MappedBuffer:
@@ -36,8 +36,7 @@ class MappedBuffer:
     def __init__(self, lib: ctypes.CDLL, numel: int, dtype: torch.dtype) -> None:
         self._lib = lib
         self._size = max(numel, 1) * dtype.itemsize
-        self._memory = mmap.mmap(-1, self._size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.tensor = torch.frombuffer(self._memory, dtype=dtype, count=numel)
+        self.tensor = _reserve(numel, dtype)
         self._holds = True
 
     def prepare(self) -> None:
@@ -61,11 +60,12 @@ class ShmTransport:
 
     def __init__(self, rank: int, fd: int, peers: list[ShmPeer], timeout: float) -> None:
         self.rank, self.world_size, self.timeout = rank, len(peers), timeout
-        lib = sum_kernel()
+        lib = ops.library()
         assert lib is not None  # `offer` looked
-        self.lib = declare(lib)
+        self.lib = lib
         self.peers, self.others = peers, [p for p in peers if p.rank != rank]
         self.control = peers[rank].control
+        self.closed = False
         self._fd = fd
         self._end = CONTROL_BYTES
         self._regions: list[tuple[int, int, int]] = []  # address, bytes, offset in the file
@@ -80,9 +80,11 @@ class ShmTransport:
         offset = -(-self._end // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         self._end = offset + nbytes
         os.ftruncate(self._fd, self._end)
-        memory = mmap.mmap(self._fd, nbytes, offset=offset)
-        tensor = torch.frombuffer(memory, dtype=dtype, count=numel)
+        tensor = _reserve(numel, dtype)  # mmap.mmap(fd) would keep a descriptor for each
         start = tensor.data_ptr()
+        failed = self.lib.ze_map(start, nbytes, self._fd, offset, True)
+        if failed:
+            raise OSError(-failed, "mapping shared memory")
         # The system gives the addresses of memory that is gone again.
         self._regions = [r for r in self._regions if r[0] + r[1] <= start or start + nbytes <= r[0]]
         self._regions.append((start, nbytes, offset))
@@ -128,24 +130,20 @@ class ShmTransport:
         return "; ".join(lines) + "."
 
     def close(self) -> None:
+        self.closed = True
         self._finalizer()
+
+
+def _reserve(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Private memory of its own pages, unmapped when the tensor goes."""
+    size = max(numel, 1) * dtype.itemsize
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype, count=numel)
 
 
 def _close_all(descriptors: set[int]) -> None:
     for fd in descriptors:
         os.close(fd)
-
-
-def declare(lib: ctypes.CDLL) -> ctypes.CDLL:
-    """Types of the C functions of ``csrc/cpu/exchange.cpp``."""
-    p, i32, i64, u32 = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_uint32
-    lib.ze_post.argtypes, lib.ze_post.restype = [p, u32], None
-    lib.ze_load.argtypes, lib.ze_load.restype = [p], u32
-    lib.ze_wait.argtypes, lib.ze_wait.restype = [p, u32, i32], i32
-    lib.ze_pread.argtypes, lib.ze_pread.restype = [i32, p, i64, i64], i64
-    lib.ze_map.argtypes, lib.ze_map.restype = [p, i64, i32, i64], i32
-    lib.ze_unmap.argtypes, lib.ze_unmap.restype = [p, i64], i32
-    return lib
 
 
 @dataclass(frozen=True)
@@ -167,29 +165,39 @@ def offer() -> Address | None:
     """Makes this rank's memory file; None where the system or the build has no such thing."""
     if ops.library() is None or not hasattr(os, "memfd_create"):
         return None
-    try:
+    with contextlib.ExitStack() as undo, contextlib.suppress(OSError):
         fd = os.memfd_create("zeroengine", os.MFD_CLOEXEC)
+        undo.callback(os.close, fd)
         os.ftruncate(fd, CONTROL_BYTES)
-        return Address(_host(), os.getpid(), fd, os.fstat(fd).st_ino)
-    except OSError:
-        return None
+        address = Address(_host(), os.getpid(), fd, os.fstat(fd).st_ino)
+        undo.pop_all()
+        return address
+    return None
 
 
 def connect(rank: int, addresses: Sequence[Address | None], timeout: float) -> ShmTransport | str:
-    """Opens every peer's memory; a reason why not, where one cannot be reached."""
+    """Opens every peer's memory; a reason why not, with everything closed, where one cannot be reached."""
     mine = addresses[rank]
     if mine is None:
         return "shared memory is not available in this build or system"
     peers: list[ShmPeer] = []
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(os.close, mine.fd)
         for r, address in enumerate(addresses):
             if address is None or address.host != mine.host:
                 return f"rank {r} runs on another host or without shared memory"
-            fd = mine.fd if r == rank else os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDWR | os.O_CLOEXEC)
-            if os.fstat(fd).st_ino != address.inode:
-                return f"rank {r}'s memory is not visible from rank {rank}"
-            pidfd = os.pidfd_open(address.pid) if r != rank and hasattr(os, "pidfd_open") else -1
-            peers.append(ShmPeer(r, fd, pidfd, mmap.mmap(fd, CONTROL_BYTES)))
-    except OSError as error:
-        return f"rank {r}'s memory cannot be opened from rank {rank}: {error}"
+            try:
+                fd, pidfd = mine.fd, -1
+                if r != rank:
+                    fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDWR | os.O_CLOEXEC)
+                    undo.callback(os.close, fd)
+                    if hasattr(os, "pidfd_open"):
+                        pidfd = os.pidfd_open(address.pid)
+                        undo.callback(os.close, pidfd)
+                if os.fstat(fd).st_ino != address.inode:
+                    return f"rank {r}'s memory is not visible from rank {rank}"
+                peers.append(ShmPeer(r, fd, pidfd, mmap.mmap(fd, CONTROL_BYTES)))
+            except OSError as error:
+                return f"rank {r}'s memory cannot be opened from rank {rank}: {error}"
+        undo.pop_all()
     return ShmTransport(rank, mine.fd, peers, timeout)

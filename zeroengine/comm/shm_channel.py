@@ -13,6 +13,7 @@ import mmap
 import select
 import struct
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,9 +22,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..errors import DivergenceError
+from .. import ops
+from ..errors import DivergenceError, ZeroEngineError
 from .base import Work
-from .sums import CODES, sum_in_rank_order
+from .sums import sum_in_rank_order
 
 if TYPE_CHECKING:
     from .shm import ShmTransport
@@ -39,6 +41,12 @@ KINDS = ("gather", "reduce", "all-reduce")
 POLL_US = 2000
 
 
+def _shortened(label: str) -> bytes:
+    """At most 100 bytes that still differ where long labels do."""
+    whole = label.encode()
+    return whole if len(whole) <= 100 else whole[:91] + b"~%08x" % zlib.crc32(whole)
+
+
 @dataclass
 class ShmPeer:
     """A rank's memory file as this process sees it."""
@@ -49,7 +57,11 @@ class ShmPeer:
     control: mmap.mmap
 
     def ended(self) -> bool:
-        return self.pidfd >= 0 and bool(select.select([self.pidfd], [], [], 0)[0])
+        if self.pidfd < 0:
+            return False
+        poll = select.poll()  # select.select takes no descriptor above 1,023
+        poll.register(self.pidfd, select.POLLIN)
+        return bool(poll.poll(0))
 
 
 class Step(NamedTuple):
@@ -131,7 +143,7 @@ class ShmChannel:
         n = shard.numel()
         work = self._post(REDUCE, label, full)
         mine = full[t.rank * n : (t.rank + 1) * n]
-        add = self._sum_kernel if full.dtype in CODES and shard.dtype in CODES else self._sum_torch
+        add = self._sum_kernel if full.dtype in ops.DTYPE_CODES and shard.dtype in ops.DTYPE_CODES else self._sum_torch
         work.steps.append(Step(self._posted, range(t.world_size), partial(add, shard, mine, work.seq, accumulate)))
         return work
 
@@ -150,14 +162,12 @@ class ShmChannel:
         self._issue(work).wait()
         return out
 
-    def reusable(self, work: Work, wait: bool) -> bool:
+    def reusable(self, work: Work, patience: float) -> bool:
         assert isinstance(work, ShmWork)
-        if wait:
-            work.wait()
-        for peer in self._transport.peers:  # this rank too: its sum reads its own memory
-            if wait:
-                self._await(self._executed[peer.rank], work.seq, peer.rank, f"rank {peer.rank} to read")
-            elif not self._reached(self._executed[peer.rank], work.seq):
+        t = self._transport
+        deadline = time.monotonic() + patience
+        for peer in (*t.others, t.peers[t.rank]):  # this rank too: its sum reads its own memory
+            if not self._comes(self._executed[peer.rank], work.seq, peer.rank, deadline):
                 return False
         return True
 
@@ -165,11 +175,14 @@ class ShmChannel:
 
     def _post(self, kind: int, label: str, sent: torch.Tensor) -> ShmWork:
         t = self._transport
-        self.progress()  # own records before the ring wraps
+        if t.closed:
+            raise ZeroEngineError("this engine is closed: it cannot gather or reduce any more")
         self._seq += 1
         for peer in t.others:
             self._await(self._executed[peer.rank], self._seq - RING, peer.rank, "room")
-        record = RECORD.pack(self._seq, kind, sent.nbytes, t.offset_of(sent), label.encode()[:100])
+        while self._pending and self._pending[0].seq <= self._seq - RING:
+            self._pending[0].wait()  # it compares records, and its own is about to be overwritten
+        record = RECORD.pack(self._seq, kind, sent.nbytes, t.offset_of(sent), _shortened(label))
         start = self._base + COUNTERS + self._seq % RING * RECORD.size
         t.control[start : start + RECORD.size] = record
         self._lib.ze_post(self._posted[t.rank], self._seq & 0xFFFFFFFF)
@@ -212,18 +225,23 @@ class ShmChannel:
 
     def _await(self, address: int, seq: int, rank: int, waiting_for: str) -> None:
         t = self._transport
-        if seq <= 0 or self._reached(address, seq):
-            return
-        deadline = time.monotonic() + t.timeout
-        while not self._lib.ze_wait(address, seq & 0xFFFFFFFF, POLL_US):
+        if seq > 0 and not self._comes(address, seq, rank, time.monotonic() + t.timeout):
+            raise DivergenceError(
+                f"rank {t.rank} has waited {t.timeout:g} s (comm.timeout_seconds) for {waiting_for}. {t.report()}"
+            )
+
+    def _comes(self, address: int, seq: int, rank: int, deadline: float) -> bool:
+        """Whether ``rank``'s counter reaches ``seq`` by ``deadline``. Moves both channels on meanwhile."""
+        t = self._transport
+        while not self._reached(address, seq):
             t.progress()
+            if self._lib.ze_wait(address, seq & 0xFFFFFFFF, POLL_US):
+                break
             if t.peers[rank].ended() and not self._reached(address, seq):
                 raise DivergenceError(f"rank {rank} has ended. {t.report()}")
             if time.monotonic() > deadline:
-                raise DivergenceError(
-                    f"no progress for {t.timeout:g} s (comm.timeout_seconds): rank {t.rank} waits for {waiting_for}. "
-                    f"{t.report()}"
-                )
+                return False
+        return True
 
     # -- reads ------------------------------------------------------------------------------------
 
@@ -259,7 +277,7 @@ class ShmChannel:
             raise OSError(-got, f"reading the memory of rank {peer.rank}")
 
     def _map(self, peer: ShmPeer, seq: int, address: int, nbytes: int) -> None:
-        failed = self._lib.ze_map(address, nbytes, peer.fd, self._source(peer, seq))
+        failed = self._lib.ze_map(address, nbytes, peer.fd, self._source(peer, seq), False)
         if failed:
             raise OSError(-failed, f"mapping the memory of rank {peer.rank}")
 
@@ -272,8 +290,8 @@ class ShmChannel:
             else:
                 fds[r], offsets[r] = peer.fd, self._source(peer, seq) + t.rank * mine.nbytes
         got = self._lib.ze_sum(
-            *(shard.data_ptr(), CODES[shard.dtype], accumulate, shard.numel()),
-            *(CODES[mine.dtype], count, local, fds, offsets),
+            *(shard.data_ptr(), ops.DTYPE_CODES[shard.dtype], accumulate, shard.numel()),
+            *(ops.DTYPE_CODES[mine.dtype], count, local, fds, offsets),
         )
         if got < 0:
             raise OSError(-got, "reading the memory of a peer rank")

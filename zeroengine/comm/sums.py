@@ -9,31 +9,19 @@ import torch
 
 from .. import ops
 
-CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-
-
-def sum_kernel() -> ctypes.CDLL | None:
-    """The library with ``ze_sum`` typed, or None where nothing is compiled."""
-    lib = ops.library()
-    if lib is not None:
-        p, i32, i64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
-        lib.ze_sum.argtypes, lib.ze_sum.restype = [p, i32, i32, i64, i32, i32, p, p, p], i64
-    return lib
-
-
 def sum_in_rank_order(target: torch.Tensor, pieces: Sequence[torch.Tensor], accumulate: bool) -> None:
     """``target`` = (or +=) ``pieces[0] + pieces[1] + ...``; low precision adds in fp32 and rounds once.
 
     All are 1-D and of one length; ``target`` may be one of the pieces.
     """
-    lib = sum_kernel()
+    lib = ops.library()
     source = pieces[0].dtype
-    if lib is not None and target.device.type == "cpu" and target.dtype in CODES and source in CODES:
+    if lib is not None and target.device.type == "cpu" and target.dtype in ops.DTYPE_CODES and source in ops.DTYPE_CODES:
         local = (ctypes.c_void_p * len(pieces))(*(p.data_ptr() for p in pieces))
         none = ctypes.c_void_p()
         lib.ze_sum(
-            *(target.data_ptr(), CODES[target.dtype], accumulate, target.numel()),
-            *(CODES[source], len(pieces), local, none, none),
+            *(target.data_ptr(), ops.DTYPE_CODES[target.dtype], accumulate, target.numel()),
+            *(ops.DTYPE_CODES[source], len(pieces), local, none, none),
         )
         return
     wide = torch.float32 if source in (torch.bfloat16, torch.float16) else source

@@ -9,14 +9,14 @@ import ctypes
 import functools
 import os
 import warnings
-from ctypes import POINTER, c_char_p, c_double, c_int, c_int32, c_int64, c_size_t, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_int, c_int32, c_int64, c_size_t, c_uint32, c_void_p
 from pathlib import Path
 
 import torch
 
 from zeroengine.errors import ZeroEngineError
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 PATH = Path(__file__).with_name("_cpu.so")
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ISAS = ("avx512", "avx2", "portable")
@@ -45,6 +45,13 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "ze_accumulate": (c_int, [c_void_p, c_void_p, c_int, c_int64, c_int]),
     "ze_cast": (c_int, [c_void_p, c_void_p, c_int, c_int64]),
     "ze_advise_huge": (c_int, [c_void_p, c_size_t]),
+    "ze_post": (None, [c_void_p, c_uint32]),
+    "ze_load": (c_uint32, [c_void_p]),
+    "ze_wait": (c_int, [c_void_p, c_uint32, c_int]),
+    "ze_pread": (c_int64, [c_int, c_void_p, c_int64, c_int64]),
+    "ze_map": (c_int, [c_void_p, c_int64, c_int, c_int64, c_int]),
+    "ze_unmap": (c_int, [c_void_p, c_int64]),
+    "ze_sum": (c_int64, [c_void_p, c_int, c_int, c_int64, c_int, c_int, *[c_void_p] * 3]),
     "ze_stream": (None, [*[c_void_p] * 4, c_int, c_void_p, c_int64, c_int]),
 }
 

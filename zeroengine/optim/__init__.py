@@ -2,6 +2,14 @@
 
 from .factory import OptimizerLike, make_optimizer
 from .schedules import LRSchedulerLike, make_scheduler
-from .sharded import ShardedOptimizer, UnitStates
+from .sharded import ShardedOptimizer, UnitStates, check_optimizer
 
-__all__ = ["LRSchedulerLike", "OptimizerLike", "ShardedOptimizer", "UnitStates", "make_optimizer", "make_scheduler"]
+__all__ = [
+    "LRSchedulerLike",
+    "OptimizerLike",
+    "ShardedOptimizer",
+    "UnitStates",
+    "check_optimizer",
+    "make_optimizer",
+    "make_scheduler",
+]

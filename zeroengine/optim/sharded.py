@@ -19,7 +19,7 @@ import torch
 from .. import ops
 from ..comm import Transport
 from ..errors import ZeroEngineError
-from ..partition import ShardSpan
+from ..partition import Degrees, ShardSpan
 from ..runtime.gradients import UnitGradients
 from .factory import add_param_group
 from .segments import Segment, segments_of
@@ -88,7 +88,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         *,
         publish: Callable[[UnitGradients], None],
     ) -> None:
-        _check_elementwise(inner, gradients)
         self._transport, self._publish = transport, publish
         self._groups = _group_of_param(inner.param_groups)
         self.units = [UnitStates(grads) for grads in gradients]
@@ -269,7 +268,12 @@ def _group_of_param(groups: Iterable[dict[str, Any]]) -> dict[torch.Tensor, int]
     return {param: i for i, group in enumerate(groups) for param in group["params"]}
 
 
-def _check_elementwise(optimizer: torch.optim.Optimizer, gradients: Sequence[UnitGradients]) -> None:
+def check_optimizer(optimizer: torch.optim.Optimizer, degrees: Degrees) -> None:
+    """Whether ``ShardedOptimizer`` can run ``optimizer``'s rule.
+
+    Raises:
+        ZeroEngineError: it needs a closure, or whole parameters where there are shards, or has taken steps.
+    """
     name = type(optimizer).__name__
     names = {cls.__name__ for cls in type(optimizer).__mro__}
     if "LBFGS" in names:
@@ -277,7 +281,7 @@ def _check_elementwise(optimizer: torch.optim.Optimizer, gradients: Sequence[Uni
             f"{name} calls the model several times in a step, through a closure, and engine.step() takes none. Use an "
             "optimizer such as AdamW."
         )
-    if any(g.unit.degrees.optimizer > 1 for g in gradients) and names & NOT_ELEMENTWISE:
+    if degrees.optimizer > 1 and names & NOT_ELEMENTWISE:
         raise ZeroEngineError(
             f"{name} is not element-wise: its update of one element looks at others, so it cannot run on shards. Use "
             "zero_optimization.stage 0, or an element-wise optimizer such as AdamW."

@@ -24,6 +24,9 @@ from .gradients import UnitGradients, views_of
 from .unit import Unit
 
 
+SLOT_PATIENCE_S = 1.0
+
+
 @dataclass(eq=False)
 class Slot:
     """Memory for one bucket on its way. Its padding is zero for units laid out as ``layout``."""
@@ -33,6 +36,7 @@ class Slot:
     views: list[torch.Tensor] = field(default_factory=list)
     work: Work | None = None
     busy: bool = False
+    launched: int = 0  # the how-manieth bucket it last was
 
 
 class Reducer:
@@ -63,6 +67,7 @@ class Reducer:
         self._works: list[Work] = []
         self._slots: list[Slot] = []
         self._slot_of: dict[UnitGradients, Slot] = {}  # being filled
+        self._num_sent = 0
         self._late = False
         self.syncing = True  # False inside no_sync: gradients stay on this rank
         self.boundary = True  # whether the micro-step in progress is the last before a step
@@ -169,6 +174,8 @@ class Reducer:
         flat = slot.memory[: grads.unit.layout.numel]  # a bucket for the largest unit may serve a smaller one
         slot.work = self._channel.reduce_scatter(target, flat, grads.unit.name, accumulate)
         slot.busy = False
+        self._num_sent += 1
+        slot.launched = self._num_sent
         self._works.append(slot.work)
 
     def _zero_unwritten(self, grads: UnitGradients, views: list[torch.Tensor]) -> None:
@@ -183,12 +190,13 @@ class Reducer:
         largest = max(g.unit.layout.numel for g in self.gradients)
         need = largest if 4 * need > largest else need
         fitting = [s for s in self._slots if s.memory.numel() == need and s.memory.dtype == grads.dtype and not s.busy]
-        chosen = next((s for s in fitting if s.work is None or self._channel.reusable(s.work, wait=False)), None)
+        fitting.sort(key=lambda s: s.launched)
+        chosen = next((s for s in fitting if s.work is None or self._channel.reusable(s.work, 0.0)), None)
         if chosen is None and len(fitting) >= 2:
-            chosen = fitting[0]
-            assert chosen.work is not None
-            chosen.work.wait()
-            self._channel.reusable(chosen.work, wait=True)
+            # A peer may read this slot only after its backward, which may need our next gather: do not insist.
+            oldest = fitting[0]
+            assert oldest.work is not None
+            chosen = oldest if self._channel.reusable(oldest.work, SLOT_PATIENCE_S) else None
         if chosen is None:
             chosen = Slot(self._transport.empty(need, grads.dtype))
             self._slots.append(chosen)

@@ -1,0 +1,322 @@
+"""Wrong input is a clear error on every rank, and the ranks are still together after it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zeroengine
+from zeroengine import ZeroEngineError
+
+from .models import WIDTH, Block, TinyLM, batch, build, config
+from .ranks import run_ranks
+from .training import Task, make_engine, ordinary_loop, start
+
+
+def adamw(params: Any, **more: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, **({"lr": 1e-3} | more))
+
+
+def initialize(model: Any, optimizer: Any = None, stage: int = 1, **more: Any) -> zeroengine.Engine:
+    return zeroengine.initialize(model, optimizer, config(stage, **more))
+
+
+# -- wrong on every rank ------------------------------------------------------------------------------
+
+
+def second_initialize() -> None:
+    model = build()
+    engine = initialize(model)
+    initialize(model, stage=3)
+    assert engine
+
+
+def stepped() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = build()
+    optimizer = adamw(model.parameters())
+    model(*batch(0, 0)).backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def leaves_out() -> None:
+    model = build(lambda: TinyLM(blocks=1))
+    initialize(model, adamw([model.norm.weight]))
+
+
+def over_others() -> None:
+    model, other = build(), build()
+    initialize(model, adamw([*model.parameters(), *other.norm.parameters()]))
+
+
+def rebuilt() -> None:
+    """The optimizer was built before the head was replaced."""
+    model = build()
+    optimizer = adamw(model.parameters())
+    model.head = nn.Linear(WIDTH, 61)
+    initialize(model, optimizer)
+
+
+def used(act: Callable[[zeroengine.Engine], Any]) -> None:
+    act(initialize(build(), stage=3))
+
+
+def loss_of(engine: zeroengine.Engine) -> torch.Tensor:
+    return engine(*batch(0, engine.rank))
+
+
+def backward_in_no_grad(engine: zeroengine.Engine) -> None:
+    with torch.no_grad():
+        engine.backward(loss_of(engine))
+
+
+def step_twice(engine: zeroengine.Engine) -> None:
+    engine.backward(loss_of(engine))
+    engine.step()
+    engine.step()
+
+
+STEP = r"step\(\) without backward\(\): call engine.backward\(loss\) \(or loss.backward\(\)\) first"
+DETACHED = r"the loss is detached from the parameters. Compute it from engine\(...\), outside torch.no_grad\(\)"
+NO_OPTIMIZER = r'no optimizer: pass one to initialize\(model, optimizer, config\), or .* "optimizer": \{"type": "AdamW"'
+
+CASES: dict[str, tuple[Callable[[], Any], str]] = {
+    "model without parameters": (
+        lambda: initialize(nn.Sequential(nn.ReLU())),
+        r"the model \(Sequential\) has no parameters: .* Pass the module that holds the weights",
+    ),
+    "no model": (lambda: initialize(TinyLM), r"initialize\(\) takes a torch.nn.Module, found type"),
+    "parameters as model": (lambda: initialize(build().parameters()), r"takes a torch.nn.Module, found generator"),
+    "frozen model": (
+        lambda: initialize(build().requires_grad_(False)),
+        r"every parameter of the model is frozen \(requires_grad is False\): nothing to train",
+    ),
+    "second initialize": (second_initialize, r"parameter tok.weight already belongs to an engine: .* takes a model once"),
+    "optimizer over others": (
+        over_others,
+        r"AdamW: param_groups\[0\]\['params'\]\[\d+\], of shape \(24,\), is not a parameter of the model. Build the",
+    ),
+    "optimizer before a change of the model": (rebuilt, r"AdamW leaves out trainable parameters: head.weight, head.bias"),
+    "optimizer leaves out": (
+        leaves_out,
+        r"leaves out trainable parameters: tok.weight, blocks.0.norm.weight, blocks.0.norm.bias and 5 more. Add them",
+    ),
+    "optimizer that has stepped": (lambda: initialize(*stepped()), r"AdamW passed to initialize\(\) has already taken steps"),
+    "no optimizer": (lambda: zeroengine.initialize(build(), None, {"zero_optimization": {"stage": 1}}), NO_OPTIMIZER),
+    "optimizer is a name": (lambda: initialize(build(), "AdamW"), r"optimizer is a torch.optim.Optimizer, .*; found 'AdamW'"),
+    "callable that makes none": (
+        lambda: initialize(build(), lambda params: list(params) and None),
+        "the optimizer callable returned None, not a torch.optim.Optimizer",
+    ),
+    "LBFGS": (
+        lambda: (lambda model: initialize(model, torch.optim.LBFGS(model.parameters()), stage=0))(build()),
+        r"LBFGS calls the model several times in a step, through a closure",
+    ),
+    "Adafactor on shards": (
+        lambda: (lambda model: initialize(model, torch.optim.Adafactor(model.parameters()), stage=1))(build()),
+        r"Adafactor is not element-wise: .* Use zero_optimization.stage 0, or an element-wise optimizer such as AdamW",
+    ),
+    "units that match nothing": (
+        lambda: initialize(build(), units=["layers.*"]),
+        r"the pattern 'layers.\*' matches no module with parameters. Modules are named like: tok, blocks, blocks.0",
+    ),
+    "a file that is not there": (lambda: zeroengine.initialize(build(), config="nowhere/ds.json"), r"nowhere/ds\.json"),
+    "an unknown key": (
+        lambda: initialize(build(), zero_optimization={"stage": 1, "reduce_bucket_sizes": 3}),
+        "reduce_bucket_sizes.*reduce_bucket_size",
+    ),
+    "batch sizes": (lambda: initialize(build(), train_batch_size=7), "train_batch_size"),
+    "step without backward": (lambda: used(lambda engine: engine.step()), STEP),
+    "step without a new backward": (lambda: used(step_twice), STEP),
+    "loss is a number": (lambda: used(lambda e: e.backward(loss_of(e).item())), r"takes the loss tensor, found float"),
+    "loss is a tuple": (lambda: used(lambda e: e.backward((loss_of(e),))), r"takes the loss tensor, found tuple"),
+    "loss is a vector": (
+        lambda: used(lambda e: e.backward(loss_of(e) * torch.ones(3))),
+        r"takes a scalar loss, found shape \(3,\): reduce it first, such as loss.mean\(\)",
+    ),
+    "loss is detached": (lambda: used(lambda e: e.backward(loss_of(e).detach())), DETACHED),
+    "loss under no_grad": (lambda: used(backward_in_no_grad), DETACHED),
+}  # fmt: skip
+
+
+def all_cases() -> dict[str, tuple[str, str]]:
+    start()
+    found = {}
+    for name, (make, _) in CASES.items():
+        try:
+            make()
+            found[name] = ("no error", "")
+        except Exception as error:
+            found[name] = (type(error).__name__ if not isinstance(error, ZeroEngineError) else "ZeroEngineError", str(error))
+    model = build()  # which a failed attempt leaves as it was
+    for stage, optimizer in ((3, torch.optim.Adafactor), (3, lambda params: None)):
+        with pytest.raises(ZeroEngineError):
+            initialize(model, optimizer, stage)
+    task = Task(steps=2)
+    losses, _ = ordinary_loop(task, zeroengine.initialize(model, task.optimizer(model), config(3)))
+    assert losses == ordinary_loop(task, make_engine(task, 3))[0]
+    return found
+
+
+def test_wrong_input_is_an_error_on_every_rank_that_says_what_to_write() -> None:
+    for found in run_ranks(2, all_cases):
+        for name, (_, message) in CASES.items():
+            kind, text = found[name]
+            assert kind == "ZeroEngineError", (name, kind, text)
+            assert re.search(message, text, re.DOTALL), (name, text)
+
+
+# -- wrong on one rank, or different ------------------------------------------------------------------
+
+
+def on_rank_1(rank: int, usual: Any, other: Any) -> Any:
+    return other if rank == 1 else usual
+
+
+class Reordered(TinyLM):
+    """The same names and shapes, registered in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        norm = self._modules.pop("norm")
+        self.norm = norm
+
+
+class Masked(TinyLM):
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(length))
+
+
+def no_decay(model: nn.Module, odd: bool) -> torch.optim.Optimizer:
+    params = list(model.parameters())
+    first = params[odd::2]
+    rest = [p for p in params if not any(p is other for other in first)]
+    return adamw([{"params": first[:6], "weight_decay": 0.0}, {"params": [*first[6:], *rest]}])
+
+
+def frozen_block() -> nn.Module:
+    model = TinyLM()
+    model.blocks[1].requires_grad_(False)
+    return model
+
+
+DIFFERENT: dict[str, tuple[Callable[[int], Any], list[str]]] = {
+    "configuration": (
+        lambda rank: initialize(build(), gradient_clipping=on_rank_1(rank, 1.0, 0.5)),
+        ["rank 1: configuration gradient_clipping is 0.5, on rank 0 1.0"],
+    ),
+    "stage": (
+        lambda rank: initialize(build(), stage=on_rank_1(rank, 2, 3)),
+        ["rank 1: configuration zero_optimization.stage is 3, on rank 0 2"],
+    ),
+    "width": (
+        lambda rank: initialize(build(lambda: nn.Sequential(Block(8), Block(on_rank_1(rank, 8, 16))))),
+        ["parameter 1.down.bias is (16,) float32", "on rank 0 (8,) float32"],
+    ),
+    "depth": (
+        lambda rank: initialize(build(lambda: TinyLM(blocks=on_rank_1(rank, 2, 3)))),
+        ["parameter blocks.2.down.bias is (24,) float32", "on rank 0 absent"],
+    ),
+    "order of registration": (
+        lambda rank: initialize(build(on_rank_1(rank, TinyLM, Reordered))),
+        ["rank 1: parameter ", "number 1", "in unit"],
+    ),
+    "frozen": (
+        lambda rank: initialize(build(on_rank_1(rank, TinyLM, frozen_block))),
+        ["parameter blocks.1.down.bias is (24,) float32", "frozen, on rank 0 (24,) float32"],
+    ),
+    "dtype": (
+        lambda rank: initialize(on_rank_1(rank, build(), build().double())),
+        ["parameter blocks.0.down.bias is (24,) float64", "on rank 0 (24,) float32"],
+    ),
+    "buffer": (
+        lambda rank: initialize(build(lambda: Masked(on_rank_1(rank, 3, 4)))),
+        ["rank 1: buffer mask is (4,) float32, on rank 0 (3,) float32"],
+    ),
+    "learning rate": (
+        lambda rank: initialize(build(), lambda params: adamw(params, lr=on_rank_1(rank, 1e-3, 1e-2))),
+        ["rank 1: optimizer AdamW param_groups[0].lr is 0.01, on rank 0 0.001"],
+    ),
+    "class of optimizer": (
+        lambda rank: initialize(build(), on_rank_1(rank, torch.optim.AdamW, torch.optim.Adam)),
+        ["optimizer Adam param_groups[0].", "on rank 0 absent"],
+    ),
+    "groups": (
+        lambda rank: (lambda model: initialize(model, no_decay(model, rank == 1)))(build()),
+        ["rank 1: parameter blocks.", "in param_groups[0], on rank 0 ", "in param_groups[1]"],
+    ),
+}
+
+
+def all_differences() -> dict[str, tuple[str, str]]:
+    rank = start()
+    found = {}
+    for name, (make, _) in DIFFERENT.items():
+        try:
+            make(rank)
+            found[name] = ("no error", "")
+        except Exception as error:
+            found[name] = (type(error).__name__, str(error))
+    return found
+
+
+def test_ranks_that_start_differently_are_told_what_differs() -> None:
+    ranks = run_ranks(2, all_differences)
+    for name, (_, parts) in DIFFERENT.items():
+        kind, message = ranks[0][name]
+        assert kind == "DivergenceError", (name, kind, message)
+        assert ranks[1][name] == (kind, message), "the same on every rank"
+        assert message.startswith("the ranks were started differently; rank 0 is the reference:")
+        for part in parts:
+            assert part in message, (name, message)
+
+
+def raising(params: Any) -> torch.optim.Optimizer:
+    raise RuntimeError("somebody's own error")
+
+
+ALONE: dict[str, tuple[Callable[[int], Any], str]] = {
+    "configuration absent": (
+        lambda rank: zeroengine.initialize(build(), config=on_rank_1(rank, config(1), None)), "no configuration was given"
+    ),
+    "no model": (lambda rank: initialize(on_rank_1(rank, build(), None)), "takes a torch.nn.Module, found NoneType"),
+    "optimizer over others": (
+        lambda rank: (lambda model: initialize(model, adamw(on_rank_1(rank, model, TinyLM()).parameters())))(build()),
+        "is not a parameter of the model",
+    ),
+    "callable that raises": (lambda rank: initialize(build(), on_rank_1(rank, adamw, raising)), "somebody's own error"),
+    "scheduler that raises": (
+        lambda rank: zeroengine.initialize(
+            build(), None, config(1), lr_scheduler=on_rank_1(rank, torch.optim.lr_scheduler.ConstantLR, raising)
+        ) if rank else zeroengine.initialize(build(), None, config(1)),
+        "somebody's own error",
+    ),
+}  # fmt: skip
+
+
+def all_alone() -> dict[str, str]:
+    rank = start()
+    found = {}
+    for name, (make, _) in ALONE.items():
+        with pytest.raises(Exception) as error:
+            make(rank)
+        found[name] = f"{error.type.__name__}: {error.value}"
+    task = Task(steps=1)
+    ordinary_loop(task, make_engine(task, 3))  # the ranks are still together
+    return found
+
+
+def test_an_error_on_one_rank_is_an_error_on_all_of_them() -> None:
+    others, own = run_ranks(2, all_alone)
+    for name, (_, message) in ALONE.items():
+        assert message in own[name], own[name]
+        assert "rank 1 failed to initialize: " in others[name] and message in others[name], others[name]
+    assert own["callable that raises"].startswith("RuntimeError: ")
+    assert others["callable that raises"].startswith("ZeroEngineError: ")
+
