@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .agreement import check_agreement
-from .comm import Group, default_device
+from .comm import Group, backend_of, default_device
 from .config import Config, load
 from .errors import ZeroEngineError
 from .memory import Memory
@@ -348,16 +348,22 @@ class Engine:
                 states.reload_master()
 
     def close(self) -> None:
-        """Gives back what the engine holds outside of tensors. The model keeps working at stages 0 to 2."""
+        """Gives back what the engine holds outside of tensors. The model keeps working where it is not partitioned.
+
+        Call it on every rank.
+        """
+        self.gatherer.settle()
         self._transport.close()
 
 
 def _device_of(model: nn.Module, process_group: dist.ProcessGroup | None) -> torch.device:
-    """CUDA where the process group or the model says so, or where nobody says and there are GPUs."""
-    kinds = {param.device.type for param in model.parameters()} if isinstance(model, nn.Module) else set()
-    if dist.is_initialized():
-        backend = dist.get_backend(process_group)
-        return default_device() if "nccl" in backend or kinds == {"cuda"} else torch.device("cpu")
+    """The model's own GPU if it is on one; else a GPU where there are any, unless the process group is for CPUs."""
+    devices = {param.device for param in model.parameters()} if isinstance(model, nn.Module) else set()
+    gpu = next((device for device in devices if device.type == "cuda"), None)
+    if gpu is not None:
+        return gpu
+    if dist.is_initialized() and torch.cuda.is_available() and backend_of(process_group, "cuda") != "nccl":
+        return torch.device("cpu")
     return default_device()
 
 
@@ -365,8 +371,8 @@ def _check_unclaimed(model: nn.Module) -> None:
     for name, param in model.named_parameters():
         if owner_of(param) is not None:
             raise ZeroEngineError(
-                f"parameter {name} already belongs to an engine: initialize() takes a model once. Use the engine that the "
-                "first call returned, or build the model anew."
+                f"parameter {name} already belongs to an engine: initialize() takes a model once. Use the engine that "
+                "the first call returned, or build the model anew."
             )
 
 

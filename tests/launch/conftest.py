@@ -76,7 +76,8 @@ def started(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
             text=True,
         )
         processes.append(process)
-        wait_for(lambda: len(list(tmp_path.glob("pids*"))) == ranks, 30)
+        wait_for(lambda: len(list(tmp_path.glob("pids*"))) == ranks or process.poll() is not None, 60)
+        assert process.poll() is None, process.communicate()[1]
         return process
 
     yield start

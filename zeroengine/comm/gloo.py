@@ -18,7 +18,6 @@ from .base import Buffer, ResizableBuffer, Work
 from .sums import sum_in_rank_order
 from .watchdog import Watchdog
 
-
 POLL_S = 2e-4
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import uuid
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TypeVar
@@ -34,15 +35,16 @@ class Group:
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None, device: torch.device) -> None:
-        self.started = not dist.is_initialized()
-        if self.started:
+        if not dist.is_initialized():
             _start(device)
         group = process_group if process_group is not None else dist.group.WORLD
         assert group is not None
         self.process_group = group
         self.rank, self.world_size = group.rank(), group.size()
         self.device = device
-        self.backend = dist.get_backend(group)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        self.backend = backend_of(group, device.type)
 
     def exchange(self, value: T) -> list[T]:
         """Every rank's ``value`` (picklable), in rank order."""
@@ -62,8 +64,9 @@ class Group:
             error = caught
         mine: tuple[type[ZeroEngineError], str] | None = None
         if error is not None:  # the other ranks may lack the class of an error that is not ours
-            ours = isinstance(error, ZeroEngineError)
-            mine = (type(error), str(error)) if ours else (ZeroEngineError, f"{type(error).__name__}: {error}")
+            mine = (ZeroEngineError, f"{type(error).__name__}: {error}")
+            if isinstance(error, ZeroEngineError):
+                mine = (type(error), str(error))
         errors = self.exchange(mine)
         if error is not None:
             raise error
@@ -119,20 +122,25 @@ class Group:
         return group
 
     def _watchdog(self) -> Watchdog:
-        _count[0] += 1
+        name = self.exchange(uuid.uuid4().hex)[0]
         store = dist.distributed_c10d._get_default_store()
         clone: Callable[[], dist.Store] = getattr(store, "clone", lambda: store)
-        return Watchdog(dist.PrefixStore(f"zeroengine/{_count[0]}", clone()), self.rank, self.world_size)
+        return Watchdog(dist.PrefixStore(f"zeroengine/{name}", clone()), self.rank, self.world_size)
 
 
-_count = [0]
+def backend_of(group: dist.ProcessGroup | None, device_type: str) -> str:
+    """The backend that serves tensors of that device: a group may have one for each (``cpu:gloo,cuda:nccl``)."""
+    pairs = (pair.split(":", 1) for pair in dist.get_backend_config(group).split(",") if ":" in pair)
+    return dict(pairs).get(device_type, dist.get_backend(group))
 
 
 def default_device() -> torch.device:
-    """This rank's GPU (by ``LOCAL_RANK``) where there are any, otherwise the CPU."""
+    """This rank's GPU where there are any (by ``LOCAL_RANK``, else torch's current one), otherwise the CPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    local_rank = os.environ.get("LOCAL_RANK")
+    index = torch.cuda.current_device() if local_rank is None else int(local_rank) % torch.cuda.device_count()
+    return torch.device("cuda", index)
 
 
 def _start(device: torch.device) -> None:

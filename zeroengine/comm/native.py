@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import zlib
+
 import torch
 import torch.distributed as dist
 
+from ..errors import DivergenceError
 from .base import Buffer, Done, ResizableBuffer, Work
 from .watchdog import Watchdog
 
@@ -36,6 +39,8 @@ class NativeChannel:
     def __init__(self, name: str, group: dist.ProcessGroup, watchdog: Watchdog | None) -> None:
         self._name, self._group, self._watchdog = name, group, watchdog
         self._seq = 0
+        self.order = 0  # a checksum of every operation so far, compared at each step
+        self.last = "nothing yet"
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Work:
         self._record(f"gather {label}")
@@ -57,8 +62,10 @@ class NativeChannel:
 
     def _record(self, what: str) -> None:
         self._seq += 1
+        self.last = f"{what} (number {self._seq})"
+        self.order = zlib.crc32(what.encode(), self.order)
         if self._watchdog is not None:
-            self._watchdog.record(self._name, f"{what} (number {self._seq})")
+            self._watchdog.record(self._name, self.last)
 
 
 class NativeTransport:
@@ -91,8 +98,15 @@ class NativeTransport:
 
     def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
         self.reduce._record(label)
-        dist.all_reduce(values, group=self._group)
-        return values
+        mine = [float(self.gather.order), float(self.reduce.order)]
+        sent = torch.cat([values, torch.tensor(mine, dtype=values.dtype, device=values.device)])
+        dist.all_reduce(sent, group=self._group)
+        if self.name != "fake" and sent[-2:].tolist() != [self.world_size * order for order in mine]:
+            raise DivergenceError(
+                f"the ranks have run different units since the start: rank {self.rank} is at "
+                f"{self.gather.last}, {self.reduce.last}. Every rank must run the same modules in the same order."
+            )
+        return sent[:-2]
 
     def progress(self) -> None: ...
 

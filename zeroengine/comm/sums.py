@@ -9,6 +9,7 @@ import torch
 
 from .. import ops
 
+
 def sum_in_rank_order(target: torch.Tensor, pieces: Sequence[torch.Tensor], accumulate: bool) -> None:
     """``target`` = (or +=) ``pieces[0] + pieces[1] + ...``; low precision adds in fp32 and rounds once.
 
@@ -16,7 +17,12 @@ def sum_in_rank_order(target: torch.Tensor, pieces: Sequence[torch.Tensor], accu
     """
     lib = ops.library()
     source = pieces[0].dtype
-    if lib is not None and target.device.type == "cpu" and target.dtype in ops.DTYPE_CODES and source in ops.DTYPE_CODES:
+    if (
+        lib is not None
+        and target.device.type == "cpu"
+        and target.dtype in ops.DTYPE_CODES
+        and source in ops.DTYPE_CODES
+    ):
         local = (ctypes.c_void_p * len(pieces))(*(p.data_ptr() for p in pieces))
         none = ctypes.c_void_p()
         lib.ze_sum(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -29,14 +30,17 @@ class Watchdog:
         self._last: dict[str, str] = {}
         self._closed = threading.Event()
         self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._answer, name="zeroengine-watchdog", daemon=True)
-        self._thread.start()
+        # The thread holds no reference to this object, so that it ends with it.
+        arguments = (store, self._lock, f"at/{rank}", self._last, self._closed)
+        thread = threading.Thread(target=_answer, args=arguments, name="zeroengine-watchdog", daemon=True)
+        thread.start()
+        self._finalizer = weakref.finalize(self, _stop, self._closed, thread)
 
     def record(self, channel: str, what: str) -> None:
         self._last[channel] = what
 
     def close(self) -> None:
-        self._closed.set()
+        self._finalizer()
 
     @contextmanager
     def guard(self) -> Iterator[None]:
@@ -48,12 +52,12 @@ class Watchdog:
                 raise
             cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise DivergenceError(
-                f"rank {self._rank} could not finish {self._where()}: {cause}. {self.report()}"
+                f"rank {self._rank} could not finish {_where(self._last)}: {cause}. {self.report()}"
             ) from error
 
     def report(self) -> str:
         """Where each rank is; waits a few seconds for the answers."""
-        lines = [f"rank {self._rank} is at {self._where()}"]
+        lines = [f"rank {self._rank} is at {_where(self._last)}"]
         answers: dict[int, str] = {}
         deadline = time.monotonic() + ANSWER_S
         try:
@@ -73,15 +77,22 @@ class Watchdog:
                 lines.append(f"rank {r} is at {answers[r]}" if r in answers else f"rank {r} does not answer (ended?)")
         return "; ".join(lines) + "."
 
-    def _where(self) -> str:
-        return ", ".join(f"{channel}: {what}" for channel, what in self._last.items()) or "its start"
 
-    def _answer(self) -> None:
-        while not self._closed.wait(POLL_S):
-            try:
-                with self._lock:
-                    if self._store.check(["alarm"]):
-                        self._store.set(f"at/{self._rank}", json.dumps(self._where()))
-                        return
-            except RuntimeError:
-                return  # the store is gone, and the run with it
+def _answer(store: dist.Store, lock: threading.Lock, key: str, last: dict[str, str], closed: threading.Event) -> None:
+    while not closed.wait(POLL_S):
+        try:
+            with lock:
+                if store.check(["alarm"]):
+                    store.set(key, json.dumps(_where(last)))
+                    return
+        except RuntimeError:
+            return  # the store is gone, and the run with it
+
+
+def _where(last: dict[str, str]) -> str:
+    return ", ".join(f"{channel}: {what}" for channel, what in last.items()) or "its start"
+
+
+def _stop(closed: threading.Event, thread: threading.Thread) -> None:
+    closed.set()
+    thread.join(2 * POLL_S)

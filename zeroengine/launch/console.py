@@ -51,10 +51,12 @@ class Channel:
 
     def lines(self, data: bytes) -> bytes:
         """What a pipe's new data complete: lines, prefixed, each in its last version."""
+        began = bool(self.unfinished)
         *whole, rest = (self.unfinished + data).split(b"\n")
         body = rest.rstrip(b"\r")
         self.unfinished = last_version(body) + rest[len(body) :]
-        self.since = time.monotonic()
+        if whole or not began:
+            self.since = time.monotonic()
         return b"".join(self.prefix + last_version(line) + b"\n" for line in whole)
 
     def flush(self) -> bytes:

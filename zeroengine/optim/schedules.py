@@ -1,7 +1,7 @@
 """DeepSpeed's learning-rate schedules by name, on torch's LambdaLR.
 
-A schedule counts steps (optimizer updates). Formulas follow ``deepspeed.runtime.lr_schedules``, with the
-first update at step 0.
+A schedule counts steps (optimizer updates). Formulas and counting follow ``deepspeed.runtime.lr_schedules``:
+its warm-ups stay at their start for the first two updates.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from ..config import Config
+from ..errors import ZeroEngineError
 
 LRSchedulerLike = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None
 
@@ -21,7 +22,7 @@ LRSchedulerLike = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] |
 def make_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer, config: Config) -> Any:
     """The scheduler passed in, or made by the callable passed in, else what the configuration names."""
     if scheduler is not None:
-        return scheduler(optimizer) if callable(scheduler) and not hasattr(scheduler, "step") else scheduler
+        return _given(scheduler, optimizer)
     if config.scheduler is None:
         return None
     kind, params = config.scheduler.type, config.scheduler.params
@@ -40,11 +41,33 @@ def make_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer, config: Con
     return LambdaLR(optimizer, [_relative(rate, params, base) for base in bases])
 
 
+def _given(scheduler: Any, optimizer: torch.optim.Optimizer) -> Any:
+    made = scheduler(optimizer) if callable(scheduler) and not hasattr(scheduler, "optimizer") else scheduler
+    if isinstance(made, type) or not callable(getattr(made, "step", None)):
+        raise ZeroEngineError(
+            f"lr_scheduler is a scheduler object, or a callable that takes the optimizer and returns one; found "
+            f"{made!r}. Write for example lr_scheduler=lambda opt: torch.optim.lr_scheduler.ConstantLR(opt)"
+        )
+    over = getattr(made, "optimizer", None)
+    if over is not None and over.param_groups is not optimizer.param_groups:
+        raise ZeroEngineError(
+            "lr_scheduler drives another optimizer than the one passed to initialize(): build it over that one, or "
+            "pass a callable that takes the optimizer"
+        )
+    if isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise ZeroEngineError(
+            "ReduceLROnPlateau needs a metric at each step: do not pass it, build it over engine.optimizer and call "
+            "its step(metric) yourself"
+        )
+    return made
+
+
 Rate = Callable[[dict[str, Any], float, int], float]  # parameters, the group's own rate, step
 
 
 def _relative(rate: Rate, params: dict[str, Any], base: float) -> Callable[[int], float]:
-    return lambda step: rate(params, base, step) / (base or 1.0)
+    behind = 0 if rate is _range_test else 1
+    return lambda step: rate(params, base, max(0, step - behind)) / (base or 1.0)
 
 
 def _rise(params: dict[str, Any], step: int) -> float:
@@ -86,7 +109,7 @@ def _warmup_cosine(params: dict[str, Any], base: float, step: int) -> float:
 
 
 def _range_test(params: dict[str, Any], base: float, step: int) -> float:
-    interval = (step + 1) / params["lr_range_test_step_size"]
+    interval = step / params["lr_range_test_step_size"]
     if params["lr_range_test_staircase"]:
         interval = float(math.floor(interval))
     return params["lr_range_test_min_lr"] * (1 + interval * params["lr_range_test_step_rate"])
@@ -121,13 +144,12 @@ class _OneCycle(LRScheduler):
 
     def _cycle(self, ends: float, peak: float, step: int) -> float:
         if step <= self._rising:
-            stairs, part = self._params["cycle_first_stair_count"], step / self._rising
+            stairs, done, length = self._params["cycle_first_stair_count"], step, self._rising
         else:
             second = self._params["cycle_second_stair_count"]
             stairs = self._params["cycle_first_stair_count"] if second is None else second
-            part = max(0.0, 1 - (step - self._rising) / max(1, self._falling))
-        if stairs:
-            part = math.floor(part * stairs) / stairs
+            done, length = max(0, self._rising + self._falling - step), max(1, self._falling)
+        part = math.floor(done * stairs / length) / stairs if stairs else done / length
         return _between(ends, peak, part)
 
     def _after(self, step: int) -> float:

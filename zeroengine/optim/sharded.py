@@ -28,6 +28,9 @@ from .segments import Segment, segments_of
 NOT_ELEMENTWISE = {"Adafactor", "Muon", "SparseAdam", "Shampoo", "LAMB", "Lamb", "LARS"}
 
 
+SEGMENT_TABLES = 16  # remembered of each unit
+
+
 class UnitStates:
     """The optimizer's states of one unit on this rank, all 1-D of the optimizer shard's length."""
 
@@ -91,7 +94,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._transport, self._publish = transport, publish
         self._groups = _group_of_param(inner.param_groups)
         self.units = [UnitStates(grads) for grads in gradients]
+        self._built = False
         super().__init__(inner.param_groups, inner.defaults)
+        self._built = True
         self.param_groups = inner.param_groups  # the very same list and dicts
         self._fused = _runs_fused(inner) and all(u.master.dtype is torch.float32 for u in self.units)
         self._inner = inner
@@ -100,7 +105,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for states in self.units:
                 states.adam_moments()
 
-    add_param_group = add_param_group
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self._built:
+            raise ZeroEngineError("groups cannot be added after initialize(): put every parameter into one before")
+        add_param_group(self, param_group)
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         raise ZeroEngineError("call engine.step(): it reduces gradients, clips, and then runs this optimizer")
@@ -112,6 +120,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         raise ZeroEngineError(
             "the optimizer's state is partitioned over the ranks: its state_dict() on one of them would lose the rest"
         )
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        raise ZeroEngineError("the optimizer's state is partitioned over the ranks: it cannot be loaded from one dict")
 
     # -- norm -------------------------------------------------------------------------------------
 
@@ -183,6 +194,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         behind = tuple(last - step for step in states.steps)
         key = (tuple(flags), behind)
         if key not in states.segments:
+            if len(states.segments) >= SEGMENT_TABLES:
+                states.segments.clear()
             groups = [self._groups[param] for param in states.unit.params]
             states.segments[key] = segments_of(states.unit.layout, states.unit.rank, groups, flags, behind)
         return [segment.at(last) for segment in states.segments[key]]
@@ -200,6 +213,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     piece.grad = gradient.to(piece.dtype, copy=True).mul_(factor).view_as(piece)
         on_shards.step()
         on_shards.zero_grad(set_to_none=True)
+        for mine, theirs in zip(on_shards.param_groups, self.param_groups, strict=True):  # some keep state there
+            theirs.update({key: value for key, value in mine.items() if key != "params"})
         for states in self.units:
             if states.mixed:
                 states.published.copy_(states.master)
@@ -208,7 +223,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _make_inner(self) -> torch.optim.Optimizer:
         self._pieces: dict[int, list[tuple[Any, torch.nn.Parameter]]] = {}
         groups: list[list[torch.nn.Parameter]] = [[] for _ in self.param_groups]
-        inner = copy.copy(self._inner)
+        # Not copy.copy: torch's __getstate__ leaves attributes out, and schedulers patch `step` of the instance.
+        inner = object.__new__(type(self._inner))
+        inner.__dict__.update({name: value for name, value in vars(self._inner).items() if name != "step"})
         inner.state = defaultdict(dict)
         for states in self.units:
             pieces = self._pieces[id(states)] = []

@@ -80,8 +80,8 @@ def gathered(module_or_params: nn.Module | nn.Parameter | Iterable[nn.Parameter]
         yield
     finally:
         refused = [name for unit in units for name in unit.adopt()]
-        changed = [_checksum(unit.full) != seen for unit, seen in zip(units, before)]
-        for unit, writer in zip(units, owner.first_to_write(changed)):
+        changed = [_checksum(unit.full) != seen for unit, seen in zip(units, before, strict=True)]
+        for unit, writer in zip(units, owner.first_to_write(changed), strict=True):
             if writer >= 0:
                 owner.take_over(unit, writer)
             owner.gatherer.let_go(unit)

@@ -170,7 +170,7 @@ class Gatherer:
         unit = next(u for u in self._units if any(p is param for p in u.params))
         if unit.partitioned:
             if not (self._running or self._backward):
-                slot = next(s for p, s in zip(unit.params, unit.layout.slots) if p is param)
+                slot = next(s for p, s in zip(unit.params, unit.layout.slots, strict=True) if p is param)
                 raise ReleasedParameterError(
                     f"parameter {slot.name} {slot.shape} is partitioned and released: `{use}` needs its values. Write "
                     "`with zeroengine.gathered(module_or_params):` around the code, on every rank, or use "

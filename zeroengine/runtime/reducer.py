@@ -23,7 +23,6 @@ from ..comm import Transport, Work
 from .gradients import UnitGradients, views_of
 from .unit import Unit
 
-
 SLOT_PATIENCE_S = 1.0
 
 
@@ -179,7 +178,7 @@ class Reducer:
         self._works.append(slot.work)
 
     def _zero_unwritten(self, grads: UnitGradients, views: list[torch.Tensor]) -> None:
-        for written, view in zip(grads.written, views):
+        for written, view in zip(grads.written, views, strict=True):
             if not written:
                 view.zero_()
 

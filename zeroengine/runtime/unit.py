@@ -60,7 +60,7 @@ class Unit:
         self.full.zero_()
         self._views = [self.full[s.offset : s.end].view(s.shape) for s in self.layout.slots]
         with torch.no_grad():
-            for param, view in zip(self.params, self._views):
+            for param, view in zip(self.params, self._views, strict=True):
                 view.copy_(param.detach())
                 param.data = view
         synchronise(self.full)
@@ -97,7 +97,7 @@ class Unit:
 
     def expose(self) -> None:
         """The parameters are views into the full buffer, ready for use."""
-        for param, view in zip(self.params, self._views):
+        for param, view in zip(self.params, self._views, strict=True):
             swap_in(param)
             if self.partitioned:
                 param.data = view
@@ -111,7 +111,7 @@ class Unit:
 
     def release(self, resolver: Resolver) -> None:
         """Frees the full buffer; the parameters become stubs whose use calls ``resolver``."""
-        for param, stub in zip(self.params, self._stubs):
+        for param, stub in zip(self.params, self._stubs, strict=True):
             swap_in(param)
             param.data = stub
             swap_out(param, resolver)

@@ -1,0 +1,193 @@
+"""When a rank dies, stalls or goes its own way, the others end with an error that names units and ranks."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zeroengine
+from zeroengine import DivergenceError
+
+from .models import TinyLM, batch, build, config
+from .ranks import run_ranks
+from .test_parameters import Net, Skipping, features
+from .training import start
+
+UNIT = r"(blocks\.\d|rest|norm)"
+PATIENCE = 3.0  # seconds: comm.timeout_seconds where the test waits for it
+SOON = 30.0  # seconds: well within LONG, with room for a busy machine
+LONG = 300.0
+
+BOTH = pytest.mark.parametrize("transport", ["shm", "gloo"])
+
+
+def initialize(factory: Callable[[], nn.Module], stage: int, transport: str, timeout: float) -> zeroengine.Engine:
+    comm = {"transport": transport, "timeout_seconds": timeout}
+    return zeroengine.initialize(build(factory), config=config(stage, comm=comm))
+
+
+def until_error(run: Callable[[], Any]) -> tuple[str, float]:
+    """The message of the DivergenceError that ``run`` ends with, and after how many seconds it came."""
+    began = time.monotonic()
+    with pytest.raises(DivergenceError) as error:
+        run()
+    return str(error.value), time.monotonic() - began
+
+
+# -- a rank dies --------------------------------------------------------------------------------------
+
+
+def die(rank: int, victim: int, how: str) -> None:
+    if rank == victim:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(3)
+
+
+def train_until_death(stage: int, transport: str, victim: int, moment: str, how: str) -> tuple[str, float]:
+    rank = start()
+    engine = initialize(TinyLM, stage, transport, LONG)
+
+    def run() -> None:
+        for step in range(20):
+            if step == 2 and moment == "forward":
+                engine.module.blocks[1].register_forward_pre_hook(lambda *_: die(rank, victim, how))
+            if step == 2 and moment == "backward":
+                engine.module.blocks[0].up.bias.register_hook(lambda _: die(rank, victim, how))
+            loss = engine(*batch(step, rank))
+            engine.backward(loss)
+            if step == 2 and moment == "step":
+                die(rank, victim, how)
+            engine.step()
+
+    return until_error(run)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("stage", "victim", "moment", "how"),
+    [(3, 1, "forward", "killed"), (2, 2, "backward", "exits"), (0, 1, "step", "killed"), (1, 0, "step", "exits")],
+)
+def test_when_a_rank_dies_the_others_name_it_and_where_they_are(
+    stage: int, victim: int, moment: str, how: str, transport: str
+) -> None:
+    found = run_ranks(3, train_until_death, stage, transport, victim, moment, how, missing=(victim,))
+    assert found[victim] is None
+    for rank in {0, 1, 2} - {victim}:
+        message, seconds = found[rank]
+        assert seconds < SOON
+        assert re.search(UNIT, message), message
+        if transport == "shm":
+            assert re.search(r"rank \d has ended", message) and f"rank {victim} (ended)" in message, message
+        elif victim:
+            assert f"rank {rank} could not finish" in message and f"rank {victim} does not answer" in message, message
+        else:
+            assert f"rank {rank} could not finish" in message and "hosted by rank 0" in message, message
+
+
+# -- ranks run different units ------------------------------------------------------------------------
+
+
+class Chosen(Net):
+    """Runs one of its blocks."""
+
+    def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:  # type: ignore[override]
+        return self.loss(self.blocks[which](self.stem(x)))
+
+
+def run_different_units(transport: str, timeout: float) -> tuple[str, float]:
+    rank = start()
+    engine = initialize(Chosen, 3, transport, timeout)
+    engine.backward(engine(*features(0, rank), 1))  # together at first
+    engine.step()
+    return until_error(lambda: engine(*features(1, rank), 2 * rank))
+
+
+@pytest.mark.parametrize(("transport", "timeout"), [("shm", LONG), ("gloo", PATIENCE)])
+def test_ranks_that_run_different_units_are_told_which(transport: str, timeout: float) -> None:
+    """Through shared memory at once, over Gloo when the time is up."""
+    for rank, (message, seconds) in enumerate(run_ranks(2, run_different_units, transport, timeout)):
+        assert seconds < SOON
+        assert "blocks.0" in message and "blocks.2" in message, message
+        assert "rank 0" in message and "rank 1" in message, message
+        if transport == "shm":
+            assert message.startswith(f"the ranks run different units: rank {rank} is at gather blocks.{2 * rank} ")
+            assert "with zeroengine.gathered(module):" in message
+
+
+def skip_without_gathered() -> tuple[str, float]:
+    rank = start()
+    engine = initialize(Skipping, 3, "shm", LONG)
+
+    def run() -> None:
+        for step in range(3):
+            engine.backward(engine(*features(step, rank), step != 1 or rank == 0))
+            engine.step()
+
+    return until_error(run)
+
+
+def test_at_stage_3_a_module_that_one_rank_skips_is_an_error_that_names_it() -> None:
+    for message, seconds in run_ranks(2, skip_without_gathered):
+        assert "blocks.1" in message and "the ranks run different units" in message, message
+        assert seconds < SOON
+
+
+# -- a rank stalls ------------------------------------------------------------------------------------
+
+
+def stall(stage: int, transport: str, where: str) -> tuple[str, float] | None:
+    """Rank 0, which hosts the store, is busy with something else until rank 1 has given up."""
+    rank = start()
+    engine = initialize(TinyLM, stage, transport, PATIENCE)
+    engine.backward(engine(*batch(0, rank)))
+    engine.step()
+    loss = engine(*batch(1, rank)) if where == "before backward" else None
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        deadline = time.monotonic() + 60
+        while not store.check(["given up"]) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return None
+
+    def run() -> None:
+        if where == "gathered":
+            with zeroengine.gathered(engine.module):
+                pass
+        for step in range(2):
+            engine.backward(engine(*batch(step, rank)) if loss is None or step else loss)
+            engine.step()
+
+    found = until_error(run)
+    store.set("given up", "1")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("stage", "where", "transport"),
+    [
+        (3, "before forward", "gloo"),
+        (2, "before backward", "shm"),
+        (1, "before backward", "gloo"),
+        (0, "gathered", "shm"),
+        (0, "gathered", "gloo"),
+    ],
+)
+def test_a_rank_that_stops_is_an_error_after_the_timeout(stage: int, where: str, transport: str) -> None:
+    message, seconds = run_ranks(2, stall, stage, transport, where)[1]
+    assert PATIENCE * 0.9 < seconds < PATIENCE + SOON
+    assert "rank 0" in message and ("gathered" if where == "gathered" else "") in message, message
+    assert re.search(UNIT, message), message
+    if transport == "shm":
+        assert f"rank 1 has waited {PATIENCE:g} s (comm.timeout_seconds) for" in message, message
+    else:
+        assert "rank 1 could not finish" in message and "rank 0 is at " in message, message
