@@ -120,7 +120,11 @@ def test_modules_run_as_with_python(capfd: pytest.CaptureFixture[str], tmp_path:
 
 def test_scripts_run_as_with_python(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
-    body = "import sys, pickle\nclass A: pass\nprint(__name__, __file__, sys.argv, sys.path[0], pickle.dumps(A()))"
+    body = """
+import pickle, sys
+class A: x: int = 0
+print(__name__, __file__, sys.argv, sys.path[0], pickle.dumps(A()), A.__annotations__)
+"""
     (tmp_path / "folder/train.py").write_text(body)
     assert main(["--nproc", "1", "--cpu", "folder/train.py", "-x"]) == 0
     expected = subprocess.run([sys.executable, "folder/train.py", "-x"], capture_output=True, text=True).stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import uuid
@@ -151,3 +152,10 @@ def _start(device: torch.device) -> None:
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    if backend == "gloo":
+        atexit.register(_stop)  # its threads must not outlive the interpreter
+
+
+def _stop() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -41,12 +41,13 @@ def main() -> None:
         trim(error)
         if failure_file is None or os.getpid() != pid:
             raise
-        hooked = sys.excepthook is not sys.__excepthook__ and not sys.excepthook.__module__.startswith("torch.")
+        hook = sys.excepthook
+        hooked = hook is not sys.__excepthook__ and not str(getattr(hook, "__module__", "")).startswith("torch.")
         code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
         summary = "".join(traceback.format_exception_only(error)).strip()
         report(failure_file, code, summary, "" if hooked else "".join(traceback.format_exception(error)))
         if hooked:
-            sys.excepthook(type(error), error, error.__traceback__)
+            hook(type(error), error, error.__traceback__)
         sys.exit(code)
 
 
@@ -62,7 +63,7 @@ def run(argv: list[str]) -> None:
         sys.path[0] = os.path.dirname(os.path.realpath(path))
         sys.argv = argv
         with open(path, "rb") as script:
-            code = compile(script.read(), path, "exec")
+            code = compile(script.read(), path, "exec", dont_inherit=True)  # this file's __future__
     module = ModuleType("__main__")
     module.__file__, module.__spec__ = path, spec
     if spec is not None:
