@@ -175,18 +175,25 @@ class Engine:
                 "backward(): the loss is detached from the parameters. Compute it from engine(...), outside "
                 "torch.no_grad(), without .detach() or .item()"
             )
-        if self._in_backward:
-            self._abandon_backward()
+        self._abandon_backward()
+        self._begin_backward()
         loss.backward()
-        self._backward_done = True
+        self._end_backward()
 
     def _entering_backward(self) -> None:
-        """The first hook of a backward comes here, whether it is ``engine.backward`` or ``loss.backward``."""
+        """Hooks that a backward runs into come here; the first one begins it where it is a plain ``loss.backward``.
+
+        A callback belongs to the innermost backward, such as that of a reentrant checkpoint: ``backward`` above
+        does without.
+        """
         if not self._in_backward:
-            self._in_backward = True
-            self.reducer.boundary = self.is_gradient_accumulation_boundary()
-            self.reducer.begin_backward()
+            self._begin_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+
+    def _begin_backward(self) -> None:
+        self._in_backward = True
+        self.reducer.boundary = self.is_gradient_accumulation_boundary()
+        self.reducer.begin_backward()
 
     def _end_backward(self) -> None:
         self._in_backward = False
@@ -195,10 +202,11 @@ class Engine:
         self.gatherer.end_backward()
 
     def _abandon_backward(self) -> None:
-        """The last backward raised: part of its gradients is there, part is not. All since the last step go."""
-        self._in_backward = self._backward_done = False
-        self.reducer.abandon()
-        self.gatherer.end_backward()
+        """If the last backward raised, part of its gradients is there and part is not: all since the last step go."""
+        if self._in_backward:
+            self._in_backward = self._backward_done = False
+            self.reducer.abandon()
+            self.gatherer.end_backward()
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-step in progress ends with an update."""

@@ -2,7 +2,7 @@
 //
 // [Note: Same bits everywhere] Each element goes through the same IEEE operations in the same order at every
 // position, length, thread count and instruction set: no fused multiply-add (the build says -ffp-contract=off,
-// and memory is the limit anyway), and an incomplete block runs through the block's own code on a padded copy.
+// and memory is the limit anyway), and an incomplete block runs through the same code on a padded copy.
 #pragma once
 
 #include <type_traits>
@@ -35,29 +35,32 @@ struct AdamVecs {
         inv_root(Vec::fill(k.inv_root)), eps(Vec::fill(k.eps)), step_size(Vec::fill(k.step_size)) {}
 };
 
-// In phases over the whole block: the chain from gradient to copy is some 90 cycles long, and a CPU that meets the
-// Vecs one after the other has too few of them in flight.
-template <bool kStream, class G, class C>
-inline void adam_block(float* param, const G* grad, float* exp_avg, float* exp_avg_sq, C* copy, const AdamVecs& k) {
-  Vec p[kVecs], m[kVecs], v[kVecs];
-  for (int64_t j = 0, i = 0; j < kVecs; ++j, i += Vec::kWidth) {
-    p[j] = Vec::load(param + i);
-    m[j] = Vec::load(exp_avg + i);
-    const Vec g = Vec::load(grad + i) * k.grad_scale + k.l2 * p[j];
-    m[j] = m[j] + k.rest1 * (g - m[j]);
-    v[j] = k.beta2 * Vec::load(exp_avg_sq + i) + k.rest2 * g * g;
-    m[j].store(exp_avg + i);
-    v[j].store(exp_avg_sq + i);
+// [Note: Trailing stages] From gradient to copy an element passes a chain of some 90 cycles, too long for a CPU to keep
+// enough of them in flight. So Adam runs in three stages, each a block behind the one before: while a block waits for
+// its roots and quotients, the next one's moments and the last one's copy go ahead. What lies between is in L1.
+template <class G>
+inline void adam_moments(const float* param, const G* grad, float* exp_avg, float* exp_avg_sq, const AdamVecs& k) {
+  for (int64_t i = 0; i < kBlock; i += Vec::kWidth) {
+    const Vec g = Vec::load(grad + i) * k.grad_scale + k.l2 * Vec::load(param + i);
+    const Vec m = Vec::load(exp_avg + i), v = Vec::load(exp_avg_sq + i);
+    (m + k.rest1 * (g - m)).store(exp_avg + i);
+    (k.beta2 * v + k.rest2 * g * g).store(exp_avg_sq + i);
   }
-  for (int64_t j = 0; j < kVecs; ++j) v[j] = sqrt(v[j]) * k.inv_root + k.eps;
-  for (int64_t j = 0, i = 0; j < kVecs; ++j, i += Vec::kWidth) {
-    p[j] = k.decay * p[j] - k.step_size * m[j] / v[j];
-    p[j].store(param + i);
+}
+
+inline void adam_param(float* param, const float* exp_avg, const float* exp_avg_sq, const AdamVecs& k) {
+  for (int64_t i = 0; i < kBlock; i += Vec::kWidth) {
+    const Vec denominator = sqrt(Vec::load(exp_avg_sq + i)) * k.inv_root + k.eps;
+    (k.decay * Vec::load(param + i) - k.step_size * Vec::load(exp_avg + i) / denominator).store(param + i);
   }
+}
+
+template <bool kStream, class C>
+inline void adam_copy(const float* param, C* copy) {
   if constexpr (!std::is_same_v<C, none>) {
-    for (int64_t j = 0, i = 0; j < kVecs; ++j, i += Vec::kWidth) {
-      if constexpr (kStream) p[j].stream(copy + i);
-      else p[j].store(copy + i);
+    for (int64_t i = 0; i < kBlock; i += Vec::kWidth) {
+      if constexpr (kStream) Vec::load(param + i).stream(copy + i);
+      else Vec::load(param + i).store(copy + i);
     }
   }
 }
@@ -72,7 +75,9 @@ void adam_partial(float* param, const G* grad, float* exp_avg, float* exp_avg_sq
   memcpy(m, exp_avg, n * sizeof(float));
   memcpy(v, exp_avg_sq, n * sizeof(float));
   memcpy(g, grad, n * sizeof(G));
-  adam_block<false>(p, g, m, v, c, k);
+  adam_moments(p, g, m, v, k);
+  adam_param(p, m, v, k);
+  adam_copy<false>(p, c);
   memcpy(param, p, n * sizeof(float));
   memcpy(exp_avg, m, n * sizeof(float));
   memcpy(exp_avg_sq, v, n * sizeof(float));
@@ -83,17 +88,24 @@ template <bool kStream, class G, class C>
 void adam_range(float* param, const G* grad, float* exp_avg, float* exp_avg_sq, C* copy, int64_t n,
                 const AdamFactors& factors) {
   const AdamVecs k(factors);
-  int64_t i = 0;
+  int64_t first = 0;
   if constexpr (kStream) {  // streaming stores want whole, aligned cache lines
-    const int64_t head = int64_t(-uintptr_t(copy) % 64 / sizeof(C));
-    i = head < n ? head : n;
-    if (i) adam_partial(param, grad, exp_avg, exp_avg_sq, copy, i, k);
+    first = int64_t(-uintptr_t(copy) % 64 / sizeof(C));
+    if (first > n) first = n;
+    if (first) adam_partial(param, grad, exp_avg, exp_avg_sq, copy, first, k);
   }
-  for (; i + kBlock <= n; i += kBlock) {
-    prefetch(param + i, grad + i, exp_avg + i, exp_avg_sq + i);
-    adam_block<kStream>(param + i, grad + i, exp_avg + i, exp_avg_sq + i, copy + i, k);
+  const int64_t last = n - (n - first) % kBlock;
+  for (int64_t i = first; i < last + 2 * kBlock; i += kBlock) {  // [Note: Trailing stages]
+    if (i < last) {
+      prefetch(param + i, grad + i, exp_avg + i, exp_avg_sq + i);
+      adam_moments(param + i, grad + i, exp_avg + i, exp_avg_sq + i, k);
+    }
+    const int64_t j = i - kBlock, h = j - kBlock;
+    if (first <= j && j < last) adam_param(param + j, exp_avg + j, exp_avg_sq + j, k);
+    if (first <= h) adam_copy<kStream>(param + h, copy + h);
   }
-  if (i < n) adam_partial(param + i, grad + i, exp_avg + i, exp_avg_sq + i, copy + i, n - i, k);
+  if (last < n)
+    adam_partial(param + last, grad + last, exp_avg + last, exp_avg_sq + last, copy + last, n - last, k);
   if constexpr (kStream) finish_streams();
 }
 
@@ -109,14 +121,17 @@ void adam(const AdamArrays& a, int64_t begin, int64_t end, const AdamFactors& k,
 }
 
 // One running sum for each position within a block, added up in order at the end. Narrow elements are widened
-// through a buffer: converting to double straight from memory is twice as fast as from a register.
+// through a buffer: converting to double straight from memory is twice as fast as from a register. A long range is
+// read at four places in turn, as one place alone leaves the memory waiting.
 template <class T>
 double squared_norm(const void* data, int64_t begin, int64_t end) {
   constexpr int64_t kStretch = 8 * kBlock;
   const T* x = (const T*)data;
   Squares squares[kVecs];
   float buffer[kStretch];
-  for (int64_t i = begin; i < end; i += kStretch) {
+  const int64_t stretches = (end - begin + kStretch - 1) / kStretch, places = stretches % 4 ? 1 : 4;
+  for (int64_t s = 0; s < stretches; ++s) {
+    const int64_t i = begin + (s % places * (stretches / places) + s / places) * kStretch;
     const int64_t n = end - i < kStretch ? end - i : kStretch;
     const float* values = buffer;
     if (n < kStretch) {

@@ -16,8 +16,9 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 _context = mp.get_context("forkserver")
-# torch.optim's constructors import torch._dynamo.
-_context.set_forkserver_preload(["torch._dynamo", "torch.distributed", "zeroengine", "pytest", "tests.distributed.models"])
+# torch.optim's constructors import torch._dynamo, which takes longer than most tests.
+_PRELOADED = ["torch._dynamo", "torch.distributed", "zeroengine", "pytest", "tests.distributed.models"]
+_context.set_forkserver_preload(_PRELOADED)
 
 
 class RankFailed(AssertionError):
@@ -25,7 +26,8 @@ class RankFailed(AssertionError):
 
     def __init__(self, failures: dict[int, tuple[str, str, str]]) -> None:
         self.failures = failures
-        super().__init__("\n".join(f"rank {rank} raised {kind}: {text}\n{trace}" for rank, (kind, text, trace) in failures.items()))
+        lines = [f"rank {rank} raised {kind}: {text}\n{trace}" for rank, (kind, text, trace) in failures.items()]
+        super().__init__("\n".join(lines))
 
 
 def run_ranks(

@@ -29,6 +29,12 @@ def initialize(model: Any, optimizer: Any = None, stage: int = 1, **more: Any) -
 # -- wrong on every rank ------------------------------------------------------------------------------
 
 
+def frozen_block() -> nn.Module:
+    model = TinyLM()
+    model.blocks[1].requires_grad_(False)
+    return model
+
+
 def second_initialize() -> None:
     model = build()
     engine = initialize(model)
@@ -70,6 +76,20 @@ def loss_of(engine: zeroengine.Engine) -> torch.Tensor:
     return engine(*batch(0, engine.rank))
 
 
+def replaced(change: Callable[[nn.Module], Any], stage: int) -> None:
+    model = build(frozen_block)
+    engine = initialize(model, stage=stage)
+    engine.backward(loss_of(engine))
+    engine.step()
+    change(model)
+    engine.backward(loss_of(engine))
+    engine.step()
+
+
+def assign(model: nn.Module) -> None:
+    model.norm.weight.data = torch.zeros(WIDTH)
+
+
 def backward_in_no_grad(engine: zeroengine.Engine) -> None:
     with torch.no_grad():
         engine.backward(loss_of(engine))
@@ -96,19 +116,31 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: initialize(build().requires_grad_(False)),
         r"every parameter of the model is frozen \(requires_grad is False\): nothing to train",
     ),
-    "second initialize": (second_initialize, r"parameter tok.weight already belongs to an engine: .* takes a model once"),
+    "second initialize": (
+        second_initialize,
+        r"parameter tok.weight already belongs to an engine: .* takes a model once",
+    ),
     "optimizer over others": (
         over_others,
         r"AdamW: param_groups\[0\]\['params'\]\[\d+\], of shape \(24,\), is not a parameter of the model. Build the",
     ),
-    "optimizer before a change of the model": (rebuilt, r"AdamW leaves out trainable parameters: head.weight, head.bias"),
+    "optimizer before a change of the model": (
+        rebuilt,
+        r"AdamW leaves out trainable parameters: head.weight, head.bias",
+    ),
     "optimizer leaves out": (
         leaves_out,
         r"leaves out trainable parameters: tok.weight, blocks.0.norm.weight, blocks.0.norm.bias and 5 more. Add them",
     ),
-    "optimizer that has stepped": (lambda: initialize(*stepped()), r"AdamW passed to initialize\(\) has already taken steps"),
+    "optimizer that has stepped": (
+        lambda: initialize(*stepped()),
+        r"AdamW passed to initialize\(\) has already taken steps",
+    ),
     "no optimizer": (lambda: zeroengine.initialize(build(), None, {"zero_optimization": {"stage": 1}}), NO_OPTIMIZER),
-    "optimizer is a name": (lambda: initialize(build(), "AdamW"), r"optimizer is a torch.optim.Optimizer, .*; found 'AdamW'"),
+    "optimizer is a name": (
+        lambda: initialize(build(), "AdamW"),
+        r"optimizer is a torch.optim.Optimizer, .*; found 'AdamW'",
+    ),
     "callable that makes none": (
         lambda: initialize(build(), lambda params: list(params) and None),
         "the optimizer callable returned None, not a torch.optim.Optimizer",
@@ -140,8 +172,21 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         r"takes a scalar loss, found shape \(3,\): reduce it first, such as loss.mean\(\)",
     ),
     "loss is detached": (lambda: used(lambda e: e.backward(loss_of(e).detach())), DETACHED),
+    "a model that is cast afterwards": (
+        lambda: replaced(lambda model: model.double().float(), 0),
+        r"parameter tok.weight was given other memory after initialize\(\), by .to\(\), .half\(\), `.data =`",
+    ),
+    "data that is replaced": (lambda: replaced(assign, 1), "parameter norm.weight was given other memory .* no update"),
+    "a parameter unfrozen afterwards": (
+        lambda: replaced(lambda model: model.requires_grad_(True), 2),
+        r"parameter blocks.1.norm.weight was frozen at initialize\(\) and requires a gradient now",
+    ),
+    "a released parameter unfrozen": (
+        lambda: replaced(lambda model: model.requires_grad_(True), 3),
+        r"parameter blocks.1.norm.weight was frozen at initialize\(\) and requires a gradient now",
+    ),
     "loss under no_grad": (lambda: used(backward_in_no_grad), DETACHED),
-}  # fmt: skip
+}
 
 
 def all_cases() -> dict[str, tuple[str, str]]:
@@ -152,7 +197,10 @@ def all_cases() -> dict[str, tuple[str, str]]:
             make()
             found[name] = ("no error", "")
         except Exception as error:
-            found[name] = (type(error).__name__ if not isinstance(error, ZeroEngineError) else "ZeroEngineError", str(error))
+            found[name] = (
+                type(error).__name__ if not isinstance(error, ZeroEngineError) else "ZeroEngineError",
+                str(error),
+            )
     model = build()  # which a failed attempt leaves as it was
     for stage, optimizer in ((3, torch.optim.Adafactor), (3, lambda params: None)):
         with pytest.raises(ZeroEngineError):
@@ -198,12 +246,6 @@ def no_decay(model: nn.Module, odd: bool) -> torch.optim.Optimizer:
     first = params[odd::2]
     rest = [p for p in params if not any(p is other for other in first)]
     return adamw([{"params": first[:6], "weight_decay": 0.0}, {"params": [*first[6:], *rest]}])
-
-
-def frozen_block() -> nn.Module:
-    model = TinyLM()
-    model.blocks[1].requires_grad_(False)
-    return model
 
 
 DIFFERENT: dict[str, tuple[Callable[[int], Any], list[str]]] = {
@@ -283,7 +325,8 @@ def raising(params: Any) -> torch.optim.Optimizer:
 
 ALONE: dict[str, tuple[Callable[[int], Any], str]] = {
     "configuration absent": (
-        lambda rank: zeroengine.initialize(build(), config=on_rank_1(rank, config(1), None)), "no configuration was given"
+        lambda rank: zeroengine.initialize(build(), config=on_rank_1(rank, config(1), None)),
+        "no configuration was given",
     ),
     "no model": (lambda rank: initialize(on_rank_1(rank, build(), None)), "takes a torch.nn.Module, found NoneType"),
     "optimizer over others": (
@@ -292,12 +335,16 @@ ALONE: dict[str, tuple[Callable[[int], Any], str]] = {
     ),
     "callable that raises": (lambda rank: initialize(build(), on_rank_1(rank, adamw, raising)), "somebody's own error"),
     "scheduler that raises": (
-        lambda rank: zeroengine.initialize(
-            build(), None, config(1), lr_scheduler=on_rank_1(rank, torch.optim.lr_scheduler.ConstantLR, raising)
-        ) if rank else zeroengine.initialize(build(), None, config(1)),
+        lambda rank: (
+            zeroengine.initialize(
+                build(), None, config(1), lr_scheduler=on_rank_1(rank, torch.optim.lr_scheduler.ConstantLR, raising)
+            )
+            if rank
+            else zeroengine.initialize(build(), None, config(1))
+        ),
         "somebody's own error",
     ),
-}  # fmt: skip
+}
 
 
 def all_alone() -> dict[str, str]:
@@ -319,4 +366,3 @@ def test_an_error_on_one_rank_is_an_error_on_all_of_them() -> None:
         assert "rank 1 failed to initialize: " in others[name] and message in others[name], others[name]
     assert own["callable that raises"].startswith("RuntimeError: ")
     assert others["callable that raises"].startswith("ZeroEngineError: ")
-

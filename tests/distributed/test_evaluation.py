@@ -178,21 +178,25 @@ def test_activation_checkpointing_changes_no_bit(factory: Any, transport: str) -
     assert_same_bits(recomputed[0], stored[0])
 
 
+def record(channel: Any, operations: list[str], issued: list[str]) -> None:
+    """From now on the names of the units of these operations go to ``issued``."""
+    for operation in operations:
+
+        def recording(first: Any, *rest: Any, real: Any = getattr(channel, operation), **more: Any) -> Any:
+            issued.append(next(value for value in rest if isinstance(value, str)))
+            return real(first, *rest, **more)
+
+        setattr(channel, operation, recording)
+
+
 def gathers_per_step(factories: list[Any], transport: str) -> list[list[str]]:
     start()
     found = []
     for factory in factories:
         task = Task(factory=factory, data=features)
         engine = make_engine(task, 3, comm={"transport": transport}, units=["stem", "blocks.*", "head"])
-        channel = engine.gatherer._channel
         issued: list[str] = []
-        gather = channel.all_gather
-
-        def counting(full: Any, shard: Any, label: str, gather: Any = gather, issued: list[str] = issued) -> Any:
-            issued.append(label)
-            return gather(full, shard, label)
-
-        channel.all_gather = counting
+        record(engine.gatherer._channel, ["all_gather"], issued)
         for step in range(3):
             issued.clear()
             engine.backward(engine(*task.data(step, engine.rank)))
@@ -204,8 +208,47 @@ def gathers_per_step(factories: list[Any], transport: str) -> list[list[str]]:
 @BOTH
 def test_activation_checkpointing_gathers_no_unit_twice_in_the_backward(transport: str) -> None:
     plain, *others = run_ranks(2, gathers_per_step, [Plain, Checkpointed, Reentrant, InSegments], transport)[0]
-    assert plain == sorted(["stem", "blocks.0", "blocks.1", "blocks.2"] * 2 + ["head"])  # the last one stays for its backward
+    assert plain == sorted(
+        ["stem", "blocks.0", "blocks.1", "blocks.2"] * 2 + ["head"]
+    )  # the last one stays for its backward
     assert others == [plain] * 3
+
+
+class InBlocksAlone(Reentrant):
+    """All that trains is inside the checkpoints, as with adapters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem.requires_grad_(False)
+        self.head.requires_grad_(False)
+        for block in self.blocks:
+            block.up.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.requires_grad_())
+
+
+def reduces_per_step(stages: tuple[int, ...]) -> list[list[str]]:
+    start()
+    task = Task(factory=InBlocksAlone, data=features)
+    found = []
+    for stage in stages:
+        engine = make_engine(task, stage)
+        issued: list[str] = []
+        record(engine.reducer._channel, ["all_reduce", "reduce_scatter"], issued)
+        for step in range(2):
+            issued.clear()
+            engine.backward(engine(*task.data(step, engine.rank)))
+            engine.step()
+        found.append(issued)
+    return found
+
+
+def test_reentrant_checkpoints_reduce_each_unit_once() -> None:
+    """Each of them is a backward inside the backward."""
+    check_every_stage(Task(factory=InBlocksAlone, data=features))
+    for issued in run_ranks(2, reduces_per_step, (0, 1, 2, 3))[0]:
+        assert issued == ["blocks.2", "blocks.1", "blocks.0"]
 
 
 # -- autocast -----------------------------------------------------------------------------------------

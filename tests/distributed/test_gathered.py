@@ -53,7 +53,11 @@ def read_everywhere() -> None:
         with gathered(model):
             assert bits(model.named_parameters()) == bits((n, state[n]) for n, _ in model.named_parameters())
             assert bits(model.state_dict().items()) == bits(state.items())
-        with gathered(model.blocks[1]), gathered(model.blocks[1].up.weight), gathered([model.norm.weight, model.norm.bias]):
+        with (
+            gathered(model.blocks[1]),
+            gathered(model.blocks[1].up.weight),
+            gathered([model.norm.weight, model.norm.bias]),
+        ):
             assert bits(model.blocks[1].named_parameters("blocks.1")) == bits(
                 (n, state[n]) for n, _ in model.blocks[1].named_parameters("blocks.1")
             )
@@ -78,7 +82,12 @@ def fresh_after_a_step() -> None:
         assert engine.module.tok.weight.sum().item() == looked["tok.weight"].sum().item()
         assert copy.deepcopy(engine.module).norm.weight.tolist() == looked["norm.weight"].tolist()
         parts = [p.detach().flatten() for p in engine.module.blocks[0].parameters()]
-        assert torch.cat(parts).tolist() == torch.cat([looked[f"blocks.0.{n}"].flatten() for n, _ in engine.module.blocks[0].named_parameters()]).tolist()
+        assert (
+            torch.cat(parts).tolist()
+            == torch.cat(
+                [looked[f"blocks.0.{n}"].flatten() for n, _ in engine.module.blocks[0].named_parameters()]
+            ).tolist()
+        )
         vector = nn.utils.parameters_to_vector(engine.module.parameters())
         assert vector.sum().item() == pytest.approx(sum(p.sum().item() for p in engine.module.parameters()), rel=1e-5)
 
@@ -114,12 +123,18 @@ def full_state_dicts() -> dict[int, dict[str, torch.Tensor]]:
     for stage in STAGES:
         torch.manual_seed(rank)  # buffers differ before `initialize`, and rank 0's hold after
         model = Buffered()
-        engine = zeroengine.initialize(model, torch.optim.SGD(model.parameters(), lr=0.0), {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}})
+        engine = zeroengine.initialize(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.0),
+            {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}},
+        )
         names = list(build(Buffered).state_dict())
         state = engine.full_state_dict()
         assert list(state) == names, "the names of state_dict, in its order"
         assert same_on_all_ranks(bits((n, v) for n, v in state.items() if not v.is_complex()))
-        assert same_on_all_ranks(bits([("hidden", model.hidden)])) and same_on_all_ranks(state["rotation"].angle().tolist())
+        assert same_on_all_ranks(bits([("hidden", model.hidden)])) and same_on_all_ranks(
+            state["rotation"].angle().tolist()
+        )
         with gathered(model):
             expected = model.state_dict()
             assert all(torch.equal(state[n], v) and state[n].dtype == v.dtype for n, v in expected.items())
@@ -233,7 +248,9 @@ def write_in_bf16() -> None:
         assert set(written.full_state_dict()["blocks.0.up.bias"].tolist()) == {0.5}
         masters = [
             {
-                written.optimizer.units[i].unit.layout.slots[span.slot].name: states.master[span.shard_offset :][: span.numel]
+                written.optimizer.units[i].unit.layout.slots[span.slot].name: states.master[span.shard_offset :][
+                    : span.numel
+                ]
                 for i, states in enumerate(engine.optimizer.units)
                 for span in states.unit.layout.spans(states.unit.rank, states.unit.degrees.optimizer)
             }
@@ -270,7 +287,10 @@ def wrong_writes() -> list[str]:
     with pytest.raises(ZeroEngineError) as error, gathered(TinyLM()):
         pass
     messages.append(str(error.value))
-    with pytest.raises(ZeroEngineError) as error, gathered([*engine.module.norm.parameters(), nn.Parameter(torch.ones(1))]):
+    with (
+        pytest.raises(ZeroEngineError) as error,
+        gathered([*engine.module.norm.parameters(), nn.Parameter(torch.ones(1))]),
+    ):
         pass
     messages.append(str(error.value))
     return messages
@@ -366,7 +386,11 @@ def copies() -> None:
         engine.step()
         assert bits(twin.named_parameters()) == bits(plain.named_parameters())
         twin.zero_grad()
-        second = zeroengine.initialize(twin, torch.optim.SGD(twin.parameters(), lr=0.1), {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}})
+        second = zeroengine.initialize(
+            twin,
+            torch.optim.SGD(twin.parameters(), lr=0.1),
+            {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}},
+        )
         second.backward(second(*batch(1, rank)))
         assert second.step()
 

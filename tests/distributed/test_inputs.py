@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from zeroengine.runtime.tree import tensors_in
+
 from .models import WIDTH, Block
 from .ranks import run_ranks
 from .test_parameters import Net, features
@@ -140,11 +142,7 @@ def cast_inputs() -> dict[str, Any]:
     return {
         "types": [type(a) is type(g) for a, g in zip(args, given, strict=True)],
         "default": args[3]["absent"],
-        "cast": {
-            str(t.dtype)
-            for t in (args[0]["x"], args[0]["half"], args[1].x, args[2]["x"], args[3]["x"], args[4].x)
-            + (args[4].seen[1], args[5][0], kwargs["keyword"])
-        },
+        "cast": {str(t.dtype) for t in tensors_in((args, kwargs)) if t.is_floating_point()},
         "kept": {str(t.dtype) for t in (args[2]["ids"], args[4].seen[0], args[5][1][0])},
         "values": (args[1].scale, args[4].note, args[5][1][1:]),
     }

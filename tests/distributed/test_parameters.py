@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import zeroengine
 
-from .models import VOCAB, WIDTH, Block, TinyLM, batch, build
+from .models import WIDTH, Block, TinyLM, batch, build
 from .ranks import run_ranks
 from .training import Task, adamw, check_every_stage, make_engine, settings, start
 

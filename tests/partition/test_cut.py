@@ -154,7 +154,9 @@ def test_patterns_replace_the_rule_and_the_outermost_match_is_the_unit() -> None
 
 def test_a_pattern_that_matches_nothing_is_an_error_that_shows_how_modules_are_named() -> None:
     model = Model(nn.ModuleList([Block(), Block()]))
-    message = "'layers.*' matches no module with parameters. Modules are named like: tok, blocks, blocks.0, blocks.0.norm"
+    message = (
+        "'layers.*' matches no module with parameters. Modules are named like: tok, blocks, blocks.0, blocks.0.norm"
+    )
     with pytest.raises(ZeroEngineError, match=re.escape(message)):
         cut_units(model, patterns=["blocks.*", "layers.*"])
 

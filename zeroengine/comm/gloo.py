@@ -6,7 +6,7 @@ arrives was two to three times faster than Gloo's native collectives at 4 to 128
 
 from __future__ import annotations
 
-import time
+import threading
 import zlib
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,24 +18,53 @@ from .base import Buffer, ResizableBuffer, Work
 from .sums import sum_in_rank_order
 from .watchdog import Watchdog
 
-POLL_S = 2e-4
-
 
 class GlooWork:
+    """Sends and receives under way.
+
+    Gloo cannot tell whether one is done, and a wait that times out is the end of its process group: so whoever
+    wants to wait for a while only leaves the waiting to a thread.
+    """
+
     def __init__(self, channel: GlooChannel, works: list[dist.Work], finish: Callable[[], None] | None) -> None:
         self._channel, self._works, self._finish = channel, works, finish
+        self._waiter: threading.Thread | None = None
+        self._error: RuntimeError | None = None
 
     def wait(self) -> None:
         with self._channel.watchdog.guard():
-            for work in self._works:
-                work.wait(self._channel.timeout)
-        self._works = []
+            if self._waiter is None:
+                self._wait_for_works()
+            else:
+                self._waiter.join()
+            if self._error is not None:
+                raise self._error
         if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()
 
+    def wait_at_most(self, seconds: float) -> bool:
+        """Whether it is done by then."""
+        if seconds > 0 and self._works and self._waiter is None:
+            self._waiter = threading.Thread(target=self._wait_for_works, name="zeroengine-gloo", daemon=True)
+            self._waiter.start()
+        if self._waiter is not None:
+            self._waiter.join(seconds)
+        if not self.is_completed():
+            return False
+        self.wait()
+        return True
+
     def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
+        return not self._works
+
+    def _wait_for_works(self) -> None:
+        try:
+            for work in self._works:
+                work.wait(self._channel.timeout)
+        except RuntimeError as error:
+            self._error = error
+        self._works = []
 
 
 class ThenGather:
@@ -50,6 +79,9 @@ class ThenGather:
             self._first.wait()
             self._gather = self._second()
         self._gather.wait()
+
+    def wait_at_most(self, seconds: float) -> bool:
+        return self.is_completed()
 
     def is_completed(self) -> bool:
         return self._gather is not None and self._gather.is_completed()
@@ -104,13 +136,8 @@ class GlooChannel:
         return ThenGather(first, second)
 
     def reusable(self, work: Work, patience: float) -> bool:
-        deadline = time.monotonic() + patience
-        while not work.is_completed():
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(POLL_S)
-        work.wait()
-        return True
+        assert isinstance(work, (GlooWork, ThenGather))
+        return work.wait_at_most(patience)
 
     def _exchange(
         self, kind: str, label: str, sent: list[torch.Tensor], received: list[torch.Tensor], number: int = 0

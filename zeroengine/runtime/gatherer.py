@@ -46,7 +46,7 @@ class Gatherer:
         prefetch_numel: elements that may be gathered ahead of use.
         max_live_numel: elements of released units that may be whole at one time before prefetching stops.
         entering_backward: called at the first sign of a backward, once or more in each.
-        abandon_backward: called when the last backward turns out to have raised.
+        abandon_backward: called where no backward can be under way, for it may have raised.
     """
 
     def __init__(
@@ -132,11 +132,12 @@ class Gatherer:
         unit.work = self._channel.all_gather(unit.full, unit.owned(unit.degrees.optimizer), unit.name)
 
     def settle(self) -> None:
-        """Returns with no gather under way, every partitioned unit that nobody holds released."""
+        """Before a step: returns with no gather under way, every partitioned unit that nobody holds released."""
         self._let_pinned_go()
         for unit in self._units:
             if unit.state is State.GATHERING:
                 self.ensure(unit)
+            unit.check()
             self._release(unit)
 
     def hold(self, unit: Unit) -> None:
@@ -185,7 +186,7 @@ class Gatherer:
     # -- forward ----------------------------------------------------------------------------------
 
     def _enter_model(self, module: nn.Module, args: Any) -> None:
-        if self._backward and torch._C._current_graph_task_id() < 0:
+        if not self._running and torch._C._current_graph_task_id() < 0:  # else inside a backward
             self._abandon_backward()
         if not (self._running or self._backward or self.lent):
             self._start_pass()

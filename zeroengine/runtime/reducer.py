@@ -74,11 +74,12 @@ class Reducer:
         self._handles = [self._hook(grads, i, p) for grads in self.gradients for i, p in enumerate(grads.unit.params)]
 
     def _hook(self, grads: UnitGradients, index: int, param: nn.Parameter) -> object:
-        me = weakref.ref(self)
+        # The hook lives in the parameter, where the garbage collector sees no cycles.
+        me, its = weakref.ref(self), weakref.ref(grads)
 
         def ready(param: nn.Parameter) -> None:
-            reducer = me()
-            if reducer is not None:
+            reducer, grads = me(), its()
+            if reducer is not None and grads is not None:
                 reducer._ready(grads, index, param)
 
         return param.register_post_accumulate_grad_hook(ready)

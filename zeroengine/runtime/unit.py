@@ -10,6 +10,7 @@ from torch import nn
 
 from .. import ops
 from ..comm import Buffer, Transport, Work
+from ..errors import ZeroEngineError
 from ..partition import Degrees, FlatLayout, UnitPlan
 from .released import Resolver, swap_in, swap_out
 
@@ -118,6 +119,25 @@ class Unit:
         assert self._buffer is not None
         self._buffer.free()
         self.state, self.work = State.RELEASED, None
+
+    def check(self) -> None:
+        """Whether the parameters are still what ``initialize`` made of them.
+
+        Raises:
+            ZeroEngineError: one has other memory, which no update reaches, or is no longer frozen.
+        """
+        for param, view, slot in zip(self.params, self._views, self.layout.slots, strict=True):
+            if self.state is State.READY and param.data_ptr() != view.data_ptr():
+                raise ZeroEngineError(
+                    f"parameter {slot.name} was given other memory after initialize(), by .to(), .half(), `.data =` or "
+                    "the like: no update would reach it. Convert the model before initialize(), and write values "
+                    "inside `with zeroengine.gathered(module_or_params):`."
+                )
+            if not self.trainable and param.requires_grad:
+                raise ZeroEngineError(
+                    f"parameter {slot.name} was frozen at initialize() and requires a gradient now: it would not be "
+                    "trained. Set requires_grad before initialize()."
+                )
 
     def adopt(self) -> list[str]:
         """Parameters whose ``data`` was replaced are views into the full buffer again, with the new values.

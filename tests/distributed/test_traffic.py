@@ -1,0 +1,155 @@
+"""What travels in a step, counted with torch's `fake` process group: ZeRO, section 7 (arXiv 1910.02054)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import zeroengine
+from zeroengine.comm import native
+
+from .models import TinyLM, batch, build, config
+from .ranks import run_ranks
+
+UNITS = ["tok", "blocks.*", "norm", "head"]  # each used once in a forward
+
+
+@dataclass(frozen=True)
+class Sent:
+    """One collective."""
+
+    kind: str
+    numel: int  # of the whole buffer
+    dtype: torch.dtype
+
+
+@contextmanager
+def spying() -> Iterator[list[Sent]]:
+    seen: list[Sent] = []
+
+    def spy(kind: str, real: Callable[..., Any], whole: int) -> Callable[..., Any]:
+        def collective(*tensors: torch.Tensor, **more: Any) -> Any:
+            seen.append(Sent(kind, tensors[whole].numel(), tensors[whole].dtype))
+            return real(*tensors, **more)
+
+        return collective
+
+    with (
+        mock.patch.object(native, "_all_gather", spy("gather", native._all_gather, 0)),
+        mock.patch.object(native, "_reduce_scatter", spy("reduce-scatter", native._reduce_scatter, 1)),
+        mock.patch.object(dist, "all_reduce", spy("all-reduce", dist.all_reduce, 0)),
+    ):
+        yield seen
+
+
+def steps(
+    world_size: int, stage: int, micro_steps: int, more: dict[str, Any], no_sync: bool = False
+) -> tuple[list[int], list[list[Sent]]]:
+    """The sizes of the units' buffers, and what each of three steps sends."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    settings = config(stage, gradient_accumulation_steps=micro_steps, units=UNITS, **more)
+    engine = zeroengine.initialize(build(lambda: TinyLM(tied=False)), config=settings)
+    found = []
+    for step in range(3):
+        with spying() as seen:
+            for micro_step in range(micro_steps):
+                if no_sync and not engine.is_gradient_accumulation_boundary():
+                    with engine.no_sync():
+                        engine.backward(engine(*batch(step + micro_step, 0)))
+                else:
+                    engine.backward(engine(*batch(step + micro_step, 0)))
+                engine.step()
+        found.append(seen)
+    return [unit.layout.numel for unit in engine._units], found
+
+
+def volume(seen: list[Sent]) -> Counter[str]:
+    """Elements by kind, without the norm's float64 vector."""
+    total: Counter[str] = Counter()
+    for sent in seen:
+        if sent.dtype is not torch.float64:
+            total[sent.kind] += sent.numel
+    return total
+
+
+@pytest.mark.parametrize("world_size", [64, 1024])
+def test_the_volume_of_a_step_is_the_papers(world_size: int) -> None:
+    """2 P elements a step at stages 0 to 2 (an all-reduce is a reduce-scatter and a gather), 3 P at stage 3."""
+    for stage in range(4):
+        units, found = run_ranks(1, steps, world_size, stage, 1, {})[0]
+        whole, last = sum(units), units[-1]  # P; the last unit stays gathered from forward to backward
+        expected = {
+            0: {"all-reduce": whole},
+            1: {"reduce-scatter": whole, "gather": whole},
+            2: {"reduce-scatter": whole, "gather": whole},
+            3: {"reduce-scatter": whole, "gather": 2 * whole - last},
+        }[stage]
+        for seen in found[1:]:
+            assert volume(seen) == expected, stage
+            numbers = Counter(sent.kind for sent in seen)
+            assert numbers.pop("all-reduce") == (1 + len(units) if stage == 0 else 1), "the norm travels once"
+            wanted = {kind: len(units) for kind in expected if kind != "all-reduce"}
+            assert numbers == wanted | ({"gather": 2 * len(units) - 1} if stage == 3 else {})
+
+
+def test_in_bf16_half_the_bytes_travel() -> None:
+    for stage in (0, 3):
+        (_, full), (_, half) = (
+            run_ranks(1, steps, 64, stage, 1, {"bf16": {"enabled": enabled}})[0] for enabled in (False, True)
+        )
+        assert volume(half[1]) == volume(full[1])
+        assert {s.dtype for s in half[1]} == {torch.bfloat16, torch.float64}
+        assert {s.dtype for s in full[1]} == {torch.float32, torch.float64}
+
+
+def test_gradients_travel_once_a_step_where_they_are_whole_and_once_a_micro_step_where_they_are_not() -> None:
+    for stage, no_sync in [(0, False), (1, False), (2, False), (3, False), (2, True), (3, True)]:
+        units, found = run_ranks(1, steps, 64, stage, 8, {}, no_sync)[0]
+        whole, last = sum(units), units[-1]
+        sent = volume(found[1])
+        assert sent["all-reduce" if stage == 0 else "reduce-scatter"] == whole * (
+            8 if stage >= 2 and not no_sync else 1
+        )
+        gathered = {0: 0, 1: whole, 2: whole, 3: 8 * (2 * whole - last)}[stage]
+        assert sent["gather"] == gathered, "published parameters travel once a step, released ones for each use"
+
+
+def test_frozen_parameters_and_those_below_the_threshold_do_not_travel_needlessly() -> None:
+    def numbers(seen: list[Sent]) -> Counter[str]:
+        return Counter(sent.kind for sent in seen if sent.dtype is not torch.float64)
+
+    persistent = {"zero_optimization": {"stage3_param_persistence_threshold": 10**6}}
+    units, found = run_ranks(1, steps, 64, 3, 1, persistent)[0]
+    assert numbers(found[1]) == {"gather": len(units), "reduce-scatter": len(units)}, "gathered once, after the update"
+    _, found = run_ranks(1, frozen_steps)[0]
+    assert numbers(found[1]) == {"reduce-scatter": 1, "gather": 2 * 6 - 1}
+
+
+def frozen_steps() -> tuple[list[int], list[list[Sent]]]:
+    with mock.patch.object(zeroengine, "initialize", freezing(zeroengine.initialize)):
+        return steps(64, 3, 1, {})
+
+
+def freezing(initialize: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapped(model: TinyLM, **more: Any) -> Any:
+        model.requires_grad_(False)
+        model.tok.requires_grad_(True)
+        return initialize(model, **more)
+
+    return wrapped
+
+
+def test_large_buckets_and_prefetching_change_no_volume() -> None:
+    plain = run_ranks(1, steps, 64, 3, 1, {})[0]
+    for zero in ({"overlap_comm": False}, {"reduce_bucket_size": 10**9}, {"prefetch_bucket_size": 1}):
+        units, found = run_ranks(1, steps, 64, 3, 1, {"zero_optimization": zero})[0]
+        assert units == plain[0] and volume(found[1]) == volume(plain[1][1]), zero
