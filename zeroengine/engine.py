@@ -243,6 +243,9 @@ class Engine:
         updated = math.isfinite(norm)
         if updated:
             self.optimizer.update(self._clip_factor() / divisor, used)
+            if not self._transport.overlaps:  # nothing to gain from waiting; and peers read this rank's own parameters
+                self.gatherer.settle()
+                self._transport.fence()
             self.global_steps += 1
             self._step_schedule()
             self._print_progress()

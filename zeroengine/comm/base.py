@@ -108,6 +108,9 @@ class Transport(Protocol):
     def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
         """The sum over ranks of a small float64 vector. Issue it with no other operation under way."""
 
+    def fence(self) -> None:
+        """Returns when no rank reads this rank's memory any more. Every rank calls it at the same place."""
+
     def progress(self) -> None:
         """Moves outstanding operations on where this transport needs the caller's time."""
 

@@ -191,6 +191,8 @@ class GlooTransport:
         sum_in_rank_order(out, list(arrived.chunk(self.world_size)), accumulate=False)
         return out
 
+    def fence(self) -> None: ...
+
     def progress(self) -> None: ...
 
     def close(self) -> None:

@@ -108,6 +108,8 @@ class NativeTransport:
             )
         return sent[:-2]
 
+    def fence(self) -> None: ...
+
     def progress(self) -> None: ...
 
     def close(self) -> None:

@@ -118,6 +118,12 @@ class ShmTransport:
         self.reduce.drain()
         return self.reduce.all_reduce_scalars(sent, label)
 
+    def fence(self) -> None:
+        for channel in (self.gather, self.reduce):
+            channel.drain()
+        for channel in (self.gather, self.reduce):
+            channel.fence()
+
     def progress(self) -> None:
         self.gather.progress()
         self.reduce.progress()

@@ -197,6 +197,11 @@ class ShmChannel:
         if self._pending:
             self.execute(self._pending[-1], block=False)
 
+    def fence(self) -> None:
+        """Returns when every peer has executed all that this rank has posted."""
+        for peer in self._transport.others:
+            self._await(self._executed[peer.rank], self._seq, peer.rank, f"rank {peer.rank} to read")
+
     def drain(self) -> None:
         if self._pending:
             self._pending[-1].wait()
