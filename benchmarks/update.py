@@ -94,13 +94,12 @@ def library_cases(b: Buffers) -> dict[str, Callable[[], object]]:
     library = ops.library()
     if library is None:
         return {}
-    still = Buffers(b.param.numel(), b.grad.dtype)
-    still.grad.zero_()  # the yardstick adds it to the state
+    own = Buffers(b.param.numel(), b.grad.dtype)  # the yardstick adds its gradient to the state: no state for Adam
 
     def traffic() -> None:
-        state = [x.data_ptr() for x in (still.param, still.exp_avg, still.exp_avg_sq)]
-        grad, copy = (still.grad.data_ptr(), DTYPE_CODES[still.grad.dtype]), still.copy.data_ptr()
-        library.ze_stream(*state, *grad, copy, still.param.numel(), torch.get_num_threads())
+        state = [x.data_ptr() for x in (own.param, own.exp_avg, own.exp_avg_sq)]
+        grad, copy = (own.grad.data_ptr(), DTYPE_CODES[own.grad.dtype]), own.copy.data_ptr()
+        library.ze_stream(*state, *grad, copy, own.param.numel(), torch.get_num_threads())
 
     def adam() -> None:
         ops.adam_step(b.param, b.grad, b.exp_avg, b.exp_avg_sq, low_precision=b.copy, **HYPER)

@@ -12,8 +12,7 @@ ze::AdamFactors fold(const ze_adam_args& a) {
   const double correction1 = 1 - pow(a.beta1, double(a.step)), correction2 = 1 - pow(a.beta2, double(a.step));
   return {
       float(a.maximize ? -a.grad_scale : a.grad_scale),
-      float(a.decoupled ? 1 - a.lr * a.weight_decay : 1),
-      float(a.decoupled ? 0 : a.weight_decay),
+      float(a.decoupled ? 1 - a.lr * a.weight_decay : a.weight_decay),
       float(1 - a.beta1),
       float(a.beta2),
       float(1 - a.beta2),
@@ -33,7 +32,7 @@ int ze_adam(float* param, const void* grad, int grad_dtype, float* exp_avg, floa
   if (!known(grad_dtype) || !known(copy_dtype) || (copy && copy_dtype == ZE_F32)) return ZE_BAD_DTYPE;
   const ze::AdamFactors factors = fold(*args);
   const ze::AdamArrays arrays = {param, grad, exp_avg, exp_avg_sq, copy};
-  const auto adam = ze::kernels().adam[grad_dtype][copy_dtype];
+  const auto adam = ze::kernels().adam[grad_dtype][copy_dtype][args->decoupled != 0];
   const bool stream = n * 2 > kStreamBytes;
   ze::parallel_for(n, ze::kBlock, num_threads,
                    [&](int64_t begin, int64_t end) { adam(arrays, begin, end, factors, stream); });

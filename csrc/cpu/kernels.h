@@ -19,8 +19,7 @@ constexpr int64_t kBlock = 32;
 // ze_adam_args, folded into the factors that an element needs.
 struct AdamFactors {
   float grad_scale;   // negative to maximize
-  float decay;        // 1 - lr * weight_decay, or 1
-  float l2;           // weight_decay, or 0
+  float decay;        // decoupled: 1 - lr * weight_decay; else weight_decay
   float rest1;        // 1 - beta1
   float beta2;
   float rest2;        // 1 - beta2
@@ -43,10 +42,11 @@ struct StreamArrays {
   void* copy;
 };
 
-// Functions on the elements [begin, end). Tables are indexed by ze_dtype; for a copy, 0 means none.
+// Functions on the elements [begin, end). Tables are indexed by ze_dtype, where 0 for a copy means none; adam's, last,
+// by whether weight decay is decoupled.
 struct Kernels {
   const char* name;
-  void (*adam[3][3])(const AdamArrays&, int64_t begin, int64_t end, const AdamFactors&, bool stream);
+  void (*adam[3][3][2])(const AdamArrays&, int64_t begin, int64_t end, const AdamFactors&, bool stream);
   double (*squared_norm[3])(const void* x, int64_t begin, int64_t end);
   void (*accumulate[3])(float* acc, const void* src, int64_t n, bool init);
   void (*cast[3])(const float* src, void* dst, int64_t n);

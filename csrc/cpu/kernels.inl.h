@@ -12,12 +12,12 @@ namespace {
 
 constexpr int64_t kVecs = kBlock / Vec::kWidth;
 
-// A block, 1 KiB ahead: hardware prefetchers stop at the end of each page. Inlined by force, since GCC drops calls of
+// A block, 512 bytes ahead: hardware prefetchers stop at the end of each page. Inlined by force, since GCC drops calls of
 // a function that only prefetches.
 template <class T>
 __attribute__((always_inline)) inline void prefetch(const T* x) {
   for (int64_t line = 0; line < kBlock * int64_t(sizeof(T)); line += 64)
-    __builtin_prefetch((const char*)x + 1024 + line);
+    __builtin_prefetch((const char*)x + 512 + line);
 }
 
 template <class... T>
@@ -27,10 +27,10 @@ __attribute__((always_inline)) inline void prefetch(const T*... arrays) {
 
 // The factors, one in every lane.
 struct AdamVecs {
-  Vec grad_scale, decay, l2, rest1, beta2, rest2, inv_root, eps, step_size;
+  Vec grad_scale, decay, rest1, beta2, rest2, inv_root, eps, step_size;
 
   explicit AdamVecs(const AdamFactors& k)
-      : grad_scale(Vec::fill(k.grad_scale)), decay(Vec::fill(k.decay)), l2(Vec::fill(k.l2)),
+      : grad_scale(Vec::fill(k.grad_scale)), decay(Vec::fill(k.decay)),
         rest1(Vec::fill(k.rest1)), beta2(Vec::fill(k.beta2)), rest2(Vec::fill(k.rest2)),
         inv_root(Vec::fill(k.inv_root)), eps(Vec::fill(k.eps)), step_size(Vec::fill(k.step_size)) {}
 };
@@ -38,20 +38,24 @@ struct AdamVecs {
 // [Note: Trailing stages] From gradient to copy an element passes a chain of some 90 cycles, too long for a CPU to keep
 // enough of them in flight. So Adam runs in three stages, each a block behind the one before: while a block waits for
 // its roots and quotients, the next one's moments and the last one's copy go ahead. What lies between is in L1.
-template <class G>
+template <bool kDecoupled, class G>
 inline void adam_moments(const float* param, const G* grad, float* exp_avg, float* exp_avg_sq, const AdamVecs& k) {
   for (int64_t i = 0; i < kBlock; i += Vec::kWidth) {
-    const Vec g = Vec::load(grad + i) * k.grad_scale + k.l2 * Vec::load(param + i);
+    Vec g = Vec::load(grad + i) * k.grad_scale;
+    if constexpr (!kDecoupled) g = g + k.decay * Vec::load(param + i);
     const Vec m = Vec::load(exp_avg + i), v = Vec::load(exp_avg_sq + i);
     (m + k.rest1 * (g - m)).store(exp_avg + i);
     (k.beta2 * v + k.rest2 * g * g).store(exp_avg_sq + i);
   }
 }
 
+template <bool kDecoupled>
 inline void adam_param(float* param, const float* exp_avg, const float* exp_avg_sq, const AdamVecs& k) {
   for (int64_t i = 0; i < kBlock; i += Vec::kWidth) {
     const Vec denominator = sqrt(Vec::load(exp_avg_sq + i)) * k.inv_root + k.eps;
-    (k.decay * Vec::load(param + i) - k.step_size * Vec::load(exp_avg + i) / denominator).store(param + i);
+    Vec p = Vec::load(param + i);
+    if constexpr (kDecoupled) p = p * k.decay;
+    (p - k.step_size * Vec::load(exp_avg + i) / denominator).store(param + i);
   }
 }
 
@@ -65,7 +69,7 @@ inline void adam_copy(const float* param, C* copy) {
   }
 }
 
-template <class G, class C>
+template <bool kDecoupled, class G, class C>
 void adam_partial(float* param, const G* grad, float* exp_avg, float* exp_avg_sq, C* copy, int64_t n,
                   const AdamVecs& k) {
   float p[kBlock] = {}, m[kBlock] = {}, v[kBlock] = {};
@@ -75,8 +79,8 @@ void adam_partial(float* param, const G* grad, float* exp_avg, float* exp_avg_sq
   memcpy(m, exp_avg, n * sizeof(float));
   memcpy(v, exp_avg_sq, n * sizeof(float));
   memcpy(g, grad, n * sizeof(G));
-  adam_moments(p, g, m, v, k);
-  adam_param(p, m, v, k);
+  adam_moments<kDecoupled>(p, g, m, v, k);
+  adam_param<kDecoupled>(p, m, v, k);
   adam_copy<false>(p, c);
   memcpy(param, p, n * sizeof(float));
   memcpy(exp_avg, m, n * sizeof(float));
@@ -84,7 +88,7 @@ void adam_partial(float* param, const G* grad, float* exp_avg, float* exp_avg_sq
   if constexpr (!std::is_same_v<C, none>) memcpy(copy, c, n * sizeof(C));
 }
 
-template <bool kStream, class G, class C>
+template <bool kStream, bool kDecoupled, class G, class C>
 void adam_range(float* param, const G* grad, float* exp_avg, float* exp_avg_sq, C* copy, int64_t n,
                 const AdamFactors& factors) {
   const AdamVecs k(factors);
@@ -92,32 +96,32 @@ void adam_range(float* param, const G* grad, float* exp_avg, float* exp_avg_sq, 
   if constexpr (kStream) {  // streaming stores want whole, aligned cache lines
     first = int64_t(-uintptr_t(copy) % 64 / sizeof(C));
     if (first > n) first = n;
-    if (first) adam_partial(param, grad, exp_avg, exp_avg_sq, copy, first, k);
+    if (first) adam_partial<kDecoupled>(param, grad, exp_avg, exp_avg_sq, copy, first, k);
   }
   const int64_t last = n - (n - first) % kBlock;
   for (int64_t i = first; i < last + 2 * kBlock; i += kBlock) {  // [Note: Trailing stages]
     if (i < last) {
       prefetch(param + i, grad + i, exp_avg + i, exp_avg_sq + i);
-      adam_moments(param + i, grad + i, exp_avg + i, exp_avg_sq + i, k);
+      adam_moments<kDecoupled>(param + i, grad + i, exp_avg + i, exp_avg_sq + i, k);
     }
     const int64_t j = i - kBlock, h = j - kBlock;
-    if (first <= j && j < last) adam_param(param + j, exp_avg + j, exp_avg_sq + j, k);
+    if (first <= j && j < last) adam_param<kDecoupled>(param + j, exp_avg + j, exp_avg_sq + j, k);
     if (first <= h) adam_copy<kStream>(param + h, copy + h);
   }
   if (last < n)
-    adam_partial(param + last, grad + last, exp_avg + last, exp_avg_sq + last, copy + last, n - last, k);
+    adam_partial<kDecoupled>(param + last, grad + last, exp_avg + last, exp_avg_sq + last, copy + last, n - last, k);
   if constexpr (kStream) finish_streams();
 }
 
-template <class G, class C>
+template <class G, class C, bool kDecoupled>
 void adam(const AdamArrays& a, int64_t begin, int64_t end, const AdamFactors& k, bool stream) {
   float *param = a.param + begin, *exp_avg = a.exp_avg + begin, *exp_avg_sq = a.exp_avg_sq + begin;
   const G* grad = (const G*)a.grad + begin;
   C* copy = (C*)a.copy + begin;
   if constexpr (!std::is_same_v<C, none>) {
-    if (stream) return adam_range<true>(param, grad, exp_avg, exp_avg_sq, copy, end - begin, k);
+    if (stream) return adam_range<true, kDecoupled>(param, grad, exp_avg, exp_avg_sq, copy, end - begin, k);
   }
-  adam_range<false>(param, grad, exp_avg, exp_avg_sq, copy, end - begin, k);
+  adam_range<false, kDecoupled>(param, grad, exp_avg, exp_avg_sq, copy, end - begin, k);
 }
 
 // One running sum for each position within a block, added up in order at the end. Narrow elements are widened
@@ -196,9 +200,15 @@ void stream(const StreamArrays& s, int64_t begin, int64_t end) {
 constexpr Kernels table(const char* name) {
   return {
       name,
-      {{adam<float, none>, adam<float, bf16>, adam<float, fp16>},
-       {adam<bf16, none>, adam<bf16, bf16>, adam<bf16, fp16>},
-       {adam<fp16, none>, adam<fp16, bf16>, adam<fp16, fp16>}},
+      {{{adam<float, none, false>, adam<float, none, true>},
+        {adam<float, bf16, false>, adam<float, bf16, true>},
+        {adam<float, fp16, false>, adam<float, fp16, true>}},
+       {{adam<bf16, none, false>, adam<bf16, none, true>},
+        {adam<bf16, bf16, false>, adam<bf16, bf16, true>},
+        {adam<bf16, fp16, false>, adam<bf16, fp16, true>}},
+       {{adam<fp16, none, false>, adam<fp16, none, true>},
+        {adam<fp16, bf16, false>, adam<fp16, bf16, true>},
+        {adam<fp16, fp16, false>, adam<fp16, fp16, true>}}},
       {squared_norm<float>, squared_norm<bf16>, squared_norm<fp16>},
       {accumulate<float>, accumulate<bf16>, accumulate<fp16>},
       {cast<float>, cast<bf16>, cast<fp16>},
