@@ -56,7 +56,9 @@ def main() -> None:
         for engine in engines:
             result = run(engine, args)
             after = run("floor", args)
-            ratios[engine].append(result["tokens_per_s"] / statistics.mean((floor["tokens_per_s"], after["tokens_per_s"])))
+            ratios[engine].append(
+                result["tokens_per_s"] / statistics.mean((floor["tokens_per_s"], after["tokens_per_s"]))
+            )
             peaks[engine].append(result["peak_mib"])
             peaks["floor"].append(after["peak_mib"])
             floor = after
@@ -66,10 +68,8 @@ def main() -> None:
     print(f"{'engine':<14} {'speed/floor':>11} {'min':>6} {'max':>6} {'peak MiB':>9}")
     print(f"{'floor':<14} {'1.00':>11} {'':>6} {'':>6} {statistics.median(peaks['floor']):>9.0f}")
     for engine, values in sorted(ratios.items(), key=lambda item: item[0].partition(":")[2]):
-        print(
-            f"{engine.replace(':', ' stage '):<20}"[:20].ljust(20),
-            f"{statistics.median(values):>5.2f} {min(values):>6.2f} {max(values):>6.2f} {statistics.median(peaks[engine]):>9.0f}",
-        )
+        figures = f"{statistics.median(values):>5.2f} {min(values):>6.2f} {max(values):>6.2f}"
+        print(f"{engine.replace(':', ' stage '):<20} {figures} {statistics.median(peaks[engine]):>9.0f}")
 
 
 def machine() -> str:

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zeroengine
 
-from .models import TinyLM, build
+from .models import TinyLM, batch, build
 from .ranks import run_ranks
 from .test_parameters import Net, features
 from .training import (
@@ -180,21 +180,23 @@ def test_activation_checkpointing_changes_no_bit(factory: Any, transport: str) -
 
 def record(channel: Any, operations: list[str], issued: list[str]) -> None:
     """From now on the names of the units of these operations go to ``issued``."""
-    for operation in operations:
 
-        def recording(first: Any, *rest: Any, real: Any = getattr(channel, operation), **more: Any) -> Any:
+    def recording(real: Any) -> Any:
+        def operation(first: Any, *rest: Any, **more: Any) -> Any:
             issued.append(next(value for value in rest if isinstance(value, str)))
             return real(first, *rest, **more)
 
-        setattr(channel, operation, recording)
+        return operation
+
+    for name in operations:
+        setattr(channel, name, recording(getattr(channel, name)))
 
 
-def gathers_per_step(factories: list[Any], transport: str) -> list[list[str]]:
+def gathers_per_step(tasks: list[Task], transport: str, more: dict[str, Any]) -> list[list[str]]:
     start()
     found = []
-    for factory in factories:
-        task = Task(factory=factory, data=features)
-        engine = make_engine(task, 3, comm={"transport": transport}, units=["stem", "blocks.*", "head"])
+    for task in tasks:
+        engine = make_engine(task, 3, comm={"transport": transport}, **more)
         issued: list[str] = []
         record(engine.gatherer._channel, ["all_gather"], issued)
         for step in range(3):
@@ -207,11 +209,34 @@ def gathers_per_step(factories: list[Any], transport: str) -> list[list[str]]:
 
 @BOTH
 def test_activation_checkpointing_gathers_no_unit_twice_in_the_backward(transport: str) -> None:
-    plain, *others = run_ranks(2, gathers_per_step, [Plain, Checkpointed, Reentrant, InSegments], transport)[0]
-    assert plain == sorted(
-        ["stem", "blocks.0", "blocks.1", "blocks.2"] * 2 + ["head"]
-    )  # the last one stays for its backward
+    tasks = [Task(factory=factory, data=features) for factory in (Plain, Checkpointed, Reentrant, InSegments)]
+    more = {"units": ["stem", "blocks.*", "head"]}
+    plain, *others = run_ranks(2, gathers_per_step, tasks, transport, more)[0]
+    # The last unit stays from forward to backward.
+    assert plain == sorted(["stem", "blocks.0", "blocks.1", "blocks.2"] * 2 + ["head"])
     assert others == [plain] * 3
+
+
+def gathers_of_evaluations(transport: str) -> list[tuple[list[str], int]]:
+    start()
+    engine = make_engine(Task(), 3, comm={"transport": transport})
+    issued: list[str] = []
+    record(engine.gatherer._channel, ["all_gather"], issued)
+    found = []
+    for _ in range(3):
+        issued.clear()
+        with torch.no_grad():
+            engine(*batch(0, engine.rank))
+        blocks = sorted(name for name in issued if name.startswith("blocks"))
+        found.append((blocks, engine.memory().gathered))
+    return found
+
+
+@BOTH
+def test_an_evaluation_gathers_each_block_once_and_leaves_nothing_whole(transport: str) -> None:
+    """With a tied embedding too, whose unit is used first and last: nothing follows the second time."""
+    for found in run_ranks(2, gathers_of_evaluations, transport):
+        assert found == [(["blocks.0", "blocks.1", "blocks.2"], 0)] * 3
 
 
 class InBlocksAlone(Reentrant):

@@ -7,6 +7,7 @@ import types
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import nn
 
@@ -14,7 +15,7 @@ from zeroengine.runtime.tree import tensors_in
 
 from .models import WIDTH, Block
 from .ranks import run_ranks
-from .test_parameters import Net, features
+from .test_parameters import Adapted, Net, features
 from .training import Task, check_every_stage, make_engine, start
 
 
@@ -90,6 +91,46 @@ class Carried(Net):
 
 def test_tensors_in_objects_of_unknown_classes() -> None:
     check_every_stage(Task(factory=Carried, data=features))
+
+
+class AdaptedOpaque(Adapted):
+    """Its adapters have their gradients before its frozen layer has passed its own on."""
+
+    def forward(self, carrier: Opaque) -> Opaque:  # type: ignore[override]
+        hidden = torch.tanh(self.base(carrier.hidden))
+        return Opaque(hidden + self.up(self.down(hidden)))
+
+
+class CarriedAdapters(Carried):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(AdaptedOpaque() for _ in range(3))
+
+
+class HalfCarried(CarriedAdapters):
+    """Opaque inputs, but outputs that one can see."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(Opaque(x))
+        return self.loss(x)
+
+
+class Unpacks(AdaptedOpaque):
+    def forward(self, carrier: Opaque) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(carrier).hidden
+
+
+def half_carried() -> nn.Module:
+    model = HalfCarried()
+    model.blocks = nn.ModuleList(Unpacks() for _ in range(3))
+    return model
+
+
+@pytest.mark.parametrize("factory", [CarriedAdapters, half_carried])
+def test_frozen_layers_whose_input_nobody_sees(factory: Any) -> None:
+    check_every_stage(Task(factory=factory, data=features))
 
 
 class SideOutput(Block):

@@ -10,10 +10,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import zeroengine
+from zeroengine.optim.sharded import SEGMENT_TABLES
 
 from .models import WIDTH, Block, TinyLM, batch, build
 from .ranks import run_ranks
-from .training import Task, adamw, check_every_stage, make_engine, settings, start
+from .training import Task, adamw, check_every_stage, make_engine, ordinary_loop, settings, start
 
 
 def features(step: int, rank: int) -> tuple[torch.Tensor]:
@@ -134,10 +135,30 @@ def skipping_on_rank_1(step: int, rank: int) -> tuple[torch.Tensor, bool]:
     return (*features(step, rank), rank == 0 or step % 3 != 1)
 
 
-def test_a_parameter_without_gradient_keeps_value_moments_and_step_count() -> None:
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, weight_decay=0.1)
+
+
+@pytest.mark.parametrize("optimizer", [adamw, momentum])
+def test_a_parameter_without_gradient_keeps_value_moments_and_step_count(optimizer: Any) -> None:
     """Weight decay, decaying moments or a counted step would show in the values of the steps that follow."""
-    trained = check_every_stage(Task(factory=Skipping, data=skipping_on_all_ranks, steps=7))[0]
+    task = Task(factory=Skipping, data=skipping_on_all_ranks, steps=7, optimizer=optimizer)
+    trained = check_every_stage(task)[0]
     assert torch.equal(trained.state["unused"], torch.ones(11))
+
+
+def skipping_at_random(step: int, rank: int) -> tuple[torch.Tensor, bool]:
+    return (*features(step, rank), step * step % 7 < 3)
+
+
+def count_remembered(task: Task, engine: zeroengine.Engine) -> tuple[list[float], list[float]]:
+    found = ordinary_loop(task, engine)
+    assert max(len(states.segments) for states in engine.optimizer.units) <= SEGMENT_TABLES < task.steps
+    return found
+
+
+def test_steps_that_fall_behind_at_random_use_no_more_memory() -> None:
+    check_every_stage(Task(factory=Skipping, data=skipping_at_random, steps=40), loop=count_remembered, stages=(1, 3))
 
 
 def test_a_module_that_one_rank_skips_gets_the_other_ranks_gradient() -> None:
@@ -226,6 +247,49 @@ class Direct(Net):
 
 def test_a_parent_may_use_its_children_s_parameters_itself() -> None:
     check_every_stage(Task(factory=Direct, data=features))
+
+
+def by_parts(task: Task, engine: zeroengine.Engine) -> tuple[list[float], list[float]]:
+    """Never calls the model as a whole, only its modules."""
+    losses, norms = [], []
+    model = engine.module
+    for step in range(task.steps):
+        x = model.stem(*task.data(step, engine.rank))
+        for block in model.blocks:
+            x = block(x)
+        loss = model.loss(x)
+        engine.backward(loss)
+        assert engine.step()
+        losses.append(loss.item())
+        norms.append(engine.grad_norm)
+    return losses, norms
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_a_model_may_be_called_by_its_parts(transport: str) -> None:
+    check_every_stage(Task(factory=Net, data=features), loop=by_parts, comm={"transport": transport})
+
+
+class Branching(Block):
+    """The gradient of its input is done while a branch without input still has to read the weights."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        branch = torch.tanh(self.up.weight @ self.down.weight).square().mean() * self.norm.weight.square().mean()
+        return x * 1.5 + branch
+
+
+class Branched(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Branching() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        x = x.requires_grad_()  # a leaf: its gradient is due before anything else
+        return super().forward(self.blocks[0](x))
+
+
+def test_a_branch_that_depends_on_weights_alone() -> None:
+    check_every_stage(Task(factory=Branched, data=features))
 
 
 class Attention(nn.Module):

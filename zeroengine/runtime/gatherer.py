@@ -235,7 +235,7 @@ class Gatherer:
     def _need(self, unit: Unit) -> None:
         """``ensure``, and start what came next the last time."""
         self.ensure(unit)
-        if self.lent or not unit.partitioned:
+        if self.lent or not unit.partitioned or not (self._running or self._backward):
             return
         if self._previous is None or self._previous[1] is not unit:
             self._visits[unit] = self._visits.get(unit, 0) + 1
