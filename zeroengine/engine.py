@@ -6,7 +6,8 @@ import contextlib
 import dataclasses
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .access import Access
 from .agreement import check_agreement
 from .comm import Group, backend_of, default_device
-from .config import Config, load
+from .config import FLOATS, Config, load
 from .errors import ZeroEngineError
 from .memory import Memory
-from .optim import LRSchedulerLike, OptimizerLike, ShardedOptimizer, check_optimizer, make_optimizer, make_scheduler
+from .optim import (
+    LossScaler,
+    LRSchedulerLike,
+    OptimizerLike,
+    ShardedOptimizer,
+    check_optimizer,
+    make_optimizer,
+    make_scheduler,
+)
 from .partition import Degrees, UnitPlan, cut_units, degrees_of_stage
-from .runtime import Gatherer, Reducer, Unit, UnitGradients, claim, owner_of
-from .runtime.tree import map_tensors
+from .runtime import Gatherer, Reducer, Unit, UnitGradients, claim, owner_of, precision
 
 log = logging.getLogger("zeroengine")
 
@@ -42,7 +51,8 @@ def initialize(
     ``nn.Parameter`` objects: their shapes and names stay as they are.
 
     Args:
-        model: any module with parameters; in bf16 mixed precision its floating parameters become bf16.
+        model: any module with parameters; in bf16 or fp16 mixed precision its floating parameters take that dtype,
+            and the fp32 master its values from before.
         optimizer: a ``torch.optim`` optimizer over the model's parameters, a callable that takes parameters, or
             None to build what the configuration says. Adam and AdamW run on the fused kernel; any element-wise
             optimizer works.
@@ -61,8 +71,12 @@ def initialize(
         settings = config if isinstance(config, Config) else load(config)
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
         settings = settings.resolve(world_size=group.world_size, model_dtype=dtype)
-        low = settings.compute_dtype if settings.bf16.enabled else None
-        plans = cut_units(model, patterns=settings.units, compute_dtype=low)
+        plans = cut_units(
+            model,
+            patterns=settings.units,
+            compute_dtype=settings.low_precision,
+            keep_fp32=precision.fp32_params(model, settings.keep_fp32_modules),
+        )
         rule = make_optimizer(optimizer, model, settings)
         check_optimizer(rule, degrees_of_stage(settings.zero_optimization.stage, group.world_size))
     check_agreement(group, settings, model, plans, rule)
@@ -85,6 +99,8 @@ class Engine:
         global_steps: updates taken.
         micro_steps: calls of ``step``.
         skipped_steps: updates left out because the gradient was not finite.
+        loss_scale: what ``backward`` multiplies the loss by: 1 except where gradients may be fp16. Assign to it to
+            start a dynamic scale elsewhere, or to change a static one.
         grad_norm: global norm of the last step's mean gradient before clipping, or None before the first.
     """
 
@@ -107,7 +123,12 @@ class Engine:
         self._transport = group.transport(config.comm.transport, config.comm.timeout_seconds)
         degrees = degrees_of_stage(zero.stage, group.world_size)
         self._units = [self._build(plan, degrees) for plan in plans]
-        _prepare_buffers(model, group)
+        buffer_dtype = config.data_types.buffer_dtype
+        precision.prepare_buffers(
+            model, group.device, None if buffer_dtype is None else FLOATS[buffer_dtype], group.broadcast
+        )
+        self._scaler = LossScaler.of(config.fp16) if config.scales_loss else LossScaler()
+        self._scaled = False  # whether the loss of the backward in progress came out of ``scale``
         self.gatherer = Gatherer(
             model,
             self._units,
@@ -121,18 +142,33 @@ class Engine:
             self._units,
             self._transport,
             bucket_numel=zero.reduce_bucket_size,
+            accumulation_dtype=config.accumulation_dtype,
+            reduce_dtype=config.reduce_dtype,
+            predivide=config.gradient_predivide_factor if config.prescale_gradients else 1.0,
             complete=self.gatherer.complete,
             entering_backward=self._entering_backward,
         )
         with group.agreeing("to initialize"):
             self.optimizer = ShardedOptimizer(
-                optimizer, self.reducer.gradients, self._transport, publish=self._published
+                optimizer,
+                self.reducer.gradients,
+                self._transport,
+                publish=self._published,
+                moments_dtype=FLOATS[config.optimizer_state_dtype],
             )
             self.lr_scheduler = make_scheduler(lr_scheduler, self.optimizer, config)
         self._rule = optimizer
-        claim((param for unit in self._units for param in unit.params), self)
-        if config.bf16.enabled:
-            model.register_forward_pre_hook(_cast_inputs(config.compute_dtype), prepend=True, with_kwargs=True)
+        self._access = Access(
+            self._units, group, self._transport, self.gatherer, self.reducer, self.optimizer, self._divisor
+        )
+        claim((param for unit in self._units for param in unit.params), self._access)
+        precision.install(
+            model,
+            low=config.low_precision,
+            keep_fp32=config.keep_fp32_modules,
+            autocast=config.autocast_dtype,
+            device_type=self.device.type,
+        )
         _return_freed_memory()
         if self.rank == 0:
             for notice in config.notices:
@@ -156,7 +192,8 @@ class Engine:
     def backward(self, loss: torch.Tensor) -> None:
         """Computes gradients, and reduces them where this micro-step calls for it.
 
-        The mean over ranks and over ``gradient_accumulation_steps`` micro-steps is taken in the update.
+        The loss is scaled by ``loss_scale`` first. The mean over ranks and over ``gradient_accumulation_steps``
+        micro-steps is taken in the update.
 
         Args:
             loss: a scalar that depends on the parameters.
@@ -177,8 +214,39 @@ class Engine:
             )
         self._abandon_backward()
         self._begin_backward()
-        loss.backward()
+        (loss if self._scaler.scale == 1 else loss.float() * self._scaler.scale).backward()
         self._end_backward()
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """``loss`` times ``loss_scale``, in fp32, for a plain ``engine.scale(loss).backward()``."""
+        scaled = loss.float() * self._scaler.scale
+        me = weakref.ref(self)
+
+        def starts(_: torch.Tensor) -> None:
+            engine = me()
+            if engine is not None:
+                engine._scaled = True
+
+        if scaled.requires_grad:
+            scaled.register_hook(starts)
+        return scaled
+
+    @property
+    def loss_scale(self) -> float:
+        return self._scaler.scale
+
+    @loss_scale.setter
+    def loss_scale(self, scale: float) -> None:
+        if not self.config.scales_loss:
+            raise ZeroEngineError(
+                'loss_scale: only fp16 scales the loss; enable it with "fp16": {"enabled": true} in the configuration'
+            )
+        self._scaler.set(scale)
+
+    def _divisor(self) -> float:
+        """What the summed gradient is divided by for the mean over ranks and micro-steps."""
+        copies = self.world_size * self.config.gradient_accumulation_steps
+        return copies * self._scaler.scale / self.reducer.predivide
 
     def _entering_backward(self) -> None:
         """Hooks that a backward runs into come here; the first one begins it where it is a plain ``loss.backward``.
@@ -187,6 +255,11 @@ class Engine:
         does without.
         """
         if not self._in_backward:
+            if self.config.scales_loss and not self._scaled:
+                raise ZeroEngineError(
+                    "loss.backward() without the loss scale that fp16 needs: call engine.backward(loss), or "
+                    "engine.scale(loss).backward()"
+                )
             self._begin_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
 
@@ -196,13 +269,14 @@ class Engine:
         self.reducer.begin_backward()
 
     def _end_backward(self) -> None:
-        self._in_backward = False
+        self._in_backward = self._scaled = False
         self._backward_done = True
         self.reducer.end_backward()
         self.gatherer.end_backward()
 
     def _abandon_backward(self) -> None:
         """If the last backward raised, part of its gradients is there and part is not: all since the last step go."""
+        self._scaled = False
         if self._in_backward:
             self._in_backward = self._backward_done = False
             self.reducer.abandon()
@@ -215,17 +289,24 @@ class Engine:
     def step(self) -> bool:
         """Ends a micro-step; at the accumulation boundary clips, updates and steps the LR schedule.
 
-        Where the gradient's norm is not finite nothing is changed, and ``skipped_steps`` counts it.
+        Where the gradient's norm is not finite nothing is changed, and ``skipped_steps`` counts it; a dynamic loss
+        scale falls. With ``check_grad_overflow`` false, bf16 and fp32 update all the same.
 
         Returns:
             Whether parameters were updated.
 
         Raises:
-            ZeroEngineError: there was no backward since the last call, or it is called inside ``gathered``.
+            ZeroEngineError: there was no backward since the last call, or it is called inside ``gathered`` or
+                ``no_sync``, or gradients overflow at the smallest loss scale.
         """
         if not self._backward_done:
             raise ZeroEngineError("step() without backward(): call engine.backward(loss) (or loss.backward()) first")
         boundary = self.is_gradient_accumulation_boundary()
+        if boundary and not self.reducer.syncing:
+            raise ZeroEngineError(
+                "step() inside `with engine.no_sync()`: at the accumulation boundary the gradients are to be reduced. "
+                "Leave the `with` before the last backward of a step."
+            )
         if boundary and self.gatherer.lent:
             raise ZeroEngineError(
                 "step() inside `with zeroengine.gathered(...)`: the update would not reach the gathered values. Leave "
@@ -238,10 +319,13 @@ class Engine:
         self.reducer.finish()
         self.gatherer.settle()
         norm, used = self.optimizer.norm_and_use()
-        divisor = self.world_size * self.config.gradient_accumulation_steps
+        divisor = self._divisor()
         self.grad_norm = norm / divisor
-        updated = math.isfinite(norm)
-        if updated:
+        finite = math.isfinite(norm)
+        updates = finite or not (self.config.scales_loss or self.config.check_grad_overflow)
+        if not finite:
+            self._report_overflow(skipped=not updates)
+        if updates:
             self.optimizer.update(self._clip_factor() / divisor, used)
             if not self._transport.overlaps:  # nothing to gain from waiting; and peers read this rank's own parameters
                 self.gatherer.settle()
@@ -251,10 +335,25 @@ class Engine:
             self._print_progress()
         else:
             self.skipped_steps += 1
-            if self.rank == 0:
-                log.warning("step %d skipped: the gradient is not finite (norm %s)", self.global_steps + 1, norm)
         self.reducer.reset()
-        return updated
+        self._scaler.update(overflow=not finite)
+        return updates
+
+    def _report_overflow(self, skipped: bool) -> None:
+        """Says which gradient was not finite; on every rank raises where no smaller loss scale is left."""
+        name = self.optimizer.first_not_finite() or "none alone: their sum of squares"
+        what = f"the gradient of {name} is not finite"
+        if self.config.scales_loss and self._scaler.exhausted:
+            self.reducer.reset()
+            raise ZeroEngineError(
+                f"step {self.global_steps + 1}: {what}, at the smallest loss scale, {self._scaler.scale:g} "
+                "(fp16.min_loss_scale). The model diverges or computes values beyond fp16's range: lower the learning "
+                "rate, look at the data of this step, or use bf16."
+            )
+        if self.rank == 0:
+            scale = f" (loss scale {self._scaler.scale:g})" if self.config.scales_loss else ""
+            verb = "skipped" if skipped else "updates with values that are not finite (check_grad_overflow is false)"
+            log.warning("step %d %s: %s%s", self.global_steps + 1, verb, what, scale)
 
     def _clip_factor(self) -> float:
         """As ``torch.nn.utils.clip_grad_norm_``."""
@@ -339,25 +438,6 @@ class Engine:
             state |= {f"{dot}{n}": b.detach().to("cpu", copy=True) for n, b in buffers}
         return state
 
-    # -- for `gathered` ---------------------------------------------------------------------------
-
-    def units_of(self, params: Iterable[nn.Parameter]) -> list[Unit]:
-        wanted = {id(param) for param in params}
-        return [unit for unit in self._units if any(id(param) in wanted for param in unit.params)]
-
-    def first_to_write(self, changed: Sequence[bool]) -> list[int]:
-        flags = torch.zeros(len(changed), self.world_size, dtype=torch.float64)
-        flags[:, self.rank] = torch.tensor(changed, dtype=torch.float64)
-        flags = self._transport.all_reduce_scalars(flags.flatten().to(self.device), "gathered").view_as(flags)
-        return [next((rank for rank, flag in enumerate(row) if flag), -1) for row in flags.tolist()]
-
-    def take_over(self, unit: Unit, writer: int) -> None:
-        self._group.broadcast(unit.full, writer)
-        unit.take_from_full()
-        for states in self.optimizer.units:
-            if states.unit is unit:
-                states.reload_master()
-
     def close(self) -> None:
         """Gives back what the engine holds outside of tensors. The model keeps working where it is not partitioned.
 
@@ -385,28 +465,6 @@ def _check_unclaimed(model: nn.Module) -> None:
                 f"parameter {name} already belongs to an engine: initialize() takes a model once. Use the engine that "
                 "the first call returned, or build the model anew."
             )
-
-
-def _prepare_buffers(model: nn.Module, group: Group) -> None:
-    """Buffers on the device, with rank 0's values. Modules that share one go on sharing it."""
-    moved: dict[torch.Tensor, torch.Tensor] = {}
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer not in moved:
-                moved[buffer] = buffer.to(group.device).contiguous()  # an expanded one has less memory than elements
-                group.broadcast(moved[buffer])
-            if buffer is not None:
-                module._buffers[name] = moved[buffer]
-
-
-def _cast_inputs(dtype: torch.dtype) -> Any:
-    def cast(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return map_tensors(to_dtype, args), map_tensors(to_dtype, kwargs)
-
-    def to_dtype(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-    return cast
 
 
 def _return_freed_memory() -> None:

@@ -16,18 +16,21 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class AddingWork:
-    """A reduce-scatter into a spare buffer, added to the shard when awaited."""
+class ArrivingWork:
+    """A reduce-scatter into a spare buffer, added or copied to the shard when awaited."""
 
-    def __init__(self, work: Work, shard: torch.Tensor, arrived: torch.Tensor) -> None:
-        self._work, self._shard, self._arrived = work, shard, arrived
-        self._added = False
+    def __init__(self, work: Work, shard: torch.Tensor, arrived: torch.Tensor, accumulate: bool) -> None:
+        self._work, self._shard, self._arrived, self._accumulate = work, shard, arrived, accumulate
+        self._done = False
 
     def wait(self) -> None:
-        if not self._added:
-            self._added = True
+        if not self._done:
+            self._done = True
             self._work.wait()
-            self._shard.add_(self._arrived)
+            if self._accumulate:
+                self._shard.add_(self._arrived)
+            else:
+                self._shard.copy_(self._arrived)
 
     def is_completed(self) -> bool:
         return self._work.is_completed()
@@ -48,9 +51,10 @@ class NativeChannel:
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool = False) -> Work:
         self._record(f"reduce {label}")
-        target = torch.empty_like(shard) if accumulate else shard
+        direct = not accumulate and shard.dtype is full.dtype
+        target = shard if direct else torch.empty_like(shard, dtype=full.dtype)
         work = _reduce_scatter(target, full, group=self._group, async_op=True) or Done()
-        return AddingWork(work, shard, target) if accumulate else work
+        return work if direct else ArrivingWork(work, shard, target, accumulate)
 
     def all_reduce(self, full: torch.Tensor, label: str) -> Work:
         self._record(f"reduce {label}")

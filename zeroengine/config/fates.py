@@ -25,7 +25,7 @@ class Fates:
             here = (*path, str(key))
             row = deepspeed.TABLE.get(".".join(here))
             if row is not None:
-                if not _asleep(tree, path):
+                if not asleep(tree, path):
                     self._judge(row, here, value)
             elif not path and key in deepspeed.BLOCKS:
                 self._sort_block(here, value)
@@ -51,7 +51,7 @@ class Fates:
             self.notices.append(f"{self._source.label(here)} has no effect: {row.why}.")
 
 
-def _asleep(tree: dict[str, Any], path: KeyPath) -> bool:
+def asleep(tree: dict[str, Any], path: KeyPath) -> bool:
     """Whether the tree is a precision that is switched off; what else it says is then of no account."""
     enabled = tree.get("enabled")
-    return path in (("fp16",), ("bf16",)) and (enabled in (None, False) or (path == ("fp16",) and enabled == "auto"))
+    return path in (("fp16",), ("bf16",), ("torch_autocast",)) and enabled in (None, False)

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from zeroengine.config import deepspeed
-from zeroengine.config.fates import Fates
+from zeroengine.config.fates import Fates, asleep
 from zeroengine.config.messages import Problem, explain
 from zeroengine.config.model import Config
 from zeroengine.config.optimizers import OPTIMIZER_TYPES
@@ -83,12 +83,15 @@ def _canonical(source: Source) -> None:
         tree["zero_optimization"] = {"stage": int(tree["zero_optimization"])}
     for written, canonical in deepspeed.ALIASES.items():
         old, new = tuple(written.split(".")), tuple(canonical.split("."))
-        section = source.get(old[:-1])
-        if not isinstance(section, dict) or old[-1] not in section:
+        section, home = source.get(old[:-1]), source.get(new[:-1])
+        if not isinstance(section, dict) or old[-1] not in section or not isinstance(home, dict):
             continue
-        if new[-1] in section and section[new[-1]] != section[old[-1]]:
+        if new[-1] in home and home[new[-1]] != section[old[-1]]:
             raise ConfigError(f"{source.name}: {source.label(old)} and {source.label(new)} are one setting; keep one.")
-        section[new[-1]] = section.pop(old[-1])
+        value = section.pop(old[-1])
+        if home is not section and asleep(section, old[:-1]):
+            continue
+        home[new[-1]] = value
         source.spelling[new] = old
         for path in [path for path in source.places if path[: len(old)] == old]:
             source.places[new + path[len(old) :]] = source.places.pop(path)

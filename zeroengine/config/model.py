@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 from annotated_types import Ge, Gt, Le
-from pydantic import BeforeValidator, Field, PrivateAttr
+from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
 from zeroengine.config import batch
 from zeroengine.config.fields import AUTO, WHOLE, Auto, Count, NonNegative, Positive, Section
@@ -17,6 +17,9 @@ from zeroengine.config.optimizers import OptimizerConfig
 from zeroengine.config.schedulers import SchedulerConfig
 
 UNRESOLVED: Any = None  # of a number that `resolve` fills in
+
+FloatName = Literal["fp32", "bf16", "fp16"]
+FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class ZeroOptimization(Section):
@@ -44,13 +47,13 @@ class BF16(Section):
 
 
 class FP16(Section):
-    """float16 mixed precision with loss scaling. Not available yet: `enabled` must be false."""
+    """float16 mixed precision: compute and communicate in fp16 with a scaled loss, update an fp32 master."""
 
-    enabled: Annotated[bool, AUTO] = False
-    """Train in fp16. "auto": false."""
+    enabled: Annotated[bool | None, Auto(None)] = False
+    """Train in fp16. "auto": true where the model's own parameters are fp16."""
     loss_scale: Annotated[NonNegative, AUTO] = 0.0
     """Static loss scale; 0: dynamic."""
-    initial_scale_power: Annotated[Count, AUTO] = 16
+    initial_scale_power: Annotated[Count, Le(126), AUTO] = 16
     """The dynamic scale starts at two to this power."""
     loss_scale_window: Annotated[Positive, AUTO] = 1000
     """Steps without overflow before the scale doubles."""
@@ -58,8 +61,26 @@ class FP16(Section):
     """Overflows before the scale halves."""
     consecutive_hysteresis: bool = False
     """Refill the hysteresis at every step without overflow."""
-    min_loss_scale: Annotated[NonNegative, AUTO] = 1.0
-    """The smallest dynamic scale."""
+    min_loss_scale: Annotated[float, Gt(0), AUTO] = 1.0
+    """The smallest dynamic scale. An overflow there ends the run with an error."""
+
+
+class TorchAutocast(Section):
+    """torch.autocast around the forward: parameters, gradients and their reduction stay in their own dtype."""
+
+    enabled: Annotated[bool, AUTO] = False
+    """Run the model under torch.autocast."""
+    dtype: Annotated[Literal["bfloat16", "float16"], AUTO] = "bfloat16"
+    """What autocast computes in. float16 scales the loss, as the `fp16` section says."""
+
+
+class DataTypes(Section):
+    """Dtypes beside those of parameters and computation."""
+
+    grad_accum_dtype: Annotated[FloatName | None, AUTO] = None
+    """Gradients accumulate in it. "auto": fp32 where gradient_accumulation_steps is above 1, else the compute dtype."""
+    buffer_dtype: Annotated[FloatName | None, AUTO] = None
+    """Floating buffers of the model are cast to it. null: each keeps its own."""
 
 
 class Comm(Section):
@@ -98,7 +119,23 @@ class Config(Section):
     bf16: BF16 = BF16()
     """bfloat16 mixed precision."""
     fp16: FP16 = FP16()
-    """float16 mixed precision; not available yet."""
+    """float16 mixed precision with loss scaling."""
+    torch_autocast: TorchAutocast = TorchAutocast()
+    """torch.autocast around the forward."""
+    keep_fp32_modules: list[str] | None = None
+    """Patterns of module or class names, such as "*norm*" or "LayerNorm", that keep fp32 under bf16 or fp16."""
+    communication_data_type: Annotated[FloatName | None, AUTO] = None
+    """Gradients are reduced in it. "auto": the compute dtype; where whole gradients accumulate, the dtype of those."""
+    data_types: DataTypes = DataTypes()
+    """Dtypes beside those of parameters and computation."""
+    optimizer_state_dtype: Annotated[Literal["fp32", "bf16"], AUTO] = "fp32"
+    """Adam's moments are kept in it. bf16 is rounded stochastically and takes 4 bytes a parameter less."""
+    check_grad_overflow: Annotated[bool, AUTO] = True
+    """In bf16 and fp32: skip a step whose gradient is not finite. false: update with it, as plain PyTorch does."""
+    prescale_gradients: Annotated[bool, AUTO] = False
+    """Divide gradients by gradient_predivide_factor before they are summed, so that fp16 sums overflow later."""
+    gradient_predivide_factor: Annotated[float, Gt(0), AUTO] = 1.0
+    """What prescale_gradients divides by; the update multiplies it back in."""
     steps_per_print: Annotated[Positive | None, BeforeValidator(_finite_or_never), AUTO] = None
     """Rank 0 prints its progress every so many steps; null: never."""
     dump_state: bool = False
@@ -117,14 +154,37 @@ class Config(Section):
         return self._notices
 
     @property
-    def compute_dtype(self) -> torch.dtype:
-        """The dtype of forward and backward."""
-        return torch.bfloat16 if self.bf16.enabled else torch.float32
+    def low_precision(self) -> torch.dtype | None:
+        """bf16 or fp16 where parameters take it, with an fp32 master; None where they keep their own dtype."""
+        return torch.bfloat16 if self.bf16.enabled else torch.float16 if self.fp16.enabled else None
+
+    @property
+    def autocast_dtype(self) -> torch.dtype | None:
+        return getattr(torch, self.torch_autocast.dtype) if self.torch_autocast.enabled else None
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether gradients may be fp16 on their way, and the loss is scaled for them."""
+        return torch.float16 in (self.low_precision, self.autocast_dtype)
+
+    def reduce_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
+        """What gradients of parameters of ``dtype`` are reduced in; None: whatever costs no cast."""
+        name = self.communication_data_type
+        return FLOATS[name] if name is not None and dtype in FLOATS.values() else None
+
+    def accumulation_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """What gradients of parameters of ``dtype`` accumulate in. Once resolved."""
+        if dtype not in FLOATS.values():
+            return dtype
+        name = self.data_types.grad_accum_dtype
+        if name is None:
+            return torch.float32 if self.gradient_accumulation_steps > 1 else dtype
+        return FLOATS[name]
 
     def resolve(self, *, world_size: int, model_dtype: torch.dtype | None = None) -> Config:
-        """Give the configuration with the batch sizes and bf16 filled in; raise ConfigError where they contradict.
+        """Give the configuration with the batch sizes and precision filled in; raise ConfigError where they contradict.
 
-        `model_dtype` is that of the model's parameters, and decides `"bf16": {"enabled": "auto"}`.
+        `model_dtype` is that of the model's parameters, and decides `"enabled": "auto"` of bf16 and fp16.
         """
         sizes = batch.resolve(
             self.train_batch_size,
@@ -133,8 +193,18 @@ class Config(Section):
             world_size=world_size,
             source=self._source,
         )
-        enabled = model_dtype is torch.bfloat16 if self.bf16.enabled is None else self.bf16.enabled
-        return self.model_copy(update={**sizes, "bf16": self.bf16.model_copy(update={"enabled": enabled})})
+        bf16, fp16 = (
+            section.model_copy(update={"enabled": model_dtype is dtype}) if section.enabled is None else section
+            for section, dtype in ((self.bf16, torch.bfloat16), (self.fp16, torch.float16))
+        )
+        return self.model_copy(update={**sizes, "bf16": bf16, "fp16": fp16})
+
+    @model_validator(mode="after")
+    def _one_precision(self) -> Config:
+        on = [name for name in ("bf16", "fp16", "torch_autocast") if getattr(self, name).enabled]
+        if len(on) > 1:
+            raise ValueError(f"{' and '.join(on)} are both enabled; enable one of bf16, fp16 and torch_autocast")
+        return self
 
     def to_dict(self) -> dict[str, Any]:
         """The values as JSON types. `load` takes them back."""

@@ -1,16 +1,19 @@
-"""`optimizer`: the known types and their parameters.
+"""`optimizer`: the known types and their parameters, and any other class by its import path.
 
-What comes out is ready for torch: `getattr(torch.optim, config.type)(groups, **config.params)`. DeepSpeed's "Adam"
-decays weights decoupled unless `adam_w_mode` is false, so it comes out as AdamW.
+What comes out is ready to be called: `cls(groups, **config.params)`. DeepSpeed's "Adam" decays weights decoupled
+unless `adam_w_mode` is false, so it comes out as AdamW.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_serializer, model_validator
+from pydantic import Discriminator, Field, Tag, field_serializer, model_validator
 
 from zeroengine.config.fields import AUTO, Betas, CheckedBy, Decay, NonNegative, Section
+
+IMPORT_PATH = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+"
 
 
 class AdamWParams(Section):
@@ -80,5 +83,61 @@ class SGD(Section):
     """Its hyperparameters."""
 
 
-OptimizerConfig = Annotated[Adam | AdamW | SGD, Field(discriminator="type")]
-OPTIMIZER_TYPES = ("Adam", "AdamW", "SGD")
+class AdagradParams(Section):
+    lr: Annotated[NonNegative, AUTO] = 1e-2
+    """Learning rate."""
+    lr_decay: Annotated[NonNegative, AUTO] = 0.0
+    """Decay of the learning rate."""
+    weight_decay: Annotated[NonNegative, AUTO] = 0.0
+    """L2 weight decay."""
+    initial_accumulator_value: Annotated[NonNegative, AUTO] = 0.0
+    """What the sum of squares starts at."""
+    eps: Annotated[NonNegative, AUTO] = 1e-10
+    """Added to the root of the sum of squares."""
+
+
+class Adagrad(Section):
+    type: Literal["Adagrad"]
+    """Rates that fall with the gradients seen so far (Duchi et al., JMLR 2011)."""
+    params: Annotated[dict[str, Any], CheckedBy(AdagradParams)] = AdagradParams().model_dump()
+    """Its hyperparameters."""
+
+
+class LionParams(Section):
+    lr: Annotated[NonNegative, AUTO] = 1e-4
+    """Learning rate: a third to a tenth of AdamW's."""
+    betas: Annotated[Betas, AUTO] = (0.9, 0.99)
+    """Decay rates: of the update's direction, and of the momentum."""
+    weight_decay: Annotated[NonNegative, AUTO] = 0.0
+    """Decoupled weight decay: three to ten times AdamW's."""
+
+
+class Lion(Section):
+    type: Literal["Lion"]
+    """The sign of a momentum (arXiv 2302.06675); half of Adam's state."""
+    params: Annotated[dict[str, Any], CheckedBy(LionParams)] = LionParams().model_dump()
+    """Its hyperparameters."""
+
+
+class ByImportPath(Section):
+    type: Annotated[str, Field(pattern=IMPORT_PATH)]
+    """A torch.optim.Optimizer class by its import path, such as "torch.optim.RAdam" or "mypackage.optim.Mine"."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the class."""
+
+
+def _kind(value: Any) -> Any:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "an import path" if isinstance(kind, str) and re.fullmatch(IMPORT_PATH, kind) else kind
+
+
+OptimizerConfig = Annotated[
+    Annotated[Adam, Tag("Adam")]
+    | Annotated[AdamW, Tag("AdamW")]
+    | Annotated[SGD, Tag("SGD")]
+    | Annotated[Adagrad, Tag("Adagrad")]
+    | Annotated[Lion, Tag("Lion")]
+    | Annotated[ByImportPath, Tag("an import path")],
+    Discriminator(_kind),
+]
+OPTIMIZER_TYPES = ("Adam", "AdamW", "SGD", "Adagrad", "Lion")

@@ -22,8 +22,10 @@ def json_schema() -> Schema:
     schema["title"] = "zeroengine configuration"
     for written, canonical in deepspeed.ALIASES.items():
         *path, name = canonical.split(".")
-        for section in _sections(schema, schema, path):
-            section["properties"][written.split(".")[-1]] = section["properties"][name]
+        *beside, spelling = written.split(".")
+        for home in _sections(schema, schema, path):
+            for section in _sections(schema, schema, beside):
+                section["properties"][spelling] = home["properties"][name]
     for row in deepspeed.TABLE.values():
         *path, name = row.path.split(".")
         for section in _sections(schema, schema, path):
@@ -55,7 +57,7 @@ def _sections(root: Schema, schema: Schema, path: list[str]) -> Iterator[Schema]
 def _row_schema(row: deepspeed.Row) -> Schema:
     if row.fate == deepspeed.NO_EFFECT:
         return {"description": f"No effect: {row.why}."}
-    if row.path.startswith(("bf16.", "fp16.")) and row.path != "fp16.enabled":
+    if row.path.startswith(("bf16.", "fp16.")):
         return {"description": f"Refused: {row.why}."}  # but of no account where that precision is off
     silent: list[Schema] = [{"enum": ["auto", *(value for value in row.off if not isinstance(value, list))]}]
     if row.switch:
@@ -69,7 +71,8 @@ def honoured_table() -> str:
     """Markdown: every key of our models, its default, and its docstring."""
     second: dict[str, list[str]] = {}
     for written, canonical in deepspeed.ALIASES.items():
-        second.setdefault(canonical, []).append(written.rpartition(".")[2])
+        beside = written.rpartition(".")[0] == canonical.rpartition(".")[0]
+        second.setdefault(canonical, []).append(written.rpartition(".")[2] if beside else written)
     rows = ["| key | default | meaning |", "|---|---|---|"]
     for path, default, text in _honoured(Config, ""):
         also = "".join(f" (also `{name}`)" for name in second.get(path, []))

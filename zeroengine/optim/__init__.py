@@ -1,11 +1,15 @@
 """The sharded optimizer, and the optimizers and schedules that a configuration names."""
 
 from .factory import OptimizerLike, make_optimizer
+from .lion import Lion
+from .scaler import LossScaler
 from .schedules import LRSchedulerLike, make_scheduler
 from .sharded import ShardedOptimizer, UnitStates, check_optimizer
 
 __all__ = [
     "LRSchedulerLike",
+    "Lion",
+    "LossScaler",
     "OptimizerLike",
     "ShardedOptimizer",
     "UnitStates",

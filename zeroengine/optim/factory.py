@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -10,6 +12,7 @@ from torch import nn
 
 from ..config import Config
 from ..errors import ZeroEngineError
+from .lion import Lion
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None
 
@@ -49,11 +52,30 @@ def make_optimizer(optimizer: OptimizerLike, model: nn.Module, config: Config) -
 
 
 def _by_name(kind: str, params: list[nn.Parameter], hyperparameters: dict[str, Any]) -> torch.optim.Optimizer:
-    cls = getattr(torch.optim, kind)
+    cls = _imported(kind) if "." in kind else Lion if kind == "Lion" else getattr(torch.optim, kind)
     # The decorated add_param_group imports torch._dynamo: 70 MB and a second or two at every start.
     light = type(cls.__name__, (cls,), {"add_param_group": add_param_group})
-    built: torch.optim.Optimizer = light(params, **hyperparameters)
+    try:
+        built: torch.optim.Optimizer = light(params, **hyperparameters)
+    except (TypeError, ValueError) as error:
+        raise ZeroEngineError(
+            f"optimizer.params: {kind} refuses them: {error}. It takes {inspect.signature(cls)}."
+        ) from error
     return built
+
+
+def _imported(path: str) -> type[torch.optim.Optimizer]:
+    module, _, name = path.rpartition(".")
+    try:
+        cls = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ZeroEngineError(
+            f'optimizer.type "{path}" cannot be imported: {error}. Write the import path of an optimizer class, such '
+            'as "torch.optim.RAdam", in a package that every rank can import.'
+        ) from error
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        raise ZeroEngineError(f'optimizer.type "{path}" is {cls!r}, not a subclass of torch.optim.Optimizer')
+    return cls
 
 
 _decorated = torch.optim.Optimizer.add_param_group

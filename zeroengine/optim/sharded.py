@@ -11,7 +11,7 @@ import copy
 import inspect
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ import torch
 from .. import ops
 from ..comm import Transport
 from ..errors import ZeroEngineError
-from ..partition import Degrees, ShardSpan
+from ..partition import Degrees, ParamSlot, ShardSpan
 from ..runtime.gradients import UnitGradients
 from .factory import add_param_group
 from .segments import Segment, segments_of
@@ -34,25 +34,27 @@ SEGMENT_TABLES = 16  # remembered of each unit
 class UnitStates:
     """The optimizer's states of one unit on this rank, all 1-D of the optimizer shard's length."""
 
-    def __init__(self, grads: UnitGradients) -> None:
+    def __init__(self, grads: UnitGradients, moments_dtype: torch.dtype) -> None:
         unit = grads.unit
+        self._moments_dtype = moments_dtype
         self.grads, self.unit = grads, unit
         degree = unit.degrees.optimizer
         self.published = unit.owned(degree)
         self.gradient = grads.owned(degree)
         # DESIGN "One master": where parameters are fp32 they are the master.
-        self.mixed = unit.dtype in (torch.bfloat16, torch.float16)
+        self.mixed = unit.mixed
         self.master = self.published
         if self.mixed:
             self.master = _huge(torch.empty(self.published.numel(), dtype=torch.float32, device=unit.full.device))
-            self.master.copy_(self.published)
+            self.master.copy_(self.published if unit.master is None else unit.master)
+            unit.master = None
         self.moments: list[torch.Tensor] = []
         self.steps = [0] * len(unit.params)
         self.segments: dict[tuple[Any, ...], list[Segment]] = {}
 
     def adam_moments(self) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.moments:
-            self.moments = [_huge(torch.empty_like(self.master)).zero_() for _ in range(2)]
+            self.moments = [_huge(torch.empty_like(self.master, dtype=self._moments_dtype)).zero_() for _ in range(2)]
         return self.moments[0], self.moments[1]
 
     def reload_master(self) -> None:
@@ -81,6 +83,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             any other element-wise one runs on the shards.
         gradients: every trainable unit's gradients, in forward order.
         publish: called with a unit right after its update: its parameters have new values on their owner.
+        moments_dtype: of Adam's moments; bf16 is rounded stochastically.
     """
 
     def __init__(
@@ -90,15 +93,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
         transport: Transport,
         *,
         publish: Callable[[UnitGradients], None],
+        moments_dtype: torch.dtype = torch.float32,
     ) -> None:
         self._transport, self._publish = transport, publish
         self._groups = _group_of_param(inner.param_groups)
-        self.units = [UnitStates(grads) for grads in gradients]
+        self.units = [UnitStates(grads, moments_dtype) for grads in gradients]
         self._built = False
         super().__init__(inner.param_groups, inner.defaults)
         self._built = True
         self.param_groups = inner.param_groups  # the very same list and dicts
         self._fused = _runs_fused(inner) and all(u.master.dtype is torch.float32 for u in self.units)
+        if moments_dtype is not torch.float32 and not self._fused:
+            raise ZeroEngineError(
+                f"optimizer_state_dtype: only Adam and AdamW on fp32 masters keep moments in bf16, not "
+                f"{type(inner).__name__}; remove the key"
+            )
         self._inner = inner
         self._on_shards = None if self._fused else self._make_inner()
         if self._fused:
@@ -147,6 +156,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
             used.append([flag > 0 for flag in total[at : at + len(states.steps)]])
             at += len(states.steps)
         return math.sqrt(total[0]) if total[0] >= 0 else math.nan, used
+
+    def first_not_finite(self) -> str | None:
+        """The first parameter, in forward order, whose summed gradient is not finite; the same on every rank."""
+        flags = []
+        for states in self.units:
+            layout, unit = states.unit.layout, states.unit
+            bad = [False] * len(layout.slots)
+            for span in layout.spans(unit.rank, unit.degrees.optimizer):
+                gradient = states.gradient[span.shard_offset : span.shard_offset + span.numel]
+                bad[span.slot] = bad[span.slot] or not bool(torch.isfinite(gradient).all())
+            flags += bad
+        names = [slot.name for states in self.units for slot in states.unit.layout.slots]
+        device = self.units[0].master.device
+        total = self._transport.all_reduce_scalars(
+            torch.tensor(flags, dtype=torch.float64, device=device), "where not finite"
+        )
+        return next((name for name, flag in zip(names, total.tolist(), strict=True) if flag), None)
 
     # -- update -----------------------------------------------------------------------------------
 
@@ -242,6 +268,52 @@ class ShardedOptimizer(torch.optim.Optimizer):
         pairs = zip(self.param_groups, groups, strict=True)
         inner.param_groups = [{**group, "params": params} for group, params in pairs]
         return inner
+
+    # -- looking and surgery ----------------------------------------------------------------------
+
+    def keys(self, states: UnitStates, slot: ParamSlot) -> list[str]:
+        """The names of what is kept of a parameter, as far as this rank owns it."""
+        return sorted({key for _, kept in self._kept(states, slot) for key in kept})
+
+    def values(self, states: UnitStates, slot: ParamSlot, key: str) -> list[tuple[slice, torch.Tensor]]:
+        """What is kept under ``key``: where in the shard, and its values there (0-d for a number)."""
+        return [(where, torch.as_tensor(kept[key])) for where, kept in self._kept(states, slot) if key in kept]
+
+    def set_values(
+        self, states: UnitStates, slot: ParamSlot, key: str, values: Sequence[tuple[slice, torch.Tensor]]
+    ) -> None:
+        """The inverse of ``values``, of the same places."""
+        index = states.unit.layout.slots.index(slot)
+        if self._on_shards is None and key == "step":
+            for _, value in values:
+                states.steps[index] = int(value.flatten()[0])
+            return
+        for (_, kept), (_, value) in zip(self._kept(states, slot), values, strict=True):
+            if isinstance(kept[key], torch.Tensor):
+                kept[key].copy_(value.view_as(kept[key]) if kept[key].dim() else value.flatten()[0])
+            else:
+                kept[key] = type(kept[key])(value.flatten()[0].item())
+
+    def _kept(self, states: UnitStates, slot: ParamSlot) -> Iterator[tuple[slice, dict[str, Any]]]:
+        """Each piece of a parameter that this rank owns: where in the shard, and the optimizer's state of it."""
+        layout, unit = states.unit.layout, states.unit
+        index = layout.slots.index(slot)
+        for number, span in enumerate(layout.spans(unit.rank, unit.degrees.optimizer)):
+            if span.slot != index:
+                continue
+            where = slice(span.shard_offset, span.shard_offset + span.numel)
+            if self._on_shards is not None:
+                yield where, self._on_shards.state[self._pieces[id(states)][number][1]]
+            else:
+                moments = states.adam_moments()
+                yield (
+                    where,
+                    {
+                        "exp_avg": moments[0][where],
+                        "exp_avg_sq": moments[1][where],
+                        "step": float(states.steps[index]),
+                    },
+                )
 
     def state_bytes(self) -> int:
         """Bytes of moments (or of whatever the optimizer keeps) on this rank."""

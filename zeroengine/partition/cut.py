@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -46,7 +46,11 @@ class _Group:
 
 
 def cut_units(
-    model: nn.Module, *, patterns: Sequence[str] | None = None, compute_dtype: torch.dtype | None = None
+    model: nn.Module,
+    *,
+    patterns: Sequence[str] | None = None,
+    compute_dtype: torch.dtype | None = None,
+    keep_fp32: Collection[nn.Parameter] = (),
 ) -> list[UnitPlan]:
     """Cuts ``model`` into units, in registration order.
 
@@ -58,6 +62,7 @@ def cut_units(
     Args:
         patterns: module-name patterns (``fnmatch``, such as ``"layers.*"``) that replace the rule.
         compute_dtype: dtype that floating parameters take, or None to keep each one's own.
+        keep_fp32: parameters that take fp32 instead.
 
     Raises:
         ZeroEngineError: the model has no parameters, or a pattern matches no module with parameters.
@@ -83,7 +88,13 @@ def cut_units(
     order = {param: i for i, param in enumerate(names)}
     groups.sort(key=lambda g: order[g.params[0][1]])
     owners = _owners(model)
-    return [unit for group in groups for unit in _split(group, owners, compute_dtype)]
+
+    def dtype_of(param: nn.Parameter) -> torch.dtype:
+        if compute_dtype is None or not param.is_floating_point():
+            return param.dtype
+        return torch.float32 if param in keep_fp32 else compute_dtype
+
+    return [unit for group in groups for unit in _split(group, owners, dtype_of)]
 
 
 def _canonical_names(model: nn.Module) -> dict[nn.Parameter, str]:
@@ -152,14 +163,12 @@ def _owners(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
 
 
 def _split(
-    group: _Group, owners: dict[nn.Parameter, list[nn.Module]], compute_dtype: torch.dtype | None
+    group: _Group, owners: dict[nn.Parameter, list[nn.Module]], dtype_of: Callable[[nn.Parameter], torch.dtype]
 ) -> Iterator[UnitPlan]:
     """One unit for each dtype and trainability in the group, trainable first."""
     kinds: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
     for name, param in group.params:
-        cast = compute_dtype is not None and param.is_floating_point()
-        dtype = compute_dtype if cast and compute_dtype is not None else param.dtype
-        kinds.setdefault((dtype, param.requires_grad), []).append((name, param))
+        kinds.setdefault((dtype_of(param), param.requires_grad), []).append((name, param))
     inside = set(group.root.modules()) if group.root is not None else set()
     main = next(iter(sorted(kinds, key=lambda kind: not kind[1])))
     for (dtype, trainable), params in sorted(kinds.items(), key=lambda item: not item[0][1]):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from .. import ops
@@ -10,20 +12,30 @@ from .unit import Unit
 
 
 class UnitGradients:
-    """The gradients of one unit: what this rank keeps, and how far the present micro-step is."""
+    """The gradients of one unit: what this rank keeps, and how far the present micro-step is.
 
-    def __init__(self, unit: Unit, transport: Transport, dtype: torch.dtype) -> None:
+    Args:
+        dtype: of what is kept, in which gradients accumulate.
+        reduce_dtype: in which they are reduced; None: as they are sent without a cast.
+    """
+
+    def __init__(self, unit: Unit, transport: Transport, dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> None:
         self.unit, self.dtype = unit, dtype
         layout, degrees = unit.layout, unit.degrees
         self.whole = degrees.gradients == 1
+        self.reduce_dtype = reduce_dtype or (dtype if self.whole else unit.dtype)
+        self.sent_as_kept = self.whole and dtype is self.reduce_dtype  # else they are sent from a slot
         if self.whole:
-            self.kept = transport.empty(layout.numel, dtype)
+            device = unit.full.device
+            empty = transport.empty if self.sent_as_kept else partial(torch.empty, device=device)
+            self.kept = empty(layout.numel, dtype=dtype)
             self.views = views_of(unit, self.kept)
         else:
             self.kept = torch.empty(layout.shard_numel(degrees.gradients), dtype=dtype, device=unit.full.device)
             self.views = []
         ops.advise_huge_pages(self.kept)
         self.kept.zero_()
+        self.local: dict[int, torch.Tensor] = {}  # sums of earlier micro-steps in no_sync, by parameter
         self.left: set[int] = set()  # parameters whose gradient this backward still owes
         self.written = [False] * len(unit.params)  # in this micro-step (bucket) or since the step (whole)
         self.used = [False] * len(unit.params)  # since the step, on this rank

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from ..comm import Transport, Work
+from ..errors import ZeroEngineError
 from .gradients import UnitGradients, views_of
 from .unit import Unit
 
@@ -38,11 +39,33 @@ class Slot:
     launched: int = 0  # the how-manieth bucket it last was
 
 
+class SummedWork:
+    """An all-reduce in a slot, taken over into what is kept when awaited."""
+
+    def __init__(self, work: Work, flat: torch.Tensor, kept: torch.Tensor, accumulate: bool) -> None:
+        self.work, self._flat, self._kept, self._accumulate = work, flat, kept, accumulate
+        self._taken = False
+
+    def wait(self) -> None:
+        if not self._taken:
+            self._taken = True
+            self.work.wait()
+            if self._accumulate:
+                self._kept.add_(self._flat)
+            else:
+                self._kept.copy_(self._flat)
+
+    def is_completed(self) -> bool:
+        return self._taken
+
+
 class Reducer:
     """Owns the gradients of the trainable units. Knows gradients only.
 
     Args:
         bucket_numel: elements that one bucket may hold; a larger unit is a bucket alone. None: one unit each.
+        accumulation_dtype, reduce_dtype: from a unit's dtype to that of what is kept, and of what is sent (None: free).
+        predivide: what gradients are divided by on their way; the update makes up for it.
         complete: called when every parameter of a unit has its gradient.
         entering_backward: called at the first sign of a backward, once or more in each.
     """
@@ -53,13 +76,21 @@ class Reducer:
         transport: Transport,
         *,
         bucket_numel: int | None,
+        accumulation_dtype: Callable[[torch.dtype], torch.dtype],
+        reduce_dtype: Callable[[torch.dtype], torch.dtype | None],
+        predivide: float,
         complete: Callable[[Unit], None],
         entering_backward: Callable[[], None],
     ) -> None:
         self._transport, self._channel = transport, transport.reduce
         self._bucket_numel = bucket_numel or 0
         self._complete, self._entering_backward = complete, entering_backward
-        self.gradients = [UnitGradients(unit, transport, unit.dtype) for unit in units if unit.trainable]
+        self.predivide = predivide
+        self.gradients = [
+            UnitGradients(unit, transport, accumulation_dtype(unit.dtype), reduce_dtype(unit.dtype))
+            for unit in units
+            if unit.trainable
+        ]
         self._order = self.gradients[::-1]
         self._launched = 0  # of _order, in this backward
         self._bucket: list[UnitGradients] = []  # complete, waiting for the bucket to fill
@@ -102,6 +133,8 @@ class Reducer:
         grads.left.discard(index)
         if self._stays_local(grads):
             self._late = self._late or grads.reduced
+            if grads.dtype is not param.dtype:
+                self._set_aside(grads, index, param)
         else:
             self._collect(grads, index, param)
         if not grads.left:
@@ -113,23 +146,49 @@ class Reducer:
         if not grads.whole and grads not in self._slot_of:
             self._slot_of[grads] = self._slot_for(grads)
         target = (grads.views if grads.whole else self._slot_of[grads].views)[index]
-        assert param.grad is not None
-        gradient = param.grad.detach()  # a backward with create_graph gives it a history
-        if gradient.is_sparse:
-            gradient = gradient.to_dense()
-        if grads.written[index]:
+        self._take(grads, index, param, target, add=grads.written[index])
+        grads.written[index] = True
+
+    def _take(
+        self, grads: UnitGradients, index: int, param: nn.Parameter, target: torch.Tensor, *, add: bool = False
+    ) -> None:
+        """Moves a gradient, and what was set aside of earlier ones, into ``target``."""
+        gradient = grads.local.pop(index, None)
+        if param.grad is not None:
+            last = param.grad.detach()  # a backward with create_graph gives it a history
+            last = last.to_dense() if last.is_sparse else last
+            gradient = last if gradient is None else gradient.add_(last)
+        assert gradient is not None
+        if self.predivide != 1:
+            gradient = gradient / self.predivide
+        if add:
             target.add_(gradient)
         else:
             target.copy_(gradient)
-        grads.written[index] = grads.used[index] = True
+        grads.used[index] = True
         param.grad = None
+
+    def _set_aside(self, grads: UnitGradients, index: int, param: nn.Parameter) -> None:
+        """Sums over micro-steps in the accumulation dtype, where ``param.grad`` would sum in a lower one."""
+        assert param.grad is not None
+        gradient = param.grad.detach()
+        if index in grads.local:
+            grads.local[index].add_(gradient)
+        else:
+            grads.local[index] = gradient.to_dense().to(grads.dtype) if gradient.is_sparse else gradient.to(grads.dtype)
+        param.grad = None
+
+    @staticmethod
+    def _has_gradient(grads: UnitGradients, index: int) -> bool:
+        """Whether one waits outside of the buckets."""
+        return index in grads.local or grads.unit.params[index].grad is not None
 
     def end_backward(self) -> None:
         """Completes what the backward left open, in order."""
         for grads in self._order:
             if not self._stays_local(grads):
                 for index in grads.left:  # from an earlier micro-step inside no_sync
-                    if grads.unit.params[index].grad is not None:
+                    if self._has_gradient(grads, index):
                         self._collect(grads, index, grads.unit.params[index])
             grads.left = set()
         self._launch_in_order()
@@ -158,21 +217,29 @@ class Reducer:
         unit = grads.unit
         if grads.whole:
             self._zero_unwritten(grads, grads.views)
-            if unit.degrees.optimizer == 1:
+            mine = grads.owned(unit.degrees.optimizer)
+            if not grads.sent_as_kept:
+                slot = self._slot_for(grads)
+                slot.memory[: unit.layout.numel].copy_(grads.kept)
+                self._send(slot, grads, mine, accumulate=False)
+            elif unit.degrees.optimizer == 1:
                 self._works.append(self._channel.all_reduce(grads.kept, unit.name))
             else:
-                mine = grads.owned(unit.degrees.optimizer)
                 self._works.append(self._channel.reduce_scatter(mine, grads.kept, unit.name))
         else:
-            slot = self._slot_of.pop(grads, None) or self._slot_for(grads)
+            slot = self._slot_of.pop(grads) if grads in self._slot_of else self._slot_for(grads)
             self._zero_unwritten(grads, slot.views)
             self._send(slot, grads, grads.kept, accumulate=grads.reduced)
             grads.written = [False] * len(unit.params)
         grads.reduced = True
 
     def _send(self, slot: Slot, grads: UnitGradients, target: torch.Tensor, accumulate: bool) -> None:
+        """Reduces what is in ``slot`` into ``target``, all of the gradient or this rank's shard."""
         flat = slot.memory[: grads.unit.layout.numel]  # a bucket for the largest unit may serve a smaller one
-        slot.work = self._channel.reduce_scatter(target, flat, grads.unit.name, accumulate)
+        if target.numel() == flat.numel():
+            slot.work = SummedWork(self._channel.all_reduce(flat, grads.unit.name), flat, target, accumulate)
+        else:
+            slot.work = self._channel.reduce_scatter(target, flat, grads.unit.name, accumulate)
         slot.busy = False
         self._num_sent += 1
         slot.launched = self._num_sent
@@ -189,16 +256,18 @@ class Reducer:
         # A large unit takes a slot that fits any unit, a small one a slot of its own size.
         largest = max(g.unit.layout.numel for g in self.gradients)
         need = largest if 4 * need > largest else need
-        fitting = [s for s in self._slots if s.memory.numel() == need and s.memory.dtype == grads.dtype and not s.busy]
+        fitting = [
+            s for s in self._slots if s.memory.numel() == need and s.memory.dtype == grads.reduce_dtype and not s.busy
+        ]
         fitting.sort(key=lambda s: s.launched)
-        chosen = next((s for s in fitting if s.work is None or self._channel.reusable(s.work, 0.0)), None)
+        chosen = next((s for s in fitting if s.work is None or self._reusable(s.work, 0.0)), None)
         if chosen is None and len(fitting) >= 2:
             # A peer may read this slot only after its backward, which may need our next gather: do not insist.
             oldest = fitting[0]
             assert oldest.work is not None
-            chosen = oldest if self._channel.reusable(oldest.work, SLOT_PATIENCE_S) else None
+            chosen = oldest if self._reusable(oldest.work, SLOT_PATIENCE_S) else None
         if chosen is None:
-            chosen = Slot(self._transport.empty(need, grads.dtype))
+            chosen = Slot(self._transport.empty(need, grads.reduce_dtype))
             self._slots.append(chosen)
         layout = tuple((slot.offset, slot.shape) for slot in unit.layout.slots)
         if chosen.layout != layout:
@@ -207,6 +276,14 @@ class Reducer:
         chosen.busy = True
         return chosen
 
+    def _reusable(self, work: Work, patience: float) -> bool:
+        if isinstance(work, SummedWork):
+            if not patience and not work.is_completed():
+                return False
+            work.wait()  # nothing is ever gathered at degree 1, so no peer waits for this rank meanwhile
+            work = work.work
+        return self._channel.reusable(work, patience)
+
     # -- step -------------------------------------------------------------------------------------
 
     def finish(self) -> None:
@@ -214,7 +291,7 @@ class Reducer:
         for grads in self._order:
             if not grads.reduced:  # all its micro-steps were inside no_sync
                 for index, param in enumerate(grads.unit.params):
-                    if param.grad is not None:
+                    if self._has_gradient(grads, index):
                         self._collect(grads, index, param)
                 self._reduce(grads)
         if self._late:
@@ -224,28 +301,49 @@ class Reducer:
         self._works.clear()
 
     def _reduce_late(self) -> None:
-        """Gradients of backwards that came after the reduce, where gradients are whole."""
+        """Gradients of backwards that came after the reduce and were not reduced themselves."""
         for work in self._works:
             work.wait()
         self._works.clear()
         for grads in self._order:
-            unit, degree = grads.unit, grads.unit.degrees.optimizer
             slot = self._slot_for(grads)
-            for index, param in enumerate(unit.params):
-                if param.grad is None:
-                    slot.views[index].zero_()
+            for index, param in enumerate(grads.unit.params):
+                if self._has_gradient(grads, index):
+                    self._take(grads, index, param, slot.views[index])
                 else:
-                    slot.views[index].copy_(param.grad)
-                    grads.used[index], param.grad = True, None
-            if degree == 1:
-                flat = slot.memory[: unit.layout.numel]
-                slot.work = self._channel.all_reduce(flat, unit.name)
-                slot.work.wait()
-                grads.kept.add_(flat)
-                slot.busy = False
-            else:
-                self._send(slot, grads, grads.owned(degree), accumulate=True)
+                    slot.views[index].zero_()
+            self._send(slot, grads, grads.owned(grads.unit.degrees.optimizer), accumulate=True)
         self._late = False
+
+    # -- looking and surgery ----------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Returns with no reduce under way."""
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+
+    def is_reduced(self, grads: UnitGradients) -> bool:
+        """Whether what this rank keeps is the sum over ranks, with nothing left to add."""
+        left = any(self._has_gradient(grads, i) for i in range(len(grads.unit.params)))
+        return grads.reduced and not self._late and not left
+
+    def so_far(self, grads: UnitGradients, index: int) -> tuple[torch.Tensor | None, bool]:
+        """This rank's gradient of a parameter since the step, if any, and whether it is in the reduced sum."""
+        if self.is_reduced(grads):
+            return (grads.kept if grads.used[index] else None), True
+        if grads.reduced:
+            raise ZeroEngineError(
+                "full_gradient: part of this step's gradient is reduced and part, of a backward inside no_sync(), is "
+                "not. Call it after a backward outside of no_sync()."
+            )
+        waiting = [grads.local.get(index), grads.unit.params[index].grad]
+        parts = [part.detach().to_dense() / self.predivide for part in waiting if part is not None]
+        if grads.whole and grads.written[index]:
+            parts.append(grads.views[index])
+        if not parts:
+            return None, False
+        return torch.stack([part.to(torch.promote_types(part.dtype, torch.float32)) for part in parts]).sum(0), False
 
     def abandon(self) -> None:
         """Drops every gradient since the last step. What is already being reduced is, and then overwritten."""
@@ -259,6 +357,7 @@ class Reducer:
         self._backward = self._late = False
         for grads in self.gradients:
             grads.left = set()
+            grads.local.clear()
             for param in grads.unit.params:
                 param.grad = None
         self.reset()

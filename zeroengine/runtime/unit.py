@@ -30,6 +30,10 @@ class Unit:
     Building a unit copies the parameters in (cast to the unit's dtype) and makes them views; the model's
     own memory is freed as it goes.
 
+    Attributes:
+        master: fp32 values of this rank's optimizer shard, from before they were cast, for the optimizer to take;
+            None where nothing was lost.
+
     Args:
         synchronise: makes a full buffer the same on all ranks.
     """
@@ -60,17 +64,33 @@ class Unit:
             ops.advise_huge_pages(self.full)
         self.full.zero_()
         self._views = [self.full[s.offset : s.end].view(s.shape) for s in self.layout.slots]
-        with torch.no_grad():
-            for param, view in zip(self.params, self._views, strict=True):
-                view.copy_(param.detach())
-                param.data = view
-        synchronise(self.full)
+        self.master = self._load(synchronise)
         self.shard = self.full
         if self.partitioned:
             start, stop = self.layout.shard_range(self.rank, degrees.parameters)
             self.shard = transport.empty(stop - start, self.dtype)
             self.shard.copy_(self.full[start:stop])
         self._stubs = [_stub(view) for view in self._views]
+
+    def _load(self, synchronise: Callable[[torch.Tensor], None]) -> torch.Tensor | None:
+        """The model's own values into the full buffer; this rank's fp32 master where they were not rounded yet."""
+        wide = self.trainable and self.mixed and any(p.dtype is not self.dtype for p in self.params)
+        source = torch.zeros_like(self.full, dtype=torch.float32) if wide else self.full
+        with torch.no_grad():
+            for param, view, slot in zip(self.params, self._views, self.layout.slots, strict=True):
+                source[slot.offset : slot.end].view(slot.shape).copy_(param.detach())
+                param.data = view
+            synchronise(source)
+            if not wide:
+                return None
+            self.full.copy_(source)
+            start, stop = self.layout.shard_range(self.rank, self.degrees.optimizer)
+            return source[start:stop].clone()
+
+    @property
+    def mixed(self) -> bool:
+        """Whether parameters are low precision, and an fp32 master is updated in their stead."""
+        return self.dtype in (torch.bfloat16, torch.float16)
 
     @property
     def released(self) -> bool:
