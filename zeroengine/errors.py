@@ -22,5 +22,9 @@ class DivergenceError(ZeroEngineError):
     """Ranks disagree, or one stalled or died: names the units and the ranks."""
 
 
+class CheckpointError(ZeroEngineError):
+    """A checkpoint that cannot be written, or that is absent, damaged, or another model's."""
+
+
 class LaunchError(ZeroEngineError):
     """zero-launch was asked for something that it cannot start."""

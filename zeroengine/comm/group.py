@@ -56,11 +56,15 @@ class Group:
         return values  # type: ignore[return-value]
 
     @contextlib.contextmanager
-    def agreeing(self, doing: str) -> Iterator[None]:
-        """An error on one rank is an error on all of them, each with the message of the first."""
+    def agreeing(self, doing: str, fact: T | None = None) -> Iterator[list[T]]:
+        """An error on one rank is an error on all of them, each with the message of the first.
+
+        Yields a list which afterwards holds every rank's ``fact`` (picklable), in rank order.
+        """
         error: Exception | None = None
+        facts: list[T] = []
         try:
-            yield
+            yield facts
         except Exception as caught:
             error = caught
         mine: tuple[type[ZeroEngineError], str] | None = None
@@ -68,12 +72,13 @@ class Group:
             mine = (ZeroEngineError, f"{type(error).__name__}: {error}")
             if isinstance(error, ZeroEngineError):
                 mine = (type(error), str(error))
-        errors = self.exchange(mine)
+        every = self.exchange((mine, fact))
         if error is not None:
             raise error
-        for rank, other in enumerate(errors):
+        for rank, (other, _) in enumerate(every):
             if other is not None:
                 raise other[0](f"rank {rank} failed {doing}: {other[1]}")
+        facts += [fact for _, fact in every]  # type: ignore[misc]
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Rank ``source``'s values on every rank, in place."""
@@ -84,6 +89,14 @@ class Group:
         """The sum over ranks, in place. For rare use: a ``Transport`` is faster."""
         if self.world_size > 1:
             dist.all_reduce(tensor, group=self.process_group)
+
+    def like(self, backend: str) -> dist.ProcessGroup:
+        """Another process group of the same ranks."""
+        group = dist.new_group(
+            dist.get_process_group_ranks(self.process_group), backend=backend, use_local_synchronization=True
+        )
+        assert isinstance(group, dist.ProcessGroup)
+        return group
 
     def transport(self, kind: str, timeout: float) -> Transport:
         """The fastest transport that all ranks can use.

@@ -104,10 +104,24 @@ class FlatLayout:
         start = self.degrees.index(rank, degree) * size
         return start, start + size
 
-    def spans(self, rank: int, degree: int) -> Iterator[ShardSpan]:
-        """The pieces of parameters in ``rank``'s shard of a state of ``degree``, in buffer order."""
-        start, end = self.shard_range(rank, degree)
+    def share_range(self, rank: int, degree: int, world_size: int) -> tuple[int, int]:
+        """The part of ``rank``'s shard that it stands for where every element counts once over all ranks.
+
+        Ranks that hold the same shard split it evenly.
+        """
+        start, stop = self.shard_range(rank, degree)
+        size = (stop - start) * degree // world_size
+        return start + rank // degree * size, start + (rank // degree + 1) * size
+
+    def spans(self, rank: int, degree: int, within: tuple[int, int] | None = None) -> Iterator[ShardSpan]:
+        """The pieces of parameters in ``rank``'s shard of a state of ``degree``, in buffer order.
+
+        Args:
+            within: a part of the shard's range, to give only the pieces in there.
+        """
+        base, _ = self.shard_range(rank, degree)
+        start, end = within or self.shard_range(rank, degree)
         for i, slot in enumerate(self.slots):
             low, high = max(slot.offset, start), min(slot.end, end)
             if low < high:
-                yield ShardSpan(i, low - slot.offset, low - start, high - low)
+                yield ShardSpan(i, low - slot.offset, low - base, high - low)

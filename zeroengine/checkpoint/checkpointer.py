@@ -1,0 +1,197 @@
+"""Saves and loads an engine's state, all ranks together."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ..errors import CheckpointError
+from . import dcp
+from .progress import progress
+from .state import SHOWN, Snapshot, Trained, restore, snapshot
+from .store import FORMAT, MANIFEST, File, Manifest, Store, check_tag
+
+
+class Checkpointer:
+    """The checkpoints of one engine. Every method is a collective."""
+
+    def __init__(self, trained: Trained) -> None:
+        self._trained, self._group = trained, trained.group
+        self._gloo: dist.ProcessGroup | None = None
+        self._stores: dict[Path, Store] = {}
+        self._saving: _Saving | None = None
+
+    def save(self, folder: str | os.PathLike[str], tag: str, client_state: Any) -> None:
+        """Writes the engine's state as checkpoint ``tag`` of ``folder``; in the background once it is copied.
+
+        Raises:
+            CheckpointError: on every rank; there is no such checkpoint then, and the ones before are as they were.
+        """
+        self.wait()
+        with self._group.agreeing("to save a checkpoint"):
+            check_tag(tag)
+            found = snapshot(self._trained, client_state)
+        if self._gloo is None:
+            self._gloo = self._group.like("gloo")
+        store = self._stores.setdefault(Path(folder).absolute(), Store(folder))
+        total = sum(self._group.exchange(found.nbytes))
+        paths: list[Path] = []
+        with self._group.agreeing("to save a checkpoint"):
+            if self._group.rank == 0:
+                store.open()
+                paths.append(store.begin(tag, total))
+        writing = self._group.exchange(paths[0] if paths else None)[0]
+        assert writing is not None
+        settings = self._trained.config.checkpoint
+        saving = _Saving(self._group.rank, self._gloo, store, tag, writing, found, settings.keep)
+        if settings.async_save:
+            saving.snapshot = found.copied()
+            saving.start()
+            self._saving = saving
+        else:
+            with progress(f"saving {tag}", found.nbytes, self._group.rank == 0) as report:
+                saving.run(report)
+            self._conclude(saving)
+
+    def load(
+        self, folder: str | os.PathLike[str], tag: str | None, *, weights_only: bool, strict: bool, fallback: bool
+    ) -> tuple[dict[str, int], Any]:
+        """Puts a checkpoint into the engine, and gives its counters and client state.
+
+        Raises:
+            CheckpointError: on every rank; nothing is changed.
+        """
+        path, manifest = self.find(folder, tag, fallback=fallback)
+        return restore(self._trained, path, manifest, weights_only=weights_only, strict=strict)
+
+    def wait(self) -> None:
+        """Returns when no save is under way any more.
+
+        Raises:
+            CheckpointError: on every rank, where the background save failed.
+        """
+        if self._saving is not None:
+            saving, self._saving = self._saving, None
+            saving.join()
+            self._conclude(saving)
+
+    def _conclude(self, saving: _Saving) -> None:
+        errors = [error for error in self._group.exchange(saving.error) if error is not None]
+        if errors:
+            raise CheckpointError(
+                f"checkpoint {saving.tag} in {saving.store.path} was not saved: {errors[0]}. The checkpoints before it "
+                "are as they were."
+            )
+
+    def find(self, folder: str | os.PathLike[str], tag: str | None, *, fallback: bool) -> tuple[Path, Manifest | None]:
+        """A whole checkpoint whose every file has its checksum: ``tag``, or the newest.
+
+        Args:
+            fallback: where it is damaged, take the newest of the others that is whole.
+
+        Returns:
+            Its directory, and what it says of itself: None where plain PyTorch wrote it.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        self.wait()
+        store = Store(folder)
+        plain = Path(folder) if tag is None else Path(folder) / tag
+        if all(self._group.exchange((plain / dcp.METADATA).is_file() and not (plain / MANIFEST).is_file())):
+            return plain, None
+        with self._group.agreeing("to find a checkpoint"):
+            tag = store.latest() if tag is None else tag
+        tag = self._group.exchange(tag)[0]
+        candidates = [tag]
+        if fallback:
+            tags = self._group.exchange(store.tags())[0]
+            candidates += [t for t in reversed(tags) if t != tag]
+        problems: list[str] = []
+        for candidate in candidates:
+            found = self._damage(store, candidate)
+            if not found:
+                return store.checkpoint(candidate), store.manifest(candidate)
+            problems += found
+        whole = "" if fallback else " load_checkpoint(..., fallback=True) takes the newest whole one before it."
+        raise CheckpointError(f"checkpoint {tag} is damaged: {'; '.join(problems[:SHOWN])}.{whole}")
+
+    def _damage(self, store: Store, tag: str) -> list[str]:
+        """What is wrong with a checkpoint. Each rank looks at its part of the files."""
+        mine: list[str] = []
+        try:
+            names = sorted(store.manifest(tag).files)[self._group.rank :: self._group.world_size]
+            mine = store.damage(tag, names)
+        except CheckpointError as error:
+            mine = [str(error)]
+        return list(dict.fromkeys(problem for found in self._group.exchange(mine) for problem in found))
+
+    def close(self) -> None:
+        try:
+            self.wait()
+        finally:
+            for store in self._stores.values():
+                store.close()
+
+
+class _Saving(threading.Thread):
+    """One save on one rank. Talks over a group of its own, so it may run beside training."""
+
+    def __init__(
+        self,
+        rank: int,
+        group: dist.ProcessGroup,
+        store: Store,
+        tag: str,
+        writing: Path,
+        snapshot: Snapshot,
+        keep: int | None,
+    ) -> None:
+        super().__init__(name="zeroengine-save", daemon=False)
+        self._rank, self._group, self._keep = rank, group, keep
+        self.store, self.tag, self.writing, self.snapshot = store, tag, writing, snapshot
+        self.error: str | None = None
+
+    def run(self, report: dcp.Report = lambda n: None) -> None:
+        try:
+            self._write(report)
+        except BaseException as error:
+            self.error = _cause(error)
+            if self._rank == 0:
+                self.store.abandon(self.writing)
+        finally:
+            del self.snapshot
+
+    def _write(self, report: dcp.Report) -> None:
+        snapshot = self.snapshot
+        sums = dcp.save(self.writing, snapshot.entries, snapshot.objects, snapshot.aliases, self._group, report)
+        mine = {name: ((self.writing / name).stat().st_size, total) for name, total in sums.items()}
+        everyone: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(everyone, mine, group=self._group)
+        error: str | None = None
+        if self._rank == 0:
+            try:
+                together = {n: File(bytes=size, xxh3=total) for found in everyone for n, (size, total) in found.items()}
+                manifest = Manifest(format=FORMAT, tag=self.tag, files=together, **snapshot.about)
+                self.store.commit(self.writing, manifest, self._keep)
+            except Exception as caught:
+                error = _cause(caught)
+                self.store.abandon(self.writing)
+        answer = [error]
+        dist.broadcast_object_list(answer, group_src=0, group=self._group)
+        self.error = answer[0]
+
+
+def _cause(error: BaseException) -> str:
+    """The innermost reason: DCP wraps what a rank raised."""
+    failures = getattr(error, "failures", None)
+    if failures:
+        rank, (cause, _) = next(iter(failures.items()))
+        return f"rank {rank}: {_cause(cause)}"
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}{f' ({error.filename})' if error.filename else ''}"
+    return f"{type(error).__name__}: {error}"

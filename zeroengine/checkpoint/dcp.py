@@ -1,0 +1,252 @@
+"""Entries to and from the files of torch Distributed Checkpoint, which plain PyTorch reads and writes as well."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import pickle
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import xxhash
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from ..errors import CheckpointError
+from .entries import Entries
+
+METADATA = ".metadata"
+Report = Callable[[int], None]  # bytes since the last call
+
+
+def save(
+    path: Path,
+    entries: Entries,
+    objects: Mapping[str, Any],
+    aliases: Mapping[str, str],
+    group: dist.ProcessGroup,
+    report: Report,
+) -> dict[str, str]:
+    """Writes every rank's entries and objects into the new directory ``path``. A collective.
+
+    Args:
+        objects: further values by name, each from one rank alone.
+        aliases: further names, and the entries that they stand for.
+
+    Returns:
+        The checksum of each file that this rank wrote, by its name.
+    """
+    writer = _Writer(path, aliases, report)
+    dcp.save({}, storage_writer=writer, planner=_SavePlanner(entries, objects), process_group=group)
+    return writer.hashing.sums
+
+
+def load(path: Path, metadata: Metadata, entries: Entries, objects: Iterable[str], report: Report) -> dict[str, Any]:
+    """Reads what ``entries`` have pieces for into them, cast to their dtypes, and gives the objects. Not a collective.
+
+    Raises:
+        CheckpointError: part of an entry is not there.
+    """
+    planner = _LoadPlanner(entries, objects, metadata, report)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # that is what no_dist asks for
+        dcp.load({}, storage_reader=_Reader(path, metadata), planner=planner, no_dist=True)
+    return planner.objects
+
+
+class _Hashed:
+    """A file that is written once, from start to end, and hashed on the way."""
+
+    def __init__(self, file: io.IOBase, report: Report) -> None:
+        self._file, self._report = file, report
+        self.hash = xxhash.xxh3_64()
+
+    def write(self, data: Any) -> int:
+        self.hash.update(data)
+        written = int(self._file.write(data))
+        self._report(written)
+        return written
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+class _HashingFileSystem(FileSystem):
+    def __init__(self, report: Report) -> None:
+        self.sums: dict[str, str] = {}
+        self._report = report
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as stream:
+            hashed = _Hashed(stream, self._report)
+            yield hashed
+            self.sums[Path(path).name] = hashed.hash.hexdigest()
+
+
+class _Writer(dcp.FileSystemWriter):
+    def __init__(self, path: Path, aliases: Mapping[str, str], report: Report) -> None:
+        super().__init__(path, overwrite=False)
+        self.fs = self.hashing = _HashingFileSystem(report)
+        self._aliases = aliases
+
+    def finish(self, metadata: Metadata, results: Any) -> None:
+        found = [result for of_rank in results for result in of_rank]
+        for alias, kept in self._aliases.items():
+            if kept in metadata.state_dict_metadata:
+                metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[kept]
+                found += [_renamed(result, alias) for result in found if result.index.fqn == kept]
+        super().finish(metadata, [found])
+        self.hashing.sums[METADATA] = self.hashing.sums.pop(f"{METADATA}.tmp")
+
+
+def _renamed(result: Any, name: str) -> Any:
+    return dataclasses.replace(result, index=dataclasses.replace(result.index, fqn=name))
+
+
+class _SavePlanner(dcp.DefaultSavePlanner):
+    def __init__(self, entries: Entries, objects: Mapping[str, Any]) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._entries, self._objects = entries, objects
+        self._data: dict[MetadataIndex, torch.Tensor] = {}
+
+    def create_local_plan(self) -> SavePlan:
+        items = []
+        for name, entry in self._entries.items():
+            for box, tensor in entry.pieces:
+                index = MetadataIndex(name, torch.Size(box.offsets))
+                self._data[index] = tensor
+                chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+                data = TensorWriteData(chunk, TensorProperties(dtype=entry.dtype), torch.Size(entry.shape))
+                items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+        items += [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in self._objects]
+        self.plan = SavePlan(items)
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return self._objects[index.fqn] if index.offset is None else self._data[index]
+
+
+class _Reader(dcp.FileSystemReader):
+    def __init__(self, path: Path, metadata: Metadata) -> None:
+        super().__init__(path)
+        self._metadata = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata
+
+
+class _LoadPlanner(LoadPlanner):
+    def __init__(self, entries: Entries, objects: Iterable[str], metadata: Metadata, report: Report) -> None:
+        self._entries, self._wanted, self._metadata, self._report = entries, objects, metadata, report
+        self._pieces: dict[MetadataIndex, torch.Tensor] = {}
+        self.objects: dict[str, Any] = {}
+
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        """Everything is known already."""
+
+    def create_local_plan(self) -> LoadPlan:
+        items: list[ReadItem] = []
+        for name, entry in self._entries.items():
+            known = self._metadata.state_dict_metadata[name]
+            assert isinstance(known, TensorStorageMetadata)
+            for box, tensor in entry.pieces:
+                chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+                self._pieces[MetadataIndex(name, chunk.offsets)] = tensor
+                found = create_read_items_for_chunk_list(name, known, [chunk])
+                if sum(item.lengths.numel() for item in found) != box.numel:
+                    raise CheckpointError(f"the checkpoint lacks part of {name}: it is incomplete")
+                items += found
+        for name in self._wanted:
+            items += _read_object(name)
+        return LoadPlan(items)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.objects[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        tensor = self._pieces[read_item.dest_index]
+        for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            tensor = tensor.narrow(dim, offset, length)
+        return tensor
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        self._report(tensor.nbytes)
+
+
+def _read_object(name: str) -> list[ReadItem]:
+    index, nothing = MetadataIndex(name), torch.Size((0,))
+    return [ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)]
+
+
+# -- metadata -------------------------------------------------------------------------------------
+
+_DCP = "torch.distributed.checkpoint"
+_ALLOWED = {
+    f"{_DCP}.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorProperties "
+    "TensorStorageMetadata _MEM_FORMAT_ENCODING",
+    f"{_DCP}.filesystem": "_StorageInfo",
+    "torch.serialization": "_get_layout",
+    "torch": "Size device",
+    "collections": "OrderedDict",
+    "pathlib": "Path PosixPath",
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    """Builds what a DCP metadata file holds, and nothing else: a pickle is a program."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), (torch.dtype, torch.layout))
+        if is_dtype or name in _ALLOWED.get(module, "").split():
+            return super().find_class(module, name)
+        raise CheckpointError(f"its {METADATA} file holds {module}.{name}, which no checkpoint does: it is refused")
+
+
+def read_metadata(path: Path) -> Metadata:
+    """The DCP metadata of the checkpoint directory ``path``.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be read.
+    """
+    try:
+        metadata = _Unpickler(io.BytesIO((path / METADATA).read_bytes())).load()
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} holds no checkpoint: there is no {METADATA} file in it") from None
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    except Exception as error:
+        raise CheckpointError(f"{path / METADATA} cannot be read: {type(error).__name__}: {error}") from error
+    if not isinstance(metadata, Metadata) or not metadata.storage_data:
+        raise CheckpointError(f"{path / METADATA} is not a checkpoint's metadata")
+    return metadata

@@ -1,0 +1,56 @@
+"""Runs of a flattened tensor as boxes of the tensor itself, the form in which checkpoints hold shards.
+
+A run of a 3 x 4 tensor, elements 2 to 10 of 12, is three boxes (``.`` is not in the run):
+
+    . . a a        a: rows 0:1, columns 2:4
+    b b b b        b: rows 1:2, columns 0:4
+    c c . .        c: rows 2:3, columns 0:2
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Box:
+    """``tensor[offsets[0] : offsets[0] + sizes[0], ...]``, whose elements are neighbours when flattened."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int  # its first element within the flattened tensor
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+
+def boxes_of_run(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """The fewest boxes, in order, that cover the elements ``[start, stop)`` of a flattened tensor of ``shape``.
+
+    At most ``2 * len(shape) - 1``; none where the run is empty.
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield Box((), (), 0)
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # the whole rows in between
+    if first > last:  # within one row
+        yield from _in_row(shape, last, start, stop)
+        return
+    if start < first * row:
+        yield from _in_row(shape, first - 1, start, first * row)
+    if first < last:
+        yield Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]), first * row)
+    if last * row < stop:
+        yield from _in_row(shape, last, last * row, stop)
+
+
+def _in_row(shape: Sequence[int], index: int, start: int, stop: int) -> Iterator[Box]:
+    base = index * math.prod(shape[1:])
+    for box in boxes_of_run(shape[1:], start - base, stop - base):
+        yield Box((index, *box.offsets), (1, *box.sizes), base + box.start)
