@@ -240,17 +240,17 @@ class Store:
         """Makes what was written the newest checkpoint; removes the oldest beyond ``keep``."""
         with _synced(writing / MANIFEST) as file:
             file.write(manifest.model_dump_json(indent=1))
-        _sync_directory(writing)
+        sync_directory(writing)
         target = self.path / manifest.tag
         replaced = self._replaced(manifest.tag)
         if target.exists():
             target.rename(replaced)
         writing.rename(target)
-        _sync_directory(self.path)
+        sync_directory(self.path)
         with _synced(self.path / f".{LATEST}.new") as file:
             file.write(manifest.tag + "\n")
         (self.path / f".{LATEST}.new").rename(self.path / LATEST)
-        _sync_directory(self.path)
+        sync_directory(self.path)
         shutil.rmtree(replaced, ignore_errors=True)
         if keep is not None:
             for tag in [tag for tag in self.tags() if tag != manifest.tag][: -(keep - 1) or None]:
@@ -276,7 +276,7 @@ def _synced(path: Path) -> Iterator[IO[str]]:
         os.fsync(file.fileno())
 
 
-def _sync_directory(path: Path) -> None:
+def sync_directory(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

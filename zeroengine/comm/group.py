@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from ..errors import ZeroEngineError
+from ..errors import DivergenceError, ZeroEngineError
 from . import shm
 from .base import Transport
 from .gloo import GlooTransport
@@ -52,7 +52,12 @@ class Group:
         if self.world_size == 1 or self.backend == "fake":
             return [value] * self.world_size
         values: list[T | None] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.process_group)
+        try:
+            dist.all_gather_object(values, value, group=self.process_group)
+        except RuntimeError as error:
+            raise DivergenceError(
+                f"rank {self.rank} lost its peers: one has ended, or cannot be reached ({str(error).splitlines()[0]})"
+            ) from error
         return values  # type: ignore[return-value]
 
     @contextlib.contextmanager

@@ -1,0 +1,269 @@
+"""Saving and loading by an engine: what resumes, what is refused, and that a refusal changes nothing."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zeroengine
+from zeroengine.checkpoint.store import MANIFEST, Store
+from zeroengine.errors import CheckpointError
+
+from ..distributed.models import TinyLM, batch
+from ..distributed.ranks import run_ranks
+from ..distributed.training import Task, make_engine
+from .models import engine_at, momentum
+
+
+def steps(engine: zeroengine.Engine, numbers: range) -> list[float]:
+    losses = []
+    for number in numbers:
+        loss = engine(*batch(number, engine.rank))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def fingerprint(engine: zeroengine.Engine) -> Any:
+    """Everything that a load could change."""
+    inventory = engine._checkpointer()._trained.inventory
+    entries = inventory.model(once=False) | inventory.optimizer(once=False)
+    tensors = {(name, box): piece.clone().flatten().tolist() for name, e in entries.items() for box, piece in e.pieces}
+    counters = (engine.global_steps, engine.micro_steps, engine.skipped_steps, engine.loss_scale)
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups]
+    return tensors, counters, groups, engine.lr_scheduler and engine.lr_scheduler.state_dict()["last_epoch"]
+
+
+# -- resuming -------------------------------------------------------------------------------------
+
+
+def resumes(root: Path, more: dict[str, Any]) -> None:
+    for stage in (0, 3):
+        engine = engine_at(stage, **more)
+        steps(engine, range(3))
+        random.seed(5 + engine.rank)
+        torch.manual_seed(5 + engine.rank)
+        engine.save_checkpoint(root / str(stage), client_state={"epoch": 2, "best": torch.ones(2)})
+        drawn = (random.random(), torch.rand(3).tolist())
+        expected, after = steps(engine, range(3, 6)), fingerprint(engine)
+        engine.wait_for_checkpoint()
+        other = engine_at(stage, seed=8, **more)
+        client_state = other.load_checkpoint(root / str(stage))
+        assert client_state["epoch"] == 2 and torch.equal(client_state["best"], torch.ones(2))
+        assert (random.random(), torch.rand(3).tolist()) == drawn, "each rank's own random numbers"
+        assert steps(other, range(3, 6)) == expected
+        assert fingerprint(other) == after
+        engine.close()
+        other.close()
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"bf16": {"enabled": True}},
+        {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}},
+        {"optimizer": momentum},
+        {"checkpoint": {"async_save": True}},
+    ],
+    ids=["fp32", "bf16", "fp16", "an optimizer on shards", "saved in the background"],
+)
+def test_training_goes_on_bit_for_bit(more: dict[str, Any], tmp_path: Path) -> None:
+    run_ranks(2, resumes, tmp_path, more)
+
+
+def accumulates(root: Path) -> None:
+    for before, after in ((1, 3), (3, 1)):
+        engine = engine_at(2, gradient_accumulation_steps=before)
+        steps(engine, range(3 * before))
+        engine.save_checkpoint(root / str(before))
+        other = engine_at(1, gradient_accumulation_steps=after)
+        other.load_checkpoint(root / str(before))
+        assert (other.global_steps, other.is_gradient_accumulation_boundary()) == (3, after == 1)
+        steps(other, range(after))
+        assert other.global_steps == 4
+        other.close()
+        engine.close()
+
+
+def test_another_accumulation_may_follow(tmp_path: Path) -> None:
+    run_ranks(2, accumulates, tmp_path)
+
+
+def weights_alone(root: Path) -> None:
+    engine = engine_at(1)
+    steps(engine, range(3))
+    engine.save_checkpoint(root)
+    other = engine_at(3, optimizer=momentum, seed=8)
+    steps(other, range(2))
+    before = fingerprint(other)
+    other.load_checkpoint(root, weights_only=True)
+    expected = engine.full_state_dict()
+    for name, value in other.full_state_dict().items():
+        assert torch.equal(value, expected[name]), name
+    after = fingerprint(other)
+    assert after[1:] == before[1:]
+    momenta = {key for key in before[0] if key[0].startswith("optimizer.")}
+    assert momenta and all(after[0][key] == before[0][key] for key in momenta)
+    engine.close()
+    other.close()
+
+
+def test_weights_alone_leave_the_optimizer_as_it_is(tmp_path: Path) -> None:
+    run_ranks(2, weights_alone, tmp_path)
+
+
+def several(root: Path) -> None:
+    engine = engine_at(2, checkpoint={"keep": 2})
+    for number in range(4):
+        steps(engine, range(number, number + 1))
+        engine.save_checkpoint(root)
+    if engine.rank == 0:
+        assert Store(root).tags() == ["step-3", "step-4"]
+        assert (root / "latest").read_text() == "step-4\n"
+    engine.load_checkpoint(root, "step-3")
+    assert engine.global_steps == 3
+    engine.close()
+
+
+def test_tags_name_the_steps_and_the_oldest_go(tmp_path: Path) -> None:
+    run_ranks(2, several, tmp_path)
+
+
+# -- refusing -------------------------------------------------------------------------------------
+
+
+class Wider(TinyLM):
+    def __init__(self) -> None:
+        super().__init__(tied=False)
+        self.head = nn.Linear(24, 62, bias=False)
+        self.extra = nn.ModuleList(nn.Linear(2, 2) for _ in range(20))
+
+
+def wider(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters())
+
+
+def one_group(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters())
+
+
+def refused(engine: zeroengine.Engine, *args: Any, **kwargs: Any) -> str:
+    before = fingerprint(engine)
+    with pytest.raises(CheckpointError) as caught:
+        engine.load_checkpoint(*args, **kwargs)
+    assert fingerprint(engine) == before, "the engine is as it was"
+    return str(caught.value)
+
+
+def does_not_fit(root: Path) -> None:
+    engine = engine_at(2)
+    steps(engine, range(2))
+    engine.save_checkpoint(root / "a")
+    other = make_engine(Task(factory=Wider, optimizer=wider), 3)
+    said = refused(other, root / "a")
+    assert "is another model's: " in said
+    assert "extra.0.weight is not in the checkpoint" in said and "more" in said and said.count("; ") == 10
+    assert "head.weight has shape (61, 24) there and (62, 24) here" in refused(other, root / "a", strict=False)
+    other.close()
+    other = engine_at(2, optimizer=momentum)
+    assert "holds the state of AdamW (exp_avg, exp_avg_sq, step), and the optimizer here is SGD" in refused(
+        other, root / "a"
+    )
+    other.close()
+    other = engine_at(2, optimizer=one_group)
+    assert "the optimizer's groups hold other parameters" in refused(other, root / "a")
+    other.close()
+    engine.close()
+
+
+def test_another_model_s_or_optimizer_s_is_refused(tmp_path: Path) -> None:
+    run_ranks(2, does_not_fit, tmp_path)
+
+
+def damaged(root: Path) -> None:
+    engine = engine_at(3)
+    for number in range(3):
+        steps(engine, range(number, number + 1))
+        engine.save_checkpoint(root)
+    data = sorted((root / "step-3").glob("*.distcp"))[-1]
+    if engine.rank == 0:
+        content = bytearray(data.read_bytes())
+        content[len(content) // 2] ^= 1
+        data.write_bytes(content)
+        newest = sorted((root / "step-2").glob("*.distcp"))[0]
+        newest.write_bytes(newest.read_bytes()[:-10])
+    engine._group.exchange(None)
+    said = refused(engine, root)
+    assert "checkpoint step-3 is damaged" in said and "its checksum differs" in said and "fallback=True" in said
+    assert "not " in refused(engine, root, "step-2")
+    engine.load_checkpoint(root, fallback=True)
+    assert engine.global_steps == 1, "the newest that is whole"
+    assert "checkpoint 'step-9' in" in refused(engine, root, "step-9")
+    assert "there is no folder" in refused(engine, root / "nowhere")
+    if engine.rank == 0:
+        (root / "step-1" / MANIFEST).write_text("{}")
+    engine._group.exchange(None)
+    assert "is damaged" in refused(engine, root, "step-1", fallback=True)
+    engine.close()
+
+
+def test_damage_is_said_and_the_newest_whole_one_offered(tmp_path: Path) -> None:
+    run_ranks(2, damaged, tmp_path)
+
+
+def not_now(root: Path) -> None:
+    engine = engine_at(2, gradient_accumulation_steps=2)
+    steps(engine, range(1))
+    with pytest.raises(zeroengine.ZeroEngineError, match="between the micro-steps of a step would lose"):
+        engine.save_checkpoint(root)
+    steps(engine, range(1))
+    with pytest.raises(CheckpointError, match=r'such as "step-1000"; found \'a/b\''):
+        engine.save_checkpoint(root, "a/b")
+    with pytest.raises(CheckpointError, match="client_state cannot be kept in a checkpoint"):
+        engine.save_checkpoint(root, client_state=Task())
+    if engine.rank == 0:
+        (root / "file").write_text("")
+    with pytest.raises(CheckpointError, match="is a file: checkpoints are kept in a folder"):
+        engine.save_checkpoint(root / "file")
+    assert sorted(os.listdir(root)) == ["file"]
+    engine.close()
+
+
+def test_what_cannot_be_saved(tmp_path: Path) -> None:
+    run_ranks(2, not_now, tmp_path)
+
+
+def disk_full_on_rank_1(root: Path, background: bool) -> None:
+    engine = engine_at(1, checkpoint={"async_save": background})
+    steps(engine, range(1))
+    engine.save_checkpoint(root)
+    steps(engine, range(1))
+    if background:
+        engine.wait_for_checkpoint()
+    if engine.rank == 1:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+        import signal
+
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    with pytest.raises(CheckpointError, match=r"step-2 in .* was not saved: .*File too large.*as they were"):
+        engine.save_checkpoint(root)
+        assert background
+        engine.close()
+    assert Store(root).tags() == ["step-1"] and Store(root).latest() == "step-1"
+    assert not list(root.glob(".*.writing")), "nothing half done is left"
+    assert steps(engine, range(2)) if not background else True, "training can go on"
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_disk_that_fills_up_is_an_error_on_every_rank(background: bool, tmp_path: Path) -> None:
+    run_ranks(2, disk_full_on_rank_1, tmp_path, background)

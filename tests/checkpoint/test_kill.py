@@ -1,0 +1,89 @@
+"""A rank that is killed at any instant, while training or saving, costs nothing but the steps since the last save."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zeroengine
+from zeroengine.checkpoint.store import Store
+
+from ..distributed.models import batch
+from ..distributed.ranks import run_ranks
+from .models import engine_at
+
+STEPS = 400
+
+
+def losses_of(engine: Any, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        loss = engine(*batch(step, engine.rank))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def train_until_killed(folder: Path, stage: int, victim: int, delay: float, background: bool) -> None:
+    """Saves after every step, the last three kept. The other rank ends with an error."""
+    engine = engine_at(stage, checkpoint={"keep": 3, "async_save": background}, comm={"timeout_seconds": 10})
+    for step in range(STEPS):
+        losses_of(engine, range(step, step + 1))
+        engine.save_checkpoint(folder)
+        if step == 0:
+            engine.wait_for_checkpoint()
+        if step == 0 and engine.rank == victim:
+            threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    raise AssertionError("nobody was killed")
+
+
+def outlive(*args: Any) -> str:
+    try:
+        train_until_killed(*args)
+    except zeroengine.ZeroEngineError:
+        os._exit(0)  # its connections are broken
+    return ""
+
+
+def go_on(folder: Path, stage: int, steps: int) -> tuple[int, list[float]]:
+    engine = engine_at(stage, seed=9)
+    engine.load_checkpoint(folder)
+    at = engine.global_steps
+    return at, losses_of(engine, range(at, at + steps))
+
+
+def reference(stage: int) -> list[float]:
+    return losses_of(engine_at(stage), range(STEPS))
+
+
+def check_kills(root: Path, count: int, seed: int) -> None:
+    chance = random.Random(seed)
+    expected = {stage: run_ranks(2, reference, stage)[0] for stage in (1, 3)}
+    reached = set()
+    for number in range(count):
+        folder, stage = root / str(number), chance.choice((1, 3))
+        arguments = (folder, stage, chance.randrange(2), chance.uniform(0.0, 1.0), chance.random() < 0.5)
+        run_ranks(2, outlive, *arguments, missing=(0, 1))
+        tag = Store(folder).latest()
+        assert not Store(folder).damage(tag, Store(folder).manifest(tag).files), arguments
+        at, losses = run_ranks(2, go_on, folder, stage, 3)[0]
+        assert tag == f"step-{at}"
+        assert losses == expected[stage][at : at + 3], arguments
+        reached.add(at)
+    assert len(reached) > 1, "they were all killed at one place"
+
+
+def test_a_killed_rank_costs_only_the_steps_since_the_last_save(tmp_path: Path) -> None:
+    check_kills(tmp_path, 4, seed=0)
+
+
+@pytest.mark.slow
+def test_fifty_kills(tmp_path: Path) -> None:
+    check_kills(tmp_path, 50, seed=1)

@@ -1,0 +1,128 @@
+"""Saved at any stage, number of ranks and precision; loaded at any other."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zeroengine
+
+from ..distributed.models import batch
+from ..distributed.ranks import run_ranks
+from .models import adamw, engine_at, momentum
+
+STAGES = (0, 1, 2, 3)
+PRECISIONS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}
+KEYS = {adamw: ("exp_avg", "exp_avg_sq", "step"), momentum: ("momentum_buffer",)}
+
+
+def train(engine: zeroengine.Engine, steps: range) -> list[float]:
+    """Every rank sees the same data, so the number of ranks changes nothing but rounding."""
+    losses = []
+    for step in steps:
+        loss = engine(*batch(step, 0))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def whole_state(engine: zeroengine.Engine, keys: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    state = {f"buffer {name}": buffer.clone() for name, buffer in engine.module.named_buffers() if name == "seen"}
+    for name, param in engine.module.named_parameters():
+        state[name] = zeroengine.full_master(param)
+        if param.requires_grad:
+            state |= {f"{name} {key}": zeroengine.full_optimizer_state(param, key) for key in keys}
+    return state
+
+
+def check_shards(engine: zeroengine.Engine, expected: dict[str, torch.Tensor], what: str) -> None:
+    """Whether what this rank owns is its part of ``expected``, bit for bit."""
+    inventory = engine._checkpointer()._trained.inventory
+    seen = set()
+    for name, entry in (inventory.model(once=False) | inventory.optimizer(once=False)).items():
+        whole = expected[readable(name)]
+        assert entry.shape == tuple(whole.shape), (what, name)
+        seen.add(readable(name))
+        for box, piece in entry.pieces:
+            part = whole[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))]
+            assert torch.equal(piece.float(), part), (what, name, box)
+    missing = expected.keys() - seen
+    assert not missing or (engine.world_size > 1 and all(" " in name for name in missing)), (what, missing)
+
+
+def readable(name: str) -> str:
+    """``optimizer.state.head.weight.exp_avg`` as ``head.weight exp_avg``, as in ``whole_state``."""
+    if name == "model.seen":
+        return "buffer seen"
+    if name.startswith("model."):
+        return name.removeprefix("model.")
+    return " ".join(name.removeprefix("optimizer.state.").rsplit(".", 1))
+
+
+def save_all(root: Path, optimizer: Any) -> None:
+    for precision, stage in itertools.product(PRECISIONS, STAGES):
+        engine = engine_at(stage, optimizer=optimizer, **PRECISIONS[precision])
+        train(engine, range(3))
+        folder = root / f"{precision} {stage} of {engine.world_size}"
+        engine.save_checkpoint(folder, client_state={"stage": stage})
+        state = whole_state(engine, KEYS[optimizer])
+        rates = [group["lr"] for group in engine.optimizer.param_groups]
+        found = {"state": state, "losses": train(engine, range(3, 5)), "rates": rates}
+        if engine.rank == 0:
+            torch.save(found, f"{folder}.pt")
+        engine.close()
+
+
+def load_all(root: Path, optimizer: Any, stages: tuple[int, ...]) -> int:
+    loaded = 0
+    for folder in sorted(path for path in root.iterdir() if path.is_dir()):
+        expected = torch.load(f"{folder}.pt")
+        precision = folder.name.split()[0]
+        for stage in stages:
+            engine = engine_at(stage, optimizer=optimizer, seed=7, **PRECISIONS[precision])
+            train(engine, range(1))  # what is there gives way
+            client_state = engine.load_checkpoint(folder)
+            assert folder.name.split()[1] == str(client_state["stage"])
+            assert (engine.global_steps, engine.micro_steps) == (3, 3)
+            assert [group["lr"] for group in engine.optimizer.param_groups] == expected["rates"]
+            what = f"{folder.name} at stage {stage} of {engine.world_size}"
+            check_shards(engine, expected["state"], what)
+            losses = train(engine, range(3, 5))
+            assert losses[0] == expected["losses"][0], what
+            assert losses == pytest.approx(expected["losses"], rel=1e-2 if precision == "bf16" else 1e-5), what
+            engine.close()
+            loaded += 1
+    return loaded
+
+
+@pytest.mark.parametrize(("optimizer", "worlds"), [(adamw, (1, 2, 4)), (momentum, (2,))], ids=["AdamW", "SGD"])
+def test_any_stage_and_number_of_ranks_to_any_other(optimizer: Any, worlds: tuple[int, ...], tmp_path: Path) -> None:
+    for world_size in worlds:
+        run_ranks(world_size, save_all, tmp_path, optimizer)
+    for world_size in (1, 2, 3, 4):
+        counts = run_ranks(world_size, load_all, tmp_path, optimizer, STAGES, timeout=300)
+        assert counts == [len(worlds) * len(STAGES) * len(PRECISIONS) * len(STAGES)] * world_size
+
+
+def across_precisions(root: Path) -> None:
+    for folder in sorted(path for path in root.iterdir() if path.is_dir()):
+        expected = torch.load(f"{folder}.pt")["state"]
+        for precision in PRECISIONS:
+            engine = engine_at(2, seed=7, **PRECISIONS[precision])
+            engine.load_checkpoint(folder)
+            for name, value in whole_state(engine, KEYS[adamw]).items():
+                frozen = name.startswith("blocks.1")  # kept in the compute dtype, which rounds
+                assert torch.equal(value, expected[name]) or (
+                    frozen and torch.equal(value, expected[name].bfloat16().float())
+                ), (folder.name, precision, name)
+            engine.close()
+
+
+def test_any_precision_to_any_other(tmp_path: Path) -> None:
+    run_ranks(2, save_all, tmp_path, adamw)
+    run_ranks(2, across_precisions, tmp_path)

@@ -1,0 +1,202 @@
+"""Weights out of a checkpoint, as safetensors that Hugging Face loads. Needs no GPU and no process group.
+
+Every file of the checkpoint is read once, from its start to its end, and each chunk goes to its place: memory is that
+of a chunk, whatever the model's size.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from ..errors import CheckpointError
+from . import dcp, hf, pieces
+from .entries import MODEL
+from .inspect import find
+from .output import Output, parse_dtype, parse_size
+from .progress import progress
+from .store import Manifest, checksum
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written."""
+
+    path: Path
+    source: Path
+    files: int
+    tensors: int
+    tied: int
+    nbytes: int
+
+
+def export(
+    folder: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    tag: str | None = None,
+    *,
+    dtype: str | torch.dtype | None = None,
+    shard_size: str | int = "5GB",
+    force: bool = False,
+    verify: bool = True,
+    prefix: str | None = None,
+) -> Exported:
+    """Writes a checkpoint's parameters and buffers to the folder ``out``: whole or not at all.
+
+    Parameters are the fp32 masters. A tied parameter is written once; the files' metadata says what its other names
+    stand for.
+
+    Args:
+        folder: of checkpoints, or one checkpoint, also of plain torch Distributed Checkpoint.
+        tag: the checkpoint's name; the newest where None.
+        dtype: what floating tensors are cast to: fp32, bf16 or fp16; None: as they are.
+        shard_size: bytes of values in a file at most, such as ``5GB``.
+        force: replace the weights in ``out``.
+        verify: check the checksum of every file that is read.
+        prefix: what stands before parameter names in the checkpoint; found out where None.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it is damaged, or ``out`` is there already.
+        OSError: reading or writing failed.
+    """
+    target, most = parse_dtype(dtype), parse_size(shard_size)
+    to = None if target is None else getattr(torch, target)
+    path, manifest = find(folder, tag)
+    output = Output(out)
+    output.check(force=force, apart_from=[path])
+    if manifest is not None and verify:
+        _check_file(path, dcp.METADATA, manifest, hashed=True)
+    metadata = dcp.read_metadata(path)
+    weights = weights_of(metadata, manifest, prefix, path)
+    tied = pieces.tied(metadata, weights.values())
+    names = {there: name for name, there in weights.items()}
+    specs = {}
+    for name, there in weights.items():
+        if there not in tied:
+            known = metadata.state_dict_metadata[there]
+            assert isinstance(known, TensorStorageMetadata)
+            specs[name] = hf.Spec(tuple(known.size), known.properties.dtype).cast(to)
+    plan = hf.plan(specs, {names[alias]: names[kept] for alias, kept in tied.items()}, most)
+    by_file: dict[str, list[pieces.Piece]] = {}
+    for name in specs:
+        for piece in pieces.pieces_of(metadata, weights[name]):
+            by_file.setdefault(piece.file, []).append(piece)
+    checked = manifest if verify else None
+    for file in by_file:
+        _check_file(path, file, checked)
+    writer = hf.Writer(output.begin(plan.nbytes), plan)
+    try:
+        writer.create()
+
+        def take(piece: pieces.Piece, first: int, values: torch.Tensor) -> None:
+            writer.write(names[piece.name], piece.offsets, piece.sizes, first, values)
+
+        total = _bytes_to_read(path, by_file, hashed=checked is not None)
+        with progress(f"exporting {path.name}", total) as report:
+            for file in sorted(by_file):
+                _read(path, file, by_file[file], take, report, checked)
+        writer.close()
+        writer.sync()
+        output.commit()
+    except BaseException:
+        writer.close()
+        output.abandon()
+        raise
+    return Exported(output.path, path, len(plan.sizes), len(specs), len(tied), plan.nbytes)
+
+
+def weights_of(metadata: Metadata, manifest: Manifest | None, prefix: str | None, path: Path) -> dict[str, str]:
+    """The names of a checkpoint's parameters and buffers, and what each is called in there.
+
+    Raises:
+        CheckpointError: it has none.
+    """
+    tensors = [name for name, known in metadata.state_dict_metadata.items() if isinstance(known, TensorStorageMetadata)]
+    if prefix is None:
+        prefix = MODEL if manifest is not None else _prefix(tensors)
+    found = {name.removeprefix(prefix): name for name in tensors if name.startswith(prefix)}
+    if not prefix:
+        found = {name: name for name in found if _state_of(name) is None}
+    if not found:
+        raise CheckpointError(f"{path} holds no weights: no name in it begins with {prefix!r}")
+    return found
+
+
+def _prefix(names: Iterable[str]) -> str:
+    """What plain PyTorch put before parameter names.
+
+    It is what stands before most of those that the optimizer has state of; without one, ``model.`` where all have it.
+    """
+    names = list(names)
+    params = {param for name in names if (param := _state_of(name)) is not None}
+    weights = [name for name in names if _state_of(name) is None]
+    counts: dict[str, int] = {}
+    for name in weights:
+        for before in _beginnings(name):
+            if name.removeprefix(before) in params:
+                counts[before] = counts.get(before, 0) + 1
+    if counts:
+        return max(counts, key=lambda before: counts[before])
+    return MODEL if all(name.startswith(MODEL) for name in weights) else ""
+
+
+def _state_of(name: str) -> str | None:
+    """The parameter, where a name is that of optimizer state: ``optimizer.state.<parameter>.exp_avg``."""
+    before, found, rest = name.partition("state.")
+    is_state = found and (not before or before.endswith("."))
+    return rest.rpartition(".")[0] if is_state else None
+
+
+def _beginnings(name: str) -> Iterator[str]:
+    parts = name.split(".")
+    return (".".join([*parts[:i], ""]) if i else "" for i in range(len(parts)))
+
+
+def _check_file(path: Path, name: str, manifest: Manifest | None, *, hashed: bool = False) -> None:
+    try:
+        size = (path / name).stat().st_size
+        if manifest is not None:
+            if name not in manifest.files:
+                raise CheckpointError(f"{path / name} is not among the checkpoint's files: it is damaged")
+            if size != manifest.files[name].bytes:
+                raise CheckpointError(f"{path / name} has {size:,} bytes, not {manifest.files[name].bytes:,}")
+            if hashed and checksum(path / name) != manifest.files[name].xxh3:
+                raise _changed(path / name)
+    except OSError as error:
+        raise CheckpointError(f"{path / name} cannot be read: {error.strerror}") from error
+
+
+def _changed(path: Path) -> CheckpointError:
+    return CheckpointError(f"{path} has been changed: its checksum differs")
+
+
+def _bytes_to_read(path: Path, by_file: dict[str, list[pieces.Piece]], *, hashed: bool) -> int:
+    if hashed:
+        return sum((path / file).stat().st_size for file in by_file)
+    return sum(piece.length for found in by_file.values() for piece in found)
+
+
+def _read(
+    path: Path,
+    file: str,
+    found: list[pieces.Piece],
+    take: pieces.Take,
+    report: Callable[[int], None],
+    manifest: Manifest | None,
+) -> None:
+    expected = None if manifest is None else manifest.files[file].xxh3
+    try:
+        total = pieces.read(path / file, found, take, report, hashed=expected is not None)
+    except (OSError, CheckpointError):
+        raise
+    except Exception as error:
+        if expected is not None and checksum(path / file) != expected:
+            raise _changed(path / file) from error
+        raise CheckpointError(f"{path / file} cannot be read: {type(error).__name__}: {error}") from error
+    if total != expected:
+        raise _changed(path / file)

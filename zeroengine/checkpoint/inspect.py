@@ -1,0 +1,223 @@
+"""What is in a folder of checkpoints. Needs no torch, except for the names of tensors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError
+from .progress import progress
+from .store import LATEST, MANIFEST, Manifest, Store, check_tag
+
+METADATA = ".metadata"  # of torch Distributed Checkpoint
+WHOLE, DAMAGED, UNFINISHED, UNCHECKED, PLAIN = "whole", "damaged", "unfinished", "not checked", "no checksums"
+THREADS = 4  # files hashed at a time
+
+
+def find(folder: str | os.PathLike[str], tag: str | None) -> tuple[Path, Manifest | None]:
+    """The directory of a checkpoint, and what it says of itself; None where plain PyTorch wrote it.
+
+    Args:
+        folder: of checkpoints, or one checkpoint.
+        tag: the checkpoint's name; the newest where None.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    path = Path(os.path.abspath(folder))
+    plain = path if tag is None else path / check_tag(tag)
+    if (plain / METADATA).is_file() and not (plain / MANIFEST).is_file():
+        return plain, None
+    store = Store(path)
+    if tag is None and (path / MANIFEST).is_file():
+        store, tag = Store(path.parent), path.name
+    tag = store.latest() if tag is None else tag
+    return store.checkpoint(tag), store.manifest(tag)
+
+
+@dataclass
+class Found:
+    """One checkpoint, or what is left of one."""
+
+    tag: str
+    path: str
+    verdict: str
+    nbytes: int
+    latest: bool = False
+    problems: list[str] = field(default_factory=list)
+    manifest: Manifest | None = None
+    seen: float = 0.0  # when it was last written to, in seconds of the epoch
+
+    @property
+    def saved_at(self) -> str:
+        if self.manifest is not None:
+            return self.manifest.saved_at
+        return datetime.fromtimestamp(self.seen, timezone.utc).isoformat(timespec="seconds")
+
+    def to_dict(self) -> dict[str, Any]:
+        tree = {key: value for key, value in asdict(self).items() if key not in ("manifest", "seen")}
+        tree["saved_at"] = self.saved_at
+        if self.manifest is not None:
+            own = self.manifest.model_dump(exclude={"config", "param_groups", "loss_scaler", "tag", "saved_at"})
+            tree |= own | {"files": len(own["files"])}
+        return tree
+
+
+@dataclass
+class Folder:
+    """What was found, oldest first, and what is wrong with the folder itself."""
+
+    path: Path
+    checkpoints: list[Found]
+    problems: list[str]
+
+    @property
+    def damaged(self) -> bool:
+        return bool(self.problems) or any(found.verdict == DAMAGED for found in self.checkpoints)
+
+
+def look(folder: str | os.PathLike[str], tag: str | None = None, *, verify: bool = True) -> Folder:
+    """What is in ``folder``: a folder of checkpoints, or one checkpoint.
+
+    Args:
+        tag: of this checkpoint alone.
+        verify: read every file and compare checksums; otherwise sizes only.
+
+    Raises:
+        CheckpointError: there is nothing.
+    """
+    path = Path(os.path.abspath(folder))
+    if tag is None and ((path / MANIFEST).is_file() or (path / METADATA).is_file()):
+        found, problems = [_look(path, path.name)], []
+    else:
+        found = [one for one in _scan(path) if tag is None or one.tag == check_tag(tag)]
+        problems = _mark_latest(path, found) if tag is None or found else []
+        if not found and not problems:
+            find(path, tag)  # says what is wrong
+            raise CheckpointError(f"{path} holds no checkpoint")
+    _check(found, verify)
+    return Folder(path, found, problems)
+
+
+def _scan(path: Path) -> list[Found]:
+    if not path.is_dir():
+        return []
+    found = [one for entry in path.iterdir() if entry.is_dir() for one in _entry(path, entry)]
+    return sorted(found, key=lambda one: (one.manifest.step if one.manifest is not None else -1, one.seen, one.tag))
+
+
+def _entry(path: Path, entry: Path) -> Iterator[Found]:
+    name = entry.name
+    if name.startswith(".") and name.endswith(".writing"):
+        tag = name.removeprefix(".").removesuffix(".writing")
+        yield Found(tag, str(entry), UNFINISHED, _size(entry), seen=entry.stat().st_mtime)
+    elif name.startswith(".") and name.endswith(".replaced"):
+        tag = name.removeprefix(".").removesuffix(".replaced")
+        if not (path / tag).exists():  # its writer died between two renames: it counts
+            yield _look(entry, tag)
+    elif not name.startswith(".") and any(
+        (entry / MANIFEST).is_file() or file.name == METADATA or file.suffix == ".distcp" for file in entry.iterdir()
+    ):
+        yield _look(entry, name)
+
+
+def _look(path: Path, tag: str) -> Found:
+    found = Found(tag, str(path), UNCHECKED, _size(path), seen=path.stat().st_mtime)
+    if (path / MANIFEST).is_file():
+        try:
+            found.manifest = Store(path.parent).manifest(tag)
+        except CheckpointError as error:
+            found.verdict, found.problems = DAMAGED, [str(error)]
+    elif (path / METADATA).is_file():
+        found.verdict = PLAIN
+    else:
+        found.verdict, found.problems = DAMAGED, [f"{path} has neither {MANIFEST} nor {METADATA}"]
+    return found
+
+
+def _size(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def _mark_latest(path: Path, found: list[Found]) -> list[str]:
+    whole = [one for one in found if one.manifest is not None]
+    if not (path / LATEST).is_file():
+        if whole:
+            whole[-1].latest = True
+        return []
+    try:
+        tag = Store(path).latest()
+    except (OSError, ValueError) as error:
+        return [f"{path / LATEST} cannot be read: {error}"]
+    for one in found:
+        one.latest = one.tag == tag and one.verdict != UNFINISHED
+    if not (path / tag).is_dir() and not any(one.latest for one in found):
+        return [f"{path / LATEST} names {tag!r}, which is not there"]
+    return []
+
+
+def _check(found: list[Found], verify: bool) -> None:
+    """Looks at every file that a manifest lists."""
+    checked = [one for one in found if one.manifest is not None]
+    files = [(one, name) for one in checked for name in (one.manifest.files if one.manifest else ())]
+    total = sum(one.manifest.nbytes for one in checked if one.manifest is not None)
+
+    with progress("checking", total, verify) as report, ThreadPoolExecutor(THREADS) as threads:
+
+        def problems_of(file: tuple[Found, str]) -> list[str]:
+            one, name = file
+            assert one.manifest is not None
+            if verify:
+                return Store(Path(one.path).parent).damage(one.tag, [name], report)
+            return _size_damage(Path(one.path) / name, one.manifest.files[name].bytes)
+
+        for (one, _), problems in zip(files, threads.map(problems_of, files), strict=True):
+            one.problems += problems
+    for one in checked:
+        one.verdict = DAMAGED if one.problems else WHOLE if verify else UNCHECKED
+
+
+def _size_damage(path: Path, expected: int) -> list[str]:
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        return [f"{path} cannot be read: {error.strerror}"]
+    return [] if size == expected else [f"{path} has {size:,} bytes, not {expected:,}"]
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor of a checkpoint."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    tied_to: str | None = None  # stored once, under that name
+
+
+def tensors(path: Path) -> list[Tensor]:
+    """The tensors of the checkpoint in ``path``, by name. Imports torch.
+
+    Raises:
+        CheckpointError: its metadata is missing or damaged.
+    """
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    from . import dcp, pieces
+
+    metadata = dcp.read_metadata(path)
+    known = {n: t for n, t in metadata.state_dict_metadata.items() if isinstance(t, TensorStorageMetadata)}
+    tied = pieces.tied(metadata, known)
+    found = []
+    for name, tensor in sorted(known.items()):
+        dtype = tensor.properties.dtype
+        kept = tied.get(name)
+        nbytes = 0 if kept is not None else tensor.size.numel() * dtype.itemsize
+        found.append(Tensor(name, tuple(tensor.size), str(dtype).removeprefix("torch."), nbytes, kept))
+    return found
