@@ -6,10 +6,11 @@ import contextlib
 import dataclasses
 import logging
 import math
+import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from .access import Access
 from .agreement import check_agreement
 from .comm import Group, backend_of, default_device
 from .config import FLOATS, Config, load
+from .data import ResumableLoader
 from .errors import ZeroEngineError
 from .memory import Memory
 from .optim import (
@@ -31,7 +33,13 @@ from .optim import (
     make_scheduler,
 )
 from .partition import Degrees, UnitPlan, cut_units, degrees_of_stage
-from .runtime import Gatherer, Reducer, Unit, UnitGradients, claim, owner_of, precision
+from .runtime import Gatherer, Reducer, Unit, UnitGradients, claim, eager, owner_of, precision
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.stateful import Stateful
+    from torch.utils.data import Dataset
+
+    from . import checkpoint
 
 log = logging.getLogger("zeroengine")
 
@@ -71,11 +79,14 @@ def initialize(
         settings = config if isinstance(config, Config) else load(config)
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
         settings = settings.resolve(world_size=group.world_size, model_dtype=dtype)
+        for low in (settings.low_precision, settings.autocast_dtype):
+            if low is not None:
+                precision.check_supported(low, group.device)
         plans = cut_units(
             model,
             patterns=settings.units,
             compute_dtype=settings.low_precision,
-            keep_fp32=precision.fp32_params(model, settings.keep_fp32_modules),
+            keep_fp32=precision.fp32_params(model, settings),
         )
         rule = make_optimizer(optimizer, model, settings)
         check_optimizer(rule, degrees_of_stage(settings.zero_optimization.stage, group.world_size))
@@ -123,10 +134,7 @@ class Engine:
         self._transport = group.transport(config.comm.transport, config.comm.timeout_seconds)
         degrees = degrees_of_stage(zero.stage, group.world_size)
         self._units = [self._build(plan, degrees) for plan in plans]
-        buffer_dtype = config.data_types.buffer_dtype
-        precision.prepare_buffers(
-            model, group.device, None if buffer_dtype is None else FLOATS[buffer_dtype], group.broadcast
-        )
+        precision.prepare_buffers(model, config, group.device, group.broadcast)
         self._scaler = LossScaler.of(config.fp16) if config.scales_loss else LossScaler()
         self._scaled = False  # whether the loss of the backward in progress came out of ``scale``
         self.gatherer = Gatherer(
@@ -144,9 +152,10 @@ class Engine:
             bucket_numel=zero.reduce_bucket_size,
             accumulation_dtype=config.accumulation_dtype,
             reduce_dtype=config.reduce_dtype,
-            predivide=config.gradient_predivide_factor if config.prescale_gradients else 1.0,
+            predivide=config.predivide(group.world_size),
             complete=self.gatherer.complete,
             entering_backward=self._entering_backward,
+            arriving=self._arriving,
         )
         with group.agreeing("to initialize"):
             self.optimizer = ShardedOptimizer(
@@ -158,17 +167,13 @@ class Engine:
             )
             self.lr_scheduler = make_scheduler(lr_scheduler, self.optimizer, config)
         self._rule = optimizer
+        self._checkpoints: checkpoint.Checkpointer | None = None
+        self._stateful: dict[str, Stateful] = {}
         self._access = Access(
             self._units, group, self._transport, self.gatherer, self.reducer, self.optimizer, self._divisor
         )
         claim((param for unit in self._units for param in unit.params), self._access)
-        precision.install(
-            model,
-            low=config.low_precision,
-            keep_fp32=config.keep_fp32_modules,
-            autocast=config.autocast_dtype,
-            device_type=self.device.type,
-        )
+        precision.install(model, config, self.device)
         _return_freed_memory()
         if self.rank == 0:
             for notice in config.notices:
@@ -189,6 +194,7 @@ class Engine:
 
     forward = __call__
 
+    @eager
     def backward(self, loss: torch.Tensor) -> None:
         """Computes gradients, and reduces them where this micro-step calls for it.
 
@@ -214,6 +220,7 @@ class Engine:
             )
         self._abandon_backward()
         self._begin_backward()
+        self._scaled = True
         (loss if self._scaler.scale == 1 else loss.float() * self._scaler.scale).backward()
         self._end_backward()
 
@@ -241,6 +248,11 @@ class Engine:
             raise ZeroEngineError(
                 'loss_scale: only fp16 scales the loss; enable it with "fp16": {"enabled": true} in the configuration'
             )
+        if self._backward_done or self.micro_steps % self.config.gradient_accumulation_steps:
+            raise ZeroEngineError(
+                "loss_scale: the gradients of this step so far have another scale. Assign to it after the step() that "
+                "ends one, before the next backward."
+            )
         self._scaler.set(scale)
 
     def _divisor(self) -> float:
@@ -255,19 +267,23 @@ class Engine:
         does without.
         """
         if not self._in_backward:
-            if self.config.scales_loss and not self._scaled:
-                raise ZeroEngineError(
-                    "loss.backward() without the loss scale that fp16 needs: call engine.backward(loss), or "
-                    "engine.scale(loss).backward()"
-                )
             self._begin_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+
+    def _arriving(self) -> None:
+        """A parameter has a gradient."""
+        if self.config.scales_loss and not self._scaled:
+            raise ZeroEngineError(
+                "loss.backward() without the loss scale that fp16 needs: call engine.backward(loss), or "
+                "engine.scale(loss).backward()"
+            )
 
     def _begin_backward(self) -> None:
         self._in_backward = True
         self.reducer.boundary = self.is_gradient_accumulation_boundary()
         self.reducer.begin_backward()
 
+    @eager
     def _end_backward(self) -> None:
         self._in_backward = self._scaled = False
         self._backward_done = True
@@ -286,6 +302,7 @@ class Engine:
         """Whether the micro-step in progress ends with an update."""
         return (self.micro_steps + 1) % self.config.gradient_accumulation_steps == 0
 
+    @eager
     def step(self) -> bool:
         """Ends a micro-step; at the accumulation boundary clips, updates and steps the LR schedule.
 
@@ -312,12 +329,13 @@ class Engine:
                 "step() inside `with zeroengine.gathered(...)`: the update would not reach the gathered values. Leave "
                 "the `with` first."
             )
+        if boundary:
+            self.reducer.finish()
+            self.gatherer.settle()  # if it raises nothing has changed, and step() may be called again
         self._backward_done = False
         self.micro_steps += 1
         if not boundary:
             return False
-        self.reducer.finish()
-        self.gatherer.settle()
         norm, used = self.optimizer.norm_and_use()
         divisor = self._divisor()
         self.grad_norm = norm / divisor
@@ -356,10 +374,11 @@ class Engine:
             log.warning("step %d %s: %s%s", self.global_steps + 1, verb, what, scale)
 
     def _clip_factor(self) -> float:
-        """As ``torch.nn.utils.clip_grad_norm_``."""
+        """As ``torch.nn.utils.clip_grad_norm_``, also where the norm is not finite."""
         limit = self.config.gradient_clipping
         assert self.grad_norm is not None
-        return min(1.0, limit / (self.grad_norm + 1e-6)) if limit > 0 else 1.0
+        factor = limit / (self.grad_norm + 1e-6) if limit > 0 else 1.0
+        return 1.0 if factor > 1 else factor
 
     def _step_schedule(self) -> None:
         # torch's schedulers warn unless they see that their optimizer has stepped.
@@ -438,11 +457,167 @@ class Engine:
             state |= {f"{dot}{n}": b.detach().to("cpu", copy=True) for n, b in buffers}
         return state
 
+    # -- data -------------------------------------------------------------------------------------
+
+    def dataloader(
+        self, dataset: Dataset[Any], *, shuffle: bool = True, seed: int = 0, **options: Any
+    ) -> ResumableLoader:
+        """Batches of this rank's share of ``dataset``, whose position is part of every checkpoint.
+
+        A checkpoint loaded on another number of ranks goes on at the same place of the same epoch.
+
+        Args:
+            dataset: with ``__len__`` and ``__getitem__``, the same on every rank.
+            seed: of the order of each epoch.
+            options: further arguments of ``torch.utils.data.DataLoader``, such as ``num_workers``.
+
+        Raises:
+            ZeroEngineError: ``dataset`` has no length, or too few samples.
+        """
+        micro_batch = self.config.train_micro_batch_size_per_gpu
+        loader = ResumableLoader(
+            dataset, self.rank, self.world_size, micro_batch, shuffle=shuffle, seed=seed, options=options
+        )
+        self.register_stateful(f"dataloader.{sum(name.startswith('dataloader.') for name in self._stateful)}", loader)
+        return loader
+
+    def register_stateful(self, name: str, stateful: Stateful) -> None:
+        """Makes the state of an object of yours part of every checkpoint, on each rank its own.
+
+        Such as torchdata's ``StatefulDataLoader``. Register it under the same name before or after
+        ``load_checkpoint``. What was saved on another number of ranks is left out with a warning.
+
+        Args:
+            stateful: has ``state_dict()`` (of tensors, numbers, strings, and containers of them) and
+                ``load_state_dict(state)``.
+
+        Raises:
+            ZeroEngineError: it has not, or the name is taken.
+        """
+        if name in self._stateful:
+            raise ZeroEngineError(f"register_stateful(): the name {name!r} is taken")
+        if not all(callable(getattr(stateful, method, None)) for method in ("state_dict", "load_state_dict")):
+            raise ZeroEngineError(
+                f"register_stateful() takes an object with state_dict() and load_state_dict(), found "
+                f"{type(stateful).__name__}"
+            )
+        self._stateful[name] = stateful
+        if self._checkpoints is not None:
+            self._checkpoints.hand_over(name)
+
+    # -- checkpoints ------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self, directory: str | os.PathLike[str], tag: str | None = None, client_state: Any = None
+    ) -> None:
+        """Writes a checkpoint, ``directory/tag``, that loads at any stage, world size and precision.
+
+        It is whole or absent: whatever happens meanwhile, the checkpoints before it stay as they are. With
+        ``checkpoint.async_save`` it returns once the state is copied to CPU memory, and a failure surfaces on every
+        rank at the next save, load, or ``close``. Call it on every rank, between steps.
+
+        Args:
+            tag: the checkpoint's name; ``step-<global_steps>`` where None.
+            client_state: what else is to be kept: tensors, numbers, strings, and lists, tuples and dicts of them.
+                Rank 0's counts.
+
+        Raises:
+            ZeroEngineError: on every rank; there is no such checkpoint then.
+        """
+        with self._group.agreeing("to save a checkpoint"):
+            if self._backward_done or self.micro_steps % self.config.gradient_accumulation_steps:
+                raise ZeroEngineError(
+                    "save_checkpoint() between the micro-steps of a step would lose their gradients: call it after a "
+                    "step() that ended one"
+                )
+        self.gatherer.settle()
+        self._checkpointer().save(directory, tag or f"step-{self.global_steps}", client_state)
+
+    def load_checkpoint(
+        self,
+        directory: str | os.PathLike[str],
+        tag: str | None = None,
+        *,
+        weights_only: bool = False,
+        strict: bool = True,
+        fallback: bool = False,
+    ) -> Any:
+        """Takes over a checkpoint, whatever stage, world size and precision it was saved at.
+
+        In the same shape training goes on bit for bit; in another, within the order of reductions. Also reads what
+        plain torch Distributed Checkpoint wrote of a model and its optimizer, such as under FSDP2. Call it on every
+        rank, between steps.
+
+        Args:
+            tag: the checkpoint's name; the newest where None.
+            weights_only: parameters and buffers alone; optimizer, schedule and counters stay as they are.
+            strict: the checkpoint's model must be this one. False: what both have is loaded.
+            fallback: where the checkpoint is damaged, take the newest that is whole.
+
+        Returns:
+            The ``client_state`` that was saved.
+
+        Raises:
+            CheckpointError: on every rank; the engine is as it was.
+        """
+        self._abandon_backward()
+        self.gatherer.settle()
+        counters, client_state = self._checkpointer().load(
+            directory, tag, weights_only=weights_only, strict=strict, fallback=fallback
+        )
+        for name in self._counters():
+            setattr(self, name, counters.get(name, getattr(self, name)))
+        if counters:  # another accumulation counts otherwise
+            self.micro_steps = (self.global_steps + self.skipped_steps) * self.config.gradient_accumulation_steps
+        return client_state
+
+    def wait_for_checkpoint(self) -> None:
+        """Returns when no checkpoint is being saved in the background any more. Call it on every rank.
+
+        Raises:
+            CheckpointError: on every rank, where the save failed.
+        """
+        if self._checkpoints is not None:
+            self._checkpoints.wait()
+
+    def _checkpointer(self) -> checkpoint.Checkpointer:
+        if self._checkpoints is None:
+            from .checkpoint import Checkpointer, Trained  # torch's own part of it takes 50 MB and a second
+
+            trained = Trained(
+                self.module,
+                self._units,
+                self.optimizer,
+                self.lr_scheduler,
+                self._scaler,
+                self.config,
+                self._group,
+                self._counters,
+                self._republish,
+                self._stateful,
+            )
+            self._checkpoints = Checkpointer(trained)
+        return self._checkpoints
+
+    def _counters(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in ("global_steps", "micro_steps", "skipped_steps")}
+
+    def _republish(self) -> None:
+        """The masters were written from outside: everybody computes with their values from now on."""
+        for states in self.optimizer.units:
+            if states.mixed:
+                states.published.copy_(states.master)
+            self._published(states.grads)
+        self.gatherer.settle()
+        self._transport.fence()
+
     def close(self) -> None:
         """Gives back what the engine holds outside of tensors. The model keeps working where it is not partitioned.
 
         Call it on every rank.
         """
+        if self._checkpoints is not None:
+            self._checkpoints.close()
         self.gatherer.settle()
         self._transport.close()
 

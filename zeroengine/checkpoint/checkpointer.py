@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from pathlib import Path
@@ -15,6 +16,8 @@ from .progress import progress
 from .state import SHOWN, Snapshot, Trained, restore, snapshot
 from .store import FORMAT, MANIFEST, File, Manifest, Store, check_tag
 
+log = logging.getLogger("zeroengine")
+
 
 class Checkpointer:
     """The checkpoints of one engine. Every method is a collective."""
@@ -24,6 +27,7 @@ class Checkpointer:
         self._gloo: dist.ProcessGroup | None = None
         self._stores: dict[Path, Store] = {}
         self._saving: _Saving | None = None
+        self._waiting: dict[str, tuple[Any, bool]] = {}  # loaded for objects that are not registered yet
 
     def save(self, folder: str | os.PathLike[str], tag: str, client_state: Any) -> None:
         """Writes the engine's state as checkpoint ``tag`` of ``folder``; in the background once it is copied.
@@ -66,7 +70,24 @@ class Checkpointer:
             CheckpointError: on every rank; nothing is changed.
         """
         path, manifest = self.find(folder, tag, fallback=fallback)
-        return restore(self._trained, path, manifest, weights_only=weights_only, strict=strict)
+        restored = restore(self._trained, path, manifest, weights_only=weights_only, strict=strict)
+        self._waiting = {name: (state, restored.same_world) for name, state in restored.stateful.items()}
+        for name in self._trained.stateful:
+            self.hand_over(name)
+        return restored.counters, restored.client_state
+
+    def hand_over(self, name: str) -> None:
+        """Gives a registered object the state that was loaded for it, if any."""
+        if name not in self._waiting:
+            return
+        state, same_world = self._waiting.pop(name)
+        stateful = self._trained.stateful[name]
+        if same_world or getattr(stateful, "world_independent", False):
+            stateful.load_state_dict(state)
+        elif self._group.rank == 0:
+            log.warning(
+                "the state of %r was saved on another number of ranks, and each has its own: it is left as it is", name
+            )
 
     def wait(self) -> None:
         """Returns when no save is under way any more.

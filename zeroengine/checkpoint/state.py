@@ -72,6 +72,7 @@ class Trained:
     group: Group
     counters: Callable[[], dict[str, int]]
     republish: Callable[[], None]  # masters were written: everybody computes with their values from now on
+    stateful: Mapping[str, Any]  # the user's own, by name
 
     @property
     def inventory(self) -> Inventory:
@@ -97,6 +98,8 @@ def snapshot(trained: Trained, client_state: Any) -> Snapshot:
     """
     inventory, rank = trained.inventory, trained.group.rank
     objects: dict[str, Any] = {f"{EXTRA}rank.{rank}": random_states(trained.group.device)}
+    for name, stateful in trained.stateful.items():
+        objects[_stateful(name, rank)] = _storable(f"the state of {name!r}", stateful.state_dict())
     groups = param_groups(trained)
     if rank == 0:
         objects[f"{EXTRA}client_state"] = _storable("client_state", client_state)
@@ -115,12 +118,16 @@ def snapshot(trained: Trained, client_state: Any) -> Snapshot:
         "versions": {name: version(name) for name in ("zeroengine", "torch")},
         "counters": counters,
         "param_groups": json.loads(json.dumps(groups, default=str)),
-        "loss_scaler": trained.scaler.state_dict(),
+        "loss_scaler": trained.scaler.state_dict() if trained.config.scales_loss else {},
         "config": trained.config.to_dict(),
     }
     entries = inventory.model(once=True) | inventory.optimizer(once=True)
     aliases = {MODEL + alias: MODEL + kept for alias, kept in inventory.aliases().items()}
     return Snapshot(entries, objects, aliases, about)
+
+
+def _stateful(name: str, rank: int) -> str:
+    return f"{EXTRA}stateful.{rank}.{name}"
 
 
 def param_groups(trained: Trained) -> list[dict[str, Any]]:
@@ -173,18 +180,23 @@ def set_random_states(states: Mapping[str, Any], device: torch.device) -> None:
 # -- in -------------------------------------------------------------------------------------------
 
 
-def restore(
-    trained: Trained, path: Path, manifest: Manifest | None, *, weights_only: bool, strict: bool
-) -> tuple[dict[str, int], Any]:
+@dataclass(frozen=True)
+class Restored:
+    """What a checkpoint holds beside what ``restore`` has put back."""
+
+    client_state: Any
+    counters: dict[str, int]  # none with weights_only
+    stateful: dict[str, Any]  # by name, the states of the user's objects that are for this rank
+    same_world: bool  # whether they were saved on as many ranks
+
+
+def restore(trained: Trained, path: Path, manifest: Manifest | None, *, weights_only: bool, strict: bool) -> Restored:
     """Puts a checkpoint's state into ``trained``. A collective.
 
     Args:
         manifest: None where plain PyTorch wrote the checkpoint.
         weights_only: parameters and buffers alone.
         strict: every parameter must be in the checkpoint, and every one of its in the model.
-
-    Returns:
-        The engine's counters (none with ``weights_only``) and the client state.
 
     Raises:
         CheckpointError: on every rank, before anything is changed: it does not fit.
@@ -202,9 +214,14 @@ def restore(
             if manifest is not None:
                 _check_groups(trained, manifest, path)
         wanted = [f"{EXTRA}client_state"]
+        same_world = manifest is not None and manifest.world_size == group.world_size
+        mine = _stateful("", group.rank if same_world else 0)
         if not weights_only:
-            wanted.append(f"{EXTRA}lr_scheduler")
-            if manifest is not None and manifest.world_size == group.world_size:
+            wanted += [
+                f"{EXTRA}lr_scheduler",
+                *(name for name in metadata.state_dict_metadata if name.startswith(mine)),
+            ]
+            if same_world:
                 wanted.append(f"{EXTRA}rank.{group.rank}")
         wanted = [name for name in wanted if name in metadata.state_dict_metadata]
     with group.agreeing("to load a checkpoint"):
@@ -225,17 +242,19 @@ def restore(
                 trained.kept.take_numbers(states, span, numbers)
     trained.republish()
     if weights_only:
-        return {}, objects.get(f"{EXTRA}client_state")
+        return Restored(objects.get(f"{EXTRA}client_state"), {}, {}, same_world)
     if manifest is not None:
         _set_groups(trained, manifest)
-        trained.scaler.load_state_dict(manifest.loss_scaler)
+        if manifest.loss_scaler and trained.config.scales_loss:
+            trained.scaler.load_state_dict(manifest.loss_scaler)
     if trained.lr_scheduler is not None and f"{EXTRA}lr_scheduler" in objects:
         trained.lr_scheduler.load_state_dict(objects[f"{EXTRA}lr_scheduler"])
     if f"{EXTRA}rank.{group.rank}" in objects:
         set_random_states(objects[f"{EXTRA}rank.{group.rank}"], group.device)
     steps = [int(max(states.steps, default=0)) for states in trained.optimizer.units]
     counters = manifest.counters if manifest is not None else {"global_steps": max(steps, default=0)}
-    return counters, objects.get(f"{EXTRA}client_state")
+    stateful = {name.removeprefix(mine): state for name, state in objects.items() if name.startswith(mine)}
+    return Restored(objects.get(f"{EXTRA}client_state"), counters, stateful, same_world)
 
 
 class Naming:
