@@ -3,6 +3,7 @@
     zero-launch --nproc 2 --config configs/zero2.json examples/train_lm.py
 
 Another configuration, another stage: the script stays as it is. `--text FILE` trains on a text of your own.
+With `--checkpoint FOLDER` it saves as it goes, and goes on from what is there, at any stage and number of ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import math
 import resource
 import sysconfig
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -113,11 +113,10 @@ def sample(text: torch.Tensor, starts: torch.Tensor, context: int) -> tuple[torc
     return window[:, :-1], window[:, 1:]
 
 
-def batches(text: torch.Tensor, batch: int, context: int, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Endless random samples; another seed on each rank gives each its own."""
+def draw(text: torch.Tensor, batch: int, context: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A random sample, the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
-    while True:
-        yield sample(text, torch.randint(len(text) - context, (batch,), generator=generator), context)
+    return sample(text, torch.randint(len(text) - context, (batch,), generator=generator), context)
 
 
 @torch.no_grad()
@@ -151,34 +150,41 @@ def used_memory(device: torch.device) -> str:
     return f"{resident_pages * resource.getpagesize() / 2**20:.0f} MiB resident"
 
 
-def train(engine: zeroengine.Engine, data: Iterator[tuple[torch.Tensor, torch.Tensor]], steps: int) -> None:
-    """Take `steps` steps. Rank 0 shows a bar on a terminal, elsewhere a line now and then."""
+def train(engine: zeroengine.Engine, text: torch.Tensor, options: argparse.Namespace) -> None:
+    """Train until step `options.steps`. Rank 0 shows a bar on a terminal, elsewhere a line now and then."""
+    steps, rank, world_size = options.steps, dist.get_rank(), dist.get_world_size()
+    batch, context = engine.config.train_micro_batch_size_per_gpu, engine.module.context
     console = Console()
-    show_bar = console.is_terminal and dist.get_rank() == 0
+    show_bar = console.is_terminal and rank == 0
     columns = TextColumn("{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn(), TimeRemainingColumn()
     micro_steps = engine.config.gradient_accumulation_steps
     report_every = 10 if show_bar else max(1, steps // 20)
-    total, tokens, start = torch.zeros((), device=engine.device), 0, time.perf_counter()
+    total, done, tokens, start = torch.zeros((), device=engine.device), 0, 0, time.perf_counter()
     with Progress(*columns, console=console, disable=not show_bar) as progress:
-        task = progress.add_task("training", total=steps)
-        for step in range(1, steps + 1):
+        task = progress.add_task("training", total=steps, completed=engine.global_steps)
+        for step in range(engine.global_steps + 1, steps + 1):
             for _ in range(micro_steps):
-                ids, targets = next(data)
+                seed = (options.seed * 10**9 + engine.micro_steps) * world_size + rank
+                ids, targets = draw(text, batch, context, seed)
                 loss = engine(ids.to(engine.device), targets.to(engine.device))
                 engine.backward(loss)
                 engine.step()
                 total += loss.detach()
-                tokens += ids.numel() * dist.get_world_size()
+                tokens += ids.numel() * world_size
+                done += 1
             progress.advance(task)
             if step % report_every == 0 or step == steps:
-                mean = total.item() / (micro_steps * ((step - 1) % report_every + 1))
+                mean = total.item() / done
                 speed = tokens / (time.perf_counter() - start)
                 status = f"loss {mean:.3f}  {speed:,.0f} tokens/s  {used_memory(engine.device)}"
                 progress.update(task, description=status)
-                if dist.get_rank() == 0 and not show_bar:
+                if rank == 0 and not show_bar:
                     print(f"step {step:>{len(str(steps))}}/{steps}  {status}", flush=True)
                 total.zero_()
-                tokens, start = 0, time.perf_counter()
+                done, tokens, start = 0, 0, time.perf_counter()
+            if options.checkpoint is not None and (step % options.save_every == 0 or step == steps):
+                engine.save_checkpoint(options.checkpoint)
+                start = time.perf_counter()
 
 
 def printable(text: bytes) -> str:
@@ -201,9 +207,11 @@ def parse() -> argparse.Namespace:
     add("--eval-batches", type=int, default=8, help="held-out batches a rank (default: %(default)s)")
     add("--prompt", default="def ", help="what the sample at the end begins with (default: %(default)r)")
     add("--sample-bytes", type=int, default=300, help="length of that sample (default: %(default)s)")
+    add("--checkpoint", metavar="FOLDER", type=Path, help="save into it, and go on from its newest checkpoint")
+    add("--save-every", type=int, default=200, help="steps between checkpoints (default: %(default)s)")
     add("--seed", type=int, default=0, help="of weights, batches and sample (default: %(default)s)")
     options = parser.parse_args()
-    for name in ("steps", "layers", "width", "heads", "context", "eval_batches"):
+    for name in ("steps", "layers", "width", "heads", "context", "eval_batches", "save_every"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
     if options.width % options.heads:
@@ -234,8 +242,10 @@ def main() -> None:
     say(f"{len(text):,} bytes to learn, {len(held_out):,} held out")
     say(f"byte unigram entropy  {nats(unigram_entropy(text))}")
     say(f"held-out loss before  {nats(evaluate(engine, held_out, options.eval_batches))}")
-    batch = engine.config.train_micro_batch_size_per_gpu
-    train(engine, batches(text, batch, options.context, options.seed * 1000 + rank), options.steps)
+    if options.checkpoint is not None and (options.checkpoint / "latest").is_file():
+        engine.load_checkpoint(options.checkpoint)
+        say(f"goes on after step {engine.global_steps} of {options.checkpoint}")
+    train(engine, text, options)
     say(f"held-out loss after   {nats(evaluate(engine, held_out, options.eval_batches))}")
 
     states = f"{engine.memory().states / 2**20:.1f} MiB of parameters, gradients and optimizer state"

@@ -26,12 +26,12 @@ TINY = [
 ]
 
 
-def train(stage: int) -> subprocess.CompletedProcess[str]:
+def train(stage: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     settings = (f"zero_optimization.stage={stage}", "optimizer.params.lr=0.01", "scheduler.params.warmup_num_steps=5")
     settings += ("zero_optimization.stage3_param_persistence_threshold=0",)
     command = [sys.executable, "-m", "zeroengine.launch.cli", "--nproc", "2", "--cpu", "--config", "configs/zero2.json"]
     command += [word for setting in settings for word in ("--set", setting)]
-    command += ["examples/train_lm.py", *TINY]
+    command += ["examples/train_lm.py", *TINY, *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
@@ -51,6 +51,16 @@ def test_it_learns_the_same_at_every_stage() -> None:
     assert len(found) == 3
     assert float(found["held-out loss after"]) < float(found["held-out loss before"]) - 1
     assert losses(runs[3].stdout) == found
+
+
+def test_it_goes_on_from_a_checkpoint_at_another_stage(tmp_path: Path) -> None:
+    saving = ("--checkpoint", str(tmp_path), "--save-every", "7")
+    whole = train(1, "--steps", "14")
+    assert train(1, *saving, "--steps", "7").returncode == 0
+    run = train(3, *saving, "--steps", "14")
+    assert f"goes on after step 7 of {tmp_path}" in run.stdout, run.stderr
+    assert losses(run.stdout) == losses(whole.stdout)
+    assert sorted(path.name for path in tmp_path.glob("[!.]*")) == ["latest", "step-14", "step-7"]
 
 
 @pytest.mark.parametrize(
