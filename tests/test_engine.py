@@ -67,7 +67,7 @@ def test_rank_0_prints_its_progress_the_configuration_and_what_it_ignores() -> N
     assert [line.split(":")[0] for line in lines if line.startswith("step")] == ["step 2", "step 4"]
     assert any("lr 0.003, grad norm " in line for line in lines)
     assert any("wall_clock_breakdown" in record for record in records)
-    assert any(record.startswith("step 2 skipped: the gradient of blocks.0.norm.weight is not finite") for record in records)
+    assert "step 2 skipped: the gradient of tok.weight is not finite" in records, "the first in forward order"
 
 
 def tables() -> str:

@@ -1,20 +1,27 @@
 """zeroengine: train PyTorch models partitioned over data-parallel ranks (ZeRO stages 0 to 3)."""
 
-from .access import (
-    full_gradient,
-    full_master,
-    full_optimizer_state,
-    set_full_gradient,
-    set_full_master,
-    set_full_optimizer_state,
-)
-from .engine import Engine, initialize
-from .errors import ConfigError, DivergenceError, ReleasedParameterError, ZeroEngineError
-from .memory import Memory
-from .runtime import gathered
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .access import (
+        full_gradient,
+        full_master,
+        full_optimizer_state,
+        set_full_gradient,
+        set_full_master,
+        set_full_optimizer_state,
+    )
+    from .engine import Engine, initialize
+    from .errors import CheckpointError, ConfigError, DivergenceError, ReleasedParameterError, ZeroEngineError
+    from .memory import Memory
+    from .runtime.gathered import gathered
 
 __version__ = "0.1.0"
 __all__ = [
+    "CheckpointError",
     "ConfigError",
     "DivergenceError",
     "Engine",
@@ -30,3 +37,18 @@ __all__ = [
     "set_full_master",
     "set_full_optimizer_state",
 ]
+
+# Imported when first used: the commands that need no torch start without it.
+_HOMES = {"Engine": "engine", "initialize": "engine", "Memory": "memory", "gathered": "runtime"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = "errors" if name.endswith("Error") else _HOMES.get(name, "access")
+    value = globals()[name] = getattr(importlib.import_module(f".{home}", __name__), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,11 +1,15 @@
 """Whole values of a partitioned state, read and written from outside: parameters, gradients, optimizer state.
 
-For looking and for surgery. Every function here is a collective: call it on every rank.
+For looking and for surgery. Every function here is a collective: call it on every rank, of the same parameter.
+What is wrong on one rank is an error on all of them, and then nothing has changed.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +17,6 @@ from torch import nn
 from .comm import Group, Transport
 from .errors import ZeroEngineError
 from .optim import ShardedOptimizer, UnitStates
-from .partition import FlatLayout, ParamSlot
 from .runtime import Gatherer, Reducer, Unit, owner_of
 
 
@@ -61,156 +64,204 @@ class Access:
     # -- one parameter's values -------------------------------------------------------------------
 
     def gradient(self, param: nn.Parameter) -> torch.Tensor | None:
-        states, slot = self._place(param)
-        index = states.unit.layout.slots.index(slot)
+        unit, index = self._unit(param)
+        states = self._states(unit)
+        mine = self._reducer.waiting(states.grads, index) if states is not None else None
+        used = mine is not None or (states is not None and states.grads.used[index])
+        with self._agreeing("full_gradient", unit, index, used) as used_on:
+            states = self._trainable(unit, index)
+            self._reducer.check_ended()
         self._reducer.settle()
-        part, summed = self._reducer.so_far(states.grads, index)
-        if summed:  # this rank's shard of the sum
-            degree = states.unit.degrees.optimizer
-            whole = self._whole(states.unit.layout, slot, states.gradient, degree)
-        else:  # this rank's own gradient
-            whole = part if part is not None else torch.zeros(slot.shape, device=self._group.device)
-            whole = whole.double() if whole.dtype is torch.float64 else whole.float()
-            self._group.all_reduce(whole)
-        used = torch.tensor([float(part is not None)], device=self._group.device)
-        self._group.all_reduce(used)
-        return whole / self._divisor() if used.item() else None
+        if not any(used_on):
+            return None
+        whole = self._part(unit, index, states.gradient if states.grads.reduced else None)
+        if mine is not None:
+            whole += mine
+        self._group.all_reduce(whole)
+        return whole / self._divisor()
 
     def set_gradient(self, param: nn.Parameter, value: torch.Tensor) -> None:
-        states, slot = self._place(param)
-        value = self._agreed(slot, value) * self._divisor()
+        unit, index = self._unit(param)
+        with self._agreeing("set_full_gradient", unit, index):
+            states = self._trainable(unit, index)
+            value = self._fitting(unit, index, value)
+            self._reducer.check_ended()
         self._reducer.settle()
-        if not self._reducer.is_reduced(states.grads):
-            raise ZeroEngineError(
-                f"set_full_gradient({slot.name}): its gradient is not reduced yet. Call it between the last backward "
-                "of a step and engine.step()."
-            )
-        for where, part in self._owned(states, slot, value):
-            states.gradient[where].copy_(part)
-        states.grads.used[states.unit.layout.slots.index(slot)] = True
+        self._group.broadcast(value)
+        self._reducer.replace(states.grads, index, value * self._divisor())
 
     def optimizer_state(self, param: nn.Parameter, key: str) -> torch.Tensor:
-        states, slot = self._place(param)
-        values = self._optimizer.values(states, slot, key)
-        self._check_key(states, slot, key)
-        part = torch.zeros_like(states.master)
-        for where, value in values:
-            part[where] = value.flatten().to(part.dtype)
-        whole = self._whole(states.unit.layout, slot, part, states.unit.degrees.optimizer)
-        scalar = torch.tensor([float(any(v.dim() == 0 for _, v in values))], device=self._group.device)
-        self._group.all_reduce(scalar)
-        return whole.flatten()[0] if scalar.item() else whole
+        unit, index = self._unit(param)
+        states, shape, holder = self._kept("full_optimizer_state", unit, index, key)
+        values = self._optimizer.values(states, unit.layout.slots[index], key)
+        if shape is None:  # a value of each element
+            part = torch.zeros_like(states.master)
+            for where, value in values:
+                part[where] = value.flatten().to(part.dtype)
+            whole = self._part(unit, index, part)
+        else:
+            whole = torch.zeros(shape, dtype=_wide(unit.dtype), device=self._group.device)
+            if self._group.rank == holder:
+                whole.copy_(values[0][1])
+        self._group.all_reduce(whole)
+        return whole
 
     def set_optimizer_state(self, param: nn.Parameter, key: str, value: torch.Tensor) -> None:
-        states, slot = self._place(param)
-        self._check_key(states, slot, key)
-        scalar = value.dim() == 0
-        value = self._agreed(slot, value.expand(slot.shape) if scalar else value)
-        self._optimizer.set_values(states, slot, key, list(self._owned(states, slot, value)))
+        unit, index = self._unit(param)
+        states, shape, _ = self._kept("set_full_optimizer_state", unit, index, key)
+        with self._agreeing("set_full_optimizer_state", unit, index):
+            value = self._fitting(unit, index, value, shape)
+        self._group.broadcast(value)
+        if shape is None:
+            part = torch.zeros_like(states.master)
+            for where, values in self._owned(unit, index, value):
+                part[where] = values
+            value = part
+        self._optimizer.set_values(states, unit.layout.slots[index], key, value)
 
-    def _check_key(self, states: UnitStates, slot: ParamSlot, key: str) -> None:
-        mine = self._optimizer.keys(states, slot)
-        known = sorted({name for names in self._group.exchange(mine) for name in names})
-        if key not in known:
+    def _kept(self, call: str, unit: Unit, index: int, key: str) -> tuple[UnitStates, tuple[int, ...] | None, int]:
+        """Whose state it is, its shape (see ``ShardedOptimizer.shapes``), and the lowest rank that has some of it."""
+        mine, slot = self._states(unit), unit.layout.slots[index]
+        fact = self._optimizer.shapes(mine, slot) if mine is not None else {}
+        with self._agreeing(f"{call} {key!r}", unit, index, fact) as shapes_on:
+            states = self._trainable(unit, index)
+        holders = [rank for rank, shapes in enumerate(shapes_on) if key in shapes]
+        if not holders:
+            known = sorted({name for shapes in shapes_on for name in shapes})
             raise ZeroEngineError(
                 f"the optimizer keeps no state {key!r} of {slot.name}; it keeps: {', '.join(known) or 'nothing yet'}"
             )
+        shape = shapes_on[holders[0]][key]
+        if shape is not None and math.prod(shape) > 1 and unit.degrees.optimizer > 1:
+            raise ZeroEngineError(
+                f"the optimizer's state {key!r} of {slot.name} {slot.shape} has shape {shape} on a shard: neither a "
+                "number nor a value of each element, so there is no whole of it"
+            )
+        return states, shape, holders[0]
 
     def master(self, param: nn.Parameter) -> torch.Tensor:
-        unit, slot = self._unit(param)
-        states = self._states(unit)
+        unit, index = self._unit(param)
+        with self._agreeing("full_master", unit, index):
+            states = self._states(unit)
         if states is not None:
-            return self._whole(unit.layout, slot, states.master, unit.degrees.optimizer)
+            whole = self._part(unit, index, states.master)
+            self._group.all_reduce(whole)
+            return whole
         self.gatherer.hold(unit)  # frozen: there is none but itself
-        value = param.detach().float() if param.is_floating_point() else param.detach().clone()
-        value = value.clone() if value.data_ptr() == param.data_ptr() else value
+        value = param.detach().to(_wide(unit.dtype), copy=True)
         self.gatherer.let_go(unit)
         return value
 
     def set_master(self, param: nn.Parameter, value: torch.Tensor) -> None:
-        unit, slot = self._unit(param)
-        value = self._agreed(slot, value)
+        unit, index = self._unit(param)
+        with self._agreeing("set_full_master", unit, index):
+            value = self._fitting(unit, index, value)
+        self._group.broadcast(value)
         states = self._states(unit)
+        self.gatherer.hold(unit)
         if states is not None:
-            for where, part in self._owned(states, slot, value):
+            for where, part in self._owned(unit, index, value):
                 states.master[where].copy_(part)
-        self.gatherer.hold(unit)  # and what everybody computes with
         with torch.no_grad():
-            param.copy_(value)
+            param.copy_(value)  # what everybody computes with
         unit.take_from_full()
         self.gatherer.let_go(unit)
 
-    # -- between whole values and shards ----------------------------------------------------------
+    # -- agreement --------------------------------------------------------------------------------
 
-    def _unit(self, param: nn.Parameter) -> tuple[Unit, ParamSlot]:
+    @contextlib.contextmanager
+    def _agreeing(self, call: str, unit: Unit, index: int, fact: Any = None) -> Iterator[list[Any]]:
+        """For checks, as ``Group.agreeing``; and every rank is to make the same call."""
+        call = f"{call} of {unit.layout.slots[index].name}"
+        facts: list[Any] = []
+        with self._group.agreeing(f"in {call}", (call, fact)) as every:
+            yield facts
+        if any(other != call for other, _ in every):
+            calls = ", ".join(f"rank {rank}: {other}" for rank, (other, _) in enumerate(every))
+            raise ZeroEngineError(f"every rank is to make the same call of the same parameter, found {calls}")
+        facts += [fact for _, fact in every]
+
+    def _unit(self, param: nn.Parameter) -> tuple[Unit, int]:
         (unit,) = self.units_of([param])
-        index = next(i for i, p in enumerate(unit.params) if p is param)
-        return unit, unit.layout.slots[index]
+        return unit, next(i for i, p in enumerate(unit.params) if p is param)
 
     def _states(self, unit: Unit) -> UnitStates | None:
         return next((states for states in self._optimizer.units if states.unit is unit), None)
 
-    def _place(self, param: nn.Parameter) -> tuple[UnitStates, ParamSlot]:
-        unit, slot = self._unit(param)
+    def _trainable(self, unit: Unit, index: int) -> UnitStates:
         states = self._states(unit)
         if states is None:
-            raise ZeroEngineError(f"parameter {slot.name} is frozen: it has no gradient and no optimizer state")
-        return states, slot
+            name = unit.layout.slots[index].name
+            raise ZeroEngineError(f"parameter {name} is frozen: it has no gradient and no optimizer state")
+        return states
 
-    def _whole(self, layout: FlatLayout, slot: ParamSlot, part: torch.Tensor, degree: int) -> torch.Tensor:
-        """A parameter's values from every rank's shard ``part``, at least fp32, of the parameter's shape."""
-        dtype = part.dtype if part.dtype in (torch.float64, torch.complex64, torch.complex128) else torch.float32
-        value = torch.zeros(slot.numel, dtype=dtype, device=part.device)
-        if self._group.rank < degree:  # these ranks hold each shard once
-            index = layout.slots.index(slot)
-            for span in layout.spans(self._group.rank, degree):
-                if span.slot == index:
-                    mine = part[span.shard_offset : span.shard_offset + span.numel]
-                    value[span.param_offset : span.param_offset + span.numel].copy_(mine)
-        self._group.all_reduce(value)
-        return value.view(slot.shape)
+    def _fitting(
+        self, unit: Unit, index: int, value: torch.Tensor, shape: tuple[int, ...] | None = None
+    ) -> torch.Tensor:
+        """A copy of ``value`` on the device, in the dtype to send it in.
 
-    def _owned(self, states: UnitStates, slot: ParamSlot, value: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Where ``value`` lies in this rank's optimizer shard, and the part of it that does."""
-        layout, flat = states.unit.layout, value.flatten()
-        index = layout.slots.index(slot)
-        for span in layout.spans(self._group.rank, states.unit.degrees.optimizer):
+        Args:
+            shape: what it is to have; the parameter's where None.
+        """
+        slot = unit.layout.slots[index]
+        shape = slot.shape if shape is None else shape
+        if not isinstance(value, torch.Tensor):
+            raise ZeroEngineError(f"{slot.name}: the value is to be a tensor of shape {shape}, found {value!r:.100}")
+        if tuple(value.shape) != shape:
+            raise ZeroEngineError(
+                f"{slot.name}: the value is to have shape {shape}, the one given has {tuple(value.shape)}"
+            )
+        return value.detach().to(self._group.device, _wide(unit.dtype), copy=True).contiguous()
+
+    # -- between whole values and shards ----------------------------------------------------------
+
+    def _part(self, unit: Unit, index: int, shard: torch.Tensor | None) -> torch.Tensor:
+        """What this rank adds to a whole parameter's values, of its shape, where shards are of the optimizer's degree.
+
+        The ranks' parts sum to the whole; None adds nothing.
+        """
+        slot = unit.layout.slots[index]
+        value = torch.zeros(slot.shape, dtype=_wide(unit.dtype), device=self._group.device)
+        if shard is not None and self._group.rank < unit.degrees.optimizer:  # these hold each shard once
+            for where, part in self._owned(unit, index, value):
+                part.copy_(shard[where])
+        return value
+
+    def _owned(self, unit: Unit, index: int, value: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Where ``value`` (contiguous) lies in this rank's optimizer shard, and the part of it that does."""
+        flat = value.view(-1)
+        for span in unit.layout.spans(self._group.rank, unit.degrees.optimizer):
             if span.slot == index:
                 where = slice(span.shard_offset, span.shard_offset + span.numel)
                 yield where, flat[span.param_offset : span.param_offset + span.numel]
 
-    def _agreed(self, slot: ParamSlot, value: torch.Tensor) -> torch.Tensor:
-        """Rank 0's value on every rank."""
-        if tuple(value.shape) != slot.shape:
-            raise ZeroEngineError(
-                f"parameter {slot.name} has shape {slot.shape}, the value given has {tuple(value.shape)}"
-            )
-        wide = value.dtype in (torch.float64, torch.complex64, torch.complex128)
-        value = value.detach().to(self._group.device, value.dtype if wide else torch.float32).clone()
-        self._group.broadcast(value)
-        return value
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """What values of ``dtype`` are looked at in: fp32 for lower ones, else their own."""
+    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point or dtype.is_complex else dtype
 
 
 def full_gradient(param: nn.Parameter) -> torch.Tensor | None:
-    """The mean gradient of ``param`` over ranks and micro-steps since the last step, before clipping.
+    """The mean gradient of ``param`` over the ranks, as far as this step's backwards have come, before clipping.
 
-    Call it on every rank, between ``backward`` and ``engine.step``.
+    It is what ``param.grad`` would be without partitioning and with each loss divided by
+    ``gradient_accumulation_steps``. Call it on every rank, between ``backward`` and ``engine.step``.
 
     Returns:
         A copy of the parameter's shape, fp32 (or wider, as the parameter is), on the engine's device; None where no
         rank has a gradient.
 
     Raises:
-        ZeroEngineError: ``param`` belongs to no engine, or is frozen.
+        ZeroEngineError: ``param`` belongs to no engine, or is frozen, or a backward is under way.
     """
     return _access(param).gradient(param)
 
 
 def set_full_gradient(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Replaces what ``full_gradient`` gives by rank 0's ``value``, for the next ``engine.step``.
+    """Replaces what ``full_gradient`` gives by rank 0's ``value``. Later backwards of the step add to it.
 
     Raises:
-        ZeroEngineError: another shape, or the step's last backward is still to come.
+        ZeroEngineError: as ``full_gradient``, or ``value`` has another shape.
     """
     _access(param).set_gradient(param, value)
 
@@ -219,10 +270,11 @@ def full_optimizer_state(param: nn.Parameter, key: str) -> torch.Tensor:
     """What the optimizer keeps of ``param`` under ``key``: ``exp_avg``, ``exp_avg_sq``, ``step``, ...
 
     Returns:
-        A copy of the parameter's shape, fp32, or 0-d for a number.
+        A copy of the parameter's shape, fp32 (or wider, as the parameter is), or 0-d for a number.
 
     Raises:
-        ZeroEngineError: ``param`` belongs to no engine or is frozen, or the optimizer keeps no such thing.
+        ZeroEngineError: ``param`` belongs to no engine or is frozen, or the optimizer keeps no such thing (yet: most
+            begin with the first step).
     """
     return _access(param).optimizer_state(param, key)
 
@@ -231,13 +283,13 @@ def set_full_optimizer_state(param: nn.Parameter, key: str, value: torch.Tensor)
     """Replaces what ``full_optimizer_state`` gives by rank 0's ``value``.
 
     Raises:
-        ZeroEngineError: another shape, or the optimizer keeps no such thing.
+        ZeroEngineError: as ``full_optimizer_state``, or ``value`` has another shape.
     """
     _access(param).set_optimizer_state(param, key, value)
 
 
 def full_master(param: nn.Parameter) -> torch.Tensor:
-    """The fp32 master of ``param``, or its own values where there is none. A copy of the parameter's shape."""
+    """The fp32 master of ``param``, or a copy of its own values where there is none. Of the parameter's shape."""
     return _access(param).master(param)
 
 
@@ -245,7 +297,7 @@ def set_full_master(param: nn.Parameter, value: torch.Tensor) -> None:
     """Rank 0's ``value`` becomes the master of ``param``, and, rounded, the parameter.
 
     Raises:
-        ZeroEngineError: another shape.
+        ZeroEngineError: ``param`` belongs to no engine, or ``value`` has another shape.
     """
     _access(param).set_master(param, value)
 

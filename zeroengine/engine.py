@@ -136,7 +136,7 @@ class Engine:
         self._units = [self._build(plan, degrees) for plan in plans]
         precision.prepare_buffers(model, config, group.device, group.broadcast)
         self._scaler = LossScaler.of(config.fp16) if config.scales_loss else LossScaler()
-        self._scaled = False  # whether the loss of the backward in progress came out of ``scale``
+        self._scaled_in: int | None = None  # the backward (autograd's number) whose loss is scaled; -1: ``backward``'s
         self.gatherer = Gatherer(
             model,
             self._units,
@@ -163,6 +163,7 @@ class Engine:
                 self.reducer.gradients,
                 self._transport,
                 publish=self._published,
+                zero_grad=self.zero_grad,
                 moments_dtype=FLOATS[config.optimizer_state_dtype],
             )
             self.lr_scheduler = make_scheduler(lr_scheduler, self.optimizer, config)
@@ -195,14 +196,22 @@ class Engine:
     forward = __call__
 
     @eager
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(
+        self,
+        loss: torch.Tensor,
+        *,
+        retain_graph: bool = False,
+        create_graph: bool = False,
+        inputs: Sequence[torch.Tensor] | None = None,
+    ) -> None:
         """Computes gradients, and reduces them where this micro-step calls for it.
 
         The loss is scaled by ``loss_scale`` first. The mean over ranks and over ``gradient_accumulation_steps``
-        micro-steps is taken in the update.
+        micro-steps is taken in the update. Several calls before one ``step`` add up.
 
         Args:
             loss: a scalar that depends on the parameters.
+            retain_graph, create_graph, inputs: as of ``Tensor.backward``.
 
         Raises:
             ZeroEngineError: ``loss`` is not a scalar tensor, or is detached.
@@ -220,19 +229,21 @@ class Engine:
             )
         self._abandon_backward()
         self._begin_backward()
-        self._scaled = True
-        (loss if self._scaler.scale == 1 else loss.float() * self._scaler.scale).backward()
+        self._scaled_in = -1
+        (loss if self._scaler.scale == 1 else _wide(loss) * self._scaler.scale).backward(
+            retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
+        )
         self._end_backward()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """``loss`` times ``loss_scale``, in fp32, for a plain ``engine.scale(loss).backward()``."""
-        scaled = loss.float() * self._scaler.scale
+        """``loss`` times ``loss_scale``, at least in fp32, for a plain ``engine.scale(loss).backward()``."""
+        scaled = _wide(loss) * self._scaler.scale
         me = weakref.ref(self)
 
         def starts(_: torch.Tensor) -> None:
             engine = me()
             if engine is not None:
-                engine._scaled = True
+                engine._scaled_in = torch._C._current_graph_task_id()
 
         if scaled.requires_grad:
             scaled.register_hook(starts)
@@ -272,7 +283,7 @@ class Engine:
 
     def _arriving(self) -> None:
         """A parameter has a gradient."""
-        if self.config.scales_loss and not self._scaled:
+        if self.config.scales_loss and self._scaled_in is None:
             raise ZeroEngineError(
                 "loss.backward() without the loss scale that fp16 needs: call engine.backward(loss), or "
                 "engine.scale(loss).backward()"
@@ -280,23 +291,46 @@ class Engine:
 
     def _begin_backward(self) -> None:
         self._in_backward = True
-        self.reducer.boundary = self.is_gradient_accumulation_boundary()
-        self.reducer.begin_backward()
+        if self.reducer.wanted():
+            self.reducer.boundary = self.is_gradient_accumulation_boundary()
+            self.reducer.begin_backward()
 
     @eager
     def _end_backward(self) -> None:
-        self._in_backward = self._scaled = False
-        self._backward_done = True
-        self.reducer.end_backward()
+        self._in_backward = False
+        if torch._C._current_graph_task_id() == self._scaled_in:  # else of a checkpoint within it
+            self._scaled_in = None
+        if self.reducer.in_backward:  # else of another model's loss, with all parameters here frozen meanwhile
+            self._backward_done = True
+            self.reducer.end_backward()
         self.gatherer.end_backward()
 
     def _abandon_backward(self) -> None:
         """If the last backward raised, part of its gradients is there and part is not: all since the last step go."""
-        self._scaled = False
+        self._scaled_in = None
         if self._in_backward:
             self._in_backward = self._backward_done = False
             self.reducer.abandon()
             self.gatherer.end_backward()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients that came since the last ``step``: those that another model's loss left here.
+
+        An ordinary loop has no need of it: a step's first gradients overwrite those of the step before.
+
+        Raises:
+            ZeroEngineError: earlier micro-steps of this step would lose theirs, too.
+        """
+        self._abandon_backward()
+        if not self._backward_done:
+            return
+        if self.micro_steps % self.config.gradient_accumulation_steps:
+            raise ZeroEngineError(
+                "zero_grad() between backward() and step(), with gradients of earlier micro-steps: they would be lost. "
+                "Call it before the first backward of a step."
+            )
+        self._backward_done = False
+        self.reducer.abandon()
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-step in progress ends with an update."""
@@ -580,23 +614,81 @@ class Engine:
         if self._checkpoints is not None:
             self._checkpoints.wait()
 
+    def save_weights(
+        self,
+        directory: str | os.PathLike[str],
+        dtype: str | torch.dtype | None = None,
+        shard_size: str | int = "5GB",
+    ) -> None:
+        """Writes parameters and buffers as safetensors with an index, as Hugging Face loads them: as zero-export does.
+
+        Each rank writes what it owns, so no rank ever holds the model. Weights that are in ``directory`` give way, as
+        a whole; other files there stay. Call it on every rank.
+
+        Args:
+            directory: the same for all ranks, on a disk that they share.
+            dtype: what floating tensors are cast to: fp32, bf16 or fp16. None: parameters are the fp32 masters.
+            shard_size: bytes of values in a file at most, such as ``5GB``.
+
+        Raises:
+            CheckpointError: on every rank; what was in ``directory`` is as it was.
+        """
+        from .checkpoint.weights import save
+
+        self.gatherer.settle()
+        save(self._trained(), directory, dtype, shard_size)
+
+    def load_weights(self, weights: checkpoint.Weights, *, strict: bool = True) -> checkpoint.Loaded:
+        """Takes over parameters and buffers from files or a state dict; optimizer, schedule and counters stay.
+
+        Each rank reads the parts that it owns, cast to its own dtypes. Masters and the parameters that are computed
+        with both get them. A tied parameter may go by any of its names. Call it on every rank.
+
+        Args:
+            weights: a ``.safetensors``, ``.bin`` or ``.pt`` file (of tensors alone: pickled code is refused), an index
+                of several, a folder with any of these; or a state dict, of which rank 0's counts: the others may pass
+                None, and are sent a bounded piece of it at a time.
+            strict: every name must be on both sides. False: what both have is loaded.
+
+        Returns:
+            ``missing_keys`` and ``unexpected_keys``, as ``load_state_dict``.
+
+        Raises:
+            CheckpointError: on every rank, with the names and shapes that differ; the engine is as it was.
+        """
+        from .checkpoint.weights import load
+
+        with self._group.agreeing("to load weights"):
+            if self.gatherer.lent:
+                raise ZeroEngineError(
+                    "load_weights() inside `with zeroengine.gathered(...)`: its end would write the old values back. "
+                    "Leave the `with` first."
+                )
+        self._abandon_backward()
+        self.gatherer.settle()
+        return load(self._trained(), weights, strict)
+
+    def _trained(self) -> checkpoint.Trained:
+        from .checkpoint import Trained
+
+        return Trained(
+            self.module,
+            self._units,
+            self.optimizer,
+            self.lr_scheduler,
+            self._scaler,
+            self.config,
+            self._group,
+            self._counters,
+            self._republish,
+            self._stateful,
+        )
+
     def _checkpointer(self) -> checkpoint.Checkpointer:
         if self._checkpoints is None:
-            from .checkpoint import Checkpointer, Trained  # torch's own part of it takes 50 MB and a second
+            from .checkpoint import Checkpointer  # torch's own part of it takes 50 MB and a second
 
-            trained = Trained(
-                self.module,
-                self._units,
-                self.optimizer,
-                self.lr_scheduler,
-                self._scaler,
-                self.config,
-                self._group,
-                self._counters,
-                self._republish,
-                self._stateful,
-            )
-            self._checkpoints = Checkpointer(trained)
+            self._checkpoints = Checkpointer(self._trained())
         return self._checkpoints
 
     def _counters(self) -> dict[str, int]:
@@ -640,6 +732,10 @@ def _check_unclaimed(model: nn.Module) -> None:
                 f"parameter {name} already belongs to an engine: initialize() takes a model once. Use the engine that "
                 "the first call returned, or build the model anew."
             )
+
+
+def _wide(loss: torch.Tensor) -> torch.Tensor:
+    return loss.to(torch.promote_types(loss.dtype, torch.float32))
 
 
 def _return_freed_memory() -> None:

@@ -11,6 +11,7 @@ import torch
 from zeroengine.config import Config, load
 from zeroengine.config.fields import Section
 from zeroengine.config.keys import checked_models
+from zeroengine.errors import ConfigError
 
 BUCKETS = ("reduce_bucket_size", "prefetch_bucket_size", "param_persistence_threshold", "max_live_parameters")
 
@@ -18,7 +19,7 @@ BUCKETS = ("reduce_bucket_size", "prefetch_bucket_size", "param_persistence_thre
 def test_an_empty_configuration_is_stage_0_in_fp32() -> None:
     config = load({}).resolve(world_size=2)
     assert config.zero_optimization.stage == 0
-    assert config.compute_dtype is torch.float32
+    assert (config.low_precision, config.autocast_dtype, config.scales_loss) == (None, None, False)
     assert (config.gradient_clipping, config.optimizer, config.scheduler, config.units) == (0.0, None, None, None)
     assert config.zero_optimization.overlap_comm is True
     assert config.comm.timeout_seconds == 600 and config.comm.transport == "auto"
@@ -34,20 +35,104 @@ def test_auto_and_null_stand_for_the_default(value: str | None) -> None:
     assert config.zero_optimization.reduce_bucket_size is None
 
 
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
 @pytest.mark.parametrize(
     ("written", "model_dtype", "expected"),
     [
-        (True, torch.float32, torch.bfloat16),
-        (False, torch.bfloat16, torch.float32),
-        ("auto", torch.bfloat16, torch.bfloat16),
-        ("auto", torch.float32, torch.float32),
-        ("auto", None, torch.float32),
+        ({"bf16": True}, FP32, BF16),
+        ({"bf16": False}, BF16, None),
+        ({"bf16": "auto"}, BF16, BF16),
+        ({"bf16": "auto"}, FP32, None),
+        ({"bf16": "auto"}, None, None),
+        ({"fp16": True}, BF16, FP16),
+        ({"fp16": "auto"}, FP16, FP16),
+        ({"fp16": "auto", "bf16": "auto"}, FP16, FP16),
+        ({"fp16": "auto", "bf16": "auto"}, BF16, BF16),
+        ({"fp16": "auto", "bf16": True}, FP16, BF16),
+        ({"bf16": "auto", "fp16": True}, BF16, FP16),
+        ({"bf16": "auto", "torch_autocast": True}, BF16, None),
     ],
 )
-def test_bf16_auto_follows_the_model(written: object, model_dtype: torch.dtype | None, expected: torch.dtype) -> None:
-    config = load({"bf16": {"enabled": written}}).resolve(world_size=1, model_dtype=model_dtype)
-    assert config.compute_dtype is expected
-    assert isinstance(config.bf16.enabled, bool)
+def test_an_auto_precision_follows_the_model_unless_another_one_is_on(
+    written: dict[str, object], model_dtype: torch.dtype | None, expected: torch.dtype | None
+) -> None:
+    tree = {section: {"enabled": enabled} for section, enabled in written.items()}
+    config = load(tree).resolve(world_size=1, model_dtype=model_dtype)
+    assert config.low_precision is expected
+    assert isinstance(config.bf16.enabled, bool) and isinstance(config.fp16.enabled, bool)
+
+
+@pytest.mark.parametrize("on", [("bf16", "fp16"), ("bf16", "torch_autocast"), ("fp16", "torch_autocast")])
+def test_one_precision_at_a_time(on: tuple[str, ...]) -> None:
+    with pytest.raises(
+        ConfigError, match=f'{on[0]} and {on[1]} are enabled, .*; write "{on[1]}": {{"enabled": false}}'
+    ):
+        load({section: {"enabled": True} for section in on})
+    load({on[0]: {"enabled": True}, on[1]: {"enabled": False}})
+
+
+def test_the_loss_is_scaled_where_gradients_may_be_fp16() -> None:
+    for tree, scales in [
+        ({"fp16": {"enabled": True}}, True),
+        ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, True),
+        ({"torch_autocast": {"enabled": True}}, False),
+        ({"bf16": {"enabled": True}}, False),
+        ({"fp16": {"loss_scale": 128}}, False),
+    ]:
+        assert load(tree).resolve(world_size=1).scales_loss is scales, tree
+
+
+def test_an_fp16_model_without_fp16_is_told_that_its_loss_is_not_scaled() -> None:
+    config = load({}).resolve(world_size=1, model_dtype=FP16)
+    assert any("the loss is not scaled" in notice for notice in config.notices)
+    assert config.resolve(world_size=1, model_dtype=FP16).notices == config.notices
+    for enabled in ({"fp16": {"enabled": "auto"}}, {"bf16": {"enabled": True}}):
+        assert not any("not scaled" in n for n in load(enabled).resolve(world_size=1, model_dtype=FP16).notices)
+
+
+@pytest.mark.parametrize(
+    ("given", "accumulation", "kept", "sent"),
+    [
+        (None, 1, BF16, None),
+        (None, 4, FP32, None),
+        ("fp32", 1, FP32, None),
+        ("bf16", 4, BF16, None),
+    ],
+)
+def test_gradients_accumulate_in_fp32_unless_told_otherwise(
+    given: str | None, accumulation: int, kept: torch.dtype, sent: torch.dtype | None
+) -> None:
+    tree = {"data_types": {"grad_accum_dtype": given}, "gradient_accumulation_steps": accumulation}
+    config = load(tree).resolve(world_size=2)
+    assert config.accumulation_dtype(BF16) is kept
+    assert config.reduce_dtype(BF16) is sent
+    assert config.accumulation_dtype(torch.float64) is torch.float64, "wider ones are left alone"
+    reduced = load({**tree, "communication_data_type": "fp32"}).resolve(world_size=2)
+    assert reduced.reduce_dtype(BF16) is FP32 and reduced.reduce_dtype(torch.float64) is None
+
+
+def test_modules_that_keep_fp32_are_none_of_autocast_s_business() -> None:
+    tree = {"keep_fp32_modules": ["LayerNorm"]}
+    assert load(tree | {"bf16": {"enabled": True}}).notices == ()
+    (notice,) = load(tree | {"torch_autocast": {"enabled": True}}).notices
+    assert "keep_fp32_modules has no effect under torch_autocast" in notice
+
+
+@pytest.mark.parametrize("spelling", ["bf16", "bfloat16", "torch.bfloat16"])
+def test_a_dtype_may_be_spelt_as_torch_does(spelling: str) -> None:
+    tree = {"communication_data_type": spelling, "torch_autocast": {"enabled": True, "dtype": spelling}}
+    config = load(tree)
+    assert config.communication_data_type == "bf16" and config.autocast_dtype is BF16
+    with pytest.raises(ConfigError, match=r'torch_autocast.dtype: found "float32" .*; write "bf16" or "fp16"'):
+        load({"torch_autocast": {"dtype": "float32"}})
+
+
+def test_gradients_are_divided_before_the_sum_as_in_deepspeed() -> None:
+    assert load({}).predivide(8) == 1
+    assert load({"prescale_gradients": True, "gradient_predivide_factor": 4}).predivide(8) == 8
+    assert load({"gradient_predivide_factor": 4}).predivide(8) == 4
 
 
 def test_integers_may_be_written_as_people_write_them() -> None:
@@ -78,6 +163,8 @@ def test_resolving_keeps_the_notices() -> None:
         {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": 0.1}}},
         {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 5, "warmup_max_lr": "auto"}}},
         {"units": ["a", "b.*"], "train_batch_size": 6},
+        {"optimizer": {"type": "torch.optim.RAdam", "params": {"betas": (0.9, 0.99), "lr": "auto"}}},
+        {"optimizer": {"type": "Lion"}, "fp16": {"enabled": "auto"}, "keep_fp32_modules": ["LayerNorm"]},
     ],
 )
 def test_what_to_dict_gives_load_takes_back(tree: dict[str, object]) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from zeroengine.config import deepspeed, load
 from zeroengine.config.keys import honoured_paths, known_paths
@@ -44,7 +45,7 @@ def test_the_stored_keys_are_those_of_the_installed_deepspeed() -> None:
 
 def test_no_key_is_both_honoured_and_not() -> None:
     honoured = {*honoured_paths(), *deepspeed.ALIASES}
-    assert honoured & deepspeed.TABLE.keys() == {"fp16.enabled"}  # its schema is ready, its engine is not
+    assert not honoured & deepspeed.TABLE.keys()
     assert set(deepspeed.ALIASES.values()) <= honoured
 
 
@@ -103,10 +104,11 @@ def test_a_pretraining_file() -> None:
     assert config.optimizer is not None and config.optimizer.type == "AdamW"
 
 
-def test_the_tutorial_file_in_fp16_is_refused_for_fp16_alone() -> None:
-    told = refusals("tutorial_fp16.json")
-    assert "fp16.enabled" in told and 'use bf16: "bf16": {"enabled": true}' in told
-    assert "problems" not in told
+def test_the_tutorial_file_in_fp16() -> None:
+    config = load(FILES / "tutorial_fp16.json").resolve(world_size=2)
+    assert config.low_precision is torch.float16 and config.scales_loss
+    assert (config.fp16.loss_scale, config.fp16.initial_scale_power, config.fp16.loss_scale_window) == (0, 15, 500)
+    assert "fp16" not in notices("tutorial_fp16.json")
 
 
 def test_what_changes_numbers_is_refused_key_by_key() -> None:
@@ -126,8 +128,8 @@ def nested(path: str, value: Any) -> dict[str, Any]:
 def awake(path: str, value: Any) -> dict[str, Any]:
     """The tree with this one key, and whatever must stand around it."""
     tree = nested(path, value)
-    section, _, rest = path.partition(".")
-    if section == "bf16" or (section == "fp16" and rest != "enabled"):
+    section = path.partition(".")[0]
+    if section in ("bf16", "fp16", "torch_autocast"):
         tree[section]["enabled"] = True
     if section == "optimizer":
         tree[section]["type"] = "AdamW"
@@ -138,8 +140,6 @@ def awake(path: str, value: Any) -> dict[str, Any]:
 
 ON = {
     "gradient_allreduce_op": "sum",
-    "bf16.check_grad_overflow": False,
-    "bf16.check_overflow": False,
     "managed_gradient_accumulation": False,
     "optimizer.params.bias_correction": False,
     "optimizer.params.fp32_optimizer_states": False,
@@ -166,15 +166,29 @@ def test_every_row_is_silent_where_its_key_asks_for_nothing(path: str) -> None:
     row = deepspeed.TABLE[path]
     for value in (*row.off, "auto", {}, *([{row.switch: False, "x": 1}] if row.switch and not row.keys else [])):
         tree = awake(path, value)
-        if path.startswith("fp16.") and path != "fp16.enabled":
-            tree["fp16"]["enabled"] = False
         assert not any(path in notice for notice in load(tree).notices)
 
 
 def test_a_precision_that_is_off_is_not_judged() -> None:
     assert load({"bf16": {"enabled": False, "bf16_optimizer_states": True}}).notices == ()
-    with pytest.raises(ConfigError, match="the optimizer state is fp32"):
+    with pytest.raises(ConfigError, match=r'bf16_optimizer_states: .* refused; write "optimizer_state_dtype": "bf16"'):
         load({"bf16": {"enabled": True, "bf16_optimizer_states": True}})
+
+
+@pytest.mark.parametrize("name", ["check_grad_overflow", "check_overflow"])
+def test_the_overflow_check_of_a_bf16_section_counts_where_bf16_is_on(name: str) -> None:
+    assert load({"bf16": {"enabled": True, name: False}}).check_grad_overflow is False
+    assert load({"bf16": {"enabled": False, name: False}}).check_grad_overflow is True
+    assert load({"check_grad_overflow": False}).check_grad_overflow is False
+
+
+def test_an_imported_optimizer_is_not_judged_by_the_parameters_of_others() -> None:
+    tree = {"type": "torch.optim.AdamW", "params": {"amsgrad": True, "maximize": True, "lr": 0.1, "eps": "auto"}}
+    config = load({"optimizer": tree, "gradient_clipping": 1})
+    assert config.notices == () and config.optimizer is not None
+    assert config.optimizer.params == {"amsgrad": True, "maximize": True, "lr": 0.1}
+    with pytest.raises(ConfigError, match="AMSGrad is not available"):
+        load({"optimizer": {**tree, "type": "AdamW"}})
 
 
 def test_the_old_boolean_zero_optimization_is_stage_1() -> None:

@@ -119,7 +119,7 @@ def test_every_problem_is_listed_once_in_the_order_of_the_file(tmp_path: Path) -
   "zero_optimization": {
     "stge": 1
   },
-  "fp16": {"enabled": true},
+  "fp16": {"enabled": true, "fp16_master_weights_and_grads": true},
   "train_batch_size": "32",
   "optimizer": {"type": "AdamW", "params": {"lr": -1}}
 }""",
@@ -129,8 +129,7 @@ def test_every_problem_is_listed_once_in_the_order_of_the_file(tmp_path: Path) -
     assert str(caught.value).splitlines() == [
         f"{path}: 4 problems",
         "  zero_optimization.stge (line 3): unknown key. Did you mean zero_optimization.stage?",
-        "  fp16.enabled (line 5): the value true is refused; fp16 with loss scaling is not available yet; "
-        'use bf16: "bf16": {"enabled": true}.',
+        "  fp16.fp16_master_weights_and_grads (line 5): the value true is refused; the master weights are fp32.",
         '  train_batch_size (line 6): found "32" (a string); write an integer: 32, without quotes.',
         "  optimizer.params.lr (line 7): found -1 (an integer); write a value of at least 0.0.",
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -9,17 +10,31 @@ import torch
 
 from zeroengine.config import load
 from zeroengine.errors import ConfigError
+from zeroengine.optim import Lion
 
 
 def optimizer(kind: str, **params: Any) -> Any:
     return load({"optimizer": {"type": kind, "params": params}}).optimizer
 
 
-@pytest.mark.parametrize("kind", ["Adam", "AdamW", "SGD", "adamw"])
-def test_the_result_makes_a_torch_optimizer(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "SGD", "adamw", "adagrad", "Lion"])
+def test_the_result_makes_an_optimizer(kind: str) -> None:
     config = optimizer(kind, lr=0.5)
-    made = getattr(torch.optim, config.type)([torch.zeros(1, requires_grad=True)], **config.params)
+    cls = Lion if config.type == "Lion" else getattr(torch.optim, config.type)
+    made = cls([torch.zeros(1, requires_grad=True)], **config.params)
     assert made.param_groups[0]["lr"] == 0.5
+
+
+def test_defaults_are_those_of_the_class_but_for_weight_decay() -> None:
+    for cls in (torch.optim.SGD, torch.optim.Adagrad, Lion):
+        given = inspect.signature(cls).parameters
+        for name, value in optimizer(cls.__name__).params.items():
+            assert value == given[name].default, (cls, name)
+
+
+def test_an_import_path_takes_whatever_its_class_takes() -> None:
+    config = optimizer("torch.optim.Rprop", etas=[0.5, 1.2], lr="auto", step_sizes=None)
+    assert (config.type, config.params) == ("torch.optim.Rprop", {"etas": [0.5, 1.2], "step_sizes": None})
 
 
 def test_adam_decays_weights_decoupled_unless_told_otherwise() -> None:
@@ -44,7 +59,14 @@ def test_a_weight_decay_that_is_not_given_is_pointed_out() -> None:
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"type": "Lamb"}, 'optimizer.type: found "Lamb"; write one of Adam, AdamW, SGD, or pass your own'),
+        ({"type": "Lamb"}, 'type: found "Lamb" .*; write one of Adam, .* pass your own to .* cannot run on shards'),
+        ({"type": "Radam"}, "write one of Adam, AdamW, SGD, Adagrad, Lion, the import path .* such as torch.optim.RAd"),
+        ({"type": "OneBitAdam"}, "It is not available: it compresses its communication, which changes results"),
+        ({"type": 3}, r"optimizer.type: found 3 \(an integer\); write one of"),
+        ({"type": "my-package.Adam"}, "the import path of a class such as torch.optim.RAdam"),
+        ({"type": "torch.optim.RAdam", "parms": {}}, "Did you mean optimizer.params"),
+        ({"type": "torch.optim.RAdam", "params": [1]}, r"optimizer.params: found \[1\] \(a list\); write an object"),
+        ({"type": "a.B", "params": {"x": torch.float32}}, r"optimizer.params: not JSON .* initialize\(optimizer="),
         ({"type": "Adamm"}, "Did you mean Adam"),
         ({"params": {}}, "optimizer.type: missing; write one of Adam, AdamW, SGD"),
         ({"type": "AdamW", "params": {"betas": [0.9]}}, "optimizer.params.betas.1: missing"),

@@ -74,12 +74,32 @@ def test_editor_and_loader_agree_on_deepspeeds_files(path: Path, validator: Any)
 @pytest.mark.parametrize(
     "tree",
     [
+        {"optimizer": {"type": "torch.optim.RAdam", "params": {"anything": [1]}}},
+        {"optimizer": {"type": "Lion", "params": {"betas": [0.9, 0.99]}}},
+        {"communication_data_type": "float32", "data_types": {"grad_accum_dtype": "auto", "buffer_dtype": "bfloat16"}},
+        {"torch_autocast": {"enabled": True, "dtype": "float16", "lower_precision_safe_modules": ["a"]}},
+        {"keep_fp32_modules": "auto", "prescale_gradients": True, "check_grad_overflow": False},
+    ],
+)
+def test_an_editor_accepts_what_the_loader_takes(tree: dict[str, Any], validator: Any) -> None:
+    validator.validate(tree)
+    load(tree)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
         {"stage": 3},
         {"zero_optimization": {"stage": 4}},
         {"optimizer": {"type": "AdamW", "params": {"momentum": 0.9}}},
         {"scheduler": {"type": "OneCycle"}},
         {"train_batch_size": "8"},
         {"bf16": {"enabled": "yes"}},
+        {"optimizer": {"type": "Lamb"}},
+        {"optimizer": {"type": "torch.optim.RAdam", "parms": {}}},
+        {"fp16": {"enabled": True, "min_loss_scale": 0}},
+        {"torch_autocast": {"enabled": True, "dtype": "float32"}},
+        {"keep_fp32_modules": "LayerNorm"},
     ],
 )
 def test_an_editor_marks_what_the_loader_rejects(tree: dict[str, Any], validator: Any) -> None:

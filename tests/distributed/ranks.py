@@ -17,7 +17,7 @@ from typing import Any
 
 _context = mp.get_context("forkserver")
 # torch.optim's constructors import torch._dynamo, which takes longer than most tests.
-_PRELOADED = ["torch._dynamo", "torch.distributed", "zeroengine", "pytest", "tests.distributed.models"]
+_PRELOADED = ["torch._dynamo", "torch.distributed", "zeroengine.engine", "pytest", "tests.distributed.models"]
 _context.set_forkserver_preload(_PRELOADED)
 
 

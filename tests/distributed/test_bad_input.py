@@ -101,6 +101,42 @@ def step_twice(engine: zeroengine.Engine) -> None:
     engine.step()
 
 
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
+
+
+def used_in_fp16(act: Callable[[zeroengine.Engine], Any], **more: Any) -> None:
+    """After the error it trains on."""
+    engine = initialize(build(), stage=3, **{**FP16, **more})
+    try:
+        act(engine)
+    finally:
+        before = engine.micro_steps
+        engine.backward(loss_of(engine))
+        while not engine.step():
+            engine.backward(loss_of(engine))
+        assert engine.global_steps == 1 and engine.micro_steps - before <= 2
+
+
+def set_scale(engine: zeroengine.Engine, scale: Any) -> None:
+    engine.loss_scale = scale
+
+
+def set_scale_between_micro_steps(engine: zeroengine.Engine) -> None:
+    engine.backward(loss_of(engine))
+    engine.step()
+    engine.loss_scale = 2
+
+
+def step_in_no_sync(engine: zeroengine.Engine) -> None:
+    with engine.no_sync():
+        engine.backward(loss_of(engine))
+        engine.step()
+
+
+def named(kind: str, **params: Any) -> None:
+    zeroengine.initialize(build(), config=config(1, optimizer={"type": kind, "params": params}))
+
+
 STEP = r"step\(\) without backward\(\): call engine.backward\(loss\) \(or loss.backward\(\)\) first"
 DETACHED = r"the loss is detached from the parameters. Compute it from engine\(...\), outside torch.no_grad\(\)"
 NO_OPTIMIZER = r'no optimizer: pass one to initialize\(model, optimizer, config\), or .* "optimizer": \{"type": "AdamW"'
@@ -184,6 +220,88 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "a released parameter unfrozen": (
         lambda: replaced(lambda model: model.requires_grad_(True), 3),
         r"parameter blocks.1.norm.weight was frozen at initialize\(\) and requires a gradient now",
+    ),
+    "two precisions": (
+        lambda: initialize(build(), bf16={"enabled": True}, **FP16),
+        r'bf16 and fp16 are enabled, and one of bf16, .* can be; write "fp16": \{"enabled": false\}',
+    ),
+    "a precision and autocast": (
+        lambda: initialize(build(), torch_autocast={"enabled": True}, **FP16),
+        r'fp16 and torch_autocast are enabled, .* write "torch_autocast": \{"enabled": false\}',
+    ),
+    "a negative clip": (
+        lambda: initialize(build(), gradient_clipping=-1.0),
+        r"gradient_clipping: found -1.0 \(a number\); write a value of at least 0",
+    ),
+    "a scheduler without its parameters": (
+        lambda: initialize(build(), scheduler={"type": "WarmupDecayLR", "params": {}}),
+        "scheduler.params.total_num_steps: missing; write the number of steps",
+    ),
+    "an optimizer's name that is unknown": (
+        lambda: named("Lamb"),
+        r'found "Lamb" .* It is not available: its update of an element looks at the whole parameter',
+    ),
+    "an imported optimizer on shards": (
+        lambda: named("torch.optim.Adafactor"),
+        r"Adafactor is not element-wise: .* Use zero_optimization.stage 0, or an element-wise optimizer such as AdamW",
+    ),
+    "a module that is not there": (
+        lambda: named("nowhere.Adam"),
+        r'"nowhere.Adam" cannot be imported: No module named .* Write the import path of an optimizer class, such as',
+    ),
+    "a class that is not there": (
+        lambda: named("torch.optim.Adem"),
+        r'"torch.optim.Adem" cannot be imported: .* has no attribute .* such as "torch.optim.RAdam"',
+    ),
+    "a class that is no optimizer": (
+        lambda: named("torch.nn.Linear"),
+        r'"torch.nn.Linear" is .* not a subclass of torch.optim.Optimizer',
+    ),
+    "parameters that the class does not have": (
+        lambda: named("torch.optim.RAdam", momentum=0.9),
+        r"torch.optim.RAdam cannot be made with .*'momentum': 0.9.* It takes \(params.* betas",
+    ),
+    "parameters that the class refuses": (
+        lambda: named("torch.optim.RAdam", lr=-1),
+        r"optimizer.params: torch.optim.RAdam cannot be made with .* Invalid learning rate: -1",
+    ),
+    "modules that keep fp32 and are not there": (
+        lambda: initialize(build(), keep_fp32_modules=["LayerNorm", "RMS*"], bf16={"enabled": True}),
+        r"the pattern 'RMS\*' matches no module, .* Names are like tok, .*; classes are Embedding, .* LayerNorm",
+    ),
+    "a smallest loss scale of 0": (
+        lambda: initialize(build(), fp16={"enabled": True, "min_loss_scale": 0}),
+        "fp16.min_loss_scale: found 0 .* write a value above 0",
+    ),
+    "a loss scale of 0": (
+        lambda: used_in_fp16(lambda e: set_scale(e, 0)),
+        r'loss_scale is a positive number, found 0. For dynamic scaling write "fp16": \{"loss_scale": 0\}',
+    ),
+    "a loss scale below the smallest": (
+        lambda: used_in_fp16(lambda e: set_scale(e, 0.5)),
+        "loss_scale is at least fp16.min_loss_scale, 1, found 0.5",
+    ),
+    "a loss scale in fp32": (
+        lambda: used(lambda e: set_scale(e, 2)),
+        r'only fp16 scales the loss; enable it with "fp16": \{"enabled": true\}',
+    ),
+    "a loss scale that changes within a step": (
+        lambda: used_in_fp16(set_scale_between_micro_steps, gradient_accumulation_steps=3),
+        r"loss_scale: the gradients of this step so far have another scale. Assign to it after the step\(\) that ends",
+    ),
+    "a plain backward in fp16": (
+        lambda: used_in_fp16(lambda e: loss_of(e).backward()),
+        r"without the loss scale that fp16 needs: call engine.backward\(loss\), or engine.scale\(loss\).backward\(\)",
+    ),
+    "a plain backward under fp16 autocast": (
+        lambda: used_in_fp16(
+            lambda e: loss_of(e).backward(), torch_autocast={"enabled": True, "dtype": "fp16"}, fp16={}
+        ),
+        "without the loss scale that fp16 needs",
+    ),
+    "a step inside no_sync": (
+        lambda: used(step_in_no_sync),
+        r"step\(\) inside `with engine.no_sync\(\)`: at the accumulation boundary .* Leave the `with` before the last",
     ),
     "loss under no_grad": (lambda: used(backward_in_no_grad), DETACHED),
 }

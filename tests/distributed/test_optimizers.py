@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,9 +15,20 @@ from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 import zeroengine
 
-from .models import batch, build, config
+from .models import TinyLM, batch, build, config
 from .ranks import run_ranks
-from .training import Task, Trained, check_every_stage, make_engine, ordinary_loop, settings, start, train_plainly
+from .training import (
+    Task,
+    Trained,
+    assert_close,
+    assert_same_bits,
+    check_every_stage,
+    make_engine,
+    ordinary_loop,
+    settings,
+    start,
+    train_plainly,
+)
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -129,6 +141,55 @@ def test_instance_callable_and_configuration_make_the_same_optimizer(stage: int)
     assert others == [first] * 4
 
 
+class Untied(TinyLM):
+    """Each parameter has one gradient of each rank, and two add to the same bits in either order: Lion takes signs."""
+
+    def __init__(self) -> None:
+        super().__init__(tied=False)
+
+
+def named(kind: str, cls: Any, params: dict[str, Any], task: Task) -> tuple[dict[str, Any], Task]:
+    """The configuration's section, and the task with what it stands for."""
+    return {"type": kind, "params": params}, replace(task, optimizer=lambda model: cls(model.parameters(), **params))
+
+
+UNCLIPPED = Task(factory=Untied, steps=5, clip=0.0)
+NAMED = [
+    named(
+        "Adagrad", torch.optim.Adagrad, {"lr": 1e-2, "initial_accumulator_value": 0.1, "lr_decay": 0.1}, Task(steps=5)
+    ),
+    named("Lion", zeroengine.optim.Lion, {"lr": 1e-3, "betas": (0.8, 0.95), "weight_decay": 0.1}, UNCLIPPED),
+    named("SGD", torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1}, Task(steps=5)),
+    named("torch.optim.RAdam", torch.optim.RAdam, {"lr": 3e-3, "eps": 1e-5, "betas": (0.8, 0.9)}, Task(steps=8)),
+    named("torch.optim.AdamW", torch.optim.AdamW, {"lr": 3e-3, "eps": 1e-5, "amsgrad": True}, Task(steps=5)),
+    named("torch.optim.ASGD", torch.optim.ASGD, {"lr": 1e-2, "t0": 2}, Task(steps=5)),
+    named("tests.distributed.test_optimizers.HalfStep", HalfStep, {"lr": 3e-3, "eps": 1e-5}, Task(steps=5)),
+]
+
+
+def by_name(stages: Sequence[int]) -> list[list[Trained]]:
+    start()
+    found = []
+    for section, task in NAMED:
+        found.append([])
+        for stage in stages:
+            engine = zeroengine.initialize(build(task.factory), None, settings(task, stage, optimizer=section))
+            losses, norms = ordinary_loop(task, engine)
+            found[-1].append(Trained(losses, norms, engine.full_state_dict()))
+            engine.close()
+    return found
+
+
+def test_optimizers_named_in_the_configuration_are_those_of_torch() -> None:
+    stages = (0, 1, 2, 3)
+    ranks = run_ranks(2, by_name, stages)
+    for i, (section, task) in enumerate(NAMED):
+        for found in ranks:
+            for stage in stages:
+                assert_same_bits(found[i][0], found[i][stage], (section, stage))
+        assert_close([found[i][0] for found in ranks], train_plainly(task))
+
+
 def test_the_optimizer_of_the_engine_is_stepped_by_the_engine() -> None:
     assert run_ranks(1, misuse_optimizer) == [
         [
@@ -147,6 +208,57 @@ def misuse_optimizer() -> list[str]:
             misuse()
         messages.append(str(error.value))
     return messages
+
+
+# -- groups -------------------------------------------------------------------------------------------
+
+
+def grouped(make: Callable[..., torch.optim.Optimizer], model: nn.Module) -> torch.optim.Optimizer:
+    """Matrices decay, vectors do not, and embeddings have a rate of their own: groups mix within each unit."""
+    params = dict(model.named_parameters())
+    tok = [params.pop("tok.weight")]
+    matrices = [param for param in params.values() if param.dim() > 1]
+    vectors = [param for param in params.values() if param.dim() == 1]
+    groups = [
+        {"params": matrices, "weight_decay": 0.3},
+        {"params": vectors, "weight_decay": 0.0, "betas": (0.7, 0.9)},
+        {"params": tok, "lr": 1e-3},
+    ]
+    return make(groups, lr=3e-3, eps=1e-5, weight_decay=0.1)
+
+
+def change_groups(optimizer: torch.optim.Optimizer, step: int) -> None:
+    matrices, vectors, tok = optimizer.param_groups
+    matrices["weight_decay"] = 0.3 / (1 + step)
+    vectors["betas"] = (0.7, 0.9 + 0.01 * step)
+    tok["lr"] = 1e-3 * (step % 3)
+
+
+GROUPED = [Task(optimizer=functools.partial(grouped, cls), steps=5) for cls in (torch.optim.AdamW, torch.optim.RAdam)]
+
+
+def changing_groups(task: Task, engine: zeroengine.Engine) -> tuple[list[float], list[float]]:
+    losses, norms = [], []
+    for step in range(task.steps):
+        change_groups(engine.optimizer, step)
+        loss = engine(*task.data(step, engine.rank))
+        engine.backward(loss)
+        assert engine.step()
+        losses.append(loss.item())
+        norms.append(engine.grad_norm)
+    return losses, norms
+
+
+@pytest.mark.parametrize("task", GROUPED, ids=["AdamW", "RAdam"])
+def test_groups_have_hyperparameters_of_their_own_that_may_change_between_steps(task: Task) -> None:
+    steps = iter(range(task.steps))
+
+    def changing(model: nn.Module) -> torch.optim.Optimizer:
+        made = task.optimizer(model)
+        made.register_step_pre_hook(lambda optimizer, *_: change_groups(optimizer, next(steps)))
+        return made
+
+    check_every_stage(task, loop=changing_groups, plain=train_plainly(replace(task, optimizer=changing)))
 
 
 # -- schedules ----------------------------------------------------------------------------------------

@@ -123,6 +123,44 @@ def test_gradients_travel_once_a_step_where_they_are_whole_and_once_a_micro_step
         assert sent["gather"] == gathered, "published parameters travel once a step, released ones for each use"
 
 
+FP32, LOW = torch.float32, torch.bfloat16
+BF16 = {"bf16": {"enabled": True}}
+IN_BF16 = {"communication_data_type": "bf16"}
+
+
+@pytest.mark.parametrize(
+    ("more", "whole", "sharded", "gathered"),
+    [  # what gradients travel in where they are whole and where they are sharded; and parameters
+        ({}, FP32, FP32, FP32),
+        (BF16, FP32, LOW, LOW),  # whole ones accumulate in fp32, and are sent as they are
+        (BF16 | {"data_types": {"grad_accum_dtype": "bf16"}}, LOW, LOW, LOW),
+        (BF16 | IN_BF16, LOW, LOW, LOW),
+        (BF16 | {"communication_data_type": "fp32"}, FP32, FP32, LOW),
+        (IN_BF16, LOW, LOW, FP32),
+    ],
+    ids=["fp32", "bf16", "accumulated in bf16", "sent in bf16", "sent in fp32", "fp32 sent in bf16"],
+)
+def test_eight_micro_steps_send_as_many_gradients_and_bytes_as_the_formula_says(
+    more: dict[str, Any], whole: torch.dtype, sharded: torch.dtype, gathered: torch.dtype
+) -> None:
+    """P elements once a step at stages 0 and 1, once a micro-step at 2 and 3, one collective for each unit."""
+    for stage in range(4):
+        units, found = run_ranks(1, steps, 64, stage, 8, more)[0]
+        dtype, times = (sharded, 8) if stage >= 2 else (whole, 1)
+        for seen in found[1:]:
+            kind = "all-reduce" if stage == 0 else "reduce-scatter"
+            sent = [s for s in seen if s.kind == kind and s.dtype is not torch.float64]
+            assert [s.numel for s in sent] == units[::-1] * times, "backward's order"
+            assert sum(s.numel * s.dtype.itemsize for s in sent) == times * sum(units) * dtype.itemsize
+            assert {s.dtype for s in sent} == {dtype}
+            assert {s.dtype for s in seen if s.kind == "gather"} == ({gathered} if stage else set())
+            norms = [s for s in seen if s.dtype is torch.float64]
+            assert len(norms) == 1, "one norm a step"
+            assert len(seen) == len(sent) + 1 + {0: 0, 1: len(units), 2: len(units)}.get(
+                stage, 8 * (2 * len(units) - 1)
+            )
+
+
 def test_frozen_parameters_and_those_below_the_threshold_do_not_travel_needlessly() -> None:
     def numbers(seen: list[Sent]) -> Counter[str]:
         return Counter(sent.kind for sent in seen if sent.dtype is not torch.float64)

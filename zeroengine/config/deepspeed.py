@@ -40,7 +40,6 @@ ALIASES = {
     "bfloat16": "bf16",
     "bf16.check_grad_overflow": "check_grad_overflow",
     "bf16.check_overflow": "check_grad_overflow",
-    "data_types.keep_in_fp32_modules": "keep_fp32_modules",
     "zero_optimization.stage3_prefetch_bucket_size": "zero_optimization.prefetch_bucket_size",
     "zero_optimization.stage3_param_persistence_threshold": "zero_optimization.param_persistence_threshold",
     "zero_optimization.stage3_max_live_parameters": "zero_optimization.max_live_parameters",
@@ -104,6 +103,9 @@ TOP = [
         off=_ALWAYS),
     Row("amp", REFUSED, "Apex is not supported; use bf16"),
     Row("data_types.param_dtype", REFUSED, "use bf16 to choose the compute dtype", off=_ALWAYS),
+    Row("data_types.keep_in_fp32_modules", NO_EFFECT,
+        "buffers keep their dtype unless buffer_dtype is given; keep_fp32_modules keeps whole modules in fp32",
+        off=([], None)),
     Row("gradient_allreduce_op", REFUSED, 'gradients are averaged; multiply the loss instead, and write "mean"',
         off=(None, "mean", "MEAN", "Mean")),
     Row("managed_gradient_accumulation", REFUSED, "step() acts on the boundary; write true", off=(True, None)),
@@ -220,4 +222,4 @@ def _zero_rows() -> list[Row]:
 
 
 TABLE: dict[str, Row] = {row.path: row for row in (*TOP, *_zero_rows(), *OPTIMIZER)}
-BLOCKS = ("checkpoint", "compile")  # objects that hold nothing but rows
+BLOCKS = ("compile",)  # objects that hold nothing but rows

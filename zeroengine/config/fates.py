@@ -7,6 +7,7 @@ from typing import Any
 
 from zeroengine.config import deepspeed
 from zeroengine.config.messages import Problem, unknown_key
+from zeroengine.config.optimizers import is_import_path
 from zeroengine.config.source import KeyPath, Source, describe
 
 
@@ -27,6 +28,8 @@ class Fates:
             if row is not None:
                 if not asleep(tree, path):
                     self._judge(row, here, value)
+            elif here == ("optimizer", "params") and is_import_path(tree.get("type")):
+                rest[key] = value  # the class says what it takes
             elif not path and key in deepspeed.BLOCKS:
                 self._sort_block(here, value)
             else:

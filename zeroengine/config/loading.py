@@ -135,6 +135,8 @@ def _default_notices(source: Source, rest: dict[str, Any], config: Config, from_
         yield f'"auto" stands for the default: {", ".join(chosen)}.'
     if from_deepspeed and "gradient_clipping" not in rest:
         yield "gradient_clipping is not given: no clipping. DeepSpeed 0.19.8 clips at 1.0 there."
+    if config.keep_fp32_modules and config.torch_autocast.enabled:
+        yield "keep_fp32_modules has no effect under torch_autocast, which decides operation by operation."
     if written.get(("optimizer", "type")) == "AdamW" and written.get(("optimizer", "params", "weight_decay")) is None:
         yield "optimizer.params.weight_decay is not given and is 0.0, as in DeepSpeed; torch.optim.AdamW's own is 0.01."
 

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from zeroengine.config import keys
-from zeroengine.config.optimizers import OPTIMIZER_TYPES
+from zeroengine.config.optimizers import OPTIMIZER_TYPES, OTHER_TYPES
 from zeroengine.config.schedulers import SCHEDULER_TYPES
 from zeroengine.config.source import KeyPath, describe
 
@@ -72,17 +72,26 @@ def _problem(item: Any, path: KeyPath, found: Any) -> Problem:
     if kind == "missing":
         state = 'found "auto", which has no default here' if found == "auto" else "missing"
         return Problem(path, f"{state}; write {_EXAMPLES.get(path[-1], 'a value')}.")
-    if kind == "union_tag_not_found":
-        return Problem((*path, "type"), f"missing; write one of {', '.join(_TYPES[path[-1]])}.")
-    if kind == "union_tag_invalid":
-        names = _TYPES[path[-1]]
-        remedy = f"or pass your own to initialize({'optimizer' if path[-1] == 'optimizer' else 'lr_scheduler'}=...)"
-        nearest = keys.close(context["tag"], names)
-        hint = f" Did you mean {nearest}?" if nearest else ""
-        return Problem((*path, "type"), f'found "{context["tag"]}"; write one of {", ".join(names)}, {remedy}.{hint}')
+    if kind in ("union_tag_not_found", "union_tag_invalid") and isinstance(found, dict):
+        return Problem((*path, "type"), _unknown_type(path[-1], found.get("type")))
     if kind == "value_error":
         return Problem(path, f"{context['error']}.")
     return Problem(path, f"found {describe(found)}; write {_expected(kind, context, path, found)}.")
+
+
+def _unknown_type(section: str, found: Any) -> str:
+    names = _TYPES[section]
+    choices = f"one of {', '.join(names)}"
+    if found is None:
+        return f"missing; write {choices}."
+    if section == "optimizer":
+        choices += ", the import path of a class such as torch.optim.RAdam,"
+    remedy = f"or pass your own to initialize({'optimizer' if section == 'optimizer' else 'lr_scheduler'}=...)"
+    known = OTHER_TYPES if section == "optimizer" else {}
+    other = next((why for name, why in known.items() if name.lower() == str(found).lower()), None)
+    nearest = keys.close(str(found), names) if other is None else None
+    hint = f" It is not available: {other}." if other else f" Did you mean {nearest}?" if nearest else ""
+    return f"found {describe(found)}; write {choices} {remedy}.{hint}"
 
 
 def _expected(kind: str, context: dict[str, Any], path: KeyPath, found: Any) -> str:
@@ -98,7 +107,7 @@ def _expected(kind: str, context: dict[str, Any], path: KeyPath, found: Any) -> 
         return "a value " + bounds[kind].format(**context)
     if kind == "literal_error":
         return context["expected"].replace("'", '"')
-    if kind in ("model_type", "dict_type", "model_attributes_type"):
+    if kind in ("model_type", "dict_type", "model_attributes_type", "union_tag_not_found"):
         key = "type" if path[-1] in _TYPES else "enabled"
         fits = isinstance(found, str if key == "type" else bool)
         return "an object, {...}" + (f", such as {json.dumps({key: found})}" if fits else "")

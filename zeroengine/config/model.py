@@ -17,9 +17,27 @@ from zeroengine.config.optimizers import OptimizerConfig
 from zeroengine.config.schedulers import SchedulerConfig
 
 UNRESOLVED: Any = None  # of a number that `resolve` fills in
+UNSCALED = (
+    "the model's parameters are fp16 and fp16 is not enabled: the loss is not scaled, and small gradients vanish. "
+    'Write "fp16": {"enabled": true}.'
+)
 
-FloatName = Literal["fp32", "bf16", "fp16"]
 FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_LONG = {"fp32": ("float32", "float"), "bf16": ("bfloat16",), "fp16": ("float16", "half")}
+SPELLINGS = {f"{torch_}{long}": name for name, longs in _LONG.items() for long in longs for torch_ in ("", "torch.")}
+
+
+def _spelled(*names: str) -> BeforeValidator:
+    """Takes DeepSpeed's longer spellings too."""
+    every: Any = (*names, *(long for long, name in SPELLINGS.items() if name in names))
+    return BeforeValidator(
+        lambda value: SPELLINGS.get(value, value) if isinstance(value, str) else value,
+        json_schema_input_type=Literal[every],
+    )
+
+
+FloatName = Annotated[Literal["fp32", "bf16", "fp16"], _spelled("fp32", "bf16", "fp16")]
+LowName = Annotated[Literal["bf16", "fp16"], _spelled("bf16", "fp16")]
 
 
 class ZeroOptimization(Section):
@@ -43,24 +61,24 @@ class BF16(Section):
     """bfloat16 mixed precision: compute and communicate in bf16, update an fp32 master."""
 
     enabled: Annotated[bool | None, Auto(None)] = False
-    """Train in bf16. "auto": true where the model's own parameters are bf16."""
+    """Train in bf16. "auto": true where the model's own parameters are bf16 and no other precision is enabled."""
 
 
 class FP16(Section):
     """float16 mixed precision: compute and communicate in fp16 with a scaled loss, update an fp32 master."""
 
     enabled: Annotated[bool | None, Auto(None)] = False
-    """Train in fp16. "auto": true where the model's own parameters are fp16."""
+    """Train in fp16. "auto": true where the model's own parameters are fp16 and no other precision is enabled."""
     loss_scale: Annotated[NonNegative, AUTO] = 0.0
     """Static loss scale; 0: dynamic."""
     initial_scale_power: Annotated[Count, Le(126), AUTO] = 16
     """The dynamic scale starts at two to this power."""
     loss_scale_window: Annotated[Positive, AUTO] = 1000
-    """Steps without overflow before the scale doubles."""
+    """Steps without overflow after which the next one doubles the scale."""
     hysteresis: Annotated[Positive, AUTO] = 2
-    """Overflows before the scale halves."""
+    """The first overflow to halve the scale is the how-manieth; counted anew when the scale doubles."""
     consecutive_hysteresis: bool = False
-    """Refill the hysteresis at every step without overflow."""
+    """Count the hysteresis anew at every step without overflow, too."""
     min_loss_scale: Annotated[float, Gt(0), AUTO] = 1.0
     """The smallest dynamic scale. An overflow there ends the run with an error."""
 
@@ -70,8 +88,8 @@ class TorchAutocast(Section):
 
     enabled: Annotated[bool, AUTO] = False
     """Run the model under torch.autocast."""
-    dtype: Annotated[Literal["bfloat16", "float16"], AUTO] = "bfloat16"
-    """What autocast computes in. float16 scales the loss, as the `fp16` section says."""
+    dtype: Annotated[LowName, AUTO] = "bf16"
+    """What autocast computes in. fp16 scales the loss, as the `fp16` section says."""
 
 
 class DataTypes(Section):
@@ -81,6 +99,15 @@ class DataTypes(Section):
     """Gradients accumulate in it. "auto": fp32 where gradient_accumulation_steps is above 1, else the compute dtype."""
     buffer_dtype: Annotated[FloatName | None, AUTO] = None
     """Floating buffers of the model are cast to it. null: each keeps its own."""
+
+
+class Checkpoint(Section):
+    """How checkpoints are saved."""
+
+    keep: Annotated[Positive | None, AUTO] = None
+    """The newest checkpoints that stay in a folder; null: all of them."""
+    async_save: Annotated[bool, AUTO] = False
+    """Training goes on while a copy in CPU memory is written; the next save, or the exit, waits for it."""
 
 
 class Comm(Section):
@@ -122,8 +149,9 @@ class Config(Section):
     """float16 mixed precision with loss scaling."""
     torch_autocast: TorchAutocast = TorchAutocast()
     """torch.autocast around the forward."""
-    keep_fp32_modules: list[str] | None = None
-    """Patterns of module or class names, such as "*norm*" or "LayerNorm", that keep fp32 under bf16 or fp16."""
+    keep_fp32_modules: Annotated[list[str] | None, AUTO] = None
+    """Patterns of module or class names, such as "*norm*" or "LayerNorm", that keep fp32 under bf16 or fp16. BatchNorm
+    always does, for its running statistics, unless buffer_dtype lowers them."""
     communication_data_type: Annotated[FloatName | None, AUTO] = None
     """Gradients are reduced in it. "auto": the compute dtype; where whole gradients accumulate, the dtype of those."""
     data_types: DataTypes = DataTypes()
@@ -133,15 +161,17 @@ class Config(Section):
     check_grad_overflow: Annotated[bool, AUTO] = True
     """In bf16 and fp32: skip a step whose gradient is not finite. false: update with it, as plain PyTorch does."""
     prescale_gradients: Annotated[bool, AUTO] = False
-    """Divide gradients by gradient_predivide_factor before they are summed, so that fp16 sums overflow later."""
+    """Divide gradients by the number of ranks before they are summed, not after, so that fp16 sums overflow later."""
     gradient_predivide_factor: Annotated[float, Gt(0), AUTO] = 1.0
-    """What prescale_gradients divides by; the update multiplies it back in."""
+    """Without prescale_gradients: divide by this before the sum, and by the rest of the number of ranks after it."""
     steps_per_print: Annotated[Positive | None, BeforeValidator(_finite_or_never), AUTO] = None
     """Rank 0 prints its progress every so many steps; null: never."""
     dump_state: bool = False
     """Print the resolved configuration on rank 0 at start."""
     units: list[str] | None = None
     """Patterns of module names, such as "layers.*"; each module that matches is one unit. null: cut by rule."""
+    checkpoint: Checkpoint = Checkpoint()
+    """How checkpoints are saved."""
     comm: Comm = Comm()
     """How ranks talk."""
 
@@ -160,12 +190,16 @@ class Config(Section):
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
-        return getattr(torch, self.torch_autocast.dtype) if self.torch_autocast.enabled else None
+        return FLOATS[self.torch_autocast.dtype] if self.torch_autocast.enabled else None
 
     @property
     def scales_loss(self) -> bool:
         """Whether gradients may be fp16 on their way, and the loss is scaled for them."""
         return torch.float16 in (self.low_precision, self.autocast_dtype)
+
+    def predivide(self, world_size: int) -> float:
+        """What gradients are divided by before they are summed over ranks."""
+        return float(world_size) if self.prescale_gradients else self.gradient_predivide_factor
 
     def reduce_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
         """What gradients of parameters of ``dtype`` are reduced in; None: whatever costs no cast."""
@@ -193,17 +227,28 @@ class Config(Section):
             world_size=world_size,
             source=self._source,
         )
+        model_decides = not self._enabled()
         bf16, fp16 = (
-            section.model_copy(update={"enabled": model_dtype is dtype}) if section.enabled is None else section
+            section.model_copy(update={"enabled": model_decides and model_dtype is dtype})
+            if section.enabled is None
+            else section
             for section, dtype in ((self.bf16, torch.bfloat16), (self.fp16, torch.float16))
         )
-        return self.model_copy(update={**sizes, "bf16": bf16, "fp16": fp16})
+        resolved = self.model_copy(update={**sizes, "bf16": bf16, "fp16": fp16})
+        if model_dtype is torch.float16 and not resolved._enabled() and UNSCALED not in self._notices:
+            resolved._notices = (*self._notices, UNSCALED)
+        return resolved
+
+    def _enabled(self) -> list[str]:
+        return [name for name in ("bf16", "fp16", "torch_autocast") if getattr(self, name).enabled]
 
     @model_validator(mode="after")
     def _one_precision(self) -> Config:
-        on = [name for name in ("bf16", "fp16", "torch_autocast") if getattr(self, name).enabled]
-        if len(on) > 1:
-            raise ValueError(f"{' and '.join(on)} are both enabled; enable one of bf16, fp16 and torch_autocast")
+        if len(names := self._enabled()) > 1:
+            raise ValueError(
+                f"{' and '.join(names)} are enabled, and one of bf16, fp16 and torch_autocast can be; write "
+                f'"{names[-1]}": {{"enabled": false}}'
+            )
         return self
 
     def to_dict(self) -> dict[str, Any]:

@@ -6,10 +6,11 @@ unless `adam_w_mode` is false, so it comes out as AdamW.
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, field_serializer, model_validator
+from pydantic import Discriminator, Field, Tag, field_serializer, field_validator, model_validator
 
 from zeroengine.config.fields import AUTO, Betas, CheckedBy, Decay, NonNegative, Section
 
@@ -120,15 +121,31 @@ class Lion(Section):
 
 
 class ByImportPath(Section):
-    type: Annotated[str, Field(pattern=IMPORT_PATH)]
+    type: Annotated[str, Field(pattern=f"^{IMPORT_PATH}$")]
     """A torch.optim.Optimizer class by its import path, such as "torch.optim.RAdam" or "mypackage.optim.Mine"."""
     params: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the class."""
+    """Keyword arguments of the class; "auto" leaves one out."""
+
+    @field_validator("params")
+    @classmethod
+    def _as_json(cls, params: dict[str, Any]) -> dict[str, Any]:
+        try:
+            json.dumps(params, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"not JSON ({error}); for other arguments pass the optimizer to initialize(optimizer=...)"
+            ) from None
+        return {name: value for name, value in params.items() if value != "auto"}
 
 
-def _kind(value: Any) -> Any:
+def is_import_path(kind: Any) -> bool:
+    """Whether an optimizer's `type` is to be imported."""
+    return isinstance(kind, str) and re.fullmatch(IMPORT_PATH, kind) is not None
+
+
+def _kind(value: Any) -> str | None:
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return "an import path" if isinstance(kind, str) and re.fullmatch(IMPORT_PATH, kind) else kind
+    return ByImportPath.__name__ if is_import_path(kind) else None if kind is None else str(kind)
 
 
 OptimizerConfig = Annotated[
@@ -137,7 +154,14 @@ OptimizerConfig = Annotated[
     | Annotated[SGD, Tag("SGD")]
     | Annotated[Adagrad, Tag("Adagrad")]
     | Annotated[Lion, Tag("Lion")]
-    | Annotated[ByImportPath, Tag("an import path")],
+    | Annotated[ByImportPath, Tag("ByImportPath")],
     Discriminator(_kind),
 ]
 OPTIMIZER_TYPES = ("Adam", "AdamW", "SGD", "Adagrad", "Lion")
+# DeepSpeed's others, and why they have no name here.
+_WHOLE = "its update of an element looks at the whole parameter, so it cannot run on shards"
+_COMPRESSED = "it compresses its communication, which changes results"
+OTHER_TYPES = {
+    **dict.fromkeys(("Lamb", "Muon", "OneBitLamb"), _WHOLE),
+    **dict.fromkeys(("OneBitAdam", "ZeroOneAdam"), _COMPRESSED),
+}

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from zeroengine.config import deepspeed
 from zeroengine.config.keys import checked_models
 from zeroengine.config.model import Config
+from zeroengine.config.optimizers import ByImportPath
 
 Schema = dict[str, Any]
 
@@ -41,12 +42,14 @@ def json_schema() -> Schema:
 
 
 def _sections(root: Schema, schema: Schema, path: list[str]) -> Iterator[Schema]:
-    """The object schemas at a path; `optimizer.params` has one per type. Missing ones are made."""
+    """The object schemas at a path; `optimizer.params` has one per type. Missing ones are made, free ones left out."""
     if "$ref" in schema:
         yield from _sections(root, root["$defs"][schema["$ref"].rpartition("/")[2]], path)
     elif choices := schema.get("anyOf") or schema.get("oneOf"):
         for choice in choices:
             yield from _sections(root, choice, path)
+    elif schema.get("type") == "object" and "properties" not in schema:
+        return
     elif schema.get("type") == "object" and not path:
         yield schema
     elif schema.get("type") == "object":
@@ -96,9 +99,12 @@ def _honoured(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, str, s
             yield path, "`null`", info.description or ""
             for member in inner:
                 kind = member.model_fields["type"]
-                yield f'{path}.type = "{member.__name__}"', "", kind.description or ""
+                named = member is not ByImportPath
+                yield f'{path}.type = "{member.__name__ if named else "package.Class"}"', "", kind.description or ""
                 for params in checked_models(member.model_fields["params"]):
                     yield from _honoured(params, f"{path}.params.")
+                if not named:
+                    yield f"{path}.params", "`{}`", member.model_fields["params"].description or ""
         elif inner:
             for section in inner:
                 yield from _honoured(section, f"{path}.")

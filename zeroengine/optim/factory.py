@@ -54,12 +54,13 @@ def make_optimizer(optimizer: OptimizerLike, model: nn.Module, config: Config) -
 def _by_name(kind: str, params: list[nn.Parameter], hyperparameters: dict[str, Any]) -> torch.optim.Optimizer:
     cls = _imported(kind) if "." in kind else Lion if kind == "Lion" else getattr(torch.optim, kind)
     # The decorated add_param_group imports torch._dynamo: 70 MB and a second or two at every start.
-    light = type(cls.__name__, (cls,), {"add_param_group": add_param_group})
+    light = {"add_param_group": add_param_group} if cls.add_param_group is _decorated else {}
     try:
-        built: torch.optim.Optimizer = light(params, **hyperparameters)
-    except (TypeError, ValueError) as error:
+        built: torch.optim.Optimizer = type(cls.__name__, (cls,), light)(params, **hyperparameters)
+    except Exception as error:
         raise ZeroEngineError(
-            f"optimizer.params: {kind} refuses them: {error}. It takes {inspect.signature(cls)}."
+            f"optimizer.params: {kind} cannot be made with {hyperparameters}: {error}. It takes "
+            f"{inspect.signature(cls)}."
         ) from error
     return built
 
@@ -68,7 +69,7 @@ def _imported(path: str) -> type[torch.optim.Optimizer]:
     module, _, name = path.rpartition(".")
     try:
         cls = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # whatever the module does when it is imported
         raise ZeroEngineError(
             f'optimizer.type "{path}" cannot be imported: {error}. Write the import path of an optimizer class, such '
             'as "torch.optim.RAdam", in a package that every rank can import.'

@@ -21,7 +21,7 @@ class LossScaler:
 
     Attributes:
         scale: what the loss is multiplied by.
-        dynamic: whether overflows halve it, and ``window`` steps without one double it.
+        dynamic: whether overflows halve it, and the step after ``window`` ones without overflow doubles it.
         hysteresis: overflows before it halves.
         consecutive: whether a step without overflow refills the hysteresis; else only growing does.
         minimum: the smallest scale.
@@ -65,7 +65,8 @@ class LossScaler:
                 self.hysteresis_left -= 1
             self.last_overflow = self.steps
         elif self.dynamic:
-            grows = (self.steps - self.last_overflow) % self.window == 0
+            before = self.steps - self.last_overflow - 1  # steps without overflow so far; this one is another
+            grows = before > 0 and before % self.window == 0
             if self.consecutive or grows:
                 self.hysteresis_left = self.hysteresis
             if grows and self.scale < 2.0**126:  # the scaled loss is fp32
@@ -73,11 +74,20 @@ class LossScaler:
         self.steps += 1
 
     def set(self, scale: float) -> None:
-        """Raises: ZeroEngineError: not a positive finite number."""
+        """Takes another scale.
+
+        Raises:
+            ZeroEngineError: not a positive finite number, or below the minimum of a dynamic scale.
+        """
         if not (isinstance(scale, (int, float)) and math.isfinite(scale) and scale > 0):
             raise ZeroEngineError(
                 f"loss_scale is a positive number, found {scale!r}. For dynamic scaling write "
                 '"fp16": {"loss_scale": 0} in the configuration.'
+            )
+        if self.dynamic and scale < self.minimum:
+            raise ZeroEngineError(
+                f"loss_scale is at least fp16.min_loss_scale, {self.minimum:g}, found {scale!r}. Lower that in the "
+                "configuration, or write a static fp16.loss_scale there."
             )
         self.scale = float(scale)
 

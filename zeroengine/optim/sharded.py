@@ -11,7 +11,7 @@ import copy
 import inspect
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -83,6 +83,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             any other element-wise one runs on the shards.
         gradients: every trainable unit's gradients, in forward order.
         publish: called with a unit right after its update: its parameters have new values on their owner.
+        zero_grad: drops the gradients since the last step.
         moments_dtype: of Adam's moments; bf16 is rounded stochastically.
     """
 
@@ -93,9 +94,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         transport: Transport,
         *,
         publish: Callable[[UnitGradients], None],
+        zero_grad: Callable[[], None],
         moments_dtype: torch.dtype = torch.float32,
     ) -> None:
-        self._transport, self._publish = transport, publish
+        self._transport, self._publish, self._zero_grad = transport, publish, zero_grad
         self._groups = _group_of_param(inner.param_groups)
         self.units = [UnitStates(grads, moments_dtype) for grads in gradients]
         self._built = False
@@ -123,7 +125,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         raise ZeroEngineError("call engine.step(): it reduces gradients, clips, and then runs this optimizer")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Gradients are overwritten by the first micro-step after a step: there is nothing to zero."""
+        """As ``Engine.zero_grad``. Gradients are overwritten by the first micro-step after a step."""
+        self._zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
         raise ZeroEngineError(
@@ -271,31 +274,41 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # -- looking and surgery ----------------------------------------------------------------------
 
-    def keys(self, states: UnitStates, slot: ParamSlot) -> list[str]:
-        """The names of what is kept of a parameter, as far as this rank owns it."""
-        return sorted({key for _, kept in self._kept(states, slot) for key in kept})
+    def shapes(self, states: UnitStates, slot: ParamSlot) -> dict[str, tuple[int, ...] | None]:
+        """What is kept of a parameter on this rank, by name: None for a value of each element, else its shape."""
+        found: dict[str, tuple[int, ...] | None] = {}
+        for _, shape, kept in self._kept(states, slot):
+            for key, value in kept.items():
+                if isinstance(value, (torch.Tensor, int, float)):
+                    found[key] = None if (its := tuple(torch.as_tensor(value).shape)) == shape else its
+        return found
 
     def values(self, states: UnitStates, slot: ParamSlot, key: str) -> list[tuple[slice, torch.Tensor]]:
-        """What is kept under ``key``: where in the shard, and its values there (0-d for a number)."""
-        return [(where, torch.as_tensor(kept[key])) for where, kept in self._kept(states, slot) if key in kept]
+        """What is kept under ``key``: where in the shard, and the values."""
+        return [(where, torch.as_tensor(kept[key])) for where, _, kept in self._kept(states, slot) if key in kept]
 
-    def set_values(
-        self, states: UnitStates, slot: ParamSlot, key: str, values: Sequence[tuple[slice, torch.Tensor]]
-    ) -> None:
-        """The inverse of ``values``, of the same places."""
-        index = states.unit.layout.slots.index(slot)
+    def set_values(self, states: UnitStates, slot: ParamSlot, key: str, value: torch.Tensor) -> None:
+        """Call it on every rank.
+
+        Args:
+            value: as long as this rank's shard where each element has one, else the value itself.
+        """
         if self._on_shards is None and key == "step":
-            for _, value in values:
-                states.steps[index] = int(value.flatten()[0])
+            states.steps[states.unit.layout.slots.index(slot)] = int(value.item())
             return
-        for (_, kept), (_, value) in zip(self._kept(states, slot), values, strict=True):
-            if isinstance(kept[key], torch.Tensor):
-                kept[key].copy_(value.view_as(kept[key]) if kept[key].dim() else value.flatten()[0])
+        for where, shape, kept in self._kept(states, slot):
+            mine = kept[key]
+            if not isinstance(mine, torch.Tensor):
+                kept[key] = type(mine)(value.item())
+            elif tuple(mine.shape) == shape:
+                mine.copy_(value[where].view(shape))
             else:
-                kept[key] = type(kept[key])(value.flatten()[0].item())
+                mine.copy_(value)
 
-    def _kept(self, states: UnitStates, slot: ParamSlot) -> Iterator[tuple[slice, dict[str, Any]]]:
-        """Each piece of a parameter that this rank owns: where in the shard, and the optimizer's state of it."""
+    def _kept(
+        self, states: UnitStates, slot: ParamSlot
+    ) -> Iterator[tuple[slice, tuple[int, ...], MutableMapping[str, Any]]]:
+        """Each piece of a parameter that this rank owns: where in the shard, its shape, the optimizer's state of it."""
         layout, unit = states.unit.layout, states.unit
         index = layout.slots.index(slot)
         for number, span in enumerate(layout.spans(unit.rank, unit.degrees.optimizer)):
@@ -303,17 +316,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 continue
             where = slice(span.shard_offset, span.shard_offset + span.numel)
             if self._on_shards is not None:
-                yield where, self._on_shards.state[self._pieces[id(states)][number][1]]
+                piece = self._pieces[id(states)][number][1]
+                yield where, tuple(piece.shape), self._on_shards.state.get(piece, {})
             else:
-                moments = states.adam_moments()
-                yield (
-                    where,
-                    {
-                        "exp_avg": moments[0][where],
-                        "exp_avg_sq": moments[1][where],
-                        "step": float(states.steps[index]),
-                    },
-                )
+                first, second = (moment[where] for moment in states.adam_moments())
+                kept = {"exp_avg": first, "exp_avg_sq": second, "step": float(states.steps[index])}
+                yield where, (span.numel,), kept
 
     def state_bytes(self) -> int:
         """Bytes of moments (or of whatever the optimizer keeps) on this rank."""

@@ -7,22 +7,26 @@ the holder's inputs are done, for until then some operation may still read a wei
 far (unused parameters) is released when the backward ends.
 
 Hooks cannot tell when the last read is where a parameter is used outside of its holders, where a holder's
-output is in a container that nobody can look into, and where the backward is itself differentiated. Such
-units are *pinned*: they stay whole until the backward ends.
+output is in a container that nobody can look into, where the backward is itself differentiated, and inside of
+torch.func, whose backwards are none of ours. Such units are *pinned*: they stay whole until the backward ends.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..comm import Transport
 from ..errors import ReleasedParameterError
+from .eager import eager, untransformed
+from .graph import last_nodes
 from .tree import may_hide_tensors, tensors_in
 from .unit import State, Unit
 
@@ -32,8 +36,14 @@ class Call:
     """One forward of a holder that may see a backward, or several where its graph is retained."""
 
     num_inputs: int
-    inputs_left: int = 0
+    nodes: dict[int, int] = field(default_factory=dict)  # how many add to the gradient of an input that is shared
+    inputs_left: set[int] = field(default_factory=set)  # whose gradient this call still adds to
+    nodes_left: dict[int, int] = field(default_factory=dict)
     started: bool = False
+
+    def start(self) -> None:
+        self.started = True
+        self.inputs_left, self.nodes_left = set(range(self.num_inputs)), dict(self.nodes)
 
 
 Place = tuple[bool, "Unit", int]  # in backward, a unit, its how-manieth visit
@@ -73,6 +83,7 @@ class Gatherer:
         self._strays: list[Unit] = []  # used outside of their holders, without gradients
         self._pinned: list[Unit] = []
         self._calls: dict[nn.Module, list[Call]] = {}
+        self._taken: Any = WeakIdKeyDictionary()  # tensors that some call had as an input
         self._complete: set[Unit] = set()
         self._next: dict[Place, Place] = {}  # what came after each place the last time
         self._visits: dict[Unit, int] = {}  # in this forward or backward
@@ -92,6 +103,7 @@ class Gatherer:
         me = weakref.ref(self)
 
         def bind(name: str) -> Callable[..., Any]:
+            @eager
             def hook(module: nn.Module, *args: Any) -> Any:
                 gatherer = me()
                 if gatherer is not None and (module is gatherer._model or module in gatherer._holders):
@@ -103,9 +115,13 @@ class Gatherer:
             model.register_forward_pre_hook(bind("_enter_model"), prepend=True),
             model.register_forward_hook(bind("_leave_model"), always_call=True),
         ]
-        for module in self._holders:
-            handles.append(module.register_forward_pre_hook(bind("_before_forward"), prepend=True, with_kwargs=True))
-            handles.append(module.register_forward_hook(bind("_after_forward"), with_kwargs=True, always_call=True))
+        for module, units in self._holders.items():
+            if any(unit.partitioned or unit.degrees.optimizer > unit.degrees.parameters for unit in units):
+                before = bind("_before_forward")
+                handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+            if any(unit.partitioned for unit in units):
+                after = bind("_after_forward")
+                handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
         return handles
 
     # -- whole units ------------------------------------------------------------------------------
@@ -113,9 +129,10 @@ class Gatherer:
     def start(self, unit: Unit) -> None:
         """Issues the gather of a released unit."""
         if unit.state is State.RELEASED:
-            unit.prepare()
-            unit.state = State.GATHERING
-            unit.work = self._channel.all_gather(unit.full, unit.shard, unit.name)
+            with untransformed():
+                unit.prepare()
+                unit.state = State.GATHERING
+                unit.work = self._channel.all_gather(unit.full, unit.shard, unit.name)
 
     def ensure(self, unit: Unit) -> None:
         """Returns with ``unit`` ready."""
@@ -123,8 +140,9 @@ class Gatherer:
             return
         self.start(unit)
         assert unit.work is not None
-        unit.work.wait()
-        unit.expose()
+        with untransformed():
+            unit.work.wait()
+            unit.expose()
 
     def refresh(self, unit: Unit) -> None:
         """After a publish: issues the gather of a unit that is never released. Awaited at its next use."""
@@ -223,8 +241,9 @@ class Gatherer:
         units = [unit for unit in self._holders[module] if unit.partitioned]
         if not units:
             return
-        will_differentiate = torch.is_grad_enabled() and self._watch(module, (args, kwargs), output)
-        if torch.is_grad_enabled() and not (will_differentiate or self._backward) and may_hide_tensors(output):
+        differentiable, transformed = torch.is_grad_enabled(), torch._C._are_functorch_transforms_active()
+        will_differentiate = differentiable and not transformed and self._watch(module, (args, kwargs), output)
+        if differentiable and not (will_differentiate or self._backward) and (transformed or may_hide_tensors(output)):
             for unit in units:
                 self._pin(unit)
         for unit in units:
@@ -272,27 +291,42 @@ class Gatherer:
         call = Call(len(before) or any(not unit.trainable for unit in self._holders[module]))
         me = weakref.ref(self)
 
+        @eager
         def starts(_: torch.Tensor) -> None:
             gatherer = me()
             if gatherer is not None:
                 gatherer._before_backward(module, call)
 
-        def passed(_: torch.Tensor) -> None:
-            call.inputs_left -= 1
+        @eager
+        def passed(index: int, _: torch.Tensor | None = None) -> None:
+            call.inputs_left.discard(index)
             gatherer = me()
-            if gatherer is not None and call.inputs_left <= 0:
+            if gatherer is not None and not call.inputs_left:
                 gatherer._after_backward(module)
+
+        @eager
+        def ran(index: int, *_: Any) -> None:
+            call.nodes_left[index] -= 1
+            if not call.nodes_left[index]:
+                passed(index)
 
         for tensor in outputs:
             tensor.register_hook(starts)
-        for tensor in before:
-            tensor.register_hook(passed)
+        shared = any(tensor in self._taken for tensor in before)
+        for index, tensor in enumerate(before):
+            tensor.register_hook(partial(passed, index))
+            self._taken[tensor] = True
+        if shared:  # their gradients are there only when the backwards of all calls that took them are through
+            for index, nodes in enumerate(last_nodes(before, outputs)):
+                call.nodes[index] = len(nodes)
+                for node in nodes:
+                    node.register_hook(partial(ran, index))
         return True
 
     def _before_backward(self, module: nn.Module, call: Call) -> None:
         if call.started:
             return
-        call.started, call.inputs_left = True, call.num_inputs
+        call.start()
         if not self._backward:
             self._backward = True
             self._start_pass()
@@ -304,6 +338,8 @@ class Gatherer:
                 self._need(unit)
                 if self._create_graph:
                     self._pin(unit)
+                if unit.trainable and not any(param.requires_grad for param in unit.params):  # frozen meanwhile: none will come
+                    self._complete.add(unit)
 
     def complete(self, unit: Unit) -> None:
         """Every trainable parameter of ``unit`` has its gradient."""
@@ -319,7 +355,7 @@ class Gatherer:
 
     def _is_through(self, module: nn.Module) -> bool:
         """Whether no operation of ``module``'s backward can still read a weight."""
-        if any(call.inputs_left > 0 for call in self._calls[module]):
+        if any(call.inputs_left for call in self._calls[module]):
             return False
         return all(unit in self._complete for unit in self._holders[module] if unit.trainable)
 

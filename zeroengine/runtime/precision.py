@@ -9,65 +9,110 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..config import FLOATS, Config
 from ..errors import ZeroEngineError
+from .eager import eager
 from .tree import map_tensors
 
 
-def fp32_params(model: nn.Module, patterns: Sequence[str] | None) -> set[nn.Parameter]:
-    """The parameters that keep fp32: those of the modules that ``patterns`` match.
+def check_supported(dtype: torch.dtype, device: torch.device) -> None:
+    """Whether torch computes in ``dtype`` on ``device``, by trying.
+
+    Raises:
+        ZeroEngineError: it does not.
+    """
+    try:
+        x = torch.ones(2, 2, dtype=dtype, device=device, requires_grad=True)
+        (x @ x).float().sum().backward()
+    except RuntimeError as error:
+        raise ZeroEngineError(
+            f"torch {torch.__version__} does not compute in {str(dtype)[6:]} on {device.type}: {error}. Write another "
+            'precision, such as "bf16": {"enabled": true}, or none for fp32.'
+        ) from error
+
+
+def fp32_params(model: nn.Module, config: Config) -> set[nn.Parameter]:
+    """The parameters that keep fp32: those of ``fp32_modules``."""
+    return {param for module in fp32_modules(model, config) for param in module.parameters()}
+
+
+def fp32_modules(model: nn.Module, config: Config) -> list[nn.Module]:
+    """The outermost modules that keep fp32 under bf16 or fp16.
+
+    Those that ``keep_fp32_modules`` matches by qualified name or class name (``fnmatch``). BatchNorm: torch takes its
+    fp32 running statistics with fp32 weights alone, and in low precision they would hardly move. And a module that
+    shares a parameter with one of these: an embedding whose head does.
 
     Raises:
         ZeroEngineError: a pattern matches no module.
     """
-    return {param for module in fp32_modules(model, patterns) for param in module.parameters()}
+    modules = {name: module for name, module in model.named_modules() if name}
+    kept = _matching(modules, config.keep_fp32_modules or ())
+    if config.low_precision is None:
+        return []
+    if config.data_types.buffer_dtype in (None, "fp32"):
+        kept |= {name for name, module in modules.items() if _keeps_statistics(module)}
+    params = {param for name in kept for param in modules[name].parameters()}
+    kept |= {
+        name
+        for name, module in modules.items()
+        if not any(module.children()) and any(param in params for param in module.parameters(recurse=False))
+    }
+    return [module for name, module in modules.items() if name in kept and not _is_below(name, kept)]
 
 
-def fp32_modules(model: nn.Module, patterns: Sequence[str] | None) -> list[nn.Module]:
-    """The outermost modules whose qualified name or class name matches one of ``patterns`` (``fnmatch``)."""
-    found: dict[str, nn.Module] = {}
-    modules = [(name, module) for name, module in model.named_modules() if name]
-    for pattern in patterns or ():
+def _matching(modules: dict[str, nn.Module], patterns: Sequence[str]) -> set[str]:
+    """The names of what matches; of a container, which is never called itself, those of what it holds."""
+    found: set[str] = set()
+    for pattern in patterns:
         matches = {
-            name: module
-            for name, module in modules
+            name
+            for name, module in modules.items()
             if fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(type(module).__name__, pattern)
         }
         if not matches:
-            kinds = ", ".join(dict.fromkeys(type(module).__name__ for _, module in modules))
+            kinds = ", ".join(dict.fromkeys(type(module).__name__ for module in modules.values()))
             raise ZeroEngineError(
-                f"keep_fp32_modules: the pattern {pattern!r} matches no module, by name or class. Classes are: {kinds}"
+                f"keep_fp32_modules: the pattern {pattern!r} matches no module, by name or class. Names are like "
+                f"{', '.join(list(modules)[:8]) or 'none'}; classes are {kinds or 'none'}."
             )
         found |= matches
-    return [module for name, module in found.items() if not any(name.startswith(f"{other}.") for other in found)]
+    containers = {name for name in found if isinstance(modules[name], (nn.ModuleList, nn.ModuleDict))}
+    below = {name for name in modules if _is_below(name, containers)}
+    return {name for name in found | below if not isinstance(modules[name], (nn.ModuleList, nn.ModuleDict))}
 
 
-def install(
-    model: nn.Module,
-    *,
-    low: torch.dtype | None,
-    keep_fp32: Sequence[str] | None,
-    autocast: torch.dtype | None,
-    device_type: str,
-) -> None:
+def _is_below(name: str, names: set[str]) -> bool:
+    parts = name.split(".")
+    return any(".".join(parts[:n]) in names for n in range(1, len(parts)))
+
+
+def _keeps_statistics(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None
+
+
+def install(model: nn.Module, config: Config, device: torch.device) -> None:
     """Puts the hooks on ``model`` that make it compute as configured.
 
-    Args:
-        low: the dtype of mixed precision: floating inputs of the root are cast to it.
-        keep_fp32: modules that compute in fp32 all the same, and give ``low`` back.
-        autocast: the dtype of ``torch.autocast`` around the root's forward.
+    In mixed precision floating inputs of the root are cast to its dtype; modules that keep fp32 take fp32 and give the
+    lower dtype back. ``torch_autocast`` is entered around the root's forward.
     """
+    low = config.low_precision
     if low is not None:
         _cast_inputs(model, low)
-        for module in fp32_modules(model, keep_fp32):
+        for module in fp32_modules(model, config):
             _cast_inputs(module, torch.float32)
             module.register_forward_hook(_giving(low))
+    autocast = config.autocast_dtype
     if autocast is not None:
         contexts: list[Any] = []
 
+        @eager
         def enter(module: nn.Module, args: Any) -> None:
-            contexts.append(torch.autocast(device_type, autocast))
+            contexts.append(torch.autocast(device.type, autocast))
             contexts[-1].__enter__()
 
+        @eager
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             if contexts:
                 contexts.pop().__exit__(None, None, None)
@@ -96,20 +141,24 @@ def to(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def prepare_buffers(
-    model: nn.Module, device: torch.device, dtype: torch.dtype | None, synchronise: Callable[[torch.Tensor], None]
+    model: nn.Module, config: Config, device: torch.device, synchronise: Callable[[torch.Tensor], None]
 ) -> None:
     """Buffers on the device, with rank 0's values. Modules that share one go on sharing it.
 
+    Floating ones take ``buffer_dtype``, else keep their own; in modules that keep fp32 they are fp32.
+
     Args:
-        dtype: what floating buffers are cast to; None leaves each its own.
         synchronise: makes a tensor the same on all ranks.
     """
-    cast = to(dtype) if dtype is not None else lambda tensor: tensor
+    name = config.data_types.buffer_dtype
+    wide = {buffer for module in fp32_modules(model, config) for buffer in module.buffers()}
     moved: dict[torch.Tensor, torch.Tensor] = {}
     for module in model.modules():
-        for name, buffer in module._buffers.items():
+        for key, buffer in module._buffers.items():
             if buffer is not None and buffer not in moved:
-                moved[buffer] = cast(buffer.to(device)).contiguous()  # an expanded one has less memory than elements
+                there = buffer.to(device)
+                dtype = torch.float32 if buffer in wide else FLOATS[name] if name is not None else there.dtype
+                moved[buffer] = to(dtype)(there).contiguous()  # an expanded one has less memory than elements
                 synchronise(moved[buffer])
             if buffer is not None:
-                module._buffers[name] = moved[buffer]
+                module._buffers[key] = moved[buffer]

@@ -21,6 +21,7 @@ from torch import nn
 
 from ..comm import Transport, Work
 from ..errors import ZeroEngineError
+from .eager import eager
 from .gradients import UnitGradients, views_of
 from .unit import Unit
 
@@ -68,6 +69,7 @@ class Reducer:
         predivide: what gradients are divided by on their way; the update makes up for it.
         complete: called when every parameter of a unit has its gradient.
         entering_backward: called at the first sign of a backward, once or more in each.
+        arriving: called as each gradient comes; raises where it must not.
     """
 
     def __init__(
@@ -81,10 +83,11 @@ class Reducer:
         predivide: float,
         complete: Callable[[Unit], None],
         entering_backward: Callable[[], None],
+        arriving: Callable[[], None],
     ) -> None:
         self._transport, self._channel = transport, transport.reduce
         self._bucket_numel = bucket_numel or 0
-        self._complete, self._entering_backward = complete, entering_backward
+        self._complete, self._entering_backward, self._arriving = complete, entering_backward, arriving
         self.predivide = predivide
         self.gradients = [
             UnitGradients(unit, transport, accumulation_dtype(unit.dtype), reduce_dtype(unit.dtype))
@@ -101,13 +104,14 @@ class Reducer:
         self._late = False
         self.syncing = True  # False inside no_sync: gradients stay on this rank
         self.boundary = True  # whether the micro-step in progress is the last before a step
-        self._backward = False
+        self.in_backward = False
         self._handles = [self._hook(grads, i, p) for grads in self.gradients for i, p in enumerate(grads.unit.params)]
 
     def _hook(self, grads: UnitGradients, index: int, param: nn.Parameter) -> object:
         # The hook lives in the parameter, where the garbage collector sees no cycles.
         me, its = weakref.ref(self), weakref.ref(grads)
 
+        @eager
         def ready(param: nn.Parameter) -> None:
             reducer, grads = me(), its()
             if reducer is not None and grads is not None:
@@ -117,8 +121,12 @@ class Reducer:
 
     # -- backward ---------------------------------------------------------------------------------
 
+    def wanted(self) -> bool:
+        """Whether any gradient is: not while all parameters are frozen, as those of a GAN's discriminator are."""
+        return any(param.requires_grad for grads in self.gradients for param in grads.unit.params)
+
     def begin_backward(self) -> None:
-        self._backward = True
+        self.in_backward = True
         self._launched = 0
         for grads in self.gradients:
             grads.left = set(range(len(grads.unit.params)))
@@ -128,8 +136,9 @@ class Reducer:
         return (not grads.whole and not self.syncing) or (grads.whole and grads.reduced)
 
     def _ready(self, grads: UnitGradients, index: int, param: nn.Parameter) -> None:
-        if not self._backward:
+        if not self.in_backward:
             self._entering_backward()
+        self._arriving()
         grads.left.discard(index)
         if self._stays_local(grads):
             self._late = self._late or grads.reduced
@@ -157,6 +166,12 @@ class Reducer:
         if param.grad is not None:
             last = param.grad.detach()  # a backward with create_graph gives it a history
             last = last.to_dense() if last.is_sparse else last
+            if last.shape != target.shape:
+                name = grads.unit.layout.slots[index].name
+                raise ZeroEngineError(
+                    f"parameter {name} was given another shape after initialize(), {tuple(last.shape)} where it had "
+                    f"{tuple(target.shape)}, as by resize_token_embeddings(). Change the model before initialize()."
+                )
             gradient = last if gradient is None else gradient.add_(last)
         assert gradient is not None
         if self.predivide != 1:
@@ -193,7 +208,7 @@ class Reducer:
             grads.left = set()
         self._launch_in_order()
         self._flush()
-        self._backward = False
+        self.in_backward = False
 
     def _launch_in_order(self) -> None:
         while self._launched < len(self._order) and not self._order[self._launched].left:
@@ -318,32 +333,46 @@ class Reducer:
     # -- looking and surgery ----------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Returns with no reduce under way."""
+        """Returns with no reduce under way. Call it on every rank: a reduce may need a hand from each."""
         for work in self._works:
             work.wait()
         self._works.clear()
 
-    def is_reduced(self, grads: UnitGradients) -> bool:
-        """Whether what this rank keeps is the sum over ranks, with nothing left to add."""
-        left = any(self._has_gradient(grads, i) for i in range(len(grads.unit.params)))
-        return grads.reduced and not self._late and not left
-
-    def so_far(self, grads: UnitGradients, index: int) -> tuple[torch.Tensor | None, bool]:
-        """This rank's gradient of a parameter since the step, if any, and whether it is in the reduced sum."""
-        if self.is_reduced(grads):
-            return (grads.kept if grads.used[index] else None), True
-        if grads.reduced:
+    def check_ended(self) -> None:
+        """
+        Raises:
+            ZeroEngineError: a backward is under way, or the last one raised.
+        """
+        if self.in_backward:
             raise ZeroEngineError(
-                "full_gradient: part of this step's gradient is reduced and part, of a backward inside no_sync(), is "
-                "not. Call it after a backward outside of no_sync()."
+                "a gradient can be read and replaced after a backward, not during one, nor after one that raised"
             )
-        waiting = [grads.local.get(index), grads.unit.params[index].grad]
-        parts = [part.detach().to_dense() / self.predivide for part in waiting if part is not None]
-        if grads.whole and grads.written[index]:
+
+    def waiting(self, grads: UnitGradients, index: int) -> torch.Tensor | None:
+        """This rank's own gradient of a parameter, as far as it is not reduced yet; at least fp32."""
+        outside = (grads.local.get(index), grads.unit.params[index].grad)
+        parts = [part.detach().to_dense() / self.predivide for part in outside if part is not None]
+        if grads.whole and grads.written[index] and not grads.reduced:
             parts.append(grads.views[index])
-        if not parts:
-            return None, False
-        return torch.stack([part.to(torch.promote_types(part.dtype, torch.float32)) for part in parts]).sum(0), False
+        wide = [part.to(torch.promote_types(part.dtype, torch.float32)) for part in parts]
+        return torch.stack(wide).sum(0) if wide else None
+
+    def replace(self, grads: UnitGradients, index: int, value: torch.Tensor) -> None:
+        """The sum over ranks of a parameter's gradient is ``value``, whatever it was. Call it on every rank."""
+        unit = grads.unit
+        grads.local.pop(index, None)
+        unit.params[index].grad = None
+        grads.used[index] = True
+        if grads.reduced:
+            mine, flat = grads.owned(unit.degrees.optimizer), value.flatten()
+            for span in unit.layout.spans(unit.rank, unit.degrees.optimizer):
+                if span.slot == index:
+                    part = flat[span.param_offset : span.param_offset + span.numel]
+                    mine[span.shard_offset : span.shard_offset + span.numel].copy_(part)
+            return
+        grads.written[index] = False
+        if unit.rank == 0:  # as if it alone had computed one
+            grads.local[index] = (value * self.predivide).to(grads.dtype)
 
     def abandon(self) -> None:
         """Drops every gradient since the last step. What is already being reduced is, and then overwritten."""
@@ -354,7 +383,7 @@ class Reducer:
             slot.busy = False
         self._slot_of.clear()
         self._bucket.clear()
-        self._backward = self._late = False
+        self.in_backward = self._late = False
         for grads in self.gradients:
             grads.left = set()
             grads.local.clear()

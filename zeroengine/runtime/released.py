@@ -7,12 +7,15 @@ where every rank comes by (inside the engine's forward or backward), or raise.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
+
+from .eager import eager
 
 Resolver = Callable[[nn.Parameter, str], None]
 
@@ -39,11 +42,12 @@ class ReleasedParameter(nn.Parameter):
     """The class of a parameter while its values are away. Never built: ``release`` swaps it in."""
 
     @classmethod
+    @eager
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in _METADATA:
+        if func not in _METADATA and not _tracing():
             for param in _released_in((args, kwargs)):
                 if isinstance(param, ReleasedParameter):  # still: the one before may have brought its whole unit
                     resolver_of(param)(param, _name(func))
@@ -62,6 +66,12 @@ class ReleasedParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         resolver_of(self)(self, "pickle")
         return self.__reduce_ex__(protocol)
+
+
+def _tracing() -> bool:
+    """Whether torch.compile is looking at a frame's tensors: at what they are, not at their values."""
+    guards = sys.modules.get("torch._guards")
+    return guards is not None and guards.TracingContext.try_get() is not None
 
 
 def _name(func: Any) -> str:

@@ -39,9 +39,12 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> 
     """``tree`` with each tensor replaced; containers keep their type, other values stay as they are."""
     if isinstance(tree, torch.Tensor):
         return function(tree)
+    if type(tree) is dict:  # torch.compile cannot look into copy.copy
+        return {key: map_tensors(function, value) for key, value in tree.items()}
     if isinstance(tree, MutableMapping):
         mapped: Any = copy.copy(tree)
-        mapped.update((key, map_tensors(function, value)) for key, value in tree.items())
+        for key, value in tree.items():  # not `update`: transformers' ModelOutput forbids it
+            mapped[key] = map_tensors(function, value)
         return mapped
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         mapped = copy.copy(tree)

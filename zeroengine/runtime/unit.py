@@ -12,7 +12,7 @@ from .. import ops
 from ..comm import Buffer, Transport, Work
 from ..errors import ZeroEngineError
 from ..partition import Degrees, FlatLayout, UnitPlan
-from .released import Resolver, swap_in, swap_out
+from .released import ReleasedParameter, Resolver, swap_in, swap_out
 
 
 class State(enum.Enum):
@@ -119,23 +119,26 @@ class Unit:
     def expose(self) -> None:
         """The parameters are views into the full buffer, ready for use."""
         for param, view in zip(self.params, self._views, strict=True):
-            swap_in(param)
-            if self.partitioned:
+            if isinstance(param, ReleasedParameter):
+                swap_in(param)
                 param.data = view
         self.state, self.work = State.READY, None
 
     def guard(self, resolver: Resolver) -> None:
         """While a gather is under way: a use of a parameter calls ``resolver`` first."""
-        for param in self.params:
-            swap_out(param, resolver)
+        self._hide(resolver)
         self.state = State.GATHERING
 
-    def release(self, resolver: Resolver) -> None:
-        """Frees the full buffer; the parameters become stubs whose use calls ``resolver``."""
+    def _hide(self, resolver: Resolver) -> None:
+        """The parameters become stubs whose use calls ``resolver``."""
         for param, stub in zip(self.params, self._stubs, strict=True):
             swap_in(param)
             param.data = stub
             swap_out(param, resolver)
+
+    def release(self, resolver: Resolver) -> None:
+        """Frees the full buffer; the parameters become stubs whose use calls ``resolver``."""
+        self._hide(resolver)
         assert self._buffer is not None
         self._buffer.free()
         self.state, self.work = State.RELEASED, None
@@ -156,7 +159,8 @@ class Unit:
             if not self.trainable and param.requires_grad:
                 raise ZeroEngineError(
                     f"parameter {slot.name} was frozen at initialize() and requires a gradient now: it would not be "
-                    "trained. Set requires_grad before initialize()."
+                    "trained, for it has no master and no moments. Make it trainable before initialize(); after that "
+                    "requires_grad may be switched off and on between steps."
                 )
 
     def adopt(self) -> list[str]:
