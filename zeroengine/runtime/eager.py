@@ -20,7 +20,6 @@ def eager(function: F) -> F:
     What ``torch.compiler.disable`` does, which would import ``torch._dynamo``: 70 MB and a second at every start.
     """
 
-    @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         compiler = _dynamo.set_eval_frame(None)
         try:
@@ -35,7 +34,7 @@ def eager(function: F) -> F:
     )
     skip = _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, _dynamo._FrameAction.DEFAULT)
     _dynamo.set_code_exec_strategy(run.__code__, skip)
-    return run  # type: ignore[return-value]
+    return functools.wraps(function)(run)  # type: ignore[return-value]
 
 
 @contextlib.contextmanager

@@ -5,6 +5,8 @@ A holder's outputs carry a hook: when the first of their gradients is there, the
 gathered. They are released when every trainable parameter of theirs has its gradient and the gradients of
 the holder's inputs are done, for until then some operation may still read a weight. What never gets that
 far (unused parameters) is released when the backward ends.
+An input that several calls took, such as an encoder's output by each decoder block, has its gradient only when
+all of their backwards are through: there the last nodes of the call's own graph tell instead.
 
 Hooks cannot tell when the last read is where a parameter is used outside of its holders, where a holder's
 output is in a container that nobody can look into, where the backward is itself differentiated, and inside of
@@ -16,11 +18,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..comm import Transport
@@ -36,6 +38,7 @@ class Call:
     """One forward of a holder that may see a backward, or several where its graph is retained."""
 
     num_inputs: int
+    edges: list[GradientEdge] = field(default_factory=list)  # of the inputs, where other calls took some of them, too
     nodes: dict[int, int] = field(default_factory=dict)  # how many add to the gradient of an input that is shared
     inputs_left: set[int] = field(default_factory=set)  # whose gradient this call still adds to
     nodes_left: dict[int, int] = field(default_factory=dict)
@@ -44,6 +47,19 @@ class Call:
     def start(self) -> None:
         self.started = True
         self.inputs_left, self.nodes_left = set(range(self.num_inputs)), dict(self.nodes)
+
+
+class Hook:
+    """A step of a gatherer for autograd to take, which does not keep the gatherer alive."""
+
+    def __init__(self, gatherer: Gatherer, step: Callable[..., None], *args: Any) -> None:
+        self._gatherer, self._step, self._args = weakref.ref(gatherer), step, args
+
+    @eager
+    def __call__(self, *_: Any) -> None:
+        gatherer = self._gatherer()
+        if gatherer is not None:
+            self._step(gatherer, *self._args)
 
 
 Place = tuple[bool, "Unit", int]  # in backward, a unit, its how-manieth visit
@@ -82,6 +98,7 @@ class Gatherer:
         self._create_graph = False  # whether the backward in progress will itself be differentiated
         self._strays: list[Unit] = []  # used outside of their holders, without gradients
         self._pinned: list[Unit] = []
+        self._entered: dict[nn.Module, list[Call | None]] = {}  # forwards of holders in progress
         self._calls: dict[nn.Module, list[Call]] = {}
         self._taken: Any = WeakIdKeyDictionary()  # tensors that some call had as an input
         self._complete: set[Unit] = set()
@@ -232,20 +249,27 @@ class Gatherer:
             self._release(unit)
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        partitioned = False
         for unit in self._holders[module]:
             if unit.partitioned:
+                partitioned = True
                 self._held[unit] += 1
             self._need(unit)
+        if partitioned:
+            watched = torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
+            call = self._watch_inputs(module, (args, kwargs)) if watched else None
+            self._entered.setdefault(module, []).append(call)
 
     def _after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         units = [unit for unit in self._holders[module] if unit.partitioned]
         if not units:
             return
-        differentiable, transformed = torch.is_grad_enabled(), torch._C._are_functorch_transforms_active()
-        will_differentiate = differentiable and not transformed and self._watch(module, (args, kwargs), output)
-        if differentiable and not (will_differentiate or self._backward) and (transformed or may_hide_tensors(output)):
-            for unit in units:
-                self._pin(unit)
+        call = self._entered[module].pop() if self._entered.get(module) else None
+        will_differentiate = call is not None and torch.is_grad_enabled() and self._watch_outputs(module, call, output)
+        if torch.is_grad_enabled() and not (will_differentiate or self._backward):
+            if may_hide_tensors(output) or torch._C._are_functorch_transforms_active():
+                for unit in units:
+                    self._pin(unit)
         for unit in units:
             self._held[unit] -= 1
             if not self._backward and not (will_differentiate and unit is self._last_in_forward):
@@ -281,47 +305,29 @@ class Gatherer:
 
     # -- backward ---------------------------------------------------------------------------------
 
-    def _watch(self, module: nn.Module, inputs: Any, output: Any) -> bool:
-        """Puts hooks on what goes in and comes out; whether a backward can pass here."""
-        outputs = [t for t in tensors_in(output) if t.requires_grad]
-        if not outputs:
-            return False
+    def _watch_inputs(self, module: nn.Module, inputs: Any) -> Call:
+        """Puts hooks on what goes in, before the forward may change it in place: they are of the values until then."""
         before = [t for t in tensors_in(inputs) if t.requires_grad]
         # Completeness says nothing of frozen units: without an input to go by they wait for the backward's end.
         call = Call(len(before) or any(not unit.trainable for unit in self._holders[module]))
-        me = weakref.ref(self)
-
-        @eager
-        def starts(_: torch.Tensor) -> None:
-            gatherer = me()
-            if gatherer is not None:
-                gatherer._before_backward(module, call)
-
-        @eager
-        def passed(index: int, _: torch.Tensor | None = None) -> None:
-            call.inputs_left.discard(index)
-            gatherer = me()
-            if gatherer is not None and not call.inputs_left:
-                gatherer._after_backward(module)
-
-        @eager
-        def ran(index: int, *_: Any) -> None:
-            call.nodes_left[index] -= 1
-            if not call.nodes_left[index]:
-                passed(index)
-
-        for tensor in outputs:
-            tensor.register_hook(starts)
-        shared = any(tensor in self._taken for tensor in before)
+        if any(tensor in self._taken for tensor in before):
+            call.edges = [get_gradient_edge(tensor) for tensor in before]
         for index, tensor in enumerate(before):
-            tensor.register_hook(partial(passed, index))
+            tensor.register_hook(Hook(self, Gatherer._passed, module, call, index))
             self._taken[tensor] = True
-        if shared:  # their gradients are there only when the backwards of all calls that took them are through
-            for index, nodes in enumerate(last_nodes(before, outputs)):
-                call.nodes[index] = len(nodes)
-                for node in nodes:
-                    node.register_hook(partial(ran, index))
-        return True
+        return call
+
+    def _watch_outputs(self, module: nn.Module, call: Call, output: Any) -> bool:
+        """Puts hooks on what comes out; whether a backward can pass here."""
+        outputs = [t for t in tensors_in(output) if t.requires_grad]
+        for tensor in outputs:
+            tensor.register_hook(Hook(self, Gatherer._before_backward, module, call))
+        edges, call.edges = call.edges, []  # they keep the graph
+        for index, nodes in enumerate(last_nodes(edges, outputs) if outputs and edges else []):
+            call.nodes[index] = len(nodes)
+            for node in nodes:
+                node.register_hook(Hook(self, Gatherer._ran, module, call, index))
+        return bool(outputs)
 
     def _before_backward(self, module: nn.Module, call: Call) -> None:
         if call.started:
@@ -338,8 +344,8 @@ class Gatherer:
                 self._need(unit)
                 if self._create_graph:
                     self._pin(unit)
-                if unit.trainable and not any(param.requires_grad for param in unit.params):  # frozen meanwhile: none will come
-                    self._complete.add(unit)
+                if unit.trainable and not any(param.requires_grad for param in unit.params):
+                    self._complete.add(unit)  # frozen for now: no gradient will come
 
     def complete(self, unit: Unit) -> None:
         """Every trainable parameter of ``unit`` has its gradient."""
@@ -347,6 +353,17 @@ class Gatherer:
         for module in unit.holders:
             if module in self._calls:
                 self._after_backward(module)
+
+    def _ran(self, module: nn.Module, call: Call, index: int) -> None:
+        call.nodes_left[index] -= 1
+        if not call.nodes_left[index]:
+            self._passed(module, call, index)
+
+    def _passed(self, module: nn.Module, call: Call, index: int) -> None:
+        """The backward of ``call`` is through to one of its inputs."""
+        call.inputs_left.discard(index)
+        if not call.inputs_left:
+            self._after_backward(module)
 
     def _after_backward(self, module: nn.Module) -> None:
         for unit in self._holders[module]:

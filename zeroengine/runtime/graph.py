@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 MAX_NODES = 5000  # of one call that are looked at
 
 
-def last_nodes(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[set[Node]]:
+def last_nodes(inputs: Sequence[torch.Tensor | GradientEdge], outputs: Sequence[torch.Tensor]) -> list[set[Node]]:
     """For each of ``inputs`` the nodes, in a backward from ``outputs``, that add to its gradient.
 
     When they have run, so has every node of the call that leads to the input. None where the call does not read it,
@@ -35,6 +35,6 @@ def last_nodes(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) 
     return [found[_edge(tensor)] for tensor in inputs]
 
 
-def _edge(tensor: torch.Tensor) -> tuple[Node | None, int]:
-    edge = get_gradient_edge(tensor)
+def _edge(of: torch.Tensor | GradientEdge) -> tuple[Node | None, int]:
+    edge = get_gradient_edge(of) if isinstance(of, torch.Tensor) else of
     return edge.node, edge.output_nr

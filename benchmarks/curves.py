@@ -1,0 +1,123 @@
+"""Loss curves of the example in low precision beside plain PyTorch's autocast.
+
+Each way trains the same model on the same batches, once for each seed of weights and batches. Plain autocast gives
+the run-to-run spread: how far its own curves lie apart. The other ways' curves are compared with it seed by seed.
+
+    python benchmarks/curves.py --steps 200
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import zeroengine
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+from train_lm import GPT, draw, read_text
+
+ADAMW: dict[str, Any] = {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
+WINDOW = 20  # steps that one point of a curve averages
+OURS: dict[str, dict[str, Any]] = {
+    "zeroengine fp32": {},
+    "zeroengine bf16": {"bf16": {"enabled": True}},
+    "zeroengine fp16": {"fp16": {"enabled": True}},
+    "zeroengine bf16, moments in bf16": {"bf16": {"enabled": True}, "optimizer_state_dtype": "bf16"},
+}
+
+
+def build(seed: int, args: argparse.Namespace) -> GPT:
+    torch.manual_seed(seed)
+    return GPT(args.layers, args.width, 4, args.context)
+
+
+def plain(dtype: torch.dtype | None, seed: int, text: torch.Tensor, args: argparse.Namespace) -> list[float]:
+    model = build(seed, args)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16)
+    losses = []
+    for step in range(args.steps):
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            loss = model(*draw(text, args.batch, args.context, seed * 10**6 + step))
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def ours(more: dict[str, Any], seed: int, text: torch.Tensor, args: argparse.Namespace) -> list[float]:
+    config = {
+        "train_micro_batch_size_per_gpu": args.batch,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 3},
+        "optimizer": {"type": "AdamW", "params": ADAMW},
+    }
+    engine = zeroengine.initialize(build(seed, args), config=config | more)
+    losses = []
+    for step in range(args.steps):
+        loss = engine(*draw(text, args.batch, args.context, seed * 10**6 + step))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    engine.close()
+    return losses
+
+
+def smoothed(losses: list[float]) -> list[float]:
+    return [statistics.mean(losses[i : i + WINDOW]) for i in range(0, len(losses), WINDOW)]
+
+
+def apart(first: list[float], second: list[float]) -> float:
+    """The largest distance of two smoothed curves, in nats."""
+    return max(abs(a - b) for a, b in zip(smoothed(first), smoothed(second), strict=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--context", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=8)
+    args = parser.parse_args()
+    text, _ = read_text(None, args.context)
+    seeds = range(args.seeds)
+    curves: dict[str, list[list[float]]] = {}
+    for name, dtype in {
+        "plain fp32": None,
+        "plain autocast bf16": torch.bfloat16,
+        "plain autocast fp16": torch.float16,
+    }.items():
+        curves[name] = [plain(dtype, seed, text, args) for seed in seeds]
+        print(".", end="", file=sys.stderr, flush=True)
+    for name, more in OURS.items():
+        curves[name] = [ours(more, seed, text, args) for seed in seeds]
+        print(".", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    spread = [
+        apart(curves["plain autocast bf16"][i], curves["plain autocast bf16"][j]) for i in seeds for j in range(i)
+    ]
+    print(f"{args.steps} steps, {args.seeds} seeds; curves averaged over {WINDOW} steps, in nats per byte")
+    print(f"run-to-run spread of plain autocast bf16: {min(spread):.4f} to {max(spread):.4f}")
+    print(f"{'':<34} {'last point':>10} {'from plain fp32':>16} {'from autocast bf16':>19}")
+    for name, runs in curves.items():
+        last = statistics.mean(smoothed(run)[-1] for run in runs)
+        distances = [
+            max(apart(run, other) for run, other in zip(runs, curves[base], strict=True))
+            for base in ("plain fp32", "plain autocast bf16")
+        ]
+        print(f"{name:<34} {last:>10.4f} {distances[0]:>16.4f} {distances[1]:>19.4f}")
+
+
+if __name__ == "__main__":
+    main()
