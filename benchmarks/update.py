@@ -5,8 +5,8 @@
 Every case runs in turn, round after round, and the table gives medians and minima over the rounds. The memory's
 bandwidth is measured in the same rounds by `ze_stream`, which reads and writes the same arrays as Adam does and
 computes next to nothing. Bytes are those that a step must move: gradient, and master and two moments in and out, the
-bf16 copy, and the gradient once more for the norm. DeepSpeed's CPU Adam is there when deepspeed can be imported
-(`pip install .[bench]`).
+bf16 copy, and the gradient once more for the norm. Moments are fp32, save where a row says bf16. DeepSpeed's CPU Adam
+is there when deepspeed can be imported (`pip install .[bench]`).
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Buffers:
         ops.advise_huge_pages(x)
         return x.fill_(0.01)
 
-    def bytes_per_element(self, norm: bool = True) -> int:
-        return 3 * 2 * 4 + 2 + self.grad.element_size() * (1 + norm)
+    def bytes_per_element(self, norm: bool = True, moment: int = 4) -> int:
+        return 2 * (4 + 2 * moment) + 2 + self.grad.element_size() * (1 + norm)
 
 
 def zeroengine_chain(b: Buffers) -> Callable[[], object]:
@@ -104,9 +104,15 @@ def library_cases(b: Buffers) -> dict[str, Callable[[], object]]:
     def adam() -> None:
         ops.adam_step(b.param, b.grad, b.exp_avg, b.exp_avg_sq, low_precision=b.copy, **HYPER)
 
+    exp_avg, exp_avg_sq = (b.array(b.param.numel(), torch.bfloat16) for _ in range(2))
+
+    def adam_bf16() -> None:
+        ops.adam_step(b.param, b.grad, exp_avg, exp_avg_sq, low_precision=b.copy, seed=HYPER["step"], **HYPER)
+
     return {
         "traffic of Adam": traffic,
         "zeroengine, Adam": adam,
+        "Adam, bf16 moments": adam_bf16,
         "zeroengine, norm": lambda: ops.squared_norm(b.grad),
     }
 
@@ -134,11 +140,15 @@ def report(b: Buffers, seconds: dict[str, list[float]]) -> None:
         if "traffic of Adam" not in seconds:
             break
         time_of = {name: summary(times) / numel * 1e9 for name, times in seconds.items()}
-        adam = b.bytes_per_element(norm=False)
+        adam, adam_bf16 = (b.bytes_per_element(norm=False, moment=size) for size in (4, 2))
         bandwidth = adam / time_of["traffic of Adam"]
         reached = adam / time_of["zeroengine, Adam"] / bandwidth
+        reached_bf16 = adam_bf16 / time_of["Adam, bf16 moments"] / bandwidth
         whole = b.bytes_per_element() / time_of["zeroengine"] / bandwidth
-        print(f"memory, by {kind}: {bandwidth:.1f} GB/s; of it Adam reaches {reached:.2f}, the whole step {whole:.2f}")
+        print(
+            f"memory, by {kind}: {bandwidth:.1f} GB/s; of it Adam reaches {reached:.2f}, with bf16 moments "
+            f"({adam_bf16} bytes for {adam}) {reached_bf16:.2f}, the whole step {whole:.2f}"
+        )
 
 
 CHAINS = ("zeroengine", "torch fused AdamW", "DeepSpeed CPUAdam")

@@ -20,7 +20,7 @@
 extern "C" {
 #endif
 
-#define ZE_ABI_VERSION 2
+#define ZE_ABI_VERSION 3
 
 enum ze_dtype { ZE_F32 = 0, ZE_BF16 = 1, ZE_F16 = 2 };
 
@@ -36,22 +36,29 @@ ZE_API const char* ze_cpu_isa(void);
 ZE_API int ze_cpu_set_isa(const char* name);
 
 /* Adam's arguments, held in double and rounded to float once. `step` counts from 1, this step
- * included. `grad_scale` multiplies the gradient before anything else sees it. */
+ * included. `grad_scale` multiplies the gradient before anything else sees it. `seed` and `offset`
+ * matter to bf16 moments alone. */
 struct ze_adam_args {
   double lr, beta1, beta2, eps, weight_decay, grad_scale;
   int64_t step;
+  uint64_t seed;
+  int64_t offset; /* index of element 0 among those that share the seed, not negative */
   int32_t decoupled; /* 1: AdamW, param *= 1 - lr * weight_decay; 0: Adam, grad += weight_decay * param */
   int32_t maximize;
 };
 
 /* One step of Adam (arXiv 1412.6980, algorithm 1) or AdamW (1711.05101) in one pass.
  *
- * param, exp_avg and exp_avg_sq: float[n], updated in place. grad: grad_dtype[n], read only.
- * copy: NULL, or copy_dtype[n] (ZE_BF16 or ZE_F16), receives the updated param rounded to nearest even.
- * An element's result depends on that element alone: neither on n, its position or alignment, nor on
- * num_threads or the instruction set. ZE_BAD_DTYPE for an unknown code. */
-ZE_API int ze_adam(float* param, const void* grad, int grad_dtype, float* exp_avg, float* exp_avg_sq,
-                   void* copy, int copy_dtype, int64_t n, const struct ze_adam_args* args, int num_threads);
+ * param: float[n], exp_avg and exp_avg_sq: moments_dtype[n] (ZE_F32 or ZE_BF16), updated in place.
+ * grad: grad_dtype[n], read only. copy: NULL, or copy_dtype[n] (ZE_BF16 or ZE_F16), receives the updated
+ * param rounded to nearest even. All is computed in float; bf16 moments are rounded stochastically at the
+ * end, by bits that are a pure function of seed and offset + i: the expected value is the float, a bf16
+ * value stays as it is, and a finite one stays finite. An element's result depends on that element alone:
+ * neither on n, its alignment or its position beyond offset + i, nor on num_threads or the instruction
+ * set. ZE_BAD_DTYPE for an unknown code. */
+ZE_API int ze_adam(float* param, const void* grad, int grad_dtype, void* exp_avg, void* exp_avg_sq,
+                   int moments_dtype, void* copy, int copy_dtype, int64_t n, const struct ze_adam_args* args,
+                   int num_threads);
 
 /* *result = sum of x[i]^2 in double. Independent of num_threads and of the instruction set. It is
  * finite exactly if every element is: the squares of finite floats cannot overflow a double. */

@@ -28,11 +28,16 @@ struct AdamFactors {
   float step_size;    // lr / (1 - beta1^step)
 };
 
+// What random bits are hashed from: a counter, which is `first` at element 0, and a key.
+struct Random {
+  uint32_t first, key;
+};
+
 struct AdamArrays {
   float* param;
   const void* grad;
-  float* exp_avg;
-  float* exp_avg_sq;
+  void* exp_avg;
+  void* exp_avg_sq;
   void* copy;
 };
 
@@ -42,11 +47,13 @@ struct StreamArrays {
   void* copy;
 };
 
-// Functions on the elements [begin, end). Tables are indexed by ze_dtype, where 0 for a copy means none; adam's, last,
-// by whether weight decay is decoupled.
+using Adam = void (*)(const AdamArrays&, int64_t begin, int64_t end, const AdamFactors&, const Random&, bool stream);
+
+// Functions on the elements [begin, end). Tables are indexed by ze_dtype, where 0 for a copy means none; adam's by those
+// of moments, gradient and copy and, last, by whether weight decay is decoupled.
 struct Kernels {
   const char* name;
-  void (*adam[3][3][2])(const AdamArrays&, int64_t begin, int64_t end, const AdamFactors&, bool stream);
+  Adam adam[2][3][3][2];
   double (*squared_norm[3])(const void* x, int64_t begin, int64_t end);
   void (*accumulate[3])(float* acc, const void* src, int64_t n, bool init);
   void (*cast[3])(const float* src, void* dst, int64_t n);

@@ -35,17 +35,57 @@ struct AdamVecs {
         inv_root(Vec::fill(k.inv_root)), eps(Vec::fill(k.eps)), step_size(Vec::fill(k.step_size)) {}
 };
 
+// [Note: Stochastic rounding] The upper half of a float is a bf16, rounded towards zero, and the lower half says how
+// far the next one is. Adding 16 random bits carries into the upper half with just the probability that makes the mean
+// right; a bf16 value stays as it is. The bits are a hash of the element's index: Wellons' lowbias32, with a key within,
+// so that two seeds give unrelated sequences, and one word serves both moments. They are 0 where exp_avg_sq is at the
+// largest bf16, infinite or NaN: a carry would make infinity of a finite value, or zero of a NaN. An exp_avg beyond the
+// largest bf16 is among these, since the gradients that it takes have no finite square.
+constexpr float kLargestBf16 = 0x1.fep127f;
+
+struct RandomVecs {
+  struct Halves {
+    Bits lower, upper;
+  };
+  Bits first, key;
+
+  RandomVecs(const Random& r, int64_t begin) : first(Bits::count(r.first + uint32_t(begin))), key(Bits::fill(r.key)) {}
+
+  // Of the word for the elements from i on; 0 where `mask` is.
+  Halves at(int64_t i, Bits mask) const {
+    Bits x = first + Bits::fill(uint32_t(i));
+    x = (x ^ x >> 16) * Bits::fill(0x7feb352d) ^ key;
+    x = (x ^ x >> 15) * Bits::fill(0x846ca68b) & mask;
+    const Bits upper = x >> 16;
+    return {(x ^ upper) & Bits::fill(0xffff), upper};
+  }
+};
+
+// Where a block's new moments wait, in float, for the parameter's turn: in the arrays, or beside bf16 ones.
+using Beside = float[2][kBlock];
+
+inline float* in_float(float* array, Beside&, int64_t i) { return array + i; }
+inline float* in_float(bf16*, Beside& beside, int64_t i) { return beside[i / kBlock % 2]; }
+
 // [Note: Trailing stages] From gradient to copy an element passes a chain of some 90 cycles, too long for a CPU to keep
 // enough of them in flight. So Adam runs in three stages, each a block behind the one before: while a block waits for
 // its roots and quotients, the next one's moments and the last one's copy go ahead. What lies between is in L1.
-template <bool kDecoupled, class G>
-inline void adam_moments(const float* param, const G* grad, float* exp_avg, float* exp_avg_sq, const AdamVecs& k) {
+template <bool kDecoupled, class G, class M>
+inline void adam_moments(const float* param, const G* grad, M* exp_avg, M* exp_avg_sq, float* new_avg,
+                         float* new_avg_sq, const AdamVecs& k, const RandomVecs& random, int64_t position) {
   for (int64_t i = 0; i < kBlock; i += Vec::kWidth) {
     Vec g = Vec::load(grad + i) * k.grad_scale;
     if constexpr (!kDecoupled) g = g + k.decay * Vec::load(param + i);
-    const Vec m = Vec::load(exp_avg + i), v = Vec::load(exp_avg_sq + i);
-    (m + k.rest1 * (g - m)).store(exp_avg + i);
-    (k.beta2 * v + k.rest2 * g * g).store(exp_avg_sq + i);
+    Vec m = Vec::load(exp_avg + i), v = Vec::load(exp_avg_sq + i);
+    m = m + k.rest1 * (g - m);
+    v = k.beta2 * v + k.rest2 * g * g;
+    m.store(new_avg + i);
+    v.store(new_avg_sq + i);
+    if constexpr (std::is_same_v<M, bf16>) {
+      const auto bits = random.at(position + i, v < Vec::fill(kLargestBf16));
+      m.store(exp_avg + i, bits.lower);
+      v.store(exp_avg_sq + i, bits.upper);
+    }
   }
 }
 
@@ -69,59 +109,68 @@ inline void adam_copy(const float* param, C* copy) {
   }
 }
 
-template <bool kDecoupled, class G, class C>
-void adam_partial(float* param, const G* grad, float* exp_avg, float* exp_avg_sq, C* copy, int64_t n,
-                  const AdamVecs& k) {
-  float p[kBlock] = {}, m[kBlock] = {}, v[kBlock] = {};
+template <bool kDecoupled, class G, class M, class C>
+void adam_partial(float* param, const G* grad, M* exp_avg, M* exp_avg_sq, C* copy, int64_t n, const AdamVecs& k,
+                  const RandomVecs& random, int64_t position) {
+  float p[kBlock] = {};
   G g[kBlock] = {};
+  M m[kBlock] = {}, v[kBlock] = {};
   C c[kBlock];
+  Beside new_avg, new_avg_sq;
   memcpy(p, param, n * sizeof(float));
-  memcpy(m, exp_avg, n * sizeof(float));
-  memcpy(v, exp_avg_sq, n * sizeof(float));
+  memcpy(m, exp_avg, n * sizeof(M));
+  memcpy(v, exp_avg_sq, n * sizeof(M));
   memcpy(g, grad, n * sizeof(G));
-  adam_moments<kDecoupled>(p, g, m, v, k);
-  adam_param<kDecoupled>(p, m, v, k);
+  float *m_new = in_float(m, new_avg, 0), *v_new = in_float(v, new_avg_sq, 0);
+  adam_moments<kDecoupled>(p, g, m, v, m_new, v_new, k, random, position);
+  adam_param<kDecoupled>(p, m_new, v_new, k);
   adam_copy<false>(p, c);
   memcpy(param, p, n * sizeof(float));
-  memcpy(exp_avg, m, n * sizeof(float));
-  memcpy(exp_avg_sq, v, n * sizeof(float));
+  memcpy(exp_avg, m, n * sizeof(M));
+  memcpy(exp_avg_sq, v, n * sizeof(M));
   if constexpr (!std::is_same_v<C, none>) memcpy(copy, c, n * sizeof(C));
 }
 
-template <bool kStream, bool kDecoupled, class G, class C>
-void adam_range(float* param, const G* grad, float* exp_avg, float* exp_avg_sq, C* copy, int64_t n,
-                const AdamFactors& factors) {
+template <bool kStream, bool kDecoupled, class G, class M, class C>
+void adam_range(float* param, const G* grad, M* exp_avg, M* exp_avg_sq, C* copy, int64_t n, const AdamFactors& factors,
+                const RandomVecs& random) {
   const AdamVecs k(factors);
+  Beside new_avg, new_avg_sq;
   int64_t first = 0;
   if constexpr (kStream) {  // streaming stores want whole, aligned cache lines
     first = int64_t(-uintptr_t(copy) % 64 / sizeof(C));
     if (first > n) first = n;
-    if (first) adam_partial<kDecoupled>(param, grad, exp_avg, exp_avg_sq, copy, first, k);
+    if (first) adam_partial<kDecoupled>(param, grad, exp_avg, exp_avg_sq, copy, first, k, random, 0);
   }
   const int64_t last = n - (n - first) % kBlock;
   for (int64_t i = first; i < last + 2 * kBlock; i += kBlock) {  // [Note: Trailing stages]
     if (i < last) {
       prefetch(param + i, grad + i, exp_avg + i, exp_avg_sq + i);
-      adam_moments<kDecoupled>(param + i, grad + i, exp_avg + i, exp_avg_sq + i, k);
+      adam_moments<kDecoupled>(param + i, grad + i, exp_avg + i, exp_avg_sq + i, in_float(exp_avg, new_avg, i),
+                               in_float(exp_avg_sq, new_avg_sq, i), k, random, i);
     }
     const int64_t j = i - kBlock, h = j - kBlock;
-    if (first <= j && j < last) adam_param<kDecoupled>(param + j, exp_avg + j, exp_avg_sq + j, k);
+    if (first <= j && j < last)
+      adam_param<kDecoupled>(param + j, in_float(exp_avg, new_avg, j), in_float(exp_avg_sq, new_avg_sq, j), k);
     if (first <= h) adam_copy<kStream>(param + h, copy + h);
   }
   if (last < n)
-    adam_partial<kDecoupled>(param + last, grad + last, exp_avg + last, exp_avg_sq + last, copy + last, n - last, k);
+    adam_partial<kDecoupled>(param + last, grad + last, exp_avg + last, exp_avg_sq + last, copy + last, n - last, k,
+                             random, last);
   if constexpr (kStream) finish_streams();
 }
 
-template <class G, class C, bool kDecoupled>
-void adam(const AdamArrays& a, int64_t begin, int64_t end, const AdamFactors& k, bool stream) {
-  float *param = a.param + begin, *exp_avg = a.exp_avg + begin, *exp_avg_sq = a.exp_avg_sq + begin;
+template <class M, class G, class C, bool kDecoupled>
+void adam(const AdamArrays& a, int64_t begin, int64_t end, const AdamFactors& k, const Random& r, bool stream) {
+  float* param = a.param + begin;
   const G* grad = (const G*)a.grad + begin;
+  M *exp_avg = (M*)a.exp_avg + begin, *exp_avg_sq = (M*)a.exp_avg_sq + begin;
   C* copy = (C*)a.copy + begin;
+  const RandomVecs random(r, begin);
   if constexpr (!std::is_same_v<C, none>) {
-    if (stream) return adam_range<true, kDecoupled>(param, grad, exp_avg, exp_avg_sq, copy, end - begin, k);
+    if (stream) return adam_range<true, kDecoupled>(param, grad, exp_avg, exp_avg_sq, copy, end - begin, k, random);
   }
-  adam_range<false, kDecoupled>(param, grad, exp_avg, exp_avg_sq, copy, end - begin, k);
+  adam_range<false, kDecoupled>(param, grad, exp_avg, exp_avg_sq, copy, end - begin, k, random);
 }
 
 // One running sum for each position within a block, added up in order at the end. Narrow elements are widened
@@ -197,18 +246,30 @@ void stream(const StreamArrays& s, int64_t begin, int64_t end) {
   if constexpr (kCopy) finish_streams();
 }
 
+template <class M, class G, class C>
+constexpr void adams_of(Adam (&to)[2]) {
+  to[0] = adam<M, G, C, false>;
+  to[1] = adam<M, G, C, true>;
+}
+
+template <class M, class G>
+constexpr void adams_of(Adam (&to)[3][2]) {
+  adams_of<M, G, none>(to[0]);
+  adams_of<M, G, bf16>(to[1]);
+  adams_of<M, G, fp16>(to[2]);
+}
+
+template <class M>
+constexpr void adams_of(Adam (&to)[3][3][2]) {
+  adams_of<M, float>(to[0]);
+  adams_of<M, bf16>(to[1]);
+  adams_of<M, fp16>(to[2]);
+}
+
 constexpr Kernels table(const char* name) {
-  return {
+  Kernels kernels = {
       name,
-      {{{adam<float, none, false>, adam<float, none, true>},
-        {adam<float, bf16, false>, adam<float, bf16, true>},
-        {adam<float, fp16, false>, adam<float, fp16, true>}},
-       {{adam<bf16, none, false>, adam<bf16, none, true>},
-        {adam<bf16, bf16, false>, adam<bf16, bf16, true>},
-        {adam<bf16, fp16, false>, adam<bf16, fp16, true>}},
-       {{adam<fp16, none, false>, adam<fp16, none, true>},
-        {adam<fp16, bf16, false>, adam<fp16, bf16, true>},
-        {adam<fp16, fp16, false>, adam<fp16, fp16, true>}}},
+      {},
       {squared_norm<float>, squared_norm<bf16>, squared_norm<fp16>},
       {accumulate<float>, accumulate<bf16>, accumulate<fp16>},
       {cast<float>, cast<bf16>, cast<fp16>},
@@ -216,6 +277,9 @@ constexpr Kernels table(const char* name) {
        {stream<bf16, false>, stream<bf16, true>},
        {stream<fp16, false>, stream<fp16, true>}},
   };
+  adams_of<float>(kernels.adam[ZE_F32]);
+  adams_of<bf16>(kernels.adam[ZE_BF16]);
+  return kernels;
 }
 
 }  // namespace

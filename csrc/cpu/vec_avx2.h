@@ -8,6 +8,21 @@
 namespace ze {
 namespace {
 
+struct Bits {  // eight unsigned integers
+  __m256i v;
+
+  static Bits fill(uint32_t x) { return {_mm256_set1_epi32(int(x))}; }
+  static Bits count(uint32_t x) {  // x, x + 1, ...
+    return {_mm256_add_epi32(fill(x).v, _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7))};
+  }
+};
+
+inline Bits operator+(Bits a, Bits b) { return {_mm256_add_epi32(a.v, b.v)}; }
+inline Bits operator^(Bits a, Bits b) { return {_mm256_xor_si256(a.v, b.v)}; }
+inline Bits operator&(Bits a, Bits b) { return {_mm256_and_si256(a.v, b.v)}; }
+inline Bits operator*(Bits a, Bits b) { return {_mm256_mullo_epi32(a.v, b.v)}; }
+inline Bits operator>>(Bits a, int n) { return {_mm256_srli_epi32(a.v, n)}; }
+
 struct Vec {
   static constexpr int64_t kWidth = 8;
   __m256 v;
@@ -24,6 +39,10 @@ struct Vec {
   void store(T* y) const { _mm_storeu_si128((__m128i*)y, narrow(y)); }
   template <class T>
   void stream(T* y) const { _mm_stream_si128((__m128i*)y, narrow(y)); }
+  void store(bf16* y, Bits random) const {  // [Note: Stochastic rounding]
+    const __m256i sum = _mm256_add_epi32(_mm256_castps_si256(v), random.v);
+    _mm_storeu_si128((__m128i*)y, pack(_mm256_srli_epi32(sum, 16)));
+  }
 
  private:
   __m128i narrow(const fp16*) const { return _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT); }
@@ -32,8 +51,10 @@ struct Vec {
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
     const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(u, _mm256_set1_epi32(0x7fff)), odd), 16);
     const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
-    const __m256i result = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc0), nan);
-    return _mm_packus_epi32(_mm256_castsi256_si128(result), _mm256_extracti128_si256(result, 1));
+    return pack(_mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc0), nan));
+  }
+  static __m128i pack(__m256i x) {
+    return _mm_packus_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
   }
 };
 
@@ -41,6 +62,7 @@ inline Vec operator+(Vec a, Vec b) { return {_mm256_add_ps(a.v, b.v)}; }
 inline Vec operator-(Vec a, Vec b) { return {_mm256_sub_ps(a.v, b.v)}; }
 inline Vec operator*(Vec a, Vec b) { return {_mm256_mul_ps(a.v, b.v)}; }
 inline Vec operator/(Vec a, Vec b) { return {_mm256_div_ps(a.v, b.v)}; }
+inline Bits operator<(Vec a, Vec b) { return {_mm256_castps_si256(_mm256_cmp_ps(a.v, b.v, _CMP_LT_OQ))}; }
 inline Vec sqrt(Vec a) { return {_mm256_sqrt_ps(a.v)}; }
 
 // The running squares of kWidth floats, one double for each.

@@ -8,6 +8,21 @@
 namespace ze {
 namespace {
 
+struct Bits {
+  __m512i v;
+
+  static Bits fill(uint32_t x) { return {_mm512_set1_epi32(int(x))}; }
+  static Bits count(uint32_t x) {
+    return {_mm512_add_epi32(fill(x).v, _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15))};
+  }
+};
+
+inline Bits operator+(Bits a, Bits b) { return {_mm512_add_epi32(a.v, b.v)}; }
+inline Bits operator^(Bits a, Bits b) { return {_mm512_xor_si512(a.v, b.v)}; }
+inline Bits operator&(Bits a, Bits b) { return {_mm512_and_si512(a.v, b.v)}; }
+inline Bits operator*(Bits a, Bits b) { return {_mm512_mullo_epi32(a.v, b.v)}; }
+inline Bits operator>>(Bits a, int n) { return {_mm512_srli_epi32(a.v, unsigned(n))}; }
+
 struct Vec {
   static constexpr int64_t kWidth = 16;
   __m512 v;
@@ -24,6 +39,10 @@ struct Vec {
   void store(T* y) const { _mm256_storeu_si256((__m256i*)y, narrow(y)); }
   template <class T>
   void stream(T* y) const { _mm256_stream_si256((__m256i*)y, narrow(y)); }
+  void store(bf16* y, Bits random) const {
+    const __m512i sum = _mm512_add_epi32(_mm512_castps_si512(v), random.v);
+    _mm256_storeu_si256((__m256i*)y, _mm512_cvtepi32_epi16(_mm512_srli_epi32(sum, 16)));
+  }
 
  private:
   __m256i narrow(const fp16*) const { return _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT); }
@@ -40,6 +59,7 @@ inline Vec operator+(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
 inline Vec operator-(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
 inline Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
 inline Vec operator/(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
+inline Bits operator<(Vec a, Vec b) { return {_mm512_movm_epi32(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ))}; }
 inline Vec sqrt(Vec a) { return {_mm512_sqrt_ps(a.v)}; }
 
 struct Squares {

@@ -6,6 +6,20 @@
 namespace ze {
 namespace {
 
+struct Bits {
+  typedef uint32_t Lanes __attribute__((vector_size(16)));
+  Lanes v;
+
+  static Bits fill(uint32_t x) { return {Lanes{x, x, x, x}}; }
+  static Bits count(uint32_t x) { return {Lanes{x, x + 1, x + 2, x + 3}}; }
+};
+
+inline Bits operator+(Bits a, Bits b) { return {a.v + b.v}; }
+inline Bits operator^(Bits a, Bits b) { return {a.v ^ b.v}; }
+inline Bits operator&(Bits a, Bits b) { return {a.v & b.v}; }
+inline Bits operator*(Bits a, Bits b) { return {a.v * b.v}; }
+inline Bits operator>>(Bits a, int n) { return {a.v >> n}; }
+
 struct Vec {
   static constexpr int64_t kWidth = 4;
   typedef float Lanes __attribute__((vector_size(16)));
@@ -20,12 +34,17 @@ struct Vec {
   }
   template <class T>
   void stream(T* y) const { store(y); }
+  void store(bf16* y, Bits random) const {
+    const Bits::Lanes sum = (Bits::Lanes)v + random.v;
+    for (int i = 0; i < kWidth; ++i) y[i].bits = uint16_t(sum[i] >> 16);
+  }
 };
 
 inline Vec operator+(Vec a, Vec b) { return {a.v + b.v}; }
 inline Vec operator-(Vec a, Vec b) { return {a.v - b.v}; }
 inline Vec operator*(Vec a, Vec b) { return {a.v * b.v}; }
 inline Vec operator/(Vec a, Vec b) { return {a.v / b.v}; }
+inline Bits operator<(Vec a, Vec b) { return {(Bits::Lanes)(a.v < b.v)}; }
 inline Vec sqrt(Vec a) {
   for (int i = 0; i < Vec::kWidth; ++i) a.v[i] = __builtin_sqrtf(a.v[i]);
   return a;

@@ -19,7 +19,8 @@ def adam_step(
     """`zeroengine.ops.adam_step` by torch's fused kernel."""
     for begin in range(0, param.numel(), _CHUNK):
         chunk = slice(begin, begin + _CHUNK)
-        arrays = [param[chunk], grad[chunk].float() * args.grad_scale, exp_avg[chunk], exp_avg_sq[chunk]]
+        moments = [exp_avg[chunk].float(), exp_avg_sq[chunk].float()]  # themselves where they are float32
+        arrays = [param[chunk], grad[chunk].float() * args.grad_scale, *moments]
         numel = arrays[0].numel()
         rest = numel % _VECTOR if param.device.type == "cpu" else 0
         if rest < numel:
@@ -29,6 +30,11 @@ def adam_step(
             _fused(padded, args)
             for x, y in zip(arrays, padded, strict=True):
                 x[numel - rest :] = y[:rest]
+        if exp_avg.dtype is torch.bfloat16:
+            random = _random_bits(args.seed, args.offset + begin, numel, param.device)
+            random.mul_(moments[1] < torch.finfo(torch.bfloat16).max)
+            exp_avg[chunk] = _round(moments[0], random & 0xFFFF)
+            exp_avg_sq[chunk] = _round(moments[1], random >> 16 & 0xFFFF)
     if low_precision is not None:
         low_precision.copy_(param)
 
@@ -51,6 +57,46 @@ def _fused(arrays: list[Tensor], args: AdamArgs) -> None:
         amsgrad=False,
         maximize=bool(args.maximize),
     )
+
+
+def _round(x: Tensor, random: Tensor) -> Tensor:
+    """float32 to bfloat16, up or down by 16 random bits in int32: "Stochastic rounding" in csrc/cpu/kernels.inl.h."""
+    return (random.add_(x.view(torch.int32)) >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+def _random_bits(seed: int, index: int, numel: int, device: torch.device) -> Tensor:
+    """The kernels' random bits of the elements from ``index`` on, 32 of each, as int32."""
+    upper, lower = divmod(index, 1 << 32)
+    if numel > (same := (1 << 32) - lower):  # elements with this upper half
+        parts = [_random_bits(seed, index, same, device), _random_bits(seed, index + same, numel - same, device)]
+        return torch.cat(parts)
+    key, first = divmod(_mix(_mix(seed + 0x9E3779B97F4A7C15) + upper), 1 << 32)
+    x = torch.arange(numel, dtype=torch.int32, device=device).add_(_int32(first + lower))
+    x.bitwise_xor_(_shift(x, 16)).mul_(_int32(0x7FEB352D)).bitwise_xor_(_int32(key))
+    x.bitwise_xor_(_shift(x, 15)).mul_(_int32(0x846CA68B))
+    return x.bitwise_xor_(_shift(x, 16))
+
+
+def _mix(x: int) -> int:
+    """The finalizer of splitmix64."""
+    x = _uint64(x)
+    x = _uint64((x ^ x >> 30) * 0xBF58476D1CE4E5B9)
+    x = _uint64((x ^ x >> 27) * 0x94D049BB133111EB)
+    return x ^ x >> 31
+
+
+def _uint64(x: int) -> int:
+    return x & (1 << 64) - 1
+
+
+def _int32(x: int) -> int:
+    """The lower 32 bits, as int32 reads them."""
+    return ((x & (1 << 32) - 1) ^ 1 << 31) - (1 << 31)
+
+
+def _shift(x: Tensor, n: int) -> Tensor:
+    """To the right, with zeros shifted in."""
+    return (x >> n).bitwise_and_((1 << 32 - n) - 1)
 
 
 def squared_norm(x: Tensor) -> Tensor:

@@ -9,14 +9,14 @@ import ctypes
 import functools
 import os
 import warnings
-from ctypes import POINTER, c_char_p, c_double, c_int, c_int32, c_int64, c_size_t, c_uint32, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
 import torch
 
 from zeroengine.errors import ZeroEngineError
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 PATH = Path(__file__).with_name("_cpu.so")
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ISAS = ("avx512", "avx2", "portable")
@@ -28,6 +28,8 @@ class AdamArgs(ctypes.Structure):
     _fields_ = (
         *((name, c_double) for name in ("lr", "beta1", "beta2", "eps", "weight_decay", "grad_scale")),
         ("step", c_int64),
+        ("seed", c_uint64),
+        ("offset", c_int64),
         ("decoupled", c_int32),
         ("maximize", c_int32),
     )
@@ -39,7 +41,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "ze_cpu_set_isa": (c_int, [c_char_p]),
     "ze_adam": (
         c_int,
-        [*[c_void_p] * 2, c_int, *[c_void_p] * 3, c_int, c_int64, POINTER(AdamArgs), c_int],
+        [*[c_void_p] * 2, c_int, *[c_void_p] * 2, c_int, c_void_p, c_int, c_int64, POINTER(AdamArgs), c_int],
     ),
     "ze_squared_norm": (c_int, [c_void_p, c_int, c_int64, c_void_p, c_int]),
     "ze_accumulate": (c_int, [c_void_p, c_void_p, c_int, c_int64, c_int]),

@@ -28,26 +28,38 @@ def adam_step(
     grad_scale: float = 1.0,
     maximize: bool = False,
     low_precision: Tensor | None = None,
+    seed: int = 0,
+    offset: int = 0,
 ) -> None:
     """One step of Adam (arXiv 1412.6980, algorithm 1) or AdamW (1711.05101), in place, in one pass over memory.
 
     An element's result depends on that element alone: a buffer updated at once, in pieces, or on any number of
     threads gets the same bits.
 
+    All is computed in float32. Moments kept in bfloat16 are rounded stochastically at the end, so that their expected
+    values are the float32 ones; to nearest, increments below half a unit in the last place would be lost at each step.
+
     Args:
-        param, exp_avg, exp_avg_sq: float32, 1-D, contiguous, equally long; updated in place.
+        param: float32, 1-D, contiguous; updated in place.
         grad: float32, bfloat16 or float16, as long; not changed.
+        exp_avg, exp_avg_sq: both float32 or both bfloat16, as long; updated in place.
         step: the step's number, counted from 1.
         lr, beta1, beta2, eps, weight_decay: as in `torch.optim.AdamW`.
         decoupled: True for AdamW's weight decay, False for Adam's, which is added to the gradient (L2).
         grad_scale: multiplies the gradient first. It carries 1/world, 1/loss-scale and the clip factor.
         maximize: ascend instead.
         low_precision: bfloat16 or float16, as long; receives the updated param, rounded to nearest even.
+        seed: of the random bits that round bfloat16 moments, 0 to 2**63 - 1; another one at each step.
+        offset: the index of element 0 among those that share the seed, not negative. The bits are a pure function of
+            seed and index, so a piece that begins at element i of a buffer takes offset i.
 
     Raises:
-        ZeroEngineError: a tensor of another shape, dtype, device or stride, or a step below 1.
+        ZeroEngineError: a tensor of another shape, dtype, device or stride, a step below 1, or a seed or offset out of
+            range.
     """
-    _check(step, param=param, grad=grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, low_precision=low_precision)
+    _check(
+        step, seed, offset, param=param, grad=grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, low_precision=low_precision
+    )
     # The custom op costs more than a small update does, so it serves tracing alone.
     run = _adam_step_op if torch.compiler.is_compiling() else _adam_step
     run(
@@ -65,6 +77,8 @@ def adam_step(
         decoupled,
         grad_scale,
         maximize,
+        seed,
+        offset,
     )
 
 
@@ -83,8 +97,10 @@ def _adam_step(
     decoupled: bool,
     grad_scale: float,
     maximize: bool,
+    seed: int,
+    offset: int,
 ) -> None:
-    args = AdamArgs(lr, beta1, beta2, eps, weight_decay, grad_scale, step, decoupled, maximize)
+    args = AdamArgs(lr, beta1, beta2, eps, weight_decay, grad_scale, step, seed, offset, decoupled, maximize)
     handle = library() if param.device.type == "cpu" else None
     if handle is None:
         return _fallback.adam_step(param, grad, exp_avg, exp_avg_sq, low_precision, args)
@@ -94,6 +110,7 @@ def _adam_step(
         DTYPE_CODES[grad.dtype],
         exp_avg.data_ptr(),
         exp_avg_sq.data_ptr(),
+        DTYPE_CODES[exp_avg.dtype],
         None if low_precision is None else low_precision.data_ptr(),
         0 if low_precision is None else DTYPE_CODES[low_precision.dtype],
         param.numel(),
@@ -112,9 +129,9 @@ def _(*args: object) -> None:
     """Nothing is returned."""
 
 
-def _check(step: int, **tensors: Tensor | None) -> None:
-    param = tensors["param"]
-    assert param is not None
+def _check(step: int, seed: int, offset: int, **tensors: Tensor | None) -> None:
+    param, exp_avg, exp_avg_sq = (tensors[name] for name in ("param", "exp_avg", "exp_avg_sq"))
+    assert param is not None and exp_avg is not None and exp_avg_sq is not None
     for name, x in tensors.items():
         if x is None:
             continue
@@ -130,14 +147,21 @@ def _check(step: int, **tensors: Tensor | None) -> None:
                 f"adam_step: {name} has {x.numel()} elements on {x.device}, but param has {param.numel()} "
                 f"on {param.device}; pass tensors of one length on one device"
             )
+    if exp_avg.dtype != exp_avg_sq.dtype:
+        raise ZeroEngineError(
+            f"adam_step: exp_avg has dtype {exp_avg.dtype} and exp_avg_sq {exp_avg_sq.dtype}; keep both in one"
+        )
     if step < 1:
         raise ZeroEngineError(f"adam_step: step is {step}; count steps from 1")
+    for name, value in (("seed", seed), ("offset", offset)):
+        if not 0 <= value < 1 << 63:
+            raise ZeroEngineError(f"adam_step: {name} is {value}; it must be from 0 to 2**63 - 1")
 
 
 _DTYPES = {
     "param": (torch.float32,),
     "grad": tuple(DTYPE_CODES),
-    "exp_avg": (torch.float32,),
-    "exp_avg_sq": (torch.float32,),
+    "exp_avg": (torch.float32, torch.bfloat16),
+    "exp_avg_sq": (torch.float32, torch.bfloat16),
     "low_precision": (torch.bfloat16, torch.float16),
 }

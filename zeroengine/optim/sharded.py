@@ -2,7 +2,8 @@
 
 [Note: Same numbers]
 At every stage a rank's norm covers the same elements (its slice at the world size) and the partial norms
-add in rank order in float64; the update is element-wise. So the losses are the same bits at every stage.
+add in rank order in float64; the update is element-wise, and where it rounds stochastically it does so by
+the unit's number, the step and the element's place in the unit. So the losses are the same bits at every stage.
 """
 
 from __future__ import annotations
@@ -34,13 +35,15 @@ SEGMENT_TABLES = 16  # remembered of each unit
 class UnitStates:
     """The optimizer's states of one unit on this rank, all 1-D of the optimizer shard's length."""
 
-    def __init__(self, grads: UnitGradients, moments_dtype: torch.dtype) -> None:
+    def __init__(self, number: int, grads: UnitGradients, moments_dtype: torch.dtype) -> None:
         unit = grads.unit
         self._moments_dtype = moments_dtype
+        self.number = number  # among the optimizer's units
         self.grads, self.unit = grads, unit
         degree = unit.degrees.optimizer
         self.published = unit.owned(degree)
         self.gradient = grads.owned(degree)
+        self.offset, _ = unit.layout.shard_range(unit.rank, degree)
         # DESIGN "One master": where parameters are fp32 they are the master.
         self.mixed = unit.mixed
         self.master = self.published
@@ -99,7 +102,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         self._transport, self._publish, self._zero_grad = transport, publish, zero_grad
         self._groups = _group_of_param(inner.param_groups)
-        self.units = [UnitStates(grads, moments_dtype) for grads in gradients]
+        self.units = [UnitStates(number, grads, moments_dtype) for number, grads in enumerate(gradients)]
         self._built = False
         super().__init__(inner.param_groups, inner.defaults)
         self._built = True
@@ -215,6 +218,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             grad_scale=factor,
             maximize=bool(group.get("maximize", False)),
             low_precision=states.published[where] if states.mixed else None,
+            seed=states.number << 32 | segment.step,
+            offset=states.offset + segment.start,
         )
 
     def _segments_of(self, states: UnitStates, flags: Sequence[bool]) -> list[Segment]:
@@ -342,6 +347,7 @@ def _part(value: Any, param: torch.Tensor, span: ShardSpan, piece: torch.Tensor)
 
 
 def _squared_norm(gradient: torch.Tensor) -> torch.Tensor:
+    gradient = torch.view_as_real(gradient).flatten() if gradient.is_complex() else gradient
     return gradient.dot(gradient) if gradient.dtype is torch.float64 else ops.squared_norm(gradient)
 
 
