@@ -9,11 +9,19 @@ if TYPE_CHECKING:
     from .checkpointer import Checkpointer
     from .state import Trained
     from .store import Manifest, Store
+    from .weights import Loaded, Weights
 
-__all__ = ["Checkpointer", "Manifest", "Store", "Trained"]
+__all__ = ["Checkpointer", "Loaded", "Manifest", "Store", "Trained", "Weights"]
 
 # Imported when first used: looking into a folder needs no torch.
-_HOMES = {"Checkpointer": "checkpointer", "Trained": "state", "Manifest": "store", "Store": "store"}
+_HOMES = {
+    "Checkpointer": "checkpointer",
+    "Loaded": "weights",
+    "Manifest": "store",
+    "Store": "store",
+    "Trained": "state",
+    "Weights": "weights",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -181,7 +181,7 @@ class _Saving(threading.Thread):
         try:
             self._write(report)
         except BaseException as error:
-            self.error = _cause(error)
+            self.error = cause(error)
             if self._rank == 0:
                 self.store.abandon(self.writing)
         finally:
@@ -200,19 +200,19 @@ class _Saving(threading.Thread):
                 manifest = Manifest(format=FORMAT, tag=self.tag, files=together, **snapshot.about)
                 self.store.commit(self.writing, manifest, self._keep)
             except Exception as caught:
-                error = _cause(caught)
+                error = cause(caught)
                 self.store.abandon(self.writing)
         answer = [error]
         dist.broadcast_object_list(answer, group_src=0, group=self._group)
         self.error = answer[0]
 
 
-def _cause(error: BaseException) -> str:
+def cause(error: BaseException) -> str:
     """The innermost reason: DCP wraps what a rank raised."""
     failures = getattr(error, "failures", None)
     if failures:
-        rank, (cause, _) = next(iter(failures.items()))
-        return f"rank {rank}: {_cause(cause)}"
+        rank, (inner, _) = next(iter(failures.items()))
+        return f"rank {rank}: {cause(inner)}"
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}{f' ({error.filename})' if error.filename else ''}"
     return f"{type(error).__name__}: {error}"

@@ -37,10 +37,12 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from ..errors import CheckpointError
+from ..partition import Box
 from .entries import Entries
 
 METADATA = ".metadata"
 Report = Callable[[int], None]  # bytes since the last call
+Read = Callable[[str, Box], torch.Tensor]
 
 
 def save(
@@ -48,20 +50,28 @@ def save(
     entries: Entries,
     objects: Mapping[str, Any],
     aliases: Mapping[str, str],
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None,
     report: Report,
+    read: Read | None = None,
 ) -> dict[str, str]:
     """Writes every rank's entries and objects into the new directory ``path``. A collective.
 
     Args:
         objects: further values by name, each from one rank alone.
         aliases: further names, and the entries that they stand for.
+        group: None where this process alone writes.
+        read: gives the values of an entry's piece that is on the meta device, when it is written.
 
     Returns:
         The checksum of each file that this rank wrote, by its name.
     """
     writer = _Writer(path, aliases, report)
-    dcp.save({}, storage_writer=writer, planner=_SavePlanner(entries, objects), process_group=group)
+    planner = _SavePlanner(entries, objects, read)
+    if group is None:
+        with _no_warning():
+            dcp.save({}, storage_writer=writer, planner=planner, no_dist=True)
+    else:
+        dcp.save({}, storage_writer=writer, planner=planner, process_group=group)
     return writer.hashing.sums
 
 
@@ -72,10 +82,17 @@ def load(path: Path, metadata: Metadata, entries: Entries, objects: Iterable[str
         CheckpointError: part of an entry is not there.
     """
     planner = _LoadPlanner(entries, objects, metadata, report)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # that is what no_dist asks for
+    with _no_warning():
         dcp.load({}, storage_reader=_Reader(path, metadata), planner=planner, no_dist=True)
     return planner.objects
+
+
+@contextmanager
+def _no_warning() -> Iterator[None]:
+    """``no_dist`` asks for what torch warns of then."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 class _Hashed:
@@ -129,17 +146,17 @@ def _renamed(result: Any, name: str) -> Any:
 
 
 class _SavePlanner(dcp.DefaultSavePlanner):
-    def __init__(self, entries: Entries, objects: Mapping[str, Any]) -> None:
+    def __init__(self, entries: Entries, objects: Mapping[str, Any], read: Read | None) -> None:
         super().__init__(flatten_state_dict=False)
-        self._entries, self._objects = entries, objects
-        self._data: dict[MetadataIndex, torch.Tensor] = {}
+        self._entries, self._objects, self._read = entries, objects, read
+        self._data: dict[MetadataIndex, tuple[Box, torch.Tensor]] = {}
 
     def create_local_plan(self) -> SavePlan:
         items = []
         for name, entry in self._entries.items():
             for box, tensor in entry.pieces:
                 index = MetadataIndex(name, torch.Size(box.offsets))
-                self._data[index] = tensor
+                self._data[index] = box, tensor
                 chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
                 data = TensorWriteData(chunk, TensorProperties(dtype=entry.dtype), torch.Size(entry.shape))
                 items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
@@ -148,7 +165,10 @@ class _SavePlanner(dcp.DefaultSavePlanner):
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        return self._objects[index.fqn] if index.offset is None else self._data[index]
+        if index.offset is None:
+            return self._objects[index.fqn]
+        box, tensor = self._data[index]
+        return tensor if self._read is None or not tensor.is_meta else self._read(index.fqn, box)
 
 
 class _Reader(dcp.FileSystemReader):

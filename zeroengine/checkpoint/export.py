@@ -7,20 +7,21 @@ of a chunk, whatever the model's size.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from ..errors import CheckpointError
-from . import dcp, hf, pieces
-from .entries import MODEL
+from . import hf, pieces
 from .inspect import find
+from .metadata import METADATA, Piece, Stored, read_metadata, tied
 from .output import Output, parse_dtype, parse_size
 from .progress import progress
 from .store import Manifest, checksum
+
+MODEL = "model."
 
 
 @dataclass(frozen=True)
@@ -70,36 +71,35 @@ def export(
     output = Output(out)
     output.check(force=force, apart_from=[path])
     if manifest is not None and verify:
-        _check_file(path, dcp.METADATA, manifest, hashed=True)
-    metadata = dcp.read_metadata(path)
-    weights = weights_of(metadata, manifest, prefix, path)
-    tied = pieces.tied(metadata, weights.values())
-    names = {there: name for name, there in weights.items()}
-    specs = {}
-    for name, there in weights.items():
-        if there not in tied:
-            known = metadata.state_dict_metadata[there]
-            assert isinstance(known, TensorStorageMetadata)
-            specs[name] = hf.Spec(tuple(known.size), known.properties.dtype).cast(to)
-    plan = hf.plan(specs, {names[alias]: names[kept] for alias, kept in tied.items()}, most)
-    by_file: dict[str, list[pieces.Piece]] = {}
-    for name in specs:
-        for piece in pieces.pieces_of(metadata, weights[name]):
+        _check_file(path, METADATA, manifest, hashed=True)
+    stored = read_metadata(path)
+    names = {there: name for name, there in weights_of(stored, manifest, prefix, path).items()}
+    aliases = tied(stored, names)
+    kept = {there: name for there, name in names.items() if there not in aliases}
+    specs = {
+        name: hf.Spec(stored[there].shape, getattr(torch, stored[there].dtype)).cast(to) for there, name in kept.items()
+    }
+    plan = hf.plan(specs, {names[alias]: names[there] for alias, there in aliases.items()}, most)
+    by_file: dict[str, list[Piece]] = {}
+    for there in kept:
+        for piece in stored[there].pieces:
             by_file.setdefault(piece.file, []).append(piece)
     checked = manifest if verify else None
     for file in by_file:
         _check_file(path, file, checked)
+    sources = [
+        _Source(path / file, pieces.locate(path / file, by_file[file]), checked, verify) for file in sorted(by_file)
+    ]
     writer = hf.Writer(output.begin(plan.nbytes), plan)
     try:
         writer.create()
 
-        def take(piece: pieces.Piece, first: int, values: torch.Tensor) -> None:
+        def take(piece: Piece, first: int, values: torch.Tensor) -> None:
             writer.write(names[piece.name], piece.offsets, piece.sizes, first, values)
 
-        total = _bytes_to_read(path, by_file, hashed=checked is not None)
-        with progress(f"exporting {path.name}", total) as report:
-            for file in sorted(by_file):
-                _read(path, file, by_file[file], take, report, checked)
+        with progress(f"exporting {path.name}", sum(source.nbytes for source in sources)) as report:
+            for source in sources:
+                source.read(take, report)
         writer.close()
         writer.sync()
         output.commit()
@@ -107,19 +107,20 @@ def export(
         writer.close()
         output.abandon()
         raise
-    return Exported(output.path, path, len(plan.sizes), len(specs), len(tied), plan.nbytes)
+    return Exported(output.path, path, len(plan.sizes), len(specs), len(aliases), plan.nbytes)
 
 
-def weights_of(metadata: Metadata, manifest: Manifest | None, prefix: str | None, path: Path) -> dict[str, str]:
+def weights_of(
+    stored: Mapping[str, Stored], manifest: Manifest | None, prefix: str | None, path: Path
+) -> dict[str, str]:
     """The names of a checkpoint's parameters and buffers, and what each is called in there.
 
     Raises:
         CheckpointError: it has none.
     """
-    tensors = [name for name, known in metadata.state_dict_metadata.items() if isinstance(known, TensorStorageMetadata)]
     if prefix is None:
-        prefix = MODEL if manifest is not None else _prefix(tensors)
-    found = {name.removeprefix(prefix): name for name in tensors if name.startswith(prefix)}
+        prefix = MODEL if manifest is not None else _prefix(stored)
+    found = {name.removeprefix(prefix): name for name in stored if name.startswith(prefix)}
     if not prefix:
         found = {name: name for name in found if _state_of(name) is None}
     if not found:
@@ -175,28 +176,30 @@ def _changed(path: Path) -> CheckpointError:
     return CheckpointError(f"{path} has been changed: its checksum differs")
 
 
-def _bytes_to_read(path: Path, by_file: dict[str, list[pieces.Piece]], *, hashed: bool) -> int:
-    if hashed:
-        return sum((path / file).stat().st_size for file in by_file)
-    return sum(piece.length for found in by_file.values() for piece in found)
+class _Source:
+    """A file of the checkpoint, and what is wanted of it.
 
+    Where most of it is wanted, all is read, and its checksum compared; else the checksums that the wanted pieces have
+    in the file itself. Those are slower, but optimizer state need not be read for them.
+    """
 
-def _read(
-    path: Path,
-    file: str,
-    found: list[pieces.Piece],
-    take: pieces.Take,
-    report: Callable[[int], None],
-    manifest: Manifest | None,
-) -> None:
-    expected = None if manifest is None else manifest.files[file].xxh3
-    try:
-        total = pieces.read(path / file, found, take, report, hashed=expected is not None)
-    except (OSError, CheckpointError):
-        raise
-    except Exception as error:
-        if expected is not None and checksum(path / file) != expected:
-            raise _changed(path / file) from error
-        raise CheckpointError(f"{path / file} cannot be read: {type(error).__name__}: {error}") from error
-    if total != expected:
-        raise _changed(path / file)
+    def __init__(self, path: Path, located: list[pieces.Located], manifest: Manifest | None, verify: bool) -> None:
+        self._path, self._located = path, located
+        self._expected = None if manifest is None else manifest.files[path.name].xxh3
+        wanted, size = sum(one.nbytes for one in located), path.stat().st_size
+        self._check = "pieces" if verify else "nothing"
+        if self._expected is not None and (2 * wanted >= size or not all(one.crc or not one.nbytes for one in located)):
+            self._check = "file"
+        self.nbytes = size if self._check == "file" else wanted
+
+    def read(self, take: pieces.Take, report: Callable[[int], None]) -> None:
+        try:
+            total = pieces.read(self._path, self._located, take, report, check=self._check)
+        except (OSError, CheckpointError):
+            raise
+        except Exception as error:
+            if self._expected is not None and checksum(self._path) != self._expected:
+                raise _changed(self._path) from error
+            raise CheckpointError(f"{self._path} cannot be read: {type(error).__name__}: {error}") from error
+        if self._check == "file" and total != self._expected:
+            raise _changed(self._path)

@@ -151,6 +151,7 @@ class Writer:
         self._folder, self._plan = folder, plan
         self._files: OrderedDict[str, int] = OrderedDict()
         self._touched: set[str] = set()
+        self._cast = torch.empty(0, dtype=torch.uint8)  # kept: fresh pages cost more than the cast
 
     def create(self) -> None:
         """Makes the files, at their full size, with their headers, and the index. Once, before anybody writes."""
@@ -171,7 +172,12 @@ class Writer:
         """
         place = self._plan.places[name]
         dtype = place.spec.dtype
-        data = memoryview(values.to(dtype).view(torch.uint8).numpy())  # type: ignore[arg-type]
+        if values.dtype is not dtype:
+            nbytes = values.numel() * dtype.itemsize
+            if self._cast.numel() < nbytes:
+                self._cast = torch.empty(nbytes, dtype=torch.uint8)
+            values = self._cast[:nbytes].view(dtype).copy_(values)
+        data = memoryview(values.view(torch.uint8).numpy())  # type: ignore[arg-type]
         file, item = self._file(place.file), dtype.itemsize
         done = 0
         for start, numel in runs(place.spec.shape, offsets, sizes, first, values.numel()):

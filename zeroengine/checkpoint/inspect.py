@@ -1,8 +1,10 @@
-"""What is in a folder of checkpoints. Needs no torch, except for the names of tensors."""
+"""What is in a folder of checkpoints. Needs no torch."""
 
 from __future__ import annotations
 
+import math
 import os
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -11,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
+from .metadata import METADATA, read_metadata, tied
 from .progress import progress
 from .store import LATEST, MANIFEST, Manifest, Store, check_tag
 
-METADATA = ".metadata"  # of torch Distributed Checkpoint
 WHOLE, DAMAGED, UNFINISHED, UNCHECKED, PLAIN = "whole", "damaged", "unfinished", "not checked", "no checksums"
 THREADS = 4  # files hashed at a time
 
@@ -202,22 +204,20 @@ class Tensor:
 
 
 def tensors(path: Path) -> list[Tensor]:
-    """The tensors of the checkpoint in ``path``, by name. Imports torch.
+    """The tensors of the checkpoint in ``path``, by name.
 
     Raises:
         CheckpointError: its metadata is missing or damaged.
     """
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    stored = read_metadata(path)
+    aliases = tied(stored, stored)
+    return [
+        Tensor(name, tensor.shape, tensor.dtype, math.prod(tensor.shape) * _itemsize(tensor.dtype), aliases.get(name))
+        for name, tensor in sorted(stored.items())
+    ]
 
-    from . import dcp, pieces
 
-    metadata = dcp.read_metadata(path)
-    known = {n: t for n, t in metadata.state_dict_metadata.items() if isinstance(t, TensorStorageMetadata)}
-    tied = pieces.tied(metadata, known)
-    found = []
-    for name, tensor in sorted(known.items()):
-        dtype = tensor.properties.dtype
-        kept = tied.get(name)
-        nbytes = 0 if kept is not None else tensor.size.numel() * dtype.itemsize
-        found.append(Tensor(name, tuple(tensor.size), str(dtype).removeprefix("torch."), nbytes, kept))
-    return found
+def _itemsize(dtype: str) -> int:
+    """Bytes of an element: ``float8_e5m2`` has 8 bits, ``complex64`` 64."""
+    found = re.search(r"\d+", dtype)
+    return int(found[0]) // 8 if found is not None else 1

@@ -6,24 +6,30 @@ So a tensor's bytes lie side by side somewhere within it, and a few bytes around
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
+import os
 import pickle
+import queue
+import threading
 import zipfile
-from collections import OrderedDict
+import zlib
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import xxhash
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.utils import _create_file_view
 
 from ..errors import CheckpointError
+from .metadata import Piece
 
-CHUNK = 1 << 23  # bytes; a multiple of every dtype's size
+CHUNK = 1 << 22  # bytes; a multiple of every dtype's size
+AHEAD = 1 << 24  # bytes that the system is asked to read on
+BUFFERS = 3  # one that is filled, one that is ready, one in use
 STORAGES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
@@ -39,75 +45,72 @@ STORAGES = {
 }
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A box of a tensor, and the item that holds it."""
-
-    name: str
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    file: str
-    start: int  # the item's first byte within the file
-    length: int  # of the item, in bytes
-
-
 Take = Callable[[Piece, int, torch.Tensor], None]  # its elements from the first given on, 1-D; good until it returns
 
 
-def pieces_of(metadata: Metadata, name: str) -> list[Piece]:
-    """The pieces of a tensor.
+@dataclass(frozen=True)
+class Located:
+    """A piece, and where its elements are."""
 
-    Raises:
-        CheckpointError: they are not all there, or lie in files of another kind.
-    """
-    known = metadata.state_dict_metadata[name]
-    assert isinstance(known, TensorStorageMetadata)
-    found = []
-    for chunk in known.chunks:
-        info = metadata.storage_data.get(MetadataIndex(name, chunk.offsets))
-        if info is None:
-            raise CheckpointError(f"the checkpoint lacks part of {name}: it is incomplete")
-        if getattr(info, "transform_descriptors", None):
-            raise CheckpointError(f"{name} is stored in a form of its own ({', '.join(info.transform_descriptors)})")
-        if Path(info.relative_path).name != info.relative_path:
-            raise CheckpointError(f"{name} is said to lie in {info.relative_path!r}, outside of the checkpoint")
-        place = (info.relative_path, info.offset, info.length)
-        found.append(Piece(name, tuple(chunk.offsets), tuple(chunk.sizes), *place))
-    if sum(math.prod(piece.sizes) for piece in found) != math.prod(known.size):
-        raise CheckpointError(f"the checkpoint lacks part of {name}: it is incomplete")
-    return found
+    piece: Piece
+    start: int  # its first byte within the file
+    dtype: torch.dtype | None  # None: not known, the item is to be loaded as a whole
+    crc: int = 0  # of its bytes, CRC-32; 0: not known
+
+    @property
+    def nbytes(self) -> int:
+        return self.piece.length if self.dtype is None else math.prod(self.piece.sizes) * self.dtype.itemsize
 
 
-def tied(metadata: Metadata, names: Iterable[str]) -> dict[str, str]:
-    """Those of ``names`` whose values are another's, stored once, and the first name of each."""
-    first: dict[Any, str] = {}
-    found = {}
-    for name in names:
-        places = tuple((piece.file, piece.start) for piece in pieces_of(metadata, name))
-        kept = first.setdefault(places, name) if places else name
-        if kept != name:
-            found[name] = kept
-    return found
+def locate(path: Path, pieces: Iterable[Piece]) -> list[Located]:
+    """``pieces``, all of the file ``path``, in the order in which they lie there."""
+    with open(path, "rb") as file:
+        found = [_locate(_Item(file, piece), piece) for piece in pieces]
+    return sorted(found, key=lambda one: one.start)
 
 
-def read(path: Path, pieces: Iterable[Piece], take: Take, report: Callable[[int], None], *, hashed: bool) -> str | None:
-    """Gives ``take`` the elements of ``pieces``, all of the file ``path``.
+def read(
+    path: Path, located: Iterable[Located], take: Take, report: Callable[[int], None], *, check: str
+) -> str | None:
+    """Gives ``take`` the elements of pieces, all of the file ``path``, while another thread reads on.
+
+    Args:
+        check: ``file`` reads all of it, for its checksum; ``pieces`` compares those of the pieces; or ``nothing``.
 
     Returns:
-        The file's checksum, for which all of it is read; None where not ``hashed``.
+        The file's checksum, where it is asked for.
+
+    Raises:
+        CheckpointError: the file is cut short, or the checksum of a piece differs.
     """
-    total = xxhash.xxh3_64() if hashed else None
-    buffer = memoryview(bytearray(CHUNK))
+    total = xxhash.xxh3_64() if check == "file" else None
+    with contextlib.closing(_beside(_chunks(path, located, report, total, check == "pieces"))) as chunks:
+        for piece, first, values in chunks:
+            take(piece, first, values)
+    return None if total is None else total.hexdigest()
+
+
+Chunk = tuple[Piece, int, torch.Tensor]
+
+
+def _chunks(
+    path: Path, located: Iterable[Located], report: Callable[[int], None], total: xxhash.xxh3_64 | None, crcs: bool
+) -> Iterator[Chunk]:
+    """What ``take`` takes. Each is good until ``BUFFERS`` more have come."""
+    buffers = deque(memoryview(bytearray(CHUNK)) for _ in range(BUFFERS))
     with open(path, "rb", buffering=0) as file:
 
-        def through(stop: int) -> Iterator[int]:
-            """Reads on, filling the buffer: gives how far."""
-            while file.tell() < stop:
-                count = _fill(file, buffer[: min(CHUNK, stop - file.tell())], path)
+        def through(stop: int) -> Iterator[memoryview]:
+            at = file.tell()
+            while at < stop:
+                buffer = buffers[0][: min(CHUNK, stop - at)]
+                _fill(file, buffer, path)
+                at += len(buffer)
+                os.posix_fadvise(file.fileno(), at, AHEAD, os.POSIX_FADV_WILLNEED)
                 if total is not None:
-                    total.update(buffer[:count])
-                report(count)
-                yield count
+                    total.update(buffer)
+                report(len(buffer))
+                yield buffer
 
         def skip(to: int) -> None:
             if total is None:
@@ -116,34 +119,100 @@ def read(path: Path, pieces: Iterable[Piece], take: Take, report: Callable[[int]
                 for _ in through(to):
                     pass
 
-        for piece in sorted(pieces, key=lambda piece: piece.start):
-            with open(path, "rb") as other:
-                where = _locate(_create_file_view(other, piece.start, piece.length), piece)
-            if where is None:
-                skip(piece.start)
-                item = b"".join(bytes(buffer[:count]) for count in through(piece.start + piece.length))
-                take(piece, 0, _load(item, piece))
+        for one in located:
+            skip(one.start)
+            if one.dtype is None:
+                item = b"".join(bytes(buffer) for buffer in through(one.start + one.nbytes))
+                yield one.piece, 0, _load(item, one.piece)
                 continue
-            at, dtype = where
-            skip(piece.start + at)
-            first = 0
-            for count in through(piece.start + at + math.prod(piece.sizes) * dtype.itemsize):
-                numel = count // dtype.itemsize
-                take(piece, first, torch.frombuffer(buffer, dtype=dtype, count=numel))
-                first += numel
+            first = crc = 0
+            for buffer in through(one.start + one.nbytes):
+                crc = zlib.crc32(buffer, crc) if crcs else 0
+                values = torch.frombuffer(buffer, dtype=one.dtype)
+                yield one.piece, first, values
+                buffers.rotate()
+                first += values.numel()
+            if crcs and one.crc and crc != one.crc:
+                raise CheckpointError(f"{path} has been changed: the checksum of {one.piece.name} differs")
         if total is not None:
             skip(path.stat().st_size)
-    return None if total is None else total.hexdigest()
 
 
-def _fill(file: io.FileIO, view: memoryview, path: Path) -> int:
-    done = 0
-    while done < len(view):
-        count = file.readinto(view[done:])
+def _beside(chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+    """``chunks``, made in a thread: one more may be ready while another is made and a third is in use."""
+    ready: queue.Queue[Chunk | BaseException | None] = queue.Queue(maxsize=1)
+    stopping = threading.Event()
+
+    def put(item: Chunk | BaseException | None) -> None:
+        while not stopping.is_set():
+            with contextlib.suppress(queue.Full):
+                return ready.put(item, timeout=1)
+
+    def work() -> None:
+        try:
+            for chunk in chunks:
+                put(chunk)
+                if stopping.is_set():
+                    return
+            put(None)
+        except BaseException as error:
+            put(error)
+
+    thread = threading.Thread(target=work, name="zeroengine-export", daemon=True)
+    thread.start()
+    try:
+        while (item := ready.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        stopping.set()
+        thread.join()
+
+
+def _fill(file: io.FileIO, view: memoryview, path: Path) -> None:
+    while view:
+        count = file.readinto(view)
         if not count:
             raise CheckpointError(f"{path} is cut short")
-        done += count
-    return done
+        view = view[count:]
+
+
+class _Item(io.RawIOBase):
+    """One item of a file, as a file."""
+
+    def __init__(self, file: IO[bytes], piece: Piece) -> None:
+        self._file, self._start, self._length, self._at = file, piece.start, piece.length, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        left = self._length - self._at
+        self._file.seek(self._start + self._at)
+        data = self._file.read(left if size < 0 else min(size, left))
+        self._at += len(data)
+        return data
+
+    def entry(self, info: zipfile.ZipInfo, length: int | None = None) -> tuple[int, bytes]:
+        """Where an entry's content begins, and its content. Its checksum may be unset, which zipfile takes ill."""
+        self.seek(info.header_offset)
+        header = self.read(30)
+        at = self.seek(int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little"), os.SEEK_CUR)
+        data = self.read(info.file_size if length is None else length)
+        if length is None and info.CRC and zlib.crc32(data) != info.CRC:
+            raise _Unusual
+        return at, data
 
 
 class _Unusual(Exception):
@@ -179,25 +248,25 @@ def _plain_tensor(
     return key, dtype, offset, tuple(size)
 
 
-def _locate(item: Any, piece: Piece) -> tuple[int, torch.dtype] | None:
-    """Where an item's elements begin, in bytes, and their dtype; None where it is to be loaded as a whole."""
+def _locate(item: _Item, piece: Piece) -> Located:
     try:
         archive = zipfile.ZipFile(item)
-        root = next(name for name in archive.namelist() if name.endswith("/data.pkl")).removesuffix("data.pkl")
-        key, dtype, offset, size = _Unpickler(io.BytesIO(archive.read(f"{root}data.pkl"))).load()
-        order = f"{root}byteorder"
-        if size != piece.sizes or (order in archive.namelist() and archive.read(order) != b"little"):
-            return None
-        info = archive.getinfo(f"{root}data/{key}")
-        fits = (offset + math.prod(size)) * dtype.itemsize <= info.file_size
-        if info.compress_type != zipfile.ZIP_STORED or not fits:
-            return None
-        item.seek(info.header_offset)
-        header = item.read(30)
-        names = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-        return info.header_offset + len(header) + names + offset * dtype.itemsize, dtype
-    except Exception:  # nothing of ours: torch says what is wrong with it
-        return None
+        entries = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+        order = entries.get("byteorder")
+        if order is not None and item.entry(order)[1] != b"little":
+            raise _Unusual
+        key, dtype, offset, size = _Unpickler(io.BytesIO(item.entry(entries["data.pkl"])[1])).load()
+        data = entries[f"data/{key}"]
+        nbytes = math.prod(size) * dtype.itemsize
+        if size != piece.sizes or data.compress_type != zipfile.ZIP_STORED:
+            raise _Unusual
+        if offset * dtype.itemsize + nbytes > data.file_size:
+            raise _Unusual
+        at, _ = item.entry(data, length=0)
+        crc = data.CRC if nbytes == data.file_size else 0
+        return Located(piece, piece.start + at + offset * dtype.itemsize, dtype, crc)
+    except Exception:  # nothing that we know: torch says what is wrong with it
+        return Located(piece, piece.start, None)
 
 
 def _load(item: bytes, piece: Piece) -> torch.Tensor:

@@ -99,12 +99,12 @@ def snapshot(trained: Trained, client_state: Any) -> Snapshot:
     inventory, rank = trained.inventory, trained.group.rank
     objects: dict[str, Any] = {f"{EXTRA}rank.{rank}": random_states(trained.group.device)}
     for name, stateful in trained.stateful.items():
-        objects[_stateful(name, rank)] = _storable(f"the state of {name!r}", stateful.state_dict())
+        objects[_stateful(name, rank)] = storable(f"the state of {name!r}", stateful.state_dict())
     groups = param_groups(trained)
     if rank == 0:
-        objects[f"{EXTRA}client_state"] = _storable("client_state", client_state)
+        objects[f"{EXTRA}client_state"] = storable("client_state", client_state)
         if trained.lr_scheduler is not None:
-            objects[f"{EXTRA}lr_scheduler"] = _storable("the LR schedule", trained.lr_scheduler.state_dict())
+            objects[f"{EXTRA}lr_scheduler"] = storable("the LR schedule", trained.lr_scheduler.state_dict())
         for i, group in enumerate(groups):
             objects |= {f"optimizer.param_groups.{i}.{key}": value for key, value in group.items()}
     counters = trained.counters()
@@ -140,7 +140,7 @@ def param_groups(trained: Trained) -> list[dict[str, Any]]:
     ]
 
 
-def _storable(what: str, value: Any) -> Any:
+def storable(what: str, value: Any) -> Any:
     try:
         stream = io.BytesIO()
         torch.save(value, stream)

@@ -36,6 +36,7 @@ _METADATA = {
     *(_T.requires_grad.__set__, _T.grad.__set__, _T.grad.__delete__),
     *(torch.numel, torch.is_floating_point, torch.is_complex),
 }
+_AUTOGRAD = {torch.autograd.grad, torch.autograd.backward}
 
 
 class ReleasedParameter(nn.Parameter):
@@ -47,6 +48,8 @@ class ReleasedParameter(nn.Parameter):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in _AUTOGRAD:  # it asks for the places of parameters in the graph alone
+            return func(*_edges_of(args), **_edges_of(kwargs))
         if func not in _METADATA and not _tracing():
             for param in _released_in((args, kwargs)):
                 if isinstance(param, ReleasedParameter):  # still: the one before may have brought its whole unit
@@ -87,6 +90,16 @@ def _released_in(tree: Any) -> list[nn.Parameter]:
     if isinstance(tree, dict):
         return [p for item in tree.values() for p in _released_in(item)]
     return []
+
+
+def _edges_of(tree: Any) -> Any:
+    """``tree`` with each released parameter replaced by its place in the graph."""
+    if isinstance(tree, ReleasedParameter):
+        with torch._C.DisableTorchFunctionSubclass():
+            return torch.autograd.graph.get_gradient_edge(tree)
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(_edges_of(item) for item in tree)
+    return {key: _edges_of(value) for key, value in tree.items()} if isinstance(tree, dict) else tree
 
 
 def resolver_of(param: nn.Parameter) -> Resolver:

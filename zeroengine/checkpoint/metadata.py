@@ -1,0 +1,149 @@
+"""The tensors of a torch Distributed Checkpoint (DCP) and where they lie, read without torch and without its code.
+
+A DCP metadata file is a pickle of torch's classes. Here each of them is a record of its fields, and nothing else is
+built: a pickle is a program.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from ..errors import CheckpointError
+
+METADATA = ".metadata"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a tensor, and the item of a file that holds it."""
+
+    name: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    start: int  # the item's first byte within the file
+    length: int  # of the item, in bytes
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One whole tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str  # torch's name: float32
+    pieces: tuple[Piece, ...]
+
+
+def read_metadata(path: Path) -> dict[str, Stored]:
+    """The tensors of the checkpoint directory ``path``, by name, in their order.
+
+    Raises:
+        CheckpointError: there is no metadata, or it cannot be read, or part of a tensor is not there.
+    """
+    try:
+        tree = _Unpickler(io.BytesIO((path / METADATA).read_bytes())).load()
+        known, places = tree.state_dict_metadata.items(), tree.storage_data
+        return {name: _stored(name, item, places) for name, item in known if isinstance(item, _Tensor)}
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} holds no checkpoint: there is no {METADATA} file in it") from None
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    except Exception as error:
+        raise CheckpointError(f"{path / METADATA} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def tied(tensors: Mapping[str, Stored], names: Iterable[str]) -> dict[str, str]:
+    """Those of ``names`` that are stored under another name too, and the first name of each."""
+    first: dict[Any, str] = {}
+    found = {}
+    for name in names:
+        places = tuple((piece.file, piece.start) for piece in tensors[name].pieces)
+        kept = first.setdefault(places, name) if places else name
+        if kept != name:
+            found[name] = kept
+    return found
+
+
+def _stored(name: str, tensor: _Tensor, places: Mapping[Any, Any]) -> Stored:
+    shape = tuple(tensor.size)
+    pieces = []
+    for chunk in tensor.chunks:
+        info = places.get(_Index(name, tuple(chunk.offsets)))
+        if info is None:
+            raise CheckpointError(f"part of {name} is missing: the checkpoint is incomplete")
+        if getattr(info, "transform_descriptors", None):
+            raise CheckpointError(f"{name} is compressed ({', '.join(info.transform_descriptors)}): not supported")
+        if PurePosixPath(info.relative_path).name != info.relative_path:
+            raise CheckpointError(f"{name} is said to lie in {info.relative_path!r}, outside of the checkpoint")
+        place = (info.relative_path, int(info.offset), int(info.length))
+        pieces.append(Piece(name, tuple(chunk.offsets), tuple(chunk.sizes), *place))
+    if sum(math.prod(piece.sizes) for piece in pieces) != math.prod(shape):
+        raise CheckpointError(f"part of {name} is missing: the checkpoint is incomplete")
+    return Stored(shape, str(tensor.properties.state[0]), tuple(pieces))
+
+
+class _Record:
+    """Any of torch's classes."""
+
+    state: Any
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__.update(state if isinstance(state, dict) else {"state": state})
+
+
+class _Tensor(_Record):
+    size: tuple[int, ...]
+    chunks: list[Any]
+    properties: _Record
+
+
+class _Index(_Record):
+    offset: tuple[int, ...] | None = None  # of a tensor's piece
+
+    def __init__(self, fqn: str, offset: tuple[int, ...]) -> None:
+        self.fqn, self.offset = fqn, offset
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Index) and (self.fqn, self.offset) == (other.fqn, other.offset)
+
+    def __hash__(self) -> int:
+        return hash((self.fqn, self.offset))
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+_KNOWN: dict[str, dict[str, Any]] = {
+    "torch.distributed.checkpoint.metadata": {
+        "TensorStorageMetadata": _Tensor,
+        "MetadataIndex": _Index,
+        "_MEM_FORMAT_ENCODING": _itself,
+    }
+    | dict.fromkeys(
+        ["BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "StorageMeta", "TensorProperties"], _Record
+    ),
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo": _Record},
+    "torch.serialization": {"_get_layout": _itself},
+    "torch": {"Size": tuple, "device": _itself},
+    "collections": {"OrderedDict": OrderedDict},
+    "pathlib": {"Path": PurePosixPath, "PosixPath": PurePosixPath},
+}
+_DTYPES = ("float", "bfloat", "int", "uint", "bool", "complex")
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        found = _KNOWN.get(module, {}).get(name)
+        if found is None and module == "torch" and name.startswith(_DTYPES):
+            return name
+        if found is None:
+            raise CheckpointError(f"its {METADATA} file holds {module}.{name}, which no checkpoint does: it is refused")
+        return found

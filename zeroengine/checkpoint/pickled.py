@@ -1,0 +1,147 @@
+"""What ``torch.save`` wrote, read without running anything that is in it: a pickle is a program."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import struct
+import zipfile
+from collections import OrderedDict
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError
+
+INERT = ("deepspeed", "argparse", "numpy")  # packages whose classes are stood in for; and these classes:
+INERT_CLASSES = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.device")
+ZIP = b"PK\x03\x04"
+
+
+class Inert:
+    """Stands for an object of a class that is not imported: it has what was pickled, and does nothing.
+
+    Attributes:
+        args: what it was made with.
+        state: its attributes.
+    """
+
+    args: tuple[Any, ...]
+    state: Any
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Inert:
+        made = super().__new__(cls)
+        made.args, made.state = args, {}
+        return made
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def append(self, item: Any) -> None: ...
+
+    def extend(self, items: Any) -> None: ...
+
+    def __setitem__(self, key: Any, value: Any) -> None: ...
+
+
+def _tensor(*args: Any) -> torch.Tensor:
+    made = torch._utils._rebuild_tensor_v2(*args)
+    assert isinstance(made, torch.Tensor)
+    return made
+
+
+def _first(value: Any, *_: Any) -> Any:
+    return value
+
+
+def _of_subclass(make: Any, kind: Any, args: tuple[Any, ...], state: Any) -> Any:
+    """A tensor of a subclass or with attributes, without these; ``make`` is one of the functions below."""
+    return make(*args)
+
+
+def _bytes(text: str, encoding: str) -> bytes:
+    return text.encode("latin1")
+
+
+def _number(dtype: Any, data: Any = b"") -> Any:
+    """A number of NumPy's, as learning rates often are."""
+    code = _NUMBERS.get(str(dtype.args[0])) if isinstance(dtype, Inert) and dtype.args else None
+    if code is None or len(data) != struct.calcsize(code):
+        return Inert(dtype, data)
+    return struct.unpack(code, data)[0]
+
+
+_NUMBERS = {"f8": "<d", "f4": "<f", "i8": "<q", "i4": "<i", "b1": "<?"}
+_ALLOWED: dict[str, Any] = {
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_parameter": _first,
+    "torch._utils._rebuild_parameter_with_state": _first,
+    "torch._tensor._rebuild_from_type_v2": _of_subclass,
+    "torch.Size": torch.Size,
+    "numpy.core.multiarray.scalar": _number,
+    "numpy._core.multiarray.scalar": _number,
+    "collections.OrderedDict": OrderedDict,
+    "collections.defaultdict": lambda *_: {},
+    "builtins.set": set,
+    "builtins.frozenset": frozenset,
+    "builtins.list": list,
+    "builtins.dict": dict,
+    "builtins.int": int,
+    "builtins.float": float,
+    "builtins.bool": bool,
+    "builtins.str": str,
+    "builtins.complex": complex,
+    "_codecs.encode": _bytes,  # how bytes are pickled
+}
+
+
+class _Pickle:
+    """What ``torch.load`` takes for the module ``pickle``."""
+
+    class Unpickler(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            module = module.replace("__builtin__", "builtins")
+            found = _ALLOWED.get(f"{module}.{name}")
+            if found is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+                found = getattr(torch, name)
+            if found is None and (module.partition(".")[0] in INERT or f"{module}.{name}" in INERT_CLASSES):
+                found = type(name, (Inert,), {"__module__": module})
+            if found is None:
+                raise CheckpointError(f"it holds {module}.{name}, which could run code: it is refused")
+            return found
+
+    @staticmethod
+    def load(file: Any, **options: Any) -> Any:
+        return _Pickle.Unpickler(file, **options).load()
+
+
+def load(path: str | os.PathLike[str]) -> Any:
+    """What ``torch.save`` wrote to ``path``: tensors, numbers, strings, their containers, and ``Inert`` objects.
+
+    Tensors are mapped from the file: they take no memory until they are read, and must not be written.
+
+    Raises:
+        CheckpointError: it is damaged, or it holds anything else.
+    """
+    try:
+        with open(path, "rb") as file:
+            mapped = file.read(len(ZIP)) == ZIP  # otherwise of torch before 1.6, or as DeepSpeed's config may ask
+            if mapped:
+                _check_no_program(path)
+        return torch.load(path, map_location="cpu", pickle_module=_Pickle, weights_only=False, mmap=mapped)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    except Exception as error:
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise CheckpointError(f"{path} is cut short or damaged: {reason}") from error
+
+
+def _check_no_program(path: str | os.PathLike[str]) -> None:
+    """torch.load runs a TorchScript archive."""
+    with zipfile.ZipFile(path) as archive:
+        if any(name.endswith("constants.pkl") for name in archive.namelist()):
+            raise CheckpointError("it is a TorchScript program: it is refused")
