@@ -37,10 +37,10 @@ struct AdamVecs {
 
 // [Note: Stochastic rounding] The upper half of a float is a bf16, rounded towards zero, and the lower half says how
 // far the next one is. Adding 16 random bits carries into the upper half with just the probability that makes the mean
-// right; a bf16 value stays as it is. The bits are a hash of the element's index: Wellons' lowbias32, with a key within,
-// so that two seeds give unrelated sequences, and one word serves both moments. They are 0 where exp_avg_sq is at the
-// largest bf16, infinite or NaN: a carry would make infinity of a finite value, or zero of a NaN. An exp_avg beyond the
-// largest bf16 is among these, since the gradients that it takes have no finite square.
+// right; a bf16 value stays as it is. The bits are a hash of the element's index: Wellons' lowbias32, with a key
+// within, so that two seeds give unrelated sequences, and one word serves both moments. They are 0 where exp_avg_sq is
+// at the largest bf16, infinite or NaN: a carry would make infinity of a finite value, or zero of a NaN. An exp_avg
+// beyond the largest bf16 is among these, since the gradients that it takes have no finite square.
 constexpr float kLargestBf16 = 0x1.fep127f;
 
 struct RandomVecs {

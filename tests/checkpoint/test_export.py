@@ -350,7 +350,9 @@ def set_crc32(on: bool) -> Iterator[None]:
 
 def weights_alone(root: Path, crc: bool) -> None:
     with set_crc32(crc):
-        engine = engine_at(1, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+        start()
+        model, settings = nn.Linear(300, 300), {"zero_optimization": {"stage": 1}}
+        engine = zeroengine.initialize(model, lambda params: torch.optim.SGD(params, lr=0.1), settings)
         engine.save_checkpoint(root)
 
 

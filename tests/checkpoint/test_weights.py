@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -15,7 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import zeroengine
-from zeroengine.checkpoint import sources
+from zeroengine.checkpoint import hf, sources
 from zeroengine.errors import CheckpointError, ZeroEngineError
 
 from ..distributed.models import batch, build
@@ -378,6 +379,50 @@ def test_folders_that_leave_open_what_to_load_are_refused(tmp_path: Path) -> Non
     refused("is incomplete: its index says that b is in model-00001-of-00002.safetensors, and it is not")
     index.write_text(json.dumps({"weight_map": weight_map | {"b": "model-00003-of-00003.safetensors"}}))
     refused("names files that are not there: model-00003-of-00003.safetensors")
+
+
+# -- saving that fails ----------------------------------------------------------------------------
+
+
+def fails_to_save(root: Path) -> list[str]:
+    engine = engine_at(3)
+    engine.save_weights(root / "out")
+    before = (root / "out" / "model.safetensors").read_bytes()
+    step(engine)
+    (root / "file").write_text("")
+    messages = []
+    for folder, more in (("file", {}), ("out", {"dtype": "int8"}), ("out", {"shard_size": "many"})):
+        with pytest.raises(CheckpointError) as caught:
+            engine.save_weights(root / folder, **more)
+        messages.append(str(caught.value).replace(str(root), "."))
+    writes = hf._write_all
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    hf._write_all = full if engine.rank == 1 else writes
+    with pytest.raises(CheckpointError) as caught:
+        engine.save_weights(root / "out")
+    messages.append(str(caught.value).replace(str(root), "."))
+    hf._write_all = writes
+    torch.distributed.barrier()
+    assert (root / "out" / "model.safetensors").read_bytes() == before
+    assert sorted(path.name for path in root.iterdir()) == ["file", "out"]
+    engine.save_weights(root / "out")
+    assert (root / "out" / "model.safetensors").read_bytes() != before
+    return messages
+
+
+def test_a_failed_save_is_told_on_every_rank_and_leaves_what_was_there(tmp_path: Path) -> None:
+    expected = [
+        "./file is a file: weights are written to a folder",
+        "dtype int8: write fp32, bf16, fp16",
+        "shard size many: write a size such as 5GB",
+        "./out was not written: No space left on device",
+    ]
+    for messages in run_ranks(2, fails_to_save, tmp_path):
+        for wanted, message in zip(expected, messages, strict=True):
+            assert wanted in message
 
 
 # -- memory ---------------------------------------------------------------------------------------

@@ -289,6 +289,75 @@ class PartlyPenalised(Net):
             return self.loss(self.blocks[2](self.blocks[1](x))) + slope.square().sum()
 
 
+# -- what users hang on, and what they call -----------------------------------------------------------
+
+
+def hooked() -> nn.Module:
+    """Hooks of every kind, each of which changes what it sees."""
+    model = Net()
+    first, second, third = model.blocks
+    first.register_forward_pre_hook(lambda module, args: (args[0] * 1.1,))
+    first.register_forward_hook(lambda module, args, output: output * 0.9)
+    second.register_full_backward_pre_hook(lambda module, grads: (grads[0] * 1.5,))
+    second.register_full_backward_hook(lambda module, grads, _: (grads[0] * 0.5,))
+    third.up.weight.register_hook(lambda grad: grad * 2)
+    return model
+
+
+class ByForward(Net):
+    """Calls its blocks' forward, which no hook sees."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block.forward(x)
+        return self.loss(x)
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return grad * weight, (grad * x).sum(0)
+
+
+class Custom(Block):
+    """A function with a backward of its own, and a change in place of what a module gave."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.up(Scaled.apply(x, self.norm.weight))
+        hidden.mul_(0.5)
+        out = self.down(torch.tanh(hidden))
+        out += x
+        return out
+
+
+class Marked(nn.Parameter):
+    """Somebody's own class of parameters."""
+
+
+class Image(nn.Module):
+    """Convolutions in another memory format, and a weight of another class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(1, 6, 3)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Conv2d(6, 6, 3, padding=1), nn.GELU()) for _ in range(2))
+        self.stem.weight = Marked(self.stem.weight.detach())
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x.view(-1, 1, 4, 6))
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
 TABLE: dict[str, Construction] = {
     "tied embedding and head": Construction(TinyLM, batch, in_fp32=False),
     "head that reads the embedding": Construction(HeadOfEmbedding, batch),
@@ -311,6 +380,10 @@ TABLE: dict[str, Construction] = {
     "complex parameters": Construction(functools.partial(of_blocks, Spectral)),
     "parameters of several dtypes": Construction(functools.partial(of_blocks, ManyDtypes), tolerance=1e-3),
     "in place on the input": Construction(functools.partial(of_adapters, InPlace), optimizer=trainable_only),
+    "hooks of users": Construction(hooked),
+    "forward called by its name": Construction(ByForward),
+    "functions with a backward of their own": Construction(functools.partial(of_blocks, Custom)),
+    "convolutions, channels last": Construction(Image),
     "checkpoints of blocks": Construction(test_evaluation.Checkpointed, in_fp32=False),
     "reentrant checkpoints of blocks": Construction(test_evaluation.Reentrant, in_fp32=False),
     "checkpoints within blocks": Construction(functools.partial(of_blocks, PartlyCheckpointed)),

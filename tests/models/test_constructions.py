@@ -13,9 +13,12 @@ import torch
 from torch import nn
 
 import zeroengine
+from zeroengine import ZeroEngineError
 
 from ..distributed.models import build
 from ..distributed.ranks import run_ranks
+from ..distributed.test_evaluation import record
+from ..distributed.test_parameters import Net
 from ..distributed.training import Task, Trained, assert_close, assert_same_bits, make_engine, start
 from .constructions import TABLE, Construction, loss_of
 
@@ -41,20 +44,22 @@ def train(engine: zeroengine.Engine, construction: Construction, steps: int) -> 
     return Trained(losses, norms, engine.full_state_dict())
 
 
-def train_all(names: Sequence[str], steps: int, more: dict[str, Any]) -> dict[str, list[Trained] | str]:
-    """On one rank: each construction at every stage, or what went wrong."""
+Found = dict[str, dict[int, Trained] | str]  # of one rank: by construction and stage, or what went wrong
+
+
+def train_all(names: Sequence[str], stages: Sequence[int], steps: int, more: dict[str, Any]) -> Found:
     start()
-    found: dict[str, list[Trained] | str] = {}
+    found: Found = {}
     for name in names:
         construction = TABLE[name]
         low = "bf16" in more and construction.lowers_buffers
         given = more | ({"data_types": {"buffer_dtype": "bf16"}} if low else {})
         task = Task(construction.factory, construction.data, construction.optimizer)
         try:
-            found[name] = []
-            for stage in STAGES:
+            by_stage = found[name] = {}
+            for stage in stages:
                 engine = make_engine(task, stage, **copy.deepcopy(given))
-                found[name].append(train(engine, construction, steps))  # type: ignore[union-attr]
+                by_stage[stage] = train(engine, construction, steps)
                 engine.close()
         except Exception:
             found[name] = f"stage {stage}: {traceback.format_exc()}"
@@ -66,7 +71,7 @@ def train_plainly(name: str, world_size: int, steps: int, low: torch.dtype | Non
     construction = TABLE[name]
     master = build(construction.factory)
     optimizer = construction.optimizer(master)
-    models = [copy.deepcopy(master) for _ in range(world_size)]
+    models = [build(construction.factory) for _ in range(world_size)]
     if low is not None:
         for model in models:
             lower(model, low, buffers=construction.lowers_buffers)
@@ -124,51 +129,135 @@ def lowered(value: Any, low: torch.dtype | None) -> Any:
 
 
 @functools.cache
-def trained(world_size: int, steps: int, precision: str, transport: str) -> list[dict[str, list[Trained] | str]]:
+def trained(world_size: int, steps: int, precision: str, transport: str) -> list[Found]:
     names = [name for name, c in TABLE.items() if c.in_fp32 or precision == "bf16" or world_size > 2]
     more = {"comm": {"transport": transport}} | PRECISIONS[precision]
-    return run_ranks(world_size, train_all, names, steps, more, timeout=300)
+    stages = STAGES if world_size == 2 else (0, 3)
+    return run_ranks(world_size, train_all, names, stages, steps, more, timeout=300)
 
 
-def trained_on(ranks: list[dict[str, list[Trained] | str]], name: str) -> list[list[Trained]]:
-    """Of each rank what it saw at each stage, which is the same bits."""
+def same_at_every_stage(ranks: list[Found], name: str) -> list[Trained]:
+    """What each rank saw."""
+    seen = []
     for found in ranks:
-        assert not isinstance(found[name], str), found[name]
-        for stage, other in zip(STAGES, found[name], strict=True):
-            assert_same_bits(found[name][0], other, f"stage {stage}")  # type: ignore[arg-type]
-    return [found[name] for found in ranks]  # type: ignore[misc]
+        by_stage = found[name]
+        assert not isinstance(by_stage, str), by_stage
+        for stage, other in by_stage.items():
+            assert_same_bits(by_stage[0], other, f"stage {stage}")
+        seen.append(by_stage[0])
+    return seen
 
 
-def check_close(ranks: list[list[Trained]], plain: list[Trained], name: str) -> None:
-    for found, expected in zip(ranks, plain, strict=True):
-        assert_close([found[0]], expected, TABLE[name].tolerance)
+def check(name: str, world_size: int, steps: int, transport: str) -> None:
+    ranks = same_at_every_stage(trained(world_size, steps, "fp32", transport), name)
+    for found, plain in zip(ranks, train_plainly(name, world_size, steps), strict=True):
+        assert_close([found], plain, TABLE[name].tolerance)
 
 
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 @pytest.mark.parametrize("name", [name for name, c in TABLE.items() if c.in_fp32])
 def test_in_fp32(name: str, transport: str) -> None:
-    check_close(trained_on(trained(2, 4, "fp32", transport), name), train_plainly(name, 2, 4), name)
+    check(name, 2, 4, transport)
 
 
 @pytest.mark.parametrize("name", TABLE)
 def test_on_4_ranks(name: str) -> None:
-    check_close(trained_on(trained(4, 2, "fp32", "gloo"), name), train_plainly(name, 4, 2), name)
+    check(name, 4, 2, "gloo")
 
 
 @pytest.mark.parametrize("name", TABLE)
 def test_in_bf16(name: str) -> None:
     """The same bits at every stage; and a path that leaves that of plain PyTorch by less than 5 % of its length."""
     before = build(TABLE[name].factory).state_dict()
-    for found, plain in zip(
-        trained_on(trained(2, 4, "bf16", "gloo"), name), train_plainly(name, 2, 4, torch.bfloat16), strict=True
-    ):
-        assert found[0].losses == pytest.approx(plain.losses, rel=2e-2)
+    ranks = same_at_every_stage(trained(2, 4, "bf16", "gloo"), name)
+    for found, plain in zip(ranks, train_plainly(name, 2, 4, torch.bfloat16), strict=True):
+        assert found.losses == pytest.approx(plain.losses, rel=2e-2)
         off = moved = 0.0
         for key, value in plain.state.items():
-            assert found[0].state[key].dtype is value.dtype, key
+            assert found.state[key].dtype is value.dtype, key
             if value.is_floating_point() or value.is_complex():
-                off += (found[0].state[key] - value).abs().square().sum().item()
+                off += (found.state[key] - value).abs().square().sum().item()
                 moved += (before[key] - value).abs().square().sum().item()
             else:
-                assert torch.equal(found[0].state[key], value), key
+                assert torch.equal(found.state[key], value), key
         assert off < 0.05**2 * moved
+
+
+# -- what it costs ------------------------------------------------------------------------------------
+
+
+def adapters_cost() -> list[tuple[int, zeroengine.Memory, int, int]]:
+    """By stage: the memory after a step, and the elements that are frozen and trained."""
+    start()
+    construction = TABLE["adapters beside frozen layers"]
+    found = []
+    for stage in STAGES:
+        task = Task(construction.factory, construction.data, construction.optimizer)
+        engine = make_engine(task, stage, comm={"transport": "gloo"})  # does not round up to pages
+        engine.backward(engine(*construction.data(0, engine.rank)))
+        engine.step()
+        engine.gatherer.settle()
+        params = list(engine.module.parameters())
+        trained = sum(param.numel() for param in params if param.requires_grad)
+        found.append((stage, engine.memory(), sum(param.numel() for param in params) - trained, trained))
+    return found
+
+
+def test_frozen_layers_beside_adapters_cost_their_own_bytes_alone() -> None:
+    """No gradient and no optimizer state; at stage 3 they are partitioned as the others are."""
+    for found in run_ranks(2, adapters_cost):
+        for stage, memory, frozen, trained in found:
+            padding = 2048  # of a frozen and a trainable unit for each of three blocks, and the rest
+            assert memory.gradients <= 4 * trained / (1 if stage < 2 else 2) + padding
+            assert memory.optimizer <= 8 * trained / (1 if stage < 1 else 2) + padding
+            assert 0 <= memory.parameters - 4 * (frozen + trained) / (1 if stage < 3 else 2) <= padding < 2 * frozen
+            assert memory.master == memory.gathered == 0
+
+
+def gathers(names: Sequence[str], transport: str) -> list[list[str]]:
+    """The units of a step's all-gathers."""
+    start()
+    found = []
+    for name in names:
+        construction = TABLE[name] if name in TABLE else Construction(Net)
+        task = Task(construction.factory, construction.data, construction.optimizer)
+        engine = make_engine(task, 3, comm={"transport": transport})
+        issued: list[str] = []
+        record(engine.gatherer._channel, ["all_gather"], issued)
+        for step in range(3):
+            issued.clear()
+            engine.backward(loss_of(engine(*construction.data(step, engine.rank))))
+            engine.step()
+        found.append(sorted(issued))
+    return found
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_checkpoints_within_blocks_gather_no_unit_again(transport: str) -> None:
+    names = ["without", "checkpoints within blocks", "reentrant checkpoints within blocks"]
+    for without, *others in run_ranks(2, gathers, names, transport):
+        assert max(without.count(name) for name in without) == 2, "for the forward and for the backward"
+        assert others == [without, without]
+
+
+# -- what is refused ----------------------------------------------------------------------------------
+
+
+def script() -> list[str]:
+    start()
+    messages = []
+    for stage in STAGES:
+        model = Net()
+        model.blocks[0] = torch.jit.script(model.blocks[0])
+        with pytest.raises(ZeroEngineError) as error:
+            make_engine(Task(lambda: model), stage)  # noqa: B023
+        messages.append(str(error.value))
+    return messages
+
+
+def test_script_modules_are_refused_with_the_remedy() -> None:
+    for messages in run_ranks(2, script):
+        assert set(messages) == {
+            "torch allows no hooks on a ScriptModule (Block): pass the model as it was before torch.jit, and compile it "
+            "with torch.compile"
+        }

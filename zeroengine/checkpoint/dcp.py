@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import mmap
 import os
 import pickle
 import warnings
@@ -42,7 +43,7 @@ from .entries import Entries
 
 METADATA = ".metadata"
 Report = Callable[[int], None]  # bytes since the last call
-Read = Callable[[str, Box], torch.Tensor]
+Read = Callable[[str, Box, torch.Tensor], None]
 
 
 def save(
@@ -60,12 +61,14 @@ def save(
         objects: further values by name, each from one rank alone.
         aliases: further names, and the entries that they stand for.
         group: None where this process alone writes.
-        read: gives the values of an entry's piece that is on the meta device, when it is written.
+        read: fills a tensor with the values of an entry's piece that is on the meta device, when it is written.
 
     Returns:
         The checksum of each file that this rank wrote, by its name.
     """
     writer = _Writer(path, aliases, report)
+    if read is not None:
+        writer.per_thread_copy_ahead = 0  # one piece after the other
     planner = _SavePlanner(entries, objects, read)
     if group is None:
         with _no_warning():
@@ -150,6 +153,7 @@ class _SavePlanner(dcp.DefaultSavePlanner):
         super().__init__(flatten_state_dict=False)
         self._entries, self._objects, self._read = entries, objects, read
         self._data: dict[MetadataIndex, tuple[Box, torch.Tensor]] = {}
+        self._memory: mmap.mmap | None = None  # of the last piece that was read
 
     def create_local_plan(self) -> SavePlan:
         items = []
@@ -168,7 +172,14 @@ class _SavePlanner(dcp.DefaultSavePlanner):
         if index.offset is None:
             return self._objects[index.fqn]
         box, tensor = self._data[index]
-        return tensor if self._read is None or not tensor.is_meta else self._read(index.fqn, box)
+        if self._read is None or not tensor.is_meta:
+            return tensor
+        if self._memory is not None:  # written by now; torch keeps the tensor until the file is whole
+            self._memory.madvise(mmap.MADV_DONTNEED)
+        self._memory = mmap.mmap(-1, tensor.nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        made = torch.frombuffer(self._memory, dtype=tensor.dtype).view(box.sizes)
+        self._read(index.fqn, box, made)
+        return made
 
 
 class _Reader(dcp.FileSystemReader):

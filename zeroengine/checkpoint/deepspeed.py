@@ -21,7 +21,7 @@ import torch
 
 from ..errors import CheckpointError
 from ..optim import LossScaler
-from ..partition import Box, boxes_of_run
+from ..partition import Box, boxes_of_run, plain_name
 from . import dcp
 from .checkpointer import cause
 from .deepspeed_files import Files, check_out, files_of, find
@@ -93,7 +93,7 @@ def import_checkpoint(
         entries = {name: whole.entry() for name, whole in found.wholes.items()}
         snapshot = Snapshot(entries, found.objects(), found.aliases, found.about())
     tag = source.name if TAG.fullmatch(source.name) else f"step-{snapshot.about['step']}"
-    manifest = _write(snapshot, Path(out), tag, lambda name, box: found.wholes[name].read(box))
+    manifest = _write(snapshot, Path(out), tag, lambda name, *piece: found.wholes[name].read(*piece))
     tensors = sum(name.startswith(MODEL) for name in entries)
     return Imported(Path(out) / tag, source, manifest, tensors, len(snapshot.aliases), found.notes)
 
@@ -158,11 +158,11 @@ class _Checkpoint:
         for name, shape in shapes.items():
             places = self._places[name]
             values = [self._states[place.rank].weights[place.vector] for place in places]
-            found[MODEL + name] = _Whole.of(shape, places, values)
+            found[_in_model(name)] = _Whole.of(shape, places, values)
         for name, whole in (*self._frozen(), *self._buffers()):
-            found.setdefault(MODEL + name, whole)
-        shared = {MODEL + alias: MODEL + kept for alias, kept in (self._model.get("shared_params") or {}).items()}
-        self.aliases |= {alias: kept for alias, kept in shared.items() if kept in found}
+            found.setdefault(_in_model(name), whole)
+        shared = (self._model.get("shared_params") or {}).items()
+        self.aliases |= {_in_model(name): _in_model(kept) for name, kept in shared if _in_model(kept) in found}
         for alias in self.aliases:
             found.pop(alias, None)
         for name, shape in shapes.items():
@@ -170,7 +170,7 @@ class _Checkpoint:
                 kept = kept_of(self._states, name, self._places[name])
             for key, values in kept.items():
                 number = values[0].dim() == 0
-                found[f"{OPTIMIZER}{name}.{key}"] = (
+                found[f"{OPTIMIZER}{plain_name(name)}.{key}"] = (
                     _Whole.given(values[0]) if number else _Whole.of(shape, self._places[name], values)
                 )
         return found
@@ -184,6 +184,8 @@ class _Checkpoint:
                 if name not in known and isinstance(value, torch.Tensor) and not name.endswith("_extra_state"):
                     yield name, _Whole.given(value)
         for name, shape in (shapes or {}).items():
+            if math.prod(shape) == 0:
+                continue
             fragments = [model["frozen_param_fragments"][name].flatten() for model in self._models]
             spans = cut(math.prod(shape), 0, len(fragments))  # at stage 2 there is one fragment, whole
             places = [Place(rank, 0, span) for rank, span in spans]
@@ -204,7 +206,7 @@ class _Checkpoint:
             if kept == name:
                 yield name, _Whole.given(value)
             else:
-                self.aliases[MODEL + name] = MODEL + kept
+                self.aliases[_in_model(name)] = _in_model(kept)
 
     # -- everything else --------------------------------------------------------------------------
 
@@ -257,7 +259,7 @@ class _Checkpoint:
             values = {key: _plain(value) for key, value in group.items() if key not in NOT_KEPT}
             groups.append({key: value for key, value in values.items() if _is_plain(value)} | {"params": []})
         for named, i in zip(self._model["param_shapes"], state.group_of, strict=True):
-            groups[i]["params"] += named
+            groups[i]["params"] += [plain_name(name) for name in named]
         return groups
 
     def about(self) -> dict[str, Any]:
@@ -301,6 +303,10 @@ class _Checkpoint:
         return kind or BY_KEYS.get(keys, "unknown")
 
 
+def _in_model(name: str) -> str:
+    return MODEL + plain_name(name)
+
+
 @dataclass(frozen=True)
 class _Whole:
     """A tensor, and the runs of its elements as they lie in the files."""
@@ -328,10 +334,13 @@ class _Whole:
         pieces = [(b, torch.empty(b.sizes, dtype=self.dtype, device="meta")) for b in boxes]
         return Entry(self.shape, self.dtype, pieces)
 
-    def read(self, box: Box) -> torch.Tensor:
+    def read(self, box: Box, into: torch.Tensor) -> None:
         start, stop = box.start, box.start + box.numel
-        found = [run[max(start - first, 0) : max(stop - first, 0)] for first, run in self.runs]
-        return torch.cat([part for part in found if part.numel()]).view(box.sizes)
+        for first, run in self.runs:
+            part = run[max(start - first, 0) : max(stop - first, 0)]
+            if part.numel():
+                at = max(first - start, 0)
+                into.view(-1)[at : at + part.numel()] = part
 
 
 def _plain(value: Any) -> Any:

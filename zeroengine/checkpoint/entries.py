@@ -17,7 +17,7 @@ from torch import nn
 
 from ..optim import ShardedOptimizer, UnitStates
 from ..optim.kept import KeptState
-from ..partition import Box, ShardSpan, boxes_of_run
+from ..partition import Box, ShardSpan, boxes_of_run, plain_name
 from ..runtime import Unit
 
 MODEL, OPTIMIZER = "model.", "optimizer.state."
@@ -60,6 +60,7 @@ class Inventory:
         found: dict[str, str] = {}
         for kind in (self._model.named_parameters, self._model.named_buffers):
             for name, tensor in kind(remove_duplicate=False):
+                name = plain_name(name)
                 kept = first.setdefault(id(tensor), name)
                 if kept != name:
                     found[name] = kept
@@ -127,4 +128,4 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set and id(buffer) not in seen:
                 seen.add(id(buffer))
-                yield f"{prefix}.{name}" if prefix else name, buffer
+                yield plain_name(f"{prefix}.{name}" if prefix else name), buffer

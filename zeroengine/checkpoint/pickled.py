@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import struct
+import tarfile
 import zipfile
 from collections import OrderedDict
 from typing import Any
@@ -128,8 +129,7 @@ def load(path: str | os.PathLike[str]) -> Any:
     try:
         with open(path, "rb") as file:
             mapped = file.read(len(ZIP)) == ZIP  # otherwise of torch before 1.6, or as DeepSpeed's config may ask
-            if mapped:
-                _check_no_program(path)
+        _check_kind(path, mapped)
         return torch.load(path, map_location="cpu", pickle_module=_Pickle, weights_only=False, mmap=mapped)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
@@ -140,8 +140,11 @@ def load(path: str | os.PathLike[str]) -> Any:
         raise CheckpointError(f"{path} is cut short or damaged: {reason}") from error
 
 
-def _check_no_program(path: str | os.PathLike[str]) -> None:
-    """torch.load runs a TorchScript archive."""
-    with zipfile.ZipFile(path) as archive:
-        if any(name.endswith("constants.pkl") for name in archive.namelist()):
-            raise CheckpointError("it is a TorchScript program: it is refused")
+def _check_kind(path: str | os.PathLike[str], zipped: bool) -> None:
+    """Of what torch.load reads besides: it runs TorchScript, and unpacks archives of 2016."""
+    if zipped:
+        with zipfile.ZipFile(path) as archive:
+            if any(name.endswith("constants.pkl") for name in archive.namelist()):
+                raise CheckpointError("it is a TorchScript program: it is refused")
+    elif tarfile.is_tarfile(path):
+        raise CheckpointError("it is a tar archive: it is refused")

@@ -6,16 +6,13 @@ So a tensor's bytes lie side by side somewhere within it, and a few bytes around
 
 from __future__ import annotations
 
-import contextlib
 import io
 import math
 import os
 import pickle
-import queue
-import threading
 import zipfile
 import zlib
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +26,6 @@ from .metadata import Piece
 
 CHUNK = 1 << 22  # bytes; a multiple of every dtype's size
 AHEAD = 1 << 24  # bytes that the system is asked to read on
-BUFFERS = 3  # one that is filled, one that is ready, one in use
 STORAGES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
@@ -43,7 +39,6 @@ STORAGES = {
     "BoolStorage": torch.bool,
     "ComplexFloatStorage": torch.complex64,
 }
-
 
 Take = Callable[[Piece, int, torch.Tensor], None]  # its elements from the first given on, 1-D; good until it returns
 
@@ -72,7 +67,7 @@ def locate(path: Path, pieces: Iterable[Piece]) -> list[Located]:
 def read(
     path: Path, located: Iterable[Located], take: Take, report: Callable[[int], None], *, check: str
 ) -> str | None:
-    """Gives ``take`` the elements of pieces, all of the file ``path``, while another thread reads on.
+    """Gives ``take`` the elements of pieces, all of the file ``path``.
 
     Args:
         check: ``file`` reads all of it, for its checksum; ``pieces`` compares those of the pieces; or ``nothing``.
@@ -84,33 +79,21 @@ def read(
         CheckpointError: the file is cut short, or the checksum of a piece differs.
     """
     total = xxhash.xxh3_64() if check == "file" else None
-    with contextlib.closing(_beside(_chunks(path, located, report, total, check == "pieces"))) as chunks:
-        for piece, first, values in chunks:
-            take(piece, first, values)
-    return None if total is None else total.hexdigest()
-
-
-Chunk = tuple[Piece, int, torch.Tensor]
-
-
-def _chunks(
-    path: Path, located: Iterable[Located], report: Callable[[int], None], total: xxhash.xxh3_64 | None, crcs: bool
-) -> Iterator[Chunk]:
-    """What ``take`` takes. Each is good until ``BUFFERS`` more have come."""
-    buffers = deque(memoryview(bytearray(CHUNK)) for _ in range(BUFFERS))
+    buffer = memoryview(bytearray(CHUNK))
     with open(path, "rb", buffering=0) as file:
 
         def through(stop: int) -> Iterator[memoryview]:
             at = file.tell()
             while at < stop:
-                buffer = buffers[0][: min(CHUNK, stop - at)]
-                _fill(file, buffer, path)
-                at += len(buffer)
-                os.posix_fadvise(file.fileno(), at, AHEAD, os.POSIX_FADV_WILLNEED)
+                data = buffer[: min(CHUNK, stop - at)]
+                _fill(file, data, path)
+                at += len(data)
+                if hasattr(os, "posix_fadvise"):
+                    os.posix_fadvise(file.fileno(), at, AHEAD, os.POSIX_FADV_WILLNEED)
                 if total is not None:
-                    total.update(buffer)
-                report(len(buffer))
-                yield buffer
+                    total.update(data)
+                report(len(data))
+                yield data
 
         def skip(to: int) -> None:
             if total is None:
@@ -122,52 +105,20 @@ def _chunks(
         for one in located:
             skip(one.start)
             if one.dtype is None:
-                item = b"".join(bytes(buffer) for buffer in through(one.start + one.nbytes))
-                yield one.piece, 0, _load(item, one.piece)
+                item = b"".join(bytes(data) for data in through(one.start + one.nbytes))
+                take(one.piece, 0, _load(item, one.piece))
                 continue
             first = crc = 0
-            for buffer in through(one.start + one.nbytes):
-                crc = zlib.crc32(buffer, crc) if crcs else 0
-                values = torch.frombuffer(buffer, dtype=one.dtype)
-                yield one.piece, first, values
-                buffers.rotate()
+            for data in through(one.start + one.nbytes):
+                crc = zlib.crc32(data, crc) if check == "pieces" else 0
+                values = torch.frombuffer(data, dtype=one.dtype)
+                take(one.piece, first, values)
                 first += values.numel()
-            if crcs and one.crc and crc != one.crc:
+            if check == "pieces" and one.crc and crc != one.crc:
                 raise CheckpointError(f"{path} has been changed: the checksum of {one.piece.name} differs")
         if total is not None:
             skip(path.stat().st_size)
-
-
-def _beside(chunks: Iterator[Chunk]) -> Iterator[Chunk]:
-    """``chunks``, made in a thread: one more may be ready while another is made and a third is in use."""
-    ready: queue.Queue[Chunk | BaseException | None] = queue.Queue(maxsize=1)
-    stopping = threading.Event()
-
-    def put(item: Chunk | BaseException | None) -> None:
-        while not stopping.is_set():
-            with contextlib.suppress(queue.Full):
-                return ready.put(item, timeout=1)
-
-    def work() -> None:
-        try:
-            for chunk in chunks:
-                put(chunk)
-                if stopping.is_set():
-                    return
-            put(None)
-        except BaseException as error:
-            put(error)
-
-    thread = threading.Thread(target=work, name="zeroengine-export", daemon=True)
-    thread.start()
-    try:
-        while (item := ready.get()) is not None:
-            if isinstance(item, BaseException):
-                raise item
-            yield item
-    finally:
-        stopping.set()
-        thread.join()
+    return None if total is None else total.hexdigest()
 
 
 def _fill(file: io.FileIO, view: memoryview, path: Path) -> None:

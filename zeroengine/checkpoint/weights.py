@@ -21,7 +21,7 @@ from .progress import progress
 from .sources import Source
 from .state import SHOWN, Trained
 
-CHUNK = 1 << 24  # elements that are on their way at a time
+CHUNK = 1 << 22  # elements that are on their way at a time
 
 Weights = str | os.PathLike[str] | Mapping[str, torch.Tensor] | None
 

@@ -73,7 +73,10 @@ def cut_units(
             f"the model ({type(model).__name__}) has no parameters: there is nothing to partition. "
             "Pass the module that holds the weights."
         )
-    roots = _match(model, patterns) if patterns is not None else dict(_repeated_blocks(model))
+    if patterns is not None:
+        roots = _match(model, patterns)
+    else:
+        roots = {plain_name(name): block for name, block in _repeated_blocks(model)}
     groups: list[_Group] = []
     taken: set[nn.Parameter] = set()
     for name, root in roots.items():
@@ -98,7 +101,12 @@ def cut_units(
 
 
 def _canonical_names(model: nn.Module) -> dict[nn.Parameter, str]:
-    return {param: name for name, param in model.named_parameters()}
+    return {param: plain_name(name) for name, param in model.named_parameters()}
+
+
+def plain_name(name: str) -> str:
+    """``name`` without what torch.compile puts in where it wraps a module: compiling changes no name."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def _has_params(module: nn.Module) -> bool:
@@ -124,7 +132,11 @@ def _repeated_blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str,
 
 def _match(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
     roots: dict[str, nn.Module] = {}
-    modules = [(name, module) for name, module in model.named_modules() if name and _has_params(module)]
+    named: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if plain_name(name) and _has_params(module):
+            named.setdefault(plain_name(name), module)  # the wrapper, where torch.compile made one
+    modules = list(named.items())
     for pattern in patterns:
         found = {name: module for name, module in modules if fnmatch.fnmatchcase(name, pattern)}
         if not found:

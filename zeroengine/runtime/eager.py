@@ -29,8 +29,8 @@ def eager(function: F) -> F:
 
     run._torchdynamo_disable = True  # type: ignore[attr-defined]
     run._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
-        "zeroengine gathers and releases parameters here. With fullgraph=True compile what is inside of the hooks: "
-        "model.blocks[i] = torch.compile(block, fullgraph=True) before initialize()"
+        "zeroengine gathers and releases parameters here. With fullgraph=True compile block by block: "
+        "`for block in model.blocks: block.compile(fullgraph=True)`"
     )
     skip = _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, _dynamo._FrameAction.DEFAULT)
     _dynamo.set_code_exec_strategy(run.__code__, skip)

@@ -26,7 +26,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..comm import Transport
-from ..errors import ReleasedParameterError
+from ..errors import ReleasedParameterError, ZeroEngineError
 from .eager import eager, untransformed
 from .graph import last_nodes
 from .tree import may_hide_tensors, tensors_in
@@ -117,6 +117,12 @@ class Gatherer:
                 unit.release(self._resolve)
 
     def _hook(self, model: nn.Module) -> list[Any]:
+        for module in (model, *self._holders):
+            if isinstance(module, torch.jit.ScriptModule):
+                raise ZeroEngineError(
+                    f"torch allows no hooks on a ScriptModule ({module.original_name}): pass the model as it was before "
+                    "torch.jit, and compile it with torch.compile"
+                )
         me = weakref.ref(self)
 
         def bind(name: str) -> Callable[..., Any]:

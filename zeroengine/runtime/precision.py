@@ -11,6 +11,7 @@ from torch import nn
 
 from ..config import FLOATS, Config
 from ..errors import ZeroEngineError
+from ..partition import plain_name
 from .eager import eager
 from .tree import map_tensors
 
@@ -46,7 +47,7 @@ def fp32_modules(model: nn.Module, config: Config) -> list[nn.Module]:
     Raises:
         ZeroEngineError: a pattern matches no module.
     """
-    modules = {name: module for name, module in model.named_modules() if name}
+    modules = {plain_name(name): module for name, module in model.named_modules() if plain_name(name)}
     kept = _matching(modules, config.keep_fp32_modules or ())
     if config.low_precision is None:
         return []
@@ -56,7 +57,7 @@ def fp32_modules(model: nn.Module, config: Config) -> list[nn.Module]:
     kept |= {
         name
         for name, module in modules.items()
-        if not any(module.children()) and any(param in params for param in module.parameters(recurse=False))
+        if not list(module.children()) and any(param in params for param in module.parameters(recurse=False))
     }
     return [module for name, module in modules.items() if name in kept and not _is_below(name, kept)]
 
