@@ -13,7 +13,6 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from .deepspeed_states import Place, RankState, cut, kept_of, places_of, read_st
 from .entries import MODEL, OPTIMIZER, Entry
 from .pickled import load
 from .progress import progress
-from .state import EXTRA, Snapshot, storable
+from .state import EXTRA, Snapshot, storable, versions
 from .store import FORMAT, MANIFEST, TAG, File, Manifest, Store
 
 PIECE = 1 << 27  # bytes in memory at a time
@@ -277,8 +276,7 @@ class _Checkpoint:
             "precision": str(self._dtype()).removeprefix("torch."),
             "optimizer": self._optimizer(),
             "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "versions": {name: version(name) for name in ("zeroengine", "torch")}
-            | {"deepspeed": str(self._model.get("ds_version", "unknown"))},
+            "versions": versions() | {"deepspeed": str(self._model.get("ds_version", "unknown"))},
             "counters": {
                 "global_steps": taken,
                 "micro_steps": (taken + skipped) * micro_steps,

@@ -96,7 +96,7 @@ class Inventory:
         slot = states.unit.layout.slots[span.slot]
         for key, value in KeptState(self._optimizer).of(states, span).items():
             name = f"{OPTIMIZER}{slot.name}.{key}"
-            if value.dim() == 0 and (slot.numel != 1 or slot.shape):
+            if value.dim() == 0:
                 if not once or span.param_offset == 0:
                     entries[name] = Entry((), value.dtype, [(Box((), (), 0), value)])
                 continue

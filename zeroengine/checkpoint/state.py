@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import random
@@ -9,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,7 @@ def snapshot(trained: Trained, client_state: Any) -> Snapshot:
         "precision": str(trained.config.low_precision or torch.float32).removeprefix("torch."),
         "optimizer": trained.kept.rule,
         "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "versions": {name: version(name) for name in ("zeroengine", "torch")},
+        "versions": versions(),
         "counters": counters,
         "param_groups": json.loads(json.dumps(groups, default=str)),
         "loss_scaler": trained.scaler.state_dict() if trained.config.scales_loss else {},
@@ -128,6 +129,15 @@ def snapshot(trained: Trained, client_state: Any) -> Snapshot:
 
 def _stateful(name: str, rank: int) -> str:
     return f"{EXTRA}stateful.{rank}.{name}"
+
+
+def versions() -> dict[str, str]:
+    """Of zeroengine and torch; a checkout that is not installed has none."""
+    found = {}
+    for name in ("zeroengine", "torch"):
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def param_groups(trained: Trained) -> list[dict[str, Any]]:
@@ -300,7 +310,7 @@ class Naming:
             if state and param in by_parameter and (not before or before.endswith(".")):
                 ours = by_parameter[param]
                 self.state[f"{OPTIMIZER}{ours}.{key}"] = name
-                is_number = not tuple(tensor.size) and bool(model[MODEL + ours].shape)
+                is_number = not tuple(tensor.size) and (key == "step" or bool(model[MODEL + ours].shape))
                 self.keys.setdefault(ours, {})[key] = (tensor.properties.dtype, is_number)
 
     def check_model(self, path: Path, *, strict: bool) -> None:

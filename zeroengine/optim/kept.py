@@ -37,7 +37,7 @@ class KeptState:
         at = span.param_offset - whole.param_offset
         found = {}
         for key, value in on_shards.state[piece].items():
-            if isinstance(value, torch.Tensor) and value.shape == piece.shape and value.dim():
+            if isinstance(value, torch.Tensor) and value.shape == piece.shape and key != "step":
                 found[key] = value.view(-1)[at : at + span.numel]
             elif isinstance(value, (torch.Tensor, float, int)):
                 found[key] = torch.as_tensor(value).detach().clone()
