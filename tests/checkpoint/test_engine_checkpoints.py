@@ -79,6 +79,36 @@ def test_training_goes_on_bit_for_bit(more: dict[str, Any], tmp_path: Path) -> N
     run_ranks(2, resumes, tmp_path, more)
 
 
+class Gained(TinyLM):
+    """With a 0-d parameter, whose state has the shape of a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(()))
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids, labels) * self.gain
+
+
+def scalar_resumes(root: Path) -> None:
+    for optimizer in (one_group, momentum):
+        for stage in (0, 3):
+            task, folder = Task(factory=Gained, optimizer=optimizer), root / f"{optimizer.__name__} {stage}"
+            engine = make_engine(task, stage)
+            steps(engine, range(3))
+            engine.save_checkpoint(folder)
+            other = make_engine(task, stage)
+            steps(other, range(1))
+            other.load_checkpoint(folder)
+            assert steps(other, range(3, 6)) == steps(engine, range(3, 6)), (optimizer, stage)
+            engine.close()
+            other.close()
+
+
+def test_a_parameter_without_dimensions_too(tmp_path: Path) -> None:
+    run_ranks(2, scalar_resumes, tmp_path)
+
+
 def accumulates(root: Path) -> None:
     for before, after in ((1, 3), (3, 1)):
         engine = engine_at(2, gradient_accumulation_steps=before)
