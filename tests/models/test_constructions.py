@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -42,6 +42,15 @@ def train(engine: zeroengine.Engine, construction: Construction, steps: int) -> 
     engine.gatherer.settle()
     assert engine.memory().gathered == 0
     return Trained(losses, norms, engine.full_state_dict())
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """More of them only get in each other's way in models this small."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 Found = dict[str, dict[int, Trained] | str]  # of one rank: by construction and stage, or what went wrong
@@ -246,7 +255,7 @@ def test_checkpoints_within_blocks_gather_no_unit_again(transport: str) -> None:
 def script() -> list[str]:
     start()
     messages = []
-    for stage in STAGES:
+    for stage in (1, 2, 3):
         model = Net()
         model.blocks[0] = torch.jit.script(model.blocks[0])
         with pytest.raises(ZeroEngineError) as error:
@@ -257,7 +266,6 @@ def script() -> list[str]:
 
 def test_script_modules_are_refused_with_the_remedy() -> None:
     for messages in run_ranks(2, script):
-        assert set(messages) == {
-            "torch allows no hooks on a ScriptModule (Block): pass the model as it was before torch.jit, and compile it "
-            "with torch.compile"
-        }
+        for message in messages:
+            assert message.startswith("torch allows no hooks on a ScriptModule, such as ")
+            assert message.endswith(": pass the model as it was before torch.jit. torch.compile serves instead.")

@@ -17,50 +17,20 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..comm import Transport
 from ..errors import ReleasedParameterError, ZeroEngineError
+from .calls import Call, Hook
 from .eager import eager, untransformed
 from .graph import last_nodes
 from .tree import may_hide_tensors, tensors_in
 from .unit import State, Unit
-
-
-@dataclass
-class Call:
-    """One forward of a holder that may see a backward, or several where its graph is retained."""
-
-    num_inputs: int
-    edges: list[GradientEdge] = field(default_factory=list)  # of the inputs, where other calls took some of them, too
-    nodes: dict[int, int] = field(default_factory=dict)  # how many add to the gradient of an input that is shared
-    inputs_left: set[int] = field(default_factory=set)  # whose gradient this call still adds to
-    nodes_left: dict[int, int] = field(default_factory=dict)
-    started: bool = False
-
-    def start(self) -> None:
-        self.started = True
-        self.inputs_left, self.nodes_left = set(range(self.num_inputs)), dict(self.nodes)
-
-
-class Hook:
-    """A step of a gatherer for autograd to take, which does not keep the gatherer alive."""
-
-    def __init__(self, gatherer: Gatherer, step: Callable[..., None], *args: Any) -> None:
-        self._gatherer, self._step, self._args = weakref.ref(gatherer), step, args
-
-    @eager
-    def __call__(self, *_: Any) -> None:
-        gatherer = self._gatherer()
-        if gatherer is not None:
-            self._step(gatherer, *self._args)
-
 
 Place = tuple[bool, "Unit", int]  # in backward, a unit, its how-manieth visit
 
@@ -117,12 +87,6 @@ class Gatherer:
                 unit.release(self._resolve)
 
     def _hook(self, model: nn.Module) -> list[Any]:
-        for module in (model, *self._holders):
-            if isinstance(module, torch.jit.ScriptModule):
-                raise ZeroEngineError(
-                    f"torch allows no hooks on a ScriptModule ({module.original_name}): pass the model as it was before "
-                    "torch.jit, and compile it with torch.compile"
-                )
         me = weakref.ref(self)
 
         def bind(name: str) -> Callable[..., Any]:
@@ -134,16 +98,24 @@ class Gatherer:
 
             return hook
 
+        def away(unit: Unit) -> bool:
+            return unit.partitioned or unit.degrees.optimizer > unit.degrees.parameters
+
+        needing = {module: units for module, units in self._holders.items() if any(map(away, units))}
+        for module in (model, *needing):
+            if isinstance(module, torch.jit.ScriptModule):
+                raise ZeroEngineError(
+                    f"torch allows no hooks on a ScriptModule, such as {module.original_name} here: pass the model as "
+                    "it was before torch.jit. torch.compile serves instead."
+                )
         handles = [
             model.register_forward_pre_hook(bind("_enter_model"), prepend=True),
             model.register_forward_hook(bind("_leave_model"), always_call=True),
         ]
-        for module, units in self._holders.items():
-            if any(unit.partitioned or unit.degrees.optimizer > unit.degrees.parameters for unit in units):
-                before = bind("_before_forward")
-                handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+        for module, units in needing.items():
+            before, after = bind("_before_forward"), bind("_after_forward")
+            handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
             if any(unit.partitioned for unit in units):
-                after = bind("_after_forward")
                 handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
         return handles
 
