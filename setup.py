@@ -1,7 +1,7 @@
-"""Builds csrc/cpu into one shared library that ctypes loads; pyproject.toml holds everything else.
+"""Builds csrc/cpu and csrc/aio into a shared library each, which ctypes loads; pyproject.toml holds everything else.
 
 ninja drives the compiler. CXX names it, else the first of c++, g++ and clang++ is taken. Without one that
-works, the install still succeeds: zeroengine then runs on torch's own kernels, and says so.
+works, the install still succeeds: zeroengine then runs on torch's own kernels, without NVMe, and says so.
 """
 
 from __future__ import annotations
@@ -20,8 +20,12 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
-SOURCES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("csrc/cpu/*.cpp"))
+LIBRARIES = {"zeroengine.ops._cpu": "cpu", "zeroengine.ops._aio": "aio"}  # each built from its folder in csrc
 HEADERS = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("csrc/**/*.h"))
+MISSING = {
+    "cpu": "its CPU kernels: {error}\nIt works on torch's own, slower kernels. For its own",
+    "aio": "its disk library: {error}\nIt cannot offload to NVMe. For that",
+}
 
 # The same IEEE operations on every CPU: no contraction into fused multiply-adds, no fast math, no -march=native.
 FLAGS = "-std=c++17 -O3 -fPIC -fvisibility=hidden -ffp-contract=off -fno-math-errno -Wall -Wextra".split()
@@ -37,7 +41,7 @@ rule compile
   depfile = $out.d
   deps = gcc
 rule link
-  command = {cxx} -shared $in -o $out {openmp}
+  command = {cxx} -shared $in -o $out {link}
 """
 
 
@@ -78,18 +82,22 @@ def openmp_flags(cxx: list[str]) -> list[str]:
         return ["-fopenmp"] if subprocess.run(command, capture_output=True).returncode == 0 else []
 
 
-def write_ninja(path: Path, output: Path) -> None:
-    """A build file that compiles every source in csrc/cpu and links them into `output`."""
+def sources(folder: str) -> list[str]:
+    return sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob(f"csrc/{folder}/*.cpp"))
+
+
+def write_ninja(path: Path, folder: str, output: Path) -> None:
+    """A build file that compiles every source in csrc/`folder` and links them into `output`."""
     cxx = find_compiler()
-    openmp = openmp_flags(cxx)
+    threads = openmp_flags(cxx) if folder == "cpu" else ["-pthread"]
     x86 = platform.machine().lower() in ("x86_64", "amd64")
-    rules = NINJA_RULES.format(cxx=shlex.join(cxx), flags=shlex.join(FLAGS + openmp), openmp=shlex.join(openmp))
+    rules = NINJA_RULES.format(cxx=shlex.join(cxx), flags=shlex.join(FLAGS + threads), link=shlex.join(threads))
 
     def escape(file: Path) -> str:
         return str(file).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
 
     lines, objects = [f"builddir = {escape(path.parent)}\n{rules}"], []
-    for source in map(Path, SOURCES):
+    for source in map(Path, sources(folder)):
         objects.append(escape(path.parent / source.with_suffix(".o")))
         isa = ISA_FLAGS.get(source.stem, []) if x86 else []
         lines.append(f"build {objects[-1]}: compile {escape(ROOT / source)}\n  isa = {shlex.join(isa)}\n")
@@ -107,18 +115,18 @@ class NinjaBuild(build_ext):
     def build_extension(self, ext: Extension) -> None:
         output = Path(self.get_ext_fullpath(ext.name)).resolve()
         output.parent.mkdir(parents=True, exist_ok=True)
-        build_file = Path(self.build_temp).resolve() / "build.ninja"
+        folder = LIBRARIES[ext.name]
+        build_file = Path(self.build_temp).resolve() / folder / "build.ninja"
         try:
-            write_ninja(build_file, output)
+            write_ninja(build_file, folder, output)
             result = subprocess.run([find_ninja(), "-f", str(build_file)], capture_output=True, text=True)
             if result.returncode:
                 raise BuildError(f"the compiler failed:\n{result.stdout}")
         except (BuildError, OSError) as error:
             output.unlink(missing_ok=True)
             print(
-                f"\nNOTICE: zeroengine is installed without its CPU kernels: {error}\n"
-                "It works on torch's own, slower kernels. For its own, install a C++17 compiler (Debian: "
-                "`apt install g++`) and install zeroengine again.\n",
+                f"\nNOTICE: zeroengine is installed without {MISSING[folder].format(error=error)}, install a C++17 "
+                "compiler (Debian: `apt install g++`) and install zeroengine again.\n",
                 file=sys.stderr,
             )
 
@@ -134,6 +142,8 @@ class PlatformWheel(bdist_wheel):
 
 
 setup(
-    ext_modules=[Extension("zeroengine.ops._cpu", SOURCES, depends=HEADERS, optional=True)],
+    ext_modules=[
+        Extension(name, sources(folder), depends=HEADERS, optional=True) for name, folder in LIBRARIES.items()
+    ],
     cmdclass={"build_ext": NinjaBuild, "bdist_wheel": PlatformWheel},
 )

@@ -1,0 +1,154 @@
+#include "queue.h"
+
+#include <algorithm>
+#include <cerrno>
+
+#include <time.h>
+
+namespace ze {
+
+namespace {
+
+constexpr int kMaxRetries = 2000;   // of EAGAIN and EINTR without progress
+constexpr int kQuickRetries = 16;   // further ones wait a millisecond each
+
+bool aligned(const Block& block) {
+  const auto bits = reinterpret_cast<uintptr_t>(block.address) | uintptr_t(block.offset) | uintptr_t(block.bytes);
+  return bits % ZE_AIO_ALIGNMENT == 0;
+}
+
+}  // namespace
+
+void release(Transfer* transfer) {
+  if (transfer->owners.fetch_sub(1, std::memory_order_acq_rel) == 1) delete transfer;
+}
+
+Queue::Queue(int depth, int64_t block_bytes) : depth(depth), block_bytes_(block_bytes), blocks_(size_t(depth)) {
+  for (Block& block : blocks_) free_.push_back(&block);
+}
+
+void Queue::submit(Transfer* transfer) {
+  std::lock_guard lock(mutex_);
+  waiting_[transfer->write].push_back(transfer);
+  ++under_way_;
+  if (transfer->bytes == 0) {
+    waiting_[transfer->write].pop_back();
+    settle(transfer);
+  }
+  work_.notify_all();
+}
+
+Block* Queue::take() {
+  if (!again_.empty()) {
+    Block* block = again_.front();
+    again_.pop_front();
+    return block;
+  }
+  if (free_.empty() || (waiting_[0].empty() && waiting_[1].empty())) return nullptr;
+  const int kind = waiting_[turn_].empty() ? 1 - turn_ : turn_;
+  turn_ = 1 - kind;
+  Transfer* transfer = waiting_[kind].front();
+  Block* block = free_.back();
+  free_.pop_back();
+
+  // The ragged end of a transfer is a block of its own, so that the rest can be direct.
+  const int64_t left = transfer->bytes - transfer->issued;
+  int64_t bytes = std::min(left, block_bytes_);
+  if (bytes > ZE_AIO_ALIGNMENT) bytes -= bytes % ZE_AIO_ALIGNMENT;
+  *block = Block{transfer, transfer->address + transfer->issued, transfer->offset + transfer->issued, bytes, bytes, 0,
+                 0, false};
+  block->direct = transfer->direct_fd >= 0 && aligned(*block);
+  inject(block);
+  transfer->issued += bytes;
+  ++transfer->in_flight;
+  if (transfer->issued == transfer->bytes) waiting_[kind].pop_front();
+  return block;
+}
+
+Block* Queue::next() {
+  std::lock_guard lock(mutex_);
+  return take();
+}
+
+Block* Queue::wait_next() {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    if (Block* block = take()) return block;
+    if (closed_) return nullptr;
+    work_.wait(lock);
+  }
+}
+
+void Queue::complete(Block* block, int64_t result) {
+  if (block->fault > 0) result = -block->fault;
+  if (block->fault == ZE_AIO_FAULT_EMPTY) result = 0;
+  block->fault = 0;
+  if ((result == -EAGAIN || result == -EINTR) && block->retries >= kQuickRetries) {
+    const timespec pause{0, 1000000};
+    nanosleep(&pause, nullptr);
+  }
+
+  std::lock_guard lock(mutex_);
+  Transfer* transfer = block->transfer;
+  bool again = false;
+  if (result == -EINVAL && block->direct) {
+    block->direct = false;
+    ++transfer->result.refused;
+    again = true;
+  } else if (result == -EAGAIN || result == -EINTR) {
+    again = ++block->retries < kMaxRetries;
+  } else if (result > 0 && result < block->bytes) {
+    block->address += result;
+    block->offset += result;
+    block->bytes -= result;
+    block->retries = 0;
+    block->direct = block->direct && aligned(*block);
+    again = true;
+  }
+  if (again) {
+    block->request = block->bytes;
+    again_.push_back(block);
+    work_.notify_one();
+    return;
+  }
+  if (result <= 0 && transfer->result.error == 0) {
+    transfer->result.error = result < 0 ? int32_t(-result) : ZE_AIO_NO_PROGRESS;
+    transfer->result.error_offset = block->offset;
+    if (transfer->issued < transfer->bytes) {  // the rest is not begun
+      auto& waiting = waiting_[transfer->write];
+      waiting.erase(std::find(waiting.begin(), waiting.end(), transfer));
+      transfer->issued = transfer->bytes;
+    }
+  }
+  free_.push_back(block);
+  if (--transfer->in_flight == 0 && transfer->issued == transfer->bytes) settle(transfer);
+  work_.notify_one();
+}
+
+void Queue::settle(Transfer* transfer) {
+  {
+    std::lock_guard lock(transfer->mutex);
+    transfer->done = true;
+    transfer->changed.notify_all();
+  }
+  release(transfer);
+  if (--under_way_ == 0) idle_.notify_all();
+}
+
+void Queue::drain() {
+  std::unique_lock lock(mutex_);
+  idle_.wait(lock, [this] { return under_way_ == 0; });
+}
+
+void Queue::close() {
+  std::lock_guard lock(mutex_);
+  closed_ = true;
+  work_.notify_all();
+}
+
+bool Queue::closed() {
+  std::lock_guard lock(mutex_);
+  return closed_;
+}
+
+}  // namespace ze
