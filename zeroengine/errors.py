@@ -28,3 +28,7 @@ class CheckpointError(ZeroEngineError):
 
 class LaunchError(ZeroEngineError):
     """zero-launch was asked for something that it cannot start."""
+
+
+class OffloadError(ZeroEngineError):
+    """State that cannot be kept on, written to or read back from a disk: names the path, and what the system said."""
