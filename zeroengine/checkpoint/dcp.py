@@ -67,8 +67,7 @@ def save(
         The checksum of each file that this rank wrote, by its name.
     """
     writer = _Writer(path, aliases, report)
-    if read is not None:
-        writer.per_thread_copy_ahead = 0  # one piece after the other
+    writer.per_thread_copy_ahead = 0  # one piece after the other: see `lookup_object`
     planner = _SavePlanner(entries, objects, read)
     if group is None:
         with _no_warning():
@@ -153,7 +152,7 @@ class _SavePlanner(dcp.DefaultSavePlanner):
         super().__init__(flatten_state_dict=False)
         self._entries, self._objects, self._read = entries, objects, read
         self._data: dict[MetadataIndex, tuple[Box, torch.Tensor]] = {}
-        self._memory: mmap.mmap | None = None  # of the last piece that was read
+        self._memory: mmap.mmap | None = None  # of the last piece that was copied
 
     def create_local_plan(self) -> SavePlan:
         items = []
@@ -172,14 +171,22 @@ class _SavePlanner(dcp.DefaultSavePlanner):
         if index.offset is None:
             return self._objects[index.fqn]
         box, tensor = self._data[index]
-        if self._read is None or not tensor.is_meta:
+        if not tensor.is_meta and (tensor.is_cpu and tensor.untyped_storage().nbytes() == tensor.nbytes):
             return tensor
-        if self._memory is not None:  # written by now; torch keeps the tensor until the file is whole
-            self._memory.madvise(mmap.MADV_DONTNEED)
-        self._memory = mmap.mmap(-1, tensor.nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        made = torch.frombuffer(self._memory, dtype=tensor.dtype).view(box.sizes)
-        self._read(index.fqn, box, made)
+        made = self._empty(tensor.dtype, box)
+        if tensor.is_meta:
+            assert self._read is not None
+            self._read(index.fqn, box, made)
+        else:
+            made.copy_(tensor.detach())
         return made
+
+    def _empty(self, dtype: torch.dtype, box: Box) -> torch.Tensor:
+        """Memory for a part of some tensor, which torch would copy as a whole and keep until the file ends."""
+        if self._memory is not None:  # written by now
+            self._memory.madvise(mmap.MADV_DONTNEED)
+        self._memory = mmap.mmap(-1, max(box.numel * dtype.itemsize, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.frombuffer(self._memory, dtype=dtype, count=box.numel).view(box.sizes)
 
 
 class _Reader(dcp.FileSystemReader):

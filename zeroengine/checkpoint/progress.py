@@ -6,6 +6,23 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 
+RELEASE_BYTES = 1 << 26
+
+
+def releasing(report: Callable[[int], None], let_go: Callable[[], None]) -> Callable[[int], None]:
+    """``report`` that calls ``let_go`` every 64 MiB, so that states on disk do not fill the memory as they pass."""
+    since = 0
+
+    def both(done: int) -> None:
+        nonlocal since
+        report(done)
+        since += done
+        if since >= RELEASE_BYTES:
+            since = 0
+            let_go()
+
+    return both
+
 
 @contextlib.contextmanager
 def progress(what: str, total: int, shown: bool = True) -> Iterator[Callable[[int], None]]:

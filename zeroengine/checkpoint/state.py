@@ -27,7 +27,7 @@ from ..partition import ShardSpan
 from ..runtime import Unit
 from . import dcp
 from .entries import MODEL, OPTIMIZER, Entries, Entry, Inventory
-from .progress import progress
+from .progress import progress, releasing
 from .store import Manifest
 
 EXTRA = "zeroengine."  # objects that only zeroengine reads
@@ -74,6 +74,8 @@ class Trained:
     counters: Callable[[], dict[str, int]]
     republish: Callable[[], None]  # masters were written: everybody computes with their values from now on
     stateful: Mapping[str, Any]  # the user's own, by name
+    on_disk: bool = False  # whether any state is
+    let_go: Callable[[], None] = lambda: None  # gives back the memory that using states on disk took
 
     @property
     def inventory(self) -> Inventory:
@@ -151,17 +153,21 @@ def param_groups(trained: Trained) -> list[dict[str, Any]]:
 
 
 def storable(what: str, value: Any) -> Any:
+    """A copy of ``value`` as a checkpoint gives it back.
+
+    Raises:
+        CheckpointError: it holds objects that no checkpoint may.
+    """
     try:
         stream = io.BytesIO()
         torch.save(value, stream)
         stream.seek(0)
-        torch.load(stream, weights_only=True)
+        return torch.load(stream, weights_only=True)
     except Exception as error:
         raise CheckpointError(
             f"{what} cannot be kept in a checkpoint: {str(error).splitlines()[0]}. It may hold tensors, numbers, "
             "strings, None, and lists, tuples and dicts of them: loading other objects would run code."
         ) from error
-    return value
 
 
 def random_states(device: torch.device) -> dict[str, Any]:
@@ -244,7 +250,7 @@ def restore(trained: Trained, path: Path, manifest: Manifest | None, *, weights_
         entries |= {naming.state[name]: entry for name, entry in state.items() if name in naming.state}
         total = sum(entry.nbytes for entry in entries.values())
         with progress(f"loading {path.name}", total, group.rank == 0) as report:
-            objects = dcp.load(path, metadata, entries, wanted, report)
+            objects = dcp.load(path, metadata, entries, wanted, releasing(report, trained.let_go))
         for states, span, like in prepared:
             name = OPTIMIZER + states.unit.layout.slots[span.slot].name
             numbers = {key: state[f"{name}.{key}"].pieces[0][1] for key, (_, is_number) in like.items() if is_number}
