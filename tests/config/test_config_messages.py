@@ -56,6 +56,21 @@ def test_an_unknown_key_near_nothing_lists_what_there_is() -> None:
         ({"train_batch_size": 2.5}, "train_batch_size: found 2.5 (a number); write an integer."),
         ({"train_batch_size": 0}, "train_batch_size: found 0 (an integer); write a value of at least 1."),
         ({"train_batch_size": "large"}, 'train_batch_size: found "large" (a string); write an integer.'),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}},
+            'zero_optimization.offload_optimizer: device "nvme" needs a folder on a disk; write "nvme_path": '
+            '"/local_nvme".',
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
+            "zero_optimization: offload_param needs parameters that are released between uses, and stage 2 keeps them "
+            'whole; write "stage": 3, or offload the optimizer alone.',
+        ),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/d", "buffer_count": 2}}},
+            "zero_optimization.offload_optimizer.buffer_count: found 2 (an integer); write a value of at least 3.",
+        ),
+        ({"aio": {"block_size": 5000}}, "aio: block_size 5000 is not a multiple of 4096 bytes; write 4096."),
         ({"dump_state": "true"}, 'dump_state: found "true" (a string); write true or false without quotes.'),
         ({"dump_state": 1}, "dump_state: found 1 (an integer); write true or false."),
         ({"gradient_clipping": -1}, "gradient_clipping: found -1 (an integer); write a value of at least 0.0."),

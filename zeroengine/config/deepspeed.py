@@ -48,7 +48,7 @@ ALIASES = {
 _ALWAYS = (None,)  # false asks for something too
 _DS_FORMAT = "checkpoints here are torch Distributed Checkpoints, one format for every stage and world size"
 _METRICS = "nothing is sent to loggers; log the loss, engine.grad_norm and engine.lr_scheduler's rate from your loop"
-_OFFLOAD = "offloading is not available yet"
+_STREAMED = "reads, update and writes always run beside one another"
 _REMOVED = "DeepSpeed itself removed it, and it is not available here"
 _PIPELINED = "gathers run ahead of their use and are issued unit by unit"
 
@@ -77,9 +77,12 @@ TOP = [
     Row("use_data_before_expert_parallelism", NO_EFFECT, "there is no expert parallelism"),
     Row("seq_parallel_communication_data_type", NO_EFFECT, "there is no sequence parallelism", off=_ALWAYS),
     Row("graph_harvesting", NO_EFFECT, "no CUDA graphs are captured; the numbers are the same"),
-    Row("aio", NO_EFFECT, "nothing is on NVMe",
-        keys="block_size queue_depth intra_op_parallelism single_submit overlap_events use_gds thread_count",
-        switch=""),
+    *(Row(f"aio.{key}", NO_EFFECT, why, off=off) for key, why, off in (
+        ("intra_op_parallelism", "one queue of queue_depth requests serves a rank", (1, None)),
+        ("thread_count", "one queue of queue_depth requests serves a rank", (1, None)),
+        ("single_submit", "requests are submitted as the queue has room", _ALWAYS),
+        ("overlap_events", "requests are always under way together", _ALWAYS),
+        ("use_gds", "states go through CPU memory", (False, None)))),
     Row("activation_checkpointing", NO_EFFECT, "wrap blocks in torch.utils.checkpoint; results are the same",
         keys="partition_activations contiguous_memory_optimization cpu_checkpointing number_checkpoints "
              "synchronize_checkpoint_boundary profile", switch=""),
@@ -164,13 +167,20 @@ ZERO = [
     Row("pipeline_loading_checkpoint", NO_EFFECT, _DS_FORMAT),
     Row("log_trace_cache_warnings", NO_EFFECT, "a wrong prefetch costs time only"),
     Row("enable_sanity_checks", NO_EFFECT, "ranks always check that they agree"),
-    Row("save_muon_momentum_buffer_in_memory", NO_EFFECT, "nothing is on NVMe"),
-    Row("cpu_offload_use_pin_memory", NO_EFFECT, _OFFLOAD),
-    Row("offload_param", REFUSED, f'{_OFFLOAD}; write "device": "none"', switch="device"),
-    Row("offload_optimizer", REFUSED, f'{_OFFLOAD}; write "device": "none"', switch="device"),
-    Row("cpu_offload", REFUSED, _OFFLOAD),
-    Row("cpu_offload_param", REFUSED, _OFFLOAD),
-    Row("cpu_offload_params", REFUSED, _OFFLOAD),
+    Row("save_muon_momentum_buffer_in_memory", NO_EFFECT, "Muon's state is never on NVMe"),
+    Row("cpu_offload_use_pin_memory", NO_EFFECT, 'write "pin_memory" in offload_optimizer', off=_ALWAYS),
+    Row("cpu_offload", REFUSED, 'write "offload_optimizer": {"device": "cpu"}'),
+    Row("cpu_offload_param", REFUSED, 'write "offload_param": {"device": "cpu"}'),
+    Row("cpu_offload_params", REFUSED, 'write "offload_param": {"device": "cpu"}'),
+    *(Row(f"offload_optimizer.{key}", NO_EFFECT, why, off=_ALWAYS) for key, why in (
+        ("pipeline_read", _STREAMED),
+        ("pipeline_write", _STREAMED),
+        ("pipeline", _STREAMED),
+        ("fast_init", "states are never written before the first step"),
+        ("cpuadam_cores_perc", "OMP_NUM_THREADS says how many cores the update takes"))),
+    Row("offload_optimizer.super_offload", NO_EFFECT, "the update runs beside the copies, piece by piece"),
+    Row("offload_param.buffer_size", NO_EFFECT, "a buffer fits the largest shard", off=_ALWAYS),
+    Row("offload_param.max_in_cpu", NO_EFFECT, "max_live_parameters bounds what is in memory", off=_ALWAYS),
     Row("zenflow", REFUSED, "ZenFlow changes results", switch=""),
     Row("zero_hpz_partition_size", REFUSED, "a secondary partition (ZeRO++ hpZ) is not available yet; write 1",
         off=(0, 1, None)),

@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
 from zeroengine.config import batch
 from zeroengine.config.fields import AUTO, WHOLE, Auto, Count, NonNegative, Positive, Section
+from zeroengine.config.offload import Aio, OffloadOptimizer, OffloadParam
 from zeroengine.config.optimizers import OptimizerConfig
 from zeroengine.config.schedulers import SchedulerConfig
 
@@ -55,6 +56,26 @@ class ZeroOptimization(Section):
     """Units with at most this many elements stay gathered at stage 3."""
     max_live_parameters: Annotated[Count, AUTO] = 1_000_000_000
     """Elements gathered at one time at stage 3, at most; a unit in use is always gathered."""
+    offload_optimizer: OffloadOptimizer = OffloadOptimizer()
+    """Where the optimizer's states live."""
+    offload_param: OffloadParam = OffloadParam()
+    """Where the parameter shards live, at stage 3."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_no_offload(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {k: v for k, v in data.items() if not (k in ("offload_optimizer", "offload_param") and v is None)}
+
+    @model_validator(mode="after")
+    def _partitioned_parameters(self) -> ZeroOptimization:
+        if self.offload_param.device != "none" and self.stage != 3:
+            raise ValueError(
+                f"offload_param needs parameters that are released between uses, and stage {self.stage} keeps them "
+                'whole; write "stage": 3, or offload the optimizer alone'
+            )
+        return self
 
 
 class BF16(Section):
@@ -174,6 +195,8 @@ class Config(Section):
     """How checkpoints are saved."""
     comm: Comm = Comm()
     """How ranks talk."""
+    aio: Aio = Aio()
+    """How files on NVMe are read and written."""
 
     _notices: tuple[str, ...] = PrivateAttr(default=())
     _source: str = PrivateAttr(default="the configuration")

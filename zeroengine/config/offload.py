@@ -1,0 +1,73 @@
+"""The keys that say where states live: on the device, in CPU memory, or on NVMe."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge
+from pydantic import model_validator
+
+from zeroengine.config.fields import AUTO, WHOLE, Fraction, Positive, Section
+
+BLOCK = 4096  # bytes; what aio.block_size is a multiple of
+
+
+class _Offload(Section):
+    device: Literal["none", "cpu", "nvme"] = "none"
+    """none: on the device. cpu: in CPU memory, which on a machine without GPU is the same. nvme: in files."""
+    nvme_path: Annotated[str | None, AUTO] = None
+    """A folder on the disk that the states live on, for device "nvme". Each run has files of its own in it."""
+    pin_memory: Annotated[bool, AUTO] = True
+    """Page-locked CPU memory, which a GPU copies to and from while it computes."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_none(cls, data: Any) -> Any:
+        return {**data, "device": "none"} if isinstance(data, dict) and data.get("device", "none") is None else data
+
+    @model_validator(mode="after")
+    def _has_a_path(self) -> _Offload:
+        if self.device == "nvme" and not self.nvme_path:
+            raise ValueError('device "nvme" needs a folder on a disk; write "nvme_path": "/local_nvme"')
+        return self
+
+    @property
+    def disk(self) -> str | None:
+        """The folder, where the states are on NVMe."""
+        return self.nvme_path if self.device == "nvme" else None
+
+
+class OffloadOptimizer(_Offload):
+    """Where the optimizer's states live: masters, moments, and on NVMe the gradients on their way to them."""
+
+    ratio: Annotated[Fraction, AUTO] = 1.0
+    """How much of the optimizer is offloaded; the rest of it stays on the device. Cut at whole units."""
+    buffer_count: Annotated[int, Ge(3), WHOLE, AUTO] = 4
+    """Buffers between disk and update: one is computed in, one written, the others read ahead."""
+    buffer_size: Annotated[Positive, AUTO] = 1 << 21
+    """Elements of the optimizer's shard in one buffer."""
+
+
+class OffloadParam(_Offload):
+    """Where the parameter shards live, at stage 3."""
+
+    buffer_count: Annotated[int, Ge(2), WHOLE, AUTO] = 5
+    """Shards on their way from disk to other ranks, at most."""
+
+
+class Aio(Section):
+    """How files on NVMe are read and written. `zero-io PATH` measures what is best for a disk."""
+
+    backend: Annotated[Literal["io_uring", "libaio", "threads"] | None, AUTO] = None
+    """"auto": the first of these that works here."""
+    block_size: Annotated[int, Ge(BLOCK), WHOLE, AUTO] = 1 << 20
+    """Bytes in one request to the disk."""
+    queue_depth: Annotated[Positive, AUTO] = 32
+    """Requests under way at once."""
+
+    @model_validator(mode="after")
+    def _whole_blocks(self) -> Aio:
+        if self.block_size % BLOCK:
+            near = max(round(self.block_size / BLOCK), 1) * BLOCK
+            raise ValueError(f"block_size {self.block_size} is not a multiple of {BLOCK} bytes; write {near}")
+        return self
