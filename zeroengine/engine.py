@@ -23,6 +23,7 @@ from .config import FLOATS, Config, load
 from .data import ResumableLoader
 from .errors import ZeroEngineError
 from .memory import Memory
+from .offload import DiskShards, place
 from .optim import (
     LossScaler,
     LRSchedulerLike,
@@ -133,7 +134,11 @@ class Engine:
         zero = config.zero_optimization
         self._transport = group.transport(config.comm.transport, config.comm.timeout_seconds)
         degrees = degrees_of_stage(zero.stage, group.world_size)
-        self._units = [self._build(plan, degrees) for plan in plans]
+        with group.agreeing("to initialize"):
+            self._placement = place(plans, config, self._transport, group.device)
+        self._units = [
+            self._build(plan, degrees, disk) for plan, disk in zip(plans, self._placement.parameters, strict=True)
+        ]
         precision.prepare_buffers(model, config, group.device, group.broadcast)
         self._scaler = LossScaler.of(config.fp16) if config.scales_loss else LossScaler()
         self._scaled_in: int | None = None  # the backward (autograd's number) whose loss is scaled; -1: ``backward``'s
@@ -156,6 +161,7 @@ class Engine:
             complete=self.gatherer.complete,
             entering_backward=self._entering_backward,
             arriving=self._arriving,
+            disks=self._placement.optimizer,
         )
         with group.agreeing("to initialize"):
             self.optimizer = ShardedOptimizer(
@@ -165,6 +171,8 @@ class Engine:
                 publish=self._published,
                 zero_grad=self.zero_grad,
                 moments_dtype=FLOATS[config.optimizer_state_dtype],
+                homes=self._placement.optimizer,
+                pipeline=self._placement.pipeline,
             )
             self.lr_scheduler = make_scheduler(lr_scheduler, self.optimizer, config)
         self._rule = optimizer
@@ -182,10 +190,10 @@ class Engine:
             if config.dump_state:
                 print(config.describe(), flush=True)
 
-    def _build(self, plan: UnitPlan, degrees: Degrees) -> Unit:
+    def _build(self, plan: UnitPlan, degrees: Degrees, disk: DiskShards | None) -> Unit:
         if plan.numel <= self.config.zero_optimization.param_persistence_threshold:
             degrees = dataclasses.replace(degrees, parameters=1)
-        return Unit(plan, degrees, self._transport, self._group.broadcast)
+        return Unit(plan, degrees, self._transport, self._group.broadcast, disk)
 
     # -- training ---------------------------------------------------------------------------------
 
@@ -352,6 +360,7 @@ class Engine:
         """
         if not self._backward_done:
             raise ZeroEngineError("step() without backward(): call engine.backward(loss) (or loss.backward()) first")
+        self._placement.check()
         boundary = self.is_gradient_accumulation_boundary()
         if boundary and not self.reducer.syncing:
             raise ZeroEngineError(
@@ -388,6 +397,7 @@ class Engine:
         else:
             self.skipped_steps += 1
         self.reducer.reset()
+        self._placement.let_go()
         self._scaler.update(overflow=not finite)
         return updates
 
@@ -459,12 +469,19 @@ class Engine:
         """The bytes that each state holds on this rank now."""
         return Memory(
             device=str(self.device),
-            parameters=sum(unit.shard.nbytes for unit in self._units),
+            parameters=sum(unit.shard.nbytes for unit in self._units if unit.disk is None),
             gradients=self.reducer.kept_bytes(),
             master=self.optimizer.master_bytes(),
             optimizer=self.optimizer.state_bytes(),
             buckets=self.reducer.bucket_bytes(),
             gathered=sum(unit.gathered_bytes() for unit in self._units),
+            staging=self._placement.buffer_bytes,
+            nvme={
+                "parameters": sum(unit.shard.nbytes for unit in self._units if unit.disk is not None),
+                "gradients": sum(g.kept.nbytes for g in self.reducer.gradients if g.disk is not None),
+                "master": self.optimizer.master_bytes(on_disk=True),
+                "optimizer": self.optimizer.state_bytes(on_disk=True),
+            },
         )
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
@@ -559,6 +576,7 @@ class Engine:
             ZeroEngineError: on every rank; there is no such checkpoint then.
         """
         with self._group.agreeing("to save a checkpoint"):
+            self._placement.check()
             if self._backward_done or self.micro_steps % self.config.gradient_accumulation_steps:
                 raise ZeroEngineError(
                     "save_checkpoint() between the micro-steps of a step would lose their gradients: call it after a "
@@ -682,6 +700,8 @@ class Engine:
             self._counters,
             self._republish,
             self._stateful,
+            bool(self._placement.disks),
+            self._placement.let_go,
         )
 
     def _checkpointer(self) -> checkpoint.Checkpointer:
@@ -700,6 +720,7 @@ class Engine:
             if states.mixed:
                 states.published.copy_(states.master)
             self._published(states.grads)
+            self._placement.let_go()
         self.gatherer.settle()
         self._transport.fence()
 
@@ -712,6 +733,7 @@ class Engine:
             self._checkpoints.close()
         self.gatherer.settle()
         self._transport.close()
+        self._placement.close()
 
 
 def _device_of(model: nn.Module, process_group: dist.ProcessGroup | None) -> torch.device:

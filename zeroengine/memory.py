@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+STATES = ("parameters", "gradients", "master", "optimizer")
+WORKING = ("buckets", "gathered", "staging")
 
 
 @dataclass(frozen=True)
@@ -15,18 +19,27 @@ class Memory:
     master: int  # fp32 masters, where the compute dtype is lower
     optimizer: int  # moments
     buckets: int  # gradients on their way
-    gathered: int  # full buffers of partitioned units that are whole right now
+    gathered: int  # full buffers of units that are released between uses, and whole right now
+    staging: int = 0  # buffers between NVMe and the computation
+    nvme: Mapping[str, int] = field(default_factory=dict)  # of the four states, what is there and not in memory
 
     @property
     def total(self) -> int:
-        return sum(value for name, value in asdict(self).items() if name != "device")
+        """In the device's memory."""
+        return sum(getattr(self, name) for name in (*STATES, *WORKING))
 
     @property
     def states(self) -> int:
-        """What the table of ZeRO, section 5, counts: parameters, gradients, master and optimizer."""
-        return self.parameters + self.gradients + self.master + self.optimizer
+        """What the table of ZeRO, section 5, counts, wherever it is: parameters, gradients, master and optimizer."""
+        return sum(getattr(self, name) for name in STATES) + sum(self.nvme.values())
 
     def __str__(self) -> str:
-        rows = [(name, value) for name, value in asdict(self).items() if name != "device"]
-        lines = [f"{name:<12}{value / 2**20:>12,.1f} MiB" for name, value in [*rows, ("total", self.total)]]
-        return "\n".join([f"on {self.device}", *lines])
+        away = dict(self.nvme) if any(self.nvme.values()) else None
+        lines = [f"on {self.device}" if away is None else f"{f'on {self.device}':<12}{'memory':>16}{'NVMe':>16}"]
+        for name in (*STATES, *WORKING, "total"):
+            line = f"{name:<12}{getattr(self, name) / 2**20:>12,.1f} MiB"
+            if away is not None:
+                there = sum(away.values()) if name == "total" else away.get(name, 0)
+                line += f"{there / 2**20:>12,.1f} MiB"
+            lines.append(line)
+        return "\n".join(lines)

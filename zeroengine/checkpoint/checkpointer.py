@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ..errors import CheckpointError
 from . import dcp
-from .progress import progress
+from .progress import progress, releasing
 from .state import SHOWN, Snapshot, Trained, restore, snapshot
 from .store import FORMAT, MANIFEST, File, Manifest, Store, check_tag
 
@@ -31,6 +31,8 @@ class Checkpointer:
 
     def save(self, folder: str | os.PathLike[str], tag: str, client_state: Any) -> None:
         """Writes the engine's state as checkpoint ``tag`` of ``folder``; in the background once it is copied.
+
+        States on disk are never copied: they may be larger than memory.
 
         Raises:
             CheckpointError: on every rank; there is no such checkpoint then, and the ones before are as they were.
@@ -52,13 +54,14 @@ class Checkpointer:
         assert writing is not None
         settings = self._trained.config.checkpoint
         saving = _Saving(self._group.rank, self._gloo, store, tag, writing, found, settings.keep)
-        if settings.async_save:
+        if settings.async_save and not self._trained.on_disk:
             saving.snapshot = found.copied()
             saving.start()
             self._saving = saving
         else:
             with progress(f"saving {tag}", found.nbytes, self._group.rank == 0) as report:
-                saving.run(report)
+                saving.run(releasing(report, self._trained.let_go))
+            self._trained.let_go()
             self._conclude(saving)
 
     def load(

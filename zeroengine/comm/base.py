@@ -10,6 +10,7 @@ give equal bits. Nothing here divides: see DESIGN "SUM only".
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -58,6 +59,26 @@ class ResizableBuffer:
         return self.tensor.untyped_storage().size()
 
 
+class PagedBuffer:
+    """A ``Buffer`` of CPU pages of its own, which a disk can read straight into. Holds memory at first."""
+
+    def __init__(self, numel: int, dtype: torch.dtype) -> None:
+        size = -(-max(numel, 1) * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.tensor = torch.frombuffer(self._memory, dtype=dtype)[:numel]
+        self._holds = True
+
+    def prepare(self) -> None:
+        self._holds = True
+
+    def free(self) -> None:
+        self._memory.madvise(mmap.MADV_DONTNEED)
+        self._holds = False
+
+    def nbytes(self) -> int:
+        return self.tensor.nbytes if self._holds else 0
+
+
 class Channel(Protocol):
     """Operations in one order. ``label`` names the operation and its unit for people."""
 
@@ -99,8 +120,12 @@ class Transport(Protocol):
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Uninitialised memory, 1-D, that operations may send from."""
 
-    def buffer(self, numel: int, dtype: torch.dtype) -> Buffer:
-        """A full buffer of ``numel`` elements that this transport gathers into."""
+    def buffer(self, numel: int, dtype: torch.dtype, *, copied: bool = False) -> Buffer:
+        """A full buffer of ``numel`` elements that this transport gathers into.
+
+        Args:
+            copied: what is gathered stays when the shards that it came from are overwritten.
+        """
 
     def shard_align(self, dtype: torch.dtype) -> int:
         """Elements that a shard should be a multiple of."""

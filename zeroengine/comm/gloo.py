@@ -178,7 +178,7 @@ class GlooTransport:
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype)
 
-    def buffer(self, numel: int, dtype: torch.dtype) -> Buffer:
+    def buffer(self, numel: int, dtype: torch.dtype, *, copied: bool = False) -> Buffer:
         return ResizableBuffer(self.empty(numel, dtype))
 
     def shard_align(self, dtype: torch.dtype) -> int:

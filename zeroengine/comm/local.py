@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .base import Buffer, Done, ResizableBuffer, Work
+from .base import Buffer, Done, PagedBuffer, ResizableBuffer, Work
 
 
 class LocalChannel:
@@ -42,7 +42,9 @@ class LocalTransport:
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=self._device)
 
-    def buffer(self, numel: int, dtype: torch.dtype) -> Buffer:
+    def buffer(self, numel: int, dtype: torch.dtype, *, copied: bool = False) -> Buffer:
+        if self._device.type == "cpu":
+            return PagedBuffer(numel, dtype)
         return ResizableBuffer(self.empty(numel, dtype))
 
     def shard_align(self, dtype: torch.dtype) -> int:

@@ -94,7 +94,7 @@ class NativeTransport:
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=self._device)
 
-    def buffer(self, numel: int, dtype: torch.dtype) -> Buffer:
+    def buffer(self, numel: int, dtype: torch.dtype, *, copied: bool = False) -> Buffer:
         return ResizableBuffer(self.empty(numel, dtype))
 
     def shard_align(self, dtype: torch.dtype) -> int:

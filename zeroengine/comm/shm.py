@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from .. import ops
-from .base import Buffer
+from .base import Buffer, PagedBuffer
 from .shm_channel import CHANNELS, CONTROL_BYTES, ShmChannel, ShmPeer
 
 
@@ -90,7 +90,9 @@ class ShmTransport:
         self._regions.append((start, nbytes, offset))
         return tensor
 
-    def buffer(self, numel: int, dtype: torch.dtype) -> Buffer:
+    def buffer(self, numel: int, dtype: torch.dtype, *, copied: bool = False) -> Buffer:
+        if copied:
+            return PagedBuffer(numel, dtype)
         buffer = MappedBuffer(self.lib, numel, dtype)
         self._mapped.add(buffer.tensor.data_ptr())
         return buffer

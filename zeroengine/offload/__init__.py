@@ -1,6 +1,25 @@
-"""Where a state lives when it is not in the device's memory: files on a disk, and transfers from and to them."""
+"""Where a state lives when it is not in the device's memory: files on a disk, and the ways from and to them."""
 
 from .aio import DiskQueue, Transfer, aligned_empty
+from .pipeline import Piece, Pipeline, Stream
+from .placement import Placement, place
+from .shards import DiskShards
+from .store import DiskStore, padded
 from .swap import SwapFile, SwapFolder, release_mapped
 
-__all__ = ["DiskQueue", "SwapFile", "SwapFolder", "Transfer", "aligned_empty", "release_mapped"]
+__all__ = [
+    "DiskQueue",
+    "DiskShards",
+    "DiskStore",
+    "Piece",
+    "Pipeline",
+    "Placement",
+    "Stream",
+    "SwapFile",
+    "SwapFolder",
+    "Transfer",
+    "aligned_empty",
+    "padded",
+    "place",
+    "release_mapped",
+]

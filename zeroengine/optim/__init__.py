@@ -4,7 +4,8 @@ from .factory import OptimizerLike, make_optimizer
 from .lion import Lion
 from .scaler import LossScaler
 from .schedules import LRSchedulerLike, make_scheduler
-from .sharded import ShardedOptimizer, UnitStates, check_optimizer
+from .sharded import ShardedOptimizer, check_optimizer
+from .states import UnitStates
 
 __all__ = [
     "LRSchedulerLike",

@@ -9,10 +9,10 @@ the unit's number, the step and the element's place in the unit. So the losses a
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -20,59 +20,15 @@ import torch
 from .. import ops
 from ..comm import Transport
 from ..errors import ZeroEngineError
+from ..offload import DiskStore, Pipeline
 from ..partition import Degrees, ParamSlot, ShardSpan
 from ..runtime.gradients import UnitGradients
 from .factory import add_param_group
-from .segments import Segment, segments_of
+from .fused import FusedAdam, runs_fused
+from .states import UnitStates
 
 # Optimizers whose update of an element looks at other elements: wrong on a shard.
 NOT_ELEMENTWISE = {"Adafactor", "Muon", "SparseAdam", "Shampoo", "LAMB", "Lamb", "LARS"}
-
-
-SEGMENT_TABLES = 16  # remembered of each unit
-
-
-class UnitStates:
-    """The optimizer's states of one unit on this rank, all 1-D of the optimizer shard's length."""
-
-    def __init__(self, number: int, grads: UnitGradients, moments_dtype: torch.dtype) -> None:
-        unit = grads.unit
-        self._moments_dtype = moments_dtype
-        self.number = number  # among the optimizer's units
-        self.grads, self.unit = grads, unit
-        degree = unit.degrees.optimizer
-        self.published = unit.owned(degree)
-        self.gradient = grads.owned(degree)
-        self.offset, _ = unit.layout.shard_range(unit.rank, degree)
-        # DESIGN "One master": where parameters are fp32 they are the master.
-        self.mixed = unit.mixed
-        self.master = self.published
-        if self.mixed:
-            self.master = _huge(torch.empty(self.published.numel(), dtype=torch.float32, device=unit.full.device))
-            self.master.copy_(self.published if unit.master is None else unit.master)
-            unit.master = None
-        self.moments: list[torch.Tensor] = []
-        self.steps = [0] * len(unit.params)
-        self.segments: dict[tuple[Any, ...], list[Segment]] = {}
-
-    def adam_moments(self) -> tuple[torch.Tensor, torch.Tensor]:
-        if not self.moments:
-            self.moments = [_huge(torch.empty_like(self.master, dtype=self._moments_dtype)).zero_() for _ in range(2)]
-        return self.moments[0], self.moments[1]
-
-    def reload_master(self) -> None:
-        """Some of the published parameters were written from outside; the others keep their master's bits."""
-        if self.mixed:
-            untouched = self.master.to(self.published.dtype) == self.published
-            self.master.copy_(torch.where(untouched, self.master, self.published))
-
-    def nbytes(self) -> int:
-        return sum(m.nbytes for m in self.moments)
-
-
-def _huge(tensor: torch.Tensor) -> torch.Tensor:
-    ops.advise_huge_pages(tensor)
-    return tensor
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -88,6 +44,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         publish: called with a unit right after its update: its parameters have new values on their owner.
         zero_grad: drops the gradients since the last step.
         moments_dtype: of Adam's moments; bf16 is rounded stochastically.
+        homes: where each unit's states live, if not on the device.
+        pipeline: what brings states on disk to the update.
     """
 
     def __init__(
@@ -99,23 +57,34 @@ class ShardedOptimizer(torch.optim.Optimizer):
         publish: Callable[[UnitGradients], None],
         zero_grad: Callable[[], None],
         moments_dtype: torch.dtype = torch.float32,
+        homes: Sequence[DiskStore | None] = (),
+        pipeline: Pipeline | None = None,
     ) -> None:
         self._transport, self._publish, self._zero_grad = transport, publish, zero_grad
         self._groups = _group_of_param(inner.param_groups)
-        self.units = [UnitStates(number, grads, moments_dtype) for number, grads in enumerate(gradients)]
+        self.units = [
+            UnitStates(number, grads, moments_dtype, home)
+            for number, (grads, home) in enumerate(zip_longest(gradients, homes))
+        ]
         self._built = False
         super().__init__(inner.param_groups, inner.defaults)
         self._built = True
         self.param_groups = inner.param_groups  # the very same list and dicts
-        self._fused = _runs_fused(inner) and all(u.master.dtype is torch.float32 for u in self.units)
-        if moments_dtype is not torch.float32 and not self._fused:
+        fused = runs_fused(inner) and all(u.master.dtype is torch.float32 for u in self.units)
+        if moments_dtype is not torch.float32 and not fused:
             raise ZeroEngineError(
                 f"optimizer_state_dtype: only Adam and AdamW on fp32 masters keep moments in bf16, not "
                 f"{type(inner).__name__}; remove the key"
             )
+        if pipeline is not None and not fused:
+            raise ZeroEngineError(
+                f'"device": "nvme": only Adam and AdamW on fp32 masters update states on disk, not '
+                f'{type(inner).__name__}; write "device": "cpu" or "none"'
+            )
         self._inner = inner
-        self._on_shards = None if self._fused else self._make_inner()
-        if self._fused:
+        self._fused = FusedAdam(self, inner, self._groups, pipeline) if fused else None
+        self._on_shards = None if fused else self._make_inner()
+        if fused:
             for states in self.units:
                 states.adam_moments()
 
@@ -153,6 +122,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         world = self._transport.world_size
         for states in self.units:
             grads = states.grads
+            if grads.squared_norm is not None:
+                values[0] += grads.squared_norm
+                continue
             start, stop = _slice_of_world(states, world)
             values[0] += _squared_norm(grads.kept[start:stop]).cpu()
         device = self.units[0].master.device if self.units else torch.device("cpu")
@@ -187,52 +159,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         A parameter that got no gradient on any rank keeps its value, moments and step count, as in torch.
         """
-        if self._on_shards is not None:
+        if self._fused is None:
+            assert self._on_shards is not None
             self._update_on_shards(self._on_shards, factor, used)
             return
-        for states, flags in zip(self.units, used, strict=True):
-            for i, flag in enumerate(flags):
-                states.steps[i] += flag
-            moments = states.adam_moments()
-            for segment in self._segments_of(states, flags):
-                self._adam(states, moments, segment, factor)
-            self._publish(states.grads)
-
-    def _adam(
-        self, states: UnitStates, moments: tuple[torch.Tensor, torch.Tensor], segment: Segment, factor: float
-    ) -> None:
-        group, where = self.param_groups[segment.group], slice(segment.start, segment.stop)
-        decoupled = isinstance(self._inner, torch.optim.AdamW) or bool(group.get("decoupled_weight_decay", False))
-        ops.adam_step(
-            states.master[where],
-            states.gradient[where],
-            moments[0][where],
-            moments[1][where],
-            step=segment.step,
-            lr=float(group["lr"]),
-            beta1=float(group["betas"][0]),
-            beta2=float(group["betas"][1]),
-            eps=float(group["eps"]),
-            weight_decay=float(group["weight_decay"]),
-            decoupled=decoupled,
-            grad_scale=factor,
-            maximize=bool(group.get("maximize", False)),
-            low_precision=states.published[where] if states.mixed else None,
-            seed=states.number << 32 | segment.step,
-            offset=states.offset + segment.start,
-        )
-
-    def _segments_of(self, states: UnitStates, flags: Sequence[bool]) -> list[Segment]:
-        """The runs of the shard that one kernel call updates; steps count from the unit's own."""
-        last = max(states.steps, default=0)
-        behind = tuple(last - step for step in states.steps)
-        key = (tuple(flags), behind)
-        if key not in states.segments:
-            if len(states.segments) >= SEGMENT_TABLES:
-                states.segments.clear()
-            groups = [self._groups[param] for param in states.unit.params]
-            states.segments[key] = segments_of(states.unit.layout, states.unit.rank, groups, flags, behind)
-        return [segment.at(last) for segment in states.segments[key]]
+        self._fused.update(self.units, factor, used, self._publish)
 
     def _update_on_shards(
         self, on_shards: torch.optim.Optimizer, factor: float, used: Sequence[Sequence[bool]]
@@ -328,15 +259,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 kept = {"exp_avg": first, "exp_avg_sq": second, "step": float(states.steps[index])}
                 yield where, (span.numel,), kept
 
-    def state_bytes(self) -> int:
-        """Bytes of moments (or of whatever the optimizer keeps) on this rank."""
+    def state_bytes(self, *, on_disk: bool = False) -> int:
+        """Bytes of moments (or of whatever the optimizer keeps) on this rank, in memory or on disk."""
         if self._on_shards is None:
-            return sum(states.nbytes() for states in self.units)
+            return sum(m.nbytes for s in self.units if (s.home is not None) == on_disk for m in s.moments)
+        if on_disk:
+            return 0
         tensors = (v for state in self._on_shards.state.values() for v in state.values() if isinstance(v, torch.Tensor))
         return sum(t.nbytes for t in tensors)
 
-    def master_bytes(self) -> int:
-        return sum(states.master.nbytes for states in self.units if states.mixed)
+    def master_bytes(self, *, on_disk: bool = False) -> int:
+        """Bytes of masters on this rank, in memory or on disk."""
+        return sum(s.master.nbytes for s in self.units if s.mixed and (s.home is not None) == on_disk)
 
 
 def _part(value: Any, param: torch.Tensor, span: ShardSpan, piece: torch.Tensor) -> Any:
@@ -358,13 +292,6 @@ def _slice_of_world(states: UnitStates, world: int) -> tuple[int, int]:
         return 0, states.grads.kept.numel()
     size = layout.numel // world
     return rank * size, (rank + 1) * size
-
-
-def _runs_fused(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the rule is Adam's own: a subclass with a ``step`` of its own is another rule."""
-    rules = {inspect.unwrap(cls.step) for cls in (torch.optim.Adam, torch.optim.AdamW)}
-    plain = inspect.unwrap(type(optimizer).step) in rules
-    return plain and not any(group.get("amsgrad") for group in optimizer.param_groups)
 
 
 def _group_of_param(groups: Iterable[dict[str, Any]]) -> dict[torch.Tensor, int]:

@@ -58,7 +58,8 @@ class Gatherer:
     ) -> None:
         self._units = list(units)
         self._transport, self._channel = transport, transport.gather
-        self._prefetch_numel = prefetch_numel if transport.overlaps else 0
+        on_disk = any(unit.disk is not None for unit in self._units)
+        self._prefetch_numel = prefetch_numel if transport.overlaps or on_disk else 0
         self._max_live_numel = max_live_numel
         self._entering_backward, self._abandon_backward = entering_backward, abandon_backward
         self._held: dict[Unit, int] = dict.fromkeys(self._units, 0)  # forwards, `gathered` and pins in progress
@@ -83,7 +84,7 @@ class Gatherer:
         self._model = model
         self._handles = self._hook(model)
         for unit in self._units:
-            if unit.partitioned:
+            if unit.transient:
                 unit.release(self._resolve)
 
     def _hook(self, model: nn.Module) -> list[Any]:
@@ -99,7 +100,7 @@ class Gatherer:
             return hook
 
         def away(unit: Unit) -> bool:
-            return unit.partitioned or unit.degrees.optimizer > unit.degrees.parameters
+            return unit.transient or unit.degrees.optimizer > unit.degrees.parameters
 
         needing = {module: units for module, units in self._holders.items() if any(map(away, units))}
         for module in (model, *needing):
@@ -115,7 +116,7 @@ class Gatherer:
         for module, units in needing.items():
             before, after = bind("_before_forward"), bind("_after_forward")
             handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-            if any(unit.partitioned for unit in units):
+            if any(unit.transient for unit in units):
                 handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
         return handles
 
@@ -125,9 +126,7 @@ class Gatherer:
         """Issues the gather of a released unit."""
         if unit.state is State.RELEASED:
             with untransformed():
-                unit.prepare()
-                unit.state = State.GATHERING
-                unit.work = self._channel.all_gather(unit.full, unit.shard, unit.name)
+                unit.gather()
 
     def ensure(self, unit: Unit) -> None:
         """Returns with ``unit`` ready."""
@@ -145,13 +144,15 @@ class Gatherer:
         unit.work = self._channel.all_gather(unit.full, unit.owned(unit.degrees.optimizer), unit.name)
 
     def settle(self) -> None:
-        """Before a step: returns with no gather under way, every partitioned unit that nobody holds released."""
+        """Before a step: returns with no gather under way, every transient unit that nobody holds released."""
         self._let_pinned_go()
         for unit in self._units:
             if unit.state is State.GATHERING:
                 self.ensure(unit)
             unit.check()
             self._release(unit)
+            if unit.disk is not None:
+                unit.disk.forget()
 
     def hold(self, unit: Unit) -> None:
         self._held[unit] += 1
@@ -176,13 +177,13 @@ class Gatherer:
             self._release(unit)
 
     def _release(self, unit: Unit) -> None:
-        if unit.partitioned and unit.state is State.READY and not self._held[unit]:
+        if unit.transient and unit.state is State.READY and not self._held[unit]:
             unit.release(self._resolve)
 
     def _resolve(self, param: nn.Parameter, use: str) -> None:
         """A parameter is used while it is away: see ``released``."""
         unit = next(u for u in self._units if any(p is param for p in u.params))
-        if unit.partitioned:
+        if unit.transient:
             if not (self._running or self._backward):
                 slot = next(s for p, s in zip(unit.params, unit.layout.slots, strict=True) if p is param)
                 raise ReleasedParameterError(
@@ -227,19 +228,19 @@ class Gatherer:
             self._release(unit)
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        partitioned = False
+        transient = False
         for unit in self._holders[module]:
-            if unit.partitioned:
-                partitioned = True
+            if unit.transient:
+                transient = True
                 self._held[unit] += 1
             self._need(unit)
-        if partitioned:
+        if transient:
             watched = torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
             call = self._watch_inputs(module, (args, kwargs)) if watched else None
             self._entered.setdefault(module, []).append(call)
 
     def _after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        units = [unit for unit in self._holders[module] if unit.partitioned]
+        units = [unit for unit in self._holders[module] if unit.transient]
         if not units:
             return
         call = self._entered[module].pop() if self._entered.get(module) else None
@@ -256,7 +257,7 @@ class Gatherer:
     def _need(self, unit: Unit) -> None:
         """``ensure``, and start what came next the last time."""
         self.ensure(unit)
-        if self.lent or not unit.partitioned or not (self._running or self._backward):
+        if self.lent or not unit.transient or not (self._running or self._backward):
             return
         if self._previous is None or self._previous[1] is not unit:
             self._visits[unit] = self._visits.get(unit, 0) + 1
@@ -268,7 +269,7 @@ class Gatherer:
             self._prefetch()
 
     def _prefetch(self) -> None:
-        ahead, live = 0, sum(u.layout.numel for u in self._units if u.partitioned and not u.released)
+        ahead, live = 0, sum(u.layout.numel for u in self._units if u.transient and not u.released)
         following = self._previous
         for _ in range(len(self._next)):  # at most once round, should the order have a cycle
             following = self._next.get(following) if following is not None else None
@@ -279,7 +280,10 @@ class Gatherer:
                 ahead, live = ahead + unit.layout.numel, live + unit.layout.numel
                 if ahead > self._prefetch_numel or live > self._max_live_numel:
                     break
-                self.start(unit)
+                if self._transport.overlaps or (unit.disk is not None and unit.disk.alone):
+                    self.start(unit)
+                elif unit.disk is not None:
+                    unit.disk.ahead(unit.shard)
 
     # -- backward ---------------------------------------------------------------------------------
 
@@ -318,7 +322,7 @@ class Gatherer:
         self._calls.setdefault(module, []).append(call)
         self._create_graph = self._create_graph or torch.is_grad_enabled()
         for unit in self._holders[module]:
-            if unit.partitioned:
+            if unit.transient:
                 self._need(unit)
                 if self._create_graph:
                     self._pin(unit)
@@ -345,7 +349,7 @@ class Gatherer:
 
     def _after_backward(self, module: nn.Module) -> None:
         for unit in self._holders[module]:
-            if unit.partitioned and all(self._is_through(holder) for holder in unit.holders if holder in self._calls):
+            if unit.transient and all(self._is_through(holder) for holder in unit.holders if holder in self._calls):
                 self._release(unit)
 
     def _is_through(self, module: nn.Module) -> bool:

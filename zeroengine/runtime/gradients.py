@@ -8,6 +8,7 @@ import torch
 
 from .. import ops
 from ..comm import Transport
+from ..offload import DiskStore
 from .unit import Unit
 
 
@@ -17,12 +18,21 @@ class UnitGradients:
     Args:
         dtype: of what is kept, in which gradients accumulate.
         reduce_dtype: in which they are reduced; None: as they are sent without a cast.
+        disk: where what is kept lives, if not in memory. Only of gradients that need not be kept whole.
     """
 
-    def __init__(self, unit: Unit, transport: Transport, dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        unit: Unit,
+        transport: Transport,
+        dtype: torch.dtype,
+        reduce_dtype: torch.dtype | None,
+        disk: DiskStore | None = None,
+    ) -> None:
         self.unit, self.dtype = unit, dtype
         layout, degrees = unit.layout, unit.degrees
-        self.whole = degrees.gradients == 1
+        self.disk = disk if can_leave(unit, transport) else None
+        self.whole = degrees.gradients == 1 and self.disk is None
         self.reduce_dtype = reduce_dtype or (dtype if self.whole else unit.dtype)
         self.sent_as_kept = self.whole and dtype is self.reduce_dtype  # else they are sent from a slot
         if self.whole:
@@ -31,10 +41,17 @@ class UnitGradients:
             self.kept = empty(layout.numel, dtype=dtype)
             self.views = views_of(unit, self.kept)
         else:
-            self.kept = torch.empty(layout.shard_numel(degrees.gradients), dtype=dtype, device=unit.full.device)
+            numel = layout.shard_numel(degrees.gradients)
+            self.kept = (
+                torch.empty(numel, dtype=dtype, device=unit.full.device)
+                if self.disk is None
+                else self.disk.empty(numel, dtype)
+            )
             self.views = []
-        ops.advise_huge_pages(self.kept)
-        self.kept.zero_()
+        if self.disk is None:
+            ops.advise_huge_pages(self.kept)
+            self.kept.zero_()
+        self.squared_norm: torch.Tensor | None = None  # of what is kept, where it was known before it left for the disk
         self.local: dict[int, torch.Tensor] = {}  # sums of earlier micro-steps in no_sync, by parameter
         self.left: set[int] = set()  # parameters whose gradient this backward still owes
         self.written = [False] * len(unit.params)  # in this micro-step (bucket) or since the step (whole)
@@ -47,6 +64,11 @@ class UnitGradients:
         start, stop = unit.layout.shard_range(unit.rank, degree)
         base = 0 if self.whole else unit.layout.shard_range(unit.rank, unit.degrees.gradients)[0]
         return self.kept[start - base : stop - base]
+
+
+def can_leave(unit: Unit, transport: Transport) -> bool:
+    """Whether what is kept of a unit's gradients is only read again at the step, so that it may live on disk."""
+    return unit.degrees.gradients > 1 or transport.world_size == 1
 
 
 def views_of(unit: Unit, flat: torch.Tensor) -> list[torch.Tensor]:

@@ -13,16 +13,19 @@ their place when the backward ends. So ranks that use different parameters still
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 import torch
 from torch import nn
 
 from ..comm import Transport, Work
 from ..errors import ZeroEngineError
+from ..offload import DiskStore
 from .eager import eager
 from .gradients import UnitGradients, views_of
+from .landing import Landings
 from .unit import Unit
 
 SLOT_PATIENCE_S = 1.0
@@ -57,7 +60,7 @@ class SummedWork:
                 self._kept.copy_(self._flat)
 
     def is_completed(self) -> bool:
-        return self._taken
+        return self._taken or self.work.is_completed()
 
 
 class Reducer:
@@ -70,6 +73,7 @@ class Reducer:
         complete: called when every parameter of a unit has its gradient.
         entering_backward: called at the first sign of a backward, once or more in each.
         arriving: called as each gradient comes; raises where it must not.
+        disks: where each trainable unit's summed gradients live, if not in memory.
     """
 
     def __init__(
@@ -84,16 +88,17 @@ class Reducer:
         complete: Callable[[Unit], None],
         entering_backward: Callable[[], None],
         arriving: Callable[[], None],
+        disks: Sequence[DiskStore | None] = (),
     ) -> None:
         self._transport, self._channel = transport, transport.reduce
         self._bucket_numel = bucket_numel or 0
         self._complete, self._entering_backward, self._arriving = complete, entering_backward, arriving
         self.predivide = predivide
         self.gradients = [
-            UnitGradients(unit, transport, accumulation_dtype(unit.dtype), reduce_dtype(unit.dtype))
-            for unit in units
-            if unit.trainable
+            UnitGradients(unit, transport, accumulation_dtype(unit.dtype), reduce_dtype(unit.dtype), disk)
+            for unit, disk in zip_longest((unit for unit in units if unit.trainable), disks)
         ]
+        self._landings = Landings(max((g.kept.nbytes for g in self.gradients if g.disk is not None), default=0))
         self._order = self.gradients[::-1]
         self._launched = 0  # of _order, in this backward
         self._bucket: list[UnitGradients] = []  # complete, waiting for the bucket to fill
@@ -251,14 +256,21 @@ class Reducer:
     def _send(self, slot: Slot, grads: UnitGradients, target: torch.Tensor, accumulate: bool) -> None:
         """Reduces what is in ``slot`` into ``target``, all of the gradient or this rank's shard."""
         flat = slot.memory[: grads.unit.layout.numel]  # a bucket for the largest unit may serve a smaller one
-        if target.numel() == flat.numel():
-            slot.work = SummedWork(self._channel.all_reduce(flat, grads.unit.name), flat, target, accumulate)
+        if grads.disk is not None:
+            landing = self._landings.target(grads)
+            slot.work = self._reduced(landing.of(grads), flat, grads.unit.name, accumulate=False)
+            self._landings.send(slot.work, grads, landing, accumulate)
         else:
-            slot.work = self._channel.reduce_scatter(target, flat, grads.unit.name, accumulate)
+            slot.work = self._reduced(target, flat, grads.unit.name, accumulate)
+            self._works.append(slot.work)
         slot.busy = False
         self._num_sent += 1
         slot.launched = self._num_sent
-        self._works.append(slot.work)
+
+    def _reduced(self, target: torch.Tensor, flat: torch.Tensor, label: str, accumulate: bool) -> Work:
+        if target.numel() == flat.numel():
+            return SummedWork(self._channel.all_reduce(flat, label), flat, target, accumulate)
+        return self._channel.reduce_scatter(target, flat, label, accumulate)
 
     def _zero_unwritten(self, grads: UnitGradients, views: list[torch.Tensor]) -> None:
         for written, view in zip(grads.written, views, strict=True):
@@ -311,15 +323,11 @@ class Reducer:
                 self._reduce(grads)
         if self._late:
             self._reduce_late()
-        for work in self._works:
-            work.wait()
-        self._works.clear()
+        self.settle()
 
     def _reduce_late(self) -> None:
         """Gradients of backwards that came after the reduce and were not reduced themselves."""
-        for work in self._works:
-            work.wait()
-        self._works.clear()
+        self.settle()
         for grads in self._order:
             slot = self._slot_for(grads)
             for index, param in enumerate(grads.unit.params):
@@ -337,6 +345,7 @@ class Reducer:
         for work in self._works:
             work.wait()
         self._works.clear()
+        self._landings.settle()
 
     def check_ended(self) -> None:
         """
@@ -365,6 +374,7 @@ class Reducer:
         grads.used[index] = True
         if grads.reduced:
             mine, flat = grads.owned(unit.degrees.optimizer), value.flatten()
+            grads.squared_norm = None
             for span in unit.layout.spans(unit.rank, unit.degrees.optimizer):
                 if span.slot == index:
                     part = flat[span.param_offset : span.param_offset + span.numel]
@@ -376,9 +386,7 @@ class Reducer:
 
     def abandon(self) -> None:
         """Drops every gradient since the last step. What is already being reduced is, and then overwritten."""
-        for work in self._works:
-            work.wait()
-        self._works.clear()
+        self.settle()
         for slot in self._slot_of.values():
             slot.busy = False
         self._slot_of.clear()
@@ -399,7 +407,7 @@ class Reducer:
             grads.reduced = False
 
     def bucket_bytes(self) -> int:
-        return sum(slot.memory.nbytes for slot in self._slots)
+        return sum(slot.memory.nbytes for slot in self._slots) + self._landings.nbytes
 
     def kept_bytes(self) -> int:
-        return sum(grads.kept.nbytes for grads in self.gradients)
+        return sum(grads.kept.nbytes for grads in self.gradients if grads.disk is None)

@@ -11,6 +11,7 @@ from torch import nn
 from .. import ops
 from ..comm import Buffer, Transport, Work
 from ..errors import ZeroEngineError
+from ..offload import DiskShards
 from ..partition import Degrees, FlatLayout, UnitPlan
 from .released import ReleasedParameter, Resolver, swap_in, swap_out
 
@@ -36,6 +37,7 @@ class Unit:
 
     Args:
         synchronise: makes a full buffer the same on all ranks.
+        disk: where the shard lives, if not in memory.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Unit:
         degrees: Degrees,
         transport: Transport,
         synchronise: Callable[[torch.Tensor], None],
+        disk: DiskShards | None = None,
     ) -> None:
         self.name, self.dtype, self.trainable = plan.name, plan.dtype, plan.trainable
         self.params: tuple[nn.Parameter, ...] = tuple(param for _, param in plan.params)
@@ -55,9 +58,11 @@ class Unit:
         self.state = State.READY
         self.work: Work | None = None
 
+        self.disk = disk
+        self._source = disk or transport.gather
         self._buffer: Buffer | None = None
-        if self.partitioned:
-            self._buffer = transport.buffer(self.layout.numel, self.dtype)
+        if self.transient:
+            self._buffer = transport.buffer(self.layout.numel, self.dtype, copied=disk is not None)
             self.full = self._buffer.tensor
         else:
             self.full = transport.empty(self.layout.numel, self.dtype)
@@ -66,10 +71,9 @@ class Unit:
         self._views = [self.full[s.offset : s.end].view(s.shape) for s in self.layout.slots]
         self.master = self._load(synchronise)
         self.shard = self.full
-        if self.partitioned:
-            start, stop = self.layout.shard_range(self.rank, degrees.parameters)
-            self.shard = transport.empty(stop - start, self.dtype)
-            self.shard.copy_(self.full[start:stop])
+        if self.transient:
+            self.shard = (disk or transport).empty(self.layout.shard_numel(degrees.parameters), self.dtype)
+            self.take_from_full()
         self._stubs = [_stub(view) for view in self._views]
 
     def _load(self, synchronise: Callable[[torch.Tensor], None]) -> torch.Tensor | None:
@@ -97,9 +101,9 @@ class Unit:
         return self.state is State.RELEASED
 
     @property
-    def partitioned(self) -> bool:
+    def transient(self) -> bool:
         """Whether the full buffer is released between uses."""
-        return self.degrees.parameters > 1
+        return self.degrees.parameters > 1 or self.disk is not None
 
     def owned(self, degree: int) -> torch.Tensor:
         """The part of the parameters that this rank owns at ``degree``, as memory to update in place, 1-D."""
@@ -107,10 +111,12 @@ class Unit:
         base, _ = self.layout.shard_range(self.rank, self.degrees.parameters)
         return self.shard[start - base : stop - base]
 
-    def prepare(self) -> None:
-        """The full buffer is ready for a gather. The parameters stay stubs until ``expose``."""
-        if self._buffer is not None:
-            self._buffer.prepare()
+    def gather(self) -> None:
+        """Issues the gather of the full buffer. The parameters stay stubs until ``expose``."""
+        assert self._buffer is not None
+        self._buffer.prepare()
+        self.state = State.GATHERING
+        self.work = self._source.all_gather(self.full, self.shard, self.name)
 
     def gathered_bytes(self) -> int:
         """Bytes that the full buffer holds now beside the shard."""
@@ -181,9 +187,12 @@ class Unit:
 
     def take_from_full(self) -> None:
         """The full buffer was written from outside: this rank's shard follows."""
-        if self.partitioned:
+        if self.transient:
             start, stop = self.layout.shard_range(self.rank, self.degrees.parameters)
             self.shard.copy_(self.full[start:stop])
+        if self.disk is not None:
+            self.disk.forget()
+            self.disk.let_go()
 
 
 def _stub(view: torch.Tensor) -> torch.Tensor:

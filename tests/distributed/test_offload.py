@@ -1,0 +1,193 @@
+"""States on disk give the losses of states in memory, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zeroengine
+
+from .models import TinyLM, batch, build, config
+from .ranks import run_ranks
+
+OPTIMIZER, BOTH = ("offload_optimizer",), ("offload_optimizer", "offload_param")
+PARAM = ("offload_param",)
+
+
+def offloaded(stage: int, path: Path | str, which: tuple[str, ...], **more: Any) -> dict[str, Any]:
+    """Small buffers, so that every shard takes several pieces; every unit goes to disk."""
+    settings = config(stage, **more)
+    zero = settings["zero_optimization"] | {"param_persistence_threshold": 0}
+    for key in which:
+        zero[key] = {"device": "nvme", "nvme_path": str(path)}
+    if "offload_optimizer" in which:
+        zero["offload_optimizer"] |= {"buffer_size": 4096, "buffer_count": 3}
+    return settings | {"zero_optimization": zero, "aio": {"block_size": 4096}}
+
+
+def train(settings: dict[str, Any], steps: int) -> tuple[list[float], list[float], dict[str, torch.Tensor], Any]:
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    engine = zeroengine.initialize(build(TinyLM), config=settings)
+    losses, norms = [], []
+    for step in range(steps * engine.config.gradient_accumulation_steps):
+        loss = engine(*batch(step, rank))
+        engine.backward(loss)
+        if engine.step():
+            assert engine.grad_norm is not None
+            norms.append(engine.grad_norm)
+        losses.append(loss.item())
+    return losses, norms, engine.full_state_dict(), engine.memory()
+
+
+def assert_same(one: Any, other: Any) -> None:
+    assert one[0] == other[0]
+    assert one[1] == other[1]
+    assert all(torch.equal(one[2][name], other[2][name]) for name in one[2])
+
+
+@pytest.mark.parametrize(
+    ("world_size", "stage", "which"),
+    [
+        (1, 3, BOTH), (1, 2, OPTIMIZER), (1, 3, PARAM), (2, 1, OPTIMIZER), (2, 2, OPTIMIZER), (2, 3, OPTIMIZER),
+        (2, 3, PARAM), (2, 3, BOTH), (3, 3, BOTH),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+def test_nvme_gives_the_bits_of_memory(
+    tmp_path: Path, world_size: int, stage: int, which: tuple[str, ...], precision: dict[str, Any]
+) -> None:
+    zero = {"param_persistence_threshold": 0}
+    here = config(stage, **precision)
+    here["zero_optimization"] |= zero
+    expected = run_ranks(world_size, train, here, 4)
+    found = run_ranks(world_size, train, offloaded(stage, tmp_path, which, **precision), 4)
+    for one, other in zip(expected, found, strict=True):
+        assert_same(one, other)
+        assert other[3].states == one[3].states
+    memory = found[0][3]
+    assert memory.nvme["optimizer"] > 0 if "offload_optimizer" in which else memory.nvme["optimizer"] == 0
+    assert memory.nvme["parameters"] > 0 if "offload_param" in which else memory.nvme["parameters"] == 0
+
+
+def save_and_go_on(settings: dict[str, Any], folder: str, steps: int) -> Any:
+    """Some steps, a checkpoint, further steps."""
+    dist.init_process_group("gloo")
+    engine = zeroengine.initialize(build(TinyLM), config=settings)
+    _steps(engine, 0, steps)
+    engine.save_checkpoint(folder)
+    return _steps(engine, steps, steps), engine.full_state_dict()
+
+
+def load_and_go_on(settings: dict[str, Any], folder: str, steps: int) -> Any:
+    dist.init_process_group("gloo")
+    engine = zeroengine.initialize(build(TinyLM, seed=1), config=settings)
+    _steps(engine, 7, 1)  # states of its own, to be replaced
+    engine.load_checkpoint(folder)
+    return _steps(engine, steps, steps), engine.full_state_dict()
+
+
+def _steps(engine: zeroengine.Engine, first: int, steps: int) -> list[float]:
+    losses = []
+    for step in range(first, first + steps):
+        loss = engine(*batch(step, engine.rank))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("to_disk", [True, False])
+def test_checkpoints_go_between_disk_and_memory(tmp_path: Path, to_disk: bool, precision: dict[str, Any]) -> None:
+    (tmp_path / "nvme").mkdir()
+    away = offloaded(3, tmp_path / "nvme", BOTH, checkpoint={"async_save": True}, **precision)
+    here = config(2, **precision)
+    first, second = (here, away) if to_disk else (away, here)
+    saved = run_ranks(2, save_and_go_on, first, str(tmp_path / "saved"), 3)
+    loaded = run_ranks(2, load_and_go_on, second, str(tmp_path / "saved"), 3)
+    for (losses, state), (losses_after, state_after) in zip(saved, loaded, strict=True):
+        assert losses == losses_after
+        assert all(torch.equal(state[name], state_after[name]) for name in state)
+
+
+def look_and_write(settings: dict[str, Any]) -> Any:
+    """Reads and replaces values of every kind between the steps."""
+    dist.init_process_group("gloo")
+    engine = zeroengine.initialize(build(TinyLM), config=settings)
+    param = engine.module.blocks[1].up.weight
+    seen = []
+    for step in range(3):
+        loss = engine(*batch(step, engine.rank))
+        engine.backward(loss)
+        seen += [zeroengine.full_gradient(param), loss.item()]
+        zeroengine.set_full_gradient(param, seen[-2] * 0.5)
+        engine.step()
+        seen += [zeroengine.full_master(param), zeroengine.full_optimizer_state(param, "exp_avg_sq")]
+        zeroengine.set_full_optimizer_state(param, "exp_avg", seen[-1] * 0.1)
+        zeroengine.set_full_master(param, seen[-2] * 0.9)
+        with zeroengine.gathered(engine.module.norm), torch.no_grad():
+            engine.module.norm.weight.mul_(1.25)
+    return seen, engine.full_state_dict()
+
+
+@pytest.mark.parametrize("which", [OPTIMIZER, BOTH])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_inspection_and_surgery_reach_what_is_on_disk(tmp_path: Path, world_size: int, which: tuple[str, ...]) -> None:
+    here = config(3, zero_optimization={"param_persistence_threshold": 0})
+    expected = run_ranks(world_size, look_and_write, here)
+    found = run_ranks(world_size, look_and_write, offloaded(3, tmp_path, which))
+    for (seen, state), (seen_on_disk, state_on_disk) in zip(expected, found, strict=True):
+        for one, other in zip(seen, seen_on_disk, strict=True):
+            assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+        assert all(torch.equal(state[name], state_on_disk[name]) for name in state)
+
+
+def accumulate(settings: dict[str, Any]) -> Any:
+    return train(settings, 3)[:3]
+
+
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 2), (2, 3)])
+@pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+def test_gradients_add_up_on_disk(tmp_path: Path, world_size: int, stage: int, precision: dict[str, Any]) -> None:
+    more = {"gradient_accumulation_steps": 3, **precision}
+    expected = run_ranks(world_size, accumulate, config(stage, **more))
+    found = run_ranks(world_size, accumulate, offloaded(stage, tmp_path, OPTIMIZER, **more))
+    for one, other in zip(expected, found, strict=True):
+        assert_same(one, other)
+
+
+def overflow(settings: dict[str, Any]) -> Any:
+    """A step whose gradient is not finite, among others."""
+    dist.init_process_group("gloo")
+    engine = zeroengine.initialize(build(TinyLM), config=settings)
+    losses = []
+    for step in range(4):
+        loss = engine(*batch(step, engine.rank)) * (float("inf") if step == 1 else 1)
+        engine.backward(loss)
+        assert engine.step() == (step != 1)
+        losses.append(loss.item())
+    return losses, engine.full_state_dict()
+
+
+def test_a_skipped_step_changes_nothing_on_disk(tmp_path: Path) -> None:
+    expected = run_ranks(2, overflow, config(3))
+    found = run_ranks(2, overflow, offloaded(3, tmp_path, BOTH))
+    for (losses, state), (losses_on_disk, state_on_disk) in zip(expected, found, strict=True):
+        assert losses == losses_on_disk
+        assert all(torch.equal(state[name], state_on_disk[name]) for name in state)
+
+
+def test_ratio_keeps_part_in_memory(tmp_path: Path) -> None:
+    settings = offloaded(2, tmp_path, OPTIMIZER)
+    settings["zero_optimization"]["offload_optimizer"]["ratio"] = 0.5
+    expected, found = run_ranks(2, train, config(2), 3), run_ranks(2, train, settings, 3)
+    assert_same(expected[0], found[0])
+    memory = found[0][3]
+    assert 0 < memory.nvme["optimizer"] <= memory.states * 0.3
+    assert memory.optimizer > 0

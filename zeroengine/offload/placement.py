@@ -1,0 +1,122 @@
+"""Which of a model's states live on disk, and the disks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..comm import Transport
+from ..config import FLOATS, Config
+from ..errors import ZeroEngineError
+from ..partition import UnitPlan
+from .aio import DiskQueue
+from .pipeline import Pipeline
+from .shards import DiskShards
+from .store import DiskStore, padded
+from .swap import SwapFolder
+
+PIECE = 4096  # what buffers hold a multiple of, in elements
+ELEMENT_BYTES = 4 + 4 + 4 + 4 + 2  # gradient, master, two moments, published
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where each unit's states live; None stands for the device.
+
+    Attributes:
+        parameters: of each unit, where its shard lives.
+        optimizer: of each trainable unit, where master, moments and summed gradients live.
+        pipeline: what brings states on disk to the update.
+    """
+
+    disks: tuple[DiskStore, ...]
+    parameters: Sequence[DiskShards | None]
+    optimizer: Sequence[DiskStore | None]
+    pipeline: Pipeline | None
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Of memory between the disks and the computation."""
+        shards = {id(shards): shards for shards in self.parameters if shards is not None}
+        return sum(s.nbytes for s in shards.values()) + (self.pipeline.nbytes if self.pipeline is not None else 0)
+
+    def let_go(self) -> None:
+        """Gives back memory that using states in place took."""
+        for disk in self.disks:
+            disk.let_go()
+
+    def check(self) -> None:
+        """
+        Raises:
+            ZeroEngineError: states are half updated.
+        """
+        for disk in self.disks:
+            disk.check()
+
+    def close(self) -> None:
+        for disk in self.disks:
+            disk.close()
+
+
+def place(plans: Sequence[UnitPlan], config: Config, transport: Transport, device: torch.device) -> Placement:
+    """Opens the disks that ``config`` names for the states of a model cut into ``plans``.
+
+    Raises:
+        ZeroEngineError: a path cannot be used, or has too little room.
+    """
+    zero = config.zero_optimization
+    for key, section in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
+        if device.type == "cuda" and section.device != "none":
+            raise ZeroEngineError(
+                f'zero_optimization.{key}: offloading from a GPU is not available yet; write "device": "none"'
+            )
+    trainable = [plan for plan in plans if plan.trainable]
+    share = 1 if zero.stage == 0 else transport.world_size
+    expected: dict[str, int] = {}
+    away = [zero.offload_param.disk and plan.numel > zero.param_persistence_threshold for plan in plans]
+    if zero.offload_param.disk:
+        nbytes = sum(
+            padded(p.numel // share * p.dtype.itemsize) for p, is_away in zip(plans, away, strict=True) if is_away
+        )
+        expected[zero.offload_param.disk] = nbytes
+    homes = _within_ratio([plan.numel for plan in trainable], zero.offload_optimizer.ratio)
+    if zero.offload_optimizer.disk:
+        nbytes = sum(_optimizer_bytes(plan, config, share) for plan, goes in zip(trainable, homes, strict=True) if goes)
+        expected[zero.offload_optimizer.disk] = expected.get(zero.offload_optimizer.disk, 0) + nbytes
+    disks = {path: _open(path, nbytes, config, transport.rank) for path, nbytes in expected.items()}
+    shards, optimizer = None, None
+    if zero.offload_param.disk:
+        shards = DiskShards(disks[zero.offload_param.disk], transport, zero.offload_param.buffer_count)
+    if zero.offload_optimizer.disk:
+        optimizer = disks[zero.offload_optimizer.disk]
+    stores = tuple(disks.values())
+    piece = max(zero.offload_optimizer.buffer_size // PIECE, 1) * PIECE
+    return Placement(
+        stores,
+        [shards if is_away else None for is_away in away],
+        [optimizer if goes else None for goes in homes],
+        Pipeline(stores, zero.offload_optimizer.buffer_count, piece, ELEMENT_BYTES) if stores else None,
+    )
+
+
+def _open(path: str, nbytes: int, config: Config, rank: int) -> DiskStore:
+    queue = DiskQueue(config.aio.queue_depth, config.aio.block_size, config.aio.backend or "auto")
+    return DiskStore(SwapFolder(path, rank=rank, min_free_bytes=nbytes), queue, nbytes)
+
+
+def _optimizer_bytes(plan: UnitPlan, config: Config, share: int) -> int:
+    numel = plan.numel // share
+    mixed = plan.dtype in (torch.bfloat16, torch.float16)
+    moments = 2 * FLOATS[config.optimizer_state_dtype].itemsize
+    return padded(numel * ((4 if mixed else 0) + moments + config.accumulation_dtype(plan.dtype).itemsize))
+
+
+def _within_ratio(sizes: Sequence[int], ratio: float) -> list[bool]:
+    """Which of the units, in order, are offloaded so that at most ``ratio`` of all elements are."""
+    room, chosen = ratio * sum(sizes), []
+    for size in sizes:
+        chosen.append(size <= room)
+        room -= size if chosen[-1] else 0
+    return chosen

@@ -1,0 +1,162 @@
+"""Adam's update by the fused kernel, over states in memory and over states on disk."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from .. import ops
+from ..offload import Piece, Pipeline, Stream
+from ..runtime.gradients import UnitGradients
+from .segments import Segment, segments_of
+from .states import UnitStates
+
+SEGMENT_TABLES = 16  # remembered of each unit
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A run of elements of a shard, and where its tensors begin."""
+
+    start: int
+    stop: int
+    master: torch.Tensor
+    gradient: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    published: torch.Tensor | None  # None: the master is
+
+    def slices(self, segment: Segment) -> tuple[slice, int]:
+        """What of the tensors is in ``segment``, and where that begins in the shard."""
+        start = max(segment.start, self.start)
+        return slice(start - self.start, min(segment.stop, self.stop) - self.start), start
+
+
+def runs_fused(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the rule is Adam's own: a subclass with a ``step`` of its own is another rule."""
+    rules = {inspect.unwrap(cls.step) for cls in (torch.optim.Adam, torch.optim.AdamW)}
+    plain = inspect.unwrap(type(optimizer).step) in rules
+    return plain and not any(group.get("amsgrad") for group in optimizer.param_groups)
+
+
+class FusedAdam:
+    """Adam (Kingma and Ba, algorithm 1) and AdamW by the rule of ``inner``'s groups.
+
+    Args:
+        optimizer: whose ``param_groups`` hold the hyperparameters.
+        group_of: from a parameter to its group's number.
+        pipeline: what brings states on disk to the update; None where there are none.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inner: torch.optim.Optimizer,
+        group_of: dict[torch.Tensor, int],
+        pipeline: Pipeline | None,
+    ) -> None:
+        self._optimizer, self._group_of, self._pipeline = optimizer, group_of, pipeline
+        self._decoupled = isinstance(inner, torch.optim.AdamW)
+
+    def update(
+        self,
+        units: Sequence[UnitStates],
+        factor: float,
+        used: Sequence[Sequence[bool]],
+        publish: Callable[[UnitGradients], None],
+    ) -> None:
+        """Updates every unit with ``factor * gradient``, then publishes it."""
+        on_disk = []
+        for states, flags in zip(units, used, strict=True):
+            for i, flag in enumerate(flags):
+                states.steps[i] += flag
+            if self._pipeline is not None and any(map(self._pipeline.disk_of, self._tensors(states))):
+                on_disk.append((states, flags))
+                continue
+            part = self._part(states, 0, states.published.numel(), *self._tensors(states))
+            for segment in self._segments_of(states, flags):
+                self._adam(states, part, segment, factor)
+            publish(states.grads)
+        if self._pipeline is not None:
+            self._pipeline.run(
+                piece for states, flags in on_disk for piece in self._pieces(states, flags, factor, publish)
+            )
+
+    @staticmethod
+    def _tensors(states: UnitStates) -> list[torch.Tensor]:
+        tensors = [states.master, states.gradient, *states.adam_moments()]
+        return [*tensors, states.published] if states.mixed else tensors
+
+    @staticmethod
+    def _part(states: UnitStates, start: int, stop: int, *tensors: torch.Tensor) -> _Part:
+        master, gradient, exp_avg, exp_avg_sq, *published = tensors
+        return _Part(start, stop, master, gradient, exp_avg, exp_avg_sq, published[0] if published else None)
+
+    def _pieces(
+        self,
+        states: UnitStates,
+        flags: Sequence[bool],
+        factor: float,
+        publish: Callable[[UnitGradients], None],
+    ) -> Iterator[Piece]:
+        """The update of a unit whose states are on disk, in pieces that fit a buffer; the last one publishes."""
+        assert self._pipeline is not None
+        segments = self._segments_of(states, flags)
+        tensors = self._tensors(states)
+        numel, size = states.published.numel(), self._pipeline.piece_numel
+        for start in range(0, numel, size):
+            stop = min(start + size, numel)
+            mine = [segment for segment in segments if segment.start < stop and start < segment.stop]
+            if not mine:
+                continue
+            whole = sum(min(s.stop, stop) - max(s.start, start) for s in mine) == stop - start
+            streams = [
+                Stream(tensor[start:stop], reads=i < 4 or not whole, writes=i != 1) for i, tensor in enumerate(tensors)
+            ]
+            yield Piece(streams, partial(self._compute, states, mine, factor, start, stop))
+        yield Piece((), partial(publish, states.grads))  # in the units' order: it may be a collective
+
+    def _compute(
+        self, states: UnitStates, segments: list[Segment], factor: float, start: int, stop: int, *tensors: torch.Tensor
+    ) -> None:
+        part = self._part(states, start, stop, *tensors)
+        for segment in segments:
+            self._adam(states, part, segment, factor)
+
+    def _adam(self, states: UnitStates, part: _Part, segment: Segment, factor: float) -> None:
+        group = self._optimizer.param_groups[segment.group]
+        where, start = part.slices(segment)
+        ops.adam_step(
+            part.master[where],
+            part.gradient[where],
+            part.exp_avg[where],
+            part.exp_avg_sq[where],
+            step=segment.step,
+            lr=float(group["lr"]),
+            beta1=float(group["betas"][0]),
+            beta2=float(group["betas"][1]),
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
+            decoupled=self._decoupled or bool(group.get("decoupled_weight_decay", False)),
+            grad_scale=factor,
+            maximize=bool(group.get("maximize", False)),
+            low_precision=None if part.published is None else part.published[where],
+            seed=states.number << 32 | segment.step,
+            offset=states.offset + start,
+        )
+
+    def _segments_of(self, states: UnitStates, flags: Sequence[bool]) -> list[Segment]:
+        """The runs of the shard that one kernel call updates; steps count from the unit's own."""
+        last = max(states.steps, default=0)
+        behind = tuple(last - step for step in states.steps)
+        key = (tuple(flags), behind)
+        if key not in states.segments:
+            if len(states.segments) >= SEGMENT_TABLES:
+                states.segments.clear()
+            groups = [self._group_of[param] for param in states.unit.params]
+            states.segments[key] = segments_of(states.unit.layout, states.unit.rank, groups, flags, behind)
+        return [segment.at(last) for segment in states.segments[key]]

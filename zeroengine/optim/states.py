@@ -1,0 +1,67 @@
+"""What an optimizer keeps of one unit on one rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .. import ops
+from ..offload import DiskStore
+from ..runtime.gradients import UnitGradients
+from .segments import Segment
+
+
+class UnitStates:
+    """The optimizer's states of one unit on this rank, all 1-D of the optimizer shard's length.
+
+    Args:
+        number: among the optimizer's units.
+        home: where master and moments live, if not on the device.
+    """
+
+    def __init__(
+        self, number: int, grads: UnitGradients, moments_dtype: torch.dtype, home: DiskStore | None = None
+    ) -> None:
+        unit = grads.unit
+        self._moments_dtype = moments_dtype
+        self.number, self.home = number, home
+        self.grads, self.unit = grads, unit
+        degree = unit.degrees.optimizer
+        self.published = unit.owned(degree)
+        self.gradient = grads.owned(degree)
+        self.offset, _ = unit.layout.shard_range(unit.rank, degree)
+        # DESIGN "One master": where parameters are fp32 they are the master.
+        self.mixed = unit.mixed
+        self.master = self.published
+        if self.mixed:
+            self.master = self._empty(torch.float32)
+            self.master.copy_(self.published if unit.master is None else unit.master)
+            unit.master = None
+            if home is not None:
+                home.let_go()
+        self.moments: list[torch.Tensor] = []
+        self.steps = [0] * len(unit.params)
+        self.segments: dict[tuple[Any, ...], list[Segment]] = {}
+
+    def _empty(self, dtype: torch.dtype) -> torch.Tensor:
+        numel = self.published.numel()
+        if self.home is not None:
+            return self.home.empty(numel, dtype)
+        tensor = torch.empty(numel, dtype=dtype, device=self.unit.full.device)
+        ops.advise_huge_pages(tensor)
+        return tensor
+
+    def adam_moments(self) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.moments:
+            self.moments = [self._empty(self._moments_dtype) for _ in range(2)]
+            if self.home is None:  # a file is zeros
+                for moment in self.moments:
+                    moment.zero_()
+        return self.moments[0], self.moments[1]
+
+    def reload_master(self) -> None:
+        """Some of the published parameters were written from outside; the others keep their master's bits."""
+        if self.mixed:
+            untouched = self.master.to(self.published.dtype) == self.published
+            self.master.copy_(torch.where(untouched, self.master, self.published))
