@@ -6,6 +6,7 @@ The same decoder-only transformer, batches and AdamW for every engine; each uses
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import resource
@@ -19,11 +20,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-SIZES = {"xs": (4, 128, 4, 512), "s": (8, 512, 8, 8192), "m": (12, 768, 12, 32768)}  # layers, width, heads, vocabulary
+SIZES = {  # layers, width, heads, vocabulary
+    "xs": (4, 128, 4, 512),
+    "s": (8, 512, 8, 8192),
+    "m": (12, 768, 12, 32768),
+    "b": (20, 2048, 16, 8192),  # a billion parameters
+}
 ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
 CLIP = 1.0
 HALF = {"bf16": torch.bfloat16}
 Step = Callable[[], torch.Tensor]
+MARKS: list[dict[str, float]] = []  # of each step, where the engine tells
 
 
 class Block(nn.Module):
@@ -83,6 +90,11 @@ def json_config(args: argparse.Namespace) -> dict[str, Any]:
         "zero_optimization": {"stage": args.stage},
         "optimizer": {"type": "AdamW", "params": ADAMW},
     }
+    if args.offload != "none":
+        place = {"device": args.offload, "nvme_path": args.nvme_path, "pin_memory": False}
+        config["zero_optimization"]["offload_optimizer"] = place
+        if args.stage == 3:
+            config["zero_optimization"]["offload_param"] = place
     return config | ({"bf16": {"enabled": True}} if args.dtype == "bf16" else {})
 
 
@@ -90,20 +102,47 @@ def zeroengine_step(model: nn.Module, args: argparse.Namespace, data: Iterator[A
     import zeroengine
 
     engine = zeroengine.initialize(model, config=json_config(args))
+    seen = {"read": 0, "written": 0}
 
     def step() -> torch.Tensor:
         loss = engine(*next(data))
         engine.backward(loss)
+        before, start = traffic(engine), time.perf_counter()
         engine.step()
+        MARKS.append(
+            {
+                "update_s": time.perf_counter() - start,
+                "update_read": traffic(engine)[0] - before[0],
+                "update_written": traffic(engine)[1] - before[1],
+                "step_read": traffic(engine)[0] - seen["read"],
+                "step_written": traffic(engine)[1] - seen["written"],
+                "accounted_mib": engine.memory().total / 2**20,
+                "nvme_mib": sum(engine.memory().nvme.values()) / 2**20,
+            }
+        )
+        seen["read"], seen["written"] = traffic(engine)
         return loss
 
     return step
+
+
+def traffic(engine: Any) -> tuple[int, int]:
+    """Bytes that an engine of zeroengine has read from and written to disks."""
+    pairs = [disk.traffic for disk in engine._placement.disks]
+    return sum(read for read, _ in pairs), sum(written for _, written in pairs)
 
 
 def deepspeed_step(model: nn.Module, args: argparse.Namespace, data: Iterator[Any]) -> Step:
     import deepspeed
 
     config = json_config(args) | {"steps_per_print": 10**9}
+    if args.offload == "nvme":
+        config["aio"] = {"block_size": 1 << 20, "queue_depth": 32, "single_submit": False, "overlap_events": True}
+        numel = sum(p.numel() for p in model.parameters())
+        for key in ("offload_optimizer", "offload_param"):
+            if key in config["zero_optimization"]:
+                config["zero_optimization"][key] = {**config["zero_optimization"][key], "buffer_count": 5}
+        config["zero_optimization"].setdefault("sub_group_size", max(numel // 8, 1 << 24))
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
 
     def step() -> torch.Tensor:
@@ -148,6 +187,12 @@ def torch_step(model: nn.Module, args: argparse.Namespace, data: Iterator[Any]) 
     return step
 
 
+def meta_init() -> Any:
+    import zeroengine
+
+    return zeroengine.meta_init()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("engine", choices=["floor", "ddp", "fsdp2", "deepspeed", "zeroengine"])
@@ -158,8 +203,12 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--offload", choices=["none", "cpu", "nvme"], default="none")
+    parser.add_argument("--nvme-path")
+    parser.add_argument("--meta", action="store_true", help="build the model without memory for its parameters")
     args = parser.parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     make = {"zeroengine": zeroengine_step, "deepspeed": deepspeed_step}.get(args.engine, torch_step)
     if args.engine in ("zeroengine", "deepspeed"):
@@ -167,16 +216,23 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     base = resident_mib()
-    step = make(Transformer(args.size, args.context), args, batches(args.size, rank, args.batch, args.context))
-    times, loss = [], 0.0
+    with meta_init() if args.meta else contextlib.nullcontext():
+        model = Transformer(args.size, args.context)
+    step = make(model, args, batches(args.size, rank, args.batch, args.context))
+    del model
+    times, losses = [], []
     for _ in range(args.warmup + args.steps):
         start = time.perf_counter()
-        loss = step().item()
+        losses.append(step().item())
         times.append(time.perf_counter() - start)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - base
     tokens = world * args.batch * args.context / statistics.median(times[args.warmup :])
     if rank == 0:
-        print(json.dumps({"tokens_per_s": tokens, "peak_mib": peak, "loss": loss}), flush=True)
+        found = {"tokens_per_s": tokens, "step_s": statistics.median(times[args.warmup :]), "peak_mib": peak}
+        found |= {"now_mib": resident_mib() - base, "loss": losses[-1], "losses": losses}
+        if MARKS:
+            found |= {key: statistics.median(mark[key] for mark in MARKS[args.warmup :]) for key in MARKS[0]}
+        print(json.dumps(found), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import gc
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +13,14 @@ import torch
 import torch.distributed as dist
 
 import zeroengine
+from zeroengine.comm.local import LocalTransport
+from zeroengine.config import load
+from zeroengine.offload import place
+from zeroengine.ops import _aio_library
+from zeroengine.partition import cut_units
 
 from .models import TinyLM, batch, build, config
-from .ranks import run_ranks
+from .ranks import RankFailed, run_ranks
 
 OPTIMIZER, BOTH = ("offload_optimizer",), ("offload_optimizer", "offload_param")
 PARAM = ("offload_param",)
@@ -191,3 +199,120 @@ def test_ratio_keeps_part_in_memory(tmp_path: Path) -> None:
     memory = found[0][3]
     assert 0 < memory.nvme["optimizer"] <= memory.states * 0.3
     assert memory.optimizer > 0
+
+
+def fail_on_rank_0(settings: dict[str, Any], folder: str, kind: int, when: str) -> str:
+    """A checkpoint, then a disk that fails on one rank: what each rank is told, and by whom it is told again."""
+    dist.init_process_group("gloo")
+    engine = zeroengine.initialize(build(TinyLM), config=settings)
+    _steps(engine, 0, 2)
+    engine.save_checkpoint(folder)
+    told = []
+    library = _aio_library.library()
+    for attempt in range(2):
+        try:
+            if engine.rank == 0 and when == "forward" and not attempt:
+                library.ze_aio_set_fault(kind, 1, 10_000)
+            engine.backward(engine(*batch(2, engine.rank)))
+            if engine.rank == 0 and when == "update" and not attempt:
+                library.ze_aio_set_fault(kind, 8, 10_000)
+            engine.step()
+        except zeroengine.ZeroEngineError as error:
+            told.append(f"{type(error).__name__}: {error}")
+            if engine.rank != 0:
+                break
+        finally:
+            library.ze_aio_set_fault(0, 1, 1)
+        if engine.rank == 0 and when == "forward":
+            break
+    return " | ".join(told)
+
+
+@pytest.mark.parametrize("when", ["forward", "update"])
+@pytest.mark.parametrize("kind", [errno.EIO, errno.ENOSPC])
+def test_a_failing_disk_ends_every_rank_with_an_error_and_the_checkpoint_still_loads(
+    tmp_path: Path, kind: int, when: str
+) -> None:
+    (tmp_path / "nvme").mkdir()
+    settings = offloaded(3, tmp_path / "nvme", BOTH, comm={"timeout_seconds": 10})
+    saved = str(tmp_path / "saved")
+    told = run_ranks(2, fail_on_rank_0, settings, saved, kind, when)
+    assert told[0].startswith("OffloadError: ") and os.strerror(kind) in told[0] and "at offset" in told[0]
+    if when == "update":
+        assert "half updated" in told[0].split(" | ")[1]
+    assert told[1]  # ended by an error of its own, for its peer is gone
+    run_ranks(2, load_and_go_on, config(1), saved, 2)
+
+
+def start_on(settings: dict[str, Any]) -> None:
+    dist.init_process_group("gloo")
+    zeroengine.initialize(build(TinyLM), config=settings)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("missing", "does not exist"),
+        ("file", "is a file"),
+        ("/dev/shm", "which is memory"),
+        ("/proc", "memory|cannot"),
+    ],
+)
+def test_a_path_that_cannot_be_used_is_an_error_on_every_rank(tmp_path: Path, path: str, message: str) -> None:
+    (tmp_path / "file").write_text("")
+    settings = offloaded(2, tmp_path / path, OPTIMIZER)
+    with pytest.raises(RankFailed, match=message) as caught:
+        run_ranks(2, start_on, settings)
+    assert len(caught.value.failures) == 2
+
+
+def start_too_large(settings: dict[str, Any]) -> None:
+    dist.init_process_group("gloo")
+    with torch.device("meta"):
+        free = os.statvfs(settings["zero_optimization"]["offload_optimizer"]["nvme_path"])
+        width = int((free.f_bavail * free.f_frsize / 4) ** 0.5) + 4096
+        model = torch.nn.Linear(width, width, bias=False)
+    place(
+        cut_units(model), load(settings).resolve(world_size=1), LocalTransport(torch.device("cpu")), torch.device("cpu")
+    )
+
+
+def test_too_little_room_is_an_error_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(RankFailed, match="are needed: make room"):
+        run_ranks(1, start_too_large, offloaded(2, tmp_path, OPTIMIZER))
+
+
+def train_sgd(settings: dict[str, Any]) -> None:
+    dist.init_process_group("gloo")
+    model = build(TinyLM)
+    zeroengine.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), settings)
+
+
+def test_an_optimizer_that_cannot_be_streamed_is_refused(tmp_path: Path) -> None:
+    settings = offloaded(2, tmp_path, OPTIMIZER) | {"optimizer": None}
+    with pytest.raises(RankFailed, match=r'only Adam and AdamW .* not SGD; write "device": "cpu" or "none"'):
+        run_ranks(1, train_sgd, settings)
+
+
+def leave_files(settings: dict[str, Any], folder: str) -> tuple[int, int, int]:
+    dist.init_process_group("gloo")
+    engine = zeroengine.initialize(build(TinyLM), config=settings)
+    _steps(engine, 0, 1)
+    open_files = len([fd for fd in os.listdir("/proc/self/fd") if _leads_to(fd, folder)])
+    engine.close()
+    del engine
+    gc.collect()
+    left = len([fd for fd in os.listdir("/proc/self/fd") if _leads_to(fd, folder)])
+    return open_files, left, len(os.listdir(folder))
+
+
+def _leads_to(fd: str, folder: str) -> bool:
+    try:
+        return folder in os.readlink(f"/proc/self/fd/{fd}")
+    except FileNotFoundError:
+        return False
+
+
+def test_files_go_with_the_engine(tmp_path: Path) -> None:
+    open_files, left, named = run_ranks(1, leave_files, offloaded(3, tmp_path, BOTH), str(tmp_path))[0]
+    assert open_files > 0 and left == 0 and named == 0

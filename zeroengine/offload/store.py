@@ -79,6 +79,11 @@ class DiskStore:
         assert extent is not None
         return self._queue.write(extent.file, extent.offset + state.data_ptr() - extent.address, _blocks(source))
 
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """Bytes read and bytes written since the start, other than through mapped states."""
+        return self._queue.bytes_read, self._queue.bytes_written
+
     def _extent_of(self, tensor: torch.Tensor) -> _Extent | None:
         address = tensor.data_ptr()
         index = bisect_right(self._extents, address, key=lambda e: e.address)
