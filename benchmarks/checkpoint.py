@@ -1,6 +1,7 @@
 """Checkpoints against the disk they lie on, as ratios measured in one run.
 
     python benchmarks/checkpoint.py export --gib 4      zero-export against cp, and its memory
+    python benchmarks/checkpoint.py save                save_checkpoint against a plain write, async_save against both
 
 Each command prints the machine, the disk's own speed for the same bytes, and what is reached of it. Files are put out
 of the page cache before they are read and synced after they are written, by either side.
@@ -181,6 +182,89 @@ def export(options: argparse.Namespace) -> None:
         shutil.rmtree(here, ignore_errors=True)
 
 
+# -- save -----------------------------------------------------------------------------------------
+
+
+def save(options: argparse.Namespace) -> None:
+    """save_checkpoint on several ranks against one plain sequential write of as many bytes by one of them."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(options.ranks)]
+    arguments = ["rank", "--dir", str(options.dir), "--rounds", str(options.rounds), "--size", options.size]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, *launch, __file__, *arguments], env=environment, check=True)
+
+
+def save_on_rank(options: argparse.Namespace) -> None:
+    from workload import ADAMW, Transformer, batches
+
+    import zeroengine
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    here = options.dir / "zeroengine-benchmark"
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3},
+        "optimizer": {"type": "AdamW", "params": ADAMW},
+    }
+    engines = {
+        name: zeroengine.initialize(
+            Transformer(options.size, 32), config=settings | {"checkpoint": {"async_save": name == "async"}}
+        )
+        for name in ("sync", "async")
+    }
+    for engine in engines.values():
+        engine.backward(engine(*next(batches(options.size, rank, 1, 32))))
+        engine.step()
+    chunk = torch.randn(1 << 22).numpy().tobytes()
+
+    def clean() -> None:
+        dist.barrier()
+        if rank == 0:
+            shutil.rmtree(here, ignore_errors=True)
+            here.mkdir()
+            os.sync()
+        dist.barrier()
+
+    def save_at(name: str) -> float:
+        clean()
+        taken = seconds(lambda: engines[name].save_checkpoint(here, "benchmark"))
+        engines[name].wait_for_checkpoint()
+        return taken
+
+    save_at("sync")  # the first one imports torch's part of it
+    nbytes = sum(file.stat().st_size for file in here.rglob("*") if file.is_file())
+
+    def plain() -> float:
+        clean()
+        start = time.perf_counter()
+        if rank == 0:
+            with open(here / "plain", "wb", buffering=0) as file:
+                for _ in range(nbytes // len(chunk)):
+                    file.write(chunk)
+                os.fsync(file.fileno())
+        dist.barrier()
+        return time.perf_counter() - start
+
+    def async_save() -> float:
+        return save_at("async")
+
+    async_save()
+    cases = {"a plain write": plain, "save_checkpoint": lambda: save_at("sync"), "async_save, blocked": async_save}
+    found = in_turns(cases, options.rounds)
+    if rank == 0:
+        print(machine(options.dir))
+        print(f"{nbytes / GIB:.2f} GiB on {dist.get_world_size()} ranks, stage 3, with Adam's moments")
+        show(found, dict.fromkeys(found, float(nbytes)))
+        for what, of in (("medians", statistics.median), ("fastest", min)):
+            base, sync, blocked = (of(times) for times in found.values())
+            print(f"by {what}: save_checkpoint at {base / sync:.2f} of a plain write's speed")
+            print(f"by {what}: async_save blocks for {blocked / sync:.2f} of save_checkpoint")
+    for engine in engines.values():
+        engine.close()
+    clean()
+    dist.destroy_process_group()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -191,6 +275,12 @@ def main() -> None:
     add.add_argument("--gib", type=float, default=4, help="of fp32 weights")
     add.add_argument("--optimizer", action="store_true", help="the checkpoint has moments as well")
     add.set_defaults(run=export)
+    for name, run in (("save", save), ("rank", save_on_rank)):
+        help_of = {"help": run.__doc__} if run.__doc__ else {}
+        add = commands.add_parser(name, parents=[shared], **help_of)
+        add.add_argument("--size", default="m", help="of the model: xs, s (30 M parameters) or m (110 M)")
+        add.add_argument("--ranks", type=int, default=2)
+        add.set_defaults(run=run)
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT))
     options.run(options)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import zeroengine
-from zeroengine.optim.sharded import SEGMENT_TABLES
+from zeroengine.optim.fused import SEGMENT_TABLES
 
 from .models import WIDTH, Block, TinyLM, batch, build
 from .ranks import run_ranks
