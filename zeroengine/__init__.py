@@ -15,10 +15,11 @@ if TYPE_CHECKING:
         set_full_master,
         set_full_optimizer_state,
     )
-    from .engine import Engine, initialize
+    from .engine import Engine
     from .errors import CheckpointError, ConfigError, DivergenceError, ReleasedParameterError, ZeroEngineError
     from .memory import Memory
     from .runtime.gathered import gathered
+    from .start import initialize
 
 __version__ = "0.1.0"
 __all__ = [
@@ -40,7 +41,7 @@ __all__ = [
 ]
 
 # Imported when first used: the commands that need no torch start without it.
-_HOMES = {"Engine": "engine", "initialize": "engine", "Memory": "memory", "gathered": "runtime"}
+_HOMES = {"Engine": "engine", "initialize": "start", "Memory": "memory", "gathered": "runtime"}
 
 
 def __getattr__(name: str) -> Any:
@@ -56,4 +57,4 @@ def __dir__() -> list[str]:
 
 
 if "torch" in sys.modules:  # a training script: it loads the engine here, not in the midst of its own start
-    importlib.import_module(".engine", __name__)
+    importlib.import_module(".start", __name__)

@@ -8,33 +8,27 @@ import logging
 import math
 import os
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from .access import Access
-from .agreement import check_agreement
-from .comm import Group, backend_of, default_device
-from .config import FLOATS, Config, load
+from .comm import Group
+from .config import FLOATS, Config
 from .data import ResumableLoader
 from .errors import ZeroEngineError
 from .memory import Memory
-from .offload import DiskShards, place
+from .offload import DiskShards, DiskStore, Parking, held, open_disk, padded, parking, place
 from .optim import (
     LossScaler,
     LRSchedulerLike,
-    OptimizerLike,
     ShardedOptimizer,
-    check_optimizer,
-    make_optimizer,
     make_scheduler,
 )
-from .partition import Degrees, UnitPlan, cut_units, degrees_of_stage
-from .runtime import Gatherer, Reducer, Unit, UnitGradients, claim, eager, owner_of, precision
+from .partition import Degrees, UnitPlan, degrees_of_stage
+from .runtime import Gatherer, Reducer, Unit, UnitGradients, claim, eager, precision
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
@@ -43,56 +37,6 @@ if TYPE_CHECKING:
     from . import checkpoint
 
 log = logging.getLogger("zeroengine")
-
-
-def initialize(
-    model: nn.Module,
-    optimizer: OptimizerLike = None,
-    config: str | Path | Mapping[str, Any] | Config | None = None,
-    *,
-    lr_scheduler: LRSchedulerLike = None,
-    process_group: dist.ProcessGroup | None = None,
-) -> Engine:
-    """Partitions ``model`` and its optimizer over the data-parallel ranks, and returns the engine that trains it.
-
-    Call it on every rank, with the same arguments. It starts torch.distributed where nobody has (NCCL on CUDA,
-    Gloo on CPU; one process when not launched), takes rank 0's parameters and buffers, and keeps the model's
-    ``nn.Parameter`` objects: their shapes and names stay as they are.
-
-    Args:
-        model: any module with parameters; in bf16 or fp16 mixed precision its floating parameters take that dtype,
-            and the fp32 master its values from before.
-        optimizer: a ``torch.optim`` optimizer over the model's parameters, a callable that takes parameters, or
-            None to build what the configuration says. Adam and AdamW run on the fused kernel; any element-wise
-            optimizer works.
-        config: a JSON or YAML file, a dict, or None for the file that zero-launch names.
-        lr_scheduler: a torch scheduler over the optimizer, or a callable that makes one; ``Engine.step`` steps it.
-        process_group: the ranks to partition over; all of them where None.
-
-    Raises:
-        ZeroEngineError: wrong input, on every rank, with what to write instead.
-    """
-    group = Group(process_group, _device_of(model, process_group))
-    with group.agreeing("to initialize"):
-        if not isinstance(model, nn.Module):
-            raise ZeroEngineError(f"initialize() takes a torch.nn.Module, found {type(model).__name__}")
-        _check_unclaimed(model)
-        settings = config if isinstance(config, Config) else load(config)
-        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
-        settings = settings.resolve(world_size=group.world_size, model_dtype=dtype)
-        for low in (settings.low_precision, settings.autocast_dtype):
-            if low is not None:
-                precision.check_supported(low, group.device)
-        plans = cut_units(
-            model,
-            patterns=settings.units,
-            compute_dtype=settings.low_precision,
-            keep_fp32=precision.fp32_params(model, settings),
-        )
-        rule = make_optimizer(optimizer, model, settings)
-        check_optimizer(rule, degrees_of_stage(settings.zero_optimization.stage, group.world_size))
-    check_agreement(group, settings, model, plans, rule)
-    return Engine(model, rule, settings, group, plans, lr_scheduler)
 
 
 class Engine:
@@ -131,6 +75,8 @@ class Engine:
         self.grad_norm: float | None = None
         self._group = group
         self._in_backward = self._backward_done = False
+        self._parking = Parking()
+        self._parked_on: DiskStore | None = None
         zero = config.zero_optimization
         self._transport = group.transport(config.comm.transport, config.comm.timeout_seconds)
         degrees = degrees_of_stage(zero.stage, group.world_size)
@@ -199,6 +145,8 @@ class Engine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
+        if self._parking:
+            self._parking.check("the forward", ("parameters",))
         return self.module(*args, **kwargs)
 
     forward = __call__
@@ -235,6 +183,7 @@ class Engine:
                 "backward(): the loss is detached from the parameters. Compute it from engine(...), outside "
                 "torch.no_grad(), without .detach() or .item()"
             )
+        self._parking.check("backward()")
         self._abandon_backward()
         self._begin_backward()
         self._scaled_in = -1
@@ -358,9 +307,10 @@ class Engine:
             ZeroEngineError: there was no backward since the last call, or it is called inside ``gathered`` or
                 ``no_sync``, or gradients overflow at the smallest loss scale.
         """
+        self._parking.check("step()")
+        self._placement.check()
         if not self._backward_done:
             raise ZeroEngineError("step() without backward(): call engine.backward(loss) (or loss.backward()) first")
-        self._placement.check()
         boundary = self.is_gradient_accumulation_boundary()
         if boundary and not self.reducer.syncing:
             raise ZeroEngineError(
@@ -463,13 +413,81 @@ class Engine:
         """Sets evaluation mode, as ``nn.Module.eval``."""
         return self.train(False)
 
+    # -- making room ------------------------------------------------------------------------------
+
+    def offload_states(
+        self,
+        include: Sequence[str] | None = None,
+        *,
+        device: Literal["cpu", "nvme"] = "cpu",
+        nvme_path: str | os.PathLike[str] | None = None,
+    ) -> None:
+        """Frees the device's memory for another job, such as generation, until ``reload_states``.
+
+        Call it on every rank, between steps. Where the engine computes on the CPU, ``device="cpu"`` frees nothing.
+
+        Args:
+            include: of "optimizer" (masters and moments), "gradients" and "parameters". None: the first two, as far
+                as their memory can be given back. Without parameters nothing but ``reload_states`` works.
+            device: where they go.
+            nvme_path: a folder on a disk; that of the configuration where None.
+
+        Raises:
+            ZeroEngineError: an unknown state, memory that cannot be given back, or a folder that cannot be used.
+        """
+        chosen = ("optimizer", "gradients") if include is None else tuple(include)
+        with self._group.agreeing("to offload states"):
+            for name in chosen:
+                if name not in parking.STATES:
+                    raise ZeroEngineError(
+                        f"offload_states(): include has {name!r}; write any of {', '.join(parking.STATES)}"
+                    )
+            if device not in ("cpu", "nvme"):
+                raise ZeroEngineError(f'offload_states(): device is {device!r}; write "cpu" or "nvme"')
+            if self._parking:
+                raise ZeroEngineError("offload_states(): states are offloaded already; call reload_states() before")
+            zero = self.config.zero_optimization
+            path = nvme_path or zero.offload_optimizer.disk or zero.offload_param.disk
+            if device == "nvme" and path is None:
+                raise ZeroEngineError(
+                    'offload_states(): device "nvme" needs a folder on a disk: write nvme_path=...'
+                )
+        self.gatherer.settle()
+        self.reducer.settle()
+        self._transport.fence()
+        if device == "cpu" and self.device.type == "cpu":
+            return
+        every = {
+            "optimizer": self.optimizer.tensors(),
+            "gradients": [grads.kept for grads in self.reducer.gradients if grads.disk is None],
+            "parameters": [unit.shard for unit in self._units if unit.disk is None],
+        }
+        states = {name: every[name] for name in chosen}
+        if include is None:
+            states = {name: [t for t in of if t.untyped_storage().resizable()] for name, of in states.items()}
+        with self._group.agreeing("to offload states"):
+            disk = None
+            if device == "nvme":
+                nbytes = sum(padded(t.nbytes) for of in states.values() for t in of)
+                disk = open_disk(str(path), nbytes, self.config, self.rank)
+            self._parking.leave(states, disk)
+            self._parked_on = disk
+        _return_freed_memory()
+
+    def reload_states(self) -> None:
+        """Brings back what ``offload_states`` took away. Call it on every rank."""
+        self._parking.come_back()
+        disk, self._parked_on = self._parked_on, None
+        if disk is not None:
+            disk.close()
+
     # -- looking inside ---------------------------------------------------------------------------
 
     def memory(self) -> Memory:
         """The bytes that each state holds on this rank now."""
         return Memory(
             device=str(self.device),
-            parameters=sum(unit.shard.nbytes for unit in self._units if unit.disk is None),
+            parameters=sum(held(unit.shard) for unit in self._units if unit.disk is None),
             gradients=self.reducer.kept_bytes(),
             master=self.optimizer.master_bytes(),
             optimizer=self.optimizer.state_bytes(),
@@ -576,6 +594,7 @@ class Engine:
             ZeroEngineError: on every rank; there is no such checkpoint then.
         """
         with self._group.agreeing("to save a checkpoint"):
+            self._parking.check("save_checkpoint()")
             self._placement.check()
             if self._backward_done or self.micro_steps % self.config.gradient_accumulation_steps:
                 raise ZeroEngineError(
@@ -612,6 +631,7 @@ class Engine:
         Raises:
             CheckpointError: on every rank; the engine is as it was.
         """
+        self._parking.check("load_checkpoint()")
         self._abandon_backward()
         self.gatherer.settle()
         counters, client_state = self._checkpointer().load(
@@ -677,6 +697,7 @@ class Engine:
         from .checkpoint.weights import load
 
         with self._group.agreeing("to load weights"):
+            self._parking.check("load_weights()")
             if self.gatherer.lent:
                 raise ZeroEngineError(
                     "load_weights() inside `with zeroengine.gathered(...)`: its end would write the old values back. "
@@ -734,26 +755,6 @@ class Engine:
         self.gatherer.settle()
         self._transport.close()
         self._placement.close()
-
-
-def _device_of(model: nn.Module, process_group: dist.ProcessGroup | None) -> torch.device:
-    """The model's own GPU if it is on one; else a GPU where there are any, unless the process group is for CPUs."""
-    devices = {param.device for param in model.parameters()} if isinstance(model, nn.Module) else set()
-    gpu = next((device for device in devices if device.type == "cuda"), None)
-    if gpu is not None:
-        return gpu
-    if dist.is_initialized() and torch.cuda.is_available() and backend_of(process_group, "cuda") != "nccl":
-        return torch.device("cpu")
-    return default_device()
-
-
-def _check_unclaimed(model: nn.Module) -> None:
-    for name, param in model.named_parameters():
-        if owner_of(param) is not None:
-            raise ZeroEngineError(
-                f"parameter {name} already belongs to an engine: initialize() takes a model once. Use the engine that "
-                "the first call returned, or build the model anew."
-            )
 
 
 def _wide(loss: torch.Tensor) -> torch.Tensor:

@@ -316,3 +316,62 @@ def _leads_to(fd: str, folder: str) -> bool:
 def test_files_go_with_the_engine(tmp_path: Path) -> None:
     open_files, left, named = run_ranks(1, leave_files, offloaded(3, tmp_path, BOTH), str(tmp_path))[0]
     assert open_files > 0 and left == 0 and named == 0
+
+
+def generate_between_steps(settings: dict[str, Any], nvme: str | None) -> Any:
+    """Training, with the states away in the middle and, where ``nvme`` says so, an evaluation meanwhile."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    engine = zeroengine.initialize(build(TinyLM), config=settings)
+    losses, seen = _steps(engine, 0, 2), []
+    if nvme is not None:
+        before = engine.memory()
+        engine.offload_states(device="nvme", nvme_path=nvme)
+        seen = [before.optimizer, engine.memory().optimizer, engine.memory().gradients]
+        for call in (engine.step, lambda: engine.save_checkpoint(nvme), engine.offload_states):
+            with pytest.raises(zeroengine.ZeroEngineError, match="reload_states"):
+                call()
+        with torch.no_grad():
+            losses.append(engine(*batch(9, engine.rank)).item())
+        loss = engine(*batch(9, engine.rank))
+        with pytest.raises(zeroengine.ZeroEngineError, match="reload_states"):
+            engine.backward(loss)
+        del loss
+        engine.reload_states()
+        assert engine.memory().states == before.states
+    else:
+        losses.append(engine(*batch(9, engine.rank)).item())
+    return losses + _steps(engine, 2, 2), seen, engine.full_state_dict()
+
+
+@pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_states_leave_for_a_while_and_come_back(tmp_path: Path, stage: int, precision: dict[str, Any]) -> None:
+    settings = config(stage, **precision)
+    expected = run_ranks(2, generate_between_steps, settings, None)
+    found = run_ranks(2, generate_between_steps, settings, str(tmp_path))
+    for (losses, _, state), (losses_after, seen, state_after) in zip(expected, found, strict=True):
+        assert losses == losses_after
+        assert all(torch.equal(state[name], state_after[name]) for name in state)
+        assert seen[0] > 0 and seen[1] == 0
+        assert stage == 1 or seen[2] == 0
+
+
+def leave_wrongly(settings: dict[str, Any], arguments: dict[str, Any]) -> None:
+    dist.init_process_group("gloo")
+    zeroengine.initialize(build(TinyLM), config=settings).offload_states(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"include": ["moments"]}, "include has 'moments'; write any of optimizer, gradients, parameters"),
+        ({"device": "disk"}, "device is 'disk'"),
+        ({"device": "nvme"}, "needs a folder on a disk"),
+        ({"device": "nvme", "nvme_path": "/nowhere"}, "does not exist"),
+    ],
+)
+def test_offload_states_says_what_to_write(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(RankFailed, match=message) as caught:
+        run_ranks(2, leave_wrongly, config(3), arguments)
+    assert len(caught.value.failures) == 2

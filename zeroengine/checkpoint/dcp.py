@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import io
 import mmap
@@ -171,8 +172,8 @@ class _SavePlanner(dcp.DefaultSavePlanner):
         if index.offset is None:
             return self._objects[index.fqn]
         box, tensor = self._data[index]
-        if not tensor.is_meta and (tensor.is_cpu and tensor.untyped_storage().nbytes() == tensor.nbytes):
-            return tensor
+        if tensor.is_cpu and tensor.is_contiguous():
+            return _alone(tensor)
         made = self._empty(tensor.dtype, box)
         if tensor.is_meta:
             assert self._read is not None
@@ -187,6 +188,15 @@ class _SavePlanner(dcp.DefaultSavePlanner):
             self._memory.madvise(mmap.MADV_DONTNEED)
         self._memory = mmap.mmap(-1, max(box.numel * dtype.itemsize, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         return torch.frombuffer(self._memory, dtype=dtype, count=box.numel).view(box.sizes)
+
+
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory with a storage of its own: of a view torch would write a copy."""
+    if tensor.untyped_storage().nbytes() == tensor.nbytes or not tensor.nbytes:
+        return tensor
+    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    memory.owner = tensor  # type: ignore[attr-defined]
+    return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
 
 
 class _Reader(dcp.FileSystemReader):

@@ -85,7 +85,7 @@ def place(plans: Sequence[UnitPlan], config: Config, transport: Transport, devic
     if zero.offload_optimizer.disk:
         nbytes = sum(_optimizer_bytes(plan, config, share) for plan, goes in zip(trainable, homes, strict=True) if goes)
         expected[zero.offload_optimizer.disk] = expected.get(zero.offload_optimizer.disk, 0) + nbytes
-    disks = {path: _open(path, nbytes, config, transport.rank) for path, nbytes in expected.items()}
+    disks = {path: open_disk(path, nbytes, config, transport.rank) for path, nbytes in expected.items()}
     shards, optimizer = None, None
     if zero.offload_param.disk:
         shards = DiskShards(disks[zero.offload_param.disk], transport, zero.offload_param.buffer_count)
@@ -101,7 +101,11 @@ def place(plans: Sequence[UnitPlan], config: Config, transport: Transport, devic
     )
 
 
-def _open(path: str, nbytes: int, config: Config, rank: int) -> DiskStore:
+def open_disk(path: str, nbytes: int, config: Config, rank: int) -> DiskStore:
+    """
+    Raises:
+        OffloadError: ``path`` cannot be used, or has too little room.
+    """
     queue = DiskQueue(config.aio.queue_depth, config.aio.block_size, config.aio.backend or "auto")
     return DiskStore(SwapFolder(path, rank=rank, min_free_bytes=nbytes), queue, nbytes)
 

@@ -20,7 +20,7 @@ import torch
 from .. import ops
 from ..comm import Transport
 from ..errors import ZeroEngineError
-from ..offload import DiskStore, Pipeline
+from ..offload import DiskStore, Pipeline, held
 from ..partition import Degrees, ParamSlot, ShardSpan
 from ..runtime.gradients import UnitGradients
 from .factory import add_param_group
@@ -262,15 +262,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state_bytes(self, *, on_disk: bool = False) -> int:
         """Bytes of moments (or of whatever the optimizer keeps) on this rank, in memory or on disk."""
         if self._on_shards is None:
-            return sum(m.nbytes for s in self.units if (s.home is not None) == on_disk for m in s.moments)
+            return sum(held(m) for s in self.units if (s.home is not None) == on_disk for m in s.moments)
         if on_disk:
             return 0
-        tensors = (v for state in self._on_shards.state.values() for v in state.values() if isinstance(v, torch.Tensor))
-        return sum(t.nbytes for t in tensors)
+        return sum(map(held, self._state_tensors()))
 
     def master_bytes(self, *, on_disk: bool = False) -> int:
         """Bytes of masters on this rank, in memory or on disk."""
-        return sum(s.master.nbytes for s in self.units if s.mixed and (s.home is not None) == on_disk)
+        return sum(held(s.master) for s in self.units if s.mixed and (s.home is not None) == on_disk)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """What is in memory of the optimizer on this rank: masters that are not parameters, and its state."""
+        here = [states for states in self.units if states.home is None]
+        found = [states.master for states in here if states.mixed] + [m for states in here for m in states.moments]
+        return found + self._state_tensors()
+
+    def _state_tensors(self) -> list[torch.Tensor]:
+        states = self._on_shards.state.values() if self._on_shards is not None else ()
+        return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
 
 
 def _part(value: Any, param: torch.Tensor, span: ShardSpan, piece: torch.Tensor) -> Any:

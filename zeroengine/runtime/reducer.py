@@ -22,7 +22,7 @@ from torch import nn
 
 from ..comm import Transport, Work
 from ..errors import ZeroEngineError
-from ..offload import DiskStore
+from ..offload import DiskStore, held
 from .eager import eager
 from .gradients import UnitGradients, views_of
 from .landing import Landings
@@ -410,4 +410,4 @@ class Reducer:
         return sum(slot.memory.nbytes for slot in self._slots) + self._landings.nbytes
 
     def kept_bytes(self) -> int:
-        return sum(grads.kept.nbytes for grads in self.gradients if grads.disk is None)
+        return sum(held(grads.kept) for grads in self.gradients if grads.disk is None)

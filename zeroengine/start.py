@@ -1,0 +1,90 @@
+"""From a model and a configuration to an engine: what every rank checks before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .agreement import check_agreement
+from .comm import Group, backend_of, default_device
+from .config import Config, load
+from .engine import Engine
+from .errors import ZeroEngineError
+from .optim import LRSchedulerLike, OptimizerLike, check_optimizer, make_optimizer
+from .partition import cut_units, degrees_of_stage
+from .runtime import owner_of, precision
+
+
+def initialize(
+    model: nn.Module,
+    optimizer: OptimizerLike = None,
+    config: str | Path | Mapping[str, Any] | Config | None = None,
+    *,
+    lr_scheduler: LRSchedulerLike = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> Engine:
+    """Partitions ``model`` and its optimizer over the data-parallel ranks, and returns the engine that trains it.
+
+    Call it on every rank, with the same arguments. It starts torch.distributed where nobody has (NCCL on CUDA,
+    Gloo on CPU; one process when not launched), takes rank 0's parameters and buffers, and keeps the model's
+    ``nn.Parameter`` objects: their shapes and names stay as they are.
+
+    Args:
+        model: any module with parameters; in bf16 or fp16 mixed precision its floating parameters take that dtype,
+            and the fp32 master its values from before.
+        optimizer: a ``torch.optim`` optimizer over the model's parameters, a callable that takes parameters, or
+            None to build what the configuration says. Adam and AdamW run on the fused kernel; any element-wise
+            optimizer works.
+        config: a JSON or YAML file, a dict, or None for the file that zero-launch names.
+        lr_scheduler: a torch scheduler over the optimizer, or a callable that makes one; ``Engine.step`` steps it.
+        process_group: the ranks to partition over; all of them where None.
+
+    Raises:
+        ZeroEngineError: wrong input, on every rank, with what to write instead.
+    """
+    group = Group(process_group, _device_of(model, process_group))
+    with group.agreeing("to initialize"):
+        if not isinstance(model, nn.Module):
+            raise ZeroEngineError(f"initialize() takes a torch.nn.Module, found {type(model).__name__}")
+        _check_unclaimed(model)
+        settings = config if isinstance(config, Config) else load(config)
+        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+        settings = settings.resolve(world_size=group.world_size, model_dtype=dtype)
+        for low in (settings.low_precision, settings.autocast_dtype):
+            if low is not None:
+                precision.check_supported(low, group.device)
+        plans = cut_units(
+            model,
+            patterns=settings.units,
+            compute_dtype=settings.low_precision,
+            keep_fp32=precision.fp32_params(model, settings),
+        )
+        rule = make_optimizer(optimizer, model, settings)
+        check_optimizer(rule, degrees_of_stage(settings.zero_optimization.stage, group.world_size))
+    check_agreement(group, settings, model, plans, rule)
+    return Engine(model, rule, settings, group, plans, lr_scheduler)
+
+
+def _device_of(model: nn.Module, process_group: dist.ProcessGroup | None) -> torch.device:
+    """The model's own GPU if it is on one; else a GPU where there are any, unless the process group is for CPUs."""
+    devices = {param.device for param in model.parameters()} if isinstance(model, nn.Module) else set()
+    gpu = next((device for device in devices if device.type == "cuda"), None)
+    if gpu is not None:
+        return gpu
+    if dist.is_initialized() and torch.cuda.is_available() and backend_of(process_group, "cuda") != "nccl":
+        return torch.device("cpu")
+    return default_device()
+
+
+def _check_unclaimed(model: nn.Module) -> None:
+    for name, param in model.named_parameters():
+        if owner_of(param) is not None:
+            raise ZeroEngineError(
+                f"parameter {name} already belongs to an engine: initialize() takes a model once. Use the engine that "
+                "the first call returned, or build the model anew."
+            )
