@@ -37,6 +37,8 @@ class Memory:
         away = dict(self.nvme) if any(self.nvme.values()) else None
         lines = [f"on {self.device}" if away is None else f"{f'on {self.device}':<12}{'memory':>16}{'NVMe':>16}"]
         for name in (*STATES, *WORKING, "total"):
+            if name == "staging" and away is None:
+                continue
             line = f"{name:<12}{getattr(self, name) / 2**20:>12,.1f} MiB"
             if away is not None:
                 there = sum(away.values()) if name == "total" else away.get(name, 0)
