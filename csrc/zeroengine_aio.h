@@ -57,9 +57,9 @@ ZE_API struct ze_aio_transfer* ze_aio_submit(struct ze_aio_queue* queue, int wri
                                              void* address, int64_t bytes, int64_t offset);
 
 struct ze_aio_result {
-  int32_t error;         /* 0, the first errno met, or ZE_AIO_NO_PROGRESS */
-  int32_t refused;       /* blocks that O_DIRECT refused with EINVAL */
-  int64_t error_offset;  /* where in the file the block that failed first begins */
+  int32_t error;        /* 0, an errno, or ZE_AIO_NO_PROGRESS: of the failed block that is first in the file */
+  int32_t refused;      /* blocks that O_DIRECT refused with EINVAL */
+  int64_t error_offset; /* where in the file that block failed */
 };
 
 /* 1 once the transfer is done, with *result filled in; 0 where timeout_ms passed first. */

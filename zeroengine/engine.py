@@ -449,9 +449,7 @@ class Engine:
             zero = self.config.zero_optimization
             path = nvme_path or zero.offload_optimizer.disk or zero.offload_param.disk
             if device == "nvme" and path is None:
-                raise ZeroEngineError(
-                    'offload_states(): device "nvme" needs a folder on a disk: write nvme_path=...'
-                )
+                raise ZeroEngineError('offload_states(): device "nvme" needs a folder on a disk: write nvme_path=...')
         self.gatherer.settle()
         self.reducer.settle()
         self._transport.fence()

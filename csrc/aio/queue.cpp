@@ -111,9 +111,12 @@ void Queue::complete(Block* block, int64_t result) {
     work_.notify_one();
     return;
   }
-  if (result <= 0 && transfer->result.error == 0) {
-    transfer->result.error = result < 0 ? int32_t(-result) : ZE_AIO_NO_PROGRESS;
-    transfer->result.error_offset = block->offset;
+  if (result <= 0) {
+    ze_aio_result& said = transfer->result;
+    if (said.error == 0 || block->offset < said.error_offset) {
+      said.error = result < 0 ? int32_t(-result) : ZE_AIO_NO_PROGRESS;
+      said.error_offset = block->offset;
+    }
     if (transfer->issued < transfer->bytes) {  // the rest is not begun
       auto& waiting = waiting_[transfer->write];
       waiting.erase(std::find(waiting.begin(), waiting.end(), transfer));

@@ -91,6 +91,7 @@ def test_the_install_succeeds_without_a_working_compiler(compiler: str | None, t
     install = subprocess.run([*pip, "--target", site, source], env=env, capture_output=True, text=True)
     assert install.returncode == 0, install.stderr
     assert (install.stdout + install.stderr).count("NOTICE: zeroengine is installed without its CPU kernels") == 1
+    assert (install.stdout + install.stderr).count("NOTICE: zeroengine is installed without its disk library") == 1
     assert not list(site.glob("**/*.so"))
 
     code = """if True:

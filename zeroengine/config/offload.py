@@ -56,18 +56,18 @@ class OffloadParam(_Offload):
 
 
 class Aio(Section):
-    """How files on NVMe are read and written. `zero-io PATH` measures what is best for a disk."""
+    """How files on NVMe are read and written. What is "auto" is tried out on the disk, in less than a second."""
 
     backend: Annotated[Literal["io_uring", "libaio", "threads"] | None, AUTO] = None
     """"auto": the first of these that works here."""
-    block_size: Annotated[int, Ge(BLOCK), WHOLE, AUTO] = 1 << 20
+    block_size: Annotated[Annotated[int, Ge(BLOCK), WHOLE] | None, AUTO] = None
     """Bytes in one request to the disk."""
-    queue_depth: Annotated[Positive, AUTO] = 32
+    queue_depth: Annotated[Positive | None, AUTO] = None
     """Requests under way at once."""
 
     @model_validator(mode="after")
     def _whole_blocks(self) -> Aio:
-        if self.block_size % BLOCK:
+        if self.block_size is not None and self.block_size % BLOCK:
             near = max(round(self.block_size / BLOCK), 1) * BLOCK
             raise ValueError(f"block_size {self.block_size} is not a multiple of {BLOCK} bytes; write {near}")
         return self

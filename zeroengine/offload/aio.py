@@ -108,6 +108,7 @@ class Transfer:
         Raises:
             OffloadError: it failed; names the operation, the path, the offset in bytes and what the system said.
         """
+        self._check_process()
         with self._lock:
             while not self._poll(POLL_MS):
                 pass
@@ -117,6 +118,7 @@ class Transfer:
 
     def done(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
+        self._check_process()
         if not self._lock.acquire(blocking=False):
             return False  # another thread waits
         try:
@@ -127,7 +129,6 @@ class Transfer:
     def _poll(self, timeout_ms: int) -> bool:
         if self._owned is None:
             return True
-        _check_process(self._process)
         result = _aio.Result()
         if not self._library.ze_aio_wait(self._handle, timeout_ms, ctypes.byref(result)):
             return False
@@ -135,6 +136,10 @@ class Transfer:
         if result.error:
             self._error = self._describe(result.error, result.error_offset)
         return True
+
+    def _check_process(self) -> None:
+        if self._owned is not None:
+            _check_process(self._process)
 
     def _describe(self, error: int, offset: int) -> str:
         verb, end = ("writing", "to") if self._write else ("reading", "from")
@@ -228,9 +233,10 @@ class DiskQueue:
         return self._begin(True, file, offset_bytes, source)
 
     def close(self) -> None:
-        """Waits for what is under way, and ends. How it ended, each transfer's `wait` says."""
-        with self._lock:
-            self._close()
+        """Waits for what is under way, and ends; each transfer's `wait` says how it went. Nothing in a forked child."""
+        if self._process == os.getpid():
+            with self._lock:
+                self._close()
 
     def _begin(self, write: bool, file: DiskFile, offset: int, tensor: Tensor) -> Transfer:
         _check_process(self._process)

@@ -13,10 +13,12 @@ from ..errors import ZeroEngineError
 from ..partition import UnitPlan
 from .aio import DiskQueue
 from .pipeline import Pipeline
+from .probe import Settings, tune
 from .shards import DiskShards
 from .store import DiskStore, padded
 from .swap import SwapFolder
 
+WORTH_TUNING = 1 << 28  # bytes of states
 PIECE = 4096  # what buffers hold a multiple of, in elements
 ELEMENT_BYTES = 4 + 4 + 4 + 4 + 2  # gradient, master, two moments, published
 
@@ -106,8 +108,16 @@ def open_disk(path: str, nbytes: int, config: Config, rank: int) -> DiskStore:
     Raises:
         OffloadError: ``path`` cannot be used, or has too little room.
     """
-    queue = DiskQueue(config.aio.queue_depth, config.aio.block_size, config.aio.backend or "auto")
-    return DiskStore(SwapFolder(path, rank=rank, min_free_bytes=nbytes), queue, nbytes)
+    folder = SwapFolder(path, rank=rank, min_free_bytes=nbytes)
+    found = (
+        tune(path) if nbytes > WORTH_TUNING and None in (config.aio.block_size, config.aio.queue_depth) else Settings()
+    )
+    queue = DiskQueue(
+        config.aio.queue_depth or found.queue_depth,
+        config.aio.block_size or found.block_size,
+        config.aio.backend or found.backend,
+    )
+    return DiskStore(folder, queue, nbytes)
 
 
 def _optimizer_bytes(plan: UnitPlan, config: Config, share: int) -> int:

@@ -49,7 +49,7 @@ class SwapFolder:
             OffloadError: there is no such folder, it cannot be written, lies in memory, or has not as much room.
         """
         self.path, self.rank = os.path.realpath(nvme_path), rank
-        self._files: list[SwapFile] = []
+        self._files: weakref.WeakSet[SwapFile] = weakref.WeakSet()
         if not os.path.isdir(self.path):
             found = "is a file" if os.path.exists(self.path) else "does not exist"
             raise OffloadError(f"nvme_path {nvme_path} {found}: write a folder on a local disk, or make it: mkdir -p")
@@ -86,18 +86,19 @@ class SwapFolder:
         nbytes = round_up(nbytes)
         path = os.path.join(self.path, f"zeroengine-{os.getpid()}-rank{self.rank}-{name}")
         descriptors = self._open(path, self.direct)
-        if nbytes:
-            try:
+        free = self.free_bytes()
+        try:
+            if nbytes > free:  # so that trying does not fill the disk for others
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if nbytes:
                 os.posix_fallocate(descriptors.buffered, 0, nbytes)
-            except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                    raise OffloadError(f"{path} cannot be given {_size(nbytes)}: {error.strerror}") from None
-                raise OffloadError(
-                    f"{path} needs {_size(nbytes)}, but its disk has {_size(self.free_bytes())} free "
-                    f"({error.strerror}): make room, or write an nvme_path on a larger disk"
-                ) from None
+        except OSError as error:
+            raise OffloadError(
+                f"{path} needs {_size(nbytes)}, but cannot have them ({error.strerror}; its disk has {_size(free)} "
+                "free): make room, or write an nvme_path on a larger disk"
+            ) from None
         out = SwapFile(path, nbytes, descriptors)
-        self._files.append(out)
+        self._files.add(out)
         return out
 
     def free_bytes(self) -> int:
@@ -107,8 +108,8 @@ class SwapFolder:
 
     def close(self) -> None:
         """Closes every file. The space comes back once no transfer and no mapped tensor uses it."""
-        while self._files:
-            self._files.pop().close()
+        for file in list(self._files):
+            file.close()
 
     def _open(self, path: str, direct: bool) -> Descriptors:
         """A new file without a name. `direct` asks for O_DIRECT, if the file system lets it be opened so."""
