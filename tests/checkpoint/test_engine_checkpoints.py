@@ -15,20 +15,10 @@ import zeroengine
 from zeroengine.checkpoint.store import MANIFEST, Store
 from zeroengine.errors import CheckpointError
 
-from ..distributed.models import TinyLM, batch
+from ..distributed.models import TinyLM
 from ..distributed.ranks import run_ranks
-from ..distributed.training import Task, make_engine
+from ..distributed.training import Task, make_engine, take_steps
 from .models import engine_at, momentum
-
-
-def steps(engine: zeroengine.Engine, numbers: range) -> list[float]:
-    losses = []
-    for number in numbers:
-        loss = engine(*batch(number, engine.rank))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
 
 
 def fingerprint(engine: zeroengine.Engine) -> Any:
@@ -47,18 +37,18 @@ def fingerprint(engine: zeroengine.Engine) -> Any:
 def resumes(root: Path, more: dict[str, Any]) -> None:
     for stage in (0, 3):
         engine = engine_at(stage, **more)
-        steps(engine, range(3))
+        take_steps(engine, range(3))
         random.seed(5 + engine.rank)
         torch.manual_seed(5 + engine.rank)
         engine.save_checkpoint(root / str(stage), client_state={"epoch": 2, "best": torch.ones(2)})
         drawn = (random.random(), torch.rand(3).tolist())
-        expected, after = steps(engine, range(3, 6)), fingerprint(engine)
+        expected, after = take_steps(engine, range(3, 6)), fingerprint(engine)
         engine.wait_for_checkpoint()
         other = engine_at(stage, seed=8, **more)
         client_state = other.load_checkpoint(root / str(stage))
         assert client_state["epoch"] == 2 and torch.equal(client_state["best"], torch.ones(2))
         assert (random.random(), torch.rand(3).tolist()) == drawn, "each rank's own random numbers"
-        assert steps(other, range(3, 6)) == expected
+        assert take_steps(other, range(3, 6)) == expected
         assert fingerprint(other) == after
         engine.close()
         other.close()
@@ -95,12 +85,12 @@ def scalar_resumes(root: Path) -> None:
         for stage in (0, 3):
             task, folder = Task(factory=Gained, optimizer=optimizer), root / f"{optimizer.__name__} {stage}"
             engine = make_engine(task, stage)
-            steps(engine, range(3))
+            take_steps(engine, range(3))
             engine.save_checkpoint(folder)
             other = make_engine(task, stage)
-            steps(other, range(1))
+            take_steps(other, range(1))
             other.load_checkpoint(folder)
-            assert steps(other, range(3, 6)) == steps(engine, range(3, 6)), (optimizer, stage)
+            assert take_steps(other, range(3, 6)) == take_steps(engine, range(3, 6)), (optimizer, stage)
             engine.close()
             other.close()
 
@@ -112,12 +102,12 @@ def test_a_parameter_without_dimensions_too(tmp_path: Path) -> None:
 def accumulates(root: Path) -> None:
     for before, after in ((1, 3), (3, 1)):
         engine = engine_at(2, gradient_accumulation_steps=before)
-        steps(engine, range(3 * before))
+        take_steps(engine, range(3 * before))
         engine.save_checkpoint(root / str(before))
         other = engine_at(1, gradient_accumulation_steps=after)
         other.load_checkpoint(root / str(before))
         assert (other.global_steps, other.is_gradient_accumulation_boundary()) == (3, after == 1)
-        steps(other, range(after))
+        take_steps(other, range(after))
         assert other.global_steps == 4
         other.close()
         engine.close()
@@ -129,10 +119,10 @@ def test_another_accumulation_may_follow(tmp_path: Path) -> None:
 
 def weights_alone(root: Path) -> None:
     engine = engine_at(1)
-    steps(engine, range(3))
+    take_steps(engine, range(3))
     engine.save_checkpoint(root)
     other = engine_at(3, optimizer=momentum, seed=8)
-    steps(other, range(2))
+    take_steps(other, range(2))
     before = fingerprint(other)
     other.load_checkpoint(root, weights_only=True)
     expected = engine.full_state_dict()
@@ -153,7 +143,7 @@ def test_weights_alone_leave_the_optimizer_as_it_is(tmp_path: Path) -> None:
 def several(root: Path) -> None:
     engine = engine_at(2, checkpoint={"keep": 2})
     for number in range(4):
-        steps(engine, range(number, number + 1))
+        take_steps(engine, range(number, number + 1))
         engine.save_checkpoint(root)
     if engine.rank == 0:
         assert Store(root).tags() == ["step-3", "step-4"]
@@ -195,7 +185,7 @@ def refused(engine: zeroengine.Engine, *args: Any, **kwargs: Any) -> str:
 
 def does_not_fit(root: Path) -> None:
     engine = engine_at(2)
-    steps(engine, range(2))
+    take_steps(engine, range(2))
     engine.save_checkpoint(root / "a")
     other = make_engine(Task(factory=Wider, optimizer=wider), 3)
     said = refused(other, root / "a")
@@ -221,7 +211,7 @@ def test_another_model_s_or_optimizer_s_is_refused(tmp_path: Path) -> None:
 def damaged(root: Path) -> None:
     engine = engine_at(3)
     for number in range(3):
-        steps(engine, range(number, number + 1))
+        take_steps(engine, range(number, number + 1))
         engine.save_checkpoint(root)
     data = sorted((root / "step-3").glob("*.distcp"))[-1]
     if engine.rank == 0:
@@ -251,10 +241,10 @@ def test_damage_is_said_and_the_newest_whole_one_offered(tmp_path: Path) -> None
 
 def not_now(root: Path) -> None:
     engine = engine_at(2, gradient_accumulation_steps=2)
-    steps(engine, range(1))
+    take_steps(engine, range(1))
     with pytest.raises(zeroengine.ZeroEngineError, match="between the micro-steps of a step would lose"):
         engine.save_checkpoint(root)
-    steps(engine, range(1))
+    take_steps(engine, range(1))
     with pytest.raises(CheckpointError, match=r'such as "step-1000"; found \'a/b\''):
         engine.save_checkpoint(root, "a/b")
     with pytest.raises(CheckpointError, match="client_state cannot be kept in a checkpoint"):
@@ -273,9 +263,9 @@ def test_what_cannot_be_saved(tmp_path: Path) -> None:
 
 def disk_full_on_rank_1(root: Path, background: bool) -> None:
     engine = engine_at(1, checkpoint={"async_save": background})
-    steps(engine, range(1))
+    take_steps(engine, range(1))
     engine.save_checkpoint(root)
-    steps(engine, range(1))
+    take_steps(engine, range(1))
     if background:
         engine.wait_for_checkpoint()
     if engine.rank == 1:
@@ -291,7 +281,7 @@ def disk_full_on_rank_1(root: Path, background: bool) -> None:
         engine.close()
     assert Store(root).tags() == ["step-1"] and Store(root).latest() == "step-1"
     assert not list(root.glob(".*.writing")), "nothing half done is left"
-    assert steps(engine, range(2)) if not background else True, "training can go on"
+    assert take_steps(engine, range(2)) if not background else True, "training can go on"
 
 
 @pytest.mark.parametrize("background", [False, True])

@@ -14,28 +14,18 @@ import pytest
 import zeroengine
 from zeroengine.checkpoint.store import Store
 
-from ..distributed.models import batch
 from ..distributed.ranks import run_ranks
+from ..distributed.training import take_steps
 from .models import engine_at
 
 STEPS = 400
-
-
-def losses_of(engine: Any, steps: range) -> list[float]:
-    losses = []
-    for step in steps:
-        loss = engine(*batch(step, engine.rank))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
 
 
 def train_until_killed(folder: Path, stage: int, victim: int, delay: float, background: bool) -> None:
     """Saves after every step, the last three kept. The other rank ends with an error."""
     engine = engine_at(stage, checkpoint={"keep": 3, "async_save": background}, comm={"timeout_seconds": 10})
     for step in range(STEPS):
-        losses_of(engine, range(step, step + 1))
+        take_steps(engine, range(step, step + 1))
         engine.save_checkpoint(folder)
         if step == 0:
             engine.wait_for_checkpoint()
@@ -56,11 +46,11 @@ def go_on(folder: Path, stage: int, steps: int) -> tuple[int, list[float]]:
     engine = engine_at(stage, seed=9)
     engine.load_checkpoint(folder)
     at = engine.global_steps
-    return at, losses_of(engine, range(at, at + steps))
+    return at, take_steps(engine, range(at, at + steps))
 
 
 def reference(stage: int) -> list[float]:
-    return losses_of(engine_at(stage), range(STEPS))
+    return take_steps(engine_at(stage), range(STEPS))
 
 
 def check_kills(root: Path, count: int, seed: int) -> None:

@@ -21,6 +21,7 @@ from zeroengine.partition import cut_units
 
 from .models import TinyLM, batch, build, config
 from .ranks import RankFailed, run_ranks
+from .training import take_steps
 
 OPTIMIZER, BOTH = ("offload_optimizer",), ("offload_optimizer", "offload_param")
 PARAM = ("offload_param",)
@@ -87,27 +88,17 @@ def save_and_go_on(settings: dict[str, Any], folder: str, steps: int) -> Any:
     """Some steps, a checkpoint, further steps."""
     dist.init_process_group("gloo")
     engine = zeroengine.initialize(build(TinyLM), config=settings)
-    _steps(engine, 0, steps)
+    take_steps(engine, range(0 + steps))
     engine.save_checkpoint(folder)
-    return _steps(engine, steps, steps), engine.full_state_dict()
+    return take_steps(engine, range(steps, 2 * steps)), engine.full_state_dict()
 
 
 def load_and_go_on(settings: dict[str, Any], folder: str, steps: int) -> Any:
     dist.init_process_group("gloo")
     engine = zeroengine.initialize(build(TinyLM, seed=1), config=settings)
-    _steps(engine, 7, 1)  # states of its own, to be replaced
+    take_steps(engine, range(7, 8))  # states of its own, to be replaced
     engine.load_checkpoint(folder)
-    return _steps(engine, steps, steps), engine.full_state_dict()
-
-
-def _steps(engine: zeroengine.Engine, first: int, steps: int) -> list[float]:
-    losses = []
-    for step in range(first, first + steps):
-        loss = engine(*batch(step, engine.rank))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+    return take_steps(engine, range(steps, 2 * steps)), engine.full_state_dict()
 
 
 @pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
@@ -205,7 +196,7 @@ def fail_on_rank_0(settings: dict[str, Any], folder: str, kind: int, when: str) 
     """A checkpoint, then a disk that fails on one rank: what each rank is told, and by whom it is told again."""
     dist.init_process_group("gloo")
     engine = zeroengine.initialize(build(TinyLM), config=settings)
-    _steps(engine, 0, 2)
+    take_steps(engine, range(2))
     engine.save_checkpoint(folder)
     told = []
     library = _aio_library.library()
@@ -213,7 +204,12 @@ def fail_on_rank_0(settings: dict[str, Any], folder: str, kind: int, when: str) 
         try:
             if engine.rank == 0 and when == "forward" and not attempt:
                 library.ze_aio_set_fault(kind, 1, 10_000)
-            engine.backward(engine(*batch(2, engine.rank)))
+            if attempt and when == "gradients":
+                engine.step()  # with what is left of them
+            loss = engine(*batch(2, engine.rank))
+            if engine.rank == 0 and when == "gradients" and not attempt:
+                library.ze_aio_set_fault(kind, 1, 10_000)
+            engine.backward(loss)
             if engine.rank == 0 and when == "update" and not attempt:
                 library.ze_aio_set_fault(kind, 8, 10_000)
             engine.step()
@@ -228,17 +224,18 @@ def fail_on_rank_0(settings: dict[str, Any], folder: str, kind: int, when: str) 
     return " | ".join(told)
 
 
-@pytest.mark.parametrize("when", ["forward", "update"])
+@pytest.mark.parametrize("when", ["forward", "gradients", "update"])
 @pytest.mark.parametrize("kind", [errno.EIO, errno.ENOSPC])
 def test_a_failing_disk_ends_every_rank_with_an_error_and_the_checkpoint_still_loads(
     tmp_path: Path, kind: int, when: str
 ) -> None:
     (tmp_path / "nvme").mkdir()
-    settings = offloaded(3, tmp_path / "nvme", BOTH, comm={"timeout_seconds": 10})
+    which = OPTIMIZER if when == "gradients" else BOTH
+    settings = offloaded(3, tmp_path / "nvme", which, comm={"timeout_seconds": 10})
     saved = str(tmp_path / "saved")
     told = run_ranks(2, fail_on_rank_0, settings, saved, kind, when)
     assert told[0].startswith("OffloadError: ") and os.strerror(kind) in told[0] and "at offset" in told[0]
-    if when == "update":
+    if when != "forward":
         assert "half updated" in told[0].split(" | ")[1]
     assert told[1]  # ended by an error of its own, for its peer is gone
     run_ranks(2, load_and_go_on, config(1), saved, 2)
@@ -297,7 +294,7 @@ def test_an_optimizer_that_cannot_be_streamed_is_refused(tmp_path: Path) -> None
 def leave_files(settings: dict[str, Any], folder: str) -> tuple[int, int, int]:
     dist.init_process_group("gloo")
     engine = zeroengine.initialize(build(TinyLM), config=settings)
-    _steps(engine, 0, 1)
+    take_steps(engine, range(1))
     open_files = len([fd for fd in os.listdir("/proc/self/fd") if _leads_to(fd, folder)])
     engine.close()
     del engine
@@ -323,7 +320,7 @@ def generate_between_steps(settings: dict[str, Any], nvme: str | None) -> Any:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     engine = zeroengine.initialize(build(TinyLM), config=settings)
-    losses, seen = _steps(engine, 0, 2), []
+    losses, seen = take_steps(engine, range(2)), []
     if nvme is not None:
         before = engine.memory()
         engine.offload_states(device="nvme", nvme_path=nvme)
@@ -341,7 +338,7 @@ def generate_between_steps(settings: dict[str, Any], nvme: str | None) -> Any:
         assert engine.memory().states == before.states
     else:
         losses.append(engine(*batch(9, engine.rank)).item())
-    return losses + _steps(engine, 2, 2), seen, engine.full_state_dict()
+    return losses + take_steps(engine, range(2, 4)), seen, engine.full_state_dict()
 
 
 @pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from ..errors import CheckpointError
 from . import dcp
 from .progress import progress, releasing
-from .state import SHOWN, Snapshot, Trained, restore, snapshot
+from .restore import restore
+from .state import SHOWN, Snapshot, Trained, snapshot
 from .store import FORMAT, MANIFEST, File, Manifest, Store, check_tag
 
 log = logging.getLogger("zeroengine")

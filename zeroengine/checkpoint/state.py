@@ -1,4 +1,4 @@
-"""An engine's state as a snapshot to save, and back."""
+"""An engine's state as a snapshot to save."""
 
 from __future__ import annotations
 
@@ -11,25 +11,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from ..comm import Group
 from ..config import Config
 from ..errors import CheckpointError
 from ..offload import aligned_empty
-from ..optim import LossScaler, ShardedOptimizer, UnitStates
-from ..optim.kept import KeptState, Keys
-from ..partition import ShardSpan
+from ..optim import LossScaler, ShardedOptimizer
+from ..optim.kept import KeptState
 from ..runtime import Unit
-from . import dcp
-from .entries import MODEL, OPTIMIZER, Entries, Entry, Inventory
-from .progress import progress, releasing
-from .store import Manifest
+from .entries import MODEL, Entries, Entry, Inventory
 
 EXTRA = "zeroengine."  # objects that only zeroengine reads
 SHOWN = 10  # of what is wrong
@@ -99,9 +93,6 @@ class Trained:
         return {p: s.name for u in self.units for p, s in zip(u.params, u.layout.slots, strict=True)}
 
 
-# -- out ------------------------------------------------------------------------------------------
-
-
 def snapshot(trained: Trained, client_state: Any) -> Snapshot:
     """What a checkpoint of ``trained`` holds. Tensors are views: they must stay until it is saved.
 
@@ -111,7 +102,7 @@ def snapshot(trained: Trained, client_state: Any) -> Snapshot:
     inventory, rank = trained.inventory, trained.group.rank
     objects: dict[str, Any] = {f"{EXTRA}rank.{rank}": random_states(trained.group.device)}
     for name, stateful in trained.stateful.items():
-        objects[_stateful(name, rank)] = storable(f"the state of {name!r}", stateful.state_dict())
+        objects[stateful_name(name, rank)] = storable(f"the state of {name!r}", stateful.state_dict())
     groups = param_groups(trained)
     if rank == 0:
         objects[f"{EXTRA}client_state"] = storable("client_state", client_state)
@@ -138,7 +129,7 @@ def snapshot(trained: Trained, client_state: Any) -> Snapshot:
     return Snapshot(entries, objects, aliases, about)
 
 
-def _stateful(name: str, rank: int) -> str:
+def stateful_name(name: str, rank: int) -> str:
     return f"{EXTRA}stateful.{rank}.{name}"
 
 
@@ -200,208 +191,3 @@ def set_random_states(states: Mapping[str, Any], device: torch.device) -> None:
         numpy.random.set_state((kind, keys.numpy().astype("uint32"), *rest))
     if "cuda" in states and device.type == "cuda":
         torch.cuda.set_rng_state(states["cuda"], device)
-
-
-# -- in -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Restored:
-    """What a checkpoint holds beside what ``restore`` has put back."""
-
-    client_state: Any
-    counters: dict[str, int]  # none with weights_only
-    stateful: dict[str, Any]  # by name, the states of the user's objects that are for this rank
-    same_world: bool  # whether they were saved on as many ranks
-
-
-def restore(trained: Trained, path: Path, manifest: Manifest | None, *, weights_only: bool, strict: bool) -> Restored:
-    """Puts a checkpoint's state into ``trained``. A collective.
-
-    Args:
-        manifest: None where plain PyTorch wrote the checkpoint.
-        weights_only: parameters and buffers alone.
-        strict: every parameter must be in the checkpoint, and every one of its in the model.
-
-    Raises:
-        CheckpointError: on every rank, before anything is changed: it does not fit.
-    """
-    group, inventory = trained.group, trained.inventory
-    with group.agreeing("to load a checkpoint"):
-        metadata = dcp.read_metadata(path)
-        model = inventory.model(once=False)
-        naming = Naming(metadata, model, inventory.aliases())
-        naming.check_model(path, strict=strict)
-        entries = {naming.model[name]: entry for name, entry in model.items() if name in naming.model}
-        prepared: list[tuple[UnitStates, ShardSpan, Keys]] = []
-        if not weights_only:
-            prepared = _plan_optimizer(trained, naming, manifest, path)
-            if manifest is not None:
-                _check_groups(trained, manifest, path)
-        wanted = [f"{EXTRA}client_state"]
-        same_world = manifest is not None and manifest.world_size == group.world_size
-        mine = _stateful("", group.rank if same_world else 0)
-        if not weights_only:
-            wanted += [
-                f"{EXTRA}lr_scheduler",
-                *(name for name in metadata.state_dict_metadata if name.startswith(mine)),
-            ]
-            if same_world:
-                wanted.append(f"{EXTRA}rank.{group.rank}")
-        wanted = [name for name in wanted if name in metadata.state_dict_metadata]
-    with group.agreeing("to load a checkpoint"):
-        for states, span, like in prepared:
-            if like:
-                trained.kept.make(states, span, like)
-            else:
-                trained.kept.clear(states, span)
-        state = {} if weights_only else inventory.optimizer(once=False)
-        entries |= {naming.state[name]: entry for name, entry in state.items() if name in naming.state}
-        total = sum(entry.nbytes for entry in entries.values())
-        with progress(f"loading {path.name}", total, group.rank == 0) as report:
-            objects = dcp.load(path, metadata, entries, wanted, releasing(report, trained.let_go))
-        for states, span, like in prepared:
-            name = OPTIMIZER + states.unit.layout.slots[span.slot].name
-            numbers = {key: state[f"{name}.{key}"].pieces[0][1] for key, (_, is_number) in like.items() if is_number}
-            if like:
-                trained.kept.take_numbers(states, span, numbers)
-    trained.republish()
-    if weights_only:
-        return Restored(objects.get(f"{EXTRA}client_state"), {}, {}, same_world)
-    if manifest is not None:
-        _set_groups(trained, manifest)
-        if manifest.loss_scaler and trained.config.scales_loss:
-            trained.scaler.load_state_dict(manifest.loss_scaler)
-    if trained.lr_scheduler is not None and f"{EXTRA}lr_scheduler" in objects:
-        trained.lr_scheduler.load_state_dict(objects[f"{EXTRA}lr_scheduler"])
-    if f"{EXTRA}rank.{group.rank}" in objects:
-        set_random_states(objects[f"{EXTRA}rank.{group.rank}"], group.device)
-    steps = [int(max(states.steps, default=0)) for states in trained.optimizer.units]
-    counters = manifest.counters if manifest is not None else {"global_steps": max(steps, default=0)}
-    stateful = {name.removeprefix(mine): state for name, state in objects.items() if name.startswith(mine)}
-    return Restored(objects.get(f"{EXTRA}client_state"), counters, stateful, same_world)
-
-
-class Naming:
-    """Our names, and those that a checkpoint has for the same things.
-
-    Whoever wrote it may have put prefixes before parameter names and before ``state.``; and of a tied parameter it
-    may hold another name than ours.
-
-    Attributes:
-        model, state: from the names of entries here to those in the checkpoint, where it has them.
-    """
-
-    def __init__(self, metadata: Metadata, model: Entries, aliases: Mapping[str, str]) -> None:
-        self._entries = model
-        self._there = {
-            name: known
-            for name, known in metadata.state_dict_metadata.items()
-            if isinstance(known, TensorStorageMetadata)
-        }
-        params = [name.removeprefix(MODEL) for name in model]
-        others: dict[str, list[str]] = {}
-        for alias, kept in aliases.items():
-            others.setdefault(kept, []).append(alias)
-        prefix = _prefix(self._there, params)
-        self.model: dict[str, str] = {}
-        for param in params:
-            names = [prefix + name for name in (param, *others.get(param, ()))]
-            found = next((name for name in names if name in self._there), None)
-            if found is not None:
-                self.model[MODEL + param] = found
-        known = {*self.model.values(), *(prefix + name for names in others.values() for name in names)}
-        self.unknown = [
-            name.removeprefix(prefix)
-            for name in self._there
-            if name.startswith(prefix) and name not in known and "state." not in name
-        ]
-        self.state: dict[str, str] = {}
-        self.keys: dict[str, Keys] = {}  # what is kept of each parameter
-        by_parameter = {name: param for param in params for name in (param, *others.get(param, ()))}
-        for name, tensor in self._there.items():
-            before, state, rest = name.partition("state.")
-            param, _, key = rest.rpartition(".")
-            if state and param in by_parameter and (not before or before.endswith(".")):
-                ours = by_parameter[param]
-                self.state[f"{OPTIMIZER}{ours}.{key}"] = name
-                is_number = not tuple(tensor.size) and (key == "step" or bool(model[MODEL + ours].shape))
-                self.keys.setdefault(ours, {})[key] = (tensor.properties.dtype, is_number)
-
-    def check_model(self, path: Path, *, strict: bool) -> None:
-        """Whether the checkpoint's model is this one.
-
-        Raises:
-            CheckpointError: shapes differ or, where ``strict``, names do: the first ten of how many.
-        """
-        problems = []
-        for name, entry in self._entries.items():
-            if name in self.model:
-                shape = tuple(self._there[self.model[name]].size)
-                if shape != entry.shape:
-                    problems.append(f"{name.removeprefix(MODEL)} has shape {shape} there and {entry.shape} here")
-            elif strict:
-                problems.append(f"{name.removeprefix(MODEL)} is not in the checkpoint")
-        if strict:
-            problems += [f"{name} is not in the model" for name in self.unknown]
-        if problems:
-            more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
-            hint = " Pass strict=False to load what fits." if strict else ""
-            raise CheckpointError(f"{path} is another model's: {'; '.join(problems[:SHOWN])}{more}.{hint}")
-
-
-def _prefix(there: Mapping[str, Any], params: Sequence[str]) -> str:
-    """What stands before most parameters' names."""
-    counts: dict[str, int] = {}
-    first = params[0]
-    candidates = {name.removesuffix(first) for name in there if name.endswith(first)}
-    for candidate in candidates:
-        if not candidate or candidate.endswith("."):
-            counts[candidate] = sum(candidate + param in there for param in params)
-    return max(counts, key=lambda prefix: (counts[prefix], prefix == MODEL), default=MODEL)
-
-
-def _plan_optimizer(
-    trained: Trained, naming: Naming, manifest: Manifest | None, path: Path
-) -> list[tuple[UnitStates, ShardSpan, Keys]]:
-    """For each of this rank's spans: what the checkpoint keeps of its parameter."""
-    saved = sorted({key for keys in naming.keys.values() for key in keys})
-    expected = trained.kept.expected_keys()
-    by_another = manifest is not None and expected is None and manifest.optimizer != trained.kept.rule
-    if by_another or (expected is not None and not expected <= set(saved)):
-        rule = manifest.optimizer if manifest is not None else "another optimizer"
-        raise CheckpointError(
-            f"{path} holds the state of {rule} ({', '.join(saved) or 'nothing'}), and the optimizer here is "
-            f"{trained.kept.rule}. Use the same optimizer, or load with weights_only=True."
-        )
-    planned = []
-    for states in trained.optimizer.units:
-        unit = states.unit
-        for span in unit.layout.spans(unit.rank, unit.degrees.optimizer):
-            keys = naming.keys.get(unit.layout.slots[span.slot].name, {})
-            if expected is not None and keys and not expected <= set(keys):
-                raise CheckpointError(f"{path} lacks optimizer state of {unit.layout.slots[span.slot].name}")
-            planned.append((states, span, keys))
-    return planned
-
-
-def _check_groups(trained: Trained, manifest: Manifest, path: Path) -> None:
-    here = [sorted(group["params"]) for group in param_groups(trained)]
-    there = [sorted(group["params"]) for group in manifest.param_groups]
-    trainable = {slot.name for states in trained.optimizer.units for slot in states.unit.layout.slots}
-    if [[p for p in group if p in trainable] for group in here] != [
-        [p for p in group if p in trainable] for group in there
-    ]:
-        sizes = f"{[len(group) for group in there]} parameters there, {[len(group) for group in here]} here"
-        raise CheckpointError(
-            f"{path}: the optimizer's groups hold other parameters ({sizes}). Make the same groups, or load with "
-            "weights_only=True."
-        )
-
-
-def _set_groups(trained: Trained, manifest: Manifest) -> None:
-    """Hyperparameters are those of the checkpoint, as with ``torch.optim.Optimizer.load_state_dict``."""
-    for group, saved in zip(trained.optimizer.param_groups, manifest.param_groups, strict=True):
-        for key, value in saved.items():
-            if key != "params":
-                group[key] = tuple(value) if isinstance(group.get(key), tuple) else value

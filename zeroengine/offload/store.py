@@ -96,7 +96,7 @@ class DiskStore:
             release_mapped(extent.mapped)
 
     def fail(self, error: BaseException) -> None:
-        """An update ended half way: nobody may use these states."""
+        """An update or a gradient was lost on its way: nobody may use these states."""
         self._failed = error
 
     def check(self) -> None:
@@ -106,7 +106,7 @@ class DiskStore:
         """
         if self._failed is not None:
             raise ZeroEngineError(
-                f"the states on disk are half updated since an update failed ({self._failed}): make the engine anew "
+                f"the states on disk are half updated since a transfer failed ({self._failed}): make the engine anew "
                 "and load its last checkpoint"
             ) from self._failed
 

@@ -8,7 +8,7 @@ import torch
 
 from .. import ops
 from ..comm import Work
-from ..offload import Transfer, aligned_empty, padded
+from ..offload import DiskStore, Transfer, aligned_empty, padded
 from .gradients import UnitGradients
 
 NUM_LANDINGS = 3  # more only while reduces stay under way
@@ -21,6 +21,7 @@ class _Landing:
     memory: torch.Tensor  # bytes
     busy: bool = True  # with a sum that has not arrived
     write: Transfer | None = None
+    disk: DiskStore | None = None  # that it was last written to
 
     def of(self, grads: UnitGradients) -> torch.Tensor:
         return self.memory[: grads.kept.nbytes].view(grads.dtype)
@@ -29,7 +30,17 @@ class _Landing:
         """Returns when what was in it is on disk."""
         write, self.write = self.write, None
         if write is not None:
-            write.wait()
+            _await(write, self.disk)
+
+
+def _await(transfer: Transfer, disk: DiskStore | None) -> None:
+    """Where it fails a gradient is lost, and no step may be taken with what is left."""
+    try:
+        transfer.wait()
+    except BaseException as error:
+        if disk is not None:
+            disk.fail(error)
+        raise
 
 
 class _Arriving:
@@ -51,11 +62,12 @@ class _Arriving:
         self._work.wait()
         mine = self.landing.of(self.grads)
         if self._read is not None and self._before is not None:
-            self._read.wait()
+            _await(self._read, self.grads.disk)
             mine.add_(self._before.of(self.grads))
             self._before.busy = False
         self.grads.squared_norm = ops.squared_norm(mine)
         assert self.grads.disk is not None
+        self.landing.disk = self.grads.disk
         self.landing.write = self.grads.disk.write(mine, self.grads.kept)
         self.landing.busy = False
 

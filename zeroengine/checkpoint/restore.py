@@ -1,0 +1,251 @@
+"""A checkpoint's state back into an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from ..errors import CheckpointError
+from ..optim import UnitStates
+from ..optim.kept import Keys
+from ..partition import ShardSpan
+from . import dcp
+from .entries import MODEL, OPTIMIZER, Entries
+from .progress import progress, releasing
+from .state import EXTRA, SHOWN, Trained, param_groups, set_random_states, stateful_name
+from .store import Manifest
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a checkpoint holds beside what ``restore`` has put back."""
+
+    client_state: Any
+    counters: dict[str, int]  # none with weights_only
+    stateful: dict[str, Any]  # by name, the states of the user's objects that are for this rank
+    same_world: bool  # whether they were saved on as many ranks
+
+
+def restore(trained: Trained, path: Path, manifest: Manifest | None, *, weights_only: bool, strict: bool) -> Restored:
+    """Puts a checkpoint's state into ``trained``. A collective.
+
+    Args:
+        manifest: None where plain PyTorch wrote the checkpoint.
+        weights_only: parameters and buffers alone.
+        strict: every parameter must be in the checkpoint, and every one of its in the model.
+
+    Raises:
+        CheckpointError: on every rank, before anything is changed: it does not fit.
+    """
+    with trained.group.agreeing("to load a checkpoint"):
+        plan = _plan(trained, path, manifest, weights_only=weights_only, strict=strict)
+    with trained.group.agreeing("to load a checkpoint"):
+        objects = _read(trained, path, plan)
+    trained.republish()
+    return _take_over(trained, manifest, plan, objects)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is to be read of a checkpoint, and where to."""
+
+    metadata: Metadata
+    naming: Naming
+    model: Entries  # by their names in the checkpoint
+    optimizer: list[tuple[UnitStates, ShardSpan, Keys]]  # for each of this rank's spans what the checkpoint keeps
+    objects: list[str]
+    stateful: str  # what the names of the user's objects for this rank begin with
+    same_world: bool
+    weights_only: bool
+
+
+def _plan(trained: Trained, path: Path, manifest: Manifest | None, *, weights_only: bool, strict: bool) -> _Plan:
+    group, inventory = trained.group, trained.inventory
+    metadata = dcp.read_metadata(path)
+    model = inventory.model(once=False)
+    naming = Naming(metadata, model, inventory.aliases())
+    naming.check_model(path, strict=strict)
+    same_world = manifest is not None and manifest.world_size == group.world_size
+    stateful = stateful_name("", group.rank if same_world else 0)
+    optimizer: list[tuple[UnitStates, ShardSpan, Keys]] = []
+    wanted = [f"{EXTRA}client_state"]
+    if not weights_only:
+        optimizer = _plan_optimizer(trained, naming, manifest, path)
+        if manifest is not None:
+            _check_groups(trained, manifest, path)
+        wanted.append(f"{EXTRA}lr_scheduler")
+        wanted += [name for name in metadata.state_dict_metadata if name.startswith(stateful)]
+        if same_world:
+            wanted.append(f"{EXTRA}rank.{group.rank}")
+    there = {naming.model[name]: entry for name, entry in model.items() if name in naming.model}
+    objects = [name for name in wanted if name in metadata.state_dict_metadata]
+    return _Plan(metadata, naming, there, optimizer, objects, stateful, same_world, weights_only)
+
+
+def _read(trained: Trained, path: Path, plan: _Plan) -> dict[str, Any]:
+    """Fills this rank's part of the state, and gives the objects."""
+    for states, span, keys in plan.optimizer:
+        if keys:
+            trained.kept.make(states, span, keys)
+        else:
+            trained.kept.clear(states, span)
+    state = {} if plan.weights_only else trained.inventory.optimizer(once=False)
+    entries = plan.model | {plan.naming.state[name]: e for name, e in state.items() if name in plan.naming.state}
+    total = sum(entry.nbytes for entry in entries.values())
+    with progress(f"loading {path.name}", total, trained.group.rank == 0) as report:
+        objects = dcp.load(path, plan.metadata, entries, plan.objects, releasing(report, trained.let_go))
+    for states, span, keys in plan.optimizer:
+        name = OPTIMIZER + states.unit.layout.slots[span.slot].name
+        numbers = {key: state[f"{name}.{key}"].pieces[0][1] for key, (_, is_number) in keys.items() if is_number}
+        if keys:
+            trained.kept.take_numbers(states, span, numbers)
+    return objects
+
+
+def _take_over(trained: Trained, manifest: Manifest | None, plan: _Plan, objects: Mapping[str, Any]) -> Restored:
+    """What is no tensor: hyperparameters, schedule, scaler, random states."""
+    client_state, group = objects.get(f"{EXTRA}client_state"), trained.group
+    if plan.weights_only:
+        return Restored(client_state, {}, {}, plan.same_world)
+    if manifest is not None:
+        _set_groups(trained, manifest)
+        if manifest.loss_scaler and trained.config.scales_loss:
+            trained.scaler.load_state_dict(manifest.loss_scaler)
+    if trained.lr_scheduler is not None and f"{EXTRA}lr_scheduler" in objects:
+        trained.lr_scheduler.load_state_dict(objects[f"{EXTRA}lr_scheduler"])
+    if f"{EXTRA}rank.{group.rank}" in objects:
+        set_random_states(objects[f"{EXTRA}rank.{group.rank}"], group.device)
+    steps = [int(max(states.steps, default=0)) for states in trained.optimizer.units]
+    counters = manifest.counters if manifest is not None else {"global_steps": max(steps, default=0)}
+    mine = plan.stateful
+    stateful = {name.removeprefix(mine): state for name, state in objects.items() if name.startswith(mine)}
+    return Restored(client_state, counters, stateful, plan.same_world)
+
+
+class Naming:
+    """Our names, and those that a checkpoint has for the same things.
+
+    Whoever wrote it may have put prefixes before parameter names and before ``state.``; and of a tied parameter it
+    may hold another name than ours.
+
+    Attributes:
+        model, state: from the names of entries here to those in the checkpoint, where it has them.
+    """
+
+    def __init__(self, metadata: Metadata, model: Entries, aliases: Mapping[str, str]) -> None:
+        self._entries = model
+        self._there = {
+            name: known
+            for name, known in metadata.state_dict_metadata.items()
+            if isinstance(known, TensorStorageMetadata)
+        }
+        params = [name.removeprefix(MODEL) for name in model]
+        others: dict[str, list[str]] = {}
+        for alias, kept in aliases.items():
+            others.setdefault(kept, []).append(alias)
+        prefix = _prefix(self._there, params)
+        self.model: dict[str, str] = {}
+        for param in params:
+            names = [prefix + name for name in (param, *others.get(param, ()))]
+            found = next((name for name in names if name in self._there), None)
+            if found is not None:
+                self.model[MODEL + param] = found
+        known = {*self.model.values(), *(prefix + name for names in others.values() for name in names)}
+        self.unknown = [
+            name.removeprefix(prefix)
+            for name in self._there
+            if name.startswith(prefix) and name not in known and "state." not in name
+        ]
+        self.state: dict[str, str] = {}
+        self.keys: dict[str, Keys] = {}  # what is kept of each parameter
+        by_parameter = {name: param for param in params for name in (param, *others.get(param, ()))}
+        for name, tensor in self._there.items():
+            before, state, rest = name.partition("state.")
+            param, _, key = rest.rpartition(".")
+            if state and param in by_parameter and (not before or before.endswith(".")):
+                ours = by_parameter[param]
+                self.state[f"{OPTIMIZER}{ours}.{key}"] = name
+                is_number = not tuple(tensor.size) and (key == "step" or bool(model[MODEL + ours].shape))
+                self.keys.setdefault(ours, {})[key] = (tensor.properties.dtype, is_number)
+
+    def check_model(self, path: Path, *, strict: bool) -> None:
+        """Whether the checkpoint's model is this one.
+
+        Raises:
+            CheckpointError: shapes differ or, where ``strict``, names do: the first ten of how many.
+        """
+        problems = []
+        for name, entry in self._entries.items():
+            if name in self.model:
+                shape = tuple(self._there[self.model[name]].size)
+                if shape != entry.shape:
+                    problems.append(f"{name.removeprefix(MODEL)} has shape {shape} there and {entry.shape} here")
+            elif strict:
+                problems.append(f"{name.removeprefix(MODEL)} is not in the checkpoint")
+        if strict:
+            problems += [f"{name} is not in the model" for name in self.unknown]
+        if problems:
+            more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+            hint = " Pass strict=False to load what fits." if strict else ""
+            raise CheckpointError(f"{path} is another model's: {'; '.join(problems[:SHOWN])}{more}.{hint}")
+
+
+def _prefix(there: Mapping[str, Any], params: Sequence[str]) -> str:
+    """What stands before most parameters' names."""
+    counts: dict[str, int] = {}
+    first = params[0]
+    candidates = {name.removesuffix(first) for name in there if name.endswith(first)}
+    for candidate in candidates:
+        if not candidate or candidate.endswith("."):
+            counts[candidate] = sum(candidate + param in there for param in params)
+    return max(counts, key=lambda prefix: (counts[prefix], prefix == MODEL), default=MODEL)
+
+
+def _plan_optimizer(
+    trained: Trained, naming: Naming, manifest: Manifest | None, path: Path
+) -> list[tuple[UnitStates, ShardSpan, Keys]]:
+    """For each of this rank's spans: what the checkpoint keeps of its parameter."""
+    saved = sorted({key for keys in naming.keys.values() for key in keys})
+    expected = trained.kept.expected_keys()
+    by_another = manifest is not None and expected is None and manifest.optimizer != trained.kept.rule
+    if by_another or (expected is not None and not expected <= set(saved)):
+        rule = manifest.optimizer if manifest is not None else "another optimizer"
+        raise CheckpointError(
+            f"{path} holds the state of {rule} ({', '.join(saved) or 'nothing'}), and the optimizer here is "
+            f"{trained.kept.rule}. Use the same optimizer, or load with weights_only=True."
+        )
+    planned = []
+    for states in trained.optimizer.units:
+        unit = states.unit
+        for span in unit.layout.spans(unit.rank, unit.degrees.optimizer):
+            keys = naming.keys.get(unit.layout.slots[span.slot].name, {})
+            if expected is not None and keys and not expected <= set(keys):
+                raise CheckpointError(f"{path} lacks optimizer state of {unit.layout.slots[span.slot].name}")
+            planned.append((states, span, keys))
+    return planned
+
+
+def _check_groups(trained: Trained, manifest: Manifest, path: Path) -> None:
+    here = [sorted(group["params"]) for group in param_groups(trained)]
+    there = [sorted(group["params"]) for group in manifest.param_groups]
+    trainable = {slot.name for states in trained.optimizer.units for slot in states.unit.layout.slots}
+    if [[p for p in group if p in trainable] for group in here] != [
+        [p for p in group if p in trainable] for group in there
+    ]:
+        sizes = f"{[len(group) for group in there]} parameters there, {[len(group) for group in here]} here"
+        raise CheckpointError(
+            f"{path}: the optimizer's groups hold other parameters ({sizes}). Make the same groups, or load with "
+            "weights_only=True."
+        )
+
+
+def _set_groups(trained: Trained, manifest: Manifest) -> None:
+    """Hyperparameters are those of the checkpoint, as with ``torch.optim.Optimizer.load_state_dict``."""
+    for group, saved in zip(trained.optimizer.param_groups, manifest.param_groups, strict=True):
+        for key, value in saved.items():
+            if key != "params":
+                group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
