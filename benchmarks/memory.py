@@ -5,6 +5,7 @@ Prints, for stages 0 to 3 in bf16 mixed precision with Adam, the formula (2 + 2 
 divided by its degree), what ``engine.memory()`` says, and how far this process really grew.
 
     python benchmarks/memory.py --ranks 64 --layers 24 --width 1024
+    python benchmarks/memory.py --ranks 1 --nvme PATH      with the states of stages 2 and 3 on a disk
 """
 
 from __future__ import annotations
@@ -57,16 +58,21 @@ def resident() -> int:
         return int(f.read().split()[1]) * 4096
 
 
-def train(stage: int, layers: int, width: int) -> tuple[object, int]:
+def train(stage: int, layers: int, width: int, nvme: str | None) -> tuple[object, int]:
     """A trained-for-two-steps engine, and how much the process grew."""
     import zeroengine
 
+    zero: dict[str, object] = {"stage": stage}
+    if nvme is not None:
+        zero["offload_optimizer"] = {"device": "nvme", "nvme_path": nvme}
+        if stage == 3:
+            zero["offload_param"] = {"device": "nvme", "nvme_path": nvme}
     before = resident()
     torch.manual_seed(0)
     engine = zeroengine.initialize(
         Model(layers, width),
         config={
-            "zero_optimization": {"stage": stage},
+            "zero_optimization": zero,
             "bf16": {"enabled": True},
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
         },
@@ -77,11 +83,11 @@ def train(stage: int, layers: int, width: int) -> tuple[object, int]:
     return engine, resident() - before
 
 
-def measure(stage: int, ranks: int, layers: int, width: int) -> dict[str, float]:
+def measure(stage: int, ranks: int, layers: int, width: int, nvme: str | None) -> dict[str, float]:
     """One stage's row, in bytes."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    train(stage, 1, 64)  # loads everything that a first step loads
-    engine, growth = train(stage, layers, width)
+    train(stage, 1, 64, nvme)  # loads everything that a first step loads
+    engine, growth = train(stage, layers, width, nvme)
     memory = engine.memory()  # type: ignore[attr-defined]
     numel = sum(p.numel() for p in engine.module.parameters())  # type: ignore[attr-defined]
     optimizer, gradients, parameters = ((ranks if stage >= s else 1) for s in (1, 2, 3))
@@ -95,15 +101,17 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--stage", type=int, help="this stage only, as JSON")
+    parser.add_argument("--nvme", metavar="PATH", help="optimizer and parameters live on this disk")
     args = parser.parse_args()
     if args.stage is not None:
-        print(json.dumps(measure(args.stage, args.ranks, args.layers, args.width)))
+        print(json.dumps(measure(args.stage, args.ranks, args.layers, args.width, args.nvme)))
         return
     print(f"torch {torch.__version__}, bf16 mixed precision with Adam, {args.ranks} ranks; MiB on one rank")
     print("stage   formula   states  states/formula   total with buckets   process grew   grew/total")
-    for stage in range(4):
+    for stage in range(4) if args.nvme is None else (2, 3):
         command = [sys.executable, __file__, "--stage", str(stage)]
         command += ["--ranks", str(args.ranks), "--layers", str(args.layers), "--width", str(args.width)]
+        command += ["--nvme", args.nvme] if args.nvme is not None else []
         row = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
         mib = {key: value / 2**20 for key, value in row.items()}
         print(

@@ -20,7 +20,6 @@ from .swap import SwapFolder
 
 WORTH_TUNING = 1 << 28  # bytes of states
 PIECE = 4096  # what buffers hold a multiple of, in elements
-ELEMENT_BYTES = 4 + 4 + 4 + 4 + 2  # gradient, master, two moments, published
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,11 @@ def place(plans: Sequence[UnitPlan], config: Config, transport: Transport, devic
         expected[zero.offload_param.disk] = nbytes
     homes = _within_ratio([plan.numel for plan in trainable], zero.offload_optimizer.ratio)
     if zero.offload_optimizer.disk:
-        nbytes = sum(_optimizer_bytes(plan, config, share) for plan, goes in zip(trainable, homes, strict=True) if goes)
+        nbytes = sum(
+            padded(plan.numel // share * _optimizer_bytes(plan, config))
+            for plan, goes in zip(trainable, homes, strict=True)
+            if goes
+        )
         expected[zero.offload_optimizer.disk] = expected.get(zero.offload_optimizer.disk, 0) + nbytes
     disks = {path: open_disk(path, nbytes, config, transport.rank) for path, nbytes in expected.items()}
     shards, optimizer = None, None
@@ -94,12 +97,20 @@ def place(plans: Sequence[UnitPlan], config: Config, transport: Transport, devic
     if zero.offload_optimizer.disk:
         optimizer = disks[zero.offload_optimizer.disk]
     stores = tuple(disks.values())
+    element_bytes = max(
+        (
+            (_optimizer_bytes(plan, config) if zero.offload_optimizer.disk else 0)
+            + (plan.dtype.itemsize if zero.offload_param.disk else 0)
+            for plan in trainable
+        ),
+        default=1,
+    )
     piece = max(zero.offload_optimizer.buffer_size // PIECE, 1) * PIECE
     return Placement(
         stores,
         [shards if is_away else None for is_away in away],
         [optimizer if goes else None for goes in homes],
-        Pipeline(stores, zero.offload_optimizer.buffer_count, piece, ELEMENT_BYTES) if stores else None,
+        Pipeline(stores, zero.offload_optimizer.buffer_count, piece, element_bytes) if stores else None,
     )
 
 
@@ -120,11 +131,11 @@ def open_disk(path: str, nbytes: int, config: Config, rank: int) -> DiskStore:
     return DiskStore(folder, queue, nbytes)
 
 
-def _optimizer_bytes(plan: UnitPlan, config: Config, share: int) -> int:
-    numel = plan.numel // share
+def _optimizer_bytes(plan: UnitPlan, config: Config) -> int:
+    """Of an element: gradient, moments, and the master where it is not the parameter."""
     mixed = plan.dtype in (torch.bfloat16, torch.float16)
     moments = 2 * FLOATS[config.optimizer_state_dtype].itemsize
-    return padded(numel * ((4 if mixed else 0) + moments + config.accumulation_dtype(plan.dtype).itemsize))
+    return (4 if mixed else 0) + moments + config.accumulation_dtype(plan.dtype).itemsize
 
 
 def _within_ratio(sizes: Sequence[int], ratio: float) -> list[bool]:

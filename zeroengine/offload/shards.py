@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..comm import Transport, Work
-from .aio import Transfer
+from .aio import ALIGNMENT, Transfer
 from .store import DiskStore, padded
 
 PATIENCE_S = 1.0
@@ -102,5 +102,8 @@ class DiskShards:
             assert slot.work is not None
             if self._transport.gather.reusable(slot.work, patience):
                 return slot
-        self._slots.append(_Slot(self._transport.empty(padded(nbytes), torch.uint8)))
+        size = padded(nbytes)
+        memory = self._transport.empty(size + ALIGNMENT, torch.uint8)
+        skip = -memory.data_ptr() % ALIGNMENT
+        self._slots.append(_Slot(memory[skip : skip + size]))
         return self._slots[-1]

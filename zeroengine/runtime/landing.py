@@ -11,7 +11,7 @@ from ..comm import Work
 from ..offload import DiskStore, Transfer, aligned_empty, padded
 from .gradients import UnitGradients
 
-NUM_LANDINGS = 3  # more only while reduces stay under way
+NUM_LANDINGS = 3  # of one size; more only while reduces stay under way
 
 
 @dataclass(eq=False)
@@ -76,14 +76,9 @@ class _Arriving:
 
 
 class Landings:
-    """The memory that sums land in before they are written. It is kept.
+    """The memory that sums land in before they are written. It is kept."""
 
-    Args:
-        nbytes: of the largest sum.
-    """
-
-    def __init__(self, nbytes: int) -> None:
-        self._size = padded(nbytes)
+    def __init__(self) -> None:
         self._landings: list[_Landing] = []
         self._arriving: list[_Arriving] = []
 
@@ -96,10 +91,12 @@ class Landings:
         for arriving in [a for a in self._arriving if a.is_completed()]:
             arriving.wait()
             self._arriving.remove(arriving)
-        free = [landing for landing in self._landings if not landing.busy]
+        need = padded(grads.kept.nbytes)
+        fitting = [landing for landing in self._landings if need <= landing.memory.nbytes <= 4 * need]
+        free = [landing for landing in fitting if not landing.busy]
         free.sort(key=lambda landing: landing.write is not None and not landing.write.done())
-        if not free or (free[0].write is not None and len(self._landings) < NUM_LANDINGS):
-            self._landings.append(_Landing(aligned_empty(self._size, torch.uint8)))
+        if not free or (free[0].write is not None and len(fitting) < NUM_LANDINGS):
+            self._landings.append(_Landing(aligned_empty(need, torch.uint8)))
             return self._landings[-1]
         free[0].settle()
         free[0].busy = True

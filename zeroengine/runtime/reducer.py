@@ -98,7 +98,7 @@ class Reducer:
             UnitGradients(unit, transport, accumulation_dtype(unit.dtype), reduce_dtype(unit.dtype), disk)
             for unit, disk in zip_longest((unit for unit in units if unit.trainable), disks)
         ]
-        self._landings = Landings(max((g.kept.nbytes for g in self.gradients if g.disk is not None), default=0))
+        self._landings = Landings()
         self._order = self.gradients[::-1]
         self._launched = 0  # of _order, in this backward
         self._bucket: list[UnitGradients] = []  # complete, waiting for the bucket to fill
