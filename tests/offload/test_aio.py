@@ -374,6 +374,7 @@ def test_a_queue_stays_with_its_process(disk: Path) -> None:
         transfers = [queue.write(file, 0, x) for queue in queues]
         child = os.fork()
         if child == 0:
+            x.fill_(7)  # its own copy
             for queue, transfer in zip(queues, transfers):
                 for use in (lambda: queue.read(file, 0, x), transfer.wait, transfer.done):
                     try:
@@ -382,7 +383,7 @@ def test_a_queue_stays_with_its_process(disk: Path) -> None:
                         print(type(error).__name__, error)
             del transfer, transfers, queue, queues
             sys.exit()  # as usual, with what is run at exit
-        assert os.waitpid(child, 0)[1] == 0
+        assert os.waitpid(child, 0)[1] == 0 and not x.any()
         for queue, transfer in zip(queues, transfers):
             transfer.wait()
             queue.read(file, 0, x).wait()
