@@ -16,7 +16,14 @@ if TYPE_CHECKING:
         set_full_optimizer_state,
     )
     from .engine import Engine
-    from .errors import CheckpointError, ConfigError, DivergenceError, ReleasedParameterError, ZeroEngineError
+    from .errors import (
+        CheckpointError,
+        ConfigError,
+        DivergenceError,
+        OffloadError,
+        ReleasedParameterError,
+        ZeroEngineError,
+    )
     from .memory import Memory
     from .runtime.gathered import gathered
     from .start import initialize
@@ -28,6 +35,7 @@ __all__ = [
     "DivergenceError",
     "Engine",
     "Memory",
+    "OffloadError",
     "ReleasedParameterError",
     "ZeroEngineError",
     "full_gradient",
