@@ -431,6 +431,20 @@ def test_without_reset_parameters_names_are_named() -> None:
     assert model.pos.is_meta and model.mask.is_meta and tape_of(model.pos) is None
 
 
+def test_a_graph_of_the_meta_model_is_in_the_way() -> None:
+    model = born()
+    loss = model(*(each.to("meta") for each in batch(0, 0)))
+    with pytest.raises(ZeroEngineError, match=r"graph or a gradient of .*: tok.weight, .* Drop"):
+        zeroengine.initialize(model, config=config(0))
+    del loss
+    zeroengine.initialize(model, config=config(0))
+
+
+def test_lazy_modules_stay_lazy() -> None:
+    model = born(lambda: nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 3)))
+    assert nn.parameter.is_lazy(model[0].weight) and model[1].weight.is_meta
+
+
 # -- values=False --------------------------------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from .config import Config, load
 from .errors import ZeroEngineError
 from .runtime import Unit, eager
-from .runtime.birth import become, detach, tape_of
+from .runtime.birth import become, detach, has_graph, tape_of
 from .runtime.modes import recording
 from .runtime.recorder import Recorder
 
@@ -100,8 +100,14 @@ def complete(model: nn.Module) -> None:
     By the ``reset_parameters`` of their modules, which draw from the random generators, children first.
 
     Raises:
-        ZeroEngineError: some have no such module.
+        ZeroEngineError: some have no such module, or autograd has a graph of some.
     """
+    held = [name for name, p in model.named_parameters() if p.is_meta and has_graph(p)]
+    if held:
+        raise ZeroEngineError(
+            f"autograd has a graph or a gradient of parameters on the meta device: {', '.join(held[:SHOWN])}. "
+            "Drop what was computed with them, such as outputs of the model, before initialize()."
+        )
     params = {p: name for name, p in model.named_parameters() if p.is_meta and tape_of(p) is None}
     places = [
         (module, key, f"{prefix}.{key}" if prefix else key)

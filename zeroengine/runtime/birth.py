@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import ZeroEngineError
 from .tape import Tape
 
 _TAPE = "_zeroengine_tape"
@@ -48,16 +47,8 @@ def detach(param: nn.Parameter) -> Tape | None:
 
 
 def become(param: nn.Parameter, data: torch.Tensor) -> None:
-    """``param``, the same object with its hooks, has the memory, dtype and device of ``data``.
-
-    Raises:
-        ZeroEngineError: a graph of autograd has it.
-    """
-    if has_graph(param):
-        raise ZeroEngineError(
-            f"a parameter of shape {tuple(param.shape)} is part of a graph that autograd keeps, which its new memory "
-            "would not reach: drop what was computed with it, such as outputs of the model, before initialize()"
-        )
+    """``param``, the same object with its hooks, has the memory, dtype and device of ``data``."""
+    assert not has_graph(param)
     other = nn.Parameter(data.data, requires_grad=param.requires_grad)  # .data: writes to ``data`` are not counted here
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if getattr(param, hooks):
@@ -66,4 +57,5 @@ def become(param: nn.Parameter, data: torch.Tensor) -> None:
 
 
 def has_graph(param: nn.Parameter) -> bool:
+    """Whether autograd would go on with what ``param`` was."""
     return param._use_count() > 1 or param.grad is not None  # type: ignore[attr-defined]
