@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         set_full_master,
         set_full_optimizer_state,
     )
+    from .birth import meta_init
     from .engine import Engine
     from .errors import (
         CheckpointError,
@@ -43,13 +44,20 @@ __all__ = [
     "full_optimizer_state",
     "gathered",
     "initialize",
+    "meta_init",
     "set_full_gradient",
     "set_full_master",
     "set_full_optimizer_state",
 ]
 
 # Imported when first used: the commands that need no torch start without it.
-_HOMES = {"Engine": "engine", "initialize": "start", "Memory": "memory", "gathered": "runtime"}
+_HOMES = {
+    "Engine": "engine",
+    "Memory": "memory",
+    "gathered": "runtime",
+    "initialize": "start",
+    "meta_init": "birth",
+}
 
 
 def __getattr__(name: str) -> Any:

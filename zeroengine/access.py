@@ -57,6 +57,7 @@ class Access:
     def take_over(self, unit: Unit, writer: int) -> None:
         self._group.broadcast(unit.full, writer)
         unit.take_from_full()
+        unit.unset.clear()
         for states in self._optimizer.units:
             if states.unit is unit:
                 states.reload_master()
@@ -165,6 +166,7 @@ class Access:
         with torch.no_grad():
             param.copy_(value)  # what everybody computes with
         unit.take_from_full()
+        unit.unset.discard(unit.layout.slots[index].name)
         self.gatherer.let_go(unit)
 
     # -- agreement --------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+from . import birth
 from .access import Access
 from .comm import Group
 from .config import FLOATS, Config
@@ -29,6 +30,7 @@ from .optim import (
 )
 from .partition import Degrees, UnitPlan, degrees_of_stage
 from .runtime import Gatherer, Reducer, Unit, UnitGradients, claim, eager, precision
+from .runtime.freed import return_freed_memory
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
@@ -82,9 +84,12 @@ class Engine:
         degrees = degrees_of_stage(zero.stage, group.world_size)
         with group.agreeing("to initialize"):
             self._placement = place(plans, config, self._transport, group.device)
+        masters = iter(self._placement.optimizer)
         self._units = [
-            self._build(plan, degrees, disk) for plan, disk in zip(plans, self._placement.parameters, strict=True)
+            self._build(plan, degrees, disk, next(masters) if plan.trainable else None)
+            for plan, disk in zip(plans, self._placement.parameters, strict=True)
         ]
+        birth.guard(model, self._units)
         precision.prepare_buffers(model, config, group.device, group.broadcast)
         self._scaler = LossScaler.of(config.fp16) if config.scales_loss else LossScaler()
         self._scaled_in: int | None = None  # the backward (autograd's number) whose loss is scaled; -1: ``backward``'s
@@ -129,17 +134,19 @@ class Engine:
         )
         claim((param for unit in self._units for param in unit.params), self._access)
         precision.install(model, config, self.device)
-        _return_freed_memory()
+        return_freed_memory()
         if self.rank == 0:
             for notice in config.notices:
                 log.warning(notice)
             if config.dump_state:
                 print(config.describe(), flush=True)
 
-    def _build(self, plan: UnitPlan, degrees: Degrees, disk: DiskShards | None) -> Unit:
+    def _build(self, plan: UnitPlan, degrees: Degrees, disk: DiskShards | None, masters: DiskStore | None) -> Unit:
         if plan.numel <= self.config.zero_optimization.param_persistence_threshold:
             degrees = dataclasses.replace(degrees, parameters=1)
-        return Unit(plan, degrees, self._transport, self._group.broadcast, disk)
+        unit = Unit(plan, degrees, self._transport, self._group.broadcast, disk, masters)
+        return_freed_memory()  # what its parameters had before, and what went into making their values
+        return unit
 
     # -- training ---------------------------------------------------------------------------------
 
@@ -470,7 +477,7 @@ class Engine:
                 disk = open_disk(str(path), nbytes, self.config, self.rank)
             self._parking.leave(states, disk)
             self._parked_on = disk
-        _return_freed_memory()
+        return_freed_memory()
 
     def reload_states(self) -> None:
         """Brings back what ``offload_states`` took away. Call it on every rank."""
@@ -632,14 +639,16 @@ class Engine:
         self._parking.check("load_checkpoint()")
         self._abandon_backward()
         self.gatherer.settle()
-        counters, client_state = self._checkpointer().load(
+        restored = self._checkpointer().load(
             directory, tag, weights_only=weights_only, strict=strict, fallback=fallback
         )
+        birth.loaded(self._units, restored.missing)
+        counters = restored.counters
         for name in self._counters():
             setattr(self, name, counters.get(name, getattr(self, name)))
         if counters:  # another accumulation counts otherwise
             self.micro_steps = (self.global_steps + self.skipped_steps) * self.config.gradient_accumulation_steps
-        return client_state
+        return restored.client_state
 
     def wait_for_checkpoint(self) -> None:
         """Returns when no checkpoint is being saved in the background any more. Call it on every rank.
@@ -703,7 +712,9 @@ class Engine:
                 )
         self._abandon_backward()
         self.gatherer.settle()
-        return load(self._trained(), weights, strict)
+        found = load(self._trained(), weights, strict)
+        birth.loaded(self._units, found.missing_keys)
+        return found
 
     def _trained(self) -> checkpoint.Trained:
         from .checkpoint import Trained
@@ -757,11 +768,3 @@ class Engine:
 
 def _wide(loss: torch.Tensor) -> torch.Tensor:
     return loss.to(torch.promote_types(loss.dtype, torch.float32))
-
-
-def _return_freed_memory() -> None:
-    """The model's old memory goes back to the system: glibc would keep it."""
-    import ctypes
-
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)

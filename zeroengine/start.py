@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from . import birth
 from .agreement import check_agreement
 from .comm import Group, backend_of, default_device
 from .config import Config, load
@@ -35,8 +36,8 @@ def initialize(
     ``nn.Parameter`` objects: their shapes and names stay as they are.
 
     Args:
-        model: any module with parameters; in bf16 or fp16 mixed precision its floating parameters take that dtype,
-            and the fp32 master its values from before.
+        model: any module with parameters, ordinary or built under ``meta_init``; in bf16 or fp16 mixed precision its
+            floating parameters take that dtype, and the fp32 master its values from before.
         optimizer: a ``torch.optim`` optimizer over the model's parameters, a callable that takes parameters, or
             None to build what the configuration says. Adam and AdamW run on the fused kernel; any element-wise
             optimizer works.
@@ -52,6 +53,7 @@ def initialize(
         if not isinstance(model, nn.Module):
             raise ZeroEngineError(f"initialize() takes a torch.nn.Module, found {type(model).__name__}")
         _check_unclaimed(model)
+        birth.check_outside()
         settings = config if isinstance(config, Config) else load(config)
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
         settings = settings.resolve(world_size=group.world_size, model_dtype=dtype)
@@ -66,6 +68,8 @@ def initialize(
         )
         rule = make_optimizer(optimizer, model, settings)
         check_optimizer(rule, degrees_of_stage(settings.zero_optimization.stage, group.world_size))
+        birth.check_optimizer(rule)
+        birth.complete(model)
     check_agreement(group, settings, model, plans, rule)
     return Engine(model, rule, settings, group, plans, lr_scheduler)
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ..errors import CheckpointError
 from . import dcp
 from .progress import progress, releasing
-from .restore import restore
+from .restore import Restored, restore
 from .state import SHOWN, Snapshot, Trained, snapshot
 from .store import FORMAT, MANIFEST, File, Manifest, Store, check_tag
 
@@ -67,8 +67,8 @@ class Checkpointer:
 
     def load(
         self, folder: str | os.PathLike[str], tag: str | None, *, weights_only: bool, strict: bool, fallback: bool
-    ) -> tuple[dict[str, int], Any]:
-        """Puts a checkpoint into the engine, and gives its counters and client state.
+    ) -> Restored:
+        """Puts a checkpoint into the engine, and gives the rest of it.
 
         Raises:
             CheckpointError: on every rank; nothing is changed.
@@ -78,7 +78,7 @@ class Checkpointer:
         self._waiting = {name: (state, restored.same_world) for name, state in restored.stateful.items()}
         for name in self._trained.stateful:
             self.hand_over(name)
-        return restored.counters, restored.client_state
+        return restored
 
     def hand_over(self, name: str) -> None:
         """Gives a registered object the state that was loaded for it, if any."""

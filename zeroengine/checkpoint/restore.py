@@ -28,6 +28,7 @@ class Restored:
     counters: dict[str, int]  # none with weights_only
     stateful: dict[str, Any]  # by name, the states of the user's objects that are for this rank
     same_world: bool  # whether they were saved on as many ranks
+    missing: list[str]  # parameters and buffers that it does not hold
 
 
 def restore(trained: Trained, path: Path, manifest: Manifest | None, *, weights_only: bool, strict: bool) -> Restored:
@@ -110,7 +111,7 @@ def _take_over(trained: Trained, manifest: Manifest | None, plan: _Plan, objects
     """What is no tensor: hyperparameters, schedule, scaler, random states."""
     client_state, group = objects.get(f"{EXTRA}client_state"), trained.group
     if plan.weights_only:
-        return Restored(client_state, {}, {}, plan.same_world)
+        return Restored(client_state, {}, {}, plan.same_world, plan.naming.missing)
     if manifest is not None:
         _set_groups(trained, manifest)
         if manifest.loss_scaler and trained.config.scales_loss:
@@ -123,7 +124,7 @@ def _take_over(trained: Trained, manifest: Manifest | None, plan: _Plan, objects
     counters = manifest.counters if manifest is not None else {"global_steps": max(steps, default=0)}
     mine = plan.stateful
     stateful = {name.removeprefix(mine): state for name, state in objects.items() if name.startswith(mine)}
-    return Restored(client_state, counters, stateful, plan.same_world)
+    return Restored(client_state, counters, stateful, plan.same_world, plan.naming.missing)
 
 
 class Naming:
@@ -171,6 +172,11 @@ class Naming:
                 self.state[f"{OPTIMIZER}{ours}.{key}"] = name
                 is_number = not tuple(tensor.size) and (key == "step" or bool(model[MODEL + ours].shape))
                 self.keys.setdefault(ours, {})[key] = (tensor.properties.dtype, is_number)
+
+    @property
+    def missing(self) -> list[str]:
+        """Parameters and buffers that the checkpoint does not hold."""
+        return [name.removeprefix(MODEL) for name in self._entries if name not in self.model]
 
     def check_model(self, path: Path, *, strict: bool) -> None:
         """Whether the checkpoint's model is this one.

@@ -34,7 +34,9 @@ class UnitStates:
         # DESIGN "One master": where parameters are fp32 they are the master.
         self.mixed = unit.mixed
         self.master = self.published
-        if self.mixed:
+        if self.mixed and home is not None and unit.master is not None and home.holds(unit.master):
+            self.master, unit.master = unit.master, None
+        elif self.mixed:
             self.master = self._empty(torch.float32)
             self.master.copy_(self.published if unit.master is None else unit.master)
             unit.master = None

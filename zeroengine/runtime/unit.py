@@ -11,9 +11,11 @@ from torch import nn
 from .. import ops
 from ..comm import Buffer, Transport, Work
 from ..errors import ZeroEngineError
-from ..offload import DiskShards
+from ..offload import DiskShards, DiskStore
 from ..partition import Degrees, FlatLayout, UnitPlan
+from .birth import become, detach
 from .released import ReleasedParameter, Resolver, swap_in, swap_out
+from .tape import Unset
 
 
 class State(enum.Enum):
@@ -29,15 +31,18 @@ class Unit:
     is this rank's slice of it; otherwise ``release`` empties the storage and ``shard`` is memory of its own.
 
     Building a unit copies the parameters in (cast to the unit's dtype) and makes them views; the model's
-    own memory is freed as it goes.
+    own memory is freed as it goes. Parameters from ``meta_init`` get their values here. Where the full buffer is
+    released between uses it holds no memory afterwards, and the unit waits for ``release``.
 
     Attributes:
         master: fp32 values of this rank's optimizer shard, from before they were cast, for the optimizer to take;
             None where nothing was lost.
+        unset: names of parameters that are zeros until weights are loaded.
 
     Args:
-        synchronise: makes a full buffer the same on all ranks.
+        synchronise: makes a full buffer what it is on rank 0, on all ranks.
         disk: where the shard lives, if not in memory.
+        master_disk: where ``master`` does.
     """
 
     def __init__(
@@ -47,6 +52,7 @@ class Unit:
         transport: Transport,
         synchronise: Callable[[torch.Tensor], None],
         disk: DiskShards | None = None,
+        master_disk: DiskStore | None = None,
     ) -> None:
         self.name, self.dtype, self.trainable = plan.name, plan.dtype, plan.trainable
         self.params: tuple[nn.Parameter, ...] = tuple(param for _, param in plan.params)
@@ -69,27 +75,46 @@ class Unit:
             ops.advise_huge_pages(self.full)
         self.full.zero_()
         self._views = [self.full[s.offset : s.end].view(s.shape) for s in self.layout.slots]
-        self.master = self._load(synchronise)
+        self.unset: set[str] = set()
+        self.master = self._load(synchronise, master_disk)
         self.shard = self.full
         if self.transient:
             self.shard = (disk or transport).empty(self.layout.shard_numel(degrees.parameters), self.dtype)
             self.take_from_full()
         self._stubs = [_stub(view) for view in self._views]
+        if self._buffer is not None:
+            for param, stub in zip(self.params, self._stubs, strict=True):
+                param.data = stub
+            self._buffer.free()
 
-    def _load(self, synchronise: Callable[[torch.Tensor], None]) -> torch.Tensor | None:
+    def _load(self, synchronise: Callable[[torch.Tensor], None], master_disk: DiskStore | None) -> torch.Tensor | None:
         """The model's own values into the full buffer; this rank's fp32 master where they were not rounded yet."""
         wide = self.trainable and self.mixed and any(p.dtype is not self.dtype for p in self.params)
         source = torch.zeros_like(self.full, dtype=torch.float32) if wide else self.full
         with torch.no_grad():
             for param, view, slot in zip(self.params, self._views, self.layout.slots, strict=True):
-                source[slot.offset : slot.end].view(slot.shape).copy_(param.detach())
-                param.data = view
+                target = source[slot.offset : slot.end].view(slot.shape)
+                if not param.is_meta:
+                    target.copy_(param.detach())
+                    param.data = view
+                    continue
+                tape = detach(param)
+                assert tape is not None
+                if isinstance(tape, Unset):
+                    self.unset.add(slot.name)
+                if self.rank == 0:  # the others are sent them
+                    tape.write(target)
+                become(param, view)
             synchronise(source)
             if not wide:
                 return None
             self.full.copy_(source)
             start, stop = self.layout.shard_range(self.rank, self.degrees.optimizer)
-            return source[start:stop].clone()
+            if master_disk is None:
+                return source[start:stop].clone()
+            master = master_disk.empty(stop - start, torch.float32).copy_(source[start:stop])
+            master_disk.let_go()
+            return master
 
     @property
     def mixed(self) -> bool:
