@@ -30,6 +30,7 @@ def run(engine: str, args: argparse.Namespace) -> dict[str, float]:
     workload = str(Path(__file__).with_name("workload.py"))
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(args.ranks)]
     options = ["--stage", stage or "0", "--size", args.size, "--dtype", args.dtype, "--steps", str(args.steps)]
+    options += ["--batch", str(args.batch), "--context", str(args.context)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_SKIP_CUDA_CHECK": "1"}
     done = subprocess.run([*launch, workload, name, *options], env=env, capture_output=True, text=True, timeout=900)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
@@ -46,6 +47,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=2, help="sequences a rank and step")
+    parser.add_argument("--context", type=int, default=128, help="tokens a sequence")
     parser.add_argument("--only", nargs="*", help="engines as name:stage")
     args = parser.parse_args()
     engines = args.only or OURS + ENGINES
