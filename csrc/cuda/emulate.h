@@ -125,20 +125,30 @@ inline void make_ready(Fiber& fiber) {
   makecontext(&fiber.context, run_fiber, 0);
 }
 
-// Every thread in turn until all are done; false where they wait for what never comes.
+// A warp as far as it gets alone, which may be far ahead of the others; how many of its threads ended.
+inline int run_warp(int first) {
+  int ended = 0;
+  for (int releases = -1; releases != block.releases;) {
+    releases = block.releases;
+    for (int i = first; i < first + kEmulatedWarp && i < block.num_threads; ++i) {
+      Fiber& fiber = block.fibers[size_t(i)];
+      if (fiber.done) continue;
+      threadIdx.x = unsigned(i);
+      swapcontext(&block.scheduler, &fiber.context);
+      ended += fiber.done;
+    }
+  }
+  return ended;
+}
+
+// Warp after warp until all are done; false where they wait for what never comes.
 inline bool run_block() {
   block.all = {};
   for (Barrier& warp : block.warps) warp = {};
   for (int i = 0; i < block.num_threads; ++i) make_ready(block.fibers[size_t(i)]);
   for (int left = block.num_threads; left;) {
     const int before = left, releases = block.releases;
-    for (int i = 0; i < block.num_threads; ++i) {
-      Fiber& fiber = block.fibers[size_t(i)];
-      if (fiber.done) continue;
-      threadIdx.x = unsigned(i);
-      swapcontext(&block.scheduler, &fiber.context);
-      left -= fiber.done;
-    }
+    for (int first = 0; first < block.num_threads; first += kEmulatedWarp) left -= run_warp(first);
     if (left == before && releases == block.releases) return false;
   }
   return true;

@@ -20,28 +20,45 @@ struct NormArrays {
   int count;
 };
 
+// Where a thread adds up: element j of a pack goes to sum j % 4.
+struct Sums {
+  double at[4];
+
+  template <class T, int kCount>
+  __device__ inline void add(const Pack<T, kCount>& pack) {
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      const double value = double(to_float(pack.v[j]));
+      at[j % 4] += value * value;  // exact, and added in one rounding, fused or not
+    }
+  }
+};
+
 // Of a tile's `n` elements; for thread 0. The place of an element alone decides when it is added.
 template <class T>
 __device__ inline double tile_norm(const T* x, int64_t n) {
-  constexpr int kPack = 16 / sizeof(T);
-  const bool aligned = uintptr_t(x) % 16 == 0;
-  double sums[4] = {};
-#pragma unroll 4
-  for (int64_t i = threadIdx.x * kPack; i < n; i += kThreads * kPack) {
-    Pack<T, kPack> pack;
-    if (aligned && i + kPack <= n) {
-      pack = load<Pack<T, kPack>>(x + i);
-    } else {
+  constexpr int kPack = 16 / sizeof(T), kStride = kThreads * kPack, kAhead = 4;
+  using P = Pack<T, kPack>;
+  Sums sums = {};
+  if (n == kTile && uintptr_t(x) % sizeof(P) == 0) {
+#pragma unroll 1
+    for (int i = int(threadIdx.x) * kPack; i < kTile; i += kAhead * kStride) {
+      P packs[kAhead];  // all on their way before the first one is used
+#pragma unroll
+      for (int k = 0; k < kAhead; ++k) packs[k] = load<P>(x + i + k * kStride);
+#pragma unroll
+      for (int k = 0; k < kAhead; ++k) sums.add(packs[k]);
+    }
+  } else {
+#pragma unroll 1
+    for (int64_t i = int64_t(threadIdx.x) * kPack; i < n; i += kStride) {
+      P pack;
 #pragma unroll
       for (int j = 0; j < kPack; ++j) pack.v[j] = i + j < n ? x[i + j] : T{};
-    }
-#pragma unroll
-    for (int j = 0; j < kPack; ++j) {
-      const double value = double(to_float(pack.v[j]));
-      sums[j % 4] += value * value;  // exact, and added in one rounding, fused or not
+      sums.add(pack);
     }
   }
-  return block_sum<kThreads>((sums[0] + sums[1]) + (sums[2] + sums[3]));
+  return block_sum<kThreads>((sums.at[0] + sums.at[1]) + (sums.at[2] + sums.at[3]));
 }
 
 __global__ void __launch_bounds__(kThreads) squared_norm(NormArrays arrays, double* partial, int64_t num_tiles) {
