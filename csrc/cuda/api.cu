@@ -22,6 +22,7 @@ const char* ze_cuda_message(int result) {
     case cudaErrorInsufficientDriver:
       return "the NVIDIA driver is older than the CUDA toolkit that zeroengine was built with; update the driver, or "
              "install zeroengine again with the older toolkit's nvcc first on PATH";
+    case cudaErrorInvalidDeviceFunction:
     case cudaErrorNoKernelImageForDevice:
     case cudaErrorUnsupportedPtxVersion:
       return "zeroengine was built for other GPU architectures (" ZE_CUDA_ARCHITECTURES

@@ -57,9 +57,14 @@ def adam_step(
         ZeroEngineError: a tensor of another shape, dtype, device or stride, a step below 1, or a seed or offset out of
             range.
     """
-    _check(
-        step, seed, offset, param=param, grad=grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, low_precision=low_precision
+    check_arrays(
+        "adam_step", param=param, grad=grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, low_precision=low_precision
     )
+    if step < 1:
+        raise ZeroEngineError(f"adam_step: step is {step}; count steps from 1")
+    for name, value in (("seed", seed), ("offset", offset)):
+        if not 0 <= value < 1 << 63:
+            raise ZeroEngineError(f"adam_step: {name} is {value}; it must be from 0 to 2**63 - 1")
     # The custom op costs more than a small update does, so it serves tracing alone.
     run = _adam_step_op if torch.compiler.is_compiling() else _adam_step
     run(
@@ -102,9 +107,10 @@ def _adam_step(
 ) -> None:
     args = AdamArgs(lr, beta1, beta2, eps, weight_decay, grad_scale, step, seed, offset, decoupled, maximize)
     arrays = pointers(param, grad, exp_avg, exp_avg_sq, low_precision)
-    if (cuda := _cuda_library.cuda_library(param.device)) is not None:
-        return _cuda_library.call(cuda, "ze_cuda_adam", param.device, *arrays, param.numel(), ctypes.byref(args))
-    handle = library() if param.device.type == "cpu" else None
+    device = param.device
+    if (cuda := _cuda_library.cuda_library(device)) is not None:
+        return _cuda_library.call(cuda, "ze_cuda_adam", device, *arrays, param.numel(), ctypes.byref(args))
+    handle = library() if device.type == "cpu" else None
     if handle is None:
         return _fallback.adam_step(param, grad, exp_avg, exp_avg_sq, low_precision, args)
     handle.ze_adam(*arrays, param.numel(), ctypes.byref(args), torch.get_num_threads())
@@ -134,15 +140,6 @@ _adam_step_op = torch.library.custom_op(
 @_adam_step_op.register_fake
 def _(*args: object) -> None:
     """Nothing is returned."""
-
-
-def _check(step: int, seed: int, offset: int, **tensors: Tensor | None) -> None:
-    check_arrays("adam_step", **tensors)
-    if step < 1:
-        raise ZeroEngineError(f"adam_step: step is {step}; count steps from 1")
-    for name, value in (("seed", seed), ("offset", offset)):
-        if not 0 <= value < 1 << 63:
-            raise ZeroEngineError(f"adam_step: {name} is {value}; it must be from 0 to 2**63 - 1")
 
 
 def check_arrays(where: str, **tensors: Tensor | None) -> None:
