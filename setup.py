@@ -174,6 +174,11 @@ def write_ninja(path: Path, folder: str, output: Path) -> None:
 class NinjaBuild(build_ext):
     """build_ext for a library without Python in it: no ABI tag, and no failure where it cannot be built."""
 
+    def run(self) -> None:
+        for name in LIBRARIES.keys() - {ext.name for ext in self.extensions}:  # of an earlier build
+            Path(self.get_ext_fullpath(name)).unlink(missing_ok=True)
+        super().run()
+
     def get_ext_filename(self, fullname: str) -> str:
         return os.path.join(*fullname.split(".")) + ".so"
 
