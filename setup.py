@@ -1,13 +1,18 @@
-"""Builds csrc/cpu and csrc/aio into a shared library each, which ctypes loads; pyproject.toml holds everything else.
+"""Builds csrc/cpu, csrc/aio and csrc/cuda into a shared library each, which ctypes loads; pyproject.toml holds
+everything else.
 
-ninja drives the compiler. CXX names it, else the first of c++, g++ and clang++ is taken. Without one that
+ninja drives the compilers. CXX names that of C++, else the first of c++, g++ and clang++ is taken. Without one that
 works, the install still succeeds: zeroengine then runs on torch's own kernels, without NVMe, and says so.
+
+csrc/cuda is built where there is an nvcc: CUDACXX names it, else that of CUDA_HOME, PATH or /usr/local/cuda is taken.
+ZEROENGINE_CUDA_ARCHITECTURES lists what for, "80 90 100" unless said otherwise; ZEROENGINE_CUDA=0 leaves it out.
 """
 
 from __future__ import annotations
 
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -20,11 +25,15 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
-LIBRARIES = {"zeroengine.ops._cpu": "cpu", "zeroengine.ops._aio": "aio"}  # each built from its folder in csrc
+# Each built from its folder in csrc.
+LIBRARIES = {"zeroengine.ops._cpu": "cpu", "zeroengine.ops._aio": "aio", "zeroengine.ops._cuda": "cuda"}
 HEADERS = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("csrc/**/*.h"))
+COMPILER = "install a C++17 compiler (Debian: `apt install g++`)"
 MISSING = {
-    "cpu": "its CPU kernels: {error}\nIt works on torch's own, slower kernels. For its own",
-    "aio": "its disk library: {error}\nIt cannot offload to NVMe. For that",
+    "cpu": f"its CPU kernels: {{error}}\nIt works on torch's own, slower kernels. For its own, {COMPILER}",
+    "aio": f"its disk library: {{error}}\nIt cannot offload to NVMe. For that, {COMPILER}",
+    "cuda": "its CUDA kernels: {error}\nOn GPUs it works on torch's own, slower kernels. For its own, repair that (to "
+    "do without, set ZEROENGINE_CUDA=0)",
 }
 
 # The same IEEE operations on every CPU: no contraction into fused multiply-adds, no fast math, no -march=native.
@@ -35,13 +44,23 @@ ISA_FLAGS = {
     "isa_avx512": "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c -Wno-maybe-uninitialized".split(),
 }
 
+# Those that this nvcc knows are built. The last one's PTX serves newer GPUs.
+CUDA_ARCHITECTURES = "80 90 100"
+# --fmad=false is the GPU's -ffp-contract=off. ptxas reports registers and spills.
+CUDA_FLAGS = (
+    "-std=c++17 -O3 --fmad=false --ftz=false --prec-div=true --prec-sqrt=true -Xptxas -v "
+    "-Xcompiler -fPIC,-fvisibility=hidden,-Wall"
+).split()
+# CUDA's runtime stays inside, hidden: torch has one of its own.
+CUDA_LINK_FLAGS = "-nodlink -cudart static -Xlinker --exclude-libs,ALL".split()
+
 NINJA_RULES = """\
 rule compile
-  command = {cxx} -MMD -MF $out.d {flags} $isa -c $in -o $out
+  command = {compiler} -MMD -MF $out.d {flags} $isa -c $in -o $out
   depfile = $out.d
   deps = gcc
 rule link
-  command = {cxx} -shared $in -o $out {link}
+  command = {compiler} -shared $in -o $out {link}
 """
 
 
@@ -82,16 +101,62 @@ def openmp_flags(cxx: list[str]) -> list[str]:
         return ["-fopenmp"] if subprocess.run(command, capture_output=True).returncode == 0 else []
 
 
+def find_nvcc() -> str | None:
+    """nvcc's path; None where there is none, or where nobody wants it."""
+    if os.environ.get("ZEROENGINE_CUDA", "1") == "0":
+        return None
+    if wanted := os.environ.get("CUDACXX"):
+        return wanted
+    homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    folders = [*(str(Path(home, "bin")) for home in homes), os.environ.get("PATH", ""), "/usr/local/cuda/bin"]
+    return shutil.which("nvcc", path=os.pathsep.join(folders))
+
+
+def cuda_architectures(nvcc: str) -> list[str]:
+    """What to build for, ascending, as in "90"."""
+    listed = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True)
+    if listed.returncode:
+        raise BuildError(f"{nvcc} --list-gpu-arch failed:\n{listed.stderr or listed.stdout}")
+    known = [line.removeprefix("compute_") for line in listed.stdout.split()]
+    wanted = os.environ.get("ZEROENGINE_CUDA_ARCHITECTURES")
+    architectures = re.split(r"[\s,;]+", (wanted or CUDA_ARCHITECTURES).strip())
+    if wanted and (unknown := [a for a in architectures if a not in known]):
+        raise BuildError(
+            f"ZEROENGINE_CUDA_ARCHITECTURES names {', '.join(unknown)}, but {nvcc} builds for {', '.join(known)}; "
+            'write some of these, as in "80 90"'
+        )
+    if not (found := [a for a in architectures if a in known]):
+        raise BuildError(f"{nvcc} builds for {', '.join(known)}, but {', '.join(architectures)} are wanted")
+    return sorted(set(found), key=lambda a: (int(re.sub(r"\D", "", a)), a))
+
+
+def cuda_flags(nvcc: str) -> list[str]:
+    architectures = cuda_architectures(nvcc)
+    targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in architectures]
+    targets.append(f"-gencode=arch=compute_{architectures[-1]},code=compute_{architectures[-1]}")
+    return [*CUDA_FLAGS, *targets, f'-DZE_CUDA_ARCHITECTURES="{" ".join(architectures)}+PTX"']
+
+
 def sources(folder: str) -> list[str]:
-    return sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob(f"csrc/{folder}/*.cpp"))
+    suffix = "cu" if folder == "cuda" else "cpp"
+    return sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob(f"csrc/{folder}/*.{suffix}"))
+
+
+def commands(folder: str) -> dict[str, list[str]]:
+    """The compiler of csrc/`folder`, and what it is told when it compiles and when it links."""
+    if folder == "cuda":
+        nvcc = find_nvcc()
+        assert nvcc is not None
+        return {"compiler": [nvcc], "flags": cuda_flags(nvcc), "link": CUDA_LINK_FLAGS}
+    cxx = find_compiler()
+    threads = openmp_flags(cxx) if folder == "cpu" else ["-pthread"]
+    return {"compiler": cxx, "flags": FLAGS + threads, "link": threads}
 
 
 def write_ninja(path: Path, folder: str, output: Path) -> None:
     """A build file that compiles every source in csrc/`folder` and links them into `output`."""
-    cxx = find_compiler()
-    threads = openmp_flags(cxx) if folder == "cpu" else ["-pthread"]
     x86 = platform.machine().lower() in ("x86_64", "amd64")
-    rules = NINJA_RULES.format(cxx=shlex.join(cxx), flags=shlex.join(FLAGS + threads), link=shlex.join(threads))
+    rules = NINJA_RULES.format(**{name: shlex.join(words) for name, words in commands(folder).items()})
 
     def escape(file: Path) -> str:
         return str(file).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
@@ -109,6 +174,11 @@ def write_ninja(path: Path, folder: str, output: Path) -> None:
 class NinjaBuild(build_ext):
     """build_ext for a library without Python in it: no ABI tag, and no failure where it cannot be built."""
 
+    def run(self) -> None:
+        for name in LIBRARIES.keys() - {ext.name for ext in self.extensions}:  # of an earlier build
+            Path(self.get_ext_fullpath(name)).unlink(missing_ok=True)
+        super().run()
+
     def get_ext_filename(self, fullname: str) -> str:
         return os.path.join(*fullname.split(".")) + ".so"
 
@@ -125,8 +195,8 @@ class NinjaBuild(build_ext):
         except (BuildError, OSError) as error:
             output.unlink(missing_ok=True)
             print(
-                f"\nNOTICE: zeroengine is installed without {MISSING[folder].format(error=error)}, install a C++17 "
-                "compiler (Debian: `apt install g++`) and install zeroengine again.\n",
+                f"\nNOTICE: zeroengine is installed without {MISSING[folder].format(error=error)} and install "
+                "zeroengine again.\n",
                 file=sys.stderr,
             )
 
@@ -141,9 +211,12 @@ class PlatformWheel(bdist_wheel):
         return "py3", "none", super().get_tag()[2]
 
 
-setup(
-    ext_modules=[
-        Extension(name, sources(folder), depends=HEADERS, optional=True) for name, folder in LIBRARIES.items()
-    ],
-    cmdclass={"build_ext": NinjaBuild, "bdist_wheel": PlatformWheel},
-)
+if __name__ == "__main__":  # tests import the rest
+    setup(
+        ext_modules=[
+            Extension(name, sources(folder), depends=HEADERS, optional=True)
+            for name, folder in LIBRARIES.items()
+            if folder != "cuda" or find_nvcc()
+        ],
+        cmdclass={"build_ext": NinjaBuild, "bdist_wheel": PlatformWheel},
+    )

@@ -36,13 +36,14 @@ prepare() {
     find_python
 }
 
-# Of all that an installation depends on: sources, and whether there is a compiler.
+# Of all that an installation depends on: sources, whether there are compilers, and what is asked of nvcc.
 fingerprint() {
     (
         cd "$root"
         {
             find pyproject.toml setup.py csrc -type f -exec cksum {} + | sort
-            command -v c++ g++ clang++ || true
+            command -v c++ g++ clang++ nvcc || true
+            echo "${CUDACXX:-} ${CUDA_HOME:-} ${ZEROENGINE_CUDA:-} ${ZEROENGINE_CUDA_ARCHITECTURES:-}"
         } | cksum | tr -d ' '
     )
 }

@@ -1,7 +1,7 @@
 // What one instruction set offers, and the table that names it. Internal to the library.
 #pragma once
 
-#include "../zeroengine.h"
+#include "../adam.h"
 
 namespace ze {
 
@@ -15,23 +15,6 @@ struct none {};  // no low-precision copy
 
 // Elements that a kernel handles at a time: two cache lines of float, one of bf16 or fp16.
 constexpr int64_t kBlock = 32;
-
-// ze_adam_args, folded into the factors that an element needs.
-struct AdamFactors {
-  float grad_scale;   // negative to maximize
-  float decay;        // decoupled: 1 - lr * weight_decay; else weight_decay
-  float rest1;        // 1 - beta1
-  float beta2;
-  float rest2;        // 1 - beta2
-  float inv_root;     // 1 / sqrt(1 - beta2^step)
-  float eps;
-  float step_size;    // lr / (1 - beta1^step)
-};
-
-// What random bits are hashed from: a counter, which is `first` at element 0, and a key.
-struct Random {
-  uint32_t first, key;
-};
 
 struct AdamArrays {
   float* param;

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zeroengine.errors import ZeroEngineError
-from zeroengine.ops import _fallback
+from zeroengine.ops import _cuda_library, _fallback
 from zeroengine.ops._library import DTYPE_CODES, AdamArgs, library
 
 
@@ -57,9 +57,14 @@ def adam_step(
         ZeroEngineError: a tensor of another shape, dtype, device or stride, a step below 1, or a seed or offset out of
             range.
     """
-    _check(
-        step, seed, offset, param=param, grad=grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, low_precision=low_precision
+    check_arrays(
+        "adam_step", param=param, grad=grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, low_precision=low_precision
     )
+    if step < 1:
+        raise ZeroEngineError(f"adam_step: step is {step}; count steps from 1")
+    for name, value in (("seed", seed), ("offset", offset)):
+        if not 0 <= value < 1 << 63:
+            raise ZeroEngineError(f"adam_step: {name} is {value}; it must be from 0 to 2**63 - 1")
     # The custom op costs more than a small update does, so it serves tracing alone.
     run = _adam_step_op if torch.compiler.is_compiling() else _adam_step
     run(
@@ -101,10 +106,21 @@ def _adam_step(
     offset: int,
 ) -> None:
     args = AdamArgs(lr, beta1, beta2, eps, weight_decay, grad_scale, step, seed, offset, decoupled, maximize)
-    handle = library() if param.device.type == "cpu" else None
+    arrays = pointers(param, grad, exp_avg, exp_avg_sq, low_precision)
+    device = param.device
+    if (cuda := _cuda_library.cuda_library(device)) is not None:
+        return _cuda_library.call(cuda, "ze_cuda_adam", device, *arrays, param.numel(), ctypes.byref(args))
+    handle = library() if device.type == "cpu" else None
     if handle is None:
         return _fallback.adam_step(param, grad, exp_avg, exp_avg_sq, low_precision, args)
-    handle.ze_adam(
+    handle.ze_adam(*arrays, param.numel(), ctypes.byref(args), torch.get_num_threads())
+
+
+def pointers(
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, low_precision: Tensor | None
+) -> tuple[int | None, ...]:
+    """Adam's arrays as the C interfaces take them: addresses, and the codes of dtypes that vary."""
+    return (
         param.data_ptr(),
         grad.data_ptr(),
         DTYPE_CODES[grad.dtype],
@@ -113,9 +129,6 @@ def _adam_step(
         DTYPE_CODES[exp_avg.dtype],
         None if low_precision is None else low_precision.data_ptr(),
         0 if low_precision is None else DTYPE_CODES[low_precision.dtype],
-        param.numel(),
-        ctypes.byref(args),
-        torch.get_num_threads(),
     )
 
 
@@ -129,7 +142,12 @@ def _(*args: object) -> None:
     """Nothing is returned."""
 
 
-def _check(step: int, seed: int, offset: int, **tensors: Tensor | None) -> None:
+def check_arrays(where: str, **tensors: Tensor | None) -> None:
+    """That Adam's tensors fit its kernels and each other.
+
+    Raises:
+        ZeroEngineError: one does not; the message begins with ``where``.
+    """
     param, exp_avg, exp_avg_sq = (tensors[name] for name in ("param", "exp_avg", "exp_avg_sq"))
     assert param is not None and exp_avg is not None and exp_avg_sq is not None
     for name, x in tensors.items():
@@ -137,25 +155,20 @@ def _check(step: int, seed: int, offset: int, **tensors: Tensor | None) -> None:
             continue
         if x.dtype not in _DTYPES[name]:
             wanted = " or ".join(map(str, _DTYPES[name]))
-            raise ZeroEngineError(f"adam_step: {name} has dtype {x.dtype}; it must be {wanted}")
+            raise ZeroEngineError(f"{where}: {name} has dtype {x.dtype}; it must be {wanted}")
         if x.dim() != 1 or not x.is_contiguous():
             raise ZeroEngineError(
-                f"adam_step: {name} has shape {tuple(x.shape)} and strides {x.stride()}; pass a 1-D contiguous tensor"
+                f"{where}: {name} has shape {tuple(x.shape)} and strides {x.stride()}; pass a 1-D contiguous tensor"
             )
         if x.numel() != param.numel() or x.device != param.device:
             raise ZeroEngineError(
-                f"adam_step: {name} has {x.numel()} elements on {x.device}, but param has {param.numel()} "
+                f"{where}: {name} has {x.numel()} elements on {x.device}, but param has {param.numel()} "
                 f"on {param.device}; pass tensors of one length on one device"
             )
     if exp_avg.dtype != exp_avg_sq.dtype:
         raise ZeroEngineError(
-            f"adam_step: exp_avg has dtype {exp_avg.dtype} and exp_avg_sq {exp_avg_sq.dtype}; keep both in one"
+            f"{where}: exp_avg has dtype {exp_avg.dtype} and exp_avg_sq {exp_avg_sq.dtype}; keep both in one"
         )
-    if step < 1:
-        raise ZeroEngineError(f"adam_step: step is {step}; count steps from 1")
-    for name, value in (("seed", seed), ("offset", offset)):
-        if not 0 <= value < 1 << 63:
-            raise ZeroEngineError(f"adam_step: {name} is {value}; it must be from 0 to 2**63 - 1")
 
 
 _DTYPES = {

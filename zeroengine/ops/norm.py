@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from zeroengine.errors import ZeroEngineError
-from zeroengine.ops import _fallback
+from zeroengine.ops import _cuda_library, _fallback
+from zeroengine.ops._cuda_library import CudaArray
 from zeroengine.ops._library import DTYPE_CODES, library
 
 
@@ -26,15 +28,21 @@ def squared_norm(x: Tensor) -> Tensor:
     Raises:
         ZeroEngineError: another dtype, or not contiguous.
     """
-    if x.dtype not in DTYPE_CODES or not x.is_contiguous():
-        raise ZeroEngineError(
-            f"squared_norm: got {x.dtype} with shape {tuple(x.shape)} and strides {x.stride()}; "
-            f"pass a contiguous tensor of {', '.join(map(str, DTYPE_CODES))}"
-        )
+    _check("squared_norm", x)
     return (_squared_norm_op if torch.compiler.is_compiling() else _squared_norm)(x)
 
 
+def _check(where: str, x: Tensor) -> None:
+    if x.dtype not in DTYPE_CODES or not x.is_contiguous():
+        raise ZeroEngineError(
+            f"{where}: got {x.dtype} with shape {tuple(x.shape)} and strides {x.stride()}; "
+            f"pass a contiguous tensor of {', '.join(map(str, DTYPE_CODES))}"
+        )
+
+
 def _squared_norm(x: Tensor) -> Tensor:
+    if (cuda := _cuda_library.cuda_library(x.device)) is not None:
+        return _on_cuda(cuda, [x])
     handle = library() if x.device.type == "cpu" else None
     if handle is None:
         return _fallback.squared_norm(x.view(-1))
@@ -52,3 +60,55 @@ _squared_norm_op = torch.library.custom_op("zeroengine::squared_norm", _squared_
 @_squared_norm_op.register_fake
 def _(x: Tensor) -> Tensor:
     return x.new_empty((), dtype=torch.float64)
+
+
+def squared_norms(tensors: Sequence[Tensor], device: torch.device | None = None) -> Tensor:
+    """The sum of `squared_norm` over several tensors of one device; on CUDA in one pass and without waiting for it.
+
+    Args:
+        device: where the result is if there are no tensors.
+
+    Returns:
+        A 0-d float64 tensor on their device.
+
+    Raises:
+        ZeroEngineError: as `squared_norm`, or tensors on different devices.
+    """
+    for x in tensors:
+        _check("squared_norms", x)
+        if x.device != tensors[0].device:
+            raise ZeroEngineError(
+                f"squared_norms: tensors are on {tensors[0].device} and on {x.device}; pass those of one device"
+            )
+    if not tensors:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return (_squared_norms_op if torch.compiler.is_compiling() else _squared_norms)(tensors)
+
+
+def _squared_norms(tensors: Sequence[Tensor]) -> Tensor:
+    if (cuda := _cuda_library.cuda_library(tensors[0].device)) is not None:
+        return _on_cuda(cuda, tensors)
+    total = _squared_norm(tensors[0])
+    for x in tensors[1:]:
+        total = total + _squared_norm(x)
+    return total
+
+
+def _on_cuda(handle: ctypes.CDLL, tensors: Sequence[Tensor]) -> Tensor:
+    device = tensors[0].device
+    arrays = (CudaArray * len(tensors))(*(CudaArray(x.data_ptr(), x.numel(), DTYPE_CODES[x.dtype]) for x in tensors))
+    numel = handle.ze_cuda_squared_norm_workspace(arrays, len(tensors))
+    workspace = torch.empty(numel, dtype=torch.float64, device=device)
+    result = torch.empty((), dtype=torch.float64, device=device)
+    _cuda_library.call(
+        handle, "ze_cuda_squared_norm", device, arrays, len(tensors), workspace.data_ptr(), result.data_ptr()
+    )
+    return result
+
+
+_squared_norms_op = torch.library.custom_op("zeroengine::squared_norms", _squared_norms, mutates_args=())
+
+
+@_squared_norms_op.register_fake
+def _(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0].new_empty((), dtype=torch.float64)

@@ -1,0 +1,150 @@
+// What every kernel needs: how to be launched, how elements are read and written, how a block adds up.
+//
+// Kernels are plain functions that know nothing of how they are launched, so that emulate.h can run the same source on
+// a CPU, thread for thread, where there is no GPU.
+#pragma once
+
+#include <stdint.h>
+
+#include "../adam.h"
+#include "../zeroengine_cuda.h"
+
+#if defined(ZE_EMULATED)
+#include "emulate.h"
+#else
+#include <cuda_runtime.h>
+#endif
+
+namespace ze {
+namespace {
+
+constexpr int kThreads = 256;  // in a block
+constexpr int kWarp = 32;
+
+// -- elements -----------------------------------------------------------------------------------------
+
+#if !defined(ZE_EMULATED)  // which has them, and their conversions, from csrc/cpu
+struct bf16 {
+  uint16_t bits;
+};
+struct fp16 {
+  uint16_t bits;
+};
+#endif
+
+// Elements that one access moves.
+template <class T, int kCount>
+struct alignas(kCount * sizeof(T)) Pack {
+  T v[kCount];
+};
+
+template <class P>
+__device__ inline P load(const void* address) {
+  return *static_cast<const P*>(address);
+}
+
+#if !defined(ZE_EMULATED)
+__device__ inline float float_of(uint32_t u) { return __uint_as_float(u); }
+__device__ inline uint32_t bits_of(float x) { return __float_as_uint(x); }
+
+__device__ inline float to_float(float x) { return x; }
+__device__ inline float to_float(bf16 x) { return float_of(uint32_t(x.bits) << 16); }
+__device__ inline float to_float(fp16 x) {
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+  return y;
+}
+
+// Rounded to nearest even.
+__device__ inline void from_float(float x, float* y) { *y = x; }
+__device__ inline void from_float(float x, bf16* y) { asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y->bits) : "f"(x)); }
+__device__ inline void from_float(float x, fp16* y) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y->bits) : "f"(x)); }
+
+// Two at a time, in one instruction.
+__device__ inline void from_floats(float low, float high, bf16* y) {
+  uint32_t word;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  y[0].bits = uint16_t(word), y[1].bits = uint16_t(word >> 16);
+}
+__device__ inline void from_floats(float low, float high, fp16* y) {
+  uint32_t word;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  y[0].bits = uint16_t(word), y[1].bits = uint16_t(word >> 16);
+}
+__device__ inline void from_floats(float low, float high, float* y) { y[0] = low, y[1] = high; }
+
+__device__ inline void store_words(void* address, uint32_t x, uint32_t y) {
+  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(address), "r"(x), "r"(y) : "memory");
+}
+__device__ inline void store_words(void* address, uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+}
+#endif
+
+__device__ inline uint32_t word(const float* x) { return bits_of(x[0]); }
+template <class T>
+__device__ inline uint32_t word(const T* x) {
+  return uint32_t(x[0].bits) | uint32_t(x[1].bits) << 16;
+}
+
+// By hand: the compiler takes a plain store of a struct apart where its members were computed one by one.
+template <class T>
+__device__ inline void store(void* address, const Pack<T, 4>& pack) {
+  const T* x = pack.v;
+  if constexpr (sizeof(T) == 2) store_words(address, word(x), word(x + 2));
+  else store_words(address, word(x), word(x + 1), word(x + 2), word(x + 3));
+}
+
+// -- sums ---------------------------------------------------------------------------------------------
+
+// The sum over a block's threads, in one order, for its thread 0.
+template <int kCount>
+__device__ inline double block_sum(double x) {
+  __shared__ double warps[kCount / kWarp];
+  for (int step = kWarp / 2; step; step /= 2) x += __shfl_down_sync(~0u, x, step);
+  if (threadIdx.x % kWarp == 0) warps[threadIdx.x / kWarp] = x;
+  __syncthreads();
+  if (threadIdx.x == 0)
+    for (int i = 1; i < kCount / kWarp; ++i) x += warps[i];
+  __syncthreads();  // before the next sum's stores
+  return x;
+}
+
+// -- launches -----------------------------------------------------------------------------------------
+
+constexpr int64_t kBlocksPerMultiprocessor = 32;  // resident ones several times over, so that all end together
+
+inline bool known(int dtype) { return dtype >= ZE_F32 && dtype <= ZE_F16; }
+
+template <class T>
+struct Same {
+  using type = T;
+};
+
+#define ZE_RETURN_IF(call) \
+  if (const int ze_result = int(call)) return ze_result
+
+#if !defined(ZE_EMULATED)
+template <class... P>
+int launch(void (*kernel)(P...), int64_t blocks, int threads, void* stream, typename Same<P>::type... arguments) {
+  void* pointers[] = {static_cast<void*>(&arguments)...};
+  const int result = cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(unsigned(blocks)),
+                                      dim3(unsigned(threads)), pointers, 0, static_cast<cudaStream_t>(stream));
+  if (result) cudaGetLastError();  // reported here, not by the next call
+  return result;
+}
+#endif
+
+// A block for each tile, or as many as the device takes in turn: kernels stride over the tiles.
+template <class... P>
+int launch_tiles(void (*kernel)(P...), int device, int64_t tiles, void* stream,
+                 typename Same<P>::type... arguments) {
+  if (!tiles) return ZE_OK;
+  int multiprocessors = 0;
+  ZE_RETURN_IF(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
+  const int64_t most = multiprocessors * kBlocksPerMultiprocessor;
+  return launch(kernel, tiles < most ? tiles : most, kThreads, stream, arguments...);
+}
+
+}  // namespace
+}  // namespace ze

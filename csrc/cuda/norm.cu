@@ -1,0 +1,131 @@
+// The squared norm in two stages, and what becomes of it: each tile's sum, then the sum of these.
+#include "device.h"
+
+namespace ze {
+namespace {
+
+constexpr int64_t kTile = 1 << 14;  // elements that a block adds up at a stretch; fixed, so that the order of the sum is
+constexpr int kArrays = 64;         // in a launch
+constexpr int kFinishThreads = 1024;
+
+struct NormArray {
+  const void* data;
+  int64_t numel;
+  int64_t first_tile;
+  int32_t dtype;
+};
+
+struct NormArrays {
+  NormArray at[kArrays];
+  int count;
+};
+
+// Where a thread adds up: element j of a pack goes to sum j % 4.
+struct Sums {
+  double at[4];
+
+  template <class T, int kCount>
+  __device__ inline void add(const Pack<T, kCount>& pack) {
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      const double value = double(to_float(pack.v[j]));
+      at[j % 4] += value * value;  // exact, and added in one rounding, fused or not
+    }
+  }
+};
+
+// Of a tile's `n` elements; for thread 0. The place of an element alone decides when it is added.
+template <class T>
+__device__ inline double tile_norm(const T* x, int64_t n) {
+  constexpr int kPack = 16 / sizeof(T), kStride = kThreads * kPack, kAhead = 4;
+  using P = Pack<T, kPack>;
+  Sums sums = {};
+  if (n == kTile && uintptr_t(x) % sizeof(P) == 0) {
+#pragma unroll 1
+    for (int i = int(threadIdx.x) * kPack; i < kTile; i += kAhead * kStride) {
+      P packs[kAhead];  // all on their way before the first one is used
+#pragma unroll
+      for (int k = 0; k < kAhead; ++k) packs[k] = load<P>(x + i + k * kStride);
+#pragma unroll
+      for (int k = 0; k < kAhead; ++k) sums.add(packs[k]);
+    }
+  } else {
+#pragma unroll 1
+    for (int64_t i = int64_t(threadIdx.x) * kPack; i < n; i += kStride) {
+      P pack;
+#pragma unroll
+      for (int j = 0; j < kPack; ++j) pack.v[j] = i + j < n ? x[i + j] : T{};
+      sums.add(pack);
+    }
+  }
+  return block_sum<kThreads>((sums.at[0] + sums.at[1]) + (sums.at[2] + sums.at[3]));
+}
+
+__global__ void __launch_bounds__(kThreads) squared_norm(NormArrays arrays, double* partial, int64_t num_tiles) {
+  for (int64_t tile = blockIdx.x; tile < num_tiles; tile += gridDim.x) {
+    int k = 0;
+    while (k + 1 < arrays.count && arrays.at[k + 1].first_tile <= tile) ++k;
+    const NormArray& array = arrays.at[k];
+    const int64_t begin = (tile - array.first_tile) * kTile;
+    const int64_t n = array.numel - begin < kTile ? array.numel - begin : kTile;
+    double sum;
+    if (array.dtype == ZE_F32) sum = tile_norm(static_cast<const float*>(array.data) + begin, n);
+    else if (array.dtype == ZE_BF16) sum = tile_norm(static_cast<const bf16*>(array.data) + begin, n);
+    else sum = tile_norm(static_cast<const fp16*>(array.data) + begin, n);
+    if (threadIdx.x == 0) partial[tile] = sum;
+  }
+}
+
+__global__ void __launch_bounds__(kFinishThreads) finish_norm(const double* partial, int64_t count, double* result) {
+  double sum = 0;
+  for (int64_t i = threadIdx.x; i < count; i += kFinishThreads) sum += partial[i];
+  sum = block_sum<kFinishThreads>(sum);
+  if (threadIdx.x == 0) *result = sum;
+}
+
+__global__ void gradient_factor(const double* squared_norm, const double* loss_scale, double divisor, double limit,
+                                int skip, ze_cuda_factor* factor) {
+  if (loss_scale) divisor = divisor * *loss_scale;
+  const double grad_norm = sqrt(*squared_norm) / divisor;
+  const double clip = limit > 0 ? limit / (grad_norm + 1e-6) : 1;
+  factor->factor = (clip > 1 ? 1 : clip) / divisor;
+  factor->grad_norm = grad_norm;
+  factor->overflow = skip && !(*squared_norm < INFINITY) ? 1 : 0;
+}
+
+int64_t tiles_of(int64_t numel) { return (numel + kTile - 1) / kTile; }
+
+}  // namespace
+}  // namespace ze
+
+int64_t ze_cuda_squared_norm_workspace(const ze_cuda_array* arrays, int64_t num_arrays) {
+  int64_t tiles = 0;
+  for (int64_t i = 0; i < num_arrays; ++i) tiles += ze::tiles_of(arrays[i].numel);
+  return tiles;
+}
+
+int ze_cuda_squared_norm(int device, void* stream, const ze_cuda_array* arrays, int64_t num_arrays, double* workspace,
+                         double* result) {
+  ZE_RETURN_IF(cudaSetDevice(device));
+  for (int64_t i = 0; i < num_arrays; ++i)
+    if (!ze::known(arrays[i].dtype)) return ZE_BAD_DTYPE;
+  int64_t done = 0;
+  for (int64_t i = 0; i < num_arrays;) {
+    ze::NormArrays batch = {};
+    int64_t tiles = 0;
+    for (; i < num_arrays && batch.count < ze::kArrays; ++i) {
+      if (!arrays[i].numel) continue;
+      batch.at[batch.count++] = {arrays[i].data, arrays[i].numel, tiles, arrays[i].dtype};
+      tiles += ze::tiles_of(arrays[i].numel);
+    }
+    ZE_RETURN_IF(ze::launch_tiles(ze::squared_norm, device, tiles, stream, batch, workspace + done, tiles));
+    done += tiles;
+  }
+  return ze::launch(ze::finish_norm, 1, ze::kFinishThreads, stream, workspace, done, result);
+}
+
+int ze_cuda_gradient_factor(int device, void* stream, const double* squared_norm, const double* loss_scale,
+                            double divisor, double limit, int skip, ze_cuda_factor* factor) {
+  ZE_RETURN_IF(cudaSetDevice(device));
+  return ze::launch(ze::gradient_factor, 1, 1, stream, squared_norm, loss_scale, divisor, limit, skip, factor);
+}

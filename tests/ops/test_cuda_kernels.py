@@ -1,0 +1,513 @@
+"""The CUDA kernels give the CPU kernels' bits: run on a CPU, thread for thread, and on a GPU where there is one."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.ops import cuda
+from tests.ops.test_adam import COPIES, DTYPES, MOMENTS, State
+from zeroengine import ops
+from zeroengine.errors import ZeroEngineError
+from zeroengine.ops import AdamBuffer, AdamSegment, AdamTable, _cuda_library
+
+TILE = 2048  # elements of Adam's tiles: sizes around it have whole tiles, heads and tails
+NORM_TILE = 1 << 14
+
+on_gpu = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30, deadline=None)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Where the kernels run. Inside ``serving()`` tensors on ``device`` go to the CUDA library."""
+
+    device: torch.device
+    serving: Callable[[], AbstractContextManager[Any]]
+
+    def put(self, x: Tensor, skew: int = 0) -> Tensor:
+        """A copy, `skew` elements past an aligned address, with something around it that is to stay."""
+        room = torch.full((x.numel() + skew + 64,), 77, dtype=x.dtype, device=self.device)
+        assert room.data_ptr() % 16 == 0
+        room[skew : skew + x.numel()] = x.flatten()
+        return room[skew : skew + x.numel()].view(x.shape)
+
+    def state(self, cpu: State, skews: Sequence[int] = (0, 0, 0, 0, 0)) -> State:
+        """The same values, where the kernels run."""
+        state = State(0)
+        state.index = cpu.index
+        state.param, state.grad, state.exp_avg, state.exp_avg_sq = (
+            self.put(x, skew)
+            for x, skew in zip((cpu.param, cpu.grad, cpu.exp_avg, cpu.exp_avg_sq), skews, strict=False)
+        )
+        state.copy = None if cpu.copy is None else self.put(cpu.copy, skews[4])
+        return state
+
+
+def intact(x: Tensor) -> bool:
+    """Whether what lies around a tensor of ``Gpu.put`` stayed."""
+    begin = x.storage_offset()
+    room = x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
+    return bool((room[:begin] == 77).all() and (room[begin + x.numel() :] == 77).all())
+
+
+@pytest.fixture(scope="session")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return cuda.build_emulated(tmp_path_factory.mktemp("emulated"))
+
+
+def emulating(path: Path) -> Gpu:
+    @contextmanager
+    def serving() -> Iterator[ctypes.CDLL]:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            yield cuda.emulate(monkeypatch, path)
+
+    return Gpu(torch.device("cpu"), serving)
+
+
+@pytest.fixture(params=["emulated", "cuda"])
+def gpu(request: pytest.FixtureRequest) -> Gpu:
+    if not ops.compiled():
+        pytest.skip("zeroengine's CPU library was not built: there is nothing to compare with")
+    if request.param == "emulated":
+        return emulating(request.getfixturevalue("emulated"))
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    if ops.cuda_library(torch.device("cuda", 0)) is None:
+        pytest.skip("zeroengine's CUDA library was not built, or not for this GPU")
+    return Gpu(torch.device("cuda", 0), nullcontext)
+
+
+def same(got: Tensor, want: Tensor) -> bool:
+    """Bit for bit, save that any NaN is as good as another."""
+    got, want = got.cpu(), want.cpu()
+    integer = {8: torch.int64, 4: torch.int32, 2: torch.int16}[got.element_size()]
+    number = ~want.isnan()
+    bits = torch.equal(got[number].view(integer), want[number].view(integer))
+    return got.dtype == want.dtype and bits and bool(got[~number].isnan().all())
+
+
+def check_same(got: State, want: State) -> None:
+    for x, y in zip(got.results(), want.results(), strict=True):
+        assert same(x, y)
+        assert intact(x)
+    assert intact(got.grad)
+
+
+# -- Adam -----------------------------------------------------------------------------------------------------
+
+
+def check_adam(gpu: Gpu, n: int, grad: torch.dtype, copy: torch.dtype | None, moments: torch.dtype) -> None:
+    for case, (decoupled, maximize) in enumerate([(True, False), (False, True)]):
+        for skews in ([case] * 5, [0, 1, 2, 3, 1]):
+            want = State(n, grad, copy, moments, index=2**32 - 1000, seed=n + case)
+            got = gpu.state(want, skews)
+            options: dict[str, Any] = dict(grad_scale=0.37, decoupled=decoupled, maximize=maximize, seed=5)
+            want.step(**options)
+            with gpu.serving():
+                got.step(**options)
+            check_same(got, want)
+
+
+@pytest.mark.parametrize("moments", MOMENTS)
+@pytest.mark.parametrize("copy", COPIES)
+@pytest.mark.parametrize("grad", DTYPES)
+def test_adam_gives_the_bits_of_the_cpu(
+    gpu: Gpu, grad: torch.dtype, copy: torch.dtype | None, moments: torch.dtype
+) -> None:
+    for n in (0, 1, 5, TILE - 1, TILE, TILE + 3, 2 * TILE + 1):
+        check_adam(gpu, n, grad, copy, moments)
+
+
+@pytest.mark.parametrize("moments", MOMENTS)
+def test_adam_over_many_tiles(gpu: Gpu, moments: torch.dtype) -> None:
+    check_adam(gpu, 70_001, torch.bfloat16, torch.bfloat16, moments)
+
+
+@pytest.mark.parametrize("moments", MOMENTS)
+def test_values_at_the_edges_get_the_bits_of_the_cpu(gpu: Gpu, moments: torch.dtype) -> None:
+    check_edges(gpu, moments)
+
+
+def check_edges(gpu: Gpu, moments: torch.dtype) -> None:
+    """Zeros, subnormals, the largest, infinities and NaN, in every combination."""
+    edges = [0.0, -0.0, 1e-45, -1e-40, 1.2e-38, 1e-20, 1.0, -3.0, 1e19, 3.39e38, 3.4e38, math.inf, -math.inf, math.nan]
+    grid = torch.cartesian_prod(*[torch.tensor(edges, dtype=torch.float32)] * 4)
+    want = State(len(grid), torch.float32, torch.bfloat16, moments)
+    for x, values in zip((want.param, want.grad, want.exp_avg, want.exp_avg_sq), grid.T, strict=True):
+        x.copy_(values)
+    got = gpu.state(want)
+    want.step(step=3)
+    with gpu.serving():
+        got.step(step=3)
+    check_same(got, want)
+
+
+@pytest.mark.parametrize("step", [1, 2, 999, 10**6, 2**40])
+def test_step_counts_of_every_size(gpu: Gpu, step: int) -> None:
+    want = State(100)
+    got = gpu.state(want)
+    want.step(step=step)
+    with gpu.serving():
+        got.step(step=step)
+    check_same(got, want)
+
+
+# -- many segments --------------------------------------------------------------------------------------------
+
+GROUPS: list[dict[str, Any]] = [
+    dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, decoupled=True),
+    dict(lr=3e-3, betas=(0.8, 0.999), eps=1e-6, weight_decay=0.0, decoupled=True, maximize=True),
+    dict(lr=1e-1, betas=(0.5, 0.9), eps=1e-3, weight_decay=0.3, decoupled=False),
+]
+
+
+def check_table(
+    gpu: Gpu,
+    cuts: Sequence[Sequence[int]],
+    flags: Sequence[Sequence[float]],
+    overflows: Sequence[bool],
+    grad: torch.dtype = torch.bfloat16,
+    copy: torch.dtype | None = torch.bfloat16,
+    moments: torch.dtype = torch.bfloat16,
+    skew: int = 0,
+) -> None:
+    """Steps of buffers that are cut into segments, with gaps; the same by `adam_step`, segment by segment."""
+    buffers, slots = [], 0
+    for number, places in enumerate(cuts):
+        segments = []
+        for i, (start, stop) in enumerate(pairwise(places)):
+            if i % 4 != 2:  # the others are gaps
+                segments.append(AdamSegment(start, stop, i % len(GROUPS), slots + i % 2))
+        slots += 2
+        buffers.append(AdamBuffer(segments, seed=number << 32, offset=2**32 - 900 - number))
+    want = [State(max(places, default=0) + 7, grad, copy, moments, seed=i) for i, places in enumerate(cuts)]
+    got = [gpu.state(state, [skew] * 5) for state in want]
+    tables = []
+    for states, device, context in ((want, torch.device("cpu"), nullcontext), (got, gpu.device, gpu.serving)):
+        with context():
+            table = AdamTable(buffers, len(GROUPS), slots, device)
+            table.set_groups(GROUPS)
+            for used, overflow in zip(flags, overflows, strict=True):
+                factor = torch.tensor([0.37, 1.0, float(overflow)], dtype=torch.float64, device=device)
+                table.prepare(factor, torch.tensor(used[:slots], dtype=torch.float64, device=device))
+                for i, s in enumerate(states):
+                    table.update(i, s.param, s.grad, s.exp_avg, s.exp_avg_sq, s.copy)
+            tables.append(table)
+    assert torch.equal(tables[0].steps, tables[1].steps.cpu())
+    for x, y in zip(got, want, strict=True):
+        check_same(x, y)
+
+
+@on_gpu
+@given(data=st.data(), grad=st.sampled_from(DTYPES), copy=st.sampled_from(COPIES), moments=st.sampled_from(MOMENTS))
+def test_many_segments_in_one_launch(
+    gpu: Gpu, data: st.DataObject, grad: torch.dtype, copy: torch.dtype | None, moments: torch.dtype
+) -> None:
+    places = st.lists(st.integers(0, 2 * TILE + 50) | st.integers(0, 40), max_size=12).map(sorted)
+    cuts = data.draw(st.lists(places, min_size=1, max_size=3))
+    flags = data.draw(st.lists(st.lists(st.sampled_from([0.0, 1.0, 2.0]), min_size=6, max_size=6), max_size=3))
+    overflows = [data.draw(st.booleans()) for _ in flags]
+    check_table(gpu, cuts, flags, overflows, grad, copy, moments, data.draw(st.integers(0, 3)))
+
+
+def test_more_segments_than_threads(gpu: Gpu) -> None:
+    check_table(gpu, [range(0, 5 * 700, 5)], [[1.0, 1.0], [0.0, 1.0]], [False, False])
+
+
+def test_an_overflow_changes_nothing(gpu: Gpu) -> None:
+    before = State(3 * TILE, torch.float32, torch.bfloat16, torch.bfloat16)
+    state = gpu.state(before)
+    with gpu.serving():
+        table = AdamTable([AdamBuffer([AdamSegment(0, 3 * TILE, 0, 0)])], 1, 1, gpu.device)
+        table.set_groups(GROUPS[:1])
+        table.prepare(ops.gradient_factor(torch.tensor(math.nan, dtype=torch.float64, device=gpu.device)))
+        table.update(0, state.param, state.grad, state.exp_avg, state.exp_avg_sq, state.copy)
+    assert table.steps.tolist() == [0]
+    check_same(state, before)
+
+
+def test_groups_follow_the_schedule(gpu: Gpu) -> None:
+    """More of them than travel in one piece; and a learning rate that is already on the device."""
+    with gpu.serving():
+        table = AdamTable([], 100, 1, gpu.device)
+        for lr in (0.1, 0.2, 0.2):
+            groups = [{**GROUPS[2], "lr": lr + i} for i in range(100)]
+            table.set_groups(groups)
+            assert table.groups[:, 0].tolist() == [lr + i for i in range(100)]
+            assert table.groups[99].tolist() == [lr + 99, 0.5, 0.9, 1e-3, 0.3, 0.0, 0.0]
+
+
+def test_tables_that_cannot_be_are_refused() -> None:
+    for segments, message in [
+        ([AdamSegment(0, 5, 0, 0), AdamSegment(4, 9, 0, 0)], "segment 4:9 of buffer 0 begins before 5"),
+        ([AdamSegment(5, 4, 0, 0)], "or ends early"),
+        ([AdamSegment(0, 5, 1, 0)], "of group 1 and slot 0; there are 1 groups and 1 slots"),
+    ]:
+        with pytest.raises(ZeroEngineError, match=message):
+            AdamTable([AdamBuffer(segments)], 1, 1, "cpu")
+    table = AdamTable([AdamBuffer([AdamSegment(0, 5, 0, 0)])], 1, 1, "cpu")
+    with pytest.raises(ZeroEngineError, match=r"factor is torch\.float32 of shape"):
+        table.prepare(torch.ones(3))
+    with pytest.raises(ZeroEngineError, match="2 groups, but the table has 1"):
+        table.set_groups(GROUPS[:2])
+    with pytest.raises(ZeroEngineError, match="buffer 0 has 4 elements, but its segments end at 5"):
+        table.update(0, *(torch.zeros(4) for _ in range(4)))
+    with pytest.raises(ZeroEngineError, match="update: exp_avg has 4 elements"):
+        table.update(0, torch.zeros(5), torch.zeros(5), torch.zeros(4), torch.zeros(5))
+
+
+# -- norm and factor ------------------------------------------------------------------------------------------
+
+
+def random(n: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(n, generator=generator) * torch.exp(3 * torch.randn(n, generator=generator))
+    return values.clamp(-6e4, 6e4).to(dtype)
+
+
+def check_norm(gpu: Gpu, tensors: Sequence[Tensor], skew: int = 0) -> float:
+    exact = math.fsum(x.double().square().sum().item() for x in tensors)
+    with gpu.serving():
+        got = ops.squared_norms([gpu.put(x, skew) for x in tensors], gpu.device)
+    assert got.dtype is torch.float64 and got.dim() == 0
+    assert abs(got.item() - exact) <= 1e-13 * exact
+    return float(got.item())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", [0, 1, 3, 8, 9, 2047, NORM_TILE - 1, NORM_TILE, NORM_TILE + 1, 5 * NORM_TILE + 77])
+def test_the_norm_matches_float64_and_does_not_depend_on_alignment(gpu: Gpu, dtype: torch.dtype, n: int) -> None:
+    x = random(n, dtype)
+    assert len({check_norm(gpu, [x], skew) for skew in (0, 1, 3, 8)}) == 1
+
+
+def test_the_norm_of_many_tensors(gpu: Gpu) -> None:
+    tensors = [random(n * 97 % 5000 * (n % 3 > 0), DTYPES[n % 3], n) for n in range(200)]
+    check_norm(gpu, tensors)
+    check_norm(gpu, [])
+    check_norm(gpu, [torch.empty(0)] * 3)
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_norm_is_not_finite_exactly_if_an_element_is_not(gpu: Gpu, dtype: torch.dtype, bad: float) -> None:
+    n = NORM_TILE + 35
+    largest = torch.full((n,), torch.finfo(dtype).max, dtype=dtype)
+    with gpu.serving():
+        assert ops.squared_norm(gpu.put(largest)).isfinite()
+        for place in (0, 1, 255, 4097, NORM_TILE - 1, NORM_TILE, n - 1):
+            x = gpu.put(random(n, dtype))
+            x[place] = bad
+            assert not ops.squared_norm(x).isfinite()
+
+
+def test_the_grid_does_not_change_a_result(emulated: Path) -> None:
+    """One block that takes all tiles in turn, or one for each."""
+    x, want = random(70 * NORM_TILE, torch.bfloat16), State(70 * TILE, copy=torch.float16)
+    norms = []
+    for count in (1, 100):
+        gpu = emulating(emulated)
+        state = gpu.state(want)
+        with gpu.serving() as handle:
+            cuda.set_multiprocessors(handle, count)
+            norms.append(ops.squared_norm(x).item())
+            state.step()
+            cuda.set_multiprocessors(handle, 2)
+        if count == 1:
+            first = state
+    assert norms[0] == norms[1]
+    check_same(state, first)
+
+
+def engines_factor(total: float, divisor: float, limit: float) -> float:
+    """As Engine.step computes it on the host."""
+    grad_norm = (math.sqrt(total) if total >= 0 else math.nan) / divisor
+    factor = limit / (grad_norm + 1e-6) if limit > 0 else 1.0
+    return (1.0 if factor > 1 else factor) / divisor
+
+
+@pytest.mark.parametrize("where", ["here", "gpu"])
+def test_the_factor_unscales_clips_and_tells_overflow(gpu: Gpu, where: str) -> None:
+    with gpu.serving() if where == "gpu" else nullcontext():
+        device = gpu.device if where == "gpu" else torch.device("cpu")
+
+        def tensor(x: float) -> Tensor:
+            return torch.tensor(x, dtype=torch.float64, device=device)
+
+        for total in (0.0, 1e-300, 0.3, 7.0, 1e40, math.inf, math.nan):
+            for limit in (0.0, 1e-9, 0.5, 1e9):
+                for scale in (None, 1.0, 3.0, 65536.0):
+                    its = None if scale is None else tensor(scale)
+                    got = ops.gradient_factor(tensor(total), divisor=6.0, limit=limit, loss_scale=its).tolist()
+                    divisor = 6.0 * (scale or 1.0)
+                    want = [engines_factor(total, divisor, limit), math.sqrt(total) / divisor]
+                    assert got[:2] == pytest.approx(want, rel=0, abs=0, nan_ok=True)
+                    assert got[2] == (not math.isfinite(total))
+        assert ops.gradient_factor(tensor(math.inf), limit=1.0, skip=False).tolist() == [0.0, math.inf, 0.0]
+
+
+def test_a_wrong_norm_is_refused() -> None:
+    with pytest.raises(ZeroEngineError, match=r"squared_norm is torch\.float32"):
+        ops.gradient_factor(torch.ones(()))
+    with pytest.raises(ZeroEngineError, match=r"loss_scale is torch.float64 of shape \(1,\)"):
+        ops.gradient_factor(torch.ones((), dtype=torch.float64), loss_scale=torch.ones(1, dtype=torch.float64))
+
+
+# -- casts ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("scale", [1.0, 0.3])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_casts_in_one_launch(gpu: Gpu, dtype: torch.dtype, scale: float, accumulate: bool) -> None:
+    numels = [0, 1, 3, 4095, 4096, 4097, 9001, *(i * 37 % 600 for i in range(150))]
+    sources = [random(n, DTYPES[i % 3], i) for i, n in enumerate(numels)]
+    total = sum(numels)
+    want, got = random(total, dtype, 999), gpu.put(random(total, dtype, 999), 3)
+    theirs = [gpu.put(x, i % 5) for i, x in enumerate(sources)]
+    ops.cast_copy(sources, want.split(numels), scale=scale, accumulate=accumulate)
+    with gpu.serving():
+        ops.cast_copy(theirs, got.split(numels), scale=scale, accumulate=accumulate)
+    assert same(got, want) and intact(got) and all(map(intact, theirs))
+
+
+@pytest.mark.parametrize("target", DTYPES)
+@pytest.mark.parametrize("source", DTYPES)
+def test_casts_round_as_torch_does(gpu: Gpu, source: torch.dtype, target: torch.dtype) -> None:
+    """Every value of a narrow dtype, and floats beside and between its neighbours."""
+    narrow = target if source is torch.float32 and target is not torch.float32 else source
+    if narrow is torch.float32:
+        x = random(50_000, source)
+    else:
+        x = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(narrow).to(source)
+        if source is torch.float32:
+            half = 1 << (15 if target is torch.bfloat16 else 12)
+            bits = x.view(torch.int32)
+            x = torch.cat([(bits + k).view(torch.float32) for k in (-half, -1, 0, 1, half - 1, half, half + 1)])
+    got = gpu.put(torch.zeros(x.numel(), dtype=target))
+    with gpu.serving():
+        ops.cast_copy([gpu.put(x)], [got])
+    assert same(got, x.to(target))
+
+
+def test_a_source_may_have_any_strides(gpu: Gpu) -> None:
+    x = random(60, torch.float32).view(6, 10)
+    got = gpu.put(torch.zeros(10, 6, dtype=torch.bfloat16))
+    with gpu.serving():
+        ops.cast_copy([gpu.put(x).T], [got])
+    assert same(got, x.T.to(torch.bfloat16))
+
+
+def test_pairs_that_do_not_fit_are_refused() -> None:
+    a = torch.zeros(4)
+    for sources, targets, message in [
+        ([a], [], "1 sources and 0 targets"),
+        ([a], [torch.zeros(5)], "pair 0 has 4 elements"),
+        ([a], [torch.zeros(8)[::2]], "pass a contiguous target"),
+        ([a.double()], [a], "casts torch.float64 to torch.float32"),
+        ([a, a], [a.clone(), a.half()], "but target 0 is torch.float32"),
+    ]:
+        with pytest.raises(ZeroEngineError, match=message):
+            ops.cast_copy(sources, targets)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_casts_without_a_gpu_are_float32_rounded_once(accumulate: bool) -> None:
+    x, y = random(1000, torch.float16), random(1000, torch.bfloat16, 1)
+    exact = x.float() * torch.tensor(0.3) + (y.float() if accumulate else 0)
+    ops.cast_copy([x], [y], scale=0.3, accumulate=accumulate)
+    assert torch.equal(y, exact.bfloat16())
+
+
+# -- the library ----------------------------------------------------------------------------------------------
+
+
+def test_the_ops_trace() -> None:
+    from zeroengine.ops import cast, factor, norm
+
+    one = torch.ones((), dtype=torch.float64)
+    torch.library.opcheck(norm._squared_norms_op, ([torch.ones(5), torch.ones(3).half()],))
+    torch.library.opcheck(factor._gradient_factor_op, (one, one.clone(), 2.0, 1.0, True))
+    torch.library.opcheck(cast._cast_copy_op, ([torch.ones(5)], [torch.zeros(5).half()], 0.5, True))
+
+
+def test_every_call_returns_what_cuda_said(emulated: Path) -> None:
+    handle = _cuda_library.open_library(emulated)
+    array = (_cuda_library.CudaArray * 1)(_cuda_library.CudaArray(None, 0, 9))
+    copy = (_cuda_library.CudaCopy * 1)(_cuda_library.CudaCopy(None, None, 0, 9))
+    args = ctypes.byref(_cuda_library.AdamArgs(step=1))
+    missing = 1  # the emulation has device 0 alone
+    for device, code in ((missing, 101), (0, -1)):
+        assert handle.ze_cuda_adam(device, None, None, None, 9, None, None, 0, None, 0, 0, args) == code
+        assert handle.ze_cuda_squared_norm(device, None, array, 1, None, None) == code
+        assert handle.ze_cuda_cast(device, None, copy, 1, 0, 1.0, 0) == code
+    assert handle.ze_cuda_adam_runs(0, None, None, None, 0, None, None, 2, None, 0, None, 0, 0) == -1
+    for code, message in ((0, "success"), (-1, "dtype"), (35, "update the driver"), (209, "ZEROENGINE_CUDA_ARCHIT")):
+        assert message in handle.ze_cuda_message(code).decode()
+
+
+def check_everything(gpu: Gpu) -> None:
+    for moments in MOMENTS:
+        check_adam(gpu, 2 * TILE + 77, torch.bfloat16, torch.float16, moments)
+        check_edges(gpu, moments)
+    check_table(gpu, [[0, 1, 7, TILE + 9, 3 * TILE, 3 * TILE + 100]], [[1.0, 0.0], [1.0, 1.0]], [False, True])
+    check_norm(gpu, [random(NORM_TILE * 70 + 77, torch.bfloat16), random(1001, torch.float32)])
+    test_many_casts_in_one_launch(gpu, torch.float16, 0.3, True)
+
+
+MISTAKES = {
+    "another order of products": ("adam.cu", "k.rest2 * g * g", "k.rest2 * (g * g)"),
+    "other random bits": ("adam.cu", "0x846ca68b", "0x846ca68d"),
+    "a carry into infinity": ("adam.cu", "v < kLargestBf16 ?", "true ?"),
+    "elements before a segment": ("adam.cu", "i < run.begin || i >= run.end", "i >= run.end"),
+    "elements behind a segment": ("adam.cu", "origin + kTile <= run.end &&", ""),
+    "a step that ignores overflow": (
+        "adam.cu",
+        "const bool overflow = factor->overflow != 0;",
+        "bool overflow = false;",
+    ),
+    "no barrier before a sum": ("device.h", "x;\n  __syncthreads();", "x;"),
+    "no barrier after a sum": ("device.h", "__syncthreads();  // before", "// before"),
+    "a sum that forgets a warp": ("device.h", "int i = 1; i < kCount / kWarp", "int i = 2; i < kCount / kWarp"),
+    "a norm that drops its tail": ("norm.cu", "(numel + kTile - 1) / kTile", "(numel + kTile / 2) / kTile"),
+    "a cast off its array": ("cast.cu", "if (n < kTile || !aligned)", "if (!aligned)"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_noticed(mistake: str, tmp_path: Path) -> None:
+    """The checks above fail on kernels that are wrong."""
+    name, right, wrong = MISTAKES[mistake]
+    shutil.copytree(cuda.ROOT / "csrc", tmp_path / "csrc")
+    source = tmp_path / "csrc/cuda" / name
+    assert source.read_text().count(right) == 1
+    source.write_text(source.read_text().replace(right, wrong))
+    assert run_checks(cuda.build_emulated(tmp_path, tmp_path, "-Wno-error")) != 0
+
+
+@pytest.mark.slow
+def test_no_mistake_is_noticed_where_there_is_none(emulated: Path) -> None:
+    assert run_checks(emulated) == 0
+
+
+def run_checks(path: Path) -> int:
+    """0 where ``check_everything`` passes. In a process of its own: some mistakes write where they should not."""
+    code = "import sys, pathlib, tests.ops.test_cuda_kernels as t\n"
+    code += "t.check_everything(t.emulating(pathlib.Path(sys.argv[1])))"
+    return subprocess.run([sys.executable, "-c", code, path], cwd=cuda.ROOT, capture_output=True).returncode

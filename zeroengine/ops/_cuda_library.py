@@ -1,0 +1,139 @@
+"""Finds the CUDA library built from csrc/cuda, loads it with ctypes and declares its C interface.
+
+It may be there where there is no GPU, and a GPU where it is not: `cuda_library` says which of the two holds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import warnings
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zeroengine.errors import ZeroEngineError
+from zeroengine.ops._library import AdamArgs
+
+ABI_VERSION = 1
+PATH = Path(__file__).with_name("_cuda.so")
+RUN_BYTES = 80  # ZE_CUDA_RUN_BYTES
+GROUP_FIELDS = ("lr", "beta1", "beta2", "eps", "weight_decay", "decoupled", "maximize")  # of ze_cuda_group, doubles
+FACTOR_FIELDS = ("factor", "grad_norm", "overflow")  # of ze_cuda_factor, doubles
+
+
+class CudaSegment(ctypes.Structure):
+    """`ze_cuda_segment` of csrc/zeroengine_cuda.h."""
+
+    _fields_ = (
+        ("begin", c_int64),
+        ("end", c_int64),
+        ("first_tile", c_int64),
+        ("seed", c_uint64),
+        ("offset", c_int64),
+        ("group", c_int32),
+        ("slot", c_int32),
+    )
+
+
+class CudaArray(ctypes.Structure):
+    """`ze_cuda_array`."""
+
+    _fields_ = (("data", c_void_p), ("numel", c_int64), ("dtype", c_int32))
+
+
+class CudaCopy(ctypes.Structure):
+    """`ze_cuda_copy`."""
+
+    _fields_ = (("src", c_void_p), ("dst", c_void_p), ("numel", c_int64), ("src_dtype", c_int32))
+
+
+_ON_STREAM: list[Any] = [c_int, c_void_p]
+_ADAM: list[Any] = [*[c_void_p] * 2, c_int, *[c_void_p] * 2, c_int, c_void_p, c_int]
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "ze_cuda_abi_version": (c_int, []),
+    "ze_cuda_architectures": (c_char_p, []),
+    "ze_cuda_message": (c_char_p, [c_int]),
+    "ze_cuda_probe": (c_int, [c_int]),
+    "ze_cuda_adam": (c_int, [*_ON_STREAM, *_ADAM, c_int64, POINTER(AdamArgs)]),
+    "ze_cuda_tiles": (c_int64, [c_int64, c_int64]),
+    "ze_cuda_adam_prepare": (
+        c_int,
+        [*_ON_STREAM, c_void_p, c_int64, *[c_void_p] * 3, c_int64, *[c_void_p] * 2],
+    ),
+    "ze_cuda_adam_runs": (c_int, [*_ON_STREAM, *_ADAM, c_void_p, c_int64, c_int64]),
+    "ze_cuda_squared_norm_workspace": (c_int64, [POINTER(CudaArray), c_int64]),
+    "ze_cuda_squared_norm": (c_int, [*_ON_STREAM, POINTER(CudaArray), c_int64, *[c_void_p] * 2]),
+    "ze_cuda_gradient_factor": (c_int, [*_ON_STREAM, *[c_void_p] * 2, *[c_double] * 2, c_int, c_void_p]),
+    "ze_cuda_cast": (c_int, [*_ON_STREAM, POINTER(CudaCopy), c_int64, c_int, c_float, c_int]),
+    "ze_cuda_write": (c_int, [*_ON_STREAM, c_void_p, c_void_p, c_int64]),
+}
+
+
+def open_library(path: Path) -> ctypes.CDLL:
+    """The library in a file, its functions declared.
+
+    Raises:
+        OSError, AttributeError: it is no such library, or another version's.
+    """
+    handle = ctypes.CDLL(str(path))
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(handle, name)
+        function.restype, function.argtypes = result, arguments
+    if (version := handle.ze_cuda_abi_version()) != ABI_VERSION:
+        raise OSError(f"it has interface version {version}, this zeroengine needs {ABI_VERSION}")
+    return handle
+
+
+@functools.cache
+def _loaded() -> ctypes.CDLL | str:
+    """The library, or why there is none."""
+    if not PATH.exists():
+        return f"{PATH} was not built. For it, install the CUDA toolkit (its nvcc) and install zeroengine again"
+    try:
+        return open_library(PATH)
+    except (OSError, AttributeError) as error:
+        return f"{PATH} cannot be loaded ({error}). Install zeroengine again"
+
+
+@functools.cache
+def _usable(device: int) -> ctypes.CDLL | None:
+    found = _loaded()
+    if isinstance(found, ctypes.CDLL) and (result := found.ze_cuda_probe(device)):
+        found = found.ze_cuda_message(result).decode()
+    if isinstance(found, ctypes.CDLL):
+        return found
+    warnings.warn(
+        f"zeroengine runs without its CUDA kernels on cuda:{device}: {found}. torch's own, slower kernels serve "
+        "instead, and some of them wait for the GPU.",
+        stacklevel=4,
+    )
+    return None
+
+
+def cuda_library(device: torch.device) -> ctypes.CDLL | None:
+    """The CUDA library for tensors on ``device``; None on the CPU and, with one warning, on a GPU it cannot serve."""
+    if device.type != "cuda":
+        return None
+    return _usable(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def cuda_architectures() -> tuple[str, ...]:
+    """What the built CUDA library holds code for, as in ("80", "90", "100+PTX"); () where it was not built."""
+    found = _loaded()
+    return tuple(found.ze_cuda_architectures().decode().split()) if isinstance(found, ctypes.CDLL) else ()
+
+
+def call(handle: ctypes.CDLL, name: str, device: torch.device, *arguments: Any) -> None:
+    """Issues one of the library's functions to the device's current stream.
+
+    Raises:
+        ZeroEngineError: CUDA refused. Earlier work of the device that failed may be what it reports.
+    """
+    with torch.cuda.device(device):
+        stream = torch.cuda.current_stream(device).cuda_stream
+        result = getattr(handle, name)(device.index, stream, *arguments)
+    if result:
+        raise ZeroEngineError(f"{name} on {device}: {handle.ze_cuda_message(result).decode()}")

@@ -1,0 +1,82 @@
+"""Many tensors into their places in a bucket, cast on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zeroengine.errors import ZeroEngineError
+from zeroengine.ops import _cuda_library
+from zeroengine.ops._cuda_library import CudaCopy
+from zeroengine.ops._library import DTYPE_CODES
+
+
+def cast_copy(
+    sources: Sequence[Tensor], targets: Sequence[Tensor], *, scale: float = 1.0, accumulate: bool = False
+) -> None:
+    """Each target becomes its source times ``scale``, computed in float32 and rounded once, to nearest even.
+
+    On CUDA it takes a launch for every 64 tensors, and waits for none.
+
+    Args:
+        sources: float32, bfloat16 or float16, of any strides.
+        targets: one for each source and as large, all of one of these dtypes, contiguous. None may overlap another, or
+            a source.
+        accumulate: add to the target instead.
+
+    Raises:
+        ZeroEngineError: tensors that do not pair up so, or on different devices.
+    """
+    if len(sources) != len(targets):
+        raise ZeroEngineError(f"cast_copy: {len(sources)} sources and {len(targets)} targets; pass a target for each")
+    for i, (source, target) in enumerate(zip(sources, targets, strict=True)):
+        _check(i, source, target, targets[0])
+    if sources:
+        run = _cast_copy_op if torch.compiler.is_compiling() else _cast_copy
+        run(sources, targets, scale, accumulate)
+
+
+def _check(i: int, source: Tensor, target: Tensor, first: Tensor) -> None:
+    if source.dtype not in DTYPE_CODES or target.dtype not in DTYPE_CODES:
+        raise ZeroEngineError(
+            f"cast_copy: pair {i} casts {source.dtype} to {target.dtype}; pass {', '.join(map(str, DTYPE_CODES))}"
+        )
+    if source.numel() != target.numel() or not target.is_contiguous():
+        raise ZeroEngineError(
+            f"cast_copy: pair {i} has {source.numel()} elements and a target of shape {tuple(target.shape)} and "
+            f"strides {target.stride()}; pass a contiguous target of as many"
+        )
+    if target.dtype != first.dtype or {source.device, target.device} != {first.device}:
+        raise ZeroEngineError(
+            f"cast_copy: pair {i} goes from {source.device} to {target.dtype} on {target.device}, but target 0 is "
+            f"{first.dtype} on {first.device}; pass targets of one dtype, all on one device"
+        )
+
+
+def _cast_copy(sources: Sequence[Tensor], targets: Sequence[Tensor], scale: float, accumulate: bool) -> None:
+    device = targets[0].device
+    if (cuda := _cuda_library.cuda_library(device)) is not None:
+        lined_up = [source.contiguous() for source in sources]
+        copies = (CudaCopy * len(targets))(
+            *(
+                CudaCopy(source.data_ptr(), target.data_ptr(), target.numel(), DTYPE_CODES[source.dtype])
+                for source, target in zip(lined_up, targets, strict=True)
+            )
+        )
+        arguments = (copies, len(targets), DTYPE_CODES[targets[0].dtype], scale, accumulate)
+        return _cuda_library.call(cuda, "ze_cuda_cast", device, *arguments)
+    for source, target in zip(sources, targets, strict=True):
+        source = source.reshape(target.shape)
+        if scale != 1:
+            source = source.float() * torch.tensor(scale, dtype=torch.float32)
+        target.copy_(target.float() + source.float() if accumulate else source)
+
+
+_cast_copy_op = torch.library.custom_op("zeroengine::cast_copy", _cast_copy, mutates_args=("targets",))
+
+
+@_cast_copy_op.register_fake
+def _(*args: object) -> None:
+    """Nothing is returned."""

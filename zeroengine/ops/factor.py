@@ -1,0 +1,70 @@
+"""From the gradient's squared norm to what the update multiplies it by, on the device that holds the norm."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zeroengine.errors import ZeroEngineError
+from zeroengine.ops import _cuda_library
+
+
+def gradient_factor(
+    squared_norm: Tensor,
+    *,
+    divisor: float = 1.0,
+    limit: float = 0.0,
+    loss_scale: Tensor | None = None,
+    skip: bool = True,
+) -> Tensor:
+    """Unscaling, clipping and the overflow test, where the norm is; nobody waits for it.
+
+    Args:
+        squared_norm: 0-d float64, of the gradient as it lies; `squared_norm` makes it.
+        divisor: what the gradient is too large by: ranks and accumulated micro-steps.
+        limit: the largest norm, as in `torch.nn.utils.clip_grad_norm_`; 0 for none.
+        loss_scale: 0-d float64 on the same device, by which the gradient is too large as well.
+        skip: whether a norm that is not finite is an overflow. If not, the factor is what comes out of it.
+
+    Returns:
+        float64, three values on the same device: the factor of the gradient, the norm of the gradient over divisor and
+        scale before clipping, and 1 on overflow, else 0.
+
+    Raises:
+        ZeroEngineError: a tensor of another shape, dtype or device.
+    """
+    for name, x in (("squared_norm", squared_norm), ("loss_scale", loss_scale)):
+        if x is not None and (x.dtype is not torch.float64 or x.dim() or x.device != squared_norm.device):
+            raise ZeroEngineError(
+                f"gradient_factor: {name} is {x.dtype} of shape {tuple(x.shape)} on {x.device}; pass a 0-d float64 "
+                f"tensor on {squared_norm.device}"
+            )
+    run = _gradient_factor_op if torch.compiler.is_compiling() else _gradient_factor
+    return run(squared_norm, loss_scale, divisor, limit, skip)
+
+
+def _gradient_factor(
+    squared_norm: Tensor, loss_scale: Tensor | None, divisor: float, limit: float, skip: bool
+) -> Tensor:
+    device = squared_norm.device
+    if (cuda := _cuda_library.cuda_library(device)) is not None:
+        result = torch.empty(3, dtype=torch.float64, device=device)
+        scale = None if loss_scale is None else loss_scale.data_ptr()
+        arguments = (squared_norm.data_ptr(), scale, divisor, limit, skip, result.data_ptr())
+        _cuda_library.call(cuda, "ze_cuda_gradient_factor", device, *arguments)
+        return result
+    whole = torch.full_like(squared_norm, divisor)
+    if loss_scale is not None:
+        whole = whole * loss_scale
+    grad_norm = squared_norm.sqrt() / whole
+    clip = torch.full_like(squared_norm, limit) / (grad_norm + 1e-6) if limit > 0 else torch.ones_like(grad_norm)
+    overflow = squared_norm.isfinite().logical_not() if skip else torch.zeros_like(squared_norm)
+    return torch.stack([torch.where(clip > 1, 1.0, clip) / whole, grad_norm, overflow.double()])
+
+
+_gradient_factor_op = torch.library.custom_op("zeroengine::gradient_factor", _gradient_factor, mutates_args=())
+
+
+@_gradient_factor_op.register_fake
+def _(squared_norm: Tensor, loss_scale: Tensor | None, divisor: float, limit: float, skip: bool) -> Tensor:
+    return squared_norm.new_empty(3)

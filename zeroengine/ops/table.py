@@ -1,0 +1,231 @@
+"""Adam over many segments of many buffers, where nothing that changes from step to step is known to the host."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroengine.errors import ZeroEngineError
+from zeroengine.ops import _cuda_library
+from zeroengine.ops._cuda_library import FACTOR_FIELDS, GROUP_FIELDS, RUN_BYTES, CudaSegment
+from zeroengine.ops.adam import adam_step, check_arrays, pointers
+
+
+@dataclass(frozen=True)
+class AdamSegment:
+    """Neighbouring elements of a buffer that share hyperparameters and a step count."""
+
+    start: int
+    stop: int
+    group: int  # which hyperparameters
+    slot: int  # which step count
+
+
+@dataclass(frozen=True)
+class AdamBuffer:
+    """The segments of one flat buffer, ascending; elements between them are never updated."""
+
+    segments: Sequence[AdamSegment]
+    seed: int = 0  # that of stochastic rounding is seed + step
+    offset: int = 0  # index of the buffer's element 0 among those that share the seed
+
+
+class AdamTable:
+    """Adam's updates of a fixed set of buffers.
+
+    [Note: A step without waiting]
+    On CUDA all that a step depends on stays on the device: ``prepare`` counts the step and folds every segment's
+    hyperparameters in one small launch, then one launch updates a buffer, whatever its number of segments. So the host
+    runs ahead, and a CUDA graph may capture ``prepare`` and ``update`` together: a replay obeys the values that
+    ``groups``, ``steps`` and the factor have then. On overflow nothing is written, and no step is counted.
+
+    Elsewhere, and where the CUDA library is missing, the same happens by `adam_step` for each segment.
+
+    Args:
+        num_groups, num_slots: how many hyperparameters and step counts the segments refer to.
+
+    Attributes:
+        groups: float64, a row for each group: lr, beta1, beta2, eps, weight_decay, decoupled, maximize. Written by
+            ``set_groups``, or by the caller in stream order.
+        steps: int64, a step count for each slot.
+
+    Raises:
+        ZeroEngineError: segments that overlap, descend or refer to what is not there.
+    """
+
+    def __init__(
+        self, buffers: Sequence[AdamBuffer], num_groups: int, num_slots: int, device: torch.device | str
+    ) -> None:
+        self.device = torch.device(device)
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self._cuda = _cuda_library.cuda_library(self.device)
+        self._buffers = tuple(buffers)
+        for i, buffer in enumerate(self._buffers):
+            _check(i, buffer, num_groups, num_slots)
+        self.groups = torch.zeros(num_groups, len(GROUP_FIELDS), dtype=torch.float64, device=self.device)
+        self.steps = torch.zeros(num_slots, dtype=torch.int64, device=self.device)
+        self._written: list[list[float]] = []
+        if self._cuda is not None:
+            self._lay_out(self._cuda)
+
+    def _lay_out(self, cuda: ctypes.CDLL) -> None:
+        rows = []
+        self._first_run, self._num_tiles = [0], []
+        for buffer in self._buffers:
+            tiles = 0
+            for s in buffer.segments:
+                rows.append(CudaSegment(s.start, s.stop, tiles, buffer.seed, buffer.offset, s.group, s.slot))
+                tiles += cuda.ze_cuda_tiles(s.start, s.stop)
+            self._first_run.append(len(rows))
+            self._num_tiles.append(tiles)
+        raw = bytearray((CudaSegment * len(rows))(*rows)) or bytearray(1)
+        self._segments = torch.frombuffer(raw, dtype=torch.uint8).to(self.device)
+        self._runs = torch.zeros(max(1, len(rows)) * RUN_BYTES, dtype=torch.uint8, device=self.device)
+
+    def set_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """The hyperparameters from now on, as in torch's ``param_groups``; without waiting for the device.
+
+        ``decoupled`` stands beside torch's keys. A learning rate that is a tensor on the device is copied there.
+        """
+        if len(groups) != len(self.groups):
+            raise ZeroEngineError(f"set_groups: {len(groups)} groups, but the table has {len(self.groups)}")
+        rates = {i: g["lr"] for i, g in enumerate(groups) if isinstance(g["lr"], Tensor) and not g["lr"].is_cpu}
+        rows = [_row(group, 0.0 if i in rates else float(group["lr"])) for i, group in enumerate(groups)]
+        if rows != self._written:
+            if self._cuda is None:
+                self.groups.copy_(torch.tensor(rows, dtype=torch.float64).view_as(self.groups))
+            else:
+                values = torch.tensor(rows, dtype=torch.float64)
+                _cuda_library.call(
+                    self._cuda, "ze_cuda_write", self.device, self.groups.data_ptr(), values.data_ptr(), values.nbytes
+                )
+            self._written = rows
+        for i, rate in rates.items():
+            self.groups[i, 0].copy_(rate.view(()))
+
+    def prepare(self, factor: Tensor, used: Tensor | None = None) -> None:
+        """Counts a step, which the next ``update`` of each buffer takes.
+
+        Args:
+            factor: what `gradient_factor` returned.
+            used: float64, a value for each slot: where it is 0 no step is counted and nothing is updated. None: every
+                one is used.
+
+        Raises:
+            ZeroEngineError: tensors of another shape, dtype or device.
+        """
+        for name, x, numel in (("factor", factor, len(FACTOR_FIELDS)), ("used", used, len(self.steps))):
+            if x is None:
+                continue
+            if x.dtype is not torch.float64 or x.shape != (numel,) or not x.is_contiguous() or x.device != self.device:
+                raise ZeroEngineError(
+                    f"prepare: {name} is {x.dtype} of shape {tuple(x.shape)} on {x.device}; pass a contiguous float64 "
+                    f"tensor of shape ({numel},) on {self.device}"
+                )
+        if self._cuda is None:
+            self._prepare_on_host(factor, used)
+            return
+        _cuda_library.call(
+            self._cuda,
+            "ze_cuda_adam_prepare",
+            self.device,
+            self._segments.data_ptr(),
+            self._first_run[-1],
+            self.groups.data_ptr(),
+            self.steps.data_ptr(),
+            None if used is None else used.data_ptr(),
+            len(self.steps),
+            factor.data_ptr(),
+            self._runs.data_ptr(),
+        )
+
+    def _prepare_on_host(self, factor: Tensor, used: Tensor | None) -> None:
+        self._factor, _, overflow = factor.tolist()
+        active = torch.ones_like(self.steps) if used is None else (used > 0).long()
+        if overflow:
+            active.zero_()
+        self.steps += active
+        self._host = (self.groups.tolist(), self.steps.tolist(), active.tolist())
+
+    def update(
+        self,
+        buffer: int,
+        param: Tensor,
+        grad: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        low_precision: Tensor | None = None,
+    ) -> None:
+        """The step that was prepared, for one buffer. Tensors as in `adam_step`; between segments nothing is written.
+
+        Raises:
+            ZeroEngineError: a tensor of another shape, dtype, device or stride, or too short for the segments.
+        """
+        arrays = dict(param=param, grad=grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, low_precision=low_precision)
+        check_arrays("update", **arrays)
+        its = self._buffers[buffer]
+        if its.segments and its.segments[-1].stop > param.numel():
+            raise ZeroEngineError(
+                f"update: buffer {buffer} has {param.numel()} elements, but its segments end at {its.segments[-1].stop}"
+            )
+        if self._cuda is None:
+            self._update_on_host(its, **arrays)
+            return
+        first, last = self._first_run[buffer : buffer + 2]
+        _cuda_library.call(
+            self._cuda,
+            "ze_cuda_adam_runs",
+            self.device,
+            *pointers(param, grad, exp_avg, exp_avg_sq, low_precision),
+            self._runs.data_ptr() + first * RUN_BYTES,
+            last - first,
+            self._num_tiles[buffer],
+        )
+
+    def _update_on_host(self, buffer: AdamBuffer, **arrays: Tensor | None) -> None:
+        groups, steps, active = self._host
+        for s in buffer.segments:
+            if not active[s.slot]:
+                continue
+            group = dict(zip(GROUP_FIELDS, groups[s.group], strict=True))
+            adam_step(
+                **{name: None if x is None else x[s.start : s.stop] for name, x in arrays.items()},  # type: ignore[arg-type]
+                **{name: group[name] for name in ("lr", "beta1", "beta2", "eps", "weight_decay")},
+                decoupled=bool(group["decoupled"]),
+                maximize=bool(group["maximize"]),
+                grad_scale=self._factor,
+                step=steps[s.slot],
+                seed=buffer.seed + steps[s.slot],
+                offset=buffer.offset + s.start,
+            )
+
+
+def _row(group: Mapping[str, Any], lr: float) -> list[float]:
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    flags = [float(bool(group.get(name, False))) for name in ("decoupled", "maximize")]
+    return [lr, beta1, beta2, float(group["eps"]), float(group["weight_decay"]), *flags]
+
+
+def _check(i: int, buffer: AdamBuffer, num_groups: int, num_slots: int) -> None:
+    last = 0
+    for s in buffer.segments:
+        if not last <= s.start <= s.stop:
+            raise ZeroEngineError(
+                f"AdamTable: segment {s.start}:{s.stop} of buffer {i} begins before {last}, or ends early"
+            )
+        if not (0 <= s.group < num_groups and 0 <= s.slot < num_slots):
+            raise ZeroEngineError(
+                f"AdamTable: segment {s.start}:{s.stop} of buffer {i} is of group {s.group} and slot {s.slot}; there "
+                f"are {num_groups} groups and {num_slots} slots"
+            )
+        last = s.stop
+    if not 0 <= buffer.seed < 1 << 62 or not 0 <= buffer.offset < 1 << 62:
+        raise ZeroEngineError(
+            f"AdamTable: buffer {i} has seed {buffer.seed} and offset {buffer.offset}; they must be from 0 to 2**62 - 1"
+        )
