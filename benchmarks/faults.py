@@ -1,0 +1,329 @@
+"""Breaks runs on three hosts in every way the launcher knows of, and times the report and the recovery.
+
+    sudo python benchmarks/faults.py                        # each fault once
+    sudo python benchmarks/faults.py --repeat 30            # and that no process stays and no checkpoint is lost
+    sudo python benchmarks/faults.py --start --repeat 5     # launcher start to first step, against torchrun
+
+The hosts are network namespaces of this machine, each with an address and an sshd (tests/launch/hosts.py), so it needs
+root. They train examples/train_lm.py, tiny, and share its folder of checkpoints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import re
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.launch import hosts
+from tests.launch.hosts import Rig
+
+TIMEOUT = 8  # seconds: comm.timeout_seconds
+CONFIG = f"""
+train_batch_size: 12
+train_micro_batch_size_per_gpu: 2
+optimizer: {{type: AdamW, params: {{lr: 0.001}}}}
+zero_optimization: {{stage: 3}}
+comm: {{timeout_seconds: {TIMEOUT}}}
+"""
+EXAMPLE = hosts.ROOT / "examples/train_lm.py"
+TINY = "--layers 1 --width 16 --heads 2 --context 16 --eval-batches 1 --sample-bytes 4".split()
+FUTURE = "import time; now = time.time; time.time = lambda: now() + 3600\n"
+
+
+class Screen:
+    """What a process prints, line by line, with the time of each."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.lines: list[tuple[float, str]] = []
+        self._more = threading.Condition()
+        for stream in (process.stdout, process.stderr):
+            threading.Thread(target=self._read, args=(stream,), daemon=True).start()
+
+    def _read(self, stream: object) -> None:
+        for line in stream:  # type: ignore[attr-defined]
+            with self._more:
+                self.lines.append((time.monotonic(), line.rstrip("\n")))
+                self._more.notify_all()
+
+    def wait(self, pattern: str, after: float = 0.0, seconds: float = 90.0) -> float:
+        """When the first line came that has the pattern, `after` that time."""
+        deadline = time.monotonic() + seconds
+        with self._more:
+            while True:
+                for when, line in self.lines:
+                    if when > after and re.search(pattern, line):
+                        return when
+                if not self._more.wait(max(0.0, deadline - time.monotonic())):
+                    raise AssertionError(
+                        f"no {pattern!r} in {seconds} s:\n" + "\n".join(line for _, line in self.lines)
+                    )
+
+
+@dataclass
+class Case:
+    """A run to be broken."""
+
+    rig: Rig
+    folder: Path
+    screen: Screen
+
+    def newest(self) -> int:
+        path = self.folder / "ckpt/latest"
+        return int(path.read_text().strip().rpartition("-")[2]) if path.exists() else 0
+
+    def worker(self, machine: int) -> int:
+        """The process of the rank there."""
+        for pid in self.rig.machines[machine].pids():
+            if b"launch/worker.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return pid
+        raise AssertionError("no rank is there")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One way to break a run.
+
+    Attributes:
+        options: of zero-launch.
+        strike: breaks it; nothing for what is broken from the start.
+        told: a pattern of the report.
+        mend: what an operator does once it is told.
+        resumed: a pattern of the first line after recovery; None where the run is refused.
+    """
+
+    name: str
+    options: str
+    strike: Callable[[Case], None] | None
+    told: str
+    mend: Callable[[Case], None] | None = None
+    resumed: str | None = "goes on after step|step +[0-9]+/"
+
+
+def fill(case: Case) -> None:
+    with open(case.folder / "ckpt/filler", "wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(1 << 16))
+        except OSError:
+            pass
+
+
+FAULTS = (
+    Fault(
+        "a rank killed", "--max-restarts 1", lambda c: os.kill(c.worker(1), signal.SIGKILL), r"rank 1 \(node-b\) failed"
+    ),
+    Fault("a node's processes killed", "--max-restarts 1", lambda c: c.rig.machines[1].kill_all(), "node-b was lost"),
+    Fault("the same, elastic", "--nnodes 2:3", lambda c: c.rig.machines[1].kill_all(), "node-b was lost"),
+    Fault(
+        "a link cut",
+        "--nnodes 2:3",
+        lambda c: c.rig.machines[1].link("down"),
+        "node-b was lost: no sign of life",
+        lambda c: c.rig.machines[1].link("up"),
+    ),
+    Fault(
+        "the first node's link cut",
+        "--nnodes 2:3",
+        lambda c: c.rig.machines[0].link("down"),
+        "node-a was lost: no sign of life",
+        lambda c: c.rig.machines[0].link("up"),
+    ),
+    Fault(
+        "the disk full",
+        "--max-restarts 1",
+        fill,
+        "No space left on device",
+        lambda c: (c.folder / "ckpt/filler").unlink(),
+    ),
+    Fault("a straggler", "--max-restarts 1", lambda c: os.kill(c.worker(2), signal.SIGSTOP), r"rank 2 \(node-c\)"),
+    Fault(
+        "ssh refused on one of three",
+        "",
+        None,
+        r"node-c +ssh: connect to host node-c port 22: Connection refused",
+        resumed=None,
+    ),
+    Fault("the same, elastic", "--nnodes 2:3", None, "node-c is left out: .*Connection refused"),
+    Fault("a host name that does not resolve", "", None, "node-x +ssh: Could not resolve hostname", resumed=None),
+    Fault("a clock an hour off", "", None, "the clock of node-b is 1.0 h ahead of this one"),
+)
+
+
+def run(fault: Fault, folder: Path) -> tuple[float, float | None, float]:
+    """Seconds from the fault to the report, to recovery, and from the end of the launcher to the last process's."""
+    environments = {}
+    if "clock" in fault.name:
+        (folder / "future").mkdir()
+        (folder / "future/sitecustomize.py").write_text(FUTURE)
+        environments["node-b"] = {"PYTHONPATH": str(folder / "future")}
+    with hosts.build(3, environments) as rig:
+        hostfile = rig.hostfile(1)
+        if fault.told.startswith("node-x"):
+            hostfile.write_text(hostfile.read_text() + "node-x slots=1\n")
+        if "refused" in fault.told:
+            rig.machines[2].stop_sshd()
+        example = [
+            str(EXAMPLE),
+            "--text",
+            "text",
+            *TINY,
+            "--steps",
+            "100000",
+            "--checkpoint",
+            "ckpt",
+            "--save-every",
+            "2",
+        ]
+        words = ["--hostfile", str(hostfile), *fault.options.split(), "--config", "zero.yaml", *example]
+        began = time.monotonic()
+        case = Case(rig, folder, Screen(rig.popen(*words)))
+        try:
+            before = 0
+            if fault.strike is not None:
+                wait_for_steps(case, 4)
+                before, began = case.newest(), time.monotonic()
+                fault.strike(case)
+            told = case.screen.wait(fault.told, began)
+            if fault.mend is not None:
+                fault.mend(case)
+            resumed = None
+            if fault.resumed is not None:
+                if fault.strike is None:
+                    wait_for_steps(case, 2)
+                    resumed = time.monotonic() - began
+                else:
+                    resumed = case.screen.wait(fault.resumed, told) - began
+                    wait_for_steps(case, before + 4)
+                step = [int(n) for _, line in case.screen.lines for n in re.findall(r"goes on after step (\d+)", line)]
+                assert all(n >= before for n in step), f"a checkpoint was lost: {before}, and then {step}"
+        finally:
+            case.screen.process.send_signal(signal.SIGINT)
+            case.screen.process.wait(60)
+        ended = time.monotonic()
+        rig.wait_until_empty(30)
+        return told - began, resumed, time.monotonic() - ended
+
+
+def wait_for_steps(case: Case, step: int) -> None:
+    hosts.wait_for(lambda: case.newest() >= step or case.screen.process.poll() is not None, 90)
+    assert case.screen.process.poll() is None, "\n".join(line for _, line in case.screen.lines)
+
+
+def faults(only: str, repeat: int) -> None:
+    print(f"| fault | options | report after | resumed after | nothing left after | runs |\n|{'---|' * 6}", flush=True)
+    for fault in FAULTS:
+        if only in fault.name:
+            found = [attempt(fault) for _ in range(repeat)]
+            told, resumed, empty = zip(*found, strict=True)
+            cells = [fault.name, f"`{fault.options}`" if fault.options else "", spread(told)]
+            cells += [
+                "refused" if resumed[0] is None else spread([r or 0.0 for r in resumed]),
+                spread(empty),
+                str(repeat),
+            ]
+            print("| " + " | ".join(cells) + " |", flush=True)
+
+
+def attempt(fault: Fault) -> tuple[float, float | None, float]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "ckpt").mkdir()
+        hosts.run("mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", folder / "ckpt")
+        (folder / "zero.yaml").write_text(CONFIG)
+        (folder / "text").write_bytes(b"".join(b"%d bottles of beer on the wall\n" % n for n in range(500)))
+        home = Path.cwd()
+        os.chdir(folder)
+        try:
+            return run(fault, folder)
+        finally:
+            os.chdir(home)
+            hosts.run("umount", folder / "ckpt")
+
+
+def spread(seconds: Sequence[float]) -> str:
+    if len(seconds) == 1:
+        return f"{seconds[0]:.1f} s"
+    return f"{statistics.median(seconds):.1f} s ({min(seconds):.1f} to {max(seconds):.1f})"
+
+
+def start(repeat: int) -> None:
+    """Two nodes, from the launcher's start to the first step's end, in turn with torchrun over the same ssh."""
+    script = """
+import os, sys, torch, zeroengine
+model = torch.nn.Linear(16, 16)
+config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
+engine = zeroengine.initialize(model, config=config)
+engine.backward(engine(torch.ones(1, 16)).square().mean())
+engine.step()
+print("first step", flush=True)
+"""
+    found: dict[str, list[float]] = {"zero-launch": [], "torchrun": []}
+    with tempfile.TemporaryDirectory() as name, hosts.build(2) as rig:
+        os.chdir(name)
+        Path("train.py").write_text(script)
+        for _ in range(repeat):
+            began = time.monotonic()
+            screen = Screen(rig.popen("--hostfile", str(rig.hostfile(1)), "train.py"))
+            found["zero-launch"].append(screen.wait("first step", began) - began)
+            screen.process.wait(30)
+            began = time.monotonic()
+            screens = [Screen(torchrun(rig, node)) for node in range(2)]
+            found["torchrun"].append(screens[0].wait("first step", began) - began)
+            for other in screens:
+                other.process.wait(60)
+    for launcher, seconds in found.items():
+        print(f"{launcher:<12} {spread(seconds)}")
+    ratio = statistics.median(found["zero-launch"]) / statistics.median(found["torchrun"])
+    print(f"zero-launch takes {ratio:.2f} times as long as torchrun, median of {repeat}")
+
+
+def torchrun(rig: Rig, node: int) -> subprocess.Popen[str]:
+    """What a user would type: torchrun over ssh on each node, side by side."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d"]
+    address = rig.machines[0].address
+    command += [
+        f"--rdzv-endpoint={address}:29400",
+        f"--rdzv-id={os.getpid()}",
+        f"--local-addr={rig.machines[node].address}",
+    ]
+    path = f"PYTHONPATH={os.environ.get('PYTHONPATH', '')}:{hosts.ROOT}"
+    line = f"cd {os.getcwd()} && env {path} GLOO_SOCKET_IFNAME=eth0 {shlex.join(command)} train.py"
+    return rig.popen(rig.machines[node].name, line, command=rig.ssh.split())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeat", type=int, default=1, help="runs of each")
+    parser.add_argument("--only", default="", help="faults whose name contains this")
+    parser.add_argument("--start", action="store_true", help="time the start instead")
+    options = parser.parse_args()
+    if reason := hosts.why_not():
+        raise SystemExit(reason)
+    import torch
+
+    print(
+        f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}\n"
+    )
+    if options.start:
+        start(options.repeat)
+    else:
+        faults(options.only, options.repeat)
+
+
+if __name__ == "__main__":
+    main()
