@@ -12,6 +12,7 @@ import itertools
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -193,7 +194,8 @@ def build(count: int, environments: Mapping[str, Mapping[str, str]] | None = Non
             etc = Path(f"/etc/netns/{prefix}{index}")
             etc.mkdir(parents=True)
             undo.callback(shutil.rmtree, etc, ignore_errors=True)
-            (etc / "hosts").write_text(table)
+            own = f"{addresses[index - 1]} {socket.gethostname()}\n" if index else ""  # what programs call themselves
+            (etc / "hosts").write_text(table + own)
             (etc / "resolv.conf").write_text("")
             run("ip", "-n", f"{prefix}{index}", "link", "set", "lo", "up")
         hub = f"{prefix}0"

@@ -187,6 +187,13 @@ def test_what_is_wrong_where_is_one_table(fleet: Launch, script: Script) -> None
     assert not Path("started").exists()
 
 
+def test_a_wrong_configuration_is_refused(fleet: Launch, script: Script, tmp_path: Path) -> None:
+    (tmp_path / "zero.json").write_text('{"zero_optimization": {"stage": 2}}')
+    result = fleet("--config", "zero.json", "--set", "zero_optimization.stag=3", script("open('started', 'w')"))
+    assert result.code == 2 and not Path("started").exists()
+    assert result.err.startswith("zero-launch: ") and "stag" in result.err and "Did you mean" in result.err, result.err
+
+
 def test_a_port_in_use_is_refused(fleet: Launch, script: Script) -> None:
     import socket
 

@@ -155,7 +155,7 @@ def test_a_stall_is_one_report_that_names_rank_and_host(rig: Rig, tmp_path: Path
     done = rig.launch("--hostfile", str(rig.hostfile()), "--env", "TIMEOUT=4", name)
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
-    assert re.search(r"rank 1 \(node-b\) is at reduce norm \(number \d+\), the others wait at gather ", last), last
+    assert re.search(r"rank 1 \(node-b\) is at gather rest \(number \d+\), the others wait at reduce rest ", last), last
     rig.wait_until_empty()
 
 

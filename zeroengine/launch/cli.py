@@ -175,6 +175,8 @@ def on_nodes(options: argparse.Namespace, hosts: Sequence[Host], shell: shells.S
     for host in hosts:
         processes(host, options.nproc)
     (job.find_module if options.module else job.find_script)(options.script)
+    if options.config is not None and not os.path.isfile(options.config):
+        job.check_config(options.config, options.set)  # says so; what is in it a node checks, which has torch at hand
     request = Request(
         hosts,
         least,
@@ -187,7 +189,8 @@ def on_nodes(options: argparse.Namespace, hosts: Sequence[Host], shell: shells.S
         cpu=options.cpu,
         environment=environment.collect(options.env),
         ranks_environment=job.environment(options.cpu, options.config, options.set),
-        files=[] if options.config is None else [os.path.abspath(options.config)],
+        config=None if options.config is None else os.path.abspath(options.config),
+        overrides=options.set,
         address=options.master_addr,
         port=options.port,
         bind=options.bind,
@@ -204,7 +207,6 @@ def on_nodes(options: argparse.Namespace, hosts: Sequence[Host], shell: shells.S
     make_log_dir(options.log_dir)
     console = Console(options.log_dir)
     with Fleet(request, console) as fleet:
-        job.check_config(options.config, options.set)  # imports torch, as the nodes do meanwhile
         outcome = fleet.run()
         console.finish()
     console.say(report(outcome, console))

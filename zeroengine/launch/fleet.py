@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 
+from zeroengine.errors import LaunchError
 from zeroengine.launch import preflight, versions
 from zeroengine.launch.console import Console
 from zeroengine.launch.hosts import Host, processes
@@ -53,7 +54,8 @@ class Request:
     cpu: bool = False
     environment: dict[str, str] = field(default_factory=dict)  # forwarded to every node
     ranks_environment: dict[str, str] = field(default_factory=dict)  # given to every rank
-    files: Sequence[str] = ()  # that every node must be able to read
+    config: str | None = None  # that every node must be able to read
+    overrides: Sequence[str] = ()
     address: str | None = None
     port: int = 0
     bind: str | None = None
@@ -121,7 +123,7 @@ class Fleet:
         """Check the nodes, run the ranks, restart them where that is allowed.
 
         Raises:
-            LaunchError: nodes that cannot take part, all of them in one table.
+            LaunchError: nodes that cannot take part, all of them in one table; or a wrong configuration.
         """
         try:
             self._check()
@@ -179,8 +181,9 @@ class Fleet:
         if kind == "hello":
             link.hello = message
             request = self._request
-            wanted = {"target": request.target, "module": request.module, "files": list(request.files)}
-            link.send({"do": "facts", "cpu": request.cpu, **wanted})
+            wanted = {"target": request.target, "module": request.module, "config": request.config}
+            overrides = list(request.overrides) if link is self._links[0] else None  # one of them checks
+            link.send({"do": "facts", "cpu": request.cpu, "overrides": overrides, **wanted})
         elif kind == "facts":
             link.facts = message
         elif kind == "problem" and link.facts is None:
@@ -205,6 +208,9 @@ class Fleet:
         self._wait(lambda: all(link.facts is not None or link.lost is not None for link in self._links))
         found = {link: self._problems(link) for link in self._links}
         absent = [link for link in self._links if link.hello is None]
+        for link in self._links:
+            if link.facts is not None and link.facts["config_error"]:
+                raise LaunchError(link.facts["config_error"])
         wrong = any(found[link] for link in self._links if link not in absent)
         if wrong or len(self._links) - len(absent) < self._request.least:
             raise preflight.table([problem for problems in found.values() for problem in problems], len(self._links))

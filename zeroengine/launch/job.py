@@ -15,7 +15,6 @@ from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
-from zeroengine.config import load
 from zeroengine.errors import LaunchError
 from zeroengine.launch import worker
 from zeroengine.launch.bind import shares
@@ -132,6 +131,8 @@ def check_config(config: str | None, overrides: Sequence[str]) -> None:
         if not (key and equals):
             raise LaunchError(f"--set {override}: not of the form KEY=VALUE. Write --set zero_optimization.stage=3")
     if config is not None:
+        from zeroengine.config import load  # imports torch
+
         load(config, overrides)
 
 

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from zeroengine.errors import LaunchError
+from zeroengine.errors import LaunchError, ZeroEngineError
 from zeroengine.launch import agent, bind, job, network, versions, worker
 from zeroengine.launch.pipes import Pipes
 from zeroengine.launch.rank import GRACE, Outcome
@@ -144,19 +144,22 @@ def describe(outcome: Outcome) -> list[dict[str, Any]]:
 
 def facts(message: Message) -> Message:
     """What the launcher compares between nodes."""
-    missing = []
-    for path in message["files"]:
+    missing, config_error = [], None
+    config, overrides = message["config"], message["overrides"]
+    if config is not None and not os.access(config, os.R_OK):
+        missing.append(f"{config}: cannot be read")
+    elif overrides is not None:
         try:
-            with open(path, "rb"):
-                pass
-        except OSError as error:
-            missing.append(f"{path}: {error.strerror}")
+            job.check_config(config, overrides)
+        except ZeroEngineError as error:
+            config_error = str(error)
     try:
         (job.find_module if message["module"] else job.find_script)(message["target"])
     except LaunchError as error:
         missing.append(str(error))
     gpus = 0 if message["cpu"] else job.count_gpus()
-    return {"is": "facts", "versions": versions.installed(), "gpus": gpus, "missing": missing}
+    found = {"versions": versions.installed(), "gpus": gpus, "missing": missing, "config_error": config_error}
+    return {"is": "facts", **found}
 
 
 def main() -> None:
