@@ -147,7 +147,7 @@ FAULTS = (
         "the disk full",
         "--max-restarts 1",
         fill,
-        "No space left on device",
+        "the disk of ckpt is full",
         lambda c: (c.folder / "ckpt/filler").unlink(),
     ),
     Fault("a straggler", "--max-restarts 1", lambda c: os.kill(c.worker(2), signal.SIGSTOP), r"rank 2 \(node-c\)"),

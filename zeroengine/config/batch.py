@@ -20,6 +20,8 @@ def resolve(train: int | None, micro: int | None, steps: int | None, *, world_si
     of the full world size; with fewer ranks the train batch size stays, and accumulation takes their share.
     """
     full = int(os.environ.get(FULL_VARIABLE) or world_size)
+    if train and micro and steps and train == micro * steps * world_size:
+        full = world_size  # resolved already
     if train is None:
         micro, steps = micro or 1, steps or 1
         train = micro * steps * full

@@ -167,9 +167,11 @@ def on_ray(options: argparse.Namespace) -> int:
 
 def on_nodes(options: argparse.Namespace, hosts: Sequence[Host], shell: shells.Shell) -> int:
     """A node's agent on each host, which the launcher looks after."""
+    from zeroengine.launch import rounds
     from zeroengine.launch.console import Console
-    from zeroengine.launch.fleet import Fleet, Request
+    from zeroengine.launch.fleet import Fleet
     from zeroengine.launch.report import report
+    from zeroengine.launch.request import Request
 
     hosts, least = limit(hosts, options.nnodes)
     for host in hosts:
@@ -207,7 +209,7 @@ def on_nodes(options: argparse.Namespace, hosts: Sequence[Host], shell: shells.S
     make_log_dir(options.log_dir)
     console = Console(options.log_dir)
     with Fleet(request, console) as fleet:
-        outcome = fleet.run()
+        outcome = rounds.run(request, fleet, console)
         console.finish()
     console.say(report(outcome, console))
     return outcome.code

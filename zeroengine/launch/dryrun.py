@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 
 from zeroengine.launch import job
-from zeroengine.launch.fleet import Request
 from zeroengine.launch.hosts import Host, processes
+from zeroengine.launch.request import Request
 
 PORT = 29500  # stands for the free port that a real run finds
 

@@ -23,11 +23,12 @@ Events = queue.Queue
 
 
 class Link:
-    """One node as the launcher sees it. Only the fleet's thread reads what is here; readers put into `events`.
+    """One node as the launcher sees it. Only the launcher's main thread uses it; readers of its own put into `events`.
 
     Attributes:
         heard: `time.monotonic` of the last sign of life.
         lost: why the node is not there any more, in words; None while it is.
+        running: whether its ranks run now.
     """
 
     def __init__(self, host: Host, shell: Shell, wanted: Message, events: Events[tuple[Link, Message]]) -> None:
@@ -36,13 +37,10 @@ class Link:
         self.hello: Message | None = None
         self.facts: Message | None = None
         self.answer: Message | None = None
-        self.ended: Message | None = None
-        self.finished = False
         self.lost: str | None = None
         self.lost_at = 0.0
-        self.stopped = False
-        self.nproc = 0
-        self.first_rank = 0
+        self.running = False
+        self.begin(0, 0)
         self._shell = shell
         self._said: deque[str] = deque(maxlen=QUOTED)
         self._process = subprocess.Popen(
@@ -64,6 +62,13 @@ class Link:
     @property
     def ranks(self) -> range:
         return range(self.first_rank, self.first_rank + self.nproc)
+
+    def begin(self, first_rank: int, nproc: int) -> None:
+        """Before a round, in which the node has these ranks."""
+        self.first_rank, self.nproc = first_rank, nproc
+        self.ended: Message | None = None  # how its ranks ended
+        self.finished = False  # all of them well, and the others are waited for
+        self.stopped = False  # told to end them
 
     def send(self, message: Message) -> None:
         if self.lost is None:

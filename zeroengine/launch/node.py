@@ -32,8 +32,8 @@ LAST_WORDS = 2 * GRACE + 2.0  # seconds for an orderly end once the launcher is 
 class Told:
     """What the launcher has said so far. See `agent.Orders`."""
 
-    def __init__(self, writer: Writer, silence: float = SILENCE) -> None:
-        self._writer, self._silence = writer, silence
+    def __init__(self, writer: Writer) -> None:
+        self._writer, self._silence = writer, SILENCE
         self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._stop: signal.Signals | None = None
         self._released = threading.Event()
@@ -60,6 +60,7 @@ class Told:
         elif message["do"] == "release":
             self._released.set()
         elif message["do"] != "beat":
+            self._silence = message.get("silence", self._silence)
             if message["do"] == "run":  # what was said about the last one is over
                 self._stop = None
                 self._released.clear()
@@ -67,17 +68,19 @@ class Told:
 
     def _listen(self) -> None:
         unfinished = b""
-        while select.select([0], [], [], self._silence)[0]:
-            data = os.read(0, 1 << 16)
-            if not data:
-                break
-            *lines, unfinished = (unfinished + data).split(b"\n")
-            for line in lines:
-                self._take(decode(line))
-        self._gone, self._stop = True, signal.SIGTERM
-        self._messages.put(None)
-        time.sleep(LAST_WORDS)
-        os._exit(1)
+        try:
+            while select.select([0], [], [], self._silence)[0]:
+                data = os.read(0, 1 << 16)
+                if not data:
+                    break
+                *lines, unfinished = (unfinished + data).split(b"\n")
+                for line in lines:
+                    self._take(decode(line))
+        finally:
+            self._gone, self._stop = True, signal.SIGTERM
+            self._messages.put(None)
+            time.sleep(LAST_WORDS)
+            os._exit(1)
 
     def _beat(self) -> None:
         while not self._gone:

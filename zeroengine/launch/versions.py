@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import sys
@@ -12,6 +13,7 @@ import zeroengine
 PACKAGE = Path(zeroengine.__file__).parent
 
 
+@functools.cache
 def installed() -> dict[str, str]:
     """Versions by name."""
     return {
