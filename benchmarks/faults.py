@@ -1,11 +1,12 @@
 """Breaks runs on three hosts in every way the launcher knows of, and times the report and the recovery.
 
     sudo python benchmarks/faults.py                        # each fault once
-    sudo python benchmarks/faults.py --repeat 30            # and that no process stays and no checkpoint is lost
+    sudo python benchmarks/faults.py --repeat 30            # one run each, broken 30 times
     sudo python benchmarks/faults.py --start --repeat 5     # launcher start to first step, against torchrun
 
 The hosts are network namespaces of this machine, each with an address and an sshd (tests/launch/hosts.py), so it needs
-root. They train examples/train_lm.py, tiny, and share its folder of checkpoints.
+root. They train examples/train_lm.py, tiny, and share its folder of checkpoints. Each time it is seen that no process
+stays and no checkpoint is lost.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import platform
 import re
 import shlex
+import shutil
 import signal
 import statistics
 import subprocess
@@ -60,14 +62,17 @@ class Screen:
                 self.lines.append((time.monotonic(), line.rstrip("\n")))
                 self._more.notify_all()
 
-    def wait(self, pattern: str, after: float = 0.0, seconds: float = 90.0) -> float:
+    def wait(self, pattern: str, after: float = 0.0) -> float:
         """When the first line came that has the pattern, `after` that time."""
+        return self.wait_for_line(pattern, after)[0]
+
+    def wait_for_line(self, pattern: str, after: float, seconds: float = 90.0) -> tuple[float, str]:
         deadline = time.monotonic() + seconds
         with self._more:
             while True:
                 for when, line in self.lines:
                     if when > after and re.search(pattern, line):
-                        return when
+                        return when, line
                 if not self._more.wait(max(0.0, deadline - time.monotonic())):
                     raise AssertionError(
                         f"no {pattern!r} in {seconds} s:\n" + "\n".join(line for _, line in self.lines)
@@ -89,7 +94,7 @@ class Case:
     def worker(self, machine: int) -> int:
         """The process of the rank there."""
         for pid in self.rig.machines[machine].pids():
-            if b"launch/worker.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if is_rank(pid):
                 return pid
         raise AssertionError("no rank is there")
 
@@ -103,7 +108,7 @@ class Fault:
         strike: breaks it; nothing for what is broken from the start.
         told: a pattern of the report.
         mend: what an operator does once it is told.
-        resumed: a pattern of the first line after recovery; None where the run is refused.
+        starts: whether a run that is broken from the start goes on all the same.
     """
 
     name: str
@@ -111,7 +116,7 @@ class Fault:
     strike: Callable[[Case], None] | None
     told: str
     mend: Callable[[Case], None] | None = None
-    resumed: str | None = "goes on after step|step +[0-9]+/"
+    starts: bool = True
 
 
 def fill(case: Case) -> None:
@@ -123,12 +128,20 @@ def fill(case: Case) -> None:
             pass
 
 
+def break_ssh(case: Case) -> None:
+    for pid in hosts.pids_in(f"{case.rig.prefix}0"):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        if words[0] == b"ssh" and b"node-b" in words:
+            os.kill(pid, signal.SIGKILL)
+
+
 FAULTS = (
     Fault(
         "a rank killed", "--max-restarts 1", lambda c: os.kill(c.worker(1), signal.SIGKILL), r"rank 1 \(node-b\) failed"
     ),
     Fault("a node's processes killed", "--max-restarts 1", lambda c: c.rig.machines[1].kill_all(), "node-b was lost"),
     Fault("the same, elastic", "--nnodes 2:3", lambda c: c.rig.machines[1].kill_all(), "node-b was lost"),
+    Fault("ssh killed on the launcher's side", "--nnodes 2:3", break_ssh, "node-b was lost: its connection ended"),
     Fault(
         "a link cut",
         "--nnodes 2:3",
@@ -156,19 +169,55 @@ FAULTS = (
         "",
         None,
         r"node-c +ssh: connect to host node-c port 22: Connection refused",
-        resumed=None,
+        starts=False,
     ),
     Fault("the same, elastic", "--nnodes 2:3", None, "node-c is left out: .*Connection refused"),
-    Fault("a host name that does not resolve", "", None, "node-x +ssh: Could not resolve hostname", resumed=None),
+    Fault("a host name that does not resolve", "", None, "node-x +ssh: Could not resolve hostname", starts=False),
     Fault("a clock an hour off", "", None, "the clock of node-b is 1.0 h ahead of this one"),
 )
 
 
-def run(fault: Fault, folder: Path) -> tuple[float, float | None, float]:
-    """Seconds from the fault to the report, to recovery, and from the end of the launcher to the last process's."""
+Times = tuple[float, float | None]  # seconds from the fault to its report, and to recovery where there is one
+
+
+def struck(fault: Fault, case: Case, repeat: int) -> list[Times]:
+    """One run, broken again and again. After each recovery every host has one rank, and no checkpoint is lost."""
+    found: list[Times] = []
+    for _ in range(repeat):
+        wait_for_steps(case, case.newest() + 4)
+        before, began = case.newest(), time.monotonic()
+        assert fault.strike is not None
+        fault.strike(case)
+        told = case.screen.wait(fault.told, began)
+        if fault.mend is not None:
+            fault.mend(case)
+        resumed, line = case.screen.wait_for_line("goes on after step", told)
+        assert int(line.rpartition("step ")[2].split()[0]) >= before, (
+            f"a checkpoint was lost: {before}, and then {line}"
+        )
+        found.append((told - began, resumed - began))
+        if "--nnodes" in fault.options:
+            case.screen.wait("going on with node-a, node-b, node-c", told)
+        wait_for_steps(case, case.newest() + 2)
+        ranks = [sum(map(is_rank, machine.pids())) for machine in case.rig.machines]
+        assert ranks == [1, 1, 1], f"ranks on the hosts: {ranks}"
+    return found
+
+
+def broken(fault: Fault, case: Case, began: float) -> Times:
+    """A run that has the fault from its start."""
+    told = case.screen.wait(fault.told, began) - began
+    if not fault.starts:
+        return told, None
+    wait_for_steps(case, 2)
+    return told, time.monotonic() - began
+
+
+def run(fault: Fault, folder: Path, repeat: int) -> tuple[list[Times], float]:
+    """The times of each repetition; and how long the last process outlived the launcher, in seconds."""
     environments = {}
     if "clock" in fault.name:
-        (folder / "future").mkdir()
+        (folder / "future").mkdir(exist_ok=True)
         (folder / "future/sitecustomize.py").write_text(FUTURE)
         environments["node-b"] = {"PYTHONPATH": str(folder / "future")}
     with hosts.build(3, environments) as rig:
@@ -177,46 +226,36 @@ def run(fault: Fault, folder: Path) -> tuple[float, float | None, float]:
             hostfile.write_text(hostfile.read_text() + "node-x slots=1\n")
         if "refused" in fault.told:
             rig.machines[2].stop_sshd()
-        example = [
-            str(EXAMPLE),
-            "--text",
-            "text",
-            *TINY,
-            "--steps",
-            "100000",
-            "--checkpoint",
-            "ckpt",
-            "--save-every",
-            "2",
-        ]
-        words = ["--hostfile", str(hostfile), *fault.options.split(), "--config", "zero.yaml", *example]
-        began = time.monotonic()
-        case = Case(rig, folder, Screen(rig.popen(*words)))
-        try:
-            before = 0
-            if fault.strike is not None:
-                wait_for_steps(case, 4)
-                before, began = case.newest(), time.monotonic()
-                fault.strike(case)
-            told = case.screen.wait(fault.told, began)
-            if fault.mend is not None:
-                fault.mend(case)
-            resumed = None
-            if fault.resumed is not None:
-                if fault.strike is None:
-                    wait_for_steps(case, 2)
-                    resumed = time.monotonic() - began
-                else:
-                    resumed = case.screen.wait(fault.resumed, told) - began
-                    wait_for_steps(case, before + 4)
-                step = [int(n) for _, line in case.screen.lines for n in re.findall(r"goes on after step (\d+)", line)]
-                assert all(n >= before for n in step), f"a checkpoint was lost: {before}, and then {step}"
-        finally:
-            case.screen.process.send_signal(signal.SIGINT)
-            case.screen.process.wait(60)
-        ended = time.monotonic()
-        rig.wait_until_empty(30)
-        return told - began, resumed, time.monotonic() - ended
+        options = fault.options.replace("--max-restarts 1", f"--max-restarts {repeat}").split()
+        example = [str(EXAMPLE), "--text", "text", *TINY, "--steps", "1000000"]
+        words = [*options, "--config", "zero.yaml", *example, "--checkpoint", "ckpt", "--save-every", "2"]
+        found: list[Times] = []
+        slowest = 0.0
+        for _ in range(1 if fault.strike else repeat):
+            began = time.monotonic()
+            case = Case(rig, folder, Screen(rig.popen("--hostfile", str(hostfile), *words)))
+            try:
+                found += struck(fault, case, repeat) if fault.strike else [broken(fault, case, began)]
+            finally:
+                case.screen.process.send_signal(signal.SIGINT)
+                case.screen.process.wait(60)
+            ended = time.monotonic()
+            rig.wait_until_empty(30)
+            slowest = max(slowest, time.monotonic() - ended)
+            clear(folder / "ckpt")
+        return found, slowest
+
+
+def clear(folder: Path) -> None:
+    for path in folder.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def is_rank(pid: int) -> bool:
+    try:
+        return b"launch/worker.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def wait_for_steps(case: Case, step: int) -> None:
@@ -228,18 +267,14 @@ def faults(only: str, repeat: int) -> None:
     print(f"| fault | options | report after | resumed after | nothing left after | runs |\n|{'---|' * 6}", flush=True)
     for fault in FAULTS:
         if only in fault.name:
-            found = [attempt(fault) for _ in range(repeat)]
-            told, resumed, empty = zip(*found, strict=True)
-            cells = [fault.name, f"`{fault.options}`" if fault.options else "", spread(told)]
-            cells += [
-                "refused" if resumed[0] is None else spread([r or 0.0 for r in resumed]),
-                spread(empty),
-                str(repeat),
-            ]
+            found, empty = attempt(fault, repeat)
+            resumed = [seconds for _, seconds in found if seconds is not None]
+            cells = [fault.name, f"`{fault.options}`" if fault.options else "", spread([told for told, _ in found])]
+            cells += [spread(resumed) if resumed else "refused", f"{empty:.1f} s", str(repeat)]
             print("| " + " | ".join(cells) + " |", flush=True)
 
 
-def attempt(fault: Fault) -> tuple[float, float | None, float]:
+def attempt(fault: Fault, repeat: int) -> tuple[list[Times], float]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "ckpt").mkdir()
@@ -249,7 +284,7 @@ def attempt(fault: Fault) -> tuple[float, float | None, float]:
         home = Path.cwd()
         os.chdir(folder)
         try:
-            return run(fault, folder)
+            return run(fault, folder, repeat)
         finally:
             os.chdir(home)
             hosts.run("umount", folder / "ckpt")

@@ -99,8 +99,7 @@ class Machine:
         (self.folder / "log").write_text("")
 
     def pids(self) -> list[int]:
-        found = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True).stdout
-        return [pid for pid in map(int, found.split()) if is_alive(pid) and not name_of(pid).startswith("sshd")]
+        return [pid for pid in pids_in(self.namespace) if not name_of(pid).startswith("sshd")]
 
     def kill_all(self) -> None:
         """As if its power had failed, but for the network and sshd itself."""
@@ -235,6 +234,11 @@ def wait_for(condition: object, seconds: float) -> None:
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.02)
+
+
+def pids_in(namespace: str) -> list[int]:
+    found = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True).stdout
+    return [pid for pid in map(int, found.split()) if is_alive(pid)]
 
 
 def name_of(pid: int) -> str:

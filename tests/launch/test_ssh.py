@@ -69,7 +69,7 @@ step()
     return "train.py"
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_training_over_several_hosts_gives_the_losses_of_one(rig: Rig, example: list[str], count: int) -> None:
     several = rig.launch("--hostfile", str(rig.hostfile(1, rig.machines[:count])), *example, "--steps", "4")
     assert several.returncode == 0, several.stderr
