@@ -349,6 +349,7 @@ def main() -> None:
     options = parser.parse_args()
     if reason := hosts.why_not():
         raise SystemExit(reason)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # taking the hosts down
     import torch
 
     print(

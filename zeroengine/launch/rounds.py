@@ -9,6 +9,7 @@ at once. Only the launcher knows who takes part, so there is nothing for the nod
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from zeroengine.launch.report import report
 from zeroengine.launch.request import Request
 
 END = 2 * GRACE + 4.0  # seconds for a node's ranks to end
+STEADY = 20.0  # seconds that a round is left alone before a node that is back interrupts it
 RETURN = 60.0  # seconds that a run which needs a lost node waits for it
 
 
@@ -121,7 +123,7 @@ class Rounds:
 
     def _watch(self, members: Sequence[Link]) -> Round:
         """Until the round is over, on all nodes."""
-        wait = self._fleet.wait
+        wait, began = self._fleet.wait, time.monotonic()
 
         def fell() -> bool:
             return any(link.lost or link.ended for link in members)
@@ -129,7 +131,10 @@ class Rounds:
         def finished() -> bool:
             return all(link.finished for link in members)
 
-        wait(lambda: fell() or finished() or self._fleet.look_for_lost())
+        def joined() -> bool:
+            return self._fleet.look_for_lost() and time.monotonic() > began + STEADY
+
+        wait(lambda: fell() or finished() or joined())
         if finished() and not fell():
             for link in members:
                 link.send({"do": "release"})
