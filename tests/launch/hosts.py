@@ -101,6 +101,10 @@ class Machine:
     def pids(self) -> list[int]:
         return [pid for pid in pids_in(self.namespace) if not name_of(pid).startswith("sshd")]
 
+    def ranks(self) -> list[int]:
+        """The processes there that are ranks."""
+        return [pid for pid in self.pids() if b"launch/worker.py" in command_of(pid)]
+
     def kill_all(self) -> None:
         """As if its power had failed, but for the network and sshd itself."""
         while pids := self.pids():
@@ -245,6 +249,12 @@ def name_of(pid: int) -> str:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/comm").read_text().strip()
     return ""
+
+
+def command_of(pid: int) -> bytes:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
 
 
 def is_alive(pid: int) -> bool:

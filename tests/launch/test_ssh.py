@@ -190,7 +190,7 @@ def test_three_nodes_become_two_and_three_again(rig: Rig, example: list[str], tm
         before = step()
         wait_for(lambda: step() >= before + 10 or launcher.poll() is not None, 90)
         rig.machines[2].start_sshd()
-        wait_for(lambda: bool(rig.machines[2].pids()) or launcher.poll() is not None, 90)
+        wait_for(lambda: bool(rig.machines[2].ranks()) or launcher.poll() is not None, 180)
         before = step()
         wait_for(lambda: step() >= before + 10 or launcher.poll() is not None, 90)
     finally:

@@ -21,7 +21,7 @@ from zeroengine.launch.report import report
 from zeroengine.launch.request import Request
 
 END = 2 * GRACE + 4.0  # seconds for a node's ranks to end
-STEADY = 20.0  # seconds that a round is left alone before a node that is back interrupts it
+STEADY = 60.0  # seconds that a round is left alone before a node that is back interrupts it
 RETURN = 60.0  # seconds that a run which needs a lost node waits for it
 
 
