@@ -8,6 +8,7 @@ import json
 import os
 import shlex
 import signal
+import socket
 import sys
 import uuid
 from collections.abc import Sequence
@@ -70,14 +71,24 @@ def local(options: argparse.Namespace) -> int:
     for restart in range(options.max_restarts + 1):
         console.assign([f"rank {rank:>{width}}" for rank in range(request.nproc)], terminal=True)
         place = Place(request.nproc, job.HOST, options.port, restart=restart, run_id=run_id)
+        rendezvous = Rendezvous(place, listen(options.port) if options.port else None)
         with Pipes(request.nproc, console.feed, console.flush, console.terminals()) as pipes:
-            outcome = agent.run(request, pipes, Rendezvous(place))
+            outcome = agent.run(request, pipes, rendezvous)
             console.finish()
         sys.stderr.write(report(outcome, console))
         if not outcome.failures or outcome.interrupted or restart == options.max_restarts:
             break
         print(f"zero-launch: restart {restart + 1} of {options.max_restarts}", file=sys.stderr, flush=True)
     return outcome.code
+
+
+def listen(port: int) -> socket.socket:
+    from zeroengine.launch import network
+
+    try:
+        return network.listen(port)
+    except OSError as error:
+        raise LaunchError(str(error)) from None
 
 
 def over_ssh(options: argparse.Namespace) -> int:
