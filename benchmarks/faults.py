@@ -257,10 +257,10 @@ def wait_for_steps(case: Case, step: int) -> None:
     assert case.screen.process.poll() is None, "\n".join(line for _, line in case.screen.lines)
 
 
-def faults(only: str, repeat: int) -> None:
+def faults(only: Sequence[str], repeat: int) -> None:
     print(f"| fault | options | report after | resumed after | nothing left after | runs |\n|{'---|' * 6}", flush=True)
     for fault in FAULTS:
-        if only in fault.name:
+        if any(part in fault.name for part in only):
             found, empty = attempt(fault, repeat)
             resumed = [seconds for _, seconds in found if seconds is not None]
             cells = [fault.name, f"`{fault.options}`" if fault.options else "", spread([told for told, _ in found])]
@@ -338,7 +338,7 @@ def torchrun(rig: Rig, node: int) -> subprocess.Popen[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=1, help="runs of each")
-    parser.add_argument("--only", default="", help="faults whose name contains this")
+    parser.add_argument("--only", action="append", help="faults whose name contains this; may be repeated")
     parser.add_argument("--start", action="store_true", help="time the start instead")
     options = parser.parse_args()
     if reason := hosts.why_not():
@@ -352,7 +352,7 @@ def main() -> None:
     if options.start:
         start(options.repeat)
     else:
-        faults(options.only, options.repeat)
+        faults(options.only or [""], options.repeat)
 
 
 if __name__ == "__main__":
