@@ -86,6 +86,35 @@ def test_sizes_that_do_not_divide_name_the_nearest_that_do() -> None:
         resolve(8, **{TRAIN: 3})
 
 
+@given(st.integers(1, 4), sizes, st.integers(1, 8), st.integers(1, 8), st.data())
+def test_an_elastic_run_keeps_its_train_batch_size(
+    micro: int, steps: int, full: int, world_size: int, data: st.DataObject
+) -> None:
+    """Whatever of the three is given, with fewer ranks or more; the micro-batch only ever shrinks."""
+    train = micro * steps * full
+    whole = {TRAIN: train, MICRO: micro, STEPS: steps}
+    given = {
+        key: whole[key] for key in data.draw(st.sampled_from([KEYS, (TRAIN, MICRO), (MICRO, STEPS), (TRAIN, STEPS)]))
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ZEROENGINE_FULL_WORLD_SIZE", str(full))
+        if train % world_size:
+            with pytest.raises(ConfigError, match=f"train_batch_size is {train}, which .* cannot share equally"):
+                resolve(world_size, **given)
+            return
+        found = resolve(world_size, **given)
+        assert found[0] == train == found[1] * found[2] * world_size and found[1] <= max(micro, train // world_size)
+        assert found == resolve(world_size, **dict(zip(KEYS, found, strict=True)))
+        assert world_size != full or found == (train, micro, steps)
+
+
+def test_an_elastic_run_says_what_it_changed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("ZEROENGINE_FULL_WORLD_SIZE", "3")
+    assert resolve(2, **{TRAIN: 12, MICRO: 2}) == (12, 2, 3)
+    told = "2 of 3 ranks: gradient_accumulation_steps is 3 instead of 2, so that train_batch_size stays 12."
+    assert caplog.messages == [told]
+
+
 def test_resolving_again_for_the_same_ranks_changes_nothing() -> None:
     once = load({TRAIN: 32}).resolve(world_size=4)
     assert once.resolve(world_size=4) == once

@@ -34,6 +34,7 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     root = str(Path(__file__).resolve().parents[2])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep))
+    monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("OMP_NUM_THREADS", "ZEROENGINE_CONFIG", "ZEROENGINE_OVERRIDES"):
         monkeypatch.delenv(name, raising=False)
 

@@ -142,6 +142,23 @@ if rank == 0: raise ValueError('boom')
     assert result.err.splitlines()[-1] == "[rank 0] ValueError: boom"
 
 
+def test_restarts_begin_again(launch: Launch, script: Script) -> None:
+    body = """
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+if attempt < 2 and rank == attempt: raise ValueError(f"attempt {attempt}")
+while attempt < 2: time.sleep(0.1)
+print("attempt", attempt)
+"""
+    result = launch("--max-restarts", "2", script(body))
+    assert result.code == 0 and sorted(result.out.splitlines()) == ["[rank 0] attempt 2", "[rank 1] attempt 2"]
+    assert [line for line in result.err.splitlines() if "launch: restart" in line or "] ValueError" in line] == [
+        "[rank 0] ValueError: attempt 0",
+        "zero-launch: restart 1 of 2",
+        "[rank 1] ValueError: attempt 1",
+        "zero-launch: restart 2 of 2",
+    ]
+
+
 def test_log_dir_holds_a_file_per_rank(launch: Launch, script: Script, tmp_path: Path) -> None:
     result = launch("--log-dir", "logs/new", script("print('out', rank)\nif rank: raise ValueError('boom')"))
     assert result.code == 1

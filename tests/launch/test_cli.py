@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -60,6 +61,13 @@ def test_wrong_requests_are_refused_with_the_remedy(refuse: Refuse, arguments: l
 def test_wrong_usage_shows_the_right_one(refuse: Refuse, arguments: list[str]) -> None:
     message = refuse(*arguments)
     assert "zero-launch [options] script.py" in message and "\n" not in message
+
+
+def test_a_port_in_use_is_refused(refuse: Refuse) -> None:
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        message = refuse("--nproc", "1", "--cpu", "--port", str(port), "train.py")
+    assert message == f"port {port} is in use. Choose another with --port, or leave --port out"
 
 
 def test_a_wrong_configuration_is_refused(refuse: Refuse, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from .conftest import COMMAND, Script
 
 
 def channel() -> Channel:
-    return Channel(0, STDOUT, -1, -1, False, b"> ")
+    return Channel(0, STDOUT, False, b"> ")
 
 
 @pytest.mark.parametrize(

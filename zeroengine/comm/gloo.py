@@ -26,13 +26,15 @@ class GlooWork:
     wants to wait for a while only leaves the waiting to a thread.
     """
 
-    def __init__(self, channel: GlooChannel, works: list[dist.Work], finish: Callable[[], None] | None) -> None:
-        self._channel, self._works, self._finish = channel, works, finish
+    def __init__(
+        self, channel: GlooChannel, what: str, works: list[dist.Work], finish: Callable[[], None] | None
+    ) -> None:
+        self._channel, self._what, self._works, self._finish = channel, what, works, finish
         self._waiter: threading.Thread | None = None
         self._error: RuntimeError | None = None
 
     def wait(self) -> None:
-        with self._channel.watchdog.guard():
+        with self._channel.watchdog.guard(self._what):
             if self._waiter is None:
                 self._wait_for_works()
             else:
@@ -102,7 +104,7 @@ class GlooChannel:
         slices = list(full.chunk(self._size))
         if slices[self._rank].data_ptr() != shard.data_ptr():
             slices[self._rank].copy_(shard)
-        return GlooWork(self, self._exchange("gather", label, [shard] * self._size, slices), None)
+        return self._exchange("gather", label, [shard] * self._size, slices)
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool = False) -> Work:
         sent = list(full.chunk(self._size))
@@ -120,7 +122,7 @@ class GlooChannel:
             sum_in_rank_order(shard, pieces, accumulate)
             spare.append(arrived)
 
-        work = self._writers[shard.data_ptr()] = GlooWork(self, self._exchange("reduce", label, sent, pieces), finish)
+        work = self._writers[shard.data_ptr()] = self._exchange("reduce", label, sent, pieces, finish)
         return work
 
     def all_reduce(self, full: torch.Tensor, label: str) -> Work:
@@ -131,7 +133,7 @@ class GlooChannel:
 
         def second() -> Work:
             slices = list(full.chunk(self._size))
-            return GlooWork(self, self._exchange("gather", label, [mine] * self._size, slices, number), None)
+            return self._exchange("gather", label, [mine] * self._size, slices, number=number)
 
         return ThenGather(first, second)
 
@@ -140,8 +142,14 @@ class GlooChannel:
         return work.wait_at_most(patience)
 
     def _exchange(
-        self, kind: str, label: str, sent: list[torch.Tensor], received: list[torch.Tensor], number: int = 0
-    ) -> list[dist.Work]:
+        self,
+        kind: str,
+        label: str,
+        sent: list[torch.Tensor],
+        received: list[torch.Tensor],
+        finish: Callable[[], None] | None = None,
+        number: int = 0,
+    ) -> GlooWork:
         """Sends ``sent[r]`` to each peer r and receives ``received[r]`` from it.
 
         The tag holds the operation's place and name, so different operations never match one another:
@@ -151,15 +159,15 @@ class GlooChannel:
             self._seq += 1
             number = self._seq
         what = f"{kind} {label} (number {number})"
-        self.watchdog.record(self._name, what)
+        self.watchdog.record(what)
         tag = zlib.crc32(f"{self._name} {what}".encode()) & 0x3FFFFFFF
-        works = []
-        with self.watchdog.guard():
+        works: list[dist.Work] = []
+        with self.watchdog.guard(what):
             for step in range(1, self._size):
                 to, source = (self._rank + step) % self._size, (self._rank - step) % self._size
                 works.append(self._group.recv([received[source]], source, tag))
                 works.append(self._group.send([sent[to]], to, tag))
-        return works
+        return GlooWork(self, what, works, finish)
 
 
 class GlooTransport:

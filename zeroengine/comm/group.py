@@ -19,7 +19,7 @@ from .base import Transport
 from .gloo import GlooTransport
 from .local import LocalTransport
 from .native import NativeTransport
-from .watchdog import Watchdog
+from .watchdog import Watchdog, own_host
 
 T = TypeVar("T")
 
@@ -146,10 +146,10 @@ class Group:
         return group
 
     def _watchdog(self) -> Watchdog:
-        name = self.exchange(uuid.uuid4().hex)[0]
+        names, hosts = zip(*self.exchange((uuid.uuid4().hex, own_host())), strict=True)
         store = dist.distributed_c10d._get_default_store()
         clone: Callable[[], dist.Store] = getattr(store, "clone", lambda: store)
-        return Watchdog(dist.PrefixStore(f"zeroengine/{name}", clone()), self.rank, self.world_size)
+        return Watchdog(dist.PrefixStore(f"zeroengine/{names[0]}", clone()), self.rank, hosts)
 
 
 def backend_of(group: dist.ProcessGroup | None, device_type: str) -> str:

@@ -69,7 +69,7 @@ class NativeChannel:
         self.last = f"{what} (number {self._seq})"
         self.order = zlib.crc32(what.encode(), self.order)
         if self._watchdog is not None:
-            self._watchdog.record(self._name, self.last)
+            self._watchdog.record(self.last)
 
 
 class NativeTransport:

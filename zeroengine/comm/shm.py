@@ -158,7 +158,7 @@ def _close_all(descriptors: set[int]) -> None:
 class Address:
     """Where peers find a rank's memory."""
 
-    host: str  # differs between hosts and between containers
+    host: str  # differs between hosts and between containers, of which network namespaces are a sign
     pid: int
     fd: int
     inode: int
@@ -166,7 +166,7 @@ class Address:
 
 def _host() -> str:
     with open("/proc/sys/kernel/random/boot_id") as f:
-        return f"{f.read().strip()}/{os.readlink('/proc/self/ns/pid')}"
+        return "/".join([f.read().strip(), os.readlink("/proc/self/ns/pid"), os.readlink("/proc/self/ns/net")])
 
 
 def offer() -> Address | None:

@@ -2,27 +2,55 @@
 
 from __future__ import annotations
 
+import logging
+import os
+
 from zeroengine.errors import ConfigError
 
 TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+FULL_VARIABLE = "ZEROENGINE_FULL_WORLD_SIZE"  # of an elastic run when all its nodes are there
+
+log = logging.getLogger("zeroengine")
 
 
 def resolve(train: int | None, micro: int | None, steps: int | None, *, world_size: int, source: str) -> dict[str, int]:
     """Fill in what is missing, or raise ConfigError that says which number to change, and to what.
 
-    Where nothing else tells, accumulation is 1, then the micro-batch size is 1.
+    Where nothing else tells, accumulation is 1, then the micro-batch size is 1. In an elastic run the numbers are those
+    of the full world size; with fewer ranks the train batch size stays, and accumulation takes their share.
     """
+    full = int(os.environ.get(FULL_VARIABLE) or world_size)
+    if train and micro and steps and train == micro * steps * world_size:
+        full = world_size  # resolved already
     if train is None:
         micro, steps = micro or 1, steps or 1
-        train = micro * steps * world_size
+        train = micro * steps * full
     elif micro is None:
         steps = steps or 1
-        micro = _divide(train, STEPS, steps, world_size, source)
+        micro = _divide(train, STEPS, steps, full, source)
     elif steps is None:
-        steps = _divide(train, MICRO, micro, world_size, source)
-    elif train != micro * steps * world_size:
-        raise ConfigError(_contradiction(train, micro, steps, world_size, source))
+        steps = _divide(train, MICRO, micro, full, source)
+    elif train != micro * steps * full:
+        raise ConfigError(_contradiction(train, micro, steps, full, source))
+    if full != world_size:
+        micro, steps = _adapt(train, micro, steps, world_size, full, source)
     return {TRAIN: train, MICRO: micro, STEPS: steps}
+
+
+def _adapt(train: int, micro: int, steps: int, world_size: int, full: int, source: str) -> tuple[int, int]:
+    """Micro-batch size and accumulation on another number of ranks, the micro-batch no larger than it was."""
+    if train % world_size:
+        raise ConfigError(
+            f"{source}: {TRAIN} is {train}, which {_ranks(world_size)} cannot share equally, and so many are left of "
+            f"{full}. Change {TRAIN} to a multiple of every number of ranks that --nnodes allows."
+        )
+    share = train // world_size
+    fitting = max(size for size in range(1, min(micro, share) + 1) if share % size == 0)
+    changes = [(STEPS, steps, share // fitting), (MICRO, micro, fitting)]
+    if os.environ.get("RANK", "0") == "0":
+        told = " and ".join(f"{name} is {new} instead of {old}" for name, old, new in changes if old != new)
+        log.warning("%s of %s: %s, so that %s stays %d.", world_size, _ranks(full), told, TRAIN, train)
+    return fitting, share // fitting
 
 
 def _divide(train: int, name: str, value: int, world_size: int, source: str) -> int:

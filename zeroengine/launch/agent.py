@@ -1,7 +1,8 @@
-"""Runs a job under a torch elastic agent and finds out which rank failed first.
+"""Runs the ranks of one node under a torch elastic agent and finds out which of them failed first.
 
-The agent does the rendezvous, starts the workers and watches them. Added here: output through the console, the order
-in which ranks end, a short and complete death, and silence (the agent's own log says nothing that the report does not).
+The agent starts the workers and watches them. Added here: output through pipes of our own, the order in which ranks
+end, a short and complete death, orders from a launcher elsewhere, and silence (the agent's own log says nothing that
+the report does not).
 """
 
 from __future__ import annotations
@@ -14,45 +15,48 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+import torch.distributed as dist
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous import RendezvousError
 
 from zeroengine.errors import LaunchError
-from zeroengine.launch.console import STDERR, STDOUT, Console
-from zeroengine.launch.guard import Guard
-from zeroengine.launch.job import HOST, Job
-from zeroengine.launch.rank import Failure, RankProcess, stop_all
+from zeroengine.launch.console import STDERR, STDOUT
+from zeroengine.launch.guard import MARK, Guard
+from zeroengine.launch.job import Job
+from zeroengine.launch.pipes import Pipes
+from zeroengine.launch.rank import HEARING, Failure, Outcome, RankProcess, stop_all
+from zeroengine.launch.rendezvous import Rendezvous
 from zeroengine.launch.worker import FAILURE_FILE
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 POLL = 0.05  # seconds between two looks at the workers
-HEARING = 5.0  # seconds that the other ranks may run on after one has died without a word
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How a run ended."""
+class Orders(Protocol):
+    """What a launcher elsewhere has to say."""
 
-    failures: tuple[Failure, ...] = ()  # the first to fail first, without the ranks that were stopped for it
-    interrupted: signal.Signals | None = None  # the signal that ended the launcher
+    def check(self) -> None:
+        """Raises SignalException where the ranks are to be ended."""
 
-    @property
-    def code(self) -> int:
-        """The launcher's exit code."""
-        if self.interrupted is not None:
-            return 128 + self.interrupted
-        return self.failures[0].code if self.failures else 0
+    def finished(self) -> None:
+        """All ranks here have succeeded: returns when those of all other nodes have."""
 
 
-def run(job: Job, console: Console) -> Outcome:
-    """Run the job to its end, leaving no process behind.
+class Alone:
+    """There is no launcher elsewhere."""
+
+    def check(self) -> None: ...
+
+    def finished(self) -> None: ...
+
+
+def run(job: Job, pipes: Pipes, rendezvous: Rendezvous, orders: Orders | None = None) -> Outcome:
+    """Run this node's part of the job to its end, leaving no process behind.
 
     Raises:
         LaunchError: torch elastic could not start the workers.
@@ -61,19 +65,21 @@ def run(job: Job, console: Console) -> Outcome:
     quiet.addHandler(logging.NullHandler())
     quiet.propagate = False
 
-    run_id = uuid.uuid4().hex
+    launch_id = uuid.uuid4().hex
     folder = tempfile.mkdtemp(prefix="zero-launch-")
-    with handlers_kept(), Guard(run_id, folder):
+    with handlers_kept(), Guard(launch_id, folder):
+        streams = Streams(job, pipes, Path(folder), {MARK: launch_id})
+        agent = Agent(job, streams, rendezvous, orders or Alone())
         try:
-            agent = Agent(job, Streams(job, console, Path(folder)), run_id)
             agent.run()
             return Outcome(agent.failures())
         except SignalException as stop:
-            return Outcome(interrupted=stop.sigval)
+            return Outcome(agent.failures(), interrupted=stop.sigval)
         except KeyboardInterrupt:
-            return Outcome(interrupted=signal.SIGINT)
-        except RendezvousError as error:
-            raise LaunchError(f"torch elastic cannot bring the ranks together on {HOST}: {error}") from error
+            return Outcome(agent.failures(), interrupted=signal.SIGINT)
+        except (RendezvousError, dist.DistError) as error:
+            address = rendezvous.place.address
+            raise LaunchError(f"torch elastic cannot bring the ranks together on {address}: {error}") from error
         finally:
             ignore_signals()
 
@@ -81,9 +87,10 @@ def run(job: Job, console: Console) -> Outcome:
 class Streams(LogsSpecs):
     """Tells torch elastic where the workers' output goes, and completes their environment."""
 
-    def __init__(self, job: Job, console: Console, folder: Path) -> None:
+    def __init__(self, job: Job, pipes: Pipes, folder: Path, environment: dict[str, str]) -> None:
         super().__init__()
-        self._job, self._console, self._folder = job, console, folder
+        self._pipes, self._folder = pipes, folder
+        self._environment = job.environment | environment
 
     @property
     def root_log_dir(self) -> str:
@@ -93,12 +100,13 @@ class Streams(LogsSpecs):
         return self._folder / f"rank{rank}.json"
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """By local rank."""
         for rank, environment in envs.items():
-            environment.update(self._job.environment | self._console.environment(rank))
+            environment.update(self._environment | self._pipes.environment(rank))
             environment[FAILURE_FILE] = str(self.failure_file(rank))
         return LogsDest(
-            stdouts={rank: self._console.path(rank, STDOUT) for rank in envs},
-            stderrs={rank: self._console.path(rank, STDERR) for rank in envs},
+            stdouts={rank: self._pipes.path(rank, STDOUT) for rank in envs},
+            stderrs={rank: self._pipes.path(rank, STDERR) for rank in envs},
             error_files={rank: os.devnull for rank in envs},
         )
 
@@ -106,20 +114,20 @@ class Streams(LogsSpecs):
 class Agent(LocalElasticAgent):
     """torch elastic's agent for one node, with a record of how each rank ended."""
 
-    def __init__(self, job: Job, streams: Streams, run_id: str) -> None:
-        parameters = RendezvousParameters("c10d", f"{HOST}:0", run_id, min_nodes=1, max_nodes=1, local_addr=HOST)
+    def __init__(self, job: Job, streams: Streams, rendezvous: Rendezvous, orders: Orders) -> None:
         spec = WorkerSpec(
             role="zeroengine",
             local_world_size=job.nproc,
             entrypoint=job.command[0],
             args=tuple(argument.replace("$", "$$") for argument in job.command[1:]),  # the agent expands ${local_rank}
-            rdzv_handler=get_rendezvous_handler(parameters),
-            max_restarts=0,
+            rdzv_handler=rendezvous,
+            max_restarts=rendezvous.place.restart,  # with none left; the workers are told the difference
             monitor_interval=POLL,
-            local_addr=HOST,
+            local_addr=rendezvous.place.address,
         )
         super().__init__(spec, streams)
-        self._streams = streams
+        self._remaining_restarts = 0
+        self._streams, self._orders, self._place = streams, orders, rendezvous.place
         self._processes: list[RankProcess] = []
 
     def failures(self) -> tuple[Failure, ...]:
@@ -129,8 +137,22 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
         pids: dict[int, int] = super()._start_workers(worker_group)
-        self._processes = [RankProcess(rank, pid, self._streams.failure_file(rank)) for rank, pid in pids.items()]
+        first = self._place.first_rank
+        self._processes = [
+            RankProcess(first + rank, pid, self._streams.failure_file(rank)) for rank, pid in pids.items()
+        ]
         return pids
+
+    def _assign_worker_ranks(
+        self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> list[Worker]:
+        """In the launcher's order, without a word between the agents."""
+        place = self._place
+        ranks = [(local, place.first_rank + local) for local in range(spec.local_world_size)]
+        return [Worker(local, rank, rank, place.world_size, place.world_size) for local, rank in ranks]
+
+    def _exit_barrier(self) -> None:
+        self._orders.finished()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Look at the workers; when one has failed, end the others before the agent does, which is slow about it.
@@ -138,6 +160,7 @@ class Agent(LocalElasticAgent):
         After a death without a word the others are heard first: in a collective with the dead they fail as well, and
         know where that was.
         """
+        self._orders.check()
         running = [process for process in self._processes if process.poll() is None]
         failed = [process for process in self._processes if process.failed]
         explained = any(process.explained for process in failed)

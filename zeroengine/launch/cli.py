@@ -1,61 +1,31 @@
-"""The command `zero-launch`: starts a script in several processes on this machine, one rank each."""
+"""The command `zero-launch`: starts a script in several processes, one rank each, on this machine or on several."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import json
+import os
+import shlex
 import signal
+import socket
 import sys
+import uuid
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from zeroengine.errors import LaunchError, ZeroEngineError
-from zeroengine.launch import job
-
-USAGE = "zero-launch [options] script.py [arguments of the script]"
-EXAMPLES = """\
-examples:
-  zero-launch train.py                                   a process per GPU, or two on the CPU
-  zero-launch --nproc 4 --config zero3.json train.py     four processes; initialize() reads zero3.json
-  zero-launch --set zero_optimization.stage=3 train.py   one value of the configuration, replaced
-  zero-launch -m package.train --epochs 3                a module, as with python -m
-"""
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise LaunchError(f"{message}. Usage: {USAGE}; zero-launch --help lists the options")
-
-
-def parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="zero-launch",
-        usage=USAGE,
-        description="Start a script in several processes on this machine, one rank each.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("--nproc", metavar="N", default="auto", help="processes: a number, or auto (one per GPU; 2 without GPUs)")
-    add("--cpu", action="store_true", help="use no GPU, even where there are some")
-    add("--config", metavar="FILE", help="the configuration that zeroengine.initialize reads, JSON or YAML")
-    add("--set", metavar="KEY=VALUE", action="append", default=[], help="replace one value of it; may be repeated")
-    add(
-        "--log-dir", metavar="DIR", type=Path, help="also write each rank's output to DIR/rank0.log, DIR/rank1.log, ..."
-    )
-    add("--dry-run", action="store_true", help="print what would be started, per rank, and start nothing")
-    add("--version", action="store_true", help="print the versions of zeroengine, torch and Python")
-    add("-m", "--module", action="store_true", help="the script is a module's name, as with python -m")
-    add("script", nargs="?", help=argparse.SUPPRESS)
-    add("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    return parser
+from zeroengine.launch import environment, job, shells
+from zeroengine.launch.hosts import Host, limit, processes, read_hostfile, select
+from zeroengine.launch.options import check, parser
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit code: that of the first rank that failed, or 2 for a wrong request."""
     try:
-        return launch(parser().parse_args(argv))
+        options = parser().parse_args(argv)
+        options.argv = list(sys.argv[1:] if argv is None else argv)
+        return launch(options)
     except ZeroEngineError as error:
         print(f"zero-launch: {error}", file=sys.stderr)
         return 2
@@ -67,8 +37,13 @@ def launch(options: argparse.Namespace) -> int:
     if options.version:
         print(versions())
         return 0
-    if options.script is None:
-        raise LaunchError(f"there is no script to run. Write {USAGE}")
+    check(options)
+    launchers = {"local": local, "ssh": over_ssh, "slurm": in_slurm, "mpi": under_mpi, "k8s": for_k8s, "ray": on_ray}
+    return launchers[options.launcher](options)
+
+
+def local(options: argparse.Namespace) -> int:
+    """All ranks on this machine."""
     request = job.build(
         options.script,
         options.arguments,
@@ -77,6 +52,8 @@ def launch(options: argparse.Namespace) -> int:
         cpu=options.cpu,
         config=options.config,
         overrides=options.set,
+        extra=environment.extra(options.env),
+        bind=options.bind,
     )
     if options.dry_run:
         print(request)
@@ -85,11 +62,167 @@ def launch(options: argparse.Namespace) -> int:
 
     from zeroengine.launch import agent  # imports torch's elastic agent, which takes its time
     from zeroengine.launch.console import Console
+    from zeroengine.launch.pipes import Pipes
+    from zeroengine.launch.rendezvous import Place, Rendezvous
     from zeroengine.launch.report import report
 
-    with Console(request.nproc, options.log_dir) as console:
-        outcome = agent.run(request, console)
-    sys.stderr.write(report(outcome, console))
+    console, run_id = Console(options.log_dir), uuid.uuid4().hex
+    width = len(str(request.nproc - 1))
+    for restart in range(options.max_restarts + 1):
+        console.assign([f"rank {rank:>{width}}" for rank in range(request.nproc)], terminal=True)
+        place = Place(request.nproc, job.HOST, options.port, restart=restart, run_id=run_id)
+        rendezvous = Rendezvous(place, listen(options.port) if options.port else None)
+        with Pipes(request.nproc, console.feed, console.flush, console.terminals()) as pipes:
+            outcome = agent.run(request, pipes, rendezvous)
+            console.finish()
+        sys.stderr.write(report(outcome, console))
+        if not outcome.failures or outcome.interrupted or restart == options.max_restarts:
+            break
+        print(f"zero-launch: restart {restart + 1} of {options.max_restarts}", file=sys.stderr, flush=True)
+    return outcome.code
+
+
+def listen(port: int) -> socket.socket:
+    from zeroengine.launch import network
+
+    try:
+        return network.listen(port)
+    except OSError as error:
+        raise LaunchError(str(error)) from None
+
+
+def over_ssh(options: argparse.Namespace) -> int:
+    """Ranks on the hosts of a file."""
+    hosts = select(read_hostfile(options.hostfile), options.include, options.exclude)
+    return on_nodes(options, hosts, shells.ssh(options.ssh))
+
+
+def in_slurm(options: argparse.Namespace) -> int:
+    """Ranks on the hosts of the allocation that we are in, or a batch script that makes one."""
+    from zeroengine.launch import slurm
+
+    if not options.submit:
+        hosts = select(slurm.allocated(os.environ), options.include, options.exclude)
+        return on_nodes(options, hosts, shells.srun())
+    nodes = options.nnodes or ""
+    high = nodes.rpartition(":")[2]
+    if not high.isdecimal():
+        raise LaunchError(f"--submit: on how many nodes? Write --nnodes 2, or a range; found {nodes or 'none'}")
+    gpus = int(options.nproc) if options.nproc.isdecimal() and not options.cpu else None
+    name = Path(options.script).stem
+    script = slurm.batch_script(name, int(high), gpus, shlex.split(options.sbatch), without_submit(options))
+    print(script if options.dry_run else slurm.submit(script, Path(slurm.SCRIPT)))
+    return 0
+
+
+def without_submit(options: argparse.Namespace) -> list[str]:
+    """The command line as the batch script repeats it."""
+    cut = len(options.argv) - len(options.arguments) - 1
+    own, rest = options.argv[:cut], options.argv[cut:]
+    if "--sbatch" in own:
+        where = own.index("--sbatch")
+        del own[where : where + 2]
+    return [word for word in own if word not in ("--submit", "--dry-run") and not word.startswith("--sbatch=")] + rest
+
+
+def under_mpi(options: argparse.Namespace) -> int:
+    """This process is a rank that mpirun has started: it becomes the script."""
+    from zeroengine.launch import mpi
+
+    given = mpi.adapted(os.environ, options.master_addr, options.port)
+    given |= job.environment(options.cpu, options.config, options.set) | environment.extra(options.env)
+    if "OMP_NUM_THREADS" not in os.environ | given:
+        given["OMP_NUM_THREADS"] = job.threads(int(given["LOCAL_WORLD_SIZE"]))
+    command = job.command(options.script, options.arguments, options.module)
+    if options.dry_run:
+        print(shlex.join(["env", *(f"{key}={value}" for key, value in given.items()), *command]))
+        return 0
+    (job.find_module if options.module else job.find_script)(options.script)
+    os.execve(command[0], command, os.environ | given)
+
+
+def for_k8s(options: argparse.Namespace) -> int:
+    """A manifest; Kubernetes does the rest."""
+    from zeroengine.launch import k8s
+
+    job.check_config(options.config, options.set)
+    given = environment.extra(options.env)
+    if options.config is not None:
+        given["ZEROENGINE_CONFIG"] = options.config  # as the image has it
+    if options.set:
+        given["ZEROENGINE_OVERRIDES"] = json.dumps(options.set)
+    words = [*(["-m"] if options.module else []), options.script, *options.arguments]
+    name = options.script.rpartition(".")[2] if options.module else Path(options.script).stem
+    nodes = options.nnodes or "1"
+    arguments = (options.kind, name, options.image, nodes, options.nproc, words, given)
+    print(k8s.manifest(*arguments, cpu=options.cpu, restarts=options.max_restarts), end="")
+    return 0
+
+
+def on_ray(options: argparse.Namespace) -> int:
+    """Workers of a Ray cluster."""
+    from zeroengine.launch import ray
+
+    ray.check()
+    if not options.nproc.isdecimal():
+        raise LaunchError("--launcher ray: how many workers? Write --nproc 8 for 8 in the whole cluster")
+    (job.find_module if options.module else job.find_script)(options.script)
+    job.check_config(options.config, options.set)
+    given = job.environment(options.cpu, options.config, options.set) | environment.collect(options.env)
+    words = [*(["-m"] if options.module else []), options.script, *options.arguments]
+    if options.dry_run:
+        print(f"# Ray Train: {options.nproc} workers, each\n{shlex.join(words)}")
+        return 0
+    return ray.run(words, int(options.nproc), not options.cpu, given, options.max_restarts)
+
+
+def on_nodes(options: argparse.Namespace, hosts: Sequence[Host], shell: shells.Shell) -> int:
+    """A node's agent on each host, which the launcher looks after."""
+    from zeroengine.launch import rounds
+    from zeroengine.launch.console import Console
+    from zeroengine.launch.fleet import Fleet
+    from zeroengine.launch.report import report
+    from zeroengine.launch.request import Request
+
+    hosts, least = limit(hosts, options.nnodes)
+    for host in hosts:
+        processes(host, options.nproc)
+    (job.find_module if options.module else job.find_script)(options.script)
+    if options.config is not None and not os.path.isfile(options.config):
+        job.check_config(options.config, options.set)  # says so; what is in it a node checks, which has torch at hand
+    request = Request(
+        hosts,
+        least,
+        shell,
+        folder=os.getcwd(),
+        target=options.script,
+        arguments=options.arguments,
+        module=options.module,
+        nproc=options.nproc,
+        cpu=options.cpu,
+        environment=environment.collect(options.env),
+        ranks_environment=job.environment(options.cpu, options.config, options.set),
+        config=None if options.config is None else os.path.abspath(options.config),
+        overrides=options.set,
+        address=options.master_addr,
+        port=options.port,
+        bind=options.bind,
+        restarts=options.max_restarts,
+        silence=options.node_timeout,
+        run_id=uuid.uuid4().hex,
+    )
+    if options.dry_run:
+        from zeroengine.launch.dryrun import describe
+
+        job.check_config(options.config, options.set)
+        print(describe(request))
+        return 0
+    make_log_dir(options.log_dir)
+    console = Console(options.log_dir)
+    with Fleet(request, console) as fleet:
+        outcome = rounds.run(request, fleet, console)
+        console.finish()
+    console.say(report(outcome, console))
     return outcome.code
 
 

@@ -1,26 +1,20 @@
 """Prints what the ranks print: whole lines, each with its rank before it.
 
-Every rank writes into two channels, its stdout and its stderr, and one thread reads them all. Where the launcher's
-own output is a terminal, rank 0 gets a terminal too (a pty, narrower by the prefix), so its progress bars are drawn as
+Every rank writes into two channels, its stdout and its stderr. Where the launcher's own output is a terminal and the
+ranks run beside it, rank 0 gets a terminal too (a pty, narrower by the prefix), so its progress bars are drawn as
 anywhere else; a line from another rank is slipped in above the bar. All other channels are pipes, in which of a line
 redrawn by carriage returns only the last version is printed.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
-import selectors
 import signal
-import struct
-import termios
-import threading
 import time
-import tty
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 
 STDOUT, STDERR = 1, 2
 COLOURS = (36, 35, 33, 32, 34, 31)
@@ -39,14 +33,12 @@ class Channel:
 
     rank: int
     target: int  # where the launcher prints it: STDOUT or STDERR
-    reader: int  # file descriptors
-    writer: int
     is_terminal: bool
     prefix: bytes
     unfinished: bytes = b""  # what came after the last line's end; of a terminal, with its prefix
     since: float = field(default_factory=time.monotonic)  # when that began
     last: bytes = b"\n"  # of a terminal: a line's end, a carriage return, or b"" within a line
-    cut: bytes = b""  # of a terminal: the beginning of an control sequence
+    cut: bytes = b""  # of a terminal: the beginning of a control sequence
     tail: bytes = b""
 
     def lines(self, data: bytes) -> bytes:
@@ -89,27 +81,58 @@ class Channel:
 
 
 class Console:
-    """The channels of a run's ranks and the thread that prints them, for a `with` block."""
+    """The channels of a run's ranks, and what stands on the screen."""
 
-    def __init__(self, ranks: int, log_dir: Path | None = None) -> None:
-        self._channels = {
-            (rank, target): open_channel(rank, ranks, target) for rank in range(ranks) for target in (STDOUT, STDERR)
-        }
-        self._logs = [log_dir / f"rank{rank}.log" for rank in range(ranks)] if log_dir else []
-        self._has_terminal = any(channel.is_terminal for channel in self._channels.values())
+    def __init__(self, log_dir: Path | None = None) -> None:
+        self._log_dir = log_dir
+        self._channels: dict[tuple[int, int], Channel] = {}
         self._drawing: Channel | None = None  # whose unfinished line stands on the terminal
-        self._closing = threading.Event()
-        self._lost = False
-        self._thread = threading.Thread(target=self._run, name="zero-launch console", daemon=True)
+        self._closing = self._lost = False
 
-    def path(self, rank: int, target: int) -> str:
-        """The file that the rank's output is to be written to."""
-        return f"/dev/fd/{self._channels[rank, target].writer}"
+    def assign(self, names: Sequence[str], terminal: bool = False) -> None:
+        """From now on these are the ranks' names, in rank order; with `terminal`, rank 0 has one where we have."""
+        self.flush(everything=True)
+        self._closing, self._drawing = False, None
+        width = max(map(len, names))
+        self._channels = {
+            (rank, target): open_channel(rank, f"[{name:>{width}}]", target, terminal and rank == 0)
+            for rank, name in enumerate(names)
+            for target in (STDOUT, STDERR)
+        }
 
-    def environment(self, rank: int) -> dict[str, str]:
-        """What the rank must be told: a terminal's width, for programs that measure stdin's instead."""
-        channel = self._channels[rank, STDOUT]
-        return {"COLUMNS": str(os.get_terminal_size(channel.reader).columns)} if channel.is_terminal else {}
+    def terminals(self) -> dict[int, int]:
+        """The targets for which rank 0 has a terminal, each with the columns that its prefix takes."""
+        channels = self._channels.values()
+        return {channel.target: len(visible(channel.prefix)) for channel in channels if channel.is_terminal}
+
+    def feed(self, rank: int, target: int, data: bytes) -> None:
+        """Print what the rank wrote."""
+        channel = self._channels[rank, target]
+        self._log(rank, data)
+        if target == STDERR:
+            channel.tail = (channel.tail + data)[-TAIL:]
+        self._print(channel, channel.drawn(data) if channel.is_terminal else channel.lines(data))
+
+    def flush(self, everything: bool = False) -> None:
+        """Print unfinished lines: those that have waited for long, at the end all of them."""
+        for channel in self._channels.values():
+            if channel.is_terminal:
+                if everything:
+                    self._write(channel.target, b"\n" * bool(channel.unfinished) + RESTORE)
+                    channel.unfinished = b""
+            elif channel.unfinished and (everything or time.monotonic() - channel.since > HOLD):
+                self._print(channel, channel.flush())
+
+    def finish(self) -> None:
+        """The run is over: from now on a screen that is gone has nothing to end."""
+        self._closing = True
+
+    def say(self, text: str) -> None:
+        """Print lines of our own on stderr, above what is being drawn there."""
+        data = text.encode(errors="replace")
+        if self._drawing is not None and self._drawing.unfinished and os.isatty(STDERR):
+            data = ERASE + data + self._drawing.unfinished + self._drawing.last
+        self._write(STDERR, data)
 
     def tail(self, rank: int, lines: int = 10) -> str:
         """The last lines that the rank wrote to its stderr."""
@@ -123,69 +146,15 @@ class Console:
     def prefix(self, rank: int) -> str:
         return self._channels[rank, STDERR].prefix.decode()
 
-    def __enter__(self) -> Console:
-        self._resize()
-        if self._has_terminal:
-            signal.signal(signal.SIGWINCH, self._resize)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Print what is left, once every process of the run is gone."""
-        if self._has_terminal:
-            signal.signal(signal.SIGWINCH, signal.SIG_DFL)
-        self._closing.set()
-        self._thread.join()
-        for channel in self._channels.values():
-            os.close(channel.reader)
-            os.close(channel.writer)
-
-    def _resize(self, _: int = 0, __: FrameType | None = None) -> None:
-        for channel in self._channels.values():
-            if channel.is_terminal:
-                size = os.get_terminal_size(channel.target)
-                columns = max(1, size.columns - len(visible(channel.prefix)))
-                fcntl.ioctl(channel.writer, termios.TIOCSWINSZ, struct.pack("4H", size.lines, columns, 0, 0))
-
-    def _run(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            for channel in self._channels.values():
-                selector.register(channel.reader, selectors.EVENT_READ, channel)
-            while True:
-                closing = self._closing.is_set()
-                ready = selector.select(0.05 if closing else 0.2)
-                for key, _ in ready:
-                    self._read(key.data)
-                self._flush(everything=closing and not ready)
-                if closing and not ready:
-                    return
-
-    def _read(self, channel: Channel) -> None:
-        data = os.read(channel.reader, 1 << 16)
-        self._log(channel.rank, data)
-        if channel.target == STDERR:
-            channel.tail = (channel.tail + data)[-TAIL:]
-        self._print(channel, channel.drawn(data) if channel.is_terminal else channel.lines(data))
-
     def _log(self, rank: int, data: bytes) -> None:
-        if not self._logs or not data:
+        if self._log_dir is None or not data:
             return
         try:
-            with open(self._logs[rank], "ab", buffering=0) as log:
+            with open(self._log_dir / f"rank{rank}.log", "ab", buffering=0) as log:
                 log.write(data)
         except OSError as error:  # a full disk must not stop the run
-            self._logs = []
+            self._log_dir = None
             self._write(STDERR, f"zero-launch: no more log files: {error}\n".encode())
-
-    def _flush(self, everything: bool) -> None:
-        """Print unfinished lines: those that have waited for long, at the end all of them."""
-        for channel in self._channels.values():
-            if channel.is_terminal:
-                if everything:
-                    self._write(channel.target, b"\n" * bool(channel.unfinished) + RESTORE)
-                    channel.unfinished = b""
-            elif channel.unfinished and (everything or time.monotonic() - channel.since > HOLD):
-                self._print(channel, channel.flush())
 
     def _print(self, channel: Channel, data: bytes) -> None:
         """Write to the launcher's own output; around another channel's unfinished line, where one stands there."""
@@ -208,20 +177,14 @@ class Console:
                 time.sleep(0.01)
             except OSError:
                 self._lost = True
-                if not self._closing.is_set():
+                if not self._closing:
                     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def open_channel(rank: int, ranks: int, target: int) -> Channel:
-    is_terminal = rank == 0 and os.isatty(target)
-    reader, writer = os.openpty() if is_terminal else os.pipe()
-    if is_terminal:
-        tty.setraw(writer)
-    os.set_blocking(reader, False)
-    prefix = f"[rank {rank:>{len(str(ranks - 1))}}]"
+def open_channel(rank: int, name: str, target: int, terminal: bool) -> Channel:
     if os.isatty(target) and not os.environ.get("NO_COLOR"):
-        prefix = f"\x1b[{COLOURS[rank % len(COLOURS)]}m{prefix}\x1b[0m"
-    return Channel(rank, target, reader, writer, is_terminal, f"{prefix} ".encode())
+        name = f"\x1b[{COLOURS[rank % len(COLOURS)]}m{name}\x1b[0m"
+    return Channel(rank, target, terminal and os.isatty(target), f"{name} ".encode())
 
 
 def last_version(line: bytes) -> bytes:

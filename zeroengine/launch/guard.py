@@ -1,8 +1,8 @@
 """Leaves no process of a run behind, whatever becomes of the launcher.
 
 The guard is a small process of its own. It waits until the launcher closes the pipe between them, which the
-operating system does for a launcher that was killed, and then ends every process of the run. It knows them by the
-run's id in their environment, which children inherit, so a worker's own helpers are found as well, in whatever
+operating system does for a launcher that was killed, and then ends every process of the run on this node. It knows
+them by an id in their environment, which children inherit, so a worker's own helpers are found as well, in whatever
 session or process group. zero-launch starts this file by its path: it must not import torch.
 """
 
@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-RUN_ID = "TORCHELASTIC_RUN_ID"
+MARK = "ZEROENGINE_LAUNCH_ID"
 GRACE = 1.0  # seconds between SIGTERM and SIGKILL
 PATIENCE = 10.0  # seconds after SIGKILL until a process that the kernel will not let go is given up
 
@@ -24,9 +24,9 @@ PATIENCE = 10.0  # seconds after SIGKILL until a process that the kernel will no
 class Guard:
     """The launcher's end: closing it ends the run's processes, waits until they are gone and removes `folder`."""
 
-    def __init__(self, run_id: str, folder: str) -> None:
-        environment = {key: value for key, value in os.environ.items() if key != RUN_ID}
-        command = [sys.executable, "-I", "-S", __file__, run_id, folder]
+    def __init__(self, launch_id: str, folder: str) -> None:
+        environment = {key: value for key, value in os.environ.items() if key != MARK}
+        command = [sys.executable, "-I", "-S", __file__, launch_id, folder]
         self._process = subprocess.Popen(
             command,
             env=environment,
@@ -45,9 +45,9 @@ class Guard:
         self._process.wait()
 
 
-def members(run_id: str) -> list[int]:
+def members(launch_id: str) -> list[int]:
     """The pids of the run's living processes."""
-    marker = f"{RUN_ID}={run_id}".encode()
+    marker = f"{MARK}={launch_id}".encode()
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -58,11 +58,11 @@ def members(run_id: str) -> list[int]:
     return found
 
 
-def sweep(run_id: str, grace: float = GRACE) -> None:
+def sweep(launch_id: str, grace: float = GRACE) -> None:
     """End every process of the run: SIGTERM, and SIGKILL after `grace` seconds."""
     deadline = time.monotonic() + grace
     asked: set[int] = set()
-    while (pids := members(run_id)) and time.monotonic() < deadline + PATIENCE:
+    while (pids := members(launch_id)) and time.monotonic() < deadline + PATIENCE:
         late = time.monotonic() > deadline
         for pid in pids:
             if late or pid not in asked:
@@ -82,8 +82,8 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     sys.stdin.buffer.read()
-    _, run_id, folder = sys.argv
-    sweep(run_id)
+    _, launch_id, folder = sys.argv
+    sweep(launch_id)
     shutil.rmtree(folder, ignore_errors=True)
 
 

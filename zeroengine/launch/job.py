@@ -9,15 +9,15 @@ import pkgutil
 import shlex
 import socket
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
-from zeroengine.config import load
 from zeroengine.errors import LaunchError
 from zeroengine.launch import worker
+from zeroengine.launch.bind import shares
 
 HOST = "127.0.0.1"
 CPU_PROCESSES = 2  # what `--nproc auto` means on a machine without a GPU
@@ -53,6 +53,8 @@ def build(
     cpu: bool = False,
     config: str | None = None,
     overrides: Sequence[str] = (),
+    extra: Mapping[str, str] | None = None,
+    bind: str | None = None,
 ) -> Job:
     """Check what was asked for and make the job of it.
 
@@ -61,18 +63,35 @@ def build(
     """
     find_module(target) if module else find_script(target)
     processes = count_processes(nproc, cpu)
-    environment = {}
-    if "OMP_NUM_THREADS" not in os.environ:
-        environment["OMP_NUM_THREADS"] = str(max(1, count_cores() // processes))
-    if cpu:
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-    if config is not None:
-        environment["ZEROENGINE_CONFIG"] = os.path.abspath(config)
-    if overrides:
-        environment["ZEROENGINE_OVERRIDES"] = json.dumps(overrides)
+    given = environment(cpu, config, overrides) | dict(extra or {})
+    if "OMP_NUM_THREADS" not in os.environ | given:
+        given["OMP_NUM_THREADS"] = threads(processes)
+    if bind is not None:
+        given[worker.BIND] = shares(bind, processes)
     check_config(config, overrides)
-    command = (sys.executable, "-u", worker.__file__, *(["-m"] if module else []), target, *arguments)
-    return Job(processes, command, environment)
+    return Job(processes, command(target, arguments, module), given)
+
+
+def command(target: str, arguments: Sequence[str], module: bool) -> tuple[str, ...]:
+    """What a rank executes."""
+    return (sys.executable, "-u", worker.__file__, *(["-m"] if module else []), target, *arguments)
+
+
+def environment(cpu: bool, config: str | None, overrides: Sequence[str]) -> dict[str, str]:
+    """What the ranks of every node are given."""
+    found = {}
+    if cpu:
+        found["CUDA_VISIBLE_DEVICES"] = ""
+    if config is not None:
+        found["ZEROENGINE_CONFIG"] = os.path.abspath(config)
+    if overrides:
+        found["ZEROENGINE_OVERRIDES"] = json.dumps(overrides)
+    return found
+
+
+def threads(processes: int) -> str:
+    """OMP_NUM_THREADS: as it is set, otherwise this node's cores shared out."""
+    return os.environ.get("OMP_NUM_THREADS") or str(max(1, count_cores() // processes))
 
 
 def count_processes(nproc: str, cpu: bool) -> int:
@@ -112,6 +131,8 @@ def check_config(config: str | None, overrides: Sequence[str]) -> None:
         if not (key and equals):
             raise LaunchError(f"--set {override}: not of the form KEY=VALUE. Write --set zero_optimization.stage=3")
     if config is not None:
+        from zeroengine.config import load  # imports torch
+
         load(config, overrides)
 
 

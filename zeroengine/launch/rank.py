@@ -1,4 +1,4 @@
-"""One rank's process as the launcher sees it: running, ended, stopped, and how it failed."""
+"""One rank's process as its node sees it: running, ended, stopped, and how it failed; and how a run ended."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 
 TICK = 0.02  # seconds between two looks while ranks are being stopped
 GRACE = 3.0  # seconds after which a rank that is still there is sent SIGKILL
+HEARING = 5.0  # seconds that the other ranks may run on after one has died without a word
 INSIST = 1.0  # seconds after which a rank that did not heed SIGINT is sent SIGTERM
 
 
@@ -24,6 +25,32 @@ class Failure:
     code: int  # as a shell counts: 128 + n for signal n
     summary: str = ""  # the exception in one line
     text: str = ""  # its traceback, which nobody has printed yet
+    host: str = ""  # where there are several
+
+    @property
+    def who(self) -> str:
+        return f"rank {self.rank}" + (f" ({self.host})" if self.host else "")
+
+    @property
+    def explained(self) -> bool:
+        """Whether it left word why."""
+        return bool(self.summary)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    failures: tuple[Failure, ...] = ()  # the first to fail first, without the ranks that were stopped for it
+    interrupted: signal.Signals | None = None  # the signal that ended the launcher
+    lost: tuple[str, ...] = ()  # a sentence for each node that left before the run was over
+
+    @property
+    def code(self) -> int:
+        """The launcher's exit code."""
+        if self.interrupted is not None:
+            return 128 + self.interrupted
+        return self.failures[0].code if self.failures else int(bool(self.lost))
 
 
 @dataclass

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import signal
 
-from zeroengine.launch.agent import Outcome
 from zeroengine.launch.console import Console
-from zeroengine.launch.rank import Failure
+from zeroengine.launch.rank import Failure, Outcome
 
 OTHERS = 4  # so many of the other failures are named
 
@@ -15,18 +14,19 @@ def report(outcome: Outcome, console: Console) -> str:
     """What to print on stderr when the run has ended, one string; empty after a success."""
     if outcome.interrupted is not None:
         return f"zero-launch: stopped by {outcome.interrupted.name}; every rank has ended\n"
-    if not outcome.failures:
-        return ""
-    first, *others = outcome.failures
     for failure in outcome.failures:
         console.log(failure.rank, failure.text)
-    lines = [f"zero-launch: rank {other.rank} failed as well: {describe(other)}" for other in others[:OTHERS]]
+    nodes = [f"zero-launch: {sentence}" for sentence in outcome.lost]
+    if not outcome.failures:
+        return "".join(f"{line}\n" for line in nodes)
+    first, *others = outcome.failures
+    lines = [f"zero-launch: {other.who} failed as well: {describe(other)}" for other in others[:OTHERS]]
     if len(others) > OTHERS:
         lines.append(f"zero-launch: and {len(others) - OTHERS} more ranks")
-    lines.append(f"zero-launch: rank {first.rank} failed{' first' if others else ''} ({ending(first.code)})")
+    lines.append(f"zero-launch: {first.who} failed{' first' if others else ''} ({ending(first.code)})")
     text = first.text.rstrip("\n") or console.tail(first.rank)
     lines += [console.prefix(first.rank) + line for line in text.split("\n") if text]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *nodes]) + "\n"
 
 
 def describe(failure: Failure) -> str:

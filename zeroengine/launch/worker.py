@@ -20,6 +20,7 @@ from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType, TracebackType
 
 FAILURE_FILE = "ZEROENGINE_FAILURE_FILE"
+BIND = "ZEROENGINE_BIND"  # the cores of each local rank: 0,1;2,3
 PR_SET_PDEATHSIG = 1
 
 
@@ -29,6 +30,9 @@ def main() -> None:
     pid, failure_file = os.getpid(), os.environ.pop(FAILURE_FILE, None)
     if failure_file and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if BIND in os.environ:
+        cores = os.environ[BIND].split(";")[int(os.environ["LOCAL_RANK"])]
+        os.sched_setaffinity(0, set(map(int, cores.split(","))))
     try:
         run(sys.argv[1:])
     except SystemExit as error:

@@ -1,0 +1,254 @@
+"""Runs on several nodes, each behind a connection that a shell script stands for. See test_ssh for real ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from zeroengine.launch.cli import main
+
+from .conftest import COMMAND, Launch, Result, Script, is_alive, wait_for
+from .test_death import STUBBORN, pids
+
+# Takes the last two words, host and command; knows two hosts that cannot be reached.
+CONNECTION = """#!/bin/sh
+while [ $# -gt 2 ]; do shift; done
+case $1 in
+refused) echo "ssh: connect to host refused port 22: Connection refused" >&2; exit 255;;
+nowhere) echo "ssh: Could not resolve hostname nowhere: Name or service not known" >&2; exit 255;;
+esac
+echo "Welcome to $1!"
+exec env -i PATH="$PATH" HOME="$HOME" SSH_CONNECTION="127.0.0.1 1 127.0.0.1 22" sh -c "$2"
+"""
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> Callable[..., list[str]]:
+    """zero-launch's arguments for some hosts."""
+    script = tmp_path / "connect"
+    script.write_text(CONNECTION)
+    script.chmod(0o755)
+
+    def build(*more: str, hosts: str = "a slots=1\nb slots=2\n") -> list[str]:
+        (tmp_path / "hosts").write_text(hosts)
+        return ["--hostfile", "hosts", "--ssh", str(script), "--cpu", *more]
+
+    return build
+
+
+@pytest.fixture
+def fleet(capfd: pytest.CaptureFixture[str], arguments: Callable[..., list[str]]) -> Launch:
+    def run(*more: str, hosts: str = "a slots=1\nb slots=2\n") -> Result:
+        code = main(arguments(*more, hosts=hosts))
+        out, err = capfd.readouterr()
+        return Result(code, out, err)
+
+    return run
+
+
+@pytest.fixture
+def started(arguments: Callable[..., list[str]], tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Start it as a command, and wait until each of three ranks has written its file `pids<rank>`."""
+    processes = []
+
+    def start(*more: str, ranks: int = 3) -> subprocess.Popen[str]:
+        pipe = subprocess.PIPE
+        process = subprocess.Popen([*COMMAND, *arguments(*more)], stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+        processes.append(process)
+        wait_for(lambda: len(list(tmp_path.glob("pids*"))) == ranks or process.poll() is not None, 60)
+        assert process.poll() is None, process.communicate()[1]
+        return process
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def test_ranks_are_counted_over_the_nodes_and_named_after_them(fleet: Launch, script: Script, tmp_path: Path) -> None:
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "ZEROENGINE_HOST")
+    body = f"print(*(os.environ[name] for name in {names}), os.getcwd(), sys.executable, sep=',')\n"
+    body += "print('err', rank, file=sys.stderr)"
+    result = fleet("--log-dir", "logs", script(body))
+    assert (result.code, result.err.count("err")) == (0, 3), result.err
+    here = f"{tmp_path},{sys.executable}"
+    assert sorted(result.out.splitlines()) == [
+        f"[a:0] 0,0,3,1,0,127.0.0.1,a,{here}",
+        f"[b:1] 1,0,3,2,1,127.0.0.1,b,{here}",
+        f"[b:2] 2,1,3,2,1,127.0.0.1,b,{here}",
+    ]
+    assert "err 2\n" in (tmp_path / "logs/rank2.log").read_text()
+
+
+def test_nodes_form_one_process_group_and_are_given_what_is_theirs_alone(fleet: Launch, script: Script) -> None:
+    """Arguments and listed variables arrive unchanged, others not at all, and values are on no command line."""
+    body = """
+import glob, json, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.tensor([rank + 1.0])
+dist.all_reduce(total)
+lines = [open(path, "rb").read() for path in glob.glob("/proc/[0-9]*/cmdline") if os.path.exists(path)]
+seen = sum(os.environ["HIDDEN"].encode() in line for line in lines)
+print(json.dumps([total.item(), sys.argv[1:], os.environ["TOKEN"], os.environ.get("SECRET"), seen]))
+dist.barrier()
+dist.destroy_process_group()
+"""
+    Path(".zero_env").write_text("HIDDEN=9f86d081884c7d65\n")
+    words = ["--nproc", "a b", "", "$$x ${local_rank} $(id) `id`", "new\nline", "'\"\\", "--", "-m", "*~!"]
+    os.environ["SECRET"] = "not to be seen"
+    try:
+        result = fleet("--env", "TOKEN=it's $(id)\n\"", script(body), *words)
+    finally:
+        del os.environ["SECRET"]
+    found = [json.loads(line.partition("] ")[2]) for line in result.out.splitlines()]
+    assert found == [[6.0, words, "it's $(id)\n\"", None, 0]] * 3, result.err
+
+
+def test_the_first_failure_of_all_nodes_is_last_on_the_screen(fleet: Launch, script: Script) -> None:
+    result = fleet(script("if rank == 2:\n    raise ValueError('boom')\ntime.sleep(60)"))
+    assert result.code == 1
+    assert result.err.splitlines()[-1] == "[b:2] ValueError: boom"
+    assert "zero-launch: rank 2 (b) failed (exit code 1)" in result.err
+
+
+def test_after_a_sudden_death_the_other_nodes_are_heard(fleet: Launch, script: Script) -> None:
+    body = """
+import torch.distributed as dist
+dist.init_process_group("gloo")
+if rank == 0: os._exit(5)
+try: dist.barrier()
+except RuntimeError: raise RuntimeError(f"a rank is gone at blocks.4")
+"""
+    result = fleet(script(body))
+    assert result.code == 5
+    assert "failed as well: RuntimeError: a rank is gone at blocks.4" in result.err
+    assert result.err.splitlines()[-1] == "zero-launch: rank 0 (a) failed first (exit code 5)"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_stopped_launcher_leaves_nothing(
+    started: Callable[..., subprocess.Popen[str]], script: Script, tmp_path: Path, number: signal.Signals
+) -> None:
+    launcher = started(script(STUBBORN + "time.sleep(600)"))
+    assert len(pids(tmp_path)) == 6 and all(map(is_alive, pids(tmp_path)))
+    launcher.send_signal(number)
+    _, err = launcher.communicate(timeout=20)
+    if number == signal.SIGINT:
+        assert launcher.returncode == 130 and err.endswith("stopped by SIGINT; every rank has ended\n")
+        assert not any(map(is_alive, pids(tmp_path)))
+    wait_for(lambda: not any(map(is_alive, pids(tmp_path))), 10)
+
+
+def test_a_node_whose_launcher_is_silent_ends(
+    started: Callable[..., subprocess.Popen[str]], script: Script, tmp_path: Path
+) -> None:
+    launcher = started("--node-timeout", "5", script(STUBBORN + "time.sleep(600)"))
+    launcher.send_signal(signal.SIGSTOP)
+    wait_for(lambda: not any(map(is_alive, pids(tmp_path))), 20)
+    launcher.send_signal(signal.SIGCONT)
+    launcher.communicate(timeout=30)
+    assert launcher.returncode == 1
+
+
+def test_a_node_that_is_lost_is_named(
+    started: Callable[..., subprocess.Popen[str]], script: Script, tmp_path: Path
+) -> None:
+    launcher = started(script(STUBBORN + "time.sleep(600)"))
+    worker = int((tmp_path / "pids1").read_text().split()[0])
+    node = int(re.search(r"PPid:\s*(\d+)", Path(f"/proc/{worker}/status").read_text())[1])  # type: ignore[index]
+    os.kill(node, signal.SIGKILL)
+    _, err = launcher.communicate(timeout=30)
+    assert launcher.returncode == 1
+    assert "zero-launch: b was lost: its connection ended" in err and "(ranks 1, 2)" in err, err
+    wait_for(lambda: not any(map(is_alive, pids(tmp_path))), 10)
+
+
+def test_what_is_wrong_where_is_one_table(fleet: Launch, script: Script) -> None:
+    result = fleet(script("open('started', 'w')"), hosts="a slots=1\nrefused slots=1\nnowhere slots=1\n")
+    assert result.code == 2 and result.out == ""
+    assert result.err.splitlines() == [
+        "zero-launch: 2 of 3 nodes cannot take part:",
+        "  refused  ssh: connect to host refused port 22: Connection refused",
+        "  nowhere  ssh: Could not resolve hostname nowhere: Name or service not known",
+    ]
+    assert not Path("started").exists()
+
+
+def test_a_wrong_configuration_is_refused(fleet: Launch, script: Script, tmp_path: Path) -> None:
+    (tmp_path / "zero.json").write_text('{"zero_optimization": {"stage": 2}}')
+    result = fleet("--config", "zero.json", "--set", "zero_optimization.stag=3", script("open('started', 'w')"))
+    assert result.code == 2 and not Path("started").exists()
+    assert result.err.startswith("zero-launch: ") and "stag" in result.err and "Did you mean" in result.err, result.err
+
+
+def test_a_port_in_use_is_refused(fleet: Launch, script: Script) -> None:
+    import socket
+
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        result = fleet("--port", str(port), script("open('started', 'w')"))
+    assert result.code == 2
+    assert result.err.splitlines() == [
+        "zero-launch: 1 of 2 nodes cannot take part:",
+        f"  a  port {port} is in use. Choose another with --port, or leave --port out",
+    ]
+    assert not Path("started").exists()
+
+
+def test_restarts_begin_again_on_all_nodes(fleet: Launch, script: Script) -> None:
+    body = """
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+if attempt < 2 and rank == attempt: raise ValueError(f"attempt {attempt}")
+while attempt == 0 or attempt == 1: time.sleep(0.1)
+print("attempt", attempt)
+"""
+    result = fleet("--max-restarts", "2", script(body))
+    assert result.code == 0, result.err
+    assert sorted(result.out.splitlines()) == ["[a:0] attempt 2", "[b:1] attempt 2", "[b:2] attempt 2"]
+    assert "zero-launch: restart 1 of 2 with a, b" in result.err and "ValueError: attempt 1" in result.err
+
+
+def test_an_elastic_run_goes_on_without_a_node(fleet: Launch, script: Script) -> None:
+    body = "print(rank, os.environ['WORLD_SIZE'], os.environ['ZEROENGINE_FULL_WORLD_SIZE'])"
+    result = fleet("--nnodes", "1:2", script(body), hosts="a slots=2\nrefused slots=2\n")
+    assert result.code == 0
+    assert sorted(result.out.splitlines()) == ["[a:0] 0 2 4", "[a:1] 1 2 4"]
+    assert "zero-launch: refused is left out: ssh: connect to host refused port 22: Connection refused" in result.err
+
+
+def test_dry_run_lines_are_the_run(
+    capfd: pytest.CaptureFixture[str], arguments: Callable[..., list[str]], script: Script
+) -> None:
+    body = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.tensor([rank + 1.0])
+dist.all_reduce(total)
+print(total.item(), sys.argv[1], os.environ["TOKEN"], os.environ["ZEROENGINE_OVERRIDES"])
+"""
+    options = [
+        "--dry-run",
+        "--env",
+        "TOKEN=it's\n$(id)",
+        "--set",
+        "a=b c",
+        "--port",
+        "29511",
+        "--master-addr",
+        "127.0.0.1",
+    ]
+    assert main(arguments(*options, script(body), "x $y", hosts="a slots=1\nb slots=1\n")) == 0
+    commands = re.split(r"\n(?=/)|\n(?=#)", capfd.readouterr().out)
+    lines = [command for command in commands if not command.startswith("#")]
+    assert len(lines) == 2
+    shells = [subprocess.Popen(line, shell=True, stdout=subprocess.PIPE, text=True) for line in lines]
+    outputs = [shell.communicate()[0].partition("!\n")[2] for shell in shells]
+    assert outputs == ['3.0 x $y it\'s\n$(id) ["a=b c"]\n'] * 2

@@ -1,0 +1,224 @@
+"""The launcher's connections to the nodes of a run, lost ones and those that come back included."""
+
+from __future__ import annotations
+
+import math
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import FrameType
+
+from zeroengine.errors import LaunchError
+from zeroengine.launch import preflight, versions
+from zeroengine.launch.console import Console
+from zeroengine.launch.hosts import Host
+from zeroengine.launch.link import Events, Link
+from zeroengine.launch.rank import GRACE
+from zeroengine.launch.request import Request
+from zeroengine.launch.wire import BEAT, Message, to_bytes
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+TICK = 0.1  # seconds between two looks at clocks and signals
+CONNECT = 30.0  # seconds for a connection, from nothing to a Python that speaks
+PREPARE = 120.0  # seconds for that Python to import torch from a cold disk
+ANSWER = 20.0  # seconds for a short answer
+RETRY = 3.0  # seconds between two attempts to reach a node that was lost
+
+
+class Stopped(Exception):
+    """The launcher got a signal."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        self.number = number
+
+
+class Fleet:
+    """The nodes, for a `with` block: connects to all of them at once, and at its end leaves nothing there.
+
+    Attributes:
+        links: one for each host of the request; of a lost node, what is known about it.
+    """
+
+    def __init__(self, request: Request, console: Console) -> None:
+        self._request, self._console = request, console
+        self._wanted: Message = {"folder": request.folder, "environment": request.environment}
+        self._events: Events[tuple[Link, Message]] = queue.Queue(1000)
+        self._signal: signal.Signals | None = None
+        self._returning: dict[int, Link] = {}  # new connections to hosts that were lost
+        self._handlers: dict[int, signal._HANDLER] = {}
+        self._over = threading.Event()
+        self.links: list[Link] = []
+
+    def __enter__(self) -> Fleet:
+        for number in SIGNALS:
+            self._handlers[number] = signal.getsignal(number)
+            signal.signal(number, self._interrupted)
+        self.links = [self._connect(host) for host in self._request.hosts]
+        threading.Thread(target=self._beat, name="zero-launch beat", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        links = self._all()
+        for link in links:
+            link.close()
+        deadline = time.monotonic() + GRACE
+        while any(link.is_connected() for link in links) and time.monotonic() < deadline:
+            self._drain()
+        for link in links:
+            link.kill()
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def present(self) -> list[Link]:
+        return [link for link in self.links if link.lost is None]
+
+    def say(self, text: str) -> None:
+        """A line of the launcher's own."""
+        self._console.say(f"zero-launch: {text}\n")
+
+    def wait(self, until: Callable[[], bool], seconds: float = math.inf, stoppable: bool = True) -> bool:
+        """Take what comes until the condition holds or the time is up; returns which.
+
+        Raises:
+            Stopped: where that is wanted.
+        """
+        deadline = time.monotonic() + seconds
+        while not until():
+            if time.monotonic() > deadline:
+                return False
+            if self._signal is not None and stoppable:
+                raise Stopped(self._signal)
+            self._drain()
+        return True
+
+    def ask(self, links: Sequence[Link], message: Message) -> bool:
+        """Have all of them do something short; False where a node was lost meanwhile.
+
+        Raises:
+            LaunchError: a node that cannot; with what it says.
+        """
+        for link in links:
+            link.answer = None
+            link.send(message)
+        if not self.wait(lambda: all(link.answer or link.lost for link in links), ANSWER):
+            for link in links:
+                if not link.answer:
+                    link.lose(f"no answer within {ANSWER:.0f} s")
+        said = [(link.host.label, link.answer["text"]) for link in links if link.answer and "text" in link.answer]
+        if said:
+            raise preflight.table(said, len(self.links))
+        return all(link.lost is None for link in links)
+
+    def check(self) -> None:
+        """See that the nodes can take part. In an elastic run those that cannot be reached are left out.
+
+        Raises:
+            LaunchError: all that is wrong, in one table.
+        """
+        self.wait(lambda: all(link.facts is not None or link.lost is not None for link in self.links))
+        for link in self.links:
+            if link.facts is not None and link.facts["config_error"]:
+                raise LaunchError(link.facts["config_error"])
+        found = {link: self._problems(link) for link in self.links}
+        absent = [link for link in self.links if link.hello is None]
+        wrong = any(found[link] for link in self.links if link not in absent)
+        if wrong or len(self.links) - len(absent) < self._request.least:
+            raise preflight.table([problem for problems in found.values() for problem in problems], len(self.links))
+        for link in absent:
+            self.say(f"{link.host.label} is left out: {link.lost}")
+        for link in self.links:
+            if warning := preflight.clock_warning(link):
+                self.say(warning)
+
+    # -- nodes that come back ---------------------------------------------------------------------
+
+    def look_for_lost(self) -> bool:
+        """Try to reach nodes that were lost, now and then; whether one of them can take part again."""
+        if not self._request.returns:
+            return False
+        now = time.monotonic()
+        for index, link in enumerate(self.links):
+            candidate = self._returning.get(index)
+            if link.lost is None:
+                continue
+            if candidate is None and now > link.lost_at + RETRY:
+                link.kill()
+                self._returning[index] = self._connect(link.host)
+            elif candidate is not None and (candidate.lost or (candidate.facts and self._problems(candidate))):
+                candidate.kill()
+                link.lost_at = now
+                del self._returning[index]
+        return any(candidate.facts is not None and not candidate.lost for candidate in self._returning.values())
+
+    def take_back(self) -> None:
+        """Nodes that are back take their places."""
+        for index, candidate in list(self._returning.items()):
+            if candidate.facts is not None and candidate.lost is None and not self._problems(candidate):
+                self.links[index] = self._returning.pop(index)
+                self.say(f"{candidate.host.label} is back")
+
+    # -- what comes over the connections ----------------------------------------------------------
+
+    def _all(self) -> list[Link]:
+        return [*self.links, *self._returning.values()]
+
+    def _connect(self, host: Host) -> Link:
+        return Link(host, self._request.shell, self._wanted, self._events)
+
+    def _problems(self, link: Link) -> list[preflight.Problem]:
+        return preflight.problems(link, versions.installed(), self._request.nproc)
+
+    def _beat(self) -> None:
+        while not self._over.wait(BEAT):
+            for link in self._all():
+                link.send({"do": "beat"})
+
+    def _interrupted(self, number: int, _: FrameType | None) -> None:
+        self._signal = self._signal or signal.Signals(number)
+
+    def _drain(self) -> None:
+        try:
+            self._take(*self._events.get(timeout=TICK))
+        except queue.Empty:  # only then do we know what has been heard
+            self._console.flush()
+            for link in self._all():
+                self._listen_for(link)
+
+    def _listen_for(self, link: Link) -> None:
+        """Give the node up if it has been silent for too long."""
+        now, silence = time.monotonic(), self._request.silence
+        if link.lost is not None:
+            return
+        if link.hello is None:
+            if now - link.began > CONNECT:
+                link.lose(f"{self._request.shell.name} does not connect within {CONNECT:.0f} s")
+        elif link.facts is None:
+            if now - link.hello["at"] > PREPARE:
+                link.lose(f"does not answer within {PREPARE:.0f} s")
+        elif now - link.heard > silence:
+            link.lose(f"no sign of life for {silence:.0f} s: the node or its network is down")
+
+    def _take(self, link: Link, message: Message) -> None:
+        kind = message["is"]
+        if kind == "hello":
+            link.hello = message
+            link.send(self._request.facts(first=link is self.links[0]))
+        elif kind == "facts":
+            link.facts = message
+        elif kind == "problem" and (link.facts is None or link.running):
+            link.lose(message["text"])
+        elif kind in ("answer", "problem"):
+            link.answer = message
+        elif kind == "output" and link.running:
+            self._console.feed(link.first_rank + message["rank"], message["target"], to_bytes(message["data"]))
+        elif kind == "finished":
+            link.finished = True
+        elif kind == "ended":
+            link.ended = message
+        elif kind == "gone":
+            link.lose(link.why_gone(message["code"]))
+        elif kind == "text" and link.facts is not None and not self._over.is_set():
+            self._console.say(f"[{link.host.label}] {message['text']}\n")

@@ -1,0 +1,92 @@
+"""Kubernetes: a manifest for Kubeflow, which starts the pods and tells torch elastic in each where the others are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from zeroengine.errors import LaunchError
+from zeroengine.launch.hosts import limit
+
+KINDS = ("PyTorchJob", "TrainJob")
+
+
+def manifest(
+    kind: str,
+    name: str,
+    image: str | None,
+    nnodes: str,
+    nproc: str,
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    cpu: bool = False,
+    restarts: int = 0,
+) -> str:
+    """YAML for `kubectl apply -f -`.
+
+    Args:
+        kind: `PyTorchJob` of Kubeflow's training operator, or `TrainJob` of Kubeflow Trainer 2.
+        image: has Python, torch, zeroengine and the script.
+        nnodes: `N`, or `MIN:MAX` for an elastic PyTorchJob.
+        nproc: of each pod; on GPUs as many are asked for.
+        words: the script and its arguments.
+
+    Raises:
+        LaunchError: something that the manifest needs is missing.
+    """
+    if image is None:
+        raise LaunchError(
+            "--launcher k8s: which image? Name one that has torch, zeroengine and the script with --image"
+        )
+    if not nproc.isdecimal():
+        raise LaunchError("--launcher k8s: how many processes has a pod? Write --nproc 8, for 8 GPUs each")
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", nnodes)
+    low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= low <= high:
+        limit([], nnodes)  # says what is wrong
+    label = re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-") or "train"
+    variables = [{"name": key, "value": value} for key, value in environment.items()]
+    resources = {} if cpu else {"limits": {"nvidia.com/gpu": int(nproc)}}
+    command = ["python", "-m", "torch.distributed.run", *words]
+    if kind == "TrainJob":
+        if low < high:
+            raise LaunchError(f"--nnodes {nnodes}: a TrainJob has one number of nodes. Write --nnodes {high}")
+        trainer: dict[str, Any] = {"image": image, "command": command, "numNodes": high, "numProcPerNode": int(nproc)}
+        trainer |= {"env": variables} if variables else {}
+        trainer |= {"resourcesPerNode": resources} if resources else {}
+        body: dict[str, Any] = {"runtimeRef": {"name": "torch-distributed"}, "trainer": trainer}
+        return _dump("trainer.kubeflow.org/v1alpha1", kind, label, body)
+    container = {"name": "pytorch", "image": image, "command": command, "env": variables, "resources": resources}
+    container["volumeMounts"] = [{"name": "shm", "mountPath": "/dev/shm"}]
+    pod = {
+        "restartPolicy": "OnFailure" if restarts else "Never",
+        "containers": [{key: value for key, value in container.items() if value}],
+        "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory"}}],
+    }
+    body = {"nprocPerNode": nproc, "runPolicy": {"backoffLimit": restarts, "cleanPodPolicy": "Running"}}
+    if low < high:
+        body["elasticPolicy"] = {
+            "rdzvBackend": "c10d",
+            "minReplicas": low,
+            "maxReplicas": high,
+            "maxRestarts": restarts,
+        }
+        body["pytorchReplicaSpecs"] = {"Worker": {"replicas": high, "template": {"spec": pod}}}
+    else:
+        body["pytorchReplicaSpecs"] = {"Master": {"replicas": 1, "template": {"spec": pod}}}
+        if high > 1:
+            body["pytorchReplicaSpecs"]["Worker"] = {"replicas": high - 1, "template": {"spec": pod}}
+    return _dump("kubeflow.org/v1", kind, label, body)
+
+
+class _Dumper(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _dump(version: str, kind: str, name: str, spec: dict[str, Any]) -> str:
+    tree = {"apiVersion": version, "kind": kind, "metadata": {"name": name}, "spec": spec}
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False)

@@ -1,0 +1,135 @@
+"""zero-launch's command line."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import NoReturn
+
+from zeroengine.errors import LaunchError
+from zeroengine.launch import bind
+from zeroengine.launch.wire import SILENCE
+
+LAUNCHERS = ("local", "ssh", "slurm", "mpi", "k8s", "ray")
+USAGE = "zero-launch [options] script.py [arguments of the script]"
+EXAMPLES = """\
+examples:
+  zero-launch train.py                                   a process per GPU, or two on the CPU
+  zero-launch --nproc 4 --config zero3.json train.py     four processes; initialize() reads zero3.json
+  zero-launch --set zero_optimization.stage=3 train.py   one value of the configuration, replaced
+  zero-launch -m package.train --epochs 3                a module, as with python -m
+  zero-launch --hostfile hosts train.py                  on every host of the file, over ssh
+  zero-launch --hostfile hosts --nnodes 2:3 train.py     going on while two of them are there
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise LaunchError(f"{message}. Usage: {USAGE}; zero-launch --help lists the options")
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="zero-launch",
+        usage=USAGE,
+        description="Start a script in several processes, one rank each, on this machine or on several.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument_group("the run").add_argument
+    add(
+        "--nproc",
+        metavar="N",
+        default="auto",
+        help="processes a node: a number, or auto (its slots, else its GPUs, else 2)",
+    )
+    add("--cpu", action="store_true", help="use no GPU, even where there are some")
+    add("--config", metavar="FILE", help="the configuration that zeroengine.initialize reads, JSON or YAML")
+    add("--set", metavar="KEY=VALUE", action="append", default=[], help="replace one value of it; may be repeated")
+    add(
+        "--env",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="a variable for every rank; NAME for its value here",
+    )
+    add("--bind", choices=bind.KINDS, help="give each rank cores of its own, or those of one NUMA node")
+    add(
+        "--max-restarts",
+        metavar="N",
+        type=int,
+        default=0,
+        help="start the ranks again after a failure, N times at most",
+    )
+    add("-m", "--module", action="store_true", help="the script is a module's name, as with python -m")
+
+    add = parser.add_argument_group("the nodes").add_argument
+    add("--launcher", choices=LAUNCHERS, help="how to get there (default: ssh with a hostfile, else local)")
+    add("--hostfile", metavar="FILE", help="a line for each host: name slots=N")
+    add("--include", metavar="HOSTS", help="only these hosts and slots, as in host1:0,2@host2")
+    add("--exclude", metavar="HOSTS", help="not these")
+    add("--nnodes", metavar="N|MIN:MAX", help="nodes; with a range the run goes on while MIN of them are there")
+    add(
+        "--master-addr", metavar="ADDR", help="where the other nodes reach the first one (default: its address for ssh)"
+    )
+    add("--port", "--master-port", metavar="PORT", type=int, default=0, help="of the store there (default: a free one)")
+    add("--ssh", metavar="COMMAND", help="instead of plain ssh, such as 'ssh -p 2222 -i key'")
+    add(
+        "--node-timeout",
+        metavar="SECONDS",
+        type=float,
+        default=SILENCE,
+        help="silence after which a node is given up (10)",
+    )
+    add("--submit", action="store_true", help="slurm: write a batch script of this command and submit it")
+    add(
+        "--sbatch",
+        metavar="OPTIONS",
+        default="",
+        help="further options of sbatch, such as '--time=8:00:00 --partition=gpu'",
+    )
+    add("--image", metavar="NAME", help="k8s: the container image, with torch, zeroengine and the script")
+    add("--kind", choices=("PyTorchJob", "TrainJob"), default="PyTorchJob", help="k8s: of the manifest")
+
+    add = parser.add_argument_group("output").add_argument
+    add(
+        "--log-dir", metavar="DIR", type=Path, help="also write each rank's output to DIR/rank0.log, DIR/rank1.log, ..."
+    )
+    add("--dry-run", action="store_true", help="print what would be started, per rank, and start nothing")
+    add("--version", action="store_true", help="print the versions of zeroengine, torch and Python")
+    parser.add_argument("script", nargs="?", help=argparse.SUPPRESS)
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+def check(options: argparse.Namespace) -> None:
+    """Options that make no sense, alone or together.
+
+    Raises:
+        LaunchError: with the remedy.
+    """
+    launcher = options.launcher or ("ssh" if options.hostfile else "local")
+    if options.script is None:
+        raise LaunchError(f"there is no script to run. Write {USAGE}")
+    if launcher == "ssh" and options.hostfile is None:
+        raise LaunchError("--launcher ssh: which hosts? Name a file of them with --hostfile")
+    if launcher == "slurm" and options.hostfile:
+        raise LaunchError(
+            "--hostfile has no meaning with --launcher slurm, which knows the hosts. Leave one of them out"
+        )
+    if launcher not in ("ssh", "slurm"):
+        for name in ("hostfile", "include", "exclude", "ssh"):
+            if getattr(options, name):
+                raise LaunchError(f"--{name} has no meaning with --launcher {launcher}. Leave one of them out")
+    if launcher != "slurm" and (options.submit or options.sbatch):
+        raise LaunchError(f"{'--submit is' if options.submit else '--sbatch is'} for Slurm. Add --launcher slurm")
+    if launcher == "local" and options.nnodes not in (None, "1"):
+        raise LaunchError(f"--nnodes {options.nnodes}: on which hosts? Name a file of them with --hostfile")
+    if not 0 <= options.port < 1 << 16:
+        raise LaunchError(f"--port {options.port}: ports go from 1 to 65535. Leave --port out for a free one")
+    if options.max_restarts < 0:
+        raise LaunchError(f"--max-restarts {options.max_restarts}: write 0 for none, or a positive number")
+    if not options.node_timeout >= 5:
+        raise LaunchError(f"--node-timeout {options.node_timeout:g}: nodes speak every 2 s; write 5 or more")
+    options.launcher = launcher

@@ -1,0 +1,180 @@
+"""Runs the ranks of all nodes, again where a failure allows it, and says how that ended.
+
+[Note: Rounds]
+The ranks of all nodes start together and end together; that is a round. A round ends when all ranks have succeeded,
+one has failed, a node was lost, or one that was lost is back. Nodes stay connected between rounds, so the next begins
+at once. Only the launcher knows who takes part, so there is nothing for the nodes to agree on.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zeroengine.launch.console import Console
+from zeroengine.launch.fleet import Fleet, Stopped
+from zeroengine.launch.link import Link
+from zeroengine.launch.rank import GRACE, HEARING, Failure, Outcome
+from zeroengine.launch.report import report
+from zeroengine.launch.request import Request
+
+END = 2 * GRACE + 4.0  # seconds for a node's ranks to end
+STEADY = 60.0  # seconds that a round is left alone before a node that is back interrupts it
+RETURN = 60.0  # seconds that a run which needs a lost node waits for it
+
+
+@dataclass(frozen=True)
+class Round:
+    """How a round ended; where nothing is set, a node is back."""
+
+    succeeded: bool = False
+    failures: tuple[Failure, ...] = ()
+    lost: tuple[Link, ...] = ()
+
+
+def run(request: Request, fleet: Fleet, console: Console) -> Outcome:
+    """Check the nodes, run the ranks, and start them again where that is allowed.
+
+    Raises:
+        LaunchError: nodes that cannot take part, all of them in one table; or a wrong configuration.
+    """
+    try:
+        fleet.check()
+        return Rounds(request, fleet, console).run()
+    except Stopped as stop:
+        return Outcome(interrupted=stop.number)
+
+
+class Rounds:
+    """The rounds of a run on the nodes of a fleet."""
+
+    def __init__(self, request: Request, fleet: Fleet, console: Console) -> None:
+        self._request, self._fleet, self._console = request, fleet, console
+
+    def run(self) -> Outcome:
+        request, restarts, number = self._request, 0, 0
+        while True:
+            end = self._round(self._fleet.present(), number)
+            number += 1
+            if end.succeeded:
+                return Outcome()
+            outcome = Outcome(end.failures, lost=tuple(map(_loss, end.lost)))
+            # What fails when a node is lost fails for that reason, and in an elastic run that is nobody's fault.
+            counts = (bool(end.lost) and not request.elastic) or (bool(end.failures) and not end.lost)
+            if counts and restarts == request.restarts:
+                return outcome
+            restarts += counts
+            if outcome.code:
+                self._console.say(report(outcome, self._console))
+            if not self._assemble():
+                return outcome
+            names = ", ".join(link.host.label for link in self._fleet.present())
+            self._fleet.say(f"{f'restart {restarts} of {request.restarts}' if counts else 'going on'} with {names}")
+
+    def _assemble(self) -> bool:
+        """Wait until there are nodes enough for a round."""
+
+        def enough() -> bool:
+            self._fleet.look_for_lost()
+            self._fleet.take_back()
+            return len(self._fleet.present()) >= self._request.least
+
+        if not enough():
+            self._fleet.say(f"waiting for the nodes that were lost, {RETURN:.0f} s at most")
+        return self._fleet.wait(enough, RETURN)
+
+    def _round(self, members: list[Link], number: int) -> Round:
+        """Run the ranks once on these nodes."""
+        request, rank = self._request, 0
+        for link in members:
+            link.begin(rank, request.count(link))
+            rank = link.ranks.stop
+        place = self._meet(members)
+        if place is None:
+            return Round(lost=tuple(link for link in members if link.lost))
+        self._console.assign([f"{link.host.label}:{rank}" for link in members for rank in link.ranks])
+        full = sum(map(request.count, self._fleet.links))
+        for node, link in enumerate(members):
+            own = {"node": node, "first_rank": link.first_rank, "restart": number, "run_id": request.run_id}
+            link.running = True
+            link.send(request.order(link, {**place, **own, "world_size": rank, "nodes": len(members)}, full))
+        try:
+            return self._watch(members)
+        except Stopped as stop:
+            self._wind_down(members, stop.number)
+            raise
+        finally:
+            self._console.flush(everything=True)
+            for link in members:
+                link.running = False
+
+    def _meet(self, members: Sequence[Link]) -> dict[str, object] | None:
+        """Where the first node serves the store, once all others have reached it; None where a node was lost."""
+        first, *rest = members
+        others = [str(link.hello["address"] or link.host.label) for link in rest if link.hello]
+        where = {"port": self._request.port, "address": self._request.address}
+        if not self._fleet.ask([first], {"do": "listen", "others": others, **where}):
+            return None
+        assert first.answer is not None
+        place = {key: first.answer[key] for key in ("address", "port")}
+        return place if self._fleet.ask(rest, {"do": "reach", **place}) else None
+
+    def _watch(self, members: Sequence[Link]) -> Round:
+        """Until the round is over, on all nodes."""
+        wait, began = self._fleet.wait, time.monotonic()
+
+        def fell() -> bool:
+            return any(link.lost or link.ended for link in members)
+
+        def finished() -> bool:
+            return all(link.finished for link in members)
+
+        def joined() -> bool:
+            return self._fleet.look_for_lost() and time.monotonic() > began + STEADY
+
+        wait(lambda: fell() or finished() or joined())
+        if finished() and not fell():
+            for link in members:
+                link.send({"do": "release"})
+            wait(lambda: all(link.ended or link.lost for link in members), END)
+            return Round(succeeded=True)
+        if fell() and not any(link.lost for link in members):  # the others may know more
+            wait(lambda: any(f.explained for f in _failures(members)) or all(map(_settled, members)), HEARING)
+        self._wind_down(members, signal.SIGTERM)
+        for link in members:
+            if link.ended and link.ended["interrupted"] and not link.stopped and not link.ended["failures"]:
+                link.lose("its zero-launch process was stopped from there")
+        return Round(failures=_failures(members), lost=tuple(link for link in members if link.lost))
+
+    def _wind_down(self, members: Sequence[Link], number: signal.Signals) -> None:
+        """End the ranks that still run."""
+        running = [link for link in members if not link.ended and not link.lost]
+        for link in running:
+            link.stopped = True
+            link.send({"do": "stop", "signal": int(number)})
+        if not self._fleet.wait(lambda: all(link.ended or link.lost for link in running), END, stoppable=False):
+            for link in running:
+                if not link.ended:
+                    link.lose("its ranks do not end")
+
+
+def _settled(link: Link) -> bool:
+    return bool(link.ended or link.lost or link.finished)
+
+
+def _failures(members: Sequence[Link]) -> tuple[Failure, ...]:
+    """Those of all nodes by this machine's clock, the first to fail first."""
+    found = [
+        Failure(f["rank"], link.ended["at"] - f["age"], f["code"], f["summary"], f["text"], link.host.label)
+        for link in members
+        if link.ended
+        for f in link.ended["failures"]
+    ]
+    return tuple(sorted(found, key=lambda failure: failure.time))
+
+
+def _loss(link: Link) -> str:
+    ranks = ", ".join(map(str, link.ranks))
+    return f"{link.host.label} was lost: {link.lost} (rank{'s' * (len(link.ranks) > 1)} {ranks})"

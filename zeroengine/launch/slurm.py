@@ -1,0 +1,98 @@
+"""Slurm: the hosts of the allocation that this process is in, and batch scripts that make one."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from zeroengine.errors import LaunchError
+from zeroengine.launch.hosts import Host
+
+SCRIPT = "zero-launch.sbatch"
+SUBMIT = "Submit one with --submit --nnodes N, or start zero-launch inside sbatch or salloc"
+
+
+def allocated(environ: Mapping[str, str]) -> list[Host]:
+    """The allocation's hosts, each with as many slots as it has GPUs or, where tasks were asked for, tasks.
+
+    Raises:
+        LaunchError: this is no allocation.
+    """
+    nodes = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
+    if not nodes:
+        raise LaunchError(f"--launcher slurm: this is not inside a Slurm allocation. {SUBMIT}")
+    names = list(expand(nodes))
+    gpus = _gpus(environ)
+    if gpus is not None:
+        return [Host(name, gpus) for name in names]
+    tasks = list(_counts(environ.get("SLURM_NTASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "")))
+    if len(tasks) == 1:
+        tasks *= len(names)
+    slots = tasks if len(tasks) == len(names) and max(tasks) > 1 else [None] * len(names)
+    return [Host(name, count) for name, count in zip(names, slots, strict=True)]
+
+
+def expand(nodes: str) -> Iterator[str]:
+    """The names that Slurm's short form stands for: `gpu[01-03,7]-x,login`."""
+    for item in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodes):
+        yield from _expand_one(item)
+
+
+def _expand_one(item: str) -> Iterator[str]:
+    match = re.search(r"\[([^\]]*)\]", item)
+    if match is None:
+        yield item
+        return
+    for part in match[1].split(","):
+        first, _, last = part.partition("-")
+        for number in range(int(first), int(last or first) + 1):
+            yield from _expand_one(f"{item[: match.start()]}{number:0{len(first)}}{item[match.end() :]}")
+
+
+def _gpus(environ: Mapping[str, str]) -> int | None:
+    if environ.get("SLURM_GPUS_ON_NODE", "").isdecimal():
+        return int(environ["SLURM_GPUS_ON_NODE"])
+    match = re.search(r"(\d+)$", environ.get("SLURM_GPUS_PER_NODE", ""))
+    return int(match[1]) if match else None
+
+
+def _counts(text: str) -> Iterator[int]:
+    """Of Slurm's short form: `2(x3),1`."""
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        yield from [int(count)] * int(times or 1)
+
+
+def batch_script(name: str, nodes: int, gpus: int | None, options: Sequence[str], arguments: Sequence[str]) -> str:
+    """A script for sbatch that runs zero-launch in its allocation.
+
+    Args:
+        gpus: to ask for on each node; None asks for none.
+        options: further options of sbatch, such as `--time=8:00:00`.
+        arguments: zero-launch's own.
+    """
+    asked = [f"--job-name={name}", f"--nodes={nodes}", "--ntasks-per-node=1", "--output=%x-%j.log"]
+    asked += [f"--gpus-per-node={gpus}"] if gpus else []
+    lines = [f"#SBATCH {option}" for option in (*asked, *options)]
+    # Slurm gives SIGTERM to the script's own process first, which is then zero-launch.
+    command = [sys.executable, "-m", "zeroengine.launch.cli", *arguments]
+    return "\n".join(["#!/bin/bash", *lines, "", f"exec {shlex.join(command)}", ""])
+
+
+def submit(script: str, path: Path) -> str:
+    """Write the script and hand it to sbatch; returns what that says.
+
+    Raises:
+        LaunchError: there is no sbatch, or it refuses.
+    """
+    if shutil.which("sbatch") is None:
+        raise LaunchError("--submit: there is no sbatch here. Log in to a machine of the cluster, or add --dry-run")
+    path.write_text(script)
+    done = subprocess.run(["sbatch", str(path)], capture_output=True, text=True)
+    if done.returncode:
+        raise LaunchError(f"--submit: sbatch refused {path}: {done.stderr.strip()}")
+    return done.stdout.strip()

@@ -1,0 +1,39 @@
+"""What is installed here, for comparing nodes. Imports neither torch nor anything else that is slow."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import sys
+from pathlib import Path
+
+import zeroengine
+
+PACKAGE = Path(zeroengine.__file__).parent
+
+
+@functools.cache
+def installed() -> dict[str, str]:
+    """Versions by name."""
+    return {
+        "Python": ".".join(map(str, sys.version_info[:3])),
+        "torch": version_of("torch"),
+        "zeroengine": f"{zeroengine.__version__} (sources {fingerprint()})",
+    }
+
+
+def fingerprint() -> str:
+    """Equal on two nodes where zeroengine's sources are."""
+    digest = hashlib.sha256()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        digest.update(str(path.relative_to(PACKAGE)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:8]
+
+
+def version_of(package: str) -> str:
+    """Of a distribution, from its metadata."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
