@@ -63,5 +63,5 @@ def test_a_table_names_each_host_once() -> None:
 
 def test_only_a_clock_far_off_is_a_warning() -> None:
     assert clock_warning(node()) is None and clock_warning(node(ahead=-20)) is None
-    assert "the clock of b is 1.0 h ahead of this one" in str(clock_warning(node(ahead=3600)))
+    assert "the clock of b is 1.0 h ahead of this one" in str(clock_warning(node(ahead=3599)))
     assert "the clock of b is 2.0 min behind this one" in str(clock_warning(node(ahead=-120)))

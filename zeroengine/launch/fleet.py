@@ -47,6 +47,7 @@ class Fleet:
         self._events: Events[tuple[Link, Message]] = queue.Queue(1000)
         self._signal: signal.Signals | None = None
         self._returning: dict[int, Link] = {}  # new connections to hosts that were lost
+        self._told: set[preflight.Problem] = set()  # of nodes that came back
         self._handlers: dict[int, signal._HANDLER] = {}
         self._over = threading.Event()
         self.links: list[Link] = []
@@ -148,6 +149,10 @@ class Fleet:
                 link.kill()
                 self._returning[index] = self._connect(link.host)
             elif candidate is not None and (candidate.lost or (candidate.facts and self._problems(candidate))):
+                for problem in self._problems(candidate):
+                    if candidate.hello is not None and problem not in self._told:
+                        self._told.add(problem)
+                        self.say(f"{problem[0]} is back, and cannot take part: {problem[1]}")
                 candidate.kill()
                 link.lost_at = now
                 del self._returning[index]

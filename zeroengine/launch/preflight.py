@@ -69,7 +69,7 @@ def table(found: Sequence[Problem], nodes: int) -> LaunchError:
 
 def duration(seconds: float) -> str:
     for unit, size in (("h", 3600.0), ("min", 60.0)):
-        if seconds >= size:
+        if seconds > 0.99 * size:
             return f"{seconds / size:.1f} {unit}"
     return f"{seconds:.1f} s"
 
