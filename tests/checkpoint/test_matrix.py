@@ -100,7 +100,11 @@ def load_all(root: Path, optimizer: Any, stages: tuple[int, ...]) -> int:
     return loaded
 
 
-@pytest.mark.parametrize(("optimizer", "worlds"), [(adamw, (1, 2, 4)), (momentum, (2,))], ids=["AdamW", "SGD"])
+@pytest.mark.parametrize(
+    ("optimizer", "worlds"),
+    [(adamw, (1, 2, 4)), pytest.param(momentum, (2,), marks=pytest.mark.slow)],
+    ids=["AdamW", "SGD"],
+)
 def test_any_stage_and_number_of_ranks_to_any_other(optimizer: Any, worlds: tuple[int, ...], tmp_path: Path) -> None:
     for world_size in worlds:
         run_ranks(world_size, save_all, tmp_path, optimizer)

@@ -159,6 +159,7 @@ def test_a_stall_is_one_report_that_names_rank_and_host(rig: Rig, tmp_path: Path
     rig.wait_until_empty()
 
 
+@pytest.mark.slow  # test_a_cut_link_is_a_lost_node is the short form
 def test_a_lost_node_is_waited_for_and_training_goes_on(rig: Rig, example: list[str], tmp_path: Path) -> None:
     """From the newest checkpoint; the losses are those of a run that nothing happened to."""
     more = ["--steps", "12", "--checkpoint", "ckpt", "--save-every", "2"]
