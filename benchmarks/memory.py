@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import gc
 import json
 import subprocess
 import sys
@@ -53,6 +54,7 @@ class Model(nn.Module):
 
 def resident() -> int:
     """Bytes resident in this process, after freed memory has gone back to the system."""
+    gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     with open("/proc/self/statm") as f:
         return int(f.read().split()[1]) * 4096

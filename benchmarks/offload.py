@@ -24,6 +24,7 @@ from typing import Any
 from peers import machine
 
 GIB, MIB = 2**30, 2**20
+LOOPS = 3
 
 
 def train(engine: str, *options: str, ranks: int = 1, threads: int = 2) -> dict[str, Any]:
@@ -40,25 +41,27 @@ def train(engine: str, *options: str, ranks: int = 1, threads: int = 2) -> dict[
     return found
 
 
-def fio(path: str, read: int, written: int, threads: int = 1) -> float:
+def fio(path: str, read: int, written: int) -> float:
     """Seconds that fio takes to read and write as many bytes, at once, with the blocks and the depth of ours."""
     with tempfile.TemporaryDirectory(dir=path) as folder:
         jobs = ["[global]", "direct=1", "bs=1m", "iodepth=32", "ioengine=io_uring", f"directory={folder}", "thread"]
+        jobs.append(f"loops={LOOPS}")  # as states are read and written again and again
         for kind, nbytes in (("read", read), ("write", written)):
             if nbytes:
                 size = max(nbytes // MIB, 1)
-                jobs += [f"[{kind}]", f"rw={kind}", f"size={size}m", f"filename={kind}", "fallocate=posix"]
+                jobs += [f"[{kind}]", f"rw={kind}", f"size={size}m", f"filename={kind}"]
+                # Written before, as ours are: a hole is read without the disk, and written with more than the data.
+                noise = os.urandom(16 * MIB)
+                with open(Path(folder, kind), "wb") as file:
+                    for start in range(0, size * MIB, len(noise)):
+                        file.write(noise[: size * MIB - start])
+                    file.flush()
+                    os.fsync(file.fileno())
         script = Path(folder, "job.fio")
         script.write_text("\n".join(jobs) + "\n")
-        if read:  # fio would read a hole without the disk
-            subprocess.run(
-                ["dd", "if=/dev/urandom", f"of={folder}/read", "bs=1M", f"count={read // MIB}", "oflag=direct"],
-                check=True,
-                capture_output=True,
-            )
         done = subprocess.run(["fio", "--output-format=json", str(script)], capture_output=True, text=True, check=True)
         found = json.loads(done.stdout[done.stdout.index("{") :])
-        return max(max(job["read"]["runtime"], job["write"]["runtime"]) for job in found["jobs"]) / 1000
+        return max(max(job["read"]["runtime"], job["write"]["runtime"]) for job in found["jobs"]) / 1000 / LOOPS
 
 
 def cpu(args: argparse.Namespace) -> None:
