@@ -31,4 +31,10 @@ class LaunchError(ZeroEngineError):
 
 
 class OffloadError(ZeroEngineError):
-    """State that cannot be kept on, written to or read back from a disk: names the path, and what the system said."""
+    """State that cannot be kept on, written to or read back from a disk: names the path, and what the system said.
+
+    Attributes:
+        errno: the system's number of what went wrong with a transfer, else 0.
+    """
+
+    errno = 0

@@ -39,6 +39,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from ..errors import CheckpointError
+from ..offload.sequential import SequentialFile, create
 from ..partition import Box
 from .entries import Entries
 
@@ -99,9 +100,9 @@ def _no_warning() -> Iterator[None]:
 
 
 class _Hashed:
-    """A file that is written once, from start to end, and hashed on the way."""
+    """A file that is hashed on the way."""
 
-    def __init__(self, file: io.IOBase, report: Report) -> None:
+    def __init__(self, file: SequentialFile, report: Report) -> None:
         self._file, self._report = file, report
         self.hash = xxhash.xxh3_64()
 
@@ -122,15 +123,15 @@ class _HashingFileSystem(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        with super().create_stream(path, mode) as stream:
-            hashed = _Hashed(stream, self._report)
+        with create(path) as file:
+            hashed = _Hashed(file, self._report)
             yield hashed
-            self.sums[Path(path).name] = hashed.hash.hexdigest()
+        self.sums[Path(path).name] = hashed.hash.hexdigest()
 
 
 class _Writer(dcp.FileSystemWriter):
     def __init__(self, path: Path, aliases: Mapping[str, str], report: Report) -> None:
-        super().__init__(path, overwrite=False)
+        super().__init__(path, overwrite=False, sync_files=False)  # they are when they are closed
         self.fs = self.hashing = _HashingFileSystem(report)
         self._aliases = aliases
 

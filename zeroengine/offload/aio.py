@@ -100,6 +100,7 @@ class Transfer:
         self._library, self._process = _aio.library(), os.getpid()
         self._lock = threading.Lock()
         self._error: str | None = None
+        self._errno = 0
         self._told = False
 
     def wait(self) -> None:
@@ -114,7 +115,9 @@ class Transfer:
                 pass
         if self._error is not None:
             self._told = True
-            raise OffloadError(self._error)
+            failure = OffloadError(self._error)
+            failure.errno = self._errno
+            raise failure
 
     def done(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
@@ -134,7 +137,7 @@ class Transfer:
             return False
         self._owned = None
         if result.error:
-            self._error = self._describe(result.error, result.error_offset)
+            self._error, self._errno = self._describe(result.error, result.error_offset), max(result.error, 0)
         return True
 
     def _check_process(self) -> None:
