@@ -12,8 +12,9 @@ import os
 import pickle
 import zipfile
 import zlib
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -25,6 +26,7 @@ from ..errors import CheckpointError
 from .metadata import Piece
 
 CHUNK = 1 << 22  # bytes; a multiple of every dtype's size
+NUM_BUFFERS = 4  # of a chunk each
 AHEAD = 1 << 24  # bytes that the system is asked to read on
 STORAGES = {
     "DoubleStorage": torch.float64,
@@ -79,54 +81,76 @@ def read(
         CheckpointError: the file is cut short, or the checksum of a piece differs.
     """
     total = xxhash.xxh3_64() if check == "file" else None
-    buffer = memoryview(bytearray(CHUNK))
+    crc, item = 0, b""
     with open(path, "rb", buffering=0) as file:
-
-        def through(stop: int) -> Iterator[memoryview]:
-            at = file.tell()
-            while at < stop:
-                data = buffer[: min(CHUNK, stop - at)]
-                _fill(file, data, path)
-                at += len(data)
-                if hasattr(os, "posix_fadvise"):
-                    os.posix_fadvise(file.fileno(), at, AHEAD, os.POSIX_FADV_WILLNEED)
-                if total is not None:
-                    total.update(data)
-                report(len(data))
-                yield data
-
-        def skip(to: int) -> None:
-            if total is None:
-                file.seek(to)
-            else:
-                for _ in through(to):
-                    pass
-
-        for one in located:
-            skip(one.start)
-            if one.dtype is None:
-                item = b"".join(bytes(data) for data in through(one.start + one.nbytes))
-                take(one.piece, 0, _load(item, one.piece))
+        ranges = _ranges(located, path.stat().st_size if total is not None else None)
+        for (one, start, stop), data in _filled(file, path, ranges, total):
+            report(len(data))
+            if one is None:
                 continue
-            first = crc = 0
-            for data in through(one.start + one.nbytes):
-                crc = zlib.crc32(data, crc) if check == "pieces" else 0
-                values = torch.frombuffer(data, dtype=one.dtype)
-                take(one.piece, first, values)
-                first += values.numel()
-            if check == "pieces" and one.crc and crc != one.crc:
-                raise CheckpointError(f"{path} has been changed: the checksum of {one.piece.name} differs")
-        if total is not None:
-            skip(path.stat().st_size)
+            last = stop == one.start + one.nbytes
+            if one.dtype is None:
+                item += data
+                if last:
+                    take(one.piece, 0, _load(item, one.piece))
+                    item = b""
+                continue
+            take(one.piece, (start - one.start) // one.dtype.itemsize, torch.frombuffer(data, dtype=one.dtype))
+            if check == "pieces":
+                crc = zlib.crc32(data, 0 if start == one.start else crc)
+                if last and one.crc and crc != one.crc:
+                    raise CheckpointError(f"{path} has been changed: the checksum of {one.piece.name} differs")
     return None if total is None else total.hexdigest()
 
 
-def _fill(file: io.FileIO, view: memoryview, path: Path) -> None:
-    while view:
-        count = file.readinto(view)
-        if not count:
-            raise CheckpointError(f"{path} is cut short")
-        view = view[count:]
+_Range = tuple["Located | None", int, int]  # of what, from byte, to byte
+
+
+def _ranges(located: Iterable[Located], size: int | None) -> Iterator[_Range]:
+    """The file's chunks, in order: those of each piece and, where ``size`` is given, what lies between and behind."""
+    at = 0
+    for one in located:
+        if size is not None:
+            yield from _chunks(None, at, one.start)
+        at = one.start + one.nbytes
+        yield from _chunks(one, one.start, at)
+    if size is not None:
+        yield from _chunks(None, at, size)
+
+
+def _chunks(one: Located | None, start: int, stop: int) -> Iterator[_Range]:
+    for at in range(start, stop, CHUNK):
+        yield one, at, min(at + CHUNK, stop)
+
+
+def _filled(file: io.FileIO, path: Path, ranges: Iterable[_Range], total: Any) -> Iterator[tuple[_Range, memoryview]]:
+    """Each range with its bytes, good until the next is asked for; a thread reads, and hashes, ahead."""
+    buffers = [memoryview(bytearray(CHUNK)) for _ in range(NUM_BUFFERS)]
+    ahead: deque[tuple[_Range, Future[memoryview]]] = deque()
+
+    def fill(view: memoryview, at: int) -> memoryview:
+        left = view
+        while left:
+            count = os.preadv(file.fileno(), [left], at)
+            if not count:
+                raise CheckpointError(f"{path} is cut short")
+            left, at = left[count:], at + count
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), at, AHEAD, os.POSIX_FADV_WILLNEED)
+        if total is not None:
+            total.update(view)
+        return view
+
+    with ThreadPoolExecutor(1, "zeroengine-read") as reader:
+        for i, range_ in enumerate(ranges):
+            if len(ahead) == NUM_BUFFERS - 1:  # one more is the caller's
+                first, filled = ahead.popleft()
+                yield first, filled.result()
+            _, start, stop = range_
+            ahead.append((range_, reader.submit(fill, buffers[i % NUM_BUFFERS][: stop - start], start)))
+        while ahead:
+            first, filled = ahead.popleft()
+            yield first, filled.result()
 
 
 class _Item(io.RawIOBase):
