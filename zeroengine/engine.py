@@ -21,7 +21,7 @@ from .config import FLOATS, Config
 from .data import ResumableLoader
 from .errors import ZeroEngineError
 from .memory import Memory
-from .offload import DiskShards, DiskStore, Parking, held, open_disk, padded, parking, place
+from .offload import DiskShards, DiskStore, Parking, held, parking, place
 from .optim import (
     LossScaler,
     LRSchedulerLike,
@@ -30,7 +30,7 @@ from .optim import (
 )
 from .partition import Degrees, UnitPlan, degrees_of_stage
 from .runtime import Gatherer, Reducer, Unit, UnitGradients, claim, eager, precision
-from .runtime.freed import return_freed_memory
+from .runtime.freed import Freed, return_freed_memory
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
@@ -78,15 +78,15 @@ class Engine:
         self._group = group
         self._in_backward = self._backward_done = False
         self._parking = Parking()
-        self._parked_on: DiskStore | None = None
         zero = config.zero_optimization
         self._transport = group.transport(config.comm.transport, config.comm.timeout_seconds)
         degrees = degrees_of_stage(zero.stage, group.world_size)
         with group.agreeing("to initialize"):
-            self._placement = place(plans, config, self._transport, group.device)
+            self._placement = place(plans, degrees, config, self._transport, group.device)
         masters = iter(self._placement.optimizer)
+        freed = Freed()
         self._units = [
-            self._build(plan, degrees, disk, next(masters) if plan.trainable else None)
+            self._build(plan, degrees, disk, next(masters) if plan.trainable else None, freed)
             for plan, disk in zip(plans, self._placement.parameters, strict=True)
         ]
         birth.guard(model, self._units)
@@ -141,11 +141,13 @@ class Engine:
             if config.dump_state:
                 print(config.describe(), flush=True)
 
-    def _build(self, plan: UnitPlan, degrees: Degrees, disk: DiskShards | None, masters: DiskStore | None) -> Unit:
+    def _build(
+        self, plan: UnitPlan, degrees: Degrees, disk: DiskShards | None, masters: DiskStore | None, freed: Freed
+    ) -> Unit:
         if plan.numel <= self.config.zero_optimization.param_persistence_threshold:
             degrees = dataclasses.replace(degrees, parameters=1)
         unit = Unit(plan, degrees, self._transport, self._group.broadcast, disk, masters)
-        return_freed_memory()  # what its parameters had before, and what went into making their values
+        freed.add(unit.full.nbytes)  # what its parameters had before, and what went into making their values
         return unit
 
     # -- training ---------------------------------------------------------------------------------
@@ -442,21 +444,10 @@ class Engine:
         Raises:
             ZeroEngineError: an unknown state, memory that cannot be given back, or a folder that cannot be used.
         """
-        chosen = ("optimizer", "gradients") if include is None else tuple(include)
+        zero = self.config.zero_optimization
+        path = nvme_path or zero.offload_optimizer.disk or zero.offload_param.disk
         with self._group.agreeing("to offload states"):
-            for name in chosen:
-                if name not in parking.STATES:
-                    raise ZeroEngineError(
-                        f"offload_states(): include has {name!r}; write any of {', '.join(parking.STATES)}"
-                    )
-            if device not in ("cpu", "nvme"):
-                raise ZeroEngineError(f'offload_states(): device is {device!r}; write "cpu" or "nvme"')
-            if self._parking:
-                raise ZeroEngineError("offload_states(): states are offloaded already; call reload_states() before")
-            zero = self.config.zero_optimization
-            path = nvme_path or zero.offload_optimizer.disk or zero.offload_param.disk
-            if device == "nvme" and path is None:
-                raise ZeroEngineError('offload_states(): device "nvme" needs a folder on a disk: write nvme_path=...')
+            self._parking.check_request(include, device, path)
         self.gatherer.settle()
         self.reducer.settle()
         self._transport.fence()
@@ -467,24 +458,17 @@ class Engine:
             "gradients": [grads.kept for grads in self.reducer.gradients if grads.disk is None],
             "parameters": [unit.shard for unit in self._units if unit.disk is None],
         }
-        states = {name: every[name] for name in chosen}
         if include is None:
-            states = {name: [t for t in of if t.untyped_storage().resizable()] for name, of in states.items()}
+            include = parking.USUAL
+            every = {name: [t for t in of if t.untyped_storage().resizable()] for name, of in every.items()}
+        states = {name: every[name] for name in include}
         with self._group.agreeing("to offload states"):
-            disk = None
-            if device == "nvme":
-                nbytes = sum(padded(t.nbytes) for of in states.values() for t in of)
-                disk = open_disk(str(path), nbytes, self.config, self.rank)
-            self._parking.leave(states, disk)
-            self._parked_on = disk
+            self._parking.leave(states, path if device == "nvme" else None, self.config, self.rank)
         return_freed_memory()
 
     def reload_states(self) -> None:
         """Brings back what ``offload_states`` took away. Call it on every rank."""
         self._parking.come_back()
-        disk, self._parked_on = self._parked_on, None
-        if disk is not None:
-            disk.close()
 
     # -- looking inside ---------------------------------------------------------------------------
 
@@ -750,7 +734,7 @@ class Engine:
             if states.mixed:
                 states.published.copy_(states.master)
             self._published(states.grads)
-            self._placement.let_go()
+            self._placement.let_go(states.published, states.master)
         self.gatherer.settle()
         self._transport.fence()
 

@@ -17,7 +17,7 @@ from zeroengine.comm.local import LocalTransport
 from zeroengine.config import load
 from zeroengine.offload import place
 from zeroengine.ops import _aio_library
-from zeroengine.partition import cut_units
+from zeroengine.partition import cut_units, degrees_of_stage
 
 from .models import TinyLM, batch, build, config
 from .ranks import RankFailed, run_ranks
@@ -269,9 +269,8 @@ def start_too_large(settings: dict[str, Any]) -> None:
         free = os.statvfs(settings["zero_optimization"]["offload_optimizer"]["nvme_path"])
         width = int((free.f_bavail * free.f_frsize / 4) ** 0.5) + 4096
         model = torch.nn.Linear(width, width, bias=False)
-    place(
-        cut_units(model), load(settings).resolve(world_size=1), LocalTransport(torch.device("cpu")), torch.device("cpu")
-    )
+    cpu, config = torch.device("cpu"), load(settings).resolve(world_size=1)
+    place(cut_units(model), degrees_of_stage(2, 1), config, LocalTransport(cpu), cpu)
 
 
 def test_too_little_room_is_an_error_at_the_start(tmp_path: Path) -> None:

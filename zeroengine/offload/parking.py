@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from .. import ops
+from ..config import Config
 from ..errors import ZeroEngineError
-from .store import DiskStore
+from .placement import open_disk
+from .store import DiskStore, padded
 
 STATES = ("optimizer", "gradients", "parameters")
+USUAL = ("optimizer", "gradients")
 
 
 class Parking:
@@ -18,6 +22,7 @@ class Parking:
 
     def __init__(self) -> None:
         self._away: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # by state: the tensor, and its values
+        self._disk: DiskStore | None = None  # where values are, if not in CPU memory
 
     def __bool__(self) -> bool:
         return bool(self._away)
@@ -26,11 +31,32 @@ class Parking:
     def states(self) -> tuple[str, ...]:
         return tuple(self._away)
 
-    def leave(self, states: Mapping[str, Iterable[torch.Tensor]], disk: DiskStore | None) -> None:
-        """Takes ``states`` to CPU memory, or to ``disk``.
+    def check_request(self, include: Iterable[str] | None, device: str, path: str | os.PathLike[str] | None) -> None:
+        """
+        Raises:
+            ZeroEngineError: what was asked of ``offload_states`` cannot be.
+        """
+        for name in include or ():
+            if name not in STATES:
+                raise ZeroEngineError(f"offload_states(): include has {name!r}; write any of {', '.join(STATES)}")
+        if device not in ("cpu", "nvme"):
+            raise ZeroEngineError(f'offload_states(): device is {device!r}; write "cpu" or "nvme"')
+        if self:
+            raise ZeroEngineError("offload_states(): states are offloaded already; call reload_states() before")
+        if device == "nvme" and path is None:
+            raise ZeroEngineError('offload_states(): device "nvme" needs a folder on a disk: write nvme_path=...')
+
+    def leave(
+        self,
+        states: Mapping[str, Sequence[torch.Tensor]],
+        path: str | os.PathLike[str] | None,
+        config: Config,
+        rank: int,
+    ) -> None:
+        """Takes ``states`` to CPU memory, or to the folder ``path`` of a disk.
 
         Raises:
-            ZeroEngineError: memory that cannot be given back; nothing has left then.
+            ZeroEngineError: memory that cannot be given back, or a path that cannot be used; nothing has left then.
         """
         tensors = {name: [t for t in of if t.untyped_storage().nbytes()] for name, of in states.items()}
         for name, of in tensors.items():
@@ -39,6 +65,10 @@ class Parking:
                     f"offload_states(): the {name} are in memory that the ranks share, which cannot be given back: "
                     'leave them out of `include`, or write "comm": {"transport": "gloo"}'
                 )
+        disk = None
+        if path is not None:
+            nbytes = sum(padded(t.nbytes) for of in tensors.values() for t in of)
+            disk = self._disk = open_disk(os.fspath(path), nbytes, config, rank)
         for name, of in tensors.items():
             away = self._away.setdefault(name, [])
             for tensor in of:
@@ -47,7 +77,7 @@ class Parking:
                 away.append((tensor, values.copy_(flat)))
                 tensor.untyped_storage().resize_(0)
                 if disk is not None:
-                    disk.let_go()
+                    disk.let_go(values)
 
     def come_back(self) -> None:
         """Every tensor has its memory and its values again."""
@@ -57,6 +87,9 @@ class Parking:
                 tensor.untyped_storage().resize_(values.nbytes)
                 ops.advise_huge_pages(tensor)
                 tensor.detach().view(-1).copy_(values)
+        if self._disk is not None:
+            self._disk.close()
+            self._disk = None
 
     def check(self, what: str, needs: Iterable[str] = STATES) -> None:
         """

@@ -51,6 +51,7 @@ class _Loading:
     buffer: _Buffer
     tensors: list[torch.Tensor]
     reads: list[Transfer]
+    writes: list[tuple[DiskStore, torch.Tensor, torch.Tensor]]  # from where, and which state
 
 
 class Pipeline:
@@ -109,7 +110,7 @@ class Pipeline:
 
     def _start(self, piece: Piece, buffer: _Buffer) -> _Loading:
         buffer.free()
-        loading = _Loading(piece, buffer, [], [])
+        loading = _Loading(piece, buffer, [], [], [])
         end = 0
         for stream in piece.streams:
             home = stream.home
@@ -122,16 +123,15 @@ class Pipeline:
             loading.tensors.append(part)
             if stream.reads:
                 loading.reads.append(disk.read(home, part))
+            if stream.writes:
+                loading.writes.append((disk, part, home))
         return loading
 
     def _finish(self, loading: _Loading) -> None:
         while loading.reads:
             loading.reads.pop(0).wait()
         loading.piece.compute(*loading.tensors)
-        for stream, tensor in zip(loading.piece.streams, loading.tensors, strict=True):
-            disk = self.disk_of(stream.home)
-            if stream.writes and disk is not None:
-                loading.buffer.writes.append(disk.write(tensor, stream.home))
+        loading.buffer.writes += [disk.write(part, home) for disk, part, home in loading.writes]
 
 
 def _settle(transfers: list[Transfer]) -> Exception | None:

@@ -10,7 +10,7 @@ import torch
 from ..comm import Transport
 from ..config import FLOATS, Config
 from ..errors import ZeroEngineError
-from ..partition import UnitPlan
+from ..partition import Degrees, UnitPlan
 from .aio import DiskQueue
 from .pipeline import Pipeline
 from .probe import Settings, tune
@@ -43,10 +43,10 @@ class Placement:
         shards = {id(shards): shards for shards in self.parameters if shards is not None}
         return sum(s.nbytes for s in shards.values()) + (self.pipeline.nbytes if self.pipeline is not None else 0)
 
-    def let_go(self) -> None:
-        """Gives back memory that using states in place took."""
+    def let_go(self, *states: torch.Tensor) -> None:
+        """Gives back memory that using these states in place took, or any states; see `DiskStore.let_go`."""
         for disk in self.disks:
-            disk.let_go()
+            disk.let_go(*states)
 
     def check(self) -> None:
         """
@@ -61,7 +61,9 @@ class Placement:
             disk.close()
 
 
-def place(plans: Sequence[UnitPlan], config: Config, transport: Transport, device: torch.device) -> Placement:
+def place(
+    plans: Sequence[UnitPlan], degrees: Degrees, config: Config, transport: Transport, device: torch.device
+) -> Placement:
     """Opens the disks that ``config`` names for the states of a model cut into ``plans``.
 
     Raises:
@@ -74,21 +76,16 @@ def place(plans: Sequence[UnitPlan], config: Config, transport: Transport, devic
                 f'zero_optimization.{key}: offloading from a GPU is not available yet; write "device": "none"'
             )
     trainable = [plan for plan in plans if plan.trainable]
-    share = 1 if zero.stage == 0 else transport.world_size
     expected: dict[str, int] = {}
     away = [zero.offload_param.disk and plan.numel > zero.param_persistence_threshold for plan in plans]
     if zero.offload_param.disk:
-        nbytes = sum(
-            padded(p.numel // share * p.dtype.itemsize) for p, is_away in zip(plans, away, strict=True) if is_away
-        )
+        gone = (plan for plan, is_away in zip(plans, away, strict=True) if is_away)
+        nbytes = sum(padded(plan.numel // degrees.parameters * plan.dtype.itemsize) for plan in gone)
         expected[zero.offload_param.disk] = nbytes
     homes = _within_ratio([plan.numel for plan in trainable], zero.offload_optimizer.ratio)
     if zero.offload_optimizer.disk:
-        nbytes = sum(
-            padded(plan.numel // share * _optimizer_bytes(plan, config))
-            for plan, goes in zip(trainable, homes, strict=True)
-            if goes
-        )
+        gone = (plan for plan, goes in zip(trainable, homes, strict=True) if goes)
+        nbytes = sum(padded(plan.numel // degrees.optimizer * _optimizer_bytes(plan, config)) for plan in gone)
         expected[zero.offload_optimizer.disk] = expected.get(zero.offload_optimizer.disk, 0) + nbytes
     disks = {path: open_disk(path, nbytes, config, transport.rank) for path, nbytes in expected.items()}
     shards, optimizer = None, None

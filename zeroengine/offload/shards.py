@@ -57,9 +57,9 @@ class DiskShards:
         """A shard's place on disk."""
         return self._disk.empty(numel, dtype)
 
-    def let_go(self) -> None:
-        """Gives back the memory that using the shards in place took."""
-        self._disk.let_go()
+    def let_go(self, shard: torch.Tensor) -> None:
+        """Gives back the memory that using a shard in place took."""
+        self._disk.let_go(shard)
 
     def ahead(self, shard: torch.Tensor) -> None:
         """Starts to read a shard that will soon be gathered, where there is room for it."""

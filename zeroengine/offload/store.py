@@ -90,10 +90,15 @@ class DiskStore:
         extent = self._extents[index - 1] if index else None
         return extent if extent is not None and address < extent.address + extent.nbytes else None
 
-    def let_go(self) -> None:
-        """Gives back the memory that mapped states took when they were used; the values stay in the files."""
-        for extent in self._extents:
-            release_mapped(extent.mapped)
+    def let_go(self, *states: torch.Tensor) -> None:
+        """Gives back the memory that mapped states took when they were used; the values stay in the files.
+
+        Args:
+            states: those that may have been, or parts of them; others than this disk's are left alone. None: all.
+        """
+        for state in states or [extent.mapped for extent in self._extents]:
+            if self.holds(state):
+                release_mapped(state)
 
     def fail(self, error: BaseException) -> None:
         """An update or a gradient was lost on its way: nobody may use these states."""

@@ -41,7 +41,7 @@ class UnitStates:
             self.master.copy_(self.published if unit.master is None else unit.master)
             unit.master = None
             if home is not None:
-                home.let_go()
+                home.let_go(self.master)
         self.moments: list[torch.Tensor] = []
         self.steps = [0] * len(unit.params)
         self.segments: dict[tuple[Any, ...], list[Segment]] = {}

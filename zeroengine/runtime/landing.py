@@ -8,7 +8,7 @@ import torch
 
 from .. import ops
 from ..comm import Work
-from ..offload import DiskStore, Transfer, aligned_empty, padded
+from ..offload import Transfer, aligned_empty, padded
 from .gradients import UnitGradients
 
 NUM_LANDINGS = 3  # of one size; more only while reduces stay under way
@@ -21,7 +21,7 @@ class _Landing:
     memory: torch.Tensor  # bytes
     busy: bool = True  # with a sum that has not arrived
     write: Transfer | None = None
-    disk: DiskStore | None = None  # that it was last written to
+    grads: UnitGradients | None = None  # that are on their way from it
 
     def of(self, grads: UnitGradients) -> torch.Tensor:
         return self.memory[: grads.kept.nbytes].view(grads.dtype)
@@ -30,16 +30,17 @@ class _Landing:
         """Returns when what was in it is on disk."""
         write, self.write = self.write, None
         if write is not None:
-            _await(write, self.disk)
+            assert self.grads is not None
+            _await(write, self.grads)
 
 
-def _await(transfer: Transfer, disk: DiskStore | None) -> None:
+def _await(transfer: Transfer, grads: UnitGradients) -> None:
     """Where it fails a gradient is lost, and no step may be taken with what is left."""
     try:
         transfer.wait()
     except BaseException as error:
-        if disk is not None:
-            disk.fail(error)
+        assert grads.disk is not None
+        grads.disk.fail(error)
         raise
 
 
@@ -62,12 +63,12 @@ class _Arriving:
         self._work.wait()
         mine = self.landing.of(self.grads)
         if self._read is not None and self._before is not None:
-            _await(self._read, self.grads.disk)
+            _await(self._read, self.grads)
             mine.add_(self._before.of(self.grads))
             self._before.busy = False
         self.grads.squared_norm = ops.squared_norm(mine)
         assert self.grads.disk is not None
-        self.landing.disk = self.grads.disk
+        self.landing.grads = self.grads
         self.landing.write = self.grads.disk.write(mine, self.grads.kept)
         self.landing.busy = False
 
@@ -109,7 +110,9 @@ class Landings:
             for earlier in [a for a in self._arriving if a.grads is grads]:
                 earlier.wait()
                 self._arriving.remove(earlier)
-            self._settle_writes()
+            for earlier_landing in self._landings:
+                if earlier_landing.grads is grads:
+                    earlier_landing.settle()
             before = self.target(grads)
         self._arriving.append(_Arriving(work, grads, landing, before))
 
@@ -117,8 +120,5 @@ class Landings:
         """Returns when everything has arrived and is on disk."""
         while self._arriving:
             self._arriving.pop(0).wait()
-        self._settle_writes()
-
-    def _settle_writes(self) -> None:
         for landing in self._landings:
             landing.settle()

@@ -113,7 +113,7 @@ class Unit:
             if master_disk is None:
                 return source[start:stop].clone()
             master = master_disk.empty(stop - start, torch.float32).copy_(source[start:stop])
-            master_disk.let_go()
+            master_disk.let_go(master)
             return master
 
     @property
@@ -217,7 +217,7 @@ class Unit:
             self.shard.copy_(self.full[start:stop])
         if self.disk is not None:
             self.disk.forget()
-            self.disk.let_go()
+            self.disk.let_go(self.shard)
 
 
 def _stub(view: torch.Tensor) -> torch.Tensor:
