@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, DistributedSampler, IterableDataset
 
 import zeroengine
 from zeroengine.data import ResumableLoader
@@ -116,6 +116,29 @@ def test_the_position_is_part_of_a_checkpoint(registered_first: bool, tmp_path: 
     (other,) = run_ranks(1, resume, tmp_path, registered_first)
     assert sorted(seen + other[0]) == list(range(40))
     assert other[1] == 0, "what each rank has of its own says nothing to another number of ranks"
+
+
+def through_torchdata(folder: Path, resumes: bool) -> list[int]:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    engine = make_engine(Task(), 2)
+    sampler: DistributedSampler[int] = DistributedSampler(Numbers(40), engine.world_size, engine.rank, seed=3)
+    loader = StatefulDataLoader(Numbers(40), batch_size=2, sampler=sampler)
+    engine.register_stateful("data", loader)
+    if resumes:
+        engine.load_checkpoint(folder)
+        return taken(loader)
+    seen = taken(loader, 3)
+    engine.save_checkpoint(folder)
+    return seen
+
+
+def test_torchdata_s_loader_goes_on_where_it_was(tmp_path: Path) -> None:
+    pytest.importorskip("torchdata")
+    before = run_ranks(2, through_torchdata, tmp_path, False)
+    after = run_ranks(2, through_torchdata, tmp_path, True)
+    assert all(len(seen) == 6 for seen in before), "in the middle of an epoch"
+    assert sorted(x for seen in before + after for x in seen) == list(range(40))
 
 
 class Stream(IterableDataset[int]):
