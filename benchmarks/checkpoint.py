@@ -194,7 +194,7 @@ def save(options: argparse.Namespace) -> None:
 
 
 def save_on_rank(options: argparse.Namespace) -> None:
-    from workload import ADAMW, Transformer, batches
+    from workload import ADAMW, SIZES, Transformer, batches
 
     import zeroengine
 
@@ -208,7 +208,7 @@ def save_on_rank(options: argparse.Namespace) -> None:
     }
     engines = {
         name: zeroengine.initialize(
-            Transformer(options.size, 32), config=settings | {"checkpoint": {"async_save": name == "async"}}
+            Transformer(*SIZES[options.size], 32), config=settings | {"checkpoint": {"async_save": name == "async"}}
         )
         for name in ("sync", "async")
     }

@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.launch import hosts
 from tests.launch.hosts import Rig
+from tests.launch.processes import wait_for
 
 TIMEOUT = 8  # seconds: comm.timeout_seconds
 CONFIG = f"""
@@ -253,7 +254,7 @@ def clear(folder: Path) -> None:
 
 
 def wait_for_steps(case: Case, step: int) -> None:
-    hosts.wait_for(lambda: case.newest() >= step or case.screen.process.poll() is not None, 90)
+    wait_for(lambda: case.newest() >= step or case.screen.process.poll() is not None, 90)
     assert case.screen.process.poll() is None, "\n".join(line for _, line in case.screen.lines)
 
 

@@ -29,8 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
-from workload import ADAMW, CLIP, Block
+from workload import ADAMW, CLIP, Transformer, plain_step
 
 from zeroengine import ops
 
@@ -291,24 +290,6 @@ def norm_and_casts(s: Setting) -> str:
 # -- training -------------------------------------------------------------------------------------------------
 
 
-class Transformer(nn.Module):
-    def __init__(self, layers: int, width: int, heads: int, vocab: int, context: int) -> None:
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(vocab, width), nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocab, bias=False)
-        self.head.weight = self.tokens.weight
-        for parameter in self.parameters():
-            if parameter.dim() > 1:
-                nn.init.normal_(parameter, std=0.02)
-
-    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), labels.flatten())
-
-
 def build(s: Setting, size: tuple[int, ...]) -> Transformer:
     torch.manual_seed(0)
     with s.device:
@@ -327,21 +308,6 @@ def engine_of(model: nn.Module, stage: int) -> Any:
     return zeroengine.initialize(model, config=config)
 
 
-def plain_step(s: Setting, model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
-
-    def step(ids: Tensor, labels: Tensor) -> Tensor:
-        with torch.autocast(s.device.type, torch.bfloat16):
-            loss = model(ids, labels)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return step
-
-
 def engine_step(engine: Any) -> Callable[[Tensor, Tensor], Tensor]:
     def step(ids: Tensor, labels: Tensor) -> Tensor:
         loss = engine(ids, labels)
@@ -356,7 +322,7 @@ def train(s: Setting, way: str) -> dict[str, float]:
     """One way of training, in this process: tokens/s, the allocator's peak, the last loss."""
     *_, vocab, context = s.model
     model = build(s, s.model)
-    step = plain_step(s, model) if way == "plain" else engine_step(engine_of(model, int(way)))
+    step = plain_step(model, torch.bfloat16) if way == "plain" else engine_step(engine_of(model, int(way)))
     batch = 4 if s.rehearse or torch.cuda.get_device_properties(0).total_memory > 60 << 30 else 1
     ids = torch.randint(0, vocab, (batch, context + 1), generator=torch.Generator().manual_seed(0)).to(s.device)
     inputs, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()

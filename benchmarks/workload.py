@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
 import os
 import resource
@@ -51,19 +52,18 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    def __init__(self, size: str, context: int) -> None:
+    def __init__(self, layers: int, width: int, heads: int, vocab: int, context: int) -> None:
         super().__init__()
-        layers, width, heads, self.vocab = SIZES[size]
-        self.tokens, self.positions = nn.Embedding(self.vocab, width), nn.Embedding(context, width)
+        self.tokens, self.positions = nn.Embedding(vocab, width), nn.Embedding(context, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, self.vocab, bias=False)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocab, bias=False)
         self.head.weight = self.tokens.weight
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
         for block in self.blocks:
             x = block(x)
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), labels.flatten())
@@ -172,12 +172,17 @@ def torch_step(model: nn.Module, args: argparse.Namespace, data: Iterator[Any]) 
         for block in model.blocks:  # type: ignore[union-attr]
             fully_shard(block, **options)  # type: ignore[arg-type]
         fully_shard(model, **options)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
-    autocast = half is not None and args.engine != "fsdp2"
+    step = plain_step(model, None if args.engine == "fsdp2" else half)
+    return lambda: step(*next(data))
 
-    def step() -> torch.Tensor:
-        with torch.autocast("cpu", half or torch.bfloat16, enabled=autocast):
-            loss = model(*next(data))
+
+def plain_step(model: nn.Module, half: torch.dtype | None) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """A step of plain PyTorch: autocast to ``half`` where there is one, clipping, fused AdamW."""
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
+
+    def step(ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(ids.device.type, half, enabled=half is not None):
+            loss = model(ids, labels)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
@@ -185,12 +190,6 @@ def torch_step(model: nn.Module, args: argparse.Namespace, data: Iterator[Any]) 
         return loss
 
     return step
-
-
-def meta_init() -> Any:
-    import zeroengine
-
-    return zeroengine.meta_init()
 
 
 def main() -> None:
@@ -212,12 +211,13 @@ def main() -> None:
     torch.manual_seed(0)
     make = {"zeroengine": zeroengine_step, "deepspeed": deepspeed_step}.get(args.engine, torch_step)
     if args.engine in ("zeroengine", "deepspeed"):
-        __import__(args.engine)  # before the base line, as torch is
+        importlib.import_module(args.engine)  # before the base line, as torch is
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     base = resident_mib()
-    with meta_init() if args.meta else contextlib.nullcontext():
-        model = Transformer(args.size, args.context)
+    birth = importlib.import_module("zeroengine").meta_init if args.meta else contextlib.nullcontext
+    with birth():
+        model = Transformer(*SIZES[args.size], args.context)
     step = make(model, args, batches(args.size, rank, args.batch, args.context))
     del model
     times, losses = [], []

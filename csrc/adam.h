@@ -1,4 +1,4 @@
-// Adam's factors and random bits: what the CPU's and the GPU's kernels must agree on to the last bit.
+// Adam's arrays, factors and random bits: what the CPU's and the GPU's kernels must agree on to the last bit.
 //
 // Plain additions, multiplications, divisions and square roots in double, which every compiler and device rounds
 // alike; a library's pow() they do not.
@@ -16,6 +16,15 @@
 #endif
 
 namespace ze {
+
+// What a step reads and writes.
+struct AdamArrays {
+  float* param;
+  const void* grad;
+  void* exp_avg;
+  void* exp_avg_sq;
+  void* copy;
+};
 
 // ze_adam_args, folded into the factors that an element needs.
 struct AdamFactors {

@@ -10,11 +10,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#if defined(__GNUC__)
-#define ZE_API __attribute__((visibility("default")))
-#else
-#define ZE_API
-#endif
+#include "api.h"
 
 #ifdef __cplusplus
 extern "C" {

@@ -9,11 +9,7 @@
 
 #include <stdint.h>
 
-#if defined(__GNUC__)
-#define ZE_API __attribute__((visibility("default")))
-#else
-#define ZE_API
-#endif
+#include "api.h"
 
 #ifdef __cplusplus
 extern "C" {

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from .lazy import exports
 
 if TYPE_CHECKING:
     from .access import (
@@ -28,6 +30,31 @@ if TYPE_CHECKING:
     from .memory import Memory
     from .runtime.gathered import gathered
     from .start import initialize
+else:  # imported when first used: the commands that need no torch start without it
+    __getattr__, __dir__ = exports(
+        __name__,
+        access=[
+            "full_gradient",
+            "full_master",
+            "full_optimizer_state",
+            "set_full_gradient",
+            "set_full_master",
+            "set_full_optimizer_state",
+        ],
+        birth=["meta_init"],
+        engine=["Engine"],
+        errors=[
+            "CheckpointError",
+            "ConfigError",
+            "DivergenceError",
+            "OffloadError",
+            "ReleasedParameterError",
+            "ZeroEngineError",
+        ],
+        memory=["Memory"],
+        runtime=["gathered"],
+        start=["initialize"],
+    )
 
 __version__ = "0.1.0"
 __all__ = [
@@ -49,28 +76,6 @@ __all__ = [
     "set_full_master",
     "set_full_optimizer_state",
 ]
-
-# Imported when first used: the commands that need no torch start without it.
-_HOMES = {
-    "Engine": "engine",
-    "Memory": "memory",
-    "gathered": "runtime",
-    "initialize": "start",
-    "meta_init": "birth",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = "errors" if name.endswith("Error") else _HOMES.get(name, "access")
-    value = globals()[name] = getattr(importlib.import_module(f".{home}", __name__), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
-
 
 if "torch" in sys.modules:  # a training script: it loads the engine here, not in the midst of its own start
     importlib.import_module(".start", __name__)

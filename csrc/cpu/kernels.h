@@ -16,14 +16,6 @@ struct none {};  // no low-precision copy
 // Elements that a kernel handles at a time: two cache lines of float, one of bf16 or fp16.
 constexpr int64_t kBlock = 32;
 
-struct AdamArrays {
-  float* param;
-  const void* grad;
-  void* exp_avg;
-  void* exp_avg_sq;
-  void* copy;
-};
-
 struct StreamArrays {
   float *a, *b, *c;
   const void* grad;

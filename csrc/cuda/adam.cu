@@ -19,14 +19,6 @@ struct AdamRun {
 };
 static_assert(sizeof(AdamRun) == ZE_CUDA_RUN_BYTES, "");
 
-struct AdamArrays {
-  float* param;
-  const void* grad;
-  void* exp_avg;
-  void* exp_avg_sq;
-  void* copy;
-};
-
 // "Stochastic rounding" in csrc/cpu/kernels.inl.h.
 constexpr float kLargestBf16 = 0x1.fep127f;
 

@@ -18,10 +18,7 @@ struct Copy {
   int32_t src_dtype;
 };
 
-struct Copies {
-  Copy at[kCopies];
-  int count;
-};
+using Copies = Batch<Copy, kCopies>;
 
 template <bool kAccumulate, class S, class D>
 __device__ inline float value_of(S src, D dst, float scale) {
@@ -57,9 +54,7 @@ __device__ inline void cast_tile(const S* src, D* dst, int64_t n, float scale) {
 template <bool kAccumulate, class D>
 __global__ void __launch_bounds__(kThreads) cast(Copies copies, int64_t num_tiles, float scale) {
   for (int64_t tile = blockIdx.x; tile < num_tiles; tile += gridDim.x) {
-    int k = 0;
-    while (k + 1 < copies.count && copies.at[k + 1].first_tile <= tile) ++k;
-    const Copy& copy = copies.at[k];
+    const Copy& copy = copies.of(tile);
     const int64_t begin = (tile - copy.first_tile) * kTile;
     const int64_t n = copy.numel - begin < kTile ? copy.numel - begin : kTile;
     D* dst = static_cast<D*>(copy.dst) + begin;

@@ -114,6 +114,20 @@ __device__ inline double block_sum(double x) {
 
 constexpr int64_t kBlocksPerMultiprocessor = 32;  // resident ones several times over, so that all end together
 
+// Items of one launch, which travel as its argument, each with its own tiles behind those of the one before.
+template <class T, int kMost>
+struct Batch {
+  T at[kMost];
+  int count;
+
+  // The item that a tile belongs to.
+  __device__ inline const T& of(int64_t tile) const {
+    int k = 0;
+    while (k + 1 < count && at[k + 1].first_tile <= tile) ++k;
+    return at[k];
+  }
+};
+
 inline bool known(int dtype) { return dtype >= ZE_F32 && dtype <= ZE_F16; }
 
 template <class T>

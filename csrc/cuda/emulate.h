@@ -11,6 +11,7 @@
 #include <functional>
 #include <vector>
 
+#include "../api.h"
 #include "../cpu/scalar.h"
 
 #define __host__
@@ -34,7 +35,7 @@ struct cudaFuncAttributes {};
 
 // How many multiprocessors the only device, number 0, has. Tests set it: results must not depend on it.
 extern "C" {
-__attribute__((visibility("default"))) inline int ze_emulated_multiprocessors = 2;
+ZE_API inline int ze_emulated_multiprocessors = 2;
 }
 
 inline int cudaSetDevice(int device) { return device == 0 ? cudaSuccess : cudaErrorInvalidDevice; }

@@ -15,10 +15,7 @@ struct NormArray {
   int32_t dtype;
 };
 
-struct NormArrays {
-  NormArray at[kArrays];
-  int count;
-};
+using NormArrays = Batch<NormArray, kArrays>;
 
 // Where a thread adds up: element j of a pack goes to sum j % 4.
 struct Sums {
@@ -63,9 +60,7 @@ __device__ inline double tile_norm(const T* x, int64_t n) {
 
 __global__ void __launch_bounds__(kThreads) squared_norm(NormArrays arrays, double* partial, int64_t num_tiles) {
   for (int64_t tile = blockIdx.x; tile < num_tiles; tile += gridDim.x) {
-    int k = 0;
-    while (k + 1 < arrays.count && arrays.at[k + 1].first_tile <= tile) ++k;
-    const NormArray& array = arrays.at[k];
+    const NormArray& array = arrays.of(tile);
     const int64_t begin = (tile - array.first_tile) * kTile;
     const int64_t n = array.numel - begin < kTile ? array.numel - begin : kTile;
     double sum;

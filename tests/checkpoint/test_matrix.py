@@ -13,6 +13,7 @@ import zeroengine
 
 from ..distributed.models import batch
 from ..distributed.ranks import run_ranks
+from ..distributed.training import take_steps
 from .models import adamw, engine_at, momentum
 
 STAGES = (0, 1, 2, 3)
@@ -22,13 +23,7 @@ KEYS = {adamw: ("exp_avg", "exp_avg_sq", "step"), momentum: ("momentum_buffer",)
 
 def train(engine: zeroengine.Engine, steps: range) -> list[float]:
     """Every rank sees the same data, so the number of ranks changes nothing but rounding."""
-    losses = []
-    for step in steps:
-        loss = engine(*batch(step, 0))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+    return take_steps(engine, steps, lambda number, rank: batch(number, 0))
 
 
 def whole_state(engine: zeroengine.Engine, keys: tuple[str, ...]) -> dict[str, torch.Tensor]:

@@ -81,6 +81,7 @@ def test_editor_and_loader_agree_on_deepspeeds_files(path: Path, validator: Any)
         {"communication_data_type": "float32", "data_types": {"grad_accum_dtype": "auto", "buffer_dtype": "bfloat16"}},
         {"torch_autocast": {"enabled": True, "dtype": "float16", "lower_precision_safe_modules": ["a"]}},
         {"keep_fp32_modules": "auto", "prescale_gradients": True, "check_grad_overflow": False},
+        {"zero_optimization": {"offload_optimizer": None, "offload_param": {"device": None}}},
     ],
 )
 def test_an_editor_accepts_what_the_loader_takes(tree: dict[str, Any], validator: Any) -> None:
@@ -102,6 +103,8 @@ def test_an_editor_accepts_what_the_loader_takes(tree: dict[str, Any], validator
         {"fp16": {"enabled": True, "min_loss_scale": 0}},
         {"torch_autocast": {"enabled": True, "dtype": "float32"}},
         {"keep_fp32_modules": "LayerNorm"},
+        {"zero_optimization": {"offload_optimizer": "auto"}},
+        {"zero_optimization": {"offload_optimizer": {"device": "auto"}}},
     ],
 )
 def test_an_editor_marks_what_the_loader_rejects(tree: dict[str, Any], validator: Any) -> None:

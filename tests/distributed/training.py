@@ -17,6 +17,8 @@ import zeroengine
 from .models import TinyLM, batch, build, config
 from .ranks import run_ranks
 
+Data = Callable[[int, int], tuple[Any, ...]]  # (micro-step, rank) to the arguments of the model
+
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     """A large eps keeps elements of almost no gradient from magnifying the order of additions."""
@@ -28,7 +30,7 @@ class Task:
     """A model, its data and its optimizer, by functions at module level, which any process can import."""
 
     factory: Callable[[], nn.Module] = TinyLM
-    data: Callable[[int, int], tuple[Any, ...]] = batch  # (micro-step, rank) to the arguments of the model
+    data: Data = batch
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw
     steps: int = 4
     clip: float = 1.0
@@ -75,11 +77,11 @@ def ordinary_loop(task: Task, engine: zeroengine.Engine) -> tuple[list[float], l
     return losses, norms
 
 
-def take_steps(engine: zeroengine.Engine, numbers: range) -> list[float]:
-    """The losses of these steps on this rank."""
+def take_steps(engine: zeroengine.Engine, numbers: range, data: Data = batch) -> list[float]:
+    """The losses of these micro-steps on this rank."""
     losses = []
     for number in numbers:
-        loss = engine(*batch(number, engine.rank))
+        loss = engine(*data(number, engine.rank))
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())

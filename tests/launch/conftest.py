@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from zeroengine.launch.cli import main
+
+from .processes import wait_for
 
 COMMAND = [sys.executable, "-m", "zeroengine.launch.cli"]
 
@@ -26,6 +27,7 @@ class Result:
 
 Launch = Callable[..., Result]
 Script = Callable[[str], str]
+Start = Callable[..., subprocess.Popen[str]]
 
 
 @pytest.fixture(autouse=True)
@@ -64,13 +66,13 @@ def launch(capfd: pytest.CaptureFixture[str]) -> Launch:
 
 
 @pytest.fixture
-def started(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Start zero-launch as a command, and wait until each rank has written its file `pids<rank>`."""
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start zero-launch as a command, and wait until each of its ranks has written its file `pids<rank>`."""
     processes = []
 
-    def start(name: str, ranks: int = 2) -> subprocess.Popen[str]:
+    def run(*arguments: str, ranks: int) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [*COMMAND, "--nproc", str(ranks), "--cpu", name],
+            [*COMMAND, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -81,22 +83,7 @@ def started(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         assert process.poll() is None, process.communicate()[1]
         return process
 
-    yield start
+    yield run
     for process in processes:
         process.kill()
         process.communicate()
-
-
-def wait_for(condition: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return status.rpartition(")")[2].split()[0] != "Z"

@@ -16,10 +16,11 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from .processes import is_alive, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = [sys.executable, "-m", "zeroengine.launch.cli"]
@@ -232,14 +233,6 @@ def run(*words: str | os.PathLike[str]) -> None:
     subprocess.run(list(map(str, words)), check=True, capture_output=True, text=True)
 
 
-def wait_for(condition: object, seconds: float) -> None:
-    assert callable(condition)
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
-
-
 def pids_in(namespace: str) -> list[int]:
     found = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True).stdout
     return [pid for pid in map(int, found.split()) if is_alive(pid)]
@@ -255,11 +248,3 @@ def command_of(pid: int) -> bytes:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     return b""
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return status.rpartition(")")[2].split()[0] != "Z"

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from .conftest import Launch, Script, is_alive, wait_for
-
-Started = Callable[..., "subprocess.Popen[str]"]
+from .conftest import Launch, Script, Start
+from .processes import is_alive, wait_for
 
 # Each rank starts a helper in its own session, which ignores signals, and does so itself.
 STUBBORN = """
@@ -26,9 +23,15 @@ def pids(folder: Path) -> list[int]:
     return [int(pid) for path in folder.glob("pids*") for pid in path.read_text().split()]
 
 
+@pytest.fixture
+def started(start: Start) -> Start:
+    """Start it on two ranks."""
+    return lambda name: start("--nproc", "2", "--cpu", name, ranks=2)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_stopped_launcher_leaves_nothing(
-    started: Started, script: Script, tmp_path: Path, number: signal.Signals
+    started: Start, script: Script, tmp_path: Path, number: signal.Signals
 ) -> None:
     launcher = started(script(STUBBORN + "time.sleep(600)"))
     assert len(pids(tmp_path)) == 4 and all(map(is_alive, pids(tmp_path)))
@@ -41,7 +44,7 @@ def test_a_stopped_launcher_leaves_nothing(
     wait_for(lambda: not any(map(is_alive, pids(tmp_path))), 10)
 
 
-def test_ranks_that_heed_ctrl_c_end_at_once_and_quietly(started: Started, script: Script, tmp_path: Path) -> None:
+def test_ranks_that_heed_ctrl_c_end_at_once_and_quietly(started: Start, script: Script, tmp_path: Path) -> None:
     body = "open(f'pids{rank}', 'w').write(str(os.getpid()))\ntime.sleep(600)"
     launcher = started(script(body))
     launcher.send_signal(signal.SIGINT)

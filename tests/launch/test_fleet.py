@@ -8,14 +8,15 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from zeroengine.launch.cli import main
 
-from .conftest import COMMAND, Launch, Result, Script, is_alive, wait_for
+from .conftest import Launch, Result, Script, Start
+from .processes import is_alive, wait_for
 from .test_death import STUBBORN, pids
 
 # Takes the last two words, host and command; knows two hosts that cannot be reached.
@@ -55,22 +56,9 @@ def fleet(capfd: pytest.CaptureFixture[str], arguments: Callable[..., list[str]]
 
 
 @pytest.fixture
-def started(arguments: Callable[..., list[str]], tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Start it as a command, and wait until each of three ranks has written its file `pids<rank>`."""
-    processes = []
-
-    def start(*more: str, ranks: int = 3) -> subprocess.Popen[str]:
-        pipe = subprocess.PIPE
-        process = subprocess.Popen([*COMMAND, *arguments(*more)], stdin=pipe, stdout=pipe, stderr=pipe, text=True)
-        processes.append(process)
-        wait_for(lambda: len(list(tmp_path.glob("pids*"))) == ranks or process.poll() is not None, 60)
-        assert process.poll() is None, process.communicate()[1]
-        return process
-
-    yield start
-    for process in processes:
-        process.kill()
-        process.communicate()
+def started(start: Start, arguments: Callable[..., list[str]]) -> Start:
+    """Start it as a command, on three ranks."""
+    return lambda *more: start(*arguments(*more), ranks=3)
 
 
 def test_ranks_are_counted_over_the_nodes_and_named_after_them(fleet: Launch, script: Script, tmp_path: Path) -> None:
@@ -135,7 +123,7 @@ except RuntimeError: raise RuntimeError(f"a rank is gone at blocks.4")
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_stopped_launcher_leaves_nothing(
-    started: Callable[..., subprocess.Popen[str]], script: Script, tmp_path: Path, number: signal.Signals
+    started: Start, script: Script, tmp_path: Path, number: signal.Signals
 ) -> None:
     launcher = started(script(STUBBORN + "time.sleep(600)"))
     assert len(pids(tmp_path)) == 6 and all(map(is_alive, pids(tmp_path)))
@@ -147,9 +135,7 @@ def test_a_stopped_launcher_leaves_nothing(
     wait_for(lambda: not any(map(is_alive, pids(tmp_path))), 10)
 
 
-def test_a_node_whose_launcher_is_silent_ends(
-    started: Callable[..., subprocess.Popen[str]], script: Script, tmp_path: Path
-) -> None:
+def test_a_node_whose_launcher_is_silent_ends(started: Start, script: Script, tmp_path: Path) -> None:
     launcher = started("--node-timeout", "5", script(STUBBORN + "time.sleep(600)"))
     launcher.send_signal(signal.SIGSTOP)
     wait_for(lambda: not any(map(is_alive, pids(tmp_path))), 20)
@@ -158,9 +144,7 @@ def test_a_node_whose_launcher_is_silent_ends(
     assert launcher.returncode == 1
 
 
-def test_a_node_that_is_lost_is_named(
-    started: Callable[..., subprocess.Popen[str]], script: Script, tmp_path: Path
-) -> None:
+def test_a_node_that_is_lost_is_named(started: Start, script: Script, tmp_path: Path) -> None:
     launcher = started(script(STUBBORN + "time.sleep(600)"))
     worker = int((tmp_path / "pids1").read_text().split()[0])
     node = int(re.search(r"PPid:\s*(\d+)", Path(f"/proc/{worker}/status").read_text())[1])  # type: ignore[index]

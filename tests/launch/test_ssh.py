@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from . import hosts
-from .hosts import Rig, wait_for
+from .hosts import Rig
+from .processes import wait_for
 
 pytestmark = pytest.mark.skipif(hosts.why_not() is not None, reason=str(hosts.why_not()))
 

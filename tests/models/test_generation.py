@@ -9,12 +9,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import zeroengine
 from zeroengine import gathered
 
 from ..distributed.models import VOCAB, WIDTH, batch, build
 from ..distributed.ranks import run_ranks
-from ..distributed.training import Task, make_engine, start
+from ..distributed.training import Task, make_engine, start, take_steps
 
 STAGES = (0, 1, 2, 3)
 END = 7
@@ -63,23 +62,13 @@ class Causal(nn.Module):
         return found
 
 
-def train(engine: zeroengine.Engine, steps: range) -> list[float]:
-    losses = []
-    for step in steps:
-        loss = engine(*batch(step, engine.rank))
-        engine.backward(loss)
-        assert engine.step()
-        losses.append(loss.item())
-    return losses
-
-
 def generate_between_steps(more: dict[str, Any]) -> list[list[int]]:
     rank = start()
     found = []
     for stage in STAGES:
         quiet, engine = (make_engine(Task(factory=Causal), stage, **more) for _ in range(2))
-        expected = train(quiet, range(4))
-        losses = train(engine, range(2))
+        expected = take_steps(quiet, range(4))
+        losses = take_steps(engine, range(2))
         plain = build(Causal).to(next(engine.module.parameters()).dtype)
         plain.load_state_dict(engine.full_state_dict())
         engine.eval()
@@ -89,8 +78,9 @@ def generate_between_steps(more: dict[str, Any]) -> list[list[int]]:
                 found.append(engine.module.generate(ids, limit=4 + 5 * rank))
                 assert found[-1] == plain.generate(ids, limit=4 + 5 * rank), stage
         engine.train()
-        losses += train(engine, range(2, 4))
+        losses += take_steps(engine, range(2, 4))
         assert losses == expected, "generation changes nothing"
+        assert quiet.global_steps == engine.global_steps == 4
         assert engine.memory().gathered == quiet.memory().gathered
         engine.close()
         quiet.close()

@@ -11,13 +11,12 @@ import torch
 from torch import nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, stack_module_state, vjp, vmap
 
-import zeroengine
 from zeroengine import ReleasedParameterError, gathered
 
 from ..distributed.models import build
 from ..distributed.ranks import run_ranks
 from ..distributed.test_parameters import Net, features
-from ..distributed.training import Task, check_every_stage, make_engine, start
+from ..distributed.training import Task, check_every_stage, make_engine, start, take_steps
 
 STAGES = (0, 1, 2, 3)
 BOTH = pytest.mark.parametrize("transport", ["shm", "gloo"])
@@ -72,16 +71,6 @@ CALLS: dict[str, Callable[[nn.Module, torch.Tensor], torch.Tensor]] = {
 }
 
 
-def train(engine: zeroengine.Engine, steps: range) -> list[float]:
-    losses = []
-    for step in steps:
-        loss = engine(*features(step, engine.rank))
-        engine.backward(loss)
-        assert engine.step()
-        losses.append(loss.item())
-    return losses
-
-
 def transform(transport: str, inside: bool) -> list[str]:
     rank = start()
     (x,) = features(77, rank)
@@ -89,19 +78,20 @@ def transform(transport: str, inside: bool) -> list[str]:
     for stage in STAGES:
         more = {"comm": {"transport": transport, "timeout_seconds": 20}}
         quiet = make_engine(Task(factory=Net, data=features), stage, **more)
-        train(quiet, range(2))
+        take_steps(quiet, range(2), features)
         plain = build(Net)
         plain.load_state_dict(quiet.full_state_dict())
-        expected = train(quiet, range(2, 4))
+        expected = take_steps(quiet, range(2, 4), features)
         for name, call in CALLS.items():
             engine = make_engine(Task(factory=Net, data=features), stage, **more)
-            train(engine, range(2))
+            take_steps(engine, range(2), features)
             with gathered(engine.module) if inside else contextlib.nullcontext():
                 found = call(engine.module, x)
             if not torch.equal(found, call(plain, x)):
                 wrong.append(f"{name} at stage {stage}: {found} is not {call(plain, x)}")
-            if train(engine, range(2, 4)) != expected:
+            if take_steps(engine, range(2, 4), features) != expected:
                 wrong.append(f"{name} at stage {stage}: training is another after it")
+            assert quiet.global_steps == engine.global_steps == 4
             assert engine.memory().gathered == 0, (name, stage)
             engine.close()
     return wrong
@@ -131,7 +121,7 @@ def transform_values(transport: str) -> dict[str, list[str]]:
     for stage in STAGES:
         for name, call in VALUES.items():
             engine = make_engine(Task(factory=Net, data=features), stage, comm={"transport": transport})
-            train(engine, range(2))
+            take_steps(engine, range(2), features)
             try:
                 value = call(engine.module)
             except ReleasedParameterError as error:

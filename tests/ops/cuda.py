@@ -52,7 +52,7 @@ def build_emulated(folder: Path, root: Path = ROOT, *flags: str) -> Path:
 
 def emulate(monkeypatch: pytest.MonkeyPatch, path: Path) -> ctypes.CDLL:
     """From now on the library in ``path`` serves CPU tensors as if they were a GPU's."""
-    handle = _cuda_library.open_library(path)
+    handle = _cuda_library.load(path)
 
     def call(library: ctypes.CDLL, name: str, device: torch.device, *arguments: Any) -> None:
         assert getattr(library, name)(0, None, *arguments) == 0, name

@@ -48,7 +48,7 @@ class TestBuilt:
         count = len(cuda.setup_py().sources("cuda"))
         wanted = {("ELF", a): count for a in architectures} | {("PTX", architectures[-1]): count}
         assert device_code(built[0]) == wanted
-        handle = _cuda_library.open_library(built[0])
+        handle = _cuda_library.load(built[0])
         assert handle.ze_cuda_architectures().decode() == " ".join(map(str, architectures)) + "+PTX"
 
     def test_kernels_fit_their_registers(self, built: tuple[Path, str]) -> None:

@@ -447,7 +447,7 @@ def test_the_ops_trace() -> None:
 
 
 def test_every_call_returns_what_cuda_said(emulated: Path) -> None:
-    handle = _cuda_library.open_library(emulated)
+    handle = _cuda_library.load(emulated)
     array = (_cuda_library.CudaArray * 1)(_cuda_library.CudaArray(None, 0, 9))
     copy = (_cuda_library.CudaCopy * 1)(_cuda_library.CudaCopy(None, None, 0, 9))
     args = ctypes.byref(_cuda_library.AdamArgs(step=1))

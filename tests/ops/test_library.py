@@ -50,6 +50,13 @@ def test_a_broken_library_counts_as_missing(fresh: None, monkeypatch: pytest.Mon
 
 
 @pytest.mark.skipif(not ops.compiled(), reason="zeroengine's CPU library was not built")
+def test_another_versions_library_counts_as_missing(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_library, "ABI_VERSION", _library.ABI_VERSION + 1)
+    with pytest.warns(UserWarning, match=r"cannot be loaded \(it has interface version \d+, this zeroengine needs"):
+        assert not ops.compiled()
+
+
+@pytest.mark.skipif(not ops.compiled(), reason="zeroengine's CPU library was not built")
 class TestInstructionSet:
     def test_the_environment_chooses(self, fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("ZEROENGINE_CPU_ISA", "portable")

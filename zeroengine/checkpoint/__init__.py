@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ..lazy import exports
 
 if TYPE_CHECKING:
     from .checkpointer import Checkpointer
     from .state import Trained
     from .store import Manifest, Store
     from .weights import Loaded, Weights
+else:  # imported when first used: looking into a folder needs no torch
+    __getattr__, __dir__ = exports(
+        __name__,
+        checkpointer=["Checkpointer"],
+        state=["Trained"],
+        store=["Manifest", "Store"],
+        weights=["Loaded", "Weights"],
+    )
 
 __all__ = ["Checkpointer", "Loaded", "Manifest", "Store", "Trained", "Weights"]
-
-# Imported when first used: looking into a folder needs no torch.
-_HOMES = {
-    "Checkpointer": "checkpointer",
-    "Loaded": "weights",
-    "Manifest": "store",
-    "Store": "store",
-    "Trained": "state",
-    "Weights": "weights",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
-    return value

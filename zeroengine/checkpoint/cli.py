@@ -5,16 +5,14 @@ What needs torch is imported once the request is known to be right.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
-import signal
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from zeroengine.checkpoint.output import DTYPES, Output, parse_dtype, parse_size
-from zeroengine.errors import CheckpointError, ZeroEngineError
+from zeroengine.cli import Parser, run
+from zeroengine.errors import CheckpointError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -43,39 +41,6 @@ The exit code is 1 where something is damaged.
 """
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise CheckpointError(f"{message}. Usage: {self.usage}; {self.prog} --help lists the options")
-
-
-def parser(name: str, usage: str, description: str, examples: str) -> Parser:
-    return Parser(
-        prog=name,
-        usage=usage,
-        description=description,
-        epilog=examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-
-
-def run(name: str, command: Callable[[], int]) -> int:
-    """The exit code of ``command``: 2 and one line for a request that cannot be met, 1 where the machine fails."""
-    try:
-        return command()
-    except ZeroEngineError as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # nobody reads any more, as in `| head`
-        sys.stdout = None  # type: ignore[assignment]
-        return 0
-    except OSError as error:
-        print(f"{name}: {error.strerror or error}{f' ({error.filename})' if error.filename else ''}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-
-
 def export(argv: list[str] | None = None) -> int:
     """`zero-export`; returns its exit code."""
     return run("zero-export", lambda: _export(argv))
@@ -83,7 +48,7 @@ def export(argv: list[str] | None = None) -> int:
 
 def _export(argv: list[str] | None) -> int:
     about = "Write a checkpoint's weights as safetensors, sharded and with an index, as Hugging Face loads them."
-    command = parser("zero-export", EXPORT, about, EXPORT_EXAMPLES)
+    command = Parser("zero-export", EXPORT, about, EXPORT_EXAMPLES)
     add = command.add_argument
     add("dir", metavar="DIR", help="a folder of checkpoints, or one checkpoint; also of torch Distributed Checkpoint")
     add("out", metavar="OUT", help="the folder to write")
@@ -131,7 +96,7 @@ def import_deepspeed(argv: list[str] | None = None) -> int:
 
 def _import(argv: list[str] | None) -> int:
     about = "Turn a checkpoint of DeepSpeed's ZeRO stages 1 to 3 into one that engine.load_checkpoint resumes from."
-    command = parser("zero-import", IMPORT, about, IMPORT_EXAMPLES)
+    command = Parser("zero-import", IMPORT, about, IMPORT_EXAMPLES)
     add = command.add_argument
     add("dir", metavar="DEEPSPEED_DIR", help="what DeepSpeed's save_checkpoint wrote, or the folder of one tag in it")
     add("out", metavar="OUT", help="the folder of checkpoints to write")
@@ -165,7 +130,7 @@ def inspect(argv: list[str] | None = None) -> int:
 
 def _inspect(argv: list[str] | None) -> int:
     about = "Show what is in a folder of checkpoints, and whether it is whole."
-    command = parser("zero-inspect", INSPECT, about, INSPECT_EXAMPLES)
+    command = Parser("zero-inspect", INSPECT, about, INSPECT_EXAMPLES)
     add = command.add_argument
     add("dir", metavar="DIR", help="a folder of checkpoints, or one checkpoint")
     add("--tag", metavar="TAG", help="this checkpoint alone")

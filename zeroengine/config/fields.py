@@ -22,19 +22,21 @@ ABSENT = object()
 
 @dataclass(frozen=True)
 class Auto:
-    """Marks a field in which `"auto"` or null may stand for `value`, which is the field's default unless given."""
+    """Marks a field in which `words` may stand for `value`, which is the field's default unless given."""
 
     value: Any = ABSENT
+    words: tuple[str | None, ...] = ("auto", None)
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         plain = handler(schema)
         choices = plain.pop("anyOf", None) or [dict(plain)]
         if {"type": "null"} not in choices:
             choices.append({"type": "null"})
-        return {"anyOf": [*choices, {"const": "auto"}]}
+        return {"anyOf": [*choices, *({"const": word} for word in self.words if word is not None)]}
 
 
 AUTO = Auto()
+NULL = Auto(words=(None,))
 
 
 class Section(BaseModel):
@@ -52,7 +54,7 @@ class Section(BaseModel):
         resolved = dict(data)
         for name, field in cls.model_fields.items():
             marker = next((item for item in field.metadata if isinstance(item, Auto)), None)
-            if marker is None or name not in data or data[name] not in ("auto", None):
+            if marker is None or name not in data or data[name] not in marker.words:
                 continue
             if marker.value is ABSENT:
                 del resolved[name]

@@ -12,7 +12,7 @@ from annotated_types import Ge, Gt, Le
 from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
 from zeroengine.config import batch
-from zeroengine.config.fields import AUTO, WHOLE, Auto, Count, NonNegative, Positive, Section
+from zeroengine.config.fields import AUTO, NULL, WHOLE, Auto, Count, NonNegative, Positive, Section
 from zeroengine.config.offload import Aio, OffloadOptimizer, OffloadParam
 from zeroengine.config.optimizers import OptimizerConfig
 from zeroengine.config.schedulers import SchedulerConfig
@@ -56,17 +56,10 @@ class ZeroOptimization(Section):
     """Units with at most this many elements stay gathered at stage 3."""
     max_live_parameters: Annotated[Count, AUTO] = 1_000_000_000
     """Elements gathered at one time at stage 3, at most; a unit in use is always gathered."""
-    offload_optimizer: OffloadOptimizer = OffloadOptimizer()
+    offload_optimizer: Annotated[OffloadOptimizer, NULL] = OffloadOptimizer()
     """Where the optimizer's states live."""
-    offload_param: OffloadParam = OffloadParam()
+    offload_param: Annotated[OffloadParam, NULL] = OffloadParam()
     """Where the parameter shards live, at stage 3."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _null_is_no_offload(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        return {k: v for k, v in data.items() if not (k in ("offload_optimizer", "offload_param") and v is None)}
 
     @model_validator(mode="after")
     def _partitioned_parameters(self) -> ZeroOptimization:

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from annotated_types import Ge
 from pydantic import model_validator
 
-from zeroengine.config.fields import AUTO, WHOLE, Fraction, Positive, Section
+from zeroengine.config.fields import AUTO, NULL, WHOLE, Fraction, Positive, Section
 
 BLOCK = 4096  # bytes; what aio.block_size is a multiple of
 
 
 class _Offload(Section):
-    device: Literal["none", "cpu", "nvme"] = "none"
+    device: Annotated[Literal["none", "cpu", "nvme"], NULL] = "none"
     """none: on the device. cpu: in CPU memory, which on a machine without GPU is the same. nvme: in files."""
     nvme_path: Annotated[str | None, AUTO] = None
     """A folder on the disk that the states live on, for device "nvme". Each run has files of its own in it."""
     pin_memory: Annotated[bool, AUTO] = True
     """Page-locked CPU memory, which a GPU copies to and from while it computes."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _null_is_none(cls, data: Any) -> Any:
-        return {**data, "device": "none"} if isinstance(data, dict) and data.get("device", "none") is None else data
 
     @model_validator(mode="after")
     def _has_a_path(self) -> _Offload:

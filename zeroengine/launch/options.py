@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import NoReturn
 
+from zeroengine.cli import Parser
 from zeroengine.errors import LaunchError
 from zeroengine.launch import bind
 from zeroengine.launch.wire import SILENCE
@@ -23,20 +23,9 @@ examples:
 """
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise LaunchError(f"{message}. Usage: {USAGE}; zero-launch --help lists the options")
-
-
-def parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="zero-launch",
-        usage=USAGE,
-        description="Start a script in several processes, one rank each, on this machine or on several.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def parser() -> Parser:
+    about = "Start a script in several processes, one rank each, on this machine or on several."
+    parser = Parser("zero-launch", USAGE, about, EXAMPLES)
     add = parser.add_argument_group("the run").add_argument
     add(
         "--nproc",

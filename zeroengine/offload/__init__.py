@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ..lazy import exports
 
 if TYPE_CHECKING:
     from .aio import DiskQueue, Transfer, aligned_empty
@@ -14,6 +15,18 @@ if TYPE_CHECKING:
     from .shards import DiskShards
     from .store import DiskStore, padded
     from .swap import SwapFile, SwapFolder, release_mapped
+else:  # imported when first used: zero-io answers wrong requests without torch
+    __getattr__, __dir__ = exports(
+        __name__,
+        aio=["DiskQueue", "Transfer", "aligned_empty"],
+        parking=["Parking", "held"],
+        pipeline=["Piece", "Pipeline", "Stream"],
+        placement=["Placement", "open_disk", "place"],
+        probe=["Settings", "tune"],
+        shards=["DiskShards"],
+        store=["DiskStore", "padded"],
+        swap=["SwapFile", "SwapFolder", "release_mapped"],
+    )
 
 __all__ = [
     "DiskQueue",
@@ -36,33 +49,3 @@ __all__ = [
     "release_mapped",
     "tune",
 ]
-
-# Imported when first used: zero-io answers wrong requests without torch.
-_HOMES = {
-    "DiskQueue": "aio",
-    "DiskShards": "shards",
-    "DiskStore": "store",
-    "Parking": "parking",
-    "Piece": "pipeline",
-    "Pipeline": "pipeline",
-    "Placement": "placement",
-    "Settings": "probe",
-    "Stream": "pipeline",
-    "SwapFile": "swap",
-    "SwapFolder": "swap",
-    "Transfer": "aio",
-    "aligned_empty": "aio",
-    "held": "parking",
-    "open_disk": "placement",
-    "padded": "store",
-    "place": "placement",
-    "release_mapped": "swap",
-    "tune": "probe",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
-    return value

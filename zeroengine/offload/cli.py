@@ -10,13 +10,13 @@ import dataclasses
 import json
 import os
 import re
-import signal
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from zeroengine.errors import OffloadError, ZeroEngineError
+from zeroengine.cli import Parser, run
+from zeroengine.errors import OffloadError
 
 if TYPE_CHECKING:
     from zeroengine.offload.probe import Disk, Settings, Speed
@@ -31,20 +31,9 @@ examples:
 UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise OffloadError(f"{message}. Usage: {USAGE}; zero-io --help lists the options")
-
-
-def parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="zero-io",
-        usage=USAGE,
-        description="Measure how fast a disk reads and writes, and find the settings that drive it best.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def parser() -> Parser:
+    about = "Measure how fast a disk reads and writes, and find the settings that drive it best."
+    parser = Parser("zero-io", USAGE, about, EXAMPLES)
     add = parser.add_argument
     add("path", metavar="PATH", help='a folder on the disk, what "nvme_path" is to be')
     add("--size", metavar="SIZE", default="1GB", help="of the file to read and write: 1GB (default), 500MB, 8GiB, ...")
@@ -56,17 +45,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; returns its exit code: 2 for a wrong request."""
-    try:
-        return probe(parser().parse_args(argv))
-    except ZeroEngineError as error:
-        print(f"zero-io: {error}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # nobody reads any more, as in `| head`
-        sys.stdout = None  # type: ignore[assignment]
-        return 0
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+    """Run the command; returns its exit code."""
+    return run("zero-io", lambda: probe(parser().parse_args(argv)))
 
 
 def probe(options: argparse.Namespace) -> int:

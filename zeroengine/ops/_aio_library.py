@@ -9,6 +9,7 @@ from ctypes import POINTER, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path
 
 from zeroengine.errors import OffloadError
+from zeroengine.ops._loading import Signatures, open_library
 
 ABI_VERSION = 1
 PATH = Path(__file__).with_name("_aio.so")
@@ -24,7 +25,7 @@ class Result(ctypes.Structure):
     _fields_ = (("error", c_int32), ("refused", c_int32), ("error_offset", c_int64))
 
 
-_SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
+_SIGNATURES: Signatures = {
     "ze_aio_abi_version": (c_int, []),
     "ze_aio_probe": (c_int, [c_int]),
     "ze_aio_open": (c_int, [c_int, c_int, c_int64, POINTER(c_void_p)]),
@@ -45,19 +46,13 @@ def library() -> ctypes.CDLL:
         OffloadError: it is missing, or another version's.
     """
     try:
-        handle = ctypes.CDLL(str(PATH))
-        for name, (result, arguments) in _SIGNATURES.items():
-            function = getattr(handle, name)
-            function.restype, function.argtypes = result, arguments
-        if (version := handle.ze_aio_abi_version()) != ABI_VERSION:
-            raise OSError(f"it has interface version {version}, this zeroengine needs {ABI_VERSION}")
+        return open_library(PATH, _SIGNATURES, "ze_aio_abi_version", ABI_VERSION)
     except (OSError, AttributeError) as error:
         reason = f"cannot be loaded ({error})" if PATH.exists() else "was not built"
         raise OffloadError(
             f"offload to NVMe needs zeroengine's disk library, but {PATH} {reason}. Install a C++17 compiler (Debian: "
             'apt install g++) and install zeroengine again, or offload to memory: write "device": "cpu"'
         ) from None
-    return handle
 
 
 @functools.cache

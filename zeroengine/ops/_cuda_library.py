@@ -16,6 +16,7 @@ import torch
 
 from zeroengine.errors import ZeroEngineError
 from zeroengine.ops._library import AdamArgs
+from zeroengine.ops._loading import Signatures, open_library
 
 ABI_VERSION = 1
 PATH = Path(__file__).with_name("_cuda.so")
@@ -52,7 +53,7 @@ class CudaCopy(ctypes.Structure):
 
 _ON_STREAM: list[Any] = [c_int, c_void_p]
 _ADAM: list[Any] = [*[c_void_p] * 2, c_int, *[c_void_p] * 2, c_int, c_void_p, c_int]
-_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+_SIGNATURES: Signatures = {
     "ze_cuda_abi_version": (c_int, []),
     "ze_cuda_architectures": (c_char_p, []),
     "ze_cuda_message": (c_char_p, [c_int]),
@@ -72,19 +73,9 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 }
 
 
-def open_library(path: Path) -> ctypes.CDLL:
-    """The library in a file, its functions declared.
-
-    Raises:
-        OSError, AttributeError: it is no such library, or another version's.
-    """
-    handle = ctypes.CDLL(str(path))
-    for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(handle, name)
-        function.restype, function.argtypes = result, arguments
-    if (version := handle.ze_cuda_abi_version()) != ABI_VERSION:
-        raise OSError(f"it has interface version {version}, this zeroengine needs {ABI_VERSION}")
-    return handle
+def load(path: Path) -> ctypes.CDLL:
+    """The CUDA library in a file; raises as `open_library` does."""
+    return open_library(path, _SIGNATURES, "ze_cuda_abi_version", ABI_VERSION)
 
 
 @functools.cache
@@ -93,7 +84,7 @@ def _loaded() -> ctypes.CDLL | str:
     if not PATH.exists():
         return f"{PATH} was not built. For it, install the CUDA toolkit (its nvcc) and install zeroengine again"
     try:
-        return open_library(PATH)
+        return load(PATH)
     except (OSError, AttributeError) as error:
         return f"{PATH} cannot be loaded ({error}). Install zeroengine again"
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from zeroengine.errors import ZeroEngineError
+from zeroengine.ops._loading import Signatures, open_library
 
 ABI_VERSION = 3
 PATH = Path(__file__).with_name("_cpu.so")
@@ -35,7 +36,7 @@ class AdamArgs(ctypes.Structure):
     )
 
 
-_SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
+_SIGNATURES: Signatures = {
     "ze_abi_version": (c_int, []),
     "ze_cpu_isa": (c_char_p, []),
     "ze_cpu_set_isa": (c_int, [c_char_p]),
@@ -79,15 +80,9 @@ def library() -> ctypes.CDLL | None:
         _notice(f"{PATH} was not built")
         return None
     try:
-        handle = ctypes.CDLL(str(PATH))
-        for name, (result, arguments) in _SIGNATURES.items():
-            function = getattr(handle, name)
-            function.restype, function.argtypes = result, arguments
+        handle = open_library(PATH, _SIGNATURES, "ze_abi_version", ABI_VERSION)
     except (OSError, AttributeError) as error:
         _notice(f"{PATH} cannot be loaded ({error})")
-        return None
-    if (version := handle.ze_abi_version()) != ABI_VERSION:
-        _notice(f"{PATH} has interface version {version}, this zeroengine needs {ABI_VERSION}")
         return None
     if wanted := os.environ.get("ZEROENGINE_CPU_ISA"):
         _set_isa(handle, wanted, "ZEROENGINE_CPU_ISA=")

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -29,6 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import ZeroEngineError
 from .birth import bear, has_graph
+from .facts import METADATA, Facts, facts_of
 from .freed import return_freed_memory
 from .modes import Operations, Unseen, recording
 from .room import Holder, Known, Room
@@ -39,39 +38,6 @@ SHARE = 4  # a tape takes at most one such part of the values' bytes
 
 _KNOWN = "_zeroengine_known"  # the attribute of a storage
 _aten = torch.ops.aten
-# Take no values.
-_METADATA = {_aten.detach.default, _aten.alias.default, _aten.view.default, _aten._unsafe_view.default}
-# Write all of their first argument, and read nothing of it.
-_OVERWRITE = {
-    *(_aten.normal_, _aten.uniform_, _aten.zero_, _aten.fill_, _aten.copy_, _aten.random_, _aten.bernoulli_),
-    *(_aten.exponential_, _aten.log_normal_, _aten.cauchy_, _aten.geometric_),
-}
-
-
-@dataclass(frozen=True)
-class _Facts:
-    """What an operation's schema says."""
-
-    view: bool  # gives views, and writes nothing
-    written: tuple[tuple[int, str], ...]  # arguments: position and name
-    overwrites: bool  # reads nothing of what it writes
-    random: bool
-    known: bool  # torch's own
-
-
-@cache
-def _facts(operation: Any) -> _Facts:
-    schema = operation._schema
-    infos = [(i, arg) for i, arg in enumerate(schema.arguments) if arg.alias_info is not None]
-    written = tuple((i, arg.name) for i, arg in infos if arg.alias_info.is_write)
-    return _Facts(
-        view=not written and any(result.alias_info is not None for result in schema.returns),
-        written=written,
-        overwrites=operation.overloadpacket in _OVERWRITE
-        or (bool(written) and all(schema.arguments[i].is_out for i, _ in written)),
-        random=torch.Tag.nondeterministic_seeded in operation.tags,
-        known=operation.namespace in ("aten", "prims"),
-    )
 
 
 class Recorder:
@@ -215,11 +181,11 @@ class Recorder:
                         known.why = known.address = f"{address}() gave its memory away"
 
     def run(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not isinstance(operation, torch._ops.OpOverload) or operation in _METADATA:
+        if not isinstance(operation, torch._ops.OpOverload) or operation in METADATA:
             return operation(*args, **kwargs)
         if operation.overloadpacket is _aten.set_:
             return self._set(operation, args, kwargs)
-        facts = _facts(operation)
+        facts = facts_of(operation)
         inputs = tensors_of((args, kwargs))
         of = {id(tensor): self._of(tensor) for tensor in inputs if _is_plain(tensor)}
         involved = {known for known in of.values() if known is not None}
@@ -264,7 +230,7 @@ class Recorder:
         self._room.make(busy=targets)
         return outputs
 
-    def _why_not(self, facts: _Facts, inputs: list[torch.Tensor], of: dict[int, Known | None]) -> str:
+    def _why_not(self, facts: Facts, inputs: list[torch.Tensor], of: dict[int, Known | None]) -> str:
         """Why no step can be made of an operation."""
         if not facts.known:
             return "an operation that is not torch's own wrote it"

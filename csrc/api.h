@@ -1,0 +1,11 @@
+/* ZE_API marks the functions of the C interfaces, which a library shows; all else in it stays hidden. */
+#ifndef ZEROENGINE_API_H
+#define ZEROENGINE_API_H
+
+#if defined(__GNUC__)
+#define ZE_API __attribute__((visibility("default")))
+#else
+#define ZE_API
+#endif
+
+#endif
