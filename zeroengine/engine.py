@@ -483,6 +483,7 @@ class Engine:
             buckets=self.reducer.bucket_bytes(),
             gathered=sum(unit.gathered_bytes() for unit in self._units),
             staging=self._placement.buffer_bytes,
+            checkpoint=0 if self._checkpoints is None else self._checkpoints.copy_bytes,
             nvme={
                 "parameters": sum(unit.shard.nbytes for unit in self._units if unit.disk is not None),
                 "gradients": sum(g.kept.nbytes for g in self.reducer.gradients if g.disk is not None),

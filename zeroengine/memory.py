@@ -21,12 +21,14 @@ class Memory:
     buckets: int  # gradients on their way
     gathered: int  # full buffers of units that are released between uses, and whole right now
     staging: int = 0  # buffers between NVMe and the computation
+    checkpoint: int = 0  # the copy in CPU memory that checkpoint.async_save writes from, kept for the next
     nvme: Mapping[str, int] = field(default_factory=dict)  # of the four states, what is there and not in memory
 
     @property
     def total(self) -> int:
         """In the device's memory."""
-        return sum(getattr(self, name) for name in (*STATES, *WORKING))
+        in_cpu = self.checkpoint if self.device == "cpu" else 0
+        return sum(getattr(self, name) for name in (*STATES, *WORKING)) + in_cpu
 
     @property
     def states(self) -> int:
@@ -36,8 +38,8 @@ class Memory:
     def __str__(self) -> str:
         away = dict(self.nvme) if any(self.nvme.values()) else None
         lines = [f"on {self.device}" if away is None else f"{f'on {self.device}':<12}{'memory':>16}{'NVMe':>16}"]
-        for name in (*STATES, *WORKING, "total"):
-            if name == "staging" and away is None:
+        for name in (*STATES, *WORKING, "checkpoint", "total"):
+            if (name == "staging" and away is None) or (name == "checkpoint" and not self.checkpoint):
                 continue
             line = f"{name:<12}{getattr(self, name) / 2**20:>12,.1f} MiB"
             if away is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,30 @@ def resumes(root: Path, more: dict[str, Any]) -> None:
 )
 def test_training_goes_on_bit_for_bit(more: dict[str, Any], tmp_path: Path) -> None:
     run_ranks(2, resumes, tmp_path, more)
+
+
+def in_the_background(root: Path) -> None:
+    engine = engine_at(2, checkpoint={"async_save": True})
+    assert engine.memory().checkpoint == 0 and "checkpoint" not in str(engine.memory())
+    states, copies = [], []
+    for _ in range(3):
+        take_steps(engine, range(1))
+        engine.save_checkpoint(root)
+        states.append(fingerprint(engine))
+        take_steps(engine, range(1))  # while it is written
+        copies.append(engine.memory().checkpoint)
+    engine.wait_for_checkpoint()
+    assert len(set(copies)) == 1 and copies[0] >= engine.memory().optimizer, "one copy serves all saves"
+    memory = engine.memory()
+    assert memory.total == replace(memory, checkpoint=0).total + copies[0] and "checkpoint" in str(memory)
+    for number, state in enumerate(states):
+        engine.load_checkpoint(root, f"step-{2 * number + 1}")
+        assert fingerprint(engine) == state, "what was saved is what was there at the call"
+    engine.close()
+
+
+def test_the_background_writes_a_copy_that_is_kept_and_counted(tmp_path: Path) -> None:
+    run_ranks(2, in_the_background, tmp_path)
 
 
 class Gained(TinyLM):

@@ -8,9 +8,11 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ..errors import CheckpointError
+from ..offload import aligned_empty
 from . import dcp
 from .progress import progress, releasing
 from .restore import Restored, restore
@@ -28,6 +30,7 @@ class Checkpointer:
         self._gloo: dist.ProcessGroup | None = None
         self._stores: dict[Path, Store] = {}
         self._saving: _Saving | None = None
+        self._copy = torch.empty(0, dtype=torch.uint8)  # of the states, while the background writes them
         self._waiting: dict[str, tuple[Any, bool]] = {}  # loaded for objects that are not registered yet
 
     def save(self, folder: str | os.PathLike[str], tag: str, client_state: Any) -> None:
@@ -56,7 +59,9 @@ class Checkpointer:
         settings = self._trained.config.checkpoint
         saving = _Saving(self._group.rank, self._gloo, store, tag, writing, found, settings.keep)
         if settings.async_save and not self._trained.on_disk:
-            saving.snapshot = found.copied()
+            if self._copy.nbytes < found.copy_bytes:  # fresh pages would cost more than the copy, so it is kept
+                self._copy = aligned_empty(found.copy_bytes, torch.uint8)
+            saving.snapshot = found.copied(self._copy)
             saving.start()
             self._saving = saving
         else:
@@ -64,6 +69,11 @@ class Checkpointer:
                 saving.run(releasing(report, self._trained.let_go))
             self._trained.let_go()
             self._conclude(saving)
+
+    @property
+    def copy_bytes(self) -> int:
+        """Of CPU memory that a copy of the states takes."""
+        return self._copy.nbytes
 
     def load(
         self, folder: str | os.PathLike[str], tag: str | None, *, weights_only: bool, strict: bool, fallback: bool

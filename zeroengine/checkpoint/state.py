@@ -19,7 +19,6 @@ from torch import nn
 from ..comm import Group
 from ..config import Config
 from ..errors import CheckpointError
-from ..offload import aligned_empty
 from ..optim import LossScaler, ShardedOptimizer
 from ..optim.kept import KeptState
 from ..runtime import Unit
@@ -38,10 +37,8 @@ class Snapshot:
     aliases: dict[str, str]
     about: dict[str, Any]  # the manifest's fields that the engine knows
 
-    def copied(self) -> Snapshot:
-        """With tensors of its own in CPU memory."""
-        # One piece of memory in huge pages: most of the time of a copy into small ones is page faults.
-        memory = aligned_empty(sum(_aligned(t.nbytes) for e in self.entries.values() for _, t in e.pieces), torch.uint8)
+    def copied(self, memory: torch.Tensor) -> Snapshot:
+        """With tensors of its own in ``memory``: bytes in CPU memory, at least ``copy_bytes`` of them."""
         end = 0
         entries = {}
         for name, entry in self.entries.items():
@@ -52,6 +49,10 @@ class Snapshot:
                 end += _aligned(tensor.nbytes)
             entries[name] = Entry(entry.shape, entry.dtype, pieces)
         return Snapshot(entries, self.objects, self.aliases, self.about)
+
+    @property
+    def copy_bytes(self) -> int:
+        return sum(_aligned(tensor.nbytes) for entry in self.entries.values() for _, tensor in entry.pieces)
 
     @property
     def nbytes(self) -> int:
