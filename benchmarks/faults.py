@@ -157,7 +157,7 @@ FAULTS = (
         "the disk full",
         "--max-restarts 1",
         fill,
-        "the disk of ckpt is full",
+        "the disk( of ckpt)? is full",
         lambda c: (c.folder / "ckpt/filler").unlink(),
     ),
     Fault(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
@@ -228,5 +229,6 @@ def cause(error: BaseException) -> str:
         rank, (inner, _) = next(iter(failures.items()))
         return f"rank {rank}: {cause(inner)}"
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}{f' ({error.filename})' if error.filename else ''}"
+        what = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror
+        return f"{what}{f' ({error.filename})' if error.filename else ''}"
     return f"{type(error).__name__}: {error}"

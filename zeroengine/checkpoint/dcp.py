@@ -105,10 +105,15 @@ class _Hashed:
     def __init__(self, file: SequentialFile, report: Report) -> None:
         self._file, self._report = file, report
         self.hash = xxhash.xxh3_64()
+        self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
         self.hash.update(data)
-        written = int(self._file.write(data))
+        try:
+            written = int(self._file.write(data))
+        except OSError as error:
+            self.error = self.error or error
+            raise
         self._report(written)
         return written
 
@@ -125,7 +130,12 @@ class _HashingFileSystem(FileSystem):
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
         with create(path) as file:
             hashed = _Hashed(file, self._report)
-            yield hashed
+            try:
+                yield hashed
+            except Exception as error:
+                if hashed.error is not None and error is not hashed.error:
+                    raise hashed.error from error  # torch.save complains of what came of it
+                raise
         self.sums[Path(path).name] = hashed.hash.hexdigest()
 
 
