@@ -133,6 +133,13 @@ class Transport(Protocol):
     def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
         """The sum over ranks of a small float64 vector. Issue it with no other operation under way."""
 
+    def check_order(self) -> None:
+        """Waits for what the last ``all_reduce_scalars`` found out about the ranks' order, if it has not said so yet.
+
+        Raises:
+            DivergenceError: the ranks have run different operations.
+        """
+
     def fence(self) -> None:
         """Returns when no rank reads this rank's memory any more. Every rank calls it at the same place."""
 
