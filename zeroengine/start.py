@@ -48,6 +48,19 @@ def initialize(
     Raises:
         ZeroEngineError: wrong input, on every rank, with what to write instead.
     """
+    return make_engine(model, optimizer, config, lr_scheduler, process_group)
+
+
+def make_engine(
+    model: nn.Module,
+    optimizer: OptimizerLike,
+    config: str | Path | Mapping[str, Any] | Config | None,
+    lr_scheduler: LRSchedulerLike = None,
+    process_group: dist.ProcessGroup | None = None,
+    *,
+    on_device: bool | None = None,
+) -> Engine:
+    """``initialize``. ``on_device`` is that of ``ShardedOptimizer``."""
     group = Group(process_group, _device_of(model, process_group))
     with group.agreeing("to initialize"):
         if not isinstance(model, nn.Module):
@@ -71,7 +84,7 @@ def initialize(
         birth.check_optimizer(rule)
         birth.complete(model)
     check_agreement(group, settings, model, plans, rule)
-    return Engine(model, rule, settings, group, plans, lr_scheduler)
+    return Engine(model, rule, settings, group, plans, lr_scheduler, on_device=on_device)
 
 
 def _device_of(model: nn.Module, process_group: dist.ProcessGroup | None) -> torch.device:
