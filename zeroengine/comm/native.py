@@ -35,7 +35,7 @@ class ArrivingWork:
                 self._shard.copy_(arrived)
 
     def is_completed(self) -> bool:
-        return self._work.is_completed()
+        return self._arrived is None or self._work.is_completed()
 
 
 class NativeChannel:
