@@ -23,6 +23,7 @@ from .errors import ZeroEngineError
 from .late import Settled, can_be_taken_back, reversibly
 from .memory import Memory
 from .offload import DiskShards, DiskStore, Parking, held, open_disk, padded, parking, place
+from .oom import explaining_memory
 from .optim import (
     LossScaler,
     LRSchedulerLike,
@@ -164,6 +165,7 @@ class Engine:
 
     # -- training ---------------------------------------------------------------------------------
 
+    @explaining_memory
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
         if self._parking:
@@ -173,6 +175,7 @@ class Engine:
     forward = __call__
 
     @eager
+    @explaining_memory
     def backward(
         self,
         loss: torch.Tensor,
@@ -316,6 +319,7 @@ class Engine:
         return (self.micro_steps + 1) % self.config.gradient_accumulation_steps == 0
 
     @eager
+    @explaining_memory
     def step(self) -> bool | Verdict:
         """Ends a micro-step; at the accumulation boundary clips, updates and steps the LR schedule.
 
