@@ -66,6 +66,7 @@ def make_engine(
         if not isinstance(model, nn.Module):
             raise ZeroEngineError(f"initialize() takes a torch.nn.Module, found {type(model).__name__}")
         _check_unclaimed(model)
+        check_one_device(model)
         birth.check_outside()
         settings = config if isinstance(config, Config) else load(config)
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
@@ -96,6 +97,23 @@ def _device_of(model: nn.Module, process_group: dist.ProcessGroup | None) -> tor
     if dist.is_initialized() and torch.cuda.is_available() and backend_of(process_group, "cuda") != "nccl":
         return torch.device("cpu")
     return default_device()
+
+
+def check_one_device(model: nn.Module) -> None:
+    """
+    Raises:
+        ZeroEngineError: parameters that have values are on several devices.
+    """
+    first: dict[torch.device, str] = {}  # a parameter on each device
+    for name, param in model.named_parameters():
+        if not param.is_meta:
+            first.setdefault(param.device, name)
+    if len(first) > 1:
+        where = ", ".join(f"{name} on {device}" for device, name in first.items())
+        raise ZeroEngineError(
+            f"the model's parameters are on several devices: {where}. A rank computes on one: move all of them there "
+            'before initialize(), such as model.to("cuda"), or leave all on the CPU for initialize() to move.'
+        )
 
 
 def _check_unclaimed(model: nn.Module) -> None:
