@@ -15,6 +15,7 @@ import zeroengine
 from tests.distributed.models import TinyLM, batch, build, config
 from tests.distributed.ranks import run_ranks
 from zeroengine import ops
+from zeroengine.comm.base import ResizableBuffer
 from zeroengine.start import make_engine
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -171,21 +172,27 @@ def test_two_ranks_on_one_gpu_are_refused() -> None:
         assert message.startswith("ranks 0 and 1 have the same GPU (")
 
 
-# -- memory that a collective or a kernel still reads -------------------------------------------------
+# -- memory that a kernel still reads ------------------------------------------------------------------
 
 
-def slow_readers() -> bool:
-    """A full buffer that is released while a slow kernel reads it, and whose memory is taken again at once."""
-    full = torch.full((1 << 22,), 3.0, device="cuda")
-    total = torch.zeros((), device="cuda", dtype=torch.float64)
-    torch.cuda._sleep(200_000_000)
-    total += full.double().sum()
-    full.untyped_storage().resize_(0)
-    other = torch.full((1 << 22,), 5.0, device="cuda")
-    full.untyped_storage().resize_(full.nbytes)
-    full.fill_(7.0)
-    return total.item() == 3.0 * (1 << 22) and bool((other == 5).all()) and bool((full == 7).all())
+def slow_reader(side_by_side: bool) -> tuple[float, bool]:
+    """A full buffer is released while a slow kernel reads it, and its memory is taken again at once."""
+    torch.cuda.init()
+    numel = 1 << 22
+    first = torch.cuda.current_stream()
+    second = torch.cuda.Stream() if side_by_side else first
+    buffer = ResizableBuffer(torch.full((numel,), 3.0, device="cuda"))
+    at = buffer.tensor.data_ptr()
+    second.wait_stream(first)
+    with torch.cuda.stream(second):
+        torch.cuda._sleep(500_000_000)
+        total = buffer.tensor.double().sum()
+        buffer.free()
+    other = torch.full((numel,), 5.0, device="cuda")
+    torch.cuda.synchronize()
+    return total.item() / numel, other.data_ptr() == at
 
 
-def test_released_memory_is_taken_again_in_stream_order() -> None:
-    assert run_ranks(1, slow_readers)[0]
+@pytest.mark.parametrize("side_by_side", [False, True])
+def test_released_memory_is_taken_again_behind_those_who_read_it(side_by_side: bool) -> None:
+    assert run_ranks(1, slow_reader, side_by_side)[0] == (3.0, True)
