@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -233,3 +234,23 @@ def test_at_stage_2_each_unit_is_gathered_as_soon_as_it_is_updated(kernels: Path
     assert step == ["sum norm", "prepare", *(f"{what} {n}" for n in NAMES for what in ("update", "gather"))]
     assert forward == [f"{what} {name}" for name in NAMES for what in ("ready", "compute")], "awaited where it is used"
     assert backward == [f"reduce {name}" for name in NAMES[::-1]]
+
+
+# -- by name ------------------------------------------------------------------------------------------
+
+
+def profiled(path: Path, on_device: bool) -> list[str]:
+    with emulated(path):
+        engine = engine_at(3, {}, on_device)
+        for number in range(2):
+            with profile(activities=[ProfilerActivity.CPU]) as profiler:
+                engine.backward(engine(*batch(number, 0)))
+                engine.step()
+    return sorted({event.name for event in profiler.events() if event.name.startswith("zeroengine")})
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_a_profiler_shows_units_by_name(kernels: Path, on_device: bool) -> None:
+    whats = ("await", "gather", "reduce", "update")
+    found = run_ranks(1, profiled, kernels, on_device)[0]
+    assert found == sorted([f"zeroengine: {w} {n}" for w in whats for n in NAMES] + ["zeroengine: norm"] * on_device)

@@ -10,8 +10,8 @@ import torch
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
-def span(what: str, name: str) -> AbstractContextManager[Any]:
-    """A range ``zeroengine: <what> <name>`` while torch's profiler records, or its ``emit_nvtx``; else nothing."""
+def span(what: str, unit: str = "") -> AbstractContextManager[Any]:
+    """A range ``zeroengine: <what> <unit>`` while torch's profiler records, or its ``emit_nvtx``; else nothing."""
     if not torch.autograd._profiler_enabled():
         return _NOTHING
-    return torch.profiler.record_function(f"zeroengine: {what} {name}")
+    return torch.profiler.record_function(f"zeroengine: {what} {unit}".rstrip())

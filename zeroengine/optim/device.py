@@ -93,7 +93,7 @@ class DeviceAdam:
         self.settle()
         self._follow_the_host()
         self._table.set_groups([self._hyperparameters(group) for group in self._optimizer.param_groups])
-        with span("norm", ""):
+        with span("norm"):
             world = self._transport.world_size
             norm = ops.squared_norms([states.gradient_for_norm(world) for states in self._units])
             total = self._transport.all_reduce_scalars(torch.cat([norm.view(1), self._use()]), "norm")
