@@ -367,7 +367,6 @@ class Engine:
         if updates:
             self.optimizer.update(self._clip_factor() / divisor, used)
             self._let_peers_read()
-            self._step_schedule()
         self.reducer.reset()
         self._placement.let_go()
         self._count(updates, finite)
@@ -410,9 +409,7 @@ class Engine:
             self._report_overflow(self.global_steps + 1, skipped=True)
         elif not finite:
             self._overflow = (self.global_steps + 1, not updates)
-        if updates and take_back is None:
-            self._step_schedule()
-        self._count(updates, finite)
+        self._count(updates, finite, scheduled=take_back is not None)
 
     def _conclude(self) -> None:
         """``_settle``, and the report on what it found. Every rank comes by, with the step's gradients as they were."""
@@ -421,9 +418,12 @@ class Engine:
         if overflow is not None:
             self._report_overflow(*overflow)
 
-    def _count(self, updates: bool, finite: bool) -> None:
+    def _count(self, updates: bool, finite: bool, *, scheduled: bool = False) -> None:
+        """Counts a step, and steps the schedule unless it has been ``scheduled``."""
         if updates:
             self.global_steps += 1
+            if not scheduled:
+                self._step_schedule()
             self._print_progress()
         else:
             self.skipped_steps += 1
