@@ -32,6 +32,7 @@ from zeroengine.start import make_engine
 
 from .models import TinyLM, batch, build, config
 from .ranks import run_ranks
+from .training import take_steps
 
 UNITS = ["tok", "blocks.*", "norm", "head"]  # each used once in a forward
 NAMES = ["tok", "blocks.0", "blocks.1", "blocks.2", "norm", "head"]
@@ -102,19 +103,21 @@ def engine_at(stage: int, more: dict[str, Any], on_device: bool | None = True) -
 # -- nobody looks -------------------------------------------------------------------------------------
 
 
-def steps_blindly(path: Path, more: dict[str, Any]) -> list[tuple[int, int, bool]]:
+def steps_blindly(path: Path, more: dict[str, Any]) -> list[tuple[int, int, bool, list[float], list[float]]]:
     found = []
     for stage in range(4):
         with emulated(path):
-            engine = engine_at(stage, copy.deepcopy(more))
+            engine, losses = engine_at(stage, copy.deepcopy(more)), []
             for number in range(4):
                 with blind():
-                    loss = engine(*batch(number, 0))
+                    losses.append(engine(*batch(number, 0)))
                 engine._conclude()  # the backward's first act: waits for the norm of the step before
                 with blind():
-                    engine.backward(loss)
+                    engine.backward(losses[-1])
                     verdict = engine.step()
-            found.append((engine.global_steps, engine.micro_steps, bool(verdict)))
+        by_the_cpu = take_steps(engine_at(stage, copy.deepcopy(more), on_device=False), range(4))
+        seen = [loss.item() for loss in losses]
+        found.append((engine.global_steps, engine.micro_steps, bool(verdict), seen, by_the_cpu))
     return found
 
 
@@ -129,7 +132,9 @@ MORE: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", MORE)
 def test_no_value_is_looked_at_in_forward_backward_or_step(kernels: Path, name: str) -> None:
     updates = 2 if name == "accumulation" else 4
-    assert run_ranks(1, steps_blindly, kernels, MORE[name])[0] == [(updates, 4, True)] * 4
+    for *counts, losses, by_the_cpu in run_ranks(1, steps_blindly, kernels, MORE[name])[0]:
+        assert counts == [updates, 4, True]
+        assert losses == pytest.approx(by_the_cpu, rel=1e-6), "the norm alone adds in another order"
 
 
 def who_looks(path: Path) -> list[str]:
