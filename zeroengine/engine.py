@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -20,12 +20,15 @@ from .comm import Group
 from .config import FLOATS, Config
 from .data import ResumableLoader
 from .errors import ZeroEngineError
+from .late import Settled, can_be_taken_back, reversibly
 from .memory import Memory
 from .offload import DiskShards, DiskStore, Parking, held, parking, place
+from .oom import explaining_memory
 from .optim import (
     LossScaler,
     LRSchedulerLike,
     ShardedOptimizer,
+    Verdict,
     make_scheduler,
 )
 from .partition import Degrees, UnitPlan, degrees_of_stage
@@ -60,7 +63,14 @@ class Engine:
         loss_scale: what ``backward`` multiplies the loss by: 1 except where gradients may be fp16. Assign to it to
             start a dynamic scale elsewhere, or to change a static one.
         grad_norm: global norm of the last step's mean gradient before clipping, or None before the first.
+
+    On a GPU ``global_steps``, ``skipped_steps`` and ``grad_norm`` wait for the norm of the last step; ``micro_steps``
+    does not. See the note in ``late.py``.
     """
+
+    global_steps = Settled[int]()
+    skipped_steps = Settled[int]()
+    grad_norm = Settled["float | None"]()
 
     def __init__(
         self,
@@ -70,11 +80,15 @@ class Engine:
         group: Group,
         plans: Sequence[UnitPlan],
         lr_scheduler: LRSchedulerLike,
+        *,
+        on_device: bool | None = None,
     ) -> None:
+        self._issued: tuple[Verdict, Callable[[], None] | None] | None = None  # a step; what takes the schedule back
+        self._overflow: tuple[int, bool] | None = None  # to report: the step's number, whether it was skipped
         self.module, self.config, self.device = model, config, group.device
         self.rank, self.world_size = group.rank, group.world_size
         self.global_steps = self.micro_steps = self.skipped_steps = 0
-        self.grad_norm: float | None = None
+        self.grad_norm = None
         self._group = group
         self._in_backward = self._backward_done = False
         self._parking = Parking()
@@ -124,6 +138,7 @@ class Engine:
                 moments_dtype=FLOATS[config.optimizer_state_dtype],
                 homes=self._placement.optimizer,
                 pipeline=self._placement.pipeline,
+                on_device=on_device,
             )
             self.lr_scheduler = make_scheduler(lr_scheduler, self.optimizer, config)
         self._rule = optimizer
@@ -152,6 +167,7 @@ class Engine:
 
     # -- training ---------------------------------------------------------------------------------
 
+    @explaining_memory
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
         if self._parking:
@@ -161,6 +177,7 @@ class Engine:
     forward = __call__
 
     @eager
+    @explaining_memory
     def backward(
         self,
         loss: torch.Tensor,
@@ -257,6 +274,7 @@ class Engine:
 
     def _begin_backward(self) -> None:
         self._in_backward = True
+        self._conclude()
         if self.reducer.wanted():
             self.reducer.boundary = self.is_gradient_accumulation_boundary()
             self.reducer.begin_backward()
@@ -303,14 +321,15 @@ class Engine:
         return (self.micro_steps + 1) % self.config.gradient_accumulation_steps == 0
 
     @eager
-    def step(self) -> bool:
+    @explaining_memory
+    def step(self) -> bool | Verdict:
         """Ends a micro-step; at the accumulation boundary clips, updates and steps the LR schedule.
 
         Where the gradient's norm is not finite nothing is changed, and ``skipped_steps`` counts it; a dynamic loss
         scale falls. With ``check_grad_overflow`` false, bf16 and fp32 update all the same.
 
         Returns:
-            Whether parameters were updated.
+            Whether parameters were updated. On a GPU an object whose truth value says so: asking it waits for the norm.
 
         Raises:
             ZeroEngineError: there was no backward since the last call, or it is called inside ``gathered`` or
@@ -338,43 +357,95 @@ class Engine:
         self.micro_steps += 1
         if not boundary:
             return False
+        if self.optimizer.on_device:
+            return self._issue()
         norm, used = self.optimizer.norm_and_use()
         divisor = self._divisor()
         self.grad_norm = norm / divisor
         finite = math.isfinite(norm)
-        updates = finite or not (self.config.scales_loss or self.config.check_grad_overflow)
+        updates = finite or not self._skips
         if not finite:
-            self._report_overflow(skipped=not updates)
+            self._report_overflow(self.global_steps + 1, skipped=not updates)
         if updates:
             self.optimizer.update(self._clip_factor() / divisor, used)
-            if not self._transport.overlaps:  # nothing to gain from waiting; and peers read this rank's own parameters
-                self.gatherer.settle()
-                self._transport.fence()
+            self._let_peers_read()
+        self.reducer.reset()
+        self._placement.let_go()
+        self._count(updates, finite)
+        return updates
+
+    @property
+    def _skips(self) -> bool:
+        """Whether a gradient that is not finite updates nothing."""
+        return self.config.scales_loss or self.config.check_grad_overflow
+
+    def _issue(self) -> Verdict:
+        """An update whose verdict is not known yet. See the note in ``late.py``."""
+        verdict = self.optimizer.issue(self._divisor(), self.config.gradient_clipping, self._skips)
+        self._let_peers_read()
+        late = not self.config.scales_loss and can_be_taken_back(self.lr_scheduler)
+        groups = self.optimizer.param_groups
+        self._issued = (verdict, reversibly(self._step_schedule, self.lr_scheduler, groups) if late else None)
+        self.reducer.reset()
+        if not late:
+            self._settle()
+        return verdict
+
+    def _let_peers_read(self) -> None:
+        if not self._transport.overlaps:  # nothing to gain from waiting; and peers read this rank's own parameters
+            self.gatherer.settle()
+            self._transport.fence()
+
+    def _settle(self) -> None:
+        """Takes in the verdict on the last step, where it was not known yet. No other rank takes part."""
+        if self._issued is None:
+            return
+        self._transport.check_order()
+        (verdict, take_back), self._issued = self._issued, None
+        self.optimizer.settle()
+        self.grad_norm = verdict.grad_norm
+        updates, finite = bool(verdict), math.isfinite(verdict.grad_norm)
+        if not updates and take_back is not None:
+            take_back()
+        if not finite and self.config.scales_loss:  # this is the step itself, on every rank
+            self._report_overflow(self.global_steps + 1, skipped=True)
+        elif not finite:
+            self._overflow = (self.global_steps + 1, not updates)
+        self._count(updates, finite, scheduled=take_back is not None)
+
+    def _conclude(self) -> None:
+        """``_settle``, and the report on what it found. Every rank comes by, with the step's gradients as they were."""
+        self._settle()
+        overflow, self._overflow = self._overflow, None
+        if overflow is not None:
+            self._report_overflow(*overflow)
+
+    def _count(self, updates: bool, finite: bool, *, scheduled: bool = False) -> None:
+        """Counts a step, and steps the schedule unless it has been ``scheduled``."""
+        if updates:
             self.global_steps += 1
-            self._step_schedule()
+            if not scheduled:
+                self._step_schedule()
             self._print_progress()
         else:
             self.skipped_steps += 1
-        self.reducer.reset()
-        self._placement.let_go()
         self._scaler.update(overflow=not finite)
-        return updates
 
-    def _report_overflow(self, skipped: bool) -> None:
+    def _report_overflow(self, step: int, skipped: bool) -> None:
         """Says which gradient was not finite; on every rank raises where no smaller loss scale is left."""
         name = self.optimizer.first_not_finite() or "none alone: their sum of squares"
         what = f"the gradient of {name} is not finite"
         if self.config.scales_loss and self._scaler.exhausted:
             self.reducer.reset()
             raise ZeroEngineError(
-                f"step {self.global_steps + 1}: {what}, at the smallest loss scale, {self._scaler.scale:g} "
+                f"step {step}: {what}, at the smallest loss scale, {self._scaler.scale:g} "
                 "(fp16.min_loss_scale). The model diverges or computes values beyond fp16's range: lower the learning "
                 "rate, look at the data of this step, or use bf16."
             )
         if self.rank == 0:
             scale = f" (loss scale {self._scaler.scale:g})" if self.config.scales_loss else ""
             verb = "skipped" if skipped else "updates with values that are not finite (check_grad_overflow is false)"
-            log.warning("step %d %s: %s%s", self.global_steps + 1, verb, what, scale)
+            log.warning("step %d %s: %s%s", step, verb, what, scale)
 
     def _clip_factor(self) -> float:
         """As ``torch.nn.utils.clip_grad_norm_``, also where the norm is not finite."""
@@ -591,6 +662,7 @@ class Engine:
                     "save_checkpoint() between the micro-steps of a step would lose their gradients: call it after a "
                     "step() that ended one"
                 )
+        self._conclude()
         self.gatherer.settle()
         self._checkpointer().save(directory, tag or f"step-{self.global_steps}", client_state)
 
@@ -622,6 +694,7 @@ class Engine:
             CheckpointError: on every rank; the engine is as it was.
         """
         self._parking.check("load_checkpoint()")
+        self._conclude()
         self._abandon_backward()
         self.gatherer.settle()
         restored = self._checkpointer().load(

@@ -48,11 +48,25 @@ def initialize(
     Raises:
         ZeroEngineError: wrong input, on every rank, with what to write instead.
     """
+    return make_engine(model, optimizer, config, lr_scheduler, process_group)
+
+
+def make_engine(
+    model: nn.Module,
+    optimizer: OptimizerLike,
+    config: str | Path | Mapping[str, Any] | Config | None,
+    lr_scheduler: LRSchedulerLike = None,
+    process_group: dist.ProcessGroup | None = None,
+    *,
+    on_device: bool | None = None,
+) -> Engine:
+    """``initialize``. ``on_device`` is that of ``ShardedOptimizer``."""
     group = Group(process_group, _device_of(model, process_group))
     with group.agreeing("to initialize"):
         if not isinstance(model, nn.Module):
             raise ZeroEngineError(f"initialize() takes a torch.nn.Module, found {type(model).__name__}")
         _check_unclaimed(model)
+        check_one_device(model)
         birth.check_outside()
         settings = config if isinstance(config, Config) else load(config)
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
@@ -71,7 +85,7 @@ def initialize(
         birth.check_optimizer(rule)
         birth.complete(model)
     check_agreement(group, settings, model, plans, rule)
-    return Engine(model, rule, settings, group, plans, lr_scheduler)
+    return Engine(model, rule, settings, group, plans, lr_scheduler, on_device=on_device)
 
 
 def _device_of(model: nn.Module, process_group: dist.ProcessGroup | None) -> torch.device:
@@ -83,6 +97,23 @@ def _device_of(model: nn.Module, process_group: dist.ProcessGroup | None) -> tor
     if dist.is_initialized() and torch.cuda.is_available() and backend_of(process_group, "cuda") != "nccl":
         return torch.device("cpu")
     return default_device()
+
+
+def check_one_device(model: nn.Module) -> None:
+    """
+    Raises:
+        ZeroEngineError: parameters that have values are on several devices.
+    """
+    first: dict[torch.device, str] = {}  # a parameter on each device
+    for name, param in model.named_parameters():
+        if not param.is_meta:
+            first.setdefault(param.device, name)
+    if len(first) > 1:
+        where = ", ".join(f"{name} on {device}" for device, name in first.items())
+        raise ZeroEngineError(
+            f"the model's parameters are on several devices: {where}. A rank computes on one: move all of them there "
+            'before initialize(), such as model.to("cuda"), or leave all on the CPU for initialize() to move.'
+        )
 
 
 def _check_unclaimed(model: nn.Module) -> None:

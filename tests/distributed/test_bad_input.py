@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import zeroengine
 from zeroengine import ZeroEngineError
+from zeroengine.start import check_one_device
 
 from .models import WIDTH, Block, TinyLM, batch, build, config
 from .ranks import run_ranks
@@ -24,6 +26,18 @@ def adamw(params: Any, **more: Any) -> torch.optim.Optimizer:
 
 def initialize(model: Any, optimizer: Any = None, stage: int = 1, **more: Any) -> zeroengine.Engine:
     return zeroengine.initialize(model, optimizer, config(stage, **more))
+
+
+# -- wrong without another rank ------------------------------------------------------------------------
+
+
+def test_a_model_on_several_devices_is_refused() -> None:
+    with FakeTensorMode():  # there need not be a GPU
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+        model[0].bias = nn.Parameter(torch.empty(2, device="cuda:0"))
+    with pytest.raises(ZeroEngineError, match=r"several devices: 0.weight on cpu, 0.bias on cuda:0. A rank"):
+        check_one_device(model)
+    check_one_device(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")))
 
 
 # -- wrong on every rank ------------------------------------------------------------------------------

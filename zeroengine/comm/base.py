@@ -4,6 +4,17 @@ A ``Transport`` moves bytes between the ranks of one process group. It has two c
 ``reduce``, each with its own order: all ranks issue the same operations on a channel in the same order,
 and an operation may be issued on one channel while another is under way on the other.
 
+[Note: Memory and streams]
+On CUDA the caching allocator gives freed memory to whoever next allocates on the stream that it was allocated on, at
+once: kernels and collectives that still use it must be ahead of that stream's next work. Here they are.
+- A collective starts behind the stream that issued it, and keeps its tensors. Everybody who lets go of memory that one
+  reads or writes has awaited it before, which puts the awaiting stream behind it.
+- A full buffer may be gathered ahead of its use, on another stream than it is used on and released on. The first then
+  waits for the last (``ResizableBuffer.free``), by an event, never by ``record_stream``.
+- A bucket is written again once its reduce is through, or on a stream that has awaited it (``Channel.reusable``).
+As everywhere in torch, who computes on several streams orders them: a forward behind the step before it, a second
+stream that uses a unit behind the first.
+
 Collectives sum in rank order wherever the transport decides the order (all but NCCL's), so equal inputs
 give equal bits. Nothing here divides: see DESIGN "SUM only".
 """
@@ -42,17 +53,25 @@ class Buffer(Protocol):
 
 
 class ResizableBuffer:
-    """A ``Buffer`` that empties its storage. Holds memory at first."""
+    """A ``Buffer`` that empties its storage. Holds memory at first. See "Memory and streams" above."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
+        self._stream = self._current_stream()  # that the memory was allocated on
+
+    def _current_stream(self) -> torch.cuda.Stream | None:
+        return torch.cuda.current_stream(self.tensor.device) if self.tensor.is_cuda else None
 
     def prepare(self) -> None:
         storage = self.tensor.untyped_storage()
         if storage.size() == 0:
             storage.resize_(self.tensor.nbytes)
+            self._stream = self._current_stream()
 
     def free(self) -> None:
+        current = self._current_stream()
+        if self._stream is not None and current is not None and self._stream != current:
+            self._stream.wait_stream(current)
         self.tensor.untyped_storage().resize_(0)
 
     def nbytes(self) -> int:
@@ -132,6 +151,13 @@ class Transport(Protocol):
 
     def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
         """The sum over ranks of a small float64 vector. Issue it with no other operation under way."""
+
+    def check_order(self) -> None:
+        """Waits for what the last ``all_reduce_scalars`` found out about the ranks' order, if it has not said so yet.
+
+        Raises:
+            DivergenceError: the ranks have run different operations.
+        """
 
     def fence(self) -> None:
         """Returns when no rank reads this rank's memory any more. Every rank calls it at the same place."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import socket
 import uuid
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -46,6 +47,9 @@ class Group:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         self.backend = backend_of(group, device.type)
+        if self.backend == "nccl" and self.world_size > 1:
+            store = dist.PrefixStore(f"zeroengine/gpus/{group.group_name}", dist.distributed_c10d._get_default_store())
+            check_gpus(store, self.rank, self.world_size, str(torch.cuda.get_device_properties(device).uuid))
 
     def exchange(self, value: T) -> list[T]:
         """Every rank's ``value`` (picklable), in rank order."""
@@ -150,6 +154,30 @@ class Group:
         store = dist.distributed_c10d._get_default_store()
         clone: Callable[[], dist.Store] = getattr(store, "clone", lambda: store)
         return Watchdog(dist.PrefixStore(f"zeroengine/{names[0]}", clone()), self.rank, hosts)
+
+
+def check_gpus(store: dist.Store, rank: int, world_size: int, gpu: str) -> None:
+    """Whether each rank has a GPU of its own, before NCCL is asked, which says so less clearly.
+
+    Args:
+        gpu: what this rank's GPU is called, the same on all ranks.
+
+    Raises:
+        ZeroEngineError: on every rank, where two share one.
+    """
+    store.set(str(rank), f"{own_host() or socket.gethostname()} {gpu}")
+    ranks_on: dict[str, list[int]] = {}
+    for other in range(world_size):
+        ranks_on.setdefault(store.get(str(other)).decode(), []).append(other)
+    shared = {where: ranks for where, ranks in ranks_on.items() if len(ranks) > 1}
+    if shared:
+        where, ranks = next(iter(shared.items()))
+        host, _, name = where.partition(" ")
+        raise ZeroEngineError(
+            f"ranks {' and '.join(map(str, ranks[:2]))} have the same GPU ({name} on {host}): NCCL needs one for each. "
+            "Start no more ranks on a node than it has GPUs (zero-launch --nproc), let each see its own "
+            "(CUDA_VISIBLE_DEVICES, LOCAL_RANK), or start torch.distributed with Gloo to compute on CPUs."
+        )
 
 
 def backend_of(group: dist.ProcessGroup | None, device_type: str) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import zlib
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from ..errors import DivergenceError
 from .base import Buffer, Done, ResizableBuffer, Work
+from .crossing import HostCopy, to_device
 from .watchdog import Watchdog
 
 # torch 2.13 renamed these.
@@ -20,20 +22,20 @@ class ArrivingWork:
     """A reduce-scatter into a spare buffer, added or copied to the shard when awaited."""
 
     def __init__(self, work: Work, shard: torch.Tensor, arrived: torch.Tensor, accumulate: bool) -> None:
-        self._work, self._shard, self._arrived, self._accumulate = work, shard, arrived, accumulate
-        self._done = False
+        self._work, self._shard, self._accumulate = work, shard, accumulate
+        self._arrived: torch.Tensor | None = arrived
 
     def wait(self) -> None:
-        if not self._done:
-            self._done = True
+        arrived, self._arrived = self._arrived, None
+        if arrived is not None:
             self._work.wait()
             if self._accumulate:
-                self._shard.add_(self._arrived)
+                self._shard.add_(arrived)
             else:
-                self._shard.copy_(self._arrived)
+                self._shard.copy_(arrived)
 
     def is_completed(self) -> bool:
-        return self._work.is_completed()
+        return self._arrived is None or self._work.is_completed()
 
 
 class NativeChannel:
@@ -61,7 +63,10 @@ class NativeChannel:
         return dist.all_reduce(full, group=self._group, async_op=True) or Done()
 
     def reusable(self, work: Work, patience: float) -> bool:
-        work.wait()  # orders the caller's stream behind it; the host goes on
+        """With patience the caller's stream is ordered behind ``work``, and the host goes on at once."""
+        if not patience:
+            return work.is_completed()
+        work.wait()
         return True
 
     def _record(self, what: str) -> None:
@@ -72,8 +77,21 @@ class NativeChannel:
             self._watchdog.record(self.last)
 
 
+@dataclass(frozen=True)
+class _Orders:
+    """What the ranks had run when they last met."""
+
+    summed: HostCopy
+    mine: tuple[float, float]
+    at: str
+
+
 class NativeTransport:
-    """See ``base.Transport``."""
+    """See ``base.Transport``.
+
+    The orders of all ranks travel with ``all_reduce_scalars``. They are compared later, by ``check_order`` or when the
+    ranks next meet, so that nobody waits for a device.
+    """
 
     overlaps = True
 
@@ -90,6 +108,7 @@ class NativeTransport:
         self._device, self._group, self._watchdog = device, reduce, watchdog
         self.gather = NativeChannel("gather", gather, watchdog)
         self.reduce = NativeChannel("reduce", reduce, watchdog)
+        self._orders: _Orders | None = None  # not compared yet
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=self._device)
@@ -101,16 +120,23 @@ class NativeTransport:
         return 1
 
     def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
+        self.check_order()
         self.reduce._record(label)
-        mine = [float(self.gather.order), float(self.reduce.order)]
-        sent = torch.cat([values, torch.tensor(mine, dtype=values.dtype, device=values.device)])
+        mine = (float(self.gather.order), float(self.reduce.order))
+        sent = torch.cat([values, to_device(mine, values.device, values.dtype)])
         dist.all_reduce(sent, group=self._group)
-        if self.name != "fake" and sent[-2:].tolist() != [self.world_size * order for order in mine]:
-            raise DivergenceError(
-                f"the ranks have run different units since the start: rank {self.rank} is at "
-                f"{self.gather.last}, {self.reduce.last}. Every rank must run the same modules in the same order."
-            )
+        if self.name != "fake":
+            self._orders = _Orders(HostCopy(sent[-2:]), mine, f"{self.gather.last}, {self.reduce.last}")
         return sent[:-2]
+
+    def check_order(self) -> None:
+        orders = self._orders
+        if orders is not None and orders.summed.read() != [self.world_size * order for order in orders.mine]:
+            raise DivergenceError(
+                f"the ranks have run different units since the start: rank {self.rank} was at {orders.at}. Every rank "
+                "must run the same modules in the same order."
+            )
+        self._orders = None
 
     def fence(self) -> None: ...
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -53,6 +55,9 @@ def _gradient_factor(
         arguments = (squared_norm.data_ptr(), scale, divisor, limit, skip, result.data_ptr())
         _cuda_library.call(cuda, "ze_cuda_gradient_factor", device, *arguments)
         return result
+    if device.type == "cpu":  # torch's square root on the CPU may be off by a bit
+        scaled = divisor if loss_scale is None else divisor * loss_scale.item()
+        return torch.tensor(_on_host(squared_norm.item(), scaled, limit, skip), dtype=torch.float64)
     whole = torch.full_like(squared_norm, divisor)
     if loss_scale is not None:
         whole = whole * loss_scale
@@ -60,6 +65,12 @@ def _gradient_factor(
     clip = torch.full_like(squared_norm, limit) / (grad_norm + 1e-6) if limit > 0 else torch.ones_like(grad_norm)
     overflow = squared_norm.isfinite().logical_not() if skip else torch.zeros_like(squared_norm)
     return torch.stack([torch.where(clip > 1, 1.0, clip) / whole, grad_norm, overflow.double()])
+
+
+def _on_host(squared_norm: float, divisor: float, limit: float, skip: bool) -> tuple[float, float, float]:
+    grad_norm = math.sqrt(squared_norm) / divisor
+    clip = limit / (grad_norm + 1e-6) if limit > 0 else 1.0
+    return (1.0 if clip > 1 else clip) / divisor, grad_norm, float(skip and not math.isfinite(squared_norm))
 
 
 _gradient_factor_op = torch.library.custom_op("zeroengine::gradient_factor", _gradient_factor, mutates_args=())

@@ -1,5 +1,6 @@
 """The sharded optimizer, and the optimizers and schedules that a configuration names."""
 
+from .device import Verdict
 from .factory import OptimizerLike, make_optimizer
 from .lion import Lion
 from .scaler import LossScaler
@@ -14,6 +15,7 @@ __all__ = [
     "OptimizerLike",
     "ShardedOptimizer",
     "UnitStates",
+    "Verdict",
     "check_optimizer",
     "make_optimizer",
     "make_scheduler",

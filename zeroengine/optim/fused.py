@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from .. import ops
+from ..comm import span
 from ..offload import Piece, Pipeline, Stream
 from ..runtime.gradients import UnitGradients
 from .segments import Segment, segments_of
@@ -78,8 +79,9 @@ class FusedAdam:
                 on_disk.append((states, flags))
                 continue
             part = self._part(states, 0, states.published.numel(), *self._tensors(states))
-            for segment in self._segments_of(states, flags):
-                self._adam(states, part, segment, factor)
+            with span("update", states.unit.name):
+                for segment in self._segments_of(states, flags):
+                    self._adam(states, part, segment, factor)
             publish(states.grads)
         if self._pipeline is not None:
             self._pipeline.run(

@@ -18,11 +18,12 @@ from typing import Any
 import torch
 
 from .. import ops
-from ..comm import Transport
+from ..comm import Transport, to_device
 from ..errors import ZeroEngineError
 from ..offload import DiskStore, Pipeline, held
 from ..partition import Degrees, ParamSlot, ShardSpan
 from ..runtime.gradients import UnitGradients
+from .device import DeviceAdam, Verdict
 from .factory import add_param_group
 from .fused import FusedAdam, runs_fused
 from .states import UnitStates
@@ -46,6 +47,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         moments_dtype: of Adam's moments; bf16 is rounded stochastically.
         homes: where each unit's states live, if not on the device.
         pipeline: what brings states on disk to the update.
+        on_device: whether a step is issued without waiting for its norm, where the fused kernel runs and no state is
+            on disk. None: on a GPU that zeroengine's kernels serve.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         moments_dtype: torch.dtype = torch.float32,
         homes: Sequence[DiskStore | None] = (),
         pipeline: Pipeline | None = None,
+        on_device: bool | None = None,
     ) -> None:
         self._transport, self._publish, self._zero_grad = transport, publish, zero_grad
         self._groups = _group_of_param(inner.param_groups)
@@ -87,6 +91,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if fused:
             for states in self.units:
                 states.adam_moments()
+        here = fused and bool(self.units) and all(u.home is None and u.grads.disk is None for u in self.units)
+        wanted = (here and _served(self.units[0].master.device)) if on_device is None else on_device
+        self._device: DeviceAdam | None = None
+        if here and wanted:
+            self._device = DeviceAdam(self, inner, self._groups, self.units, transport)
+
+    @property
+    def on_device(self) -> bool:
+        """Whether ``issue`` takes a step, rather than ``norm_and_use`` and ``update``."""
+        return self._device is not None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._built:
@@ -116,19 +130,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         One collective of a float64 vector: the squared norm of this rank's slices, then a flag for each
         parameter.
         """
-        values = torch.zeros(1 + sum(len(u.steps) for u in self.units), dtype=torch.float64)
+        device = self.units[0].master.device if self.units else torch.device("cpu")
         flags = [float(used) for states in self.units for used in states.grads.used]
-        values[1:] = torch.tensor(flags, dtype=torch.float64)
+        values = to_device([0.0, *flags], device)
         world = self._transport.world_size
         for states in self.units:
-            grads = states.grads
-            if grads.squared_norm is not None:
-                values[0] += grads.squared_norm
-                continue
-            start, stop = _slice_of_world(states, world)
-            values[0] += _squared_norm(grads.kept[start:stop]).cpu()
-        device = self.units[0].master.device if self.units else torch.device("cpu")
-        total = self._transport.all_reduce_scalars(values.to(device), "norm").tolist()
+            known = states.grads.squared_norm
+            values[0] += _squared_norm(states.gradient_for_norm(world)) if known is None else known
+        total = self._transport.all_reduce_scalars(values, "norm").tolist()
+        self._transport.check_order()
         used, at = [], 1
         for states in self.units:
             used.append([flag > 0 for flag in total[at : at + len(states.steps)]])
@@ -164,6 +174,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._update_on_shards(self._on_shards, factor, used)
             return
         self._fused.update(self.units, factor, used, self._publish)
+
+    def issue(self, divisor: float, limit: float, skip: bool) -> Verdict:
+        """A whole step: norm, clipping, update and publish. See ``DeviceAdam.step``."""
+        assert self._device is not None
+        return self._device.step(divisor, limit, skip, self._publish)
+
+    def settle(self) -> None:
+        """Returns with the step counts of ``units`` up to date: after ``issue`` they lag behind."""
+        if self._device is not None:
+            self._device.settle()
 
     def _update_on_shards(
         self, on_shards: torch.optim.Optimizer, factor: float, used: Sequence[Sequence[bool]]
@@ -230,6 +250,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             value: as long as this rank's shard where each element has one, else the value itself.
         """
         if self._on_shards is None and key == "step":
+            self.settle()
             states.steps[states.unit.layout.slots.index(slot)] = int(value.item())
             return
         for where, shape, kept in self._kept(states, slot):
@@ -247,6 +268,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Each piece of a parameter that this rank owns: where in the shard, its shape, the optimizer's state of it."""
         layout, unit = states.unit.layout, states.unit
         index = layout.slots.index(slot)
+        self.settle()
         for number, span in enumerate(layout.spans(unit.rank, unit.degrees.optimizer)):
             if span.slot != index:
                 continue
@@ -282,6 +304,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
 
 
+def _served(device: torch.device) -> bool:
+    return device.type == "cuda" and ops.cuda_library(device) is not None
+
+
 def _part(value: Any, param: torch.Tensor, span: ShardSpan, piece: torch.Tensor) -> Any:
     """What ``value``, an optimizer's first state of ``param`` (Adagrad has one), is for a piece of it."""
     if not isinstance(value, torch.Tensor) or value.shape != param.shape or not value.dim():
@@ -292,15 +318,6 @@ def _part(value: Any, param: torch.Tensor, span: ShardSpan, piece: torch.Tensor)
 def _squared_norm(gradient: torch.Tensor) -> torch.Tensor:
     gradient = torch.view_as_real(gradient).flatten() if gradient.is_complex() else gradient
     return gradient.dot(gradient) if gradient.dtype is torch.float64 else ops.squared_norm(gradient)
-
-
-def _slice_of_world(states: UnitStates, world: int) -> tuple[int, int]:
-    """This rank's 1/world of the unit, within the gradients that it keeps."""
-    layout, rank = states.unit.layout, states.unit.rank
-    if not states.grads.whole:
-        return 0, states.grads.kept.numel()
-    size = layout.numel // world
-    return rank * size, (rank + 1) * size
 
 
 def _group_of_param(groups: Iterable[dict[str, Any]]) -> dict[torch.Tensor, int]:

@@ -62,6 +62,14 @@ class UnitStates:
                     moment.zero_()
         return self.moments[0], self.moments[1]
 
+    def gradient_for_norm(self, world_size: int) -> torch.Tensor:
+        """This rank's 1/world of the summed gradients: the same elements at every stage."""
+        kept = self.grads.kept
+        if not self.grads.whole:
+            return kept
+        size = self.unit.layout.numel // world_size
+        return kept[self.unit.rank * size : (self.unit.rank + 1) * size]
+
     def reload_master(self) -> None:
         """Some of the published parameters were written from outside; the others keep their master's bits."""
         if self.mixed:

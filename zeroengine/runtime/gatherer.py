@@ -24,7 +24,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..comm import Transport
+from ..comm import Transport, span
 from ..errors import ReleasedParameterError, ZeroEngineError
 from .calls import Call, Hook
 from .eager import eager, untransformed
@@ -125,7 +125,7 @@ class Gatherer:
     def start(self, unit: Unit) -> None:
         """Issues the gather of a released unit."""
         if unit.state is State.RELEASED:
-            with untransformed():
+            with untransformed(), span("gather", unit.name):
                 unit.gather()
 
     def ensure(self, unit: Unit) -> None:
@@ -134,14 +134,15 @@ class Gatherer:
             return
         self.start(unit)
         assert unit.work is not None
-        with untransformed():
+        with untransformed(), span("await", unit.name):
             unit.work.wait()
             unit.expose()
 
     def refresh(self, unit: Unit) -> None:
         """After a publish: issues the gather of a unit that is never released. Awaited at its next use."""
         unit.guard(self._resolve)
-        unit.work = self._channel.all_gather(unit.full, unit.owned(unit.degrees.optimizer), unit.name)
+        with span("gather", unit.name):
+            unit.work = self._channel.all_gather(unit.full, unit.owned(unit.degrees.optimizer), unit.name)
 
     def settle(self) -> None:
         """Before a step: returns with no gather under way, every transient unit that nobody holds released."""

@@ -20,7 +20,7 @@ from itertools import zip_longest
 import torch
 from torch import nn
 
-from ..comm import Transport, Work
+from ..comm import Transport, Work, span
 from ..errors import ZeroEngineError
 from ..offload import DiskStore, held
 from .eager import eager
@@ -231,7 +231,8 @@ class Reducer:
     def _flush(self) -> None:
         bucket, self._bucket = self._bucket, []
         for grads in bucket:
-            self._reduce(grads)
+            with span("reduce", grads.unit.name):
+                self._reduce(grads)
 
     def _reduce(self, grads: UnitGradients) -> None:
         unit = grads.unit

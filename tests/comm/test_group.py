@@ -1,0 +1,35 @@
+"""Who shares a GPU."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+
+from zeroengine import ZeroEngineError
+from zeroengine.comm.group import check_gpus
+
+
+def told(gpus: list[str]) -> list[str]:
+    """What each of these ranks is told."""
+    store = dist.HashStore()
+
+    def check(rank: int) -> str:
+        try:
+            check_gpus(store, rank, len(gpus), gpus[rank])
+        except ZeroEngineError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(len(gpus)) as pool:
+        return list(pool.map(check, range(len(gpus))))
+
+
+def test_more_ranks_than_gpus_is_an_error_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZEROENGINE_HOST", "node-a")
+    assert told(["GPU-1", "GPU-2", "GPU-3"]) == ["", "", ""]
+    first, *others = told(["GPU-1", "GPU-2", "GPU-1", "GPU-1"])
+    assert others == [first] * 3
+    assert first.startswith("ranks 0 and 2 have the same GPU (GPU-1 on node-a): NCCL needs one for each.")
+    assert "--nproc" in first and "LOCAL_RANK" in first

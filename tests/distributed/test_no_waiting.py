@@ -1,0 +1,261 @@
+"""Nothing in forward, backward or step looks at a value on the device, and everything is issued in order.
+
+torch's ``fake`` process group stands in for NCCL, and the CUDA kernels, compiled for the CPU, take CPU tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.profiler import ProfilerActivity, profile
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import zeroengine
+from tests.ops import cuda
+from zeroengine import ops
+from zeroengine.comm import native
+from zeroengine.runtime.unit import Unit
+from zeroengine.start import make_engine
+
+from .models import TinyLM, batch, build, config
+from .ranks import run_ranks
+from .training import take_steps
+
+UNITS = ["tok", "blocks.*", "norm", "head"]  # each used once in a forward
+NAMES = ["tok", "blocks.0", "blocks.1", "blocks.2", "norm", "head"]
+
+
+class Looked(AssertionError):
+    """Somebody looked at a value."""
+
+
+READS_IN_PYTHON = {
+    *(getattr(torch.Tensor, name) for name in "item tolist numpy cpu __bool__ __int__ __float__ __index__".split()),
+    *(torch.equal, torch.allclose),
+}
+READS_IN_TORCH = ("_local_scalar_dense", "equal", "nonzero", "_unique2", "masked_select")
+
+
+class BlindPython(TorchFunctionMode):
+    """Reading a tensor's values from Python is an error."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in READS_IN_PYTHON:
+            raise Looked(f"{func} in Python")
+        return func(*args, **(kwargs or {}))
+
+
+class BlindTorch(TorchDispatchMode):
+    """So is an operation of torch's whose result has a shape, or is a number, that depends on them."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        indices = args[1] if name in ("index", "index_put", "index_put_") else ()
+        masked = any(index is not None and index.dtype is torch.bool for index in indices)
+        if masked or name in READS_IN_TORCH:
+            raise Looked(f"{func} in torch")
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def blind() -> Iterator[None]:
+    with BlindPython(), BlindTorch():
+        yield
+
+
+@contextmanager
+def emulated(path: Path) -> Iterator[None]:
+    """CPU tensors go to the CUDA kernels."""
+    with pytest.MonkeyPatch.context() as patch:
+        cuda.emulate(patch, path)
+        yield
+
+
+@pytest.fixture(scope="session")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return cuda.build_emulated(tmp_path_factory.mktemp("emulated"))
+
+
+def decaying(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+
+
+def engine_at(stage: int, more: dict[str, Any], on_device: bool | None = True) -> zeroengine.Engine:
+    if not dist.is_initialized():
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    model = build(functools.partial(TinyLM, tied=False))
+    return make_engine(model, None, config(stage, units=UNITS, **more), decaying, on_device=on_device)
+
+
+# -- nobody looks -------------------------------------------------------------------------------------
+
+
+def steps_blindly(path: Path, more: dict[str, Any]) -> list[tuple[int, int, bool, list[float], list[float]]]:
+    found = []
+    for stage in range(4):
+        with emulated(path):
+            engine, losses = engine_at(stage, copy.deepcopy(more)), []
+            for number in range(4):
+                with blind():
+                    losses.append(engine(*batch(number, 0)))
+                engine._conclude()  # the backward's first act: waits for the norm of the step before
+                with blind():
+                    engine.backward(losses[-1])
+                    verdict = engine.step()
+        by_the_cpu = take_steps(engine_at(stage, copy.deepcopy(more), on_device=False), range(4))
+        seen = [loss.item() for loss in losses]
+        found.append((engine.global_steps, engine.micro_steps, bool(verdict), seen, by_the_cpu))
+    return found
+
+
+MORE: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}, "optimizer_state_dtype": "bf16"},
+    "accumulation": {"bf16": {"enabled": True}, "gradient_accumulation_steps": 2},
+    "in buckets": {"zero_optimization": {"reduce_bucket_size": 10**6}, "prescale_gradients": True},
+}
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_no_value_is_looked_at_in_forward_backward_or_step(kernels: Path, name: str) -> None:
+    updates = 2 if name == "accumulation" else 4
+    for *counts, losses, by_the_cpu in run_ranks(1, steps_blindly, kernels, MORE[name])[0]:
+        assert counts == [updates, 4, True]
+        assert losses == pytest.approx(by_the_cpu, rel=1e-6), "the norm alone adds in another order"
+
+
+def who_looks(path: Path) -> list[str]:
+    with emulated(path):
+        engine = engine_at(2, {}, on_device=False)
+        engine.backward(engine(*batch(0, 0)))
+        x = torch.ones(3)
+        found = []
+        for look in (engine.step, x[0].item, lambda: max(x), lambda: x[x > 0], lambda: F.one_hot(x.long())):
+            with blind(), pytest.raises(Looked) as error:
+                look()
+            found.append(str(error.value))
+        return found
+
+
+def test_who_looks_is_caught(kernels: Path) -> None:
+    """A step that waits for its norm, first of all."""
+    found = run_ranks(1, who_looks, kernels)[0]
+    for what, message in zip(("tolist", "item", "__bool__", "index", "_local_scalar_dense"), found, strict=True):
+        assert what in message
+
+
+# -- in order -----------------------------------------------------------------------------------------
+
+
+class Trace:
+    """What is issued, awaited, computed and released, in order."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.events: list[str] = []
+        self.patches = ExitStack()
+        for name in NAMES:
+            module = model.get_submodule(name)
+            module.register_forward_hook(lambda *_, n=name: self.events.append(f"compute {n}"), prepend=True)
+        self.spy(native.NativeChannel, "all_gather", lambda channel, full, shard, label: f"gather {label}")
+        self.spy(native.NativeChannel, "reduce_scatter", lambda channel, shard, full, label, *_: f"reduce {label}")
+        self.spy(native.NativeTransport, "all_reduce_scalars", lambda transport, values, label: f"sum {label}")
+        self.spy(Unit, "expose", lambda unit: f"ready {unit.name}")
+        self.spy(Unit, "release", lambda unit, resolver: f"release {unit.name}")
+        self.spy(ops.AdamTable, "prepare", lambda *_: "prepare")
+        self.spy(ops.AdamTable, "update", lambda table, number, *_: f"update {NAMES[number]}")
+
+    def spy(self, owner: type, name: str, event: Callable[..., str]) -> None:
+        real = getattr(owner, name)
+
+        @functools.wraps(real)
+        def spied(*args: Any, **kwargs: Any) -> Any:
+            self.events.append(event(*args))
+            return real(*args, **kwargs)
+
+        self.patches.enter_context(mock.patch.object(owner, name, spied))
+
+    def take(self) -> list[str]:
+        taken, self.events[:] = list(self.events), []
+        return taken
+
+
+def traced(path: Path, stage: int) -> list[list[str]]:
+    found = []
+    with emulated(path):
+        engine = engine_at(stage, {"zero_optimization": {"reduce_bucket_size": 1, "prefetch_bucket_size": 4000}})
+        trace = Trace(engine.module)
+        with trace.patches:
+            for number in range(3):
+                trace.take()
+                loss = engine(*batch(number, 0))
+                forward = trace.take()
+                engine.backward(loss)
+                backward = trace.take()
+                engine.step()
+                found = [forward, backward, trace.take()]
+    return found
+
+
+def at(events: list[str], event: str) -> int:
+    assert event in events, (event, events)
+    return events.index(event)
+
+
+def test_at_stage_3_units_are_gathered_ahead_used_and_released_in_order(kernels: Path) -> None:
+    forward, backward, step = run_ranks(1, traced, kernels, 3)[0]
+    for name, following in zip(NAMES, [*NAMES[1:], None], strict=True):
+        assert at(forward, f"gather {name}") < at(forward, f"ready {name}") < at(forward, f"compute {name}")
+        if following is not None:
+            assert at(forward, f"compute {name}") < at(forward, f"release {name}") < at(forward, f"compute {following}")
+    assert "release head" not in forward, "its backward comes next"
+    assert at(forward, "gather blocks.1") < at(forward, "compute blocks.0"), "ahead of its use"
+    reduces = [event for event in backward if event.startswith("reduce")]
+    assert reduces == [f"reduce {name}" for name in NAMES[::-1]]
+    for name in NAMES[:-1]:
+        assert at(backward, f"gather {name}") < at(backward, f"ready {name}") < at(backward, f"reduce {name}")
+    assert at(backward, "gather blocks.0") < at(backward, "reduce blocks.1"), "the next gather goes before the reduce"
+    assert [event for event in step if not event.startswith("release")] == [
+        "sum norm",
+        "prepare",
+        *(f"update {name}" for name in NAMES),
+    ]
+
+
+def test_at_stage_2_each_unit_is_gathered_as_soon_as_it_is_updated(kernels: Path) -> None:
+    forward, backward, step = run_ranks(1, traced, kernels, 2)[0]
+    assert step == ["sum norm", "prepare", *(f"{what} {n}" for n in NAMES for what in ("update", "gather"))]
+    assert forward == [f"{what} {name}" for name in NAMES for what in ("ready", "compute")], "awaited where it is used"
+    assert backward == [f"reduce {name}" for name in NAMES[::-1]]
+
+
+# -- by name ------------------------------------------------------------------------------------------
+
+
+def profiled(path: Path, on_device: bool) -> list[str]:
+    with emulated(path):
+        engine = engine_at(3, {}, on_device)
+        for number in range(2):
+            with profile(activities=[ProfilerActivity.CPU]) as profiler:
+                engine.backward(engine(*batch(number, 0)))
+                engine.step()
+    return sorted({event.name for event in profiler.events() if event.name.startswith("zeroengine")})
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_a_profiler_shows_units_by_name(kernels: Path, on_device: bool) -> None:
+    whats = ("await", "gather", "reduce", "update")
+    found = run_ranks(1, profiled, kernels, on_device)[0]
+    assert found == sorted([f"zeroengine: {w} {n}" for w in whats for n in NAMES] + ["zeroengine: norm"] * on_device)

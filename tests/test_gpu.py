@@ -1,0 +1,198 @@
+"""On a GPU: the whole engine trains without waiting for it, to the numbers of plain PyTorch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zeroengine
+from tests.distributed.models import TinyLM, batch, build, config
+from tests.distributed.ranks import run_ranks
+from zeroengine import ops
+from zeroengine.comm.base import ResizableBuffer
+from zeroengine.start import make_engine
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}, "optimizer_state_dtype": "bf16"},
+}
+untied = functools.partial(TinyLM, tied=False)
+
+
+@pytest.fixture(autouse=True)
+def library() -> None:
+    if ops.cuda_library(torch.device("cuda", 0)) is None:
+        pytest.skip("zeroengine's CUDA library was not built, or not for this GPU")
+
+
+def decaying(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+
+
+def engine_at(stage: int, **more: Any) -> zeroengine.Engine:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    return make_engine(build(untied), None, config(stage, **more), decaying)
+
+
+def on_gpu(number: int, rank: int) -> tuple[torch.Tensor, ...]:
+    return tuple(x.pin_memory().cuda(non_blocking=True) for x in batch(number, rank))
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Any operation of torch's that waits for the GPU is an error."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def steps_without_waiting(stage: int, more: dict[str, Any]) -> tuple[int, int, bool]:
+    engine = engine_at(stage, **more)
+    assert engine.optimizer.on_device
+    data = [on_gpu(number, engine.rank) for number in range(6)]
+    for number in range(6):
+        loss = engine(*data[number])
+        with no_waiting() if number > 1 else nullcontext():
+            engine.backward(loss)
+            verdict = engine.step()
+    return engine.global_steps, engine.skipped_steps, bool(verdict)
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_forward_backward_and_step_wait_for_nothing(name: str) -> None:
+    assert run_ranks(1, steps_without_waiting, 2, PRECISIONS[name])[0] == (6, 0, True)
+
+
+def busy(more: dict[str, Any]) -> bool:
+    """Whether ``step`` returns while the GPU still has all of the step before it."""
+    engine = engine_at(2, **more)
+    for number in range(2):
+        engine.backward(engine(*on_gpu(number, 0)))
+        engine.step()
+    loss = engine(*on_gpu(2, 0))
+    engine.backward(loss)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)  # about a second
+    before = torch.cuda.Event()
+    before.record()
+    engine.step()
+    return before.query()
+
+
+def test_step_returns_while_the_gpu_is_busy() -> None:
+    assert not run_ranks(1, busy, {})[0]
+
+
+def overflowing() -> tuple[list[bool], int, int, float, bool]:
+    engine = engine_at(1)
+    param = engine.module.blocks[1].down.weight
+    spoil = [1.0]
+    param.register_hook(lambda grad: grad * spoil[0])
+    verdicts = []
+    for number in range(4):
+        spoil[0] = float("inf") if number == 2 else 1.0
+        before = zeroengine.full_master(param)
+        engine.backward(engine(*on_gpu(number, 0)))
+        verdicts.append(engine.step())
+        if number == 2:
+            same = torch.equal(zeroengine.full_master(param), before)
+    count = zeroengine.full_optimizer_state(param, "step").item()
+    return [bool(verdict) for verdict in verdicts], engine.global_steps, engine.skipped_steps, count, same
+
+
+def test_an_overflow_changes_nothing() -> None:
+    assert run_ranks(1, overflowing)[0] == ([True, True, False, True], 3, 1, 3.0, True)
+
+
+def losses(device_path: bool) -> list[float]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    engine = make_engine(build(untied).cuda(), None, config(2), decaying, on_device=device_path)
+    found = []
+    for number in range(8):
+        loss = engine(*on_gpu(number, 0))
+        engine.backward(loss)
+        engine.step()
+        found.append(loss)
+    return [loss.item() for loss in found]
+
+
+def test_losses_are_those_of_a_step_that_waits() -> None:
+    issued, waiting = (run_ranks(1, losses, path)[0] for path in (True, False))
+    assert issued == pytest.approx(waiting, rel=1e-6), "the norm adds in another order"
+
+
+# -- several GPUs -------------------------------------------------------------------------------------
+
+several = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
+
+
+def trained(stage: int, more: dict[str, Any]) -> tuple[list[float], float]:
+    engine = engine_at(stage, **more)
+    data = [on_gpu(number, engine.rank) for number in range(8)]
+    found = []
+    for number in range(8):
+        loss = engine(*data[number])
+        with no_waiting() if number > 1 else nullcontext():
+            engine.backward(loss)
+            engine.step()
+        mean = loss.detach().double()
+        dist.all_reduce(mean)
+        found.append(mean.item() / dist.get_world_size())
+    return found, engine.grad_norm
+
+
+@several
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_every_stage_trains_alike_over_nccl_and_waits_for_nothing(name: str) -> None:
+    found = {stage: run_ranks(2, trained, stage, PRECISIONS[name]) for stage in range(4)}
+    for ranks in found.values():
+        assert ranks[0] == ranks[1]
+        assert ranks[0][0] == pytest.approx(found[0][0][0], rel=1e-5 if name == "fp32" else 2e-2)
+
+
+def sharing() -> str:
+    torch.cuda.set_device(0)
+    with pytest.raises(zeroengine.ZeroEngineError) as error:
+        zeroengine.initialize(build(untied).to("cuda:0"), config=config(2))
+    return str(error.value)
+
+
+def test_two_ranks_on_one_gpu_are_refused() -> None:
+    for message in run_ranks(2, sharing):
+        assert message.startswith("ranks 0 and 1 have the same GPU (")
+
+
+# -- memory that a kernel still reads ------------------------------------------------------------------
+
+
+def slow_reader(side_by_side: bool) -> tuple[float, bool]:
+    """A full buffer is released while a slow kernel reads it, and its memory is taken again at once."""
+    torch.cuda.init()
+    numel = 1 << 22
+    first = torch.cuda.current_stream()
+    second = torch.cuda.Stream() if side_by_side else first
+    buffer = ResizableBuffer(torch.full((numel,), 3.0, device="cuda"))
+    at = buffer.tensor.data_ptr()
+    second.wait_stream(first)
+    with torch.cuda.stream(second):
+        torch.cuda._sleep(500_000_000)
+        total = buffer.tensor.double().sum()
+        buffer.free()
+    other = torch.full((numel,), 5.0, device="cuda")
+    torch.cuda.synchronize()
+    return total.item() / numel, other.data_ptr() == at
+
+
+@pytest.mark.parametrize("side_by_side", [False, True])
+def test_released_memory_is_taken_again_behind_those_who_read_it(side_by_side: bool) -> None:
+    assert run_ranks(1, slow_reader, side_by_side)[0] == (3.0, True)

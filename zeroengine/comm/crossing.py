@@ -1,0 +1,34 @@
+"""A few numbers that cross between host and device, while neither waits for the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+class HostCopy:
+    """The values of a small tensor, as they are when the current stream gets here, for the host to read later.
+
+    The tensor itself must not be written again. On CUDA they go into pinned memory, with an event behind them.
+    """
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values = values
+        self._event: torch.cuda.Event | None = None
+        if values.is_cuda:
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(values.device))
+
+    def read(self) -> list[float]:
+        """The values; waits until they are here, and for nothing that was issued after them."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._values.tolist()
+
+
+def to_device(values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """A 1-D tensor on ``device``. From pinned memory, which torch keeps until the copy is through."""
+    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)

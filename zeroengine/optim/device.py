@@ -1,0 +1,149 @@
+"""Adam's step where the states are: issued at once, by a host that does not know yet what comes of it.
+
+[Note: A step without waiting]
+    squared norm, use flags -> sum over ranks -> factor, overflow -> counts and factors -> update, publish, by unit
+                                                        |
+                                                     Verdict
+All of it is issued to the device, and the host goes on. On overflow the kernels write nothing and count nothing; units
+are published all the same, with the values they had. What the host wants to know is copied to it before the update, so
+that whoever waits for it leaves the device the update to do.
+
+The device's step counts are the ones that the update obeys. Those of the host, for checkpoints and surgery, follow
+with the verdict; where they were written from outside, the device's follow them at the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from .. import ops
+from ..comm import HostCopy, Transport, span, to_device
+from ..ops import AdamBuffer, AdamSegment, AdamTable
+from ..runtime.gradients import UnitGradients
+from .states import UnitStates
+
+
+class Verdict:
+    """What became of a step: true if it updated parameters. Whoever looks waits for the norm, not for the rest."""
+
+    def __init__(self, values: HostCopy) -> None:
+        self._copy = values
+
+    @cached_property
+    def _values(self) -> list[float]:
+        return self._copy.read()
+
+    def __bool__(self) -> bool:
+        return not self._values[2]
+
+    def __repr__(self) -> str:
+        return "updated" if self else "skipped"
+
+    @property
+    def grad_norm(self) -> float:
+        """Of the mean gradient, before clipping."""
+        return self._values[1]
+
+    @property
+    def used(self) -> list[bool]:
+        """Which parameters, over all units, got a gradient on any rank."""
+        return [flag > 0 for flag in self._values[3:]]
+
+
+class DeviceAdam:
+    """Adam and AdamW, as ``FusedAdam`` in memory to the last bit, without knowing factor and flags on the host.
+
+    Args:
+        optimizer: whose ``param_groups`` hold the hyperparameters.
+        inner: the optimizer that says which of the two it is.
+        group_of: from a parameter to its group's number.
+        units: all on one device, none on disk.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inner: torch.optim.Optimizer,
+        group_of: dict[torch.Tensor, int],
+        units: Sequence[UnitStates],
+        transport: Transport,
+    ) -> None:
+        self._optimizer, self._units, self._transport = optimizer, units, transport
+        self._decoupled = isinstance(inner, torch.optim.AdamW)
+        self._device = units[0].master.device
+        self._counts = [0] * sum(len(states.steps) for states in units)  # as the table has them
+        self._table = AdamTable(
+            list(_buffers(units, group_of)), len(inner.param_groups), len(self._counts), self._device
+        )
+        self._flags: list[float] = []
+        self._flags_there = torch.empty(0)  # the same, on the device
+        self._verdict: Verdict | None = None  # until the host's counts have followed
+
+    def step(self, divisor: float, limit: float, skip: bool, publish: Callable[[UnitGradients], None]) -> Verdict:
+        """Issues norm, clipping, update and publish.
+
+        Args:
+            divisor, limit, skip: as of ``ops.gradient_factor``.
+            publish: called with each unit right after its update.
+        """
+        self.settle()
+        self._follow_the_host()
+        self._table.set_groups([self._hyperparameters(group) for group in self._optimizer.param_groups])
+        with span("norm"):
+            world = self._transport.world_size
+            norm = ops.squared_norms([states.gradient_for_norm(world) for states in self._units])
+            total = self._transport.all_reduce_scalars(torch.cat([norm.view(1), self._use()]), "norm")
+        factor, used = ops.gradient_factor(total[0], divisor=divisor, limit=limit, skip=skip), total[1:]
+        self._verdict = verdict = Verdict(HostCopy(torch.cat([factor, used])))
+        self._table.prepare(factor, used)
+        for i, states in enumerate(self._units):
+            published = states.published if states.mixed else None
+            with span("update", states.unit.name):
+                self._table.update(i, states.master, states.gradient, *states.adam_moments(), published)
+            publish(states.grads)
+        return verdict
+
+    def settle(self) -> None:
+        """Returns with the host's step counts those of the device."""
+        verdict, self._verdict = self._verdict, None
+        if verdict is not None and verdict:
+            used = iter(verdict.used)
+            for states in self._units:
+                states.steps = [step + next(used) for step in states.steps]
+            self._counts = self._counts_of_the_host()
+
+    def _counts_of_the_host(self) -> list[int]:
+        return [step for states in self._units for step in states.steps]
+
+    def _follow_the_host(self) -> None:
+        counts = self._counts_of_the_host()
+        if counts != self._counts:
+            self._table.steps.copy_(to_device(counts, self._device, torch.int64))
+            self._counts = counts
+
+    def _use(self) -> torch.Tensor:
+        flags = [float(used) for states in self._units for used in states.grads.used]
+        if flags != self._flags:
+            self._flags, self._flags_there = flags, to_device(flags, self._device)
+        return self._flags_there
+
+    def _hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
+        decoupled = self._decoupled or bool(group.get("decoupled_weight_decay", False))
+        return {key: value for key, value in group.items() if key != "params"} | {"decoupled": decoupled}
+
+
+def _buffers(units: Sequence[UnitStates], group_of: dict[torch.Tensor, int]) -> Iterator[AdamBuffer]:
+    """A segment for each parameter in a unit's shard, and a step count for each parameter of all units."""
+    first = 0
+    for states in units:
+        unit = states.unit
+        segments = [
+            AdamSegment(s.shard_offset, s.shard_offset + s.numel, group_of[unit.params[s.slot]], first + s.slot)
+            for s in unit.layout.spans(unit.rank, unit.degrees.optimizer)
+        ]
+        yield AdamBuffer(segments, seed=states.number << 32, offset=states.offset)
+        first += len(unit.params)
