@@ -254,6 +254,10 @@ class Engine:
         copies = self.world_size * self.config.gradient_accumulation_steps
         return copies * self._scaler.scale / self.reducer.predivide
 
+    def _norm_label(self) -> str:
+        """Ranks that sum gradients of different scales are refused, as if they ran different units."""
+        return f"norm at loss scale {self._scaler.scale:g}" if self.config.scales_loss else "norm"
+
     def _entering_backward(self) -> None:
         """Hooks that a backward runs into come here; the first one begins it where it is a plain ``loss.backward``.
 
@@ -359,7 +363,7 @@ class Engine:
             return False
         if self.optimizer.on_device:
             return self._issue()
-        norm, used = self.optimizer.norm_and_use()
+        norm, used = self.optimizer.norm_and_use(self._norm_label())
         divisor = self._divisor()
         self.grad_norm = norm / divisor
         finite = math.isfinite(norm)
@@ -381,7 +385,7 @@ class Engine:
 
     def _issue(self) -> Verdict:
         """An update whose verdict is not known yet. See the note in ``late.py``."""
-        verdict = self.optimizer.issue(self._divisor(), self.config.gradient_clipping, self._skips)
+        verdict = self.optimizer.issue(self._divisor(), self.config.gradient_clipping, self._skips, self._norm_label())
         self._let_peers_read()
         late = not self.config.scales_loss and can_be_taken_back(self.lr_scheduler)
         groups = self.optimizer.param_groups

@@ -124,6 +124,27 @@ def test_ranks_that_run_different_units_are_told_which(transport: str, timeout: 
             assert "with zeroengine.gathered(module):" in message
 
 
+def scale_differently(transport: str, timeout: float) -> tuple[str, float]:
+    rank = start()
+    comm, fp16 = {"transport": transport, "timeout_seconds": timeout}, {"enabled": True, "loss_scale": 8}
+    engine = zeroengine.initialize(build(TinyLM), config=config(2, comm=comm, fp16=fp16))
+
+    def run() -> None:
+        for step in range(2):
+            engine.backward(engine(*batch(step, rank)))
+            engine.step()
+            if rank == 1:
+                engine.loss_scale = 16
+
+    return until_error(run)
+
+
+@BOTH
+def test_ranks_whose_loss_scales_differ_are_told(transport: str) -> None:
+    for rank, (message, seconds) in enumerate(run_ranks(2, scale_differently, transport, PATIENCE)):
+        assert seconds < SOON and f"loss scale {(8, 16)[rank]}" in message, message
+
+
 def skip_without_gathered() -> tuple[str, float]:
     rank = start()
     engine = initialize(Skipping, 3, "shm", LONG)

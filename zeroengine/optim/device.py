@@ -83,11 +83,14 @@ class DeviceAdam:
         self._flags_there = torch.empty(0)  # the same, on the device
         self._verdict: Verdict | None = None  # until the host's counts have followed
 
-    def step(self, divisor: float, limit: float, skip: bool, publish: Callable[[UnitGradients], None]) -> Verdict:
+    def step(
+        self, divisor: float, limit: float, skip: bool, label: str, publish: Callable[[UnitGradients], None]
+    ) -> Verdict:
         """Issues norm, clipping, update and publish.
 
         Args:
             divisor, limit, skip: as of ``ops.gradient_factor``.
+            label: of the norm's collective.
             publish: called with each unit right after its update.
         """
         self.settle()
@@ -96,7 +99,7 @@ class DeviceAdam:
         with span("norm"):
             world = self._transport.world_size
             norm = ops.squared_norms([states.gradient_for_norm(world) for states in self._units])
-            total = self._transport.all_reduce_scalars(torch.cat([norm.view(1), self._use()]), "norm")
+            total = self._transport.all_reduce_scalars(torch.cat([norm.view(1), self._use()]), label)
         factor, used = ops.gradient_factor(total[0], divisor=divisor, limit=limit, skip=skip), total[1:]
         self._verdict = verdict = Verdict(HostCopy(torch.cat([factor, used])))
         self._table.prepare(factor, used)

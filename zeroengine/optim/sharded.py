@@ -124,7 +124,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # -- norm -------------------------------------------------------------------------------------
 
-    def norm_and_use(self) -> tuple[float, list[list[bool]]]:
+    def norm_and_use(self, label: str = "norm") -> tuple[float, list[list[bool]]]:
         """The global norm of the summed gradients, and which parameters got any gradient on any rank.
 
         One collective of a float64 vector: the squared norm of this rank's slices, then a flag for each
@@ -137,7 +137,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for states in self.units:
             known = states.grads.squared_norm
             values[0] += _squared_norm(states.gradient_for_norm(world)) if known is None else known
-        total = self._transport.all_reduce_scalars(values, "norm").tolist()
+        total = self._transport.all_reduce_scalars(values, label).tolist()
         self._transport.check_order()
         used, at = [], 1
         for states in self.units:
@@ -175,10 +175,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return
         self._fused.update(self.units, factor, used, self._publish)
 
-    def issue(self, divisor: float, limit: float, skip: bool) -> Verdict:
+    def issue(self, divisor: float, limit: float, skip: bool, label: str = "norm") -> Verdict:
         """A whole step: norm, clipping, update and publish. See ``DeviceAdam.step``."""
         assert self._device is not None
-        return self._device.step(divisor, limit, skip, self._publish)
+        return self._device.step(divisor, limit, skip, label, self._publish)
 
     def settle(self) -> None:
         """Returns with the step counts of ``units`` up to date: after ``issue`` they lag behind."""
