@@ -7,7 +7,6 @@ import dataclasses
 import logging
 import math
 import os
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,6 +15,7 @@ from torch import nn
 
 from . import birth
 from .access import Access
+from .backward import Backward
 from .comm import Group
 from .config import FLOATS, Config
 from .data import ResumableLoader
@@ -90,7 +90,6 @@ class Engine:
         self.global_steps = self.micro_steps = self.skipped_steps = 0
         self.grad_norm = None
         self._group = group
-        self._in_backward = self._backward_done = False
         self._parking = Parking()
         zero = config.zero_optimization
         self._transport = group.transport(config.comm.transport, config.comm.timeout_seconds)
@@ -106,15 +105,15 @@ class Engine:
         birth.guard(model, self._units)
         precision.prepare_buffers(model, config, group.device, group.broadcast)
         self._scaler = LossScaler.of(config.fp16) if config.scales_loss else LossScaler()
-        self._scaled_in: int | None = None  # the backward (autograd's number) whose loss is scaled; -1: ``backward``'s
+        self._backward = Backward(self._scaler, config.scales_loss, self._backward_begins)
         self.gatherer = Gatherer(
             model,
             self._units,
             self._transport,
             prefetch_numel=zero.prefetch_bucket_size if zero.overlap_comm else 0,
             max_live_numel=zero.max_live_parameters,
-            entering_backward=self._entering_backward,
-            abandon_backward=self._abandon_backward,
+            entering_backward=self._backward.entering,
+            abandon_backward=self._backward.abandon,
         )
         self.reducer = Reducer(
             self._units,
@@ -124,10 +123,11 @@ class Engine:
             reduce_dtype=config.reduce_dtype,
             predivide=config.predivide(group.world_size),
             complete=self.gatherer.complete,
-            entering_backward=self._entering_backward,
-            arriving=self._arriving,
+            entering_backward=self._backward.entering,
+            arriving=self._backward.arriving,
             disks=self._placement.optimizer,
         )
+        self._backward.gatherer, self._backward.reducer = self.gatherer, self.reducer
         with group.agreeing("to initialize"):
             self.optimizer = ShardedOptimizer(
                 optimizer,
@@ -210,27 +210,11 @@ class Engine:
                 "torch.no_grad(), without .detach() or .item()"
             )
         self._parking.check("backward()")
-        self._abandon_backward()
-        self._begin_backward()
-        self._scaled_in = -1
-        (loss if self._scaler.scale == 1 else _wide(loss) * self._scaler.scale).backward(
-            retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
-        )
-        self._end_backward()
+        self._backward.run(loss, retain_graph, create_graph, inputs)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """``loss`` times ``loss_scale``, at least in fp32, for a plain ``engine.scale(loss).backward()``."""
-        scaled = _wide(loss) * self._scaler.scale
-        me = weakref.ref(self)
-
-        def starts(_: torch.Tensor) -> None:
-            engine = me()
-            if engine is not None:
-                engine._scaled_in = torch._C._current_graph_task_id()
-
-        if scaled.requires_grad:
-            scaled.register_hook(starts)
-        return scaled
+        return self._backward.scaled(loss)
 
     @property
     def loss_scale(self) -> float:
@@ -242,7 +226,7 @@ class Engine:
             raise ZeroEngineError(
                 'loss_scale: only fp16 scales the loss; enable it with "fp16": {"enabled": true} in the configuration'
             )
-        if self._backward_done or self.micro_steps % self.config.gradient_accumulation_steps:
+        if self._backward.done or self.micro_steps % self.config.gradient_accumulation_steps:
             raise ZeroEngineError(
                 "loss_scale: the gradients of this step so far have another scale. Assign to it after the step() that "
                 "ends one, before the next backward."
@@ -258,48 +242,9 @@ class Engine:
         """Ranks that sum gradients of different scales are refused, as if they ran different units."""
         return f"norm at loss scale {self._scaler.scale:g}" if self.config.scales_loss else "norm"
 
-    def _entering_backward(self) -> None:
-        """Hooks that a backward runs into come here; the first one begins it where it is a plain ``loss.backward``.
-
-        A callback belongs to the innermost backward, such as that of a reentrant checkpoint: ``backward`` above
-        does without.
-        """
-        if not self._in_backward:
-            self._begin_backward()
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
-
-    def _arriving(self) -> None:
-        """A parameter has a gradient."""
-        if self.config.scales_loss and self._scaled_in is None:
-            raise ZeroEngineError(
-                "loss.backward() without the loss scale that fp16 needs: call engine.backward(loss), or "
-                "engine.scale(loss).backward()"
-            )
-
-    def _begin_backward(self) -> None:
-        self._in_backward = True
+    def _backward_begins(self) -> bool:
         self._conclude()
-        if self.reducer.wanted():
-            self.reducer.boundary = self.is_gradient_accumulation_boundary()
-            self.reducer.begin_backward()
-
-    @eager
-    def _end_backward(self) -> None:
-        self._in_backward = False
-        if torch._C._current_graph_task_id() == self._scaled_in:  # else of a checkpoint within it
-            self._scaled_in = None
-        if self.reducer.in_backward:  # else of another model's loss, with all parameters here frozen meanwhile
-            self._backward_done = True
-            self.reducer.end_backward()
-        self.gatherer.end_backward()
-
-    def _abandon_backward(self) -> None:
-        """If the last backward raised, part of its gradients is there and part is not: all since the last step go."""
-        self._scaled_in = None
-        if self._in_backward:
-            self._in_backward = self._backward_done = False
-            self.reducer.abandon()
-            self.gatherer.end_backward()
+        return self.is_gradient_accumulation_boundary()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients that came since the last ``step``: those that another model's loss left here.
@@ -309,16 +254,15 @@ class Engine:
         Raises:
             ZeroEngineError: earlier micro-steps of this step would lose theirs, too.
         """
-        self._abandon_backward()
-        if not self._backward_done:
+        self._backward.abandon()
+        if not self._backward.done:
             return
         if self.micro_steps % self.config.gradient_accumulation_steps:
             raise ZeroEngineError(
                 "zero_grad() between backward() and step(), with gradients of earlier micro-steps: they would be lost. "
                 "Call it before the first backward of a step."
             )
-        self._backward_done = False
-        self.reducer.abandon()
+        self._backward.drop()
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-step in progress ends with an update."""
@@ -341,7 +285,7 @@ class Engine:
         """
         self._parking.check("step()")
         self._placement.check()
-        if not self._backward_done:
+        if not self._backward.done:
             raise ZeroEngineError("step() without backward(): call engine.backward(loss) (or loss.backward()) first")
         boundary = self.is_gradient_accumulation_boundary()
         if boundary and not self.reducer.syncing:
@@ -357,7 +301,7 @@ class Engine:
         if boundary:
             self.reducer.finish()
             self.gatherer.settle()  # if it raises nothing has changed, and step() may be called again
-        self._backward_done = False
+        self._backward.done = False
         self.micro_steps += 1
         if not boundary:
             return False
@@ -661,7 +605,7 @@ class Engine:
         with self._group.agreeing("to save a checkpoint"):
             self._parking.check("save_checkpoint()")
             self._placement.check()
-            if self._backward_done or self.micro_steps % self.config.gradient_accumulation_steps:
+            if self._backward.done or self.micro_steps % self.config.gradient_accumulation_steps:
                 raise ZeroEngineError(
                     "save_checkpoint() between the micro-steps of a step would lose their gradients: call it after a "
                     "step() that ended one"
@@ -699,7 +643,7 @@ class Engine:
         """
         self._parking.check("load_checkpoint()")
         self._conclude()
-        self._abandon_backward()
+        self._backward.abandon()
         self.gatherer.settle()
         restored = self._checkpointer().load(
             directory, tag, weights_only=weights_only, strict=strict, fallback=fallback
@@ -772,7 +716,7 @@ class Engine:
                     "load_weights() inside `with zeroengine.gathered(...)`: its end would write the old values back. "
                     "Leave the `with` first."
                 )
-        self._abandon_backward()
+        self._backward.abandon()
         self.gatherer.settle()
         found = load(self._trained(), weights, strict)
         birth.loaded(self._units, found.missing_keys)
@@ -826,7 +770,3 @@ class Engine:
         self.gatherer.settle()
         self._transport.close()
         self._placement.close()
-
-
-def _wide(loss: torch.Tensor) -> torch.Tensor:
-    return loss.to(torch.promote_types(loss.dtype, torch.float32))

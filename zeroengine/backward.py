@@ -1,0 +1,115 @@
+"""The backward in progress: where it begins and ends, and whether its loss is scaled."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+
+from .errors import ZeroEngineError
+from .optim import LossScaler
+from .runtime import Gatherer, Reducer, eager
+
+BY_ENGINE = -1  # no number of autograd's
+
+
+class Backward:
+    """The backward in progress, whoever began it: ``Engine.backward``, or a plain ``loss.backward()`` that met a hook.
+
+    Args:
+        scales: whether the loss must be scaled.
+        begins: called as one begins; whether the micro-step that it belongs to ends with an update.
+
+    Attributes:
+        gatherer, reducer: set when they are made, for they call ``entering``, ``arriving`` and ``abandon``.
+        done: whether gradients have come since the last step.
+    """
+
+    gatherer: Gatherer
+    reducer: Reducer
+
+    def __init__(self, scaler: LossScaler, scales: bool, begins: Callable[[], bool]) -> None:
+        self._scaler, self._scales, self._begins = scaler, scales, begins
+        self._in_progress = self.done = False
+        self._scaled: int | None = None  # autograd's number of the backward whose loss is scaled
+
+    def run(
+        self, loss: torch.Tensor, retain_graph: bool, create_graph: bool, inputs: Sequence[torch.Tensor] | None
+    ) -> None:
+        """``loss.backward``, of the scaled loss."""
+        self.abandon()
+        self._begin()
+        self._scaled = BY_ENGINE
+        (loss if self._scaler.scale == 1 else self._times_scale(loss)).backward(
+            retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
+        )
+        self._end()
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss for a plain ``backward()``, which tells by it that it is scaled."""
+        scaled = self._times_scale(loss)
+        me = weakref.ref(self)
+
+        def starts(_: torch.Tensor) -> None:
+            backward = me()
+            if backward is not None:
+                backward._scaled = torch._C._current_graph_task_id()
+
+        if scaled.requires_grad:
+            scaled.register_hook(starts)
+        return scaled
+
+    def _times_scale(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss.to(torch.promote_types(loss.dtype, torch.float32)) * self._scaler.scale
+
+    def entering(self) -> None:
+        """Hooks that a backward runs into come here; the first one begins it where it is a plain ``loss.backward``.
+
+        A callback belongs to the innermost backward, such as that of a reentrant checkpoint: ``run`` does without.
+        """
+        if not self._in_progress:
+            self._begin()
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
+
+    def arriving(self) -> None:
+        """A parameter has a gradient.
+
+        Raises:
+            ZeroEngineError: of a loss that is not scaled.
+        """
+        if self._scales and self._scaled is None:
+            raise ZeroEngineError(
+                "loss.backward() without the loss scale that fp16 needs: call engine.backward(loss), or "
+                "engine.scale(loss).backward()"
+            )
+
+    def _begin(self) -> None:
+        self._in_progress = True
+        boundary = self._begins()
+        if self.reducer.wanted():
+            self.reducer.boundary = boundary
+            self.reducer.begin_backward()
+
+    @eager
+    def _end(self) -> None:
+        self._in_progress = False
+        if torch._C._current_graph_task_id() == self._scaled:  # else of a checkpoint within it
+            self._scaled = None
+        if self.reducer.in_backward:  # else of another model's loss, with all parameters here frozen meanwhile
+            self.done = True
+            self.reducer.end_backward()
+        self.gatherer.end_backward()
+
+    def abandon(self) -> None:
+        """If the last backward raised, part of its gradients is there and part is not: all since the last step go."""
+        self._scaled = None
+        if self._in_progress:
+            self._in_progress = self.done = False
+            self.reducer.abandon()
+            self.gatherer.end_backward()
+
+    def drop(self) -> None:
+        """What came since the last step goes."""
+        self.done = False
+        self.reducer.abandon()
