@@ -17,6 +17,7 @@ from zeroengine.launch.shells import Shell
 from zeroengine.launch.wire import MARK, Message, Writer, decode
 
 QUOTED = 5  # lines of what ssh said that are kept
+LAST_WORDS_S = 1.0  # for what it said at its end to arrive; a process that it leaves behind may keep the pipe open
 
 # A link and what came over it. Bounded: where the screen is slow, the ranks wait as they do for any slow terminal.
 Events = queue.Queue
@@ -53,8 +54,12 @@ class Link:
         assert self._process.stdin is not None
         self._writer = Writer(os.dup(self._process.stdin.fileno()))
         self._process.stdin.close()
-        for read in (self._read_messages, self._read_errors):
-            threading.Thread(target=read, args=(events,), name=f"zero-launch {host.name}", daemon=True).start()
+        self._readers = [
+            threading.Thread(target=read, args=(events,), name=f"zero-launch {host.name}", daemon=True)
+            for read in (self._read_errors, self._read_messages)
+        ]
+        for reader in self._readers:
+            reader.start()
         source = Path(bootstrap.__file__).read_text()
         self._writer.write(f"exec({source!r})\n".encode())
         self._writer.send(wanted)
@@ -116,7 +121,9 @@ class Link:
                     events.put((self, message))
             elif line.strip():
                 events.put((self, {"is": "text", "text": line.decode(errors="replace").rstrip()}))
-        events.put((self, {"is": "gone", "code": self._process.wait()}))
+        code = self._process.wait()
+        self._readers[0].join(LAST_WORDS_S)
+        events.put((self, {"is": "gone", "code": code}))
 
     def _read_errors(self, events: Events[tuple[Link, Message]]) -> None:
         assert self._process.stderr is not None
