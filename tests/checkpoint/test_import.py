@@ -415,7 +415,7 @@ def test_where_it_cannot_be_written(
         assert "disk of" in refusal(capsys, run, fresh)
     with monkeypatch.context() as patch:
         patch.setattr(dcp._Writer, "write_data", _full)
-        assert "No space left" in refusal(capsys, run, fresh)
+        assert "was not written: the disk is full" in refusal(capsys, run, fresh)
     assert not fresh.exists()
     assert cli.import_deepspeed([str(run), str(fresh)]) == 0
 

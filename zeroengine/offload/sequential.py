@@ -59,7 +59,7 @@ class DirectFile(io.RawIOBase):
         self.descriptors = Descriptors(os.open(path, flags | os.O_CREAT | os.O_TRUNC, 0o666))
         with contextlib.suppress(OSError):  # then its blocks pass through the page cache
             self.descriptors.direct = os.open(path, flags | os.O_DIRECT)
-        self._queue = DiskQueue()
+        self._queue: DiskQueue | None = None  # a small file needs none
         self._buffers = [aligned_empty(BUFFER_BYTES, torch.uint8) for _ in range(NUM_BUFFERS)]
         self._views = [_bytes_of(buffer) for buffer in self._buffers]
         self._writes: list[Transfer | None] = [None] * NUM_BUFFERS
@@ -93,18 +93,35 @@ class DirectFile(io.RawIOBase):
             return
         size = self.tell()
         try:
-            if self._filled:
-                last = round_up(self._filled)
-                self._views[self._current][self._filled : last] = bytes(last - self._filled)
-                self._send(last)
-            for i in range(NUM_BUFFERS):
-                self._wait(i)
-            os.ftruncate(self.descriptors.buffered, size)
+            if self._queue is None:
+                self._write_through_the_page_cache()
+            else:
+                self._end_transfers(size)
             os.fsync(self.descriptors.buffered)
         finally:
             self._let_go()
 
+    def _write_through_the_page_cache(self) -> None:
+        left = self._views[0][: self._filled]
+        try:
+            while left:
+                left = left[os.write(self.descriptors.buffered, left) :]
+        except OSError as error:
+            error.filename = self.path
+            raise
+
+    def _end_transfers(self, size: int) -> None:
+        if self._filled:
+            last = round_up(self._filled)
+            self._views[self._current][self._filled : last] = bytes(last - self._filled)
+            self._send(last)
+        for i in range(NUM_BUFFERS):
+            self._wait(i)
+        os.ftruncate(self.descriptors.buffered, size)
+
     def _send(self, nbytes: int) -> None:
+        if self._queue is None:
+            self._queue = DiskQueue()
         if self._end + nbytes > self._taken:
             with contextlib.suppress(OSError):  # the write says what is wrong, if anything is
                 os.posix_fallocate(self.descriptors.buffered, self._end, AHEAD)
@@ -130,7 +147,8 @@ class DirectFile(io.RawIOBase):
         for write in filter(None, self._writes):
             with contextlib.suppress(OffloadError):  # of several errors the first is raised
                 write.wait()
-        self._queue.close()
+        if self._queue is not None:
+            self._queue.close()
         del self.descriptors, self._buffers, self._views
 
     def __enter__(self) -> DirectFile:
