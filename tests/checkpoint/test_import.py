@@ -96,7 +96,9 @@ def import_all(root: Path, names: Any, out: Path) -> Path:
     return out
 
 
-@pytest.mark.parametrize(("world_size", "stages"), [(1, (0,)), (2, (1, 3)), (3, (2,))])
+@pytest.mark.parametrize(
+    ("world_size", "stages"), [(1, (0,)), (2, (1, 3)), pytest.param(3, (2,), marks=pytest.mark.slow)]
+)
 def test_training_goes_on_as_under_deepspeed(
     world_size: int, stages: tuple[int, ...], written: Path, expected: dict[str, Any], tmp_path: Path
 ) -> None:

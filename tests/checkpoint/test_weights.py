@@ -159,7 +159,15 @@ def loads_everything(paths: dict[str, Path], stage: int, more: dict[str, Any]) -
 BF16 = {"bf16": {"enabled": True}}
 
 
-@pytest.mark.parametrize(("stage", "more"), [(0, {}), (1, {}), (2, {}), (3, {}), (1, BF16), (3, BF16)])
+@pytest.mark.parametrize(
+    ("stage", "more"),
+    [
+        (0, {}),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, {}), (2, {}), (1, BF16))),
+        (3, {}),
+        (3, BF16),
+    ],
+)
 def test_every_format_at_every_stage_is_a_plain_load(stage: int, more: dict[str, Any], tmp_path: Path) -> None:
     run_ranks(2, loads_everything, write_all(tmp_path), stage, more)
 

@@ -53,6 +53,7 @@ def test_it_learns_the_same_at_every_stage() -> None:
     assert losses(runs[3].stdout) == found
 
 
+@pytest.mark.slow
 def test_it_goes_on_from_a_checkpoint_at_another_stage(tmp_path: Path) -> None:
     saving = ("--checkpoint", str(tmp_path), "--save-every", "7")
     whole = train(1, "--steps", "14")

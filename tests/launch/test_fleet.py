@@ -135,6 +135,7 @@ def test_a_stopped_launcher_leaves_nothing(
     wait_for(lambda: not any(map(is_alive, pids(tmp_path))), 10)
 
 
+@pytest.mark.slow
 def test_a_node_whose_launcher_is_silent_ends(started: Start, script: Script, tmp_path: Path) -> None:
     launcher = started("--node-timeout", "5", script(STUBBORN + "time.sleep(600)"))
     launcher.send_signal(signal.SIGSTOP)

@@ -135,6 +135,7 @@ def test_a_killed_launcher_leaves_nothing_on_any_host(rig: Rig, tmp_path: Path) 
     rig.wait_until_empty(10)
 
 
+@pytest.mark.slow
 def test_a_cut_link_is_a_lost_node(rig: Rig, tmp_path: Path) -> None:
     name = training(tmp_path, "open(f'up{rank}', 'w')\nwhile True: step()")
     launcher = rig.popen("--hostfile", str(rig.hostfile()), name)
@@ -151,6 +152,7 @@ def test_a_cut_link_is_a_lost_node(rig: Rig, tmp_path: Path) -> None:
         rig.machines[1].link("up")
 
 
+@pytest.mark.slow
 def test_a_stall_is_one_report_that_names_rank_and_host(rig: Rig, tmp_path: Path) -> None:
     name = training(tmp_path, "if rank == 1: time.sleep(600)\nstep()")
     done = rig.launch("--hostfile", str(rig.hostfile()), "--env", "TIMEOUT=4", name)

@@ -19,7 +19,7 @@ from ..distributed.test_parameters import Net, features
 from ..distributed.training import Task, check_every_stage, make_engine, start, take_steps
 
 STAGES = (0, 1, 2, 3)
-BOTH = pytest.mark.parametrize("transport", ["shm", "gloo"])
+BOTH = pytest.mark.parametrize("transport", ["shm", pytest.param("gloo", marks=pytest.mark.slow)])
 
 
 def own(model: nn.Module) -> dict[str, torch.Tensor]:
