@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ import torch.distributed as dist
 import zeroengine
 from tests.distributed.models import TinyLM, batch, build, config
 from tests.distributed.ranks import run_ranks
-from zeroengine import ops
+from tests.ops.cuda import need_library, no_waiting
 from zeroengine.comm.base import ResizableBuffer
 from zeroengine.start import make_engine
 
@@ -29,8 +28,7 @@ untied = functools.partial(TinyLM, tied=False)
 
 @pytest.fixture(autouse=True)
 def library() -> None:
-    if ops.cuda_library(torch.device("cuda", 0)) is None:
-        pytest.skip("zeroengine's CUDA library was not built, or not for this GPU")
+    need_library()
 
 
 def decaying(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
@@ -44,16 +42,6 @@ def engine_at(stage: int, **more: Any) -> zeroengine.Engine:
 
 def on_gpu(number: int, rank: int) -> tuple[torch.Tensor, ...]:
     return tuple(x.pin_memory().cuda(non_blocking=True) for x in batch(number, rank))
-
-
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    """Any operation of torch's that waits for the GPU is an error."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def steps_without_waiting(stage: int, more: dict[str, Any]) -> tuple[int, int, bool]:

@@ -1,4 +1,4 @@
-"""The CUDA kernels without a GPU: built by nvcc to be looked at, and built by a C++ compiler to be run on the CPU."""
+"""The CUDA kernels: built by nvcc to be looked at, built by a C++ compiler to be run on the CPU, or on a GPU."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import ctypes
 import importlib.util
 import shutil
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from zeroengine import ops
 from zeroengine.ops import _cuda_library
 
 ROOT = Path(__file__).parents[2]
@@ -83,3 +86,19 @@ def build_with_nvcc(folder: Path) -> tuple[Path, str]:
     built = subprocess.run([setup_py().find_ninja(), "-f", str(build_file)], capture_output=True, text=True)
     assert built.returncode == 0, built.stdout
     return path, built.stdout
+
+
+def need_library() -> None:
+    """Skips where the library does not serve the GPU."""
+    if ops.cuda_library(torch.device("cuda", 0)) is None:
+        pytest.skip("zeroengine's CUDA library was not built, or not for this GPU")
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Any operation of torch's that waits for the GPU is an error."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.ops.cuda import need_library, no_waiting
 from tests.ops.test_adam import State, assert_same_bits
 from tests.ops.test_cuda_kernels import GROUPS
 from zeroengine import ops
@@ -25,18 +24,7 @@ BUFFER = AdamBuffer([AdamSegment(0, 1001, 0, 0), AdamSegment(1001, 200_000, 1, 1
 
 @pytest.fixture(autouse=True)
 def library() -> None:
-    if ops.cuda_library(torch.device("cuda", 0)) is None:
-        pytest.skip("zeroengine's CUDA library was not built, or not for this GPU")
-
-
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    """Any operation of torch's that waits for the GPU is an error."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    need_library()
 
 
 def moved(state: State, device: str) -> State:

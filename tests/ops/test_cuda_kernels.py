@@ -87,8 +87,7 @@ def gpu(request: pytest.FixtureRequest) -> Gpu:
         return emulating(request.getfixturevalue("emulated"))
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
-    if ops.cuda_library(torch.device("cuda", 0)) is None:
-        pytest.skip("zeroengine's CUDA library was not built, or not for this GPU")
+    cuda.need_library()
     return Gpu(torch.device("cuda", 0), nullcontext)
 
 
