@@ -81,7 +81,7 @@ def read(
         CheckpointError: the file is cut short, or the checksum of a piece differs.
     """
     total = xxhash.xxh3_64() if check == "file" else None
-    crc, item = 0, b""
+    crc, item = 0, bytearray()
     with open(path, "rb", buffering=0) as file:
         ranges = _ranges(located, path.stat().st_size if total is not None else None)
         for (one, start, stop), data in _filled(file, path, ranges, total):
@@ -93,7 +93,7 @@ def read(
                 item += data
                 if last:
                     take(one.piece, 0, _load(item, one.piece))
-                    item = b""
+                    item = bytearray()
                 continue
             take(one.piece, (start - one.start) // one.dtype.itemsize, torch.frombuffer(data, dtype=one.dtype))
             if check == "pieces":
@@ -244,7 +244,7 @@ def _locate(item: _Item, piece: Piece) -> Located:
         return Located(piece, piece.start, None)
 
 
-def _load(item: bytes, piece: Piece) -> torch.Tensor:
+def _load(item: bytearray, piece: Piece) -> torch.Tensor:
     tensor = torch.load(io.BytesIO(item), map_location="cpu", weights_only=True)
     if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != piece.sizes:
         raise CheckpointError(f"{piece.file} does not hold what it is said to of {piece.name}")
