@@ -6,6 +6,7 @@ Those in data/ are of the runs in ``deepspeed_runs``, as are those made here whe
 from __future__ import annotations
 
 import argparse
+import enum
 import errno
 import importlib.util
 import json
@@ -18,6 +19,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy
@@ -473,6 +475,27 @@ def test_classes_of_others_are_stood_in_for(tmp_path: Path) -> None:
         assert found["args"].state == {"lr": 0.1, "layers": [1, 2]}
         assert isinstance(found["array"], pickled.Inert)
         assert (found["rate"], found["bytes"], found["set"]) == (0.5, b"ab\xff", {1})
+
+
+class ZeroStageEnum(int, enum.Enum):
+    gradients = 2
+    weights = 3
+
+
+@pytest.mark.parametrize("call", [(getattr, ZeroStageEnum, "weights"), (ZeroStageEnum, 3)], ids=["name", "value"])
+def test_a_stage_is_read_whichever_way_its_python_pickled_enums(
+    call: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = write_run(tmp_path / "ds", 3, 1, [[(2,)]])
+    theirs = ModuleType("deepspeed")
+    theirs.ZeroStageEnum = ZeroStageEnum  # type: ignore[attr-defined]
+    with monkeypatch.context() as patch:
+        patch.setattr(ZeroStageEnum, "__module__", theirs.__name__)
+        patch.setitem(sys.modules, theirs.__name__, theirs)
+        rewrite(tmp_path / "ds" / RANK_0, lambda t: t["optimizer_state_dict"].update(zero_stage=Malicious(*call)))
+    assert pickled.load(tmp_path / "ds" / RANK_0)["optimizer_state_dict"]["zero_stage"].args == (call[-1],)
+    done = deepspeed.import_checkpoint(tmp_path / "ds", tmp_path / "out")
+    assert torch.equal(whole_tensors(done.path)["model.p0.0"], weights["p0.0"])
 
 
 def test_client_state_that_has_no_place_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

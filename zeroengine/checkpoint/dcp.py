@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import enum
 import io
 import mmap
 import os
@@ -286,10 +287,21 @@ class _Unpickler(pickle.Unpickler):
     """Builds what a DCP metadata file holds, and nothing else: a pickle is a program."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), (torch.dtype, torch.layout))
         if is_dtype or name in _ALLOWED.get(module, "").split():
             return super().find_class(module, name)
         raise CheckpointError(f"its {METADATA} file holds {module}.{name}, which no checkpoint does: it is refused")
+
+
+def _member(kind: Any, name: Any) -> Any:
+    """How some versions of Python pickle an enum's member (3.11.2 is one)."""
+    if not (isinstance(kind, type) and issubclass(kind, enum.Enum)):
+        raise CheckpointError(
+            f"its {METADATA} file asks for {name!r} of {kind!r}, which no checkpoint does: it is refused"
+        )
+    return kind[name]
 
 
 def read_metadata(path: Path) -> Metadata:

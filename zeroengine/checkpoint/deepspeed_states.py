@@ -144,9 +144,13 @@ def _of_stage_3(state: Mapping[str, Any], scaler: Mapping[str, Any]) -> RankStat
     )
 
 
+STAGES = ("disabled", "optimizer_states", "gradients", "weights")  # DeepSpeed's names
+
+
 def _stage(value: Any) -> int:
-    """Of a pickled ZeroStageEnum."""
-    return int(value.args[0] if isinstance(value, Inert) else value)
+    """Of a ZeroStageEnum, pickled by value or by name."""
+    stage = value.args[0] if isinstance(value, Inert) else value
+    return STAGES.index(stage) if isinstance(stage, str) else int(stage)
 
 
 # -- where parameters lie -------------------------------------------------------------------------

@@ -121,7 +121,13 @@ def _itself(value: Any) -> Any:
     return value
 
 
+def _named(kind: Any, name: Any) -> Any:
+    """An enum's member, as some versions of Python pickle it (3.11.2 is one)."""
+    return name
+
+
 _KNOWN: dict[str, dict[str, Any]] = {
+    "builtins": {"getattr": _named},
     "torch.distributed.checkpoint.metadata": {
         "TensorStorageMetadata": _Tensor,
         "MetadataIndex": _Index,
