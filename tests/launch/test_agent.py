@@ -160,7 +160,15 @@ print("attempt", attempt)
 
 
 def test_log_dir_holds_a_file_per_rank(launch: Launch, script: Script, tmp_path: Path) -> None:
-    result = launch("--log-dir", "logs/new", script("print('out', rank)\nif rank: raise ValueError('boom')"))
+    lines = [
+        "from pathlib import Path",
+        "print('out', rank, flush=True)",
+        "Path(f'{rank}.printed').touch()",
+        "while not Path('0.printed').exists(): time.sleep(0.01)",
+        "if rank: raise ValueError('boom')",
+        "time.sleep(60)",
+    ]
+    result = launch("--log-dir", "logs/new", script("\n".join(lines)))
     assert result.code == 1
     assert (tmp_path / "logs/new/rank0.log").read_text() == "out 0\n"
     log = (tmp_path / "logs/new/rank1.log").read_text()
