@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -73,16 +74,21 @@ def save_all(root: Path, optimizer: Any) -> None:
         engine.close()
 
 
-def load_all(root: Path, optimizer: Any, stages: tuple[int, ...]) -> int:
+def load_all(root: Path, optimizer: Any, part: int) -> int:
+    """Loads each checkpoint at each stage, or every fourth: then too any two of what differs meet."""
     loaded = 0
     for folder in sorted(path for path in root.iterdir() if path.is_dir()):
         expected = torch.load(f"{folder}.pt")
-        precision = folder.name.split()[0]
-        for stage in stages:
+        precision, saved_at, _, saved_by = folder.name.split()
+        for stage in STAGES:
+            if (
+                stage + int(saved_at) + int(saved_by) // 2 + int(os.environ["WORLD_SIZE"]) + (precision == "bf16")
+            ) % part:
+                continue
             engine = engine_at(stage, optimizer=optimizer, seed=7, **PRECISIONS[precision])
             train(engine, range(1))  # what is there gives way
             client_state = engine.load_checkpoint(folder)
-            assert folder.name.split()[1] == str(client_state["stage"])
+            assert saved_at == str(client_state["stage"])
             assert (engine.global_steps, engine.micro_steps) == (3, 3)
             assert [group["lr"] for group in engine.optimizer.param_groups] == expected["rates"]
             what = f"{folder.name} at stage {stage} of {engine.world_size}"
@@ -96,16 +102,21 @@ def load_all(root: Path, optimizer: Any, stages: tuple[int, ...]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "worlds"),
-    [(adamw, (1, 2, 4)), pytest.param(momentum, (2,), marks=pytest.mark.slow)],
-    ids=["AdamW", "SGD"],
+    ("optimizer", "worlds", "part"),
+    [
+        pytest.param(adamw, (1, 2, 4), 4, id="AdamW, a fourth"),
+        pytest.param(adamw, (1, 2, 4), 1, id="AdamW", marks=pytest.mark.slow),
+        pytest.param(momentum, (2,), 1, id="SGD", marks=pytest.mark.slow),
+    ],
 )
-def test_any_stage_and_number_of_ranks_to_any_other(optimizer: Any, worlds: tuple[int, ...], tmp_path: Path) -> None:
+def test_any_stage_and_number_of_ranks_to_any_other(
+    optimizer: Any, worlds: tuple[int, ...], part: int, tmp_path: Path
+) -> None:
     for world_size in worlds:
         run_ranks(world_size, save_all, tmp_path, optimizer)
     for world_size in (1, 2, 3, 4):
-        counts = run_ranks(world_size, load_all, tmp_path, optimizer, STAGES, timeout=300)
-        assert counts == [len(worlds) * len(STAGES) * len(PRECISIONS) * len(STAGES)] * world_size
+        counts = run_ranks(world_size, load_all, tmp_path, optimizer, part, timeout=300)
+        assert counts == [len(worlds) * len(STAGES) * len(PRECISIONS) * len(STAGES) // part] * world_size
 
 
 def across_precisions(root: Path) -> None:
