@@ -22,8 +22,10 @@ give equal bits. Nothing here divides: see DESIGN "SUM only".
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -53,10 +55,16 @@ class Buffer(Protocol):
 
 
 class ResizableBuffer:
-    """A ``Buffer`` that empties its storage. Holds memory at first. See "Memory and streams" above."""
+    """A ``Buffer`` that empties its storage. Holds memory at first. See "Memory and streams" above.
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
+    Args:
+        allocating: inside of what it gives, memory is allocated.
+    """
+
+    def __init__(
+        self, tensor: torch.Tensor, allocating: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ) -> None:
+        self.tensor, self._allocating = tensor, allocating
         self._stream = self._current_stream()  # that the memory was allocated on
 
     def _current_stream(self) -> torch.cuda.Stream | None:
@@ -65,7 +73,8 @@ class ResizableBuffer:
     def prepare(self) -> None:
         storage = self.tensor.untyped_storage()
         if storage.size() == 0:
-            storage.resize_(self.tensor.nbytes)
+            with self._allocating():
+                storage.resize_(self.tensor.nbytes)
             self._stream = self._current_stream()
 
     def free(self) -> None:

@@ -20,6 +20,7 @@ from .base import Transport
 from .gloo import GlooTransport
 from .local import LocalTransport
 from .native import NativeTransport
+from .registered import RegisteredPool
 from .watchdog import Watchdog, own_host
 
 T = TypeVar("T")
@@ -107,20 +108,21 @@ class Group:
         assert isinstance(group, dist.ProcessGroup)
         return group
 
-    def transport(self, kind: str, timeout: float) -> Transport:
+    def transport(self, kind: str, timeout: float, registered: bool = False) -> Transport:
         """The fastest transport that all ranks can use.
 
         Args:
             kind: ``auto``, ``shm`` or ``gloo``: the configuration's ``comm.transport``.
             timeout: seconds after which a stalled operation is an error.
+            registered: whether NCCL is to register the memory that it moves.
 
         Raises:
-            ZeroEngineError: ``shm`` was asked for and some rank cannot use it.
+            ZeroEngineError: ``shm`` or registration was asked for and some rank cannot use it.
         """
         if self.world_size == 1:
             return LocalTransport(self.device)
         if self.backend != "gloo":
-            return self._native(timeout)
+            return self._native(timeout, registered)
         if kind != "gloo" and self.device.type == "cpu":
             found = self._shared_memory(timeout)
             if not isinstance(found, str):
@@ -135,11 +137,18 @@ class Group:
         reasons = [r for r in self.exchange(found if isinstance(found, str) else None) if r is not None]
         return reasons[0] if reasons else found
 
-    def _native(self, timeout: float) -> NativeTransport:
+    def _native(self, timeout: float, registered: bool) -> NativeTransport:
         if self.backend == "fake":
             return NativeTransport(self.process_group, self.process_group, self.device, self.backend, None)
         gather, reduce = self._new_group(timeout), self._new_group(timeout)
-        return NativeTransport(gather, reduce, self.device, self.backend, self._watchdog())
+        with self.agreeing("to register memory with NCCL"):
+            pool = self._registered(gather, reduce) if registered else None
+        return NativeTransport(gather, reduce, self.device, self.backend, self._watchdog(), pool)
+
+    def _registered(self, *groups: dist.ProcessGroup) -> RegisteredPool:
+        for group in groups:
+            dist.all_reduce(torch.zeros((), device=self.device), group=group)  # NCCL connects when it is first used
+        return RegisteredPool(groups, self.device)
 
     def _new_group(self, timeout: float) -> dist.ProcessGroup:
         ranks = dist.get_process_group_ranks(self.process_group)

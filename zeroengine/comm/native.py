@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import zlib
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from ..errors import DivergenceError
 from .base import Buffer, Done, ResizableBuffer, Work
 from .crossing import HostCopy, to_device
+from .registered import RegisteredPool
 from .watchdog import Watchdog
 
 # torch 2.13 renamed these.
@@ -87,7 +90,7 @@ class _Orders:
 
 
 class NativeTransport:
-    """See ``base.Transport``.
+    """See ``base.Transport``. ``pool`` is where memory for collectives comes from, if not from torch's own.
 
     The orders of all ranks travel with ``all_reduce_scalars``. They are compared later, by ``check_order`` or when the
     ranks next meet, so that nobody waits for a device.
@@ -102,8 +105,10 @@ class NativeTransport:
         device: torch.device,
         name: str,
         watchdog: Watchdog | None,
+        pool: RegisteredPool | None = None,
     ) -> None:
         self.name = name
+        self._pool = pool
         self.rank, self.world_size = gather.rank(), gather.size()
         self._device, self._group, self._watchdog = device, reduce, watchdog
         self.gather = NativeChannel("gather", gather, watchdog)
@@ -111,10 +116,14 @@ class NativeTransport:
         self._orders: _Orders | None = None  # not compared yet
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(numel, dtype=dtype, device=self._device)
+        with self._allocating():
+            return torch.empty(numel, dtype=dtype, device=self._device)
+
+    def _allocating(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._pool is None else self._pool.allocating()
 
     def buffer(self, numel: int, dtype: torch.dtype, *, copied: bool = False) -> Buffer:
-        return ResizableBuffer(self.empty(numel, dtype))
+        return ResizableBuffer(self.empty(numel, dtype), self._allocating)
 
     def shard_align(self, dtype: torch.dtype) -> int:
         return 1
@@ -143,5 +152,7 @@ class NativeTransport:
     def progress(self) -> None: ...
 
     def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
         if self._watchdog is not None:
             self._watchdog.close()
