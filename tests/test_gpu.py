@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tests.distributed.models import TinyLM, batch, build, config
 from tests.distributed.ranks import run_ranks
 from tests.ops.cuda import need_library, no_waiting
 from zeroengine.comm.base import ResizableBuffer
+from zeroengine.memory import STATES
 from zeroengine.start import make_engine
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -117,6 +119,48 @@ def losses(device_path: bool) -> list[float]:
 def test_losses_are_those_of_a_step_that_waits() -> None:
     issued, waiting = (run_ranks(1, losses, path)[0] for path in (True, False))
     assert issued == pytest.approx(waiting, rel=1e-6), "the norm adds in another order"
+
+
+# -- states in CPU memory and on disk --------------------------------------------------------------------
+
+CPU, NVME = {"device": "cpu"}, {"device": "nvme"}
+AWAY: dict[str, dict[str, Any]] = {
+    "optimizer": {"offload_optimizer": CPU},
+    "half of the optimizer": {"offload_optimizer": CPU | {"ratio": 0.5}},
+    "parameters": {"offload_param": CPU},
+    "both": {"offload_optimizer": CPU, "offload_param": CPU},
+    "both on disk": {"offload_optimizer": NVME, "offload_param": NVME},
+}
+
+
+def offloaded(which: dict[str, Any], folder: str, more: dict[str, Any]) -> tuple[list[float], bool, bool]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    zero = {key: of | ({"nvme_path": folder} if of["device"] == "nvme" else {}) for key, of in which.items()}
+    settings = config(3, zero_optimization={"stage": 3, **zero}, **more)
+    engine = make_engine(build(untied), None, settings, decaying, on_device=None if which else False)
+    data, found = [on_gpu(number, engine.rank) for number in range(8)], []
+    on_disk = any(of["device"] == "nvme" for of in which.values())
+    for number in range(8):
+        with no_waiting() if number > 1 and not on_disk else nullcontext():
+            loss = engine(*data[number])
+            engine.backward(loss)
+        engine.step()
+        found.append(loss)
+    moments = [moment for states in engine.optimizer.units for moment in states.moments]
+    pinned = all(moment.is_cuda or on_disk or moment.is_pinned() for moment in moments)
+    memory = engine.memory()
+    there = sum(of.get(name, 0) for of in (memory.cpu, memory.nvme) for name in STATES)
+    losses = [loss.item() for loss in found]
+    engine.close()
+    return losses, pinned, there > 0
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+@pytest.mark.parametrize("which", AWAY)
+def test_states_away_give_the_losses_of_states_on_the_gpu(which: str, name: str, tmp_path: Path) -> None:
+    here = run_ranks(1, offloaded, {}, "", PRECISIONS[name])[0]
+    there = run_ranks(1, offloaded, AWAY[which], str(tmp_path), PRECISIONS[name])[0]
+    assert there == (pytest.approx(here[0], rel=1e-6), True, True)
 
 
 # -- several GPUs -------------------------------------------------------------------------------------

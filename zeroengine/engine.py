@@ -22,7 +22,7 @@ from .data import ResumableLoader
 from .errors import ZeroEngineError
 from .late import Settled, can_be_taken_back, reversibly
 from .memory import Memory
-from .offload import DiskShards, DiskStore, Parking, held, parking, place
+from .offload import Copies, Medium, Parking, Store, StoredShards, held, parking, place
 from .oom import explaining_memory
 from .optim import (
     LossScaler,
@@ -82,6 +82,7 @@ class Engine:
         lr_scheduler: LRSchedulerLike,
         *,
         on_device: bool | None = None,
+        copies: Copies | None = None,
     ) -> None:
         self._issued: tuple[Verdict, Callable[[], None] | None] | None = None  # a step; what takes the schedule back
         self._overflow: tuple[int, bool] | None = None  # to report: the step's number, whether it was skipped
@@ -92,15 +93,17 @@ class Engine:
         self._group = group
         self._parking = Parking()
         zero = config.zero_optimization
-        self._transport = group.transport(config.comm.transport, config.comm.timeout_seconds)
+        self._transport = group.transport(
+            config.comm.transport, config.comm.timeout_seconds, config.comm.register_buffers
+        )
         degrees = degrees_of_stage(zero.stage, group.world_size)
         with group.agreeing("to initialize"):
-            self._placement = place(plans, degrees, config, self._transport, group.device)
+            self._placement = place(plans, degrees, config, self._transport, group.device, copies)
         masters = iter(self._placement.optimizer)
         freed = Freed()
         self._units = [
-            self._build(plan, degrees, disk, next(masters) if plan.trainable else None, freed)
-            for plan, disk in zip(plans, self._placement.parameters, strict=True)
+            self._build(plan, degrees, stored, next(masters) if plan.trainable else None, freed)
+            for plan, stored in zip(plans, self._placement.parameters, strict=True)
         ]
         birth.guard(model, self._units)
         precision.prepare_buffers(model, config, group.device, group.broadcast)
@@ -125,7 +128,7 @@ class Engine:
             complete=self.gatherer.complete,
             entering_backward=self._backward.entering,
             arriving=self._backward.arriving,
-            disks=self._placement.optimizer,
+            homes=self._placement.optimizer,
         )
         self._backward.gatherer, self._backward.reducer = self.gatherer, self.reducer
         with group.agreeing("to initialize"):
@@ -153,15 +156,17 @@ class Engine:
         if self.rank == 0:
             for notice in config.notices:
                 log.warning(notice)
+            if config.comm.register_buffers and self._transport.name != "nccl":
+                log.warning("comm.register_buffers has no effect: nothing moves by NCCL here")
             if config.dump_state:
                 print(config.describe(), flush=True)
 
     def _build(
-        self, plan: UnitPlan, degrees: Degrees, disk: DiskShards | None, masters: DiskStore | None, freed: Freed
+        self, plan: UnitPlan, degrees: Degrees, stored: StoredShards | None, masters: Store | None, freed: Freed
     ) -> Unit:
         if plan.numel <= self.config.zero_optimization.param_persistence_threshold:
             degrees = dataclasses.replace(degrees, parameters=1)
-        unit = Unit(plan, degrees, self._transport, self._group.broadcast, disk, masters)
+        unit = Unit(plan, degrees, self._transport, self._group.broadcast, stored, masters)
         freed.add(unit.full.nbytes)  # what its parameters had before, and what went into making their values
         return unit
 
@@ -474,8 +479,8 @@ class Engine:
             return
         every = {
             "optimizer": self.optimizer.tensors(),
-            "gradients": [grads.kept for grads in self.reducer.gradients if grads.disk is None],
-            "parameters": [unit.shard for unit in self._units if unit.disk is None],
+            "gradients": [grads.kept for grads in self.reducer.gradients if grads.home is None],
+            "parameters": [unit.shard for unit in self._units if unit.stored is None],
         }
         if include is None:
             include = parking.USUAL
@@ -493,23 +498,29 @@ class Engine:
 
     def memory(self) -> Memory:
         """The bytes that each state holds on this rank now."""
+        here, in_cpu, on_disk = (self._bytes_in(medium) for medium in (None, "cpu", "nvme"))
+        of_host = self._placement.host_bytes
+        at_host = self.device.type == "cpu"
+        copied = 0 if self._checkpoints is None else self._checkpoints.copy_bytes
         return Memory(
             device=str(self.device),
-            parameters=sum(held(unit.shard) for unit in self._units if unit.disk is None),
-            gradients=self.reducer.kept_bytes(),
-            master=self.optimizer.master_bytes(),
-            optimizer=self.optimizer.state_bytes(),
+            **here,
             buckets=self.reducer.bucket_bytes(),
             gathered=sum(unit.gathered_bytes() for unit in self._units),
-            staging=self._placement.buffer_bytes,
-            checkpoint=0 if self._checkpoints is None else self._checkpoints.copy_bytes,
-            nvme={
-                "parameters": sum(unit.shard.nbytes for unit in self._units if unit.disk is not None),
-                "gradients": sum(g.kept.nbytes for g in self.reducer.gradients if g.disk is not None),
-                "master": self.optimizer.master_bytes(on_disk=True),
-                "optimizer": self.optimizer.state_bytes(on_disk=True),
-            },
+            staging=self._placement.slot_bytes + (of_host if at_host else 0),
+            checkpoint=copied if at_host else 0,
+            cpu=in_cpu | ({} if at_host else {"staging": of_host, "checkpoint": copied}),
+            nvme=on_disk,
         )
+
+    def _bytes_in(self, medium: Medium | None) -> dict[str, int]:
+        """Of each state in a kind of memory; None: on the device."""
+        shards = ((unit.shard, unit.stored) for unit in self._units)
+        gradients = ((grads.kept, grads.home) for grads in self.reducer.gradients)
+        found = self.optimizer.bytes_in(medium)
+        for name, of in (("parameters", shards), ("gradients", gradients)):
+            found[name] = sum(held(t) for t, home in of if (None if home is None else home.medium) == medium)
+        return found
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
         """What ``model.state_dict()`` would be without partitioning, on CPU. Call it on every rank.

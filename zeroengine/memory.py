@@ -20,30 +20,34 @@ class Memory:
     optimizer: int  # moments
     buckets: int  # gradients on their way
     gathered: int  # full buffers of units that are released between uses, and whole right now
-    staging: int = 0  # buffers between NVMe and the computation
-    checkpoint: int = 0  # the copy in CPU memory that checkpoint.async_save writes from, kept for the next
+    staging: int = 0  # buffers between where states live and the computation
+    checkpoint: int = 0  # the copy that checkpoint.async_save writes from, kept for the next; on a GPU see `cpu`
+    cpu: Mapping[str, int] = field(default_factory=dict)  # beside a GPU: what is in CPU memory, by the names above
     nvme: Mapping[str, int] = field(default_factory=dict)  # of the four states, what is there and not in memory
 
     @property
     def total(self) -> int:
         """In the device's memory."""
-        in_cpu = self.checkpoint if self.device == "cpu" else 0
-        return sum(getattr(self, name) for name in (*STATES, *WORKING)) + in_cpu
+        return sum(getattr(self, name) for name in (*STATES, *WORKING, "checkpoint"))
 
     @property
     def states(self) -> int:
         """What the table of ZeRO, section 5, counts, wherever it is: parameters, gradients, master and optimizer."""
-        return sum(getattr(self, name) for name in STATES) + sum(self.nvme.values())
+        return sum(getattr(self, name) + self.cpu.get(name, 0) + self.nvme.get(name, 0) for name in STATES)
 
     def __str__(self) -> str:
-        away = dict(self.nvme) if any(self.nvme.values()) else None
-        lines = [f"on {self.device}" if away is None else f"{f'on {self.device}':<12}{'memory':>16}{'NVMe':>16}"]
+        away = {name: of for name, of in (("CPU", self.cpu), ("NVMe", self.nvme)) if any(of.values())}
+        here = "memory" if self.device == "cpu" else "GPU"
+        heads = "".join(f"{name:>16}" for name in (here, *away))
+        lines = [f"{f'on {self.device}':<12}{heads}" if away else f"on {self.device}"]
         for name in (*STATES, *WORKING, "checkpoint", "total"):
-            if (name == "staging" and away is None) or (name == "checkpoint" and not self.checkpoint):
+            if (name == "staging" and not away) or (
+                name == "checkpoint" and not (self.checkpoint or self.cpu.get(name))
+            ):
                 continue
             line = f"{name:<12}{getattr(self, name) / 2**20:>12,.1f} MiB"
-            if away is not None:
-                there = sum(away.values()) if name == "total" else away.get(name, 0)
+            for of in away.values():
+                there = sum(of.values()) if name == "total" else of.get(name, 0)
                 line += f"{there / 2**20:>12,.1f} MiB"
             lines.append(line)
         return "\n".join(lines)

@@ -16,6 +16,7 @@ from .comm import Group, backend_of, default_device
 from .config import Config, load
 from .engine import Engine
 from .errors import ZeroEngineError
+from .offload import Copies
 from .optim import LRSchedulerLike, OptimizerLike, check_optimizer, make_optimizer
 from .partition import cut_units, degrees_of_stage
 from .runtime import owner_of, precision
@@ -59,8 +60,9 @@ def make_engine(
     process_group: dist.ProcessGroup | None = None,
     *,
     on_device: bool | None = None,
+    copies: Copies | None = None,
 ) -> Engine:
-    """``initialize``. ``on_device`` is that of ``ShardedOptimizer``."""
+    """``initialize``. ``on_device`` is that of ``ShardedOptimizer``, ``copies`` that of ``place``."""
     group = Group(process_group, _device_of(model, process_group))
     with group.agreeing("to initialize"):
         if not isinstance(model, nn.Module):
@@ -85,7 +87,7 @@ def make_engine(
         birth.check_optimizer(rule)
         birth.complete(model)
     check_agreement(group, settings, model, plans, rule)
-    return Engine(model, rule, settings, group, plans, lr_scheduler, on_device=on_device)
+    return Engine(model, rule, settings, group, plans, lr_scheduler, on_device=on_device, copies=copies)
 
 
 def _device_of(model: nn.Module, process_group: dist.ProcessGroup | None) -> torch.device:

@@ -7,36 +7,41 @@ from typing import TYPE_CHECKING
 from ..lazy import exports
 
 if TYPE_CHECKING:
-    from .aio import DiskQueue, Transfer, aligned_empty
+    from .aio import DiskQueue, aligned_empty
+    from .copies import Copies, Transfer
     from .parking import Parking, held
     from .pipeline import Piece, Pipeline, Stream
     from .placement import Placement, open_disk, place
     from .probe import Settings, tune
-    from .shards import DiskShards
-    from .store import DiskStore, padded
+    from .shards import StoredShards
+    from .store import DiskStore, Medium, Store, padded
     from .swap import SwapFile, SwapFolder, release_mapped
 else:  # imported when first used: zero-io answers wrong requests without torch
     __getattr__, __dir__ = exports(
         __name__,
-        aio=["DiskQueue", "Transfer", "aligned_empty"],
+        aio=["DiskQueue", "aligned_empty"],
+        copies=["Copies", "Transfer"],
         parking=["Parking", "held"],
         pipeline=["Piece", "Pipeline", "Stream"],
         placement=["Placement", "open_disk", "place"],
         probe=["Settings", "tune"],
-        shards=["DiskShards"],
-        store=["DiskStore", "padded"],
+        shards=["StoredShards"],
+        store=["DiskStore", "Medium", "Store", "padded"],
         swap=["SwapFile", "SwapFolder", "release_mapped"],
     )
 
 __all__ = [
+    "Copies",
     "DiskQueue",
-    "DiskShards",
     "DiskStore",
+    "Medium",
     "Parking",
     "Piece",
     "Pipeline",
     "Placement",
     "Settings",
+    "Store",
+    "StoredShards",
     "Stream",
     "SwapFile",
     "SwapFolder",

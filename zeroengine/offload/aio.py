@@ -28,7 +28,23 @@ MAX_DEPTH, MAX_BLOCK_BYTES = 4096, 1 << 30
 HUGE_PAGE = 2 << 20
 POLL_MS = 200  # between looks for signals while a transfer is waited for
 
-_padded: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
+
+class Pages(mmap.mmap):
+    """Anonymous memory of this process alone."""
+
+    before_end: Callable[[], None] | None = None
+    """Called before the memory goes."""
+
+    def __new__(cls, nbytes: int) -> Pages:
+        # A private mapping: the default, a shared one, would be shared with forked children.
+        return super().__new__(cls, -1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+    def __del__(self) -> None:
+        if self.before_end is not None:
+            self.before_end()
+
+
+_padded: weakref.WeakValueDictionary[int, Pages] = weakref.WeakValueDictionary()
 """The memory behind each `aligned_empty`, by address: to the end of its last page it is nobody else's."""
 
 
@@ -48,8 +64,7 @@ def aligned_empty(numel: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(0, dtype=dtype)
     padded = round_up(nbytes)
     large = padded >= HUGE_PAGE
-    # A private mapping: the default, a shared one, would be shared with forked children.
-    memory = mmap.mmap(-1, padded + HUGE_PAGE * large, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = Pages(padded + HUGE_PAGE * large)
     skip = 0
     if large:
         with contextlib.suppress(OSError, AttributeError):
@@ -58,6 +73,11 @@ def aligned_empty(numel: int, dtype: torch.dtype) -> Tensor:
     out = torch.frombuffer(memory, dtype=dtype, count=numel, offset=skip)
     _padded[out.data_ptr()] = memory
     return out
+
+
+def memory_behind(tensor: Tensor) -> Pages:
+    """The pages of an `aligned_empty`."""
+    return _padded[tensor.untyped_storage().data_ptr()]
 
 
 def address_of(memory: mmap.mmap) -> int:
@@ -118,6 +138,9 @@ class Transfer:
             failure = OffloadError(self._error)
             failure.errno = self._errno
             raise failure
+
+    follow = wait
+    """What a disk does is in no stream."""
 
     def done(self) -> bool:
         """Whether `wait` would return, or raise, at once."""

@@ -1,4 +1,4 @@
-"""States on disk, brought through a few buffers: reads, computation and writes beside one another.
+"""States that live elsewhere, brought through a few buffers: reads, computation and writes beside one another.
 
 buffer 0   read a . . compute a . . write a . . . . . read d
 buffer 1   . . read b . . . . compute b . . write b
@@ -13,15 +13,16 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .aio import Transfer, aligned_empty
-from .store import DiskStore, padded
+from .aio import aligned_empty
+from .copies import Copies, Transfer
+from .store import Home, padded
 
 
 @dataclass(frozen=True)
 class Stream:
     """One state's part in a piece of work: where it lives, and which ways it goes."""
 
-    home: torch.Tensor  # 1-D; on disk it is moved, in memory it is used where it is
+    home: torch.Tensor  # 1-D; in a `Home` it is moved, elsewhere it is used where it is
     reads: bool = True
     writes: bool = False
 
@@ -51,42 +52,59 @@ class _Loading:
     buffer: _Buffer
     tensors: list[torch.Tensor]
     reads: list[Transfer]
-    writes: list[tuple[DiskStore, torch.Tensor, torch.Tensor]]  # from where, and which state
+    writes: list[tuple[Home, torch.Tensor, torch.Tensor]]  # from where, and which state
 
 
 class Pipeline:
-    """Runs pieces over states, some of which are on disks. Its buffers are kept.
+    """Runs pieces over states, some of which are elsewhere. Its buffers are kept.
 
     Args:
+        homes: of the states that are moved.
         num_buffers: at least three.
         piece_numel: elements of a piece at most. A multiple of 4096, so that every piece begins at a block.
-        element_bytes: of all the streams of a piece together, at most.
+        element_bytes: of all the streams of a piece together that are moved, at most.
+        copies: between host and device, where states are on a GPU.
     """
 
-    def __init__(self, disks: Sequence[DiskStore], num_buffers: int, piece_numel: int, element_bytes: int) -> None:
+    def __init__(
+        self,
+        homes: Sequence[Home],
+        num_buffers: int,
+        piece_numel: int,
+        element_bytes: int,
+        copies: Copies | None = None,
+    ) -> None:
         assert num_buffers >= 3 and not piece_numel % 4096
-        self._disks, self.piece_numel = disks, piece_numel
-        self._buffers = [_Buffer(aligned_empty(piece_numel * element_bytes, torch.uint8)) for _ in range(num_buffers)]
+        self._homes, self._copies, self.piece_numel = homes, copies, piece_numel
+        empty = aligned_empty if copies is None else copies.host_memory
+        self._buffers = [_Buffer(empty(piece_numel * element_bytes, torch.uint8)) for _ in range(num_buffers)]
 
     @property
     def nbytes(self) -> int:
         return sum(buffer.memory.nbytes for buffer in self._buffers)
 
-    def disk_of(self, tensor: torch.Tensor) -> DiskStore | None:
-        """Where a state lives; None: in memory."""
-        return next((disk for disk in self._disks if disk.holds(tensor)), None)
+    def follow(self) -> None:
+        """Later work of the device's current stream comes behind what was moved so far."""
+        if self._copies is not None:
+            self._copies.follow()
+
+    def home_of(self, tensor: torch.Tensor) -> Home | None:
+        """Where a state lives that is moved; None: it is used where it is."""
+        return next((home for home in self._homes if home.holds(tensor)), None)
 
     def run(self, pieces: Iterable[Piece]) -> None:
-        """Returns when every piece is computed and its results are on disk.
+        """Returns when every piece is computed and its results are where they belong.
 
         Raises:
-            OffloadError: a read or write failed; some pieces are done and some are not, and the disks know it.
+            OffloadError: a read or write failed; some pieces are done and some are not, and their homes know it.
         """
         try:
+            if self._copies is not None:
+                self._copies.settle()  # what was on its way from states that are now to be written
             self._run(pieces)
         except BaseException as error:
-            for disk in self._disks:
-                disk.fail(error)
+            for home in self._homes:
+                home.fail(error)
             raise
 
     def _run(self, pieces: Iterable[Piece]) -> None:
@@ -114,24 +132,24 @@ class Pipeline:
         end = 0
         for stream in piece.streams:
             home = stream.home
-            disk = self.disk_of(home)
-            if disk is None:
+            store = self.home_of(home)
+            if store is None:
                 loading.tensors.append(home)
                 continue
             start, end = end, end + padded(home.nbytes)
             part = buffer.memory[start : start + home.nbytes].view(home.dtype)
             loading.tensors.append(part)
             if stream.reads:
-                loading.reads.append(disk.read(home, part))
+                loading.reads.append(store.read(home, part))
             if stream.writes:
-                loading.writes.append((disk, part, home))
+                loading.writes.append((store, part, home))
         return loading
 
     def _finish(self, loading: _Loading) -> None:
         while loading.reads:
             loading.reads.pop(0).wait()
         loading.piece.compute(*loading.tensors)
-        loading.buffer.writes += [disk.write(part, home) for disk, part, home in loading.writes]
+        loading.buffer.writes += [store.write(part, home) for store, part, home in loading.writes]
 
 
 def _settle(transfers: list[Transfer]) -> Exception | None:

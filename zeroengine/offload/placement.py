@@ -1,25 +1,35 @@
-"""Which of a model's states live on disk, and the disks."""
+"""Which of a model's states live elsewhere than on the device, and the stores that they live in."""
 
 from __future__ import annotations
 
+import math
+import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from ..comm import Transport
 from ..config import FLOATS, Config
-from ..errors import ZeroEngineError
+from ..config.offload import OffloadOptimizer, OffloadParam
+from ..errors import OffloadError
 from ..partition import Degrees, UnitPlan
 from .aio import DiskQueue
-from .pipeline import Pipeline
+from .copies import Copies, GPUCopies
+from .host import DeviceStore, DiskBehind, HostStore
+from .pipeline import Home, Pipeline
 from .probe import Settings, tune
-from .shards import DiskShards
-from .store import DiskStore, padded
+from .shards import StoredShards
+from .store import DiskStore, Store, padded
 from .swap import SwapFolder
 
 WORTH_TUNING = 1 << 28  # bytes of states
 PIECE = 4096  # what buffers hold a multiple of, in elements
+
+
+MEMORY = ""  # stands for CPU memory where a folder's name would
 
 
 @dataclass(frozen=True)
@@ -29,19 +39,27 @@ class Placement:
     Attributes:
         parameters: of each unit, where its shard lives.
         optimizer: of each trainable unit, where master, moments and summed gradients live.
-        pipeline: what brings states on disk to the update.
+        pipeline: what brings states that live elsewhere to the update.
     """
 
     disks: tuple[DiskStore, ...]
-    parameters: Sequence[DiskShards | None]
-    optimizer: Sequence[DiskStore | None]
+    stores: tuple[Store, ...]
+    parameters: Sequence[StoredShards | None]
+    optimizer: Sequence[Store | None]
     pipeline: Pipeline | None
+    copies: Copies | None = None
 
     @property
-    def buffer_bytes(self) -> int:
-        """Of memory between the disks and the computation."""
+    def slot_bytes(self) -> int:
+        """Of memory that shards are sent from."""
         shards = {id(shards): shards for shards in self.parameters if shards is not None}
-        return sum(s.nbytes for s in shards.values()) + (self.pipeline.nbytes if self.pipeline is not None else 0)
+        return sum(shards.nbytes for shards in shards.values())
+
+    @property
+    def host_bytes(self) -> int:
+        """Of CPU memory between stores and computation."""
+        bounces = sum(store.nbytes for store in self.stores if isinstance(store, DiskBehind))
+        return bounces + (self.pipeline.nbytes if self.pipeline is not None else 0)
 
     def let_go(self, *states: torch.Tensor) -> None:
         """Gives back memory that using these states in place took, or any states; see `DiskStore.let_go`."""
@@ -57,58 +75,128 @@ class Placement:
             disk.check()
 
     def close(self) -> None:
+        if self.copies is not None:
+            self.copies.settle()
+        for store in self.stores:
+            if isinstance(store, DiskBehind):
+                store.close()
         for disk in self.disks:
             disk.close()
 
 
 def place(
-    plans: Sequence[UnitPlan], degrees: Degrees, config: Config, transport: Transport, device: torch.device
+    plans: Sequence[UnitPlan],
+    degrees: Degrees,
+    config: Config,
+    transport: Transport,
+    device: torch.device,
+    copies: Copies | None = None,
 ) -> Placement:
-    """Opens the disks that ``config`` names for the states of a model cut into ``plans``.
+    """Opens the stores that ``config`` names for the states of a model cut into ``plans``.
+
+    Args:
+        copies: between ``device`` and the host. None: a GPU's own; on the CPU none.
 
     Raises:
-        ZeroEngineError: a path cannot be used, or has too little room.
+        ZeroEngineError: a path cannot be used, or there is too little room.
     """
     zero = config.zero_optimization
-    for key, section in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
-        if device.type == "cuda" and section.device != "none":
-            raise ZeroEngineError(
-                f'zero_optimization.{key}: offloading from a GPU is not available yet; write "device": "none"'
-            )
+    if copies is None and device.type == "cuda":
+        used = [section for section in (zero.offload_optimizer, zero.offload_param) if section.device != "none"]
+        copies = GPUCopies(device, pin=all(section.pin_memory for section in used))
+    params_at, optimizer_at = (_place_of(section, copies) for section in (zero.offload_param, zero.offload_optimizer))
     trainable = [plan for plan in plans if plan.trainable]
+    away = [params_at is not None and plan.numel > zero.param_persistence_threshold for plan in plans]
+    homes = _within_ratio([plan.numel for plan in trainable], zero.offload_optimizer.ratio)
+    homes = [goes and optimizer_at is not None for goes in homes]
     expected: dict[str, int] = {}
-    away = [zero.offload_param.disk and plan.numel > zero.param_persistence_threshold for plan in plans]
-    if zero.offload_param.disk:
+    if params_at is not None:
         gone = (plan for plan, is_away in zip(plans, away, strict=True) if is_away)
         nbytes = sum(padded(plan.numel // degrees.parameters * plan.dtype.itemsize) for plan in gone)
-        expected[zero.offload_param.disk] = nbytes
-    homes = _within_ratio([plan.numel for plan in trainable], zero.offload_optimizer.ratio)
-    if zero.offload_optimizer.disk:
+        expected[params_at] = nbytes
+    if optimizer_at is not None:
         gone = (plan for plan, goes in zip(trainable, homes, strict=True) if goes)
-        nbytes = sum(padded(plan.numel // degrees.optimizer * _optimizer_bytes(plan, config)) for plan in gone)
-        expected[zero.offload_optimizer.disk] = expected.get(zero.offload_optimizer.disk, 0) + nbytes
-    disks = {path: open_disk(path, nbytes, config, transport.rank) for path, nbytes in expected.items()}
-    shards, optimizer = None, None
-    if zero.offload_param.disk:
-        shards = DiskShards(disks[zero.offload_param.disk], transport, zero.offload_param.buffer_count)
-    if zero.offload_optimizer.disk:
-        optimizer = disks[zero.offload_optimizer.disk]
-    stores = tuple(disks.values())
-    element_bytes = max(
-        (
-            (_optimizer_bytes(plan, config) if zero.offload_optimizer.disk else 0)
-            + (plan.dtype.itemsize if zero.offload_param.disk else 0)
-            for plan in trainable
-        ),
-        default=1,
-    )
+        leaves = degrees.gradients > 1 or transport.world_size == 1  # see `can_leave`
+        nbytes = sum(padded(plan.numel // degrees.optimizer * _optimizer_bytes(plan, config, leaves)) for plan in gone)
+        expected[optimizer_at] = expected.get(optimizer_at, 0) + nbytes
+    if not expected:
+        return Placement((), (), [None] * len(plans), [None] * len(trainable), None)
+    disks = {at: open_disk(at, nbytes, config, transport.rank) for at, nbytes in expected.items() if at != MEMORY}
+    stores: dict[str, Store] = dict(disks)
+    if copies is not None:
+        stores = {at: DiskBehind(disk, copies, zero.offload_param.buffer_count) for at, disk in disks.items()}
+        stores |= {MEMORY: HostStore(copies)} if MEMORY in expected else {}
+    shards = None
+    if params_at is not None:
+        shards = StoredShards(stores[params_at], transport, zero.offload_param.buffer_count)
+    homes_of_streams: list[Home] = list(disks.values())
+    if copies is not None:
+        homes_of_streams.append(DeviceStore(copies, tuple(stores.values())))
+    moved = max((_moved_bytes(plan, config, params_at, optimizer_at, copies) for plan in trainable), default=1)
     piece = max(zero.offload_optimizer.buffer_size // PIECE, 1) * PIECE
+    if copies is not None:
+        check_room(expected.get(MEMORY, 0) + zero.offload_optimizer.buffer_count * piece * moved)
     return Placement(
-        stores,
+        tuple(disks.values()),
+        tuple(stores.values()),
         [shards if is_away else None for is_away in away],
-        [optimizer if goes else None for goes in homes],
-        Pipeline(stores, zero.offload_optimizer.buffer_count, piece, element_bytes) if stores else None,
+        [stores[optimizer_at] if optimizer_at is not None and goes else None for goes in homes],
+        Pipeline(homes_of_streams, zero.offload_optimizer.buffer_count, piece, moved, copies),
+        copies,
     )
+
+
+def _place_of(section: OffloadOptimizer | OffloadParam, copies: Copies | None) -> str | None:
+    """A folder, or ``MEMORY``; None: the device."""
+    if section.device == "cpu" and copies is not None:
+        return MEMORY
+    return section.disk
+
+
+def _moved_bytes(
+    plan: UnitPlan, config: Config, params_at: str | None, optimizer_at: str | None, copies: Copies | None
+) -> int:
+    """Of an element's states, those that a pipeline moves at most: what is on disk, or on a GPU."""
+    rest_stays = optimizer_at is None or config.zero_optimization.offload_optimizer.ratio < 1
+    gradient = config.accumulation_dtype(plan.dtype).itemsize
+    kept = _optimizer_bytes(plan, config, gradient=False)
+    moved = plan.dtype.itemsize if copies is not None or params_at is not None else 0  # the parameter
+    moved += kept if optimizer_at not in (None, MEMORY) or (copies is not None and rest_stays) else 0
+    moved += gradient if optimizer_at not in (None, MEMORY) or copies is not None else 0
+    return max(moved, 1)
+
+
+def check_room(nbytes: int) -> None:
+    """
+    Raises:
+        OffloadError: there is less CPU memory left than all ranks of this machine will take.
+    """
+    ranks, left = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), available_memory()
+    if nbytes * ranks > left:
+        raise OffloadError(
+            f"offloading takes {nbytes * ranks / 2**30:,.1f} GiB of CPU memory on this machine ({ranks} "
+            f"{'ranks' if ranks > 1 else 'rank'}), and {left / 2**30:,.1f} GiB are left: offload less with "
+            '"ratio", use more machines, or write "device": "nvme"'
+        )
+
+
+def available_memory() -> float:
+    """Bytes of CPU memory that this process may still take, as far as Linux and a container say."""
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", _text("/proc/meminfo"), re.MULTILINE)
+    left = int(found[1]) << 10 if found is not None else math.inf
+    group = Path("/sys/fs/cgroup")
+    limit, used = _text(group / "memory.max").strip(), _text(group / "memory.current").strip()
+    if limit.isdigit() and used.isdigit():
+        files = re.search(r"^inactive_file (\d+)$", _text(group / "memory.stat"), re.MULTILINE)  # that can go
+        left = min(left, int(limit) - int(used) + (int(files[1]) if files is not None else 0))
+    return left
+
+
+def _text(path: str | Path) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
 
 
 def open_disk(path: str, nbytes: int, config: Config, rank: int) -> DiskStore:
@@ -128,11 +216,11 @@ def open_disk(path: str, nbytes: int, config: Config, rank: int) -> DiskStore:
     return DiskStore(folder, queue, nbytes)
 
 
-def _optimizer_bytes(plan: UnitPlan, config: Config) -> int:
-    """Of an element: gradient, moments, and the master where it is not the parameter."""
+def _optimizer_bytes(plan: UnitPlan, config: Config, gradient: bool) -> int:
+    """Of an element: moments, the master where it is not the parameter, and the ``gradient`` where it leaves, too."""
     mixed = plan.dtype in (torch.bfloat16, torch.float16)
     moments = 2 * FLOATS[config.optimizer_state_dtype].itemsize
-    return (4 if mixed else 0) + moments + config.accumulation_dtype(plan.dtype).itemsize
+    return (4 if mixed else 0) + moments + gradient * config.accumulation_dtype(plan.dtype).itemsize
 
 
 def _within_ratio(sizes: Sequence[int], ratio: float) -> list[bool]:

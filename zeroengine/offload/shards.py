@@ -1,4 +1,4 @@
-"""Gathers of parameters whose shards are on disk."""
+"""Gathers of parameters whose shards are not on the device."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from dataclasses import dataclass
 import torch
 
 from ..comm import Transport, Work
-from .aio import ALIGNMENT, Transfer
-from .store import DiskStore, padded
+from .aio import ALIGNMENT
+from .copies import Transfer
+from .store import Store, padded
 
 PATIENCE_S = 1.0
 
 
-@dataclass
+@dataclass(eq=False)
 class _Slot:
     """Memory that a shard is read into and sent from."""
 
@@ -29,23 +30,26 @@ class _Arriving:
     transfer: Transfer
 
     def wait(self) -> None:
-        self.transfer.wait()
+        self.transfer.follow()
 
     def is_completed(self) -> bool:
         return self.transfer.done()
 
 
-class DiskShards:
-    """Parameter shards on disk: read, ahead of use where told, and gathered from there.
+class StoredShards:
+    """Parameter shards in a store: read, ahead of use where told, and gathered from there.
 
     Args:
         num_slots: shards in memory at once; more only where a peer is slow to take them.
     """
 
-    def __init__(self, disk: DiskStore, transport: Transport, num_slots: int) -> None:
-        self._disk, self._transport = disk, transport
+    def __init__(self, store: Store, transport: Transport, num_slots: int) -> None:
+        self._store, self._transport = store, transport
+        self.medium = store.medium
         self._num_slots = num_slots
-        self.alone = transport.world_size == 1
+        self._alone = transport.world_size == 1
+        self.gathers_ahead = self._alone or (transport.overlaps and store.medium == "cpu")
+        """Whether a gather may be issued ahead of use: else the host would wait for the disk, or for its peers."""
         self._slots: list[_Slot] = []
         self._ahead: dict[int, tuple[_Slot, Transfer]] = {}  # by the shard's address
 
@@ -54,12 +58,12 @@ class DiskShards:
         return sum(slot.memory.nbytes for slot in self._slots)
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A shard's place on disk."""
-        return self._disk.empty(numel, dtype)
+        """A shard's place."""
+        return self._store.empty(numel, dtype)
 
     def let_go(self, shard: torch.Tensor) -> None:
         """Gives back the memory that using a shard in place took."""
-        self._disk.let_go(shard)
+        self._store.let_go(shard)
 
     def ahead(self, shard: torch.Tensor) -> None:
         """Starts to read a shard that will soon be gathered, where there is room for it."""
@@ -68,16 +72,17 @@ class DiskShards:
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Work:
         """As ``Channel.all_gather``."""
-        if self.alone:
-            return _Arriving(self._disk.read(shard, full))
+        if self._alone:
+            return _Arriving(self._store.read(shard, full))
         ahead = self._ahead.pop(shard.data_ptr(), None)
         slot, transfer = ahead if ahead is not None else self._start(shard)
-        try:
-            transfer.wait()
-        finally:
-            slot.busy = False
         mine = slot.memory[: shard.nbytes].view(shard.dtype)
-        slot.work = self._transport.gather.all_gather(full, mine, label)
+        with self._store.beside("in"):
+            try:
+                transfer.follow()
+            finally:
+                slot.busy = False
+            slot.work = self._transport.gather.all_gather(full, mine, label)
         return slot.work
 
     def forget(self) -> None:
@@ -90,20 +95,31 @@ class DiskShards:
     def _start(self, shard: torch.Tensor) -> tuple[_Slot, Transfer]:
         slot = self._slot_for(shard.nbytes)
         slot.busy = True
-        return slot, self._disk.read(shard, slot.memory[: shard.nbytes].view(shard.dtype))
+        return slot, self._store.read(shard, slot.memory[: shard.nbytes].view(shard.dtype))
 
     def _slot_for(self, nbytes: int) -> _Slot:
+        """A free one, the longest in use first."""
         fitting = [slot for slot in self._slots if not slot.busy and slot.memory.nbytes >= padded(nbytes)]
         patience = PATIENCE_S if len(self._slots) >= self._num_slots else 0.0
         for slot in fitting:
-            if slot.work is None or self._transport.gather.reusable(slot.work, 0.0):
-                return slot
+            if self._reusable(slot, 0.0):
+                return self._last(slot)
         for slot in fitting[:1]:
-            assert slot.work is not None
-            if self._transport.gather.reusable(slot.work, patience):
-                return slot
+            if self._reusable(slot, patience):
+                return self._last(slot)
         size = padded(nbytes)
         memory = self._transport.empty(size + ALIGNMENT, torch.uint8)
         skip = -memory.data_ptr() % ALIGNMENT
         self._slots.append(_Slot(memory[skip : skip + size]))
         return self._slots[-1]
+
+    def _reusable(self, slot: _Slot, patience: float) -> bool:
+        if slot.work is None:
+            return True
+        with self._store.beside("in"):  # which the shard comes by
+            return self._transport.gather.reusable(slot.work, patience)
+
+    def _last(self, slot: _Slot) -> _Slot:
+        self._slots.remove(slot)
+        self._slots.append(slot)
+        return slot

@@ -1,4 +1,6 @@
-"""Where states live that are not in memory: files on a disk, one set for each rank. Partitioning has no part in this.
+"""Where states live that are not on the device: what all such places can do, and files on a disk, one set a rank.
+
+Partitioning has no part in this.
 
 [Note: Two ways to the disk]
 The loops that read or write whole states (the update, gathers, gradients) move blocks between the files and
@@ -10,23 +12,91 @@ as long as they do not touch one place at one time: what is under way is awaited
 from __future__ import annotations
 
 from bisect import bisect_right
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import torch
 
 from ..errors import ZeroEngineError
-from .aio import DiskQueue, Transfer, round_up
+from .aio import DiskQueue, aligned_empty, round_up
+from .copies import Transfer, Way
 from .swap import SwapFile, SwapFolder, release_mapped
 
 CHUNK = 1 << 26  # bytes of a further file, at least
+T = TypeVar("T")
+Medium = Literal["cpu", "nvme"]
+
+
+class Home(Protocol):
+    """Where states live, for one who works on them elsewhere."""
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is a state that lives here, or part of one."""
+
+    def read(self, state: torch.Tensor, into: torch.Tensor) -> Transfer:
+        """Starts to read a state, or a part of one that begins at a block, into memory of as many bytes."""
+
+    def write(self, source: torch.Tensor, state: torch.Tensor) -> Transfer:
+        """Starts to write memory, as of ``read``, over a state or a part of one."""
+
+    def fail(self, error: BaseException) -> None:
+        """An update or a gradient was lost on its way: nobody may use these states."""
+
+
+class Store(Home, Protocol):
+    """Where states live, if not in the memory of the device that computes with them.
+
+    Attributes:
+        in_order: whether the device's streams order transfers, so that nobody need look if they are through.
+    """
+
+    medium: Medium
+    in_order: bool
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A new state, 1-D, zeros until written, for the CPU to use where it is."""
+
+    def landing(self, nbytes: int) -> torch.Tensor:
+        """New bytes on the device, for states on their way: what ``read`` and ``write`` take."""
+
+    def beside(self, way: Way) -> AbstractContextManager[Any]:
+        """As of ``Copies``; nothing where transfers are in no stream."""
+
+    def mark(self) -> Transfer:
+        """As of ``Copies``, where streams order transfers."""
+
+    def let_go(self, *states: torch.Tensor) -> None:
+        """Gives back what was taken to use states in place."""
+
+
+class Extents(Generic[T]):
+    """What is known of runs of memory, by address."""
+
+    def __init__(self) -> None:
+        self._found: list[tuple[int, int, T]] = []  # first address, the one behind the last, and what is known
+
+    def add(self, address: int, nbytes: int, known: T) -> None:
+        at = bisect_right(self._found, address, key=lambda extent: extent[0])
+        self._found.insert(at, (address, address + nbytes, known))
+
+    def at(self, tensor: torch.Tensor) -> T | None:
+        """What is known of the run that ``tensor`` begins in."""
+        address = tensor.data_ptr()
+        index = bisect_right(self._found, address, key=lambda extent: extent[0])
+        if not index or address >= self._found[index - 1][1]:
+            return None
+        return self._found[index - 1][2]
+
+    def all(self) -> list[T]:
+        return [known for _, _, known in self._found]
 
 
 @dataclass(frozen=True)
-class _Extent:
-    """A state's place."""
+class _Place:
+    """Where a state is on disk."""
 
     address: int
-    nbytes: int
     file: SwapFile
     offset: int
     mapped: torch.Tensor
@@ -42,11 +112,14 @@ class DiskStore:
         OffloadError: the disk has not as much room.
     """
 
+    medium: Medium = "nvme"
+    in_order = False
+
     def __init__(self, folder: SwapFolder, queue: DiskQueue, expected_bytes: int) -> None:
         self._folder, self._queue = folder, queue
         self._file = folder.file("states", padded(expected_bytes))
         self._end = 0
-        self._extents: list[_Extent] = []  # by address
+        self._places = Extents[_Place]()
         self._failed: BaseException | None = None
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -55,40 +128,40 @@ class DiskStore:
         if self._end + nbytes > self._file.nbytes:
             self._file, self._end = self._folder.file("more states", max(nbytes, CHUNK)), 0
         mapped = self._file.mapped(self._end, numel, dtype)
-        extent = _Extent(mapped.data_ptr(), nbytes, self._file, self._end, mapped)
-        self._extents.insert(bisect_right(self._extents, extent.address, key=lambda e: e.address), extent)
+        address = mapped.data_ptr()
+        self._places.add(address, nbytes, _Place(address, self._file, self._end, mapped))
         self._end += nbytes
         return mapped
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is a state on disk, or part of one."""
-        return self._extent_of(tensor) is not None
+        return tensor.device.type == "cpu" and self._places.at(tensor) is not None
+
+    def landing(self, nbytes: int) -> torch.Tensor:
+        return aligned_empty(nbytes, torch.uint8)
+
+    def beside(self, way: Way) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def mark(self) -> Transfer:
+        raise NotImplementedError("a disk is in no stream")
 
     def read(self, state: torch.Tensor, into: torch.Tensor) -> Transfer:
-        """Starts to read a state, or a part of one that begins at a block, into memory of as many bytes.
-
-        The memory begins at a block too, and is nobody else's to the end of its last one.
-        """
-        extent = self._extent_of(state)
-        assert extent is not None
-        return self._queue.read(extent.file, extent.offset + state.data_ptr() - extent.address, _blocks(into))
+        """See ``Store``. The memory begins at a block too, and is nobody else's to the end of its last one."""
+        place = self._places.at(state)
+        assert place is not None
+        return self._queue.read(place.file, place.offset + state.data_ptr() - place.address, _blocks(into))
 
     def write(self, source: torch.Tensor, state: torch.Tensor) -> Transfer:
-        """Starts to write memory, as of ``read``, over a state or a part of one."""
-        extent = self._extent_of(state)
-        assert extent is not None
-        return self._queue.write(extent.file, extent.offset + state.data_ptr() - extent.address, _blocks(source))
+        """As ``read``."""
+        place = self._places.at(state)
+        assert place is not None
+        return self._queue.write(place.file, place.offset + state.data_ptr() - place.address, _blocks(source))
 
     @property
     def traffic(self) -> tuple[int, int]:
         """Bytes read and bytes written since the start, other than through mapped states."""
         return self._queue.bytes_read, self._queue.bytes_written
-
-    def _extent_of(self, tensor: torch.Tensor) -> _Extent | None:
-        address = tensor.data_ptr()
-        index = bisect_right(self._extents, address, key=lambda e: e.address)
-        extent = self._extents[index - 1] if index else None
-        return extent if extent is not None and address < extent.address + extent.nbytes else None
 
     def let_go(self, *states: torch.Tensor) -> None:
         """Gives back the memory that mapped states took when they were used; the values stay in the files.
@@ -96,7 +169,7 @@ class DiskStore:
         Args:
             states: those that may have been, or parts of them; others than this disk's are left alone. None: all.
         """
-        for state in states or [extent.mapped for extent in self._extents]:
+        for state in states or [place.mapped for place in self._places.all()]:
             if self.holds(state):
                 release_mapped(state)
 

@@ -1,4 +1,4 @@
-"""Adam's update by the fused kernel, over states in memory and over states on disk."""
+"""Adam's update by the fused kernel, over states where they are, and over states that are brought to it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class FusedAdam:
     Args:
         optimizer: whose ``param_groups`` hold the hyperparameters.
         group_of: from a parameter to its group's number.
-        pipeline: what brings states on disk to the update; None where there are none.
+        pipeline: what brings states that live elsewhere to the update; None where there are none.
     """
 
     def __init__(
@@ -71,21 +71,22 @@ class FusedAdam:
         publish: Callable[[UnitGradients], None],
     ) -> None:
         """Updates every unit with ``factor * gradient``, then publishes it."""
-        on_disk = []
+        elsewhere = []
         for states, flags in zip(units, used, strict=True):
             for i, flag in enumerate(flags):
                 states.steps[i] += flag
-            if self._pipeline is not None and any(map(self._pipeline.disk_of, self._tensors(states))):
-                on_disk.append((states, flags))
+            if not states.is_here:
+                elsewhere.append((states, flags))
                 continue
             part = self._part(states, 0, states.published.numel(), *self._tensors(states))
             with span("update", states.unit.name):
                 for segment in self._segments_of(states, flags):
                     self._adam(states, part, segment, factor)
             publish(states.grads)
-        if self._pipeline is not None:
+        if elsewhere:
+            assert self._pipeline is not None
             self._pipeline.run(
-                piece for states, flags in on_disk for piece in self._pieces(states, flags, factor, publish)
+                piece for states, flags in elsewhere for piece in self._pieces(states, flags, factor, publish)
             )
 
     @staticmethod
@@ -105,7 +106,7 @@ class FusedAdam:
         factor: float,
         publish: Callable[[UnitGradients], None],
     ) -> Iterator[Piece]:
-        """The update of a unit whose states are on disk, in pieces that fit a buffer; the last one publishes."""
+        """The update of a unit whose states are elsewhere, in pieces that fit a buffer; the last one publishes."""
         assert self._pipeline is not None
         segments = self._segments_of(states, flags)
         tensors = self._tensors(states)
@@ -120,7 +121,12 @@ class FusedAdam:
                 Stream(tensor[start:stop], reads=i < 4 or not whole, writes=i != 1) for i, tensor in enumerate(tensors)
             ]
             yield Piece(streams, partial(self._compute, states, mine, factor, start, stop))
-        yield Piece((), partial(publish, states.grads))  # in the units' order: it may be a collective
+        yield Piece((), partial(self._land, states, publish))  # in the units' order: it may be a collective
+
+    def _land(self, states: UnitStates, publish: Callable[[UnitGradients], None]) -> None:
+        assert self._pipeline is not None
+        self._pipeline.follow()
+        publish(states.grads)
 
     def _compute(
         self, states: UnitStates, segments: list[Segment], factor: float, start: int, stop: int, *tensors: torch.Tensor

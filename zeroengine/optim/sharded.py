@@ -20,7 +20,7 @@ import torch
 from .. import ops
 from ..comm import Transport, to_device
 from ..errors import ZeroEngineError
-from ..offload import DiskStore, Pipeline, held
+from ..offload import Medium, Pipeline, Store, held
 from ..partition import Degrees, ParamSlot, ShardSpan
 from ..runtime.gradients import UnitGradients
 from .device import DeviceAdam, Verdict
@@ -46,9 +46,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         zero_grad: drops the gradients since the last step.
         moments_dtype: of Adam's moments; bf16 is rounded stochastically.
         homes: where each unit's states live, if not on the device.
-        pipeline: what brings states on disk to the update.
-        on_device: whether a step is issued without waiting for its norm, where the fused kernel runs and no state is
-            on disk. None: on a GPU that zeroengine's kernels serve.
+        pipeline: what brings states that live elsewhere to the update.
+        on_device: whether a step is issued without waiting for its norm, where the fused kernel runs and every state
+            is on the device. None: on a GPU that zeroengine's kernels serve.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         publish: Callable[[UnitGradients], None],
         zero_grad: Callable[[], None],
         moments_dtype: torch.dtype = torch.float32,
-        homes: Sequence[DiskStore | None] = (),
+        homes: Sequence[Store | None] = (),
         pipeline: Pipeline | None = None,
         on_device: bool | None = None,
     ) -> None:
@@ -80,10 +80,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"optimizer_state_dtype: only Adam and AdamW on fp32 masters keep moments in bf16, not "
                 f"{type(inner).__name__}; remove the key"
             )
-        if pipeline is not None and not fused:
+        if not fused and any(u.unit.stored is not None or u.home is not None for u in self.units):
             raise ZeroEngineError(
-                f'"device": "nvme": only Adam and AdamW on fp32 masters update states on disk, not '
-                f'{type(inner).__name__}; write "device": "cpu" or "none"'
+                f"offload: only Adam and AdamW on fp32 masters update states that are not on the device, not "
+                f'{type(inner).__name__}; write "device": "none"'
             )
         self._inner = inner
         self._fused = FusedAdam(self, inner, self._groups, pipeline) if fused else None
@@ -91,11 +91,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if fused:
             for states in self.units:
                 states.adam_moments()
-        here = fused and bool(self.units) and all(u.home is None and u.grads.disk is None for u in self.units)
-        wanted = (here and _served(self.units[0].master.device)) if on_device is None else on_device
+        here = fused and bool(self.units) and all(states.is_here for states in self.units)
+        wanted = (here and _served(self._computes_on)) if on_device is None else on_device
         self._device: DeviceAdam | None = None
         if here and wanted:
             self._device = DeviceAdam(self, inner, self._groups, self.units, transport)
+
+    @property
+    def _computes_on(self) -> torch.device:
+        return self.units[0].unit.full.device if self.units else torch.device("cpu")
 
     @property
     def on_device(self) -> bool:
@@ -130,9 +134,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         One collective of a float64 vector: the squared norm of this rank's slices, then a flag for each
         parameter.
         """
-        device = self.units[0].master.device if self.units else torch.device("cpu")
         flags = [float(used) for states in self.units for used in states.grads.used]
-        values = to_device([0.0, *flags], device)
+        values = to_device([0.0, *flags], self._computes_on)
         world = self._transport.world_size
         for states in self.units:
             known = states.grads.squared_norm
@@ -156,9 +159,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 bad[span.slot] = bad[span.slot] or not bool(torch.isfinite(gradient).all())
             flags += bad
         names = [slot.name for states in self.units for slot in states.unit.layout.slots]
-        device = self.units[0].master.device
         total = self._transport.all_reduce_scalars(
-            torch.tensor(flags, dtype=torch.float64, device=device), "where not finite"
+            torch.tensor(flags, dtype=torch.float64, device=self._computes_on), "where not finite"
         )
         return next((name for name, flag in zip(names, total.tolist(), strict=True) if flag), None)
 
@@ -281,17 +283,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 kept = {"exp_avg": first, "exp_avg_sq": second, "step": float(states.steps[index])}
                 yield where, (span.numel,), kept
 
-    def state_bytes(self, *, on_disk: bool = False) -> int:
-        """Bytes of moments (or of whatever the optimizer keeps) on this rank, in memory or on disk."""
-        if self._on_shards is None:
-            return sum(held(m) for s in self.units if (s.home is not None) == on_disk for m in s.moments)
-        if on_disk:
-            return 0
-        return sum(map(held, self._state_tensors()))
-
-    def master_bytes(self, *, on_disk: bool = False) -> int:
-        """Bytes of masters on this rank, in memory or on disk."""
-        return sum(held(s.master) for s in self.units if s.mixed and (s.home is not None) == on_disk)
+    def bytes_in(self, medium: Medium | None) -> dict[str, int]:
+        """Bytes of masters and of moments (or of whatever the optimizer keeps) on this rank; None: on the device."""
+        parts = [states.bytes_in(medium) for states in self.units]
+        found = {name: sum(part[name] for part in parts) for name in ("master", "optimizer")}
+        if medium is None:
+            found["optimizer"] += sum(map(held, self._state_tensors()))
+        return found
 
     def tensors(self) -> list[torch.Tensor]:
         """What is in memory of the optimizer on this rank: masters that are not parameters, and its state."""

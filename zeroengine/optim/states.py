@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .. import ops
-from ..offload import DiskStore
+from ..offload import Medium, Store, held
 from ..runtime.gradients import UnitGradients
 from .segments import Segment
 
@@ -21,7 +21,7 @@ class UnitStates:
     """
 
     def __init__(
-        self, number: int, grads: UnitGradients, moments_dtype: torch.dtype, home: DiskStore | None = None
+        self, number: int, grads: UnitGradients, moments_dtype: torch.dtype, home: Store | None = None
     ) -> None:
         unit = grads.unit
         self._moments_dtype = moments_dtype
@@ -57,10 +57,22 @@ class UnitStates:
     def adam_moments(self) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.moments:
             self.moments = [self._empty(self._moments_dtype) for _ in range(2)]
-            if self.home is None:  # a file is zeros
+            if self.home is None:  # a store's are
                 for moment in self.moments:
                     moment.zero_()
         return self.moments[0], self.moments[1]
+
+    @property
+    def is_here(self) -> bool:
+        """Whether all of it is where the model computes."""
+        return self.home is None and self.grads.home is None and self.unit.stored is None
+
+    def bytes_in(self, medium: Medium | None) -> dict[str, int]:
+        """Of master and moments in a kind of memory; None: on the device."""
+        medium_of = None if self.home is None else self.home.medium
+        here = medium_of == medium
+        master = held(self.master) if here and self.master is not self.published else 0
+        return {"master": master, "optimizer": sum(map(held, self.moments)) if here else 0}
 
     def gradient_for_norm(self, world_size: int) -> torch.Tensor:
         """This rank's 1/world of the summed gradients: the same elements at every stage."""
@@ -73,5 +85,6 @@ class UnitStates:
     def reload_master(self) -> None:
         """Some of the published parameters were written from outside; the others keep their master's bits."""
         if self.mixed:
-            untouched = self.master.to(self.published.dtype) == self.published
-            self.master.copy_(torch.where(untouched, self.master, self.published))
+            published = self.published.to(self.master.device)
+            untouched = self.master.to(published.dtype) == published
+            self.master.copy_(torch.where(untouched, self.master, published))

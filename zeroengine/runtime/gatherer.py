@@ -58,8 +58,8 @@ class Gatherer:
     ) -> None:
         self._units = list(units)
         self._transport, self._channel = transport, transport.gather
-        on_disk = any(unit.disk is not None for unit in self._units)
-        self._prefetch_numel = prefetch_numel if transport.overlaps or on_disk else 0
+        stored = any(unit.stored is not None for unit in self._units)
+        self._prefetch_numel = prefetch_numel if transport.overlaps or stored else 0
         self._max_live_numel = max_live_numel
         self._entering_backward, self._abandon_backward = entering_backward, abandon_backward
         self._held: dict[Unit, int] = dict.fromkeys(self._units, 0)  # forwards, `gathered` and pins in progress
@@ -152,8 +152,8 @@ class Gatherer:
                 self.ensure(unit)
             unit.check()
             self._release(unit)
-            if unit.disk is not None:
-                unit.disk.forget()
+            if unit.stored is not None:
+                unit.stored.forget()
 
     def hold(self, unit: Unit) -> None:
         self._held[unit] += 1
@@ -281,10 +281,10 @@ class Gatherer:
                 ahead, live = ahead + unit.layout.numel, live + unit.layout.numel
                 if ahead > self._prefetch_numel or live > self._max_live_numel:
                     break
-                if self._transport.overlaps or (unit.disk is not None and unit.disk.alone):
+                if self._transport.overlaps if unit.stored is None else unit.stored.gathers_ahead:
                     self.start(unit)
-                elif unit.disk is not None:
-                    unit.disk.ahead(unit.shard)
+                elif unit.stored is not None:
+                    unit.stored.ahead(unit.shard)
 
     # -- backward ---------------------------------------------------------------------------------
 

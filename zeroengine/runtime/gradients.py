@@ -8,7 +8,7 @@ import torch
 
 from .. import ops
 from ..comm import Transport
-from ..offload import DiskStore
+from ..offload import Store
 from .unit import Unit
 
 
@@ -18,7 +18,7 @@ class UnitGradients:
     Args:
         dtype: of what is kept, in which gradients accumulate.
         reduce_dtype: in which they are reduced; None: as they are sent without a cast.
-        disk: where what is kept lives, if not in memory. Only of gradients that need not be kept whole.
+        home: where what is kept lives, if not on the device. Only of gradients that need not be kept whole.
     """
 
     def __init__(
@@ -27,12 +27,12 @@ class UnitGradients:
         transport: Transport,
         dtype: torch.dtype,
         reduce_dtype: torch.dtype | None,
-        disk: DiskStore | None = None,
+        home: Store | None = None,
     ) -> None:
         self.unit, self.dtype = unit, dtype
         layout, degrees = unit.layout, unit.degrees
-        self.disk = disk if can_leave(unit, transport) else None
-        self.whole = degrees.gradients == 1 and self.disk is None
+        self.home = home if can_leave(unit, transport) else None
+        self.whole = degrees.gradients == 1 and self.home is None
         self.reduce_dtype = reduce_dtype or (dtype if self.whole else unit.dtype)
         self.sent_as_kept = self.whole and dtype is self.reduce_dtype  # else they are sent from a slot
         if self.whole:
@@ -44,14 +44,14 @@ class UnitGradients:
             numel = layout.shard_numel(degrees.gradients)
             self.kept = (
                 torch.empty(numel, dtype=dtype, device=unit.full.device)
-                if self.disk is None
-                else self.disk.empty(numel, dtype)
+                if self.home is None
+                else self.home.empty(numel, dtype)
             )
             self.views = []
-        if self.disk is None:
+        if self.home is None:
             ops.advise_huge_pages(self.kept)
             self.kept.zero_()
-        self.squared_norm: torch.Tensor | None = None  # of what is kept, where it was known before it left for the disk
+        self.squared_norm: torch.Tensor | None = None  # of what is kept, where it was known before it left
         self.local: dict[int, torch.Tensor] = {}  # sums of earlier micro-steps in no_sync, by parameter
         self.left: set[int] = set()  # parameters whose gradient this backward still owes
         self.written = [False] * len(unit.params)  # in this micro-step (bucket) or since the step (whole)
@@ -67,7 +67,7 @@ class UnitGradients:
 
 
 def can_leave(unit: Unit, transport: Transport) -> bool:
-    """Whether what is kept of a unit's gradients is only read again at the step, so that it may live on disk."""
+    """Whether what is kept of a unit's gradients is only read again at the step, so that it may live elsewhere."""
     return unit.degrees.gradients > 1 or transport.world_size == 1
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import zip_longest
 
 import torch
@@ -22,10 +23,10 @@ from torch import nn
 
 from ..comm import Transport, Work, span
 from ..errors import ZeroEngineError
-from ..offload import DiskStore, held
+from ..offload import Store
 from .eager import eager
 from .gradients import UnitGradients, views_of
-from .landing import Landings
+from .landing import Landings, OnItsWay
 from .unit import Unit
 
 SLOT_PATIENCE_S = 1.0
@@ -73,7 +74,7 @@ class Reducer:
         complete: called when every parameter of a unit has its gradient.
         entering_backward: called at the first sign of a backward, once or more in each.
         arriving: called as each gradient comes; raises where it must not.
-        disks: where each trainable unit's summed gradients live, if not in memory.
+        homes: where each trainable unit's summed gradients live, if not on the device.
     """
 
     def __init__(
@@ -88,15 +89,15 @@ class Reducer:
         complete: Callable[[Unit], None],
         entering_backward: Callable[[], None],
         arriving: Callable[[], None],
-        disks: Sequence[DiskStore | None] = (),
+        homes: Sequence[Store | None] = (),
     ) -> None:
         self._transport, self._channel = transport, transport.reduce
         self._bucket_numel = bucket_numel or 0
         self._complete, self._entering_backward, self._arriving = complete, entering_backward, arriving
         self.predivide = predivide
         self.gradients = [
-            UnitGradients(unit, transport, accumulation_dtype(unit.dtype), reduce_dtype(unit.dtype), disk)
-            for unit, disk in zip_longest((unit for unit in units if unit.trainable), disks)
+            UnitGradients(unit, transport, accumulation_dtype(unit.dtype), reduce_dtype(unit.dtype), home)
+            for unit, home in zip_longest((unit for unit in units if unit.trainable), homes)
         ]
         self._landings = Landings()
         self._order = self.gradients[::-1]
@@ -257,10 +258,9 @@ class Reducer:
     def _send(self, slot: Slot, grads: UnitGradients, target: torch.Tensor, accumulate: bool) -> None:
         """Reduces what is in ``slot`` into ``target``, all of the gradient or this rank's shard."""
         flat = slot.memory[: grads.unit.layout.numel]  # a bucket for the largest unit may serve a smaller one
-        if grads.disk is not None:
-            landing = self._landings.target(grads)
-            slot.work = self._reduced(landing.of(grads), flat, grads.unit.name, accumulate=False)
-            self._landings.send(slot.work, grads, landing, accumulate)
+        if grads.home is not None:
+            reduce = partial(self._reduced, flat=flat, label=grads.unit.name, accumulate=False)
+            slot.work = self._landings.send(grads, reduce, accumulate)
         else:
             slot.work = self._reduced(target, flat, grads.unit.name, accumulate)
             self._works.append(slot.work)
@@ -305,7 +305,7 @@ class Reducer:
         return chosen
 
     def _reusable(self, work: Work, patience: float) -> bool:
-        if isinstance(work, SummedWork):
+        while isinstance(work, (SummedWork, OnItsWay)):
             if not patience and not work.is_completed():
                 return False
             work.wait()  # nothing is ever gathered at degree 1, so no peer waits for this rank meanwhile
@@ -409,6 +409,3 @@ class Reducer:
 
     def bucket_bytes(self) -> int:
         return sum(slot.memory.nbytes for slot in self._slots) + self._landings.nbytes
-
-    def kept_bytes(self) -> int:
-        return sum(held(grads.kept) for grads in self.gradients if grads.disk is None)

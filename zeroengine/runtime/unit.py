@@ -11,7 +11,7 @@ from torch import nn
 from .. import ops
 from ..comm import Buffer, Transport, Work
 from ..errors import ZeroEngineError
-from ..offload import DiskShards, DiskStore
+from ..offload import Store, StoredShards
 from ..partition import Degrees, FlatLayout, UnitPlan
 from .birth import become, detach
 from .released import ReleasedParameter, Resolver, swap_in, swap_out
@@ -41,8 +41,8 @@ class Unit:
 
     Args:
         synchronise: makes a full buffer what it is on rank 0, on all ranks.
-        disk: where the shard lives, if not in memory.
-        master_disk: where ``master`` does.
+        stored: where the shard lives, if not on the device.
+        master_home: where ``master`` does.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class Unit:
         degrees: Degrees,
         transport: Transport,
         synchronise: Callable[[torch.Tensor], None],
-        disk: DiskShards | None = None,
-        master_disk: DiskStore | None = None,
+        stored: StoredShards | None = None,
+        master_home: Store | None = None,
     ) -> None:
         self.name, self.dtype, self.trainable = plan.name, plan.dtype, plan.trainable
         self.params: tuple[nn.Parameter, ...] = tuple(param for _, param in plan.params)
@@ -64,11 +64,11 @@ class Unit:
         self.state = State.READY
         self.work: Work | None = None
 
-        self.disk = disk
-        self._source = disk or transport.gather
+        self.stored = stored
+        self._source = stored or transport.gather
         self._buffer: Buffer | None = None
         if self.transient:
-            self._buffer = transport.buffer(self.layout.numel, self.dtype, copied=disk is not None)
+            self._buffer = transport.buffer(self.layout.numel, self.dtype, copied=stored is not None)
             self.full = self._buffer.tensor
         else:
             self.full = transport.empty(self.layout.numel, self.dtype)
@@ -76,10 +76,10 @@ class Unit:
         self.full.zero_()
         self._views = [self.full[s.offset : s.end].view(s.shape) for s in self.layout.slots]
         self.unset: set[str] = set()
-        self.master = self._load(synchronise, master_disk)
+        self.master = self._load(synchronise, master_home)
         self.shard = self.full
         if self.transient:
-            self.shard = (disk or transport).empty(self.layout.shard_numel(degrees.parameters), self.dtype)
+            self.shard = (stored or transport).empty(self.layout.shard_numel(degrees.parameters), self.dtype)
             self.take_from_full()
         self._stubs = [_stub(view) for view in self._views]
         if self._buffer is not None:
@@ -87,7 +87,7 @@ class Unit:
                 param.data = stub
             self._buffer.free()
 
-    def _load(self, synchronise: Callable[[torch.Tensor], None], master_disk: DiskStore | None) -> torch.Tensor | None:
+    def _load(self, synchronise: Callable[[torch.Tensor], None], master_home: Store | None) -> torch.Tensor | None:
         """The model's own values into the full buffer; this rank's fp32 master where they were not rounded yet."""
         wide = self.trainable and self.mixed and any(p.dtype is not self.dtype for p in self.params)
         source = torch.zeros_like(self.full, dtype=torch.float32) if wide else self.full
@@ -110,10 +110,10 @@ class Unit:
                 return None
             self.full.copy_(source)
             start, stop = self.layout.shard_range(self.rank, self.degrees.optimizer)
-            if master_disk is None:
+            if master_home is None:
                 return source[start:stop].clone()
-            master = master_disk.empty(stop - start, torch.float32).copy_(source[start:stop])
-            master_disk.let_go(master)
+            master = master_home.empty(stop - start, torch.float32).copy_(source[start:stop])
+            master_home.let_go(master)
             return master
 
     @property
@@ -128,7 +128,7 @@ class Unit:
     @property
     def transient(self) -> bool:
         """Whether the full buffer is released between uses."""
-        return self.degrees.parameters > 1 or self.disk is not None
+        return self.degrees.parameters > 1 or self.stored is not None
 
     def owned(self, degree: int) -> torch.Tensor:
         """The part of the parameters that this rank owns at ``degree``, as memory to update in place, 1-D."""
@@ -215,9 +215,9 @@ class Unit:
         if self.transient:
             start, stop = self.layout.shard_range(self.rank, self.degrees.parameters)
             self.shard.copy_(self.full[start:stop])
-        if self.disk is not None:
-            self.disk.forget()
-            self.disk.let_go(self.shard)
+        if self.stored is not None:
+            self.stored.forget()
+            self.stored.let_go(self.shard)
 
 
 def _stub(view: torch.Tensor) -> torch.Tensor:

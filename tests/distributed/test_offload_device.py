@@ -1,0 +1,349 @@
+"""States of a device in CPU memory, or on a disk behind it, give the bits of states on the device.
+
+The device is pretended, see ``pretended``.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zeroengine
+from zeroengine import ops
+from zeroengine.comm import Group
+from zeroengine.comm import native as native_module
+from zeroengine.comm.native import NativeTransport
+from zeroengine.offload import placement
+from zeroengine.start import make_engine
+
+from .models import TinyLM, batch, build, config
+from .pretended import Apart, ApartMode, LateCopies
+from .ranks import RankFailed, run_ranks
+from .training import start, take_steps
+
+CPU, NVME = {"device": "cpu"}, {"device": "nvme"}
+OPTIMIZER = {"offload_optimizer": CPU}
+PARAM = {"offload_param": CPU}
+BOTH = OPTIMIZER | PARAM
+DISK = {"offload_optimizer": NVME, "offload_param": NVME}
+MIXED = {"offload_optimizer": CPU, "offload_param": NVME}
+PRECISIONS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}
+
+
+def away(stage: int, which: dict[str, Any], path: Path | str, **more: Any) -> dict[str, Any]:
+    settings = config(stage, **copy.deepcopy(more))
+    zero = settings["zero_optimization"]
+    for section, its in which.items():
+        small = {"buffer_size": 4096, "buffer_count": 3} if section == "offload_optimizer" else {"buffer_count": 2}
+        zero[section] = its | small | ({"nvme_path": str(path)} if its["device"] == "nvme" else {})
+    return settings | {"zero_optimization": zero, "aio": {"block_size": 4096}}
+
+
+def engine_of(settings: dict[str, Any], copies: LateCopies | None, seed: int = 0) -> zeroengine.Engine:
+    start()
+    return make_engine(build(TinyLM, seed), None, copy.deepcopy(settings), copies=copies)
+
+
+@contextmanager
+def apart(copies: LateCopies) -> Iterator[None]:
+    """``ApartMode``, and Adam takes memory of one side alone."""
+    real = ops.adam_step
+
+    def adam_step(*arrays: torch.Tensor, low_precision: torch.Tensor | None = None, **options: Any) -> None:
+        every = arrays if low_precision is None else (*arrays, low_precision)
+        if len({copies.is_host(array) for array in every if array.numel()}) > 1:
+            raise Apart("Adam takes memory of the host and of the device")
+        real(*arrays, low_precision=low_precision, **options)
+
+    with pytest.MonkeyPatch.context() as patch, ApartMode(copies):
+        patch.setattr(ops, "adam_step", adam_step)
+        yield
+
+
+def train(settings: dict[str, Any], copies: LateCopies | None, steps: int) -> Any:
+    engine = engine_of(settings, copies)
+    losses, norms = [], []
+    with nullcontext() if copies is None else apart(copies):
+        for step in range(steps * engine.config.gradient_accumulation_steps):
+            loss = engine(*batch(step, engine.rank))
+            engine.backward(loss)
+            if engine.step():
+                norms.append(engine.grad_norm)
+            losses.append(loss.item())
+    memory = engine.memory()
+    state = engine.full_state_dict()
+    engine.close()
+    return losses, norms, state, memory
+
+
+def compared(cases: list[tuple[int, dict[str, Any]]], path: Path, more: dict[str, Any], late: bool) -> list[Any]:
+    """Of each case: what is different, and the memory before and after."""
+    found = []
+    for stage, which in cases:
+        one = train(config(stage, **copy.deepcopy(more)), None, 3)
+        other = train(away(stage, which, path, **more), LateCopies(late), 3)
+        differs = [name for name in one[2] if not torch.equal(one[2][name], other[2][name])]
+        differs += ["losses"] * (one[0] != other[0]) + ["norms"] * (one[1] != other[1])
+        found.append((differs, one[3], other[3]))
+    return found
+
+
+OTHER = {"data_types": {"grad_accum_dtype": "bf16"}, "communication_data_type": "fp32"}
+CASES = {
+    1: [(0, OPTIMIZER), (2, OPTIMIZER), (3, PARAM), (3, BOTH), (3, DISK), (3, MIXED)],
+    2: [(0, OPTIMIZER), (1, OPTIMIZER), (2, OPTIMIZER), (3, OPTIMIZER), (3, PARAM), (3, BOTH), (3, DISK), (3, MIXED)],
+}
+
+
+@pytest.mark.parametrize(
+    ("precision", "micro_steps", "late"),
+    [*itertools.product(PRECISIONS, (1, 2), [True]), ("bf16", 2, False)],
+    ids=lambda value: {True: "late", False: "at once"}.get(value) if isinstance(value, bool) else None,
+)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_bits_are_those_of_states_on_the_device(
+    tmp_path: Path, world_size: int, precision: str, micro_steps: int, late: bool
+) -> None:
+    more = PRECISIONS[precision] | {"gradient_accumulation_steps": micro_steps}
+    for found in run_ranks(world_size, compared, CASES[world_size], tmp_path, more, late):
+        for (stage, which), (differs, before, after) in zip(CASES[world_size], found, strict=True):
+            assert not differs, (stage, which)
+            assert after.states == before.states, (stage, which)
+            there = after.cpu if CPU in which.values() else after.nvme
+            assert sum(there[name] for name in ("optimizer", "parameters")) > 0, (stage, which)
+            assert after.optimizer == 0 or "offload_optimizer" not in which
+
+
+def looked_at_and_written(cases: list[tuple[int, dict[str, Any]]], path: Path, more: dict[str, Any]) -> list[Any]:
+    """Values of every kind, read and replaced between steps, with states here and with states away."""
+    found = []
+    for stage, which in cases:
+        seen: list[list[Any]] = []
+        for settings, copies in ((config(stage, **more), None), (away(stage, which, path, **more), LateCopies())):
+            engine, values = engine_of(settings, copies), []
+            param = engine.module.blocks[1].up.weight
+            for step in range(3):
+                loss = engine(*batch(step, engine.rank)) * (float("inf") if step == 1 else 1)
+                engine.backward(loss)
+                values.append(zeroengine.full_gradient(param))
+                zeroengine.set_full_gradient(param, values[-1] * 0.5)
+                values.append(bool(engine.step()))
+                values += [zeroengine.full_master(param), zeroengine.full_optimizer_state(param, "exp_avg_sq")]
+                zeroengine.set_full_optimizer_state(param, "exp_avg", values[-1] * 0.1)
+                zeroengine.set_full_master(param, values[-2] * 0.9)
+                with zeroengine.gathered(engine.module.norm), torch.no_grad():
+                    engine.module.norm.weight.mul_(1.25)
+            seen.append([*values, *engine.full_state_dict().values()])
+            engine.close()
+        found.append([same(one, other) for one, other in zip(*seen, strict=True)])
+    return found
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one.nan_to_num(7), other.nan_to_num(7))
+    return bool(one == other)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_inspection_and_surgery_reach_what_is_away(tmp_path: Path, precision: str) -> None:
+    cases = [(1, OPTIMIZER), (3, BOTH), (3, DISK)]
+    for found in run_ranks(2, looked_at_and_written, cases, tmp_path, PRECISIONS[precision]):
+        assert all(len(equal) > 20 and all(equal) for equal in found)
+
+
+def saved_and_loaded(stage: int, which: dict[str, Any], path: Path, more: dict[str, Any]) -> list[Any]:
+    """Two steps, a checkpoint, two steps; and the latter again, from the checkpoint, with states on either side."""
+    start()
+    (path / "nvme").mkdir(exist_ok=True)
+    found = []
+    for number, is_away in enumerate((True, False, True)):
+        settings = away(stage, which, path / "nvme", **more) if is_away else config(2, **more)
+        copies = LateCopies() if is_away else None
+        engine = engine_of(settings, copies, seed=number)
+        with nullcontext() if copies is None else apart(copies):
+            take_steps(engine, range(2))
+            if number == 0:
+                engine.save_checkpoint(path / "saved")
+            else:
+                engine.load_checkpoint(path / "saved")
+            found.append(take_steps(engine, range(2, 4)))
+        engine.close()
+    return found
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("which", [BOTH, DISK], ids=["cpu", "nvme"])
+def test_checkpoints_go_both_ways(tmp_path: Path, which: dict[str, Any], precision: str) -> None:
+    more = PRECISIONS[precision] | {"checkpoint": {"async_save": True}}
+    for losses in run_ranks(2, saved_and_loaded, 3, which, tmp_path, more):
+        assert losses[0] == losses[1] == losses[2]
+
+
+def test_ratio_keeps_part_on_the_device(tmp_path: Path) -> None:
+    part = {"offload_optimizer": CPU | {"ratio": 0.5}}
+    for which in (part, part | PARAM):
+        (differs, _, memory) = run_ranks(2, compared, [(3, which)], tmp_path, PRECISIONS["bf16"], True)[0][0]
+        assert not differs
+        assert memory.cpu["master"] > 0 and memory.master > 0
+        assert memory.cpu["optimizer"] <= memory.states * 0.3
+
+
+def traffic(cases: list[dict[str, Any]]) -> list[dict[str, float]]:
+    """Bytes of each element that cross in a step, of three units that need no padding."""
+    start()
+    found = []
+    for settings in cases:
+        copies = LateCopies()
+        model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
+        engine = make_engine(model, None, settings | {"units": ["0", "1", "2"]}, copies=copies)
+        for _ in range(2):
+            before = dict(copies.copied)
+            engine.backward(engine(torch.ones(2, 64)).float().sum())
+            engine.step()
+        found.append({way: (copies.copied[way] - before[way]) * engine.world_size / (3 * 64 * 64) for way in before})
+    return found
+
+
+def test_bytes_that_cross_in_a_step(tmp_path: Path) -> None:
+    """The gradient leaves, the updated parameter comes back, and one that is stored comes for each of its uses."""
+    bf16 = PRECISIONS["bf16"]
+    accumulating = bf16 | {"data_types": {"grad_accum_dtype": "fp32"}}
+    cases = [
+        away(2, OPTIMIZER, tmp_path, **bf16),
+        away(2, OPTIMIZER, tmp_path, **accumulating),
+        away(3, BOTH, tmp_path, **bf16),
+        away(2, OPTIMIZER, tmp_path),
+        away(1, OPTIMIZER, tmp_path, **bf16),
+    ]
+    assert run_ranks(2, traffic, cases)[0] == [
+        {"out": 2, "in": 2},
+        {"out": 4, "in": 2},
+        {"out": 2, "in": pytest.approx(2 * 5 / 3)},  # forward and backward, the last unit once
+        {"out": 4 + 4, "in": 4},  # one master, on the device
+        {"out": 2, "in": 2},
+    ]
+
+
+def large_unit(path: Path) -> list[list[str]]:
+    """Of one unit with more pieces than there are buffers."""
+    start()
+    found = []
+    for which in (OPTIMIZER, DISK):
+        states = []
+        for settings, copies in ((config(3), None), (away(3, which, path), LateCopies())):
+            model = build(partial(TinyLM, blocks=12))
+            engine = make_engine(model, None, settings | {"units": ["blocks"]}, copies=copies)
+            take_steps(engine, range(3))
+            states.append(engine.full_state_dict())
+            engine.close()
+        found.append([name for name in states[0] if not torch.equal(states[0][name], states[1][name])])
+    return found
+
+
+def test_buffers_are_used_again(tmp_path: Path) -> None:
+    assert run_ranks(1, large_unit, tmp_path)[0] == [[], []]
+
+
+def test_a_sum_is_rounded_once_when_it_is_added(tmp_path: Path) -> None:
+    more = PRECISIONS["bf16"] | OTHER | {"gradient_accumulation_steps": 2}
+    cases = [(2, OPTIMIZER), (3, DISK)]
+    for found in run_ranks(2, compared, cases, tmp_path, more, True):
+        assert [differs for differs, _, _ in found] == [[], []]
+
+
+class Once:
+    """A reduce of Gloo's, which copies its result again each time that it is awaited."""
+
+    def __init__(self, work: Any) -> None:
+        self._work, self.is_completed = work, work.is_completed
+
+    def wait(self) -> None:
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
+
+
+def over_native_collectives(path: Path, more: dict[str, Any]) -> list[Any]:
+    """NCCL's transport, whose collectives Gloo stands in for."""
+    start()
+
+    def native(group: Group, *_: Any) -> NativeTransport:
+        return NativeTransport(group.like("gloo"), group.like("gloo"), group.device, "gloo", None)
+
+    reduce_scatter = native_module._reduce_scatter
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Group, "transport", native)
+        patch.setattr(native_module, "_reduce_scatter", lambda *args, **more: Once(reduce_scatter(*args, **more)))
+        return compared([(3, BOTH), (3, DISK), (2, OPTIMIZER)], path, more, True)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_so_it_is_over_native_collectives(tmp_path: Path, precision: str) -> None:
+    more = PRECISIONS[precision] | {"gradient_accumulation_steps": 2}
+    for found in run_ranks(2, over_native_collectives, tmp_path, more):
+        assert [differs for differs, _, _ in found] == [[], [], []]
+
+
+# -- what is pretended ----------------------------------------------------------------------------
+
+
+def test_a_late_copy_shows_who_does_not_wait() -> None:
+    copies = LateCopies()
+    host, device = copies.host_memory(8, torch.float32), torch.arange(8.0)
+    transfer = copies.copy(host, device)
+    assert host.isnan().all() and not transfer.done()
+    transfer.wait()
+    assert torch.equal(host, torch.arange(8.0)) and transfer.done()
+    transfer = copies.copy(host, device)
+    device.zero_()
+    transfer.follow()
+    assert not host.any(), "what was written to the source meanwhile spoiled it"
+
+
+def test_memory_that_is_apart_does_not_meet() -> None:
+    copies = LateCopies()
+    host, device = copies.host_memory(8, torch.float32), torch.ones(8)
+    with ApartMode(copies):
+        host.copy_(device)
+        doubled = host * 2
+        with pytest.raises(Apart, match="mul"):
+            host * device
+        with pytest.raises(Apart, match="add"):
+            device.add_(doubled)
+
+
+# -- bad input ------------------------------------------------------------------------------------
+
+
+def sgd(settings: dict[str, Any]) -> None:
+    start()
+    model = build(TinyLM)
+    make_engine(model, torch.optim.SGD(model.parameters(), lr=0.1), settings, copies=LateCopies())
+
+
+def test_an_optimizer_that_cannot_be_updated_in_pieces_is_refused(tmp_path: Path) -> None:
+    settings = away(2, OPTIMIZER, tmp_path) | {"optimizer": None}
+    with pytest.raises(RankFailed, match=r'only Adam and AdamW .* not SGD; write "device": "none"'):
+        run_ranks(1, sgd, settings)
+
+
+def start_where_memory_is_short(settings: dict[str, Any]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(placement, "available_memory", lambda: 10 << 10)
+        engine_of(settings, LateCopies())
+
+
+def test_too_little_memory_is_an_error_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(RankFailed, match=r'GiB of CPU memory on this machine .* "nvme"') as caught:
+        run_ranks(2, start_where_memory_is_short, away(2, OPTIMIZER, tmp_path))
+    assert len(caught.value.failures) == 2

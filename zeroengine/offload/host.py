@@ -1,0 +1,195 @@
+"""States of a GPU that live in CPU memory, and on a disk behind it. The CPU's part of the work uses them in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .copies import Copies, Transfer, Way
+from .store import DiskStore, Extents, Medium, Store, padded
+
+
+class HostStore:
+    """See ``Store``."""
+
+    medium: Medium = "cpu"
+    in_order = True
+
+    def __init__(self, copies: Copies) -> None:
+        self._copies = copies
+        self._states = Extents[bool]()
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        state = self._copies.host_memory(numel, dtype)
+        self._states.add(state.data_ptr(), state.nbytes, True)
+        return state
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == "cpu" and self._states.at(tensor) is not None
+
+    def landing(self, nbytes: int) -> torch.Tensor:
+        return self._copies.device_memory(nbytes)
+
+    def beside(self, way: Way) -> AbstractContextManager[Any]:
+        return self._copies.beside(way)
+
+    def mark(self) -> Transfer:
+        return self._copies.mark()
+
+    def read(self, state: torch.Tensor, into: torch.Tensor) -> Transfer:
+        return self._copies.copy(into, state)
+
+    def write(self, source: torch.Tensor, state: torch.Tensor) -> Transfer:
+        return self._copies.copy(state, source)
+
+    def let_go(self, *states: torch.Tensor) -> None: ...
+
+    def fail(self, error: BaseException) -> None: ...
+
+
+class DeviceStore:
+    """The device, as the host sees it: every state that lives in none of ``others``. For a ``Pipeline``."""
+
+    def __init__(self, copies: Copies, others: Sequence[Store]) -> None:
+        self._copies, self._others = copies, others
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return not any(other.holds(tensor) for other in self._others)
+
+    def read(self, state: torch.Tensor, into: torch.Tensor) -> Transfer:
+        return self._copies.copy(into, state)
+
+    def write(self, source: torch.Tensor, state: torch.Tensor) -> Transfer:
+        return self._copies.copy(state, source)
+
+    def fail(self, error: BaseException) -> None: ...
+
+
+@dataclass(eq=False)
+class _Bounce:
+    """Host memory between the two."""
+
+    memory: torch.Tensor  # bytes
+    last: Transfer | None = None  # that used it
+
+
+class DiskBehind:
+    """A ``DiskStore`` that a GPU's memory is read into and written from, through host memory. See ``Store``.
+
+    Args:
+        num_buffers: transfers under way at once.
+    """
+
+    medium: Medium = "nvme"
+    in_order = True
+
+    def __init__(self, disk: DiskStore, copies: Copies, num_buffers: int) -> None:
+        self._disk, self._copies, self._num_buffers = disk, copies, num_buffers
+        self._bounces: list[_Bounce] = []
+        self._writing: dict[int, Transfer] = {}  # by the state's address
+        # A write waits for the device, which may wait for a read.
+        self._reader, self._writer = (ThreadPoolExecutor(1, f"zeroengine-{name}") for name in ("read", "write"))
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return self._disk.empty(numel, dtype)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return self._disk.holds(tensor)
+
+    def let_go(self, *states: torch.Tensor) -> None:
+        self._disk.let_go(*states)
+
+    def fail(self, error: BaseException) -> None:
+        self._disk.fail(error)
+
+    def beside(self, way: Way) -> AbstractContextManager[Any]:
+        return self._copies.beside(way)
+
+    def mark(self) -> Transfer:
+        return self._copies.mark()
+
+    @property
+    def nbytes(self) -> int:
+        """Of host memory."""
+        return sum(bounce.memory.nbytes for bounce in self._bounces)
+
+    def landing(self, nbytes: int) -> torch.Tensor:
+        return self._copies.device_memory(nbytes)
+
+    def read(self, state: torch.Tensor, into: torch.Tensor) -> Transfer:
+        self._settle(state)
+        bounce = self._bounce(into.nbytes)
+        part = bounce.memory[: into.nbytes].view(into.dtype)
+        here, read = self._copies.mark(), self._disk.read(state, part)
+        bounce.last = _InTurn(self._reader.submit(self._bring, read, into, part, here))
+        return bounce.last
+
+    def _bring(self, read: Transfer, into: torch.Tensor, part: torch.Tensor, behind: Transfer) -> Transfer:
+        read.wait()
+        return self._copies.copy(into, part, behind)
+
+    def write(self, source: torch.Tensor, state: torch.Tensor) -> Transfer:
+        self._settle(state)
+        bounce = self._bounce(source.nbytes)
+        part = bounce.memory[: source.nbytes].view(source.dtype)
+        copied = self._copies.copy(part, source)
+        bounce.last = _InTurn(self._writer.submit(self._write, copied, part, state), copied)
+        self._writing[state.data_ptr()] = bounce.last
+        return bounce.last
+
+    def _settle(self, state: torch.Tensor) -> None:
+        """Waits for the last write of a state: what is under way on a disk has no order."""
+        last = self._writing.pop(state.data_ptr(), None)
+        if last is not None:
+            last.wait()
+
+    def _write(self, copied: Transfer, part: torch.Tensor, state: torch.Tensor) -> Transfer:
+        copied.wait()
+        return self._disk.write(part, state)
+
+    def _bounce(self, nbytes: int) -> _Bounce:
+        """Free memory of at least so many bytes; waits for some where there is enough of it."""
+        fitting = [bounce for bounce in self._bounces if bounce.memory.nbytes >= nbytes]
+        free = next((bounce for bounce in fitting if bounce.last is None or bounce.last.done()), None)
+        if free is None and len(fitting) >= self._num_buffers:
+            free = fitting[0]
+        if free is None:
+            free = _Bounce(self._copies.host_memory(padded(nbytes), torch.uint8))
+        else:
+            self._bounces.remove(free)
+        self._bounces.append(free)  # the longest in use first
+        if free.last is not None:
+            free.last.wait()
+            free.last = None
+        return free
+
+    def close(self) -> None:
+        self._reader.shutdown()
+        self._writer.shutdown()
+
+
+class _InTurn:
+    """Two transfers, of which a thread begins the second when the first is done.
+
+    Args:
+        first: given where ``follow`` is about that one, for it is the one that the device takes part in.
+    """
+
+    def __init__(self, second: Future[Transfer], first: Transfer | None = None) -> None:
+        self._second, self._first = second, first
+
+    def wait(self) -> None:
+        self._second.result().wait()
+
+    def follow(self) -> None:
+        (self._second.result() if self._first is None else self._first).follow()
+
+    def done(self) -> bool:
+        if not self._second.done():
+            return False
+        return self._second.exception() is not None or self._second.result().done()
