@@ -110,7 +110,7 @@ def peers(args: argparse.Namespace) -> None:
 
 
 def large(args: argparse.Namespace) -> None:
-    options = ("--stage", "3", "--size", "b", "--steps", str(args.steps), "--warmup", "1", "--batch", "1")
+    options = ("--stage", "3", "--size", args.size, "--steps", str(args.steps), "--warmup", "1", "--batch", "1")
     options += ("--context", "64", "--offload", "nvme", "--nvme-path", args.path, "--meta", "--dtype", args.dtype)
     found = train("zeroengine", *options)
     print(json.dumps(found))
@@ -128,11 +128,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=["cpu", "disk", "peers", "large"])
     parser.add_argument("path", nargs="?", default=".", help="a folder on the disk to measure")
-    parser.add_argument("--size", default="m", help="xs, s (30 M parameters), m (110 M) or b (a billion)")
+    parser.add_argument("--size", help="xs, s (30 M parameters), m (110 M), b (a billion) or 3b; m, and b for `large`")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=4)
     args = parser.parse_args()
+    args.size = args.size or ("b" if args.part == "large" else "m")
     print(f"{machine()}; {args.part}, size {args.size}")
     {"cpu": cpu, "disk": disk, "peers": peers, "large": large}[args.part](args)
 

@@ -26,6 +26,7 @@ SIZES = {  # layers, width, heads, vocabulary
     "s": (8, 512, 8, 8192),
     "m": (12, 768, 12, 32768),
     "b": (20, 2048, 16, 8192),  # a billion parameters
+    "3b": (26, 3072, 24, 8192),
 }
 ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
 CLIP = 1.0

@@ -1,0 +1,81 @@
+"""Where the sections of benchmarks/gpu.py run, and how they take times and start processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SCRIPT = Path(__file__).with_name("gpu.py")
+Rows = list[Sequence[object]]
+
+
+class Setting:
+    """Where a section runs, and how large."""
+
+    def __init__(self, rehearse: bool) -> None:
+        self.device = torch.device("cpu" if rehearse else "cuda")
+        self.rehearse = rehearse
+        self.numel = 10_000 if rehearse else 1 << 28
+        self.rounds = 2 if rehearse else 30
+        # layers, width, heads, vocabulary, context: 1.07 G parameters
+        self.model = (2, 64, 2, 128, 32) if rehearse else (20, 2048, 16, 32768, 2048)
+        self.large = (3, 64, 2, 128, 32) if rehearse else (36, 4096, 32, 50257, 2048)  # 7.5 G
+
+    def synchronize(self) -> None:
+        if not self.rehearse:
+            torch.cuda.synchronize()
+
+    def seconds(self, cases: dict[str, Callable[[], object]]) -> dict[str, float]:
+        """The median time of each case, over rounds in which each takes its turn."""
+        times: dict[str, list[float]] = {name: [] for name in cases}
+        for number in range(-3, self.rounds):
+            for name, run in cases.items():
+                self.synchronize()
+                if self.rehearse:
+                    start = time.perf_counter()
+                    run()
+                    elapsed = time.perf_counter() - start
+                else:
+                    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+                    events[0].record()
+                    run()
+                    events[1].record()
+                    torch.cuda.synchronize()
+                    elapsed = events[0].elapsed_time(events[1]) / 1e3
+                if number >= 0:
+                    times[name].append(elapsed)
+        return {name: statistics.median(its) for name, its in times.items()}
+
+
+def table(head: Sequence[str], rows: Rows) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def run_self(s: Setting, *arguments: str, timeout: float | None = None) -> str:
+    """The script in a new process: the last line that it prints, which is JSON."""
+    command = [sys.executable, SCRIPT, *arguments, *(["--rehearse"] if s.rehearse else [])]
+    pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with subprocess.Popen(command, **pipes, start_new_session=timeout is not None) as process:
+        try:
+            output, errors = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # and with it the processes that it has started
+            raise
+    if process.returncode:
+        raise RuntimeError((errors or output).strip() or f"ended with {process.returncode}")
+    return output.strip().splitlines()[-1]
+
+
+def child(s: Setting, name: str, *arguments: str) -> dict[str, float]:
+    return json.loads(run_self(s, "--child", name, *arguments))

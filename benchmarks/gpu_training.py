@@ -1,0 +1,257 @@
+"""Sections of benchmarks/gpu.py: whole steps, their memory, and states that are offloaded."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from gpu_setting import Rows, Setting, child, table
+from torch import Tensor, nn
+from workload import ADAMW, CLIP, Transformer, plain_step
+
+RANKS = 64
+
+
+def build(s: Setting, size: tuple[int, ...]) -> Transformer:
+    torch.manual_seed(0)
+    with s.device:
+        return Transformer(*size)
+
+
+def config_of(stage: int, **zero: object) -> dict[str, Any]:
+    return {
+        "gradient_clipping": CLIP,
+        "zero_optimization": {"stage": stage, **zero},
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": ADAMW},
+    }
+
+
+def engine_of(model: nn.Module, stage: int, **zero: object) -> Any:
+    import zeroengine
+
+    return zeroengine.initialize(model, config=config_of(stage, **zero))
+
+
+def engine_step(engine: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    def step(ids: Tensor, labels: Tensor) -> Tensor:
+        loss = engine(ids, labels)
+        engine.backward(loss)
+        engine.step()
+        return loss
+
+    return step
+
+
+def train(s: Setting, way: str) -> dict[str, float]:
+    """One way of training, in this process: tokens/s, the allocator's peak, the last loss."""
+    *_, vocab, context = s.model
+    model = build(s, s.model)
+    step = plain_step(model, torch.bfloat16) if way == "plain" else engine_step(engine_of(model, int(way)))
+    batch = 4 if s.rehearse or torch.cuda.get_device_properties(0).total_memory > 60 << 30 else 1
+    ids = torch.randint(0, vocab, (batch, context + 1), generator=torch.Generator().manual_seed(0)).to(s.device)
+    inputs, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    steps = 2 if s.rehearse else 20
+    for _ in range(steps // 2):
+        step(inputs, labels)
+    s.synchronize()
+    start = time.perf_counter()
+    for _ in range(steps):
+        loss = step(inputs, labels)
+    issued = time.perf_counter() - start
+    s.synchronize()
+    elapsed = time.perf_counter() - start
+    peak = 0.0 if s.rehearse else torch.cuda.max_memory_allocated() / 2**30
+    return {
+        "tokens": steps * batch * context / elapsed,
+        "issued": issued / elapsed,
+        "peak": peak,
+        "loss": loss.item(),
+        "numel": sum(p.numel() for p in model.parameters()),
+    }
+
+
+def training(s: Setting) -> str:
+    """World size 1, bf16: plain PyTorch (autocast, fused AdamW), and the engine at stages 0 and 3, in two rounds."""
+    runs: dict[str, list[dict[str, float]]] = {"plain": [], "0": [], "3": []}
+    for _ in range(1 if s.rehearse else 2):
+        for way, its in runs.items():
+            its.append(child(s, "train", way))
+    names = {"plain": "plain PyTorch", "0": "zeroengine, stage 0", "3": "zeroengine, stage 3"}
+    best = {way: max(run["tokens"] for run in its) for way, its in runs.items()}
+    rows: Rows = []
+    for way, its in runs.items():
+        last, slowest = its[-1], min(run["tokens"] for run in its)
+        speed = [f"{best[way]:,.0f}", f"{slowest:,.0f}", f"{best[way] / best['plain']:.3f}"]
+        rows.append([names[way], *speed, f"{last['issued']:.2f}", f"{last['peak']:.1f}", f"{last['loss']:.4f}"])
+    head = ["", "tokens/s", "slower round", "over plain", "host's share of the time", "peak GiB", "loss"]
+    stages = f"Stage 3 over stage 0: {best['3'] / best['0']:.3f}."
+    return f"{runs['0'][0]['numel'] / 1e9:.2f} G parameters.\n\n{table(head, rows)}\n\n{stages}"
+
+
+# -- memory ---------------------------------------------------------------------------------------------------
+
+
+def occupy(s: Setting, stage: str, large: str) -> dict[str, float]:
+    """Rank 0 of 64, in this process: the allocator's peak over a second step, and the formula."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    size = s.large if int(large) else s.model
+    engine = engine_of(build(s, size), int(stage))
+    ids = torch.zeros(1, 8, dtype=torch.long, device=s.device)
+    step = engine_step(engine)
+    step(ids, ids)
+    s.synchronize()
+    if not s.rehearse:
+        torch.cuda.reset_peak_memory_stats()
+    step(ids, ids)
+    s.synchronize()
+    numel = sum(p.numel() for p in engine.module.parameters())
+    optimizer, gradients, parameters = ((RANKS if int(stage) >= i else 1) for i in (1, 2, 3))
+    return {
+        "formula": numel * (2 / parameters + 2 / gradients + 12 / optimizer),
+        "total": engine.memory().total,
+        "peak": 0.0 if s.rehearse else torch.cuda.max_memory_allocated(),
+        "numel": numel,
+    }
+
+
+def memory(s: Setting, large: bool = False) -> str:
+    """The allocator's peak on rank 0 of 64 (torch's `fake` process group) beside ZeRO's formula."""
+    rows: Rows = []
+    for stage in (1, 2, 3) if large else (0, 1, 2, 3):
+        try:
+            run = child(s, "occupy", str(stage), str(int(large)))
+        except RuntimeError as error:
+            rows.append([stage, "", "", "", "", f"failed: {str(error).splitlines()[-1]}"])
+            continue
+        gib = {name: f"{run[name] / 2**30:.2f}" for name in ("formula", "total", "peak")}
+        ratios = [f"{run['peak'] / run[name]:.3f}" for name in ("formula", "total")]
+        rows.append([stage, gib["formula"], gib["total"], gib["peak"], *ratios])
+    head = ["stage", "formula GiB", "engine.memory() GiB", "peak GiB", "peak / formula", "peak / engine.memory()"]
+    return table(head, rows)
+
+
+def large_memory(s: Setting) -> str:
+    """The same for ZeRO's 7.5 G-parameter row, where the GPU is large enough."""
+    if not s.rehearse and torch.cuda.get_device_properties(0).total_memory < 100 << 30:
+        return "Not measured: building the model whole takes a GPU of 100 GiB."
+    return memory(s, large=True)
+
+
+# -- offload --------------------------------------------------------------------------------------------------
+
+CPU = {"device": "cpu", "pin_memory": True}
+
+
+def offloaded(s: Setting, way: str) -> dict[str, float]:
+    """ZeRO-Offload by one engine, in this process: tokens/s and the allocator's peak."""
+    *_, vocab, context = s.model
+    model, batch = build(s, s.model), 4
+    if way == "DeepSpeed":
+        import deepspeed
+
+        for name, value in dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1").items():
+            os.environ.setdefault(name, value)
+        os.environ.setdefault("MASTER_PORT", "29517")
+        config = config_of(2, offload_optimizer=CPU) | {"train_micro_batch_size_per_gpu": batch}
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    else:
+        engine = engine_of(model, 2, offload_optimizer=CPU)
+    step = engine_step(engine)
+    ids = torch.randint(0, vocab, (batch, context + 1), generator=torch.Generator().manual_seed(0)).to(s.device)
+    inputs, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    steps = 2 if s.rehearse else 6
+    for _ in range(2):
+        step(inputs, labels)
+    s.synchronize()
+    start = time.perf_counter()
+    for _ in range(steps):
+        loss = step(inputs, labels)
+    s.synchronize()
+    elapsed = time.perf_counter() - start
+    peak = 0.0 if s.rehearse else torch.cuda.max_memory_allocated() / 2**30
+    return {"tokens": steps * batch * context / elapsed, "peak": peak, "loss": loss.item()}
+
+
+def offload(s: Setting) -> str:
+    """ZeRO-Offload at stage 2, world size 1, bf16: the optimizer in CPU memory, beside DeepSpeed, in two rounds."""
+    runs: dict[str, list[dict[str, float]]] = {"zeroengine": [], "DeepSpeed": []}
+    failed: dict[str, str] = {}
+    for _ in range(1 if s.rehearse else 2):
+        for way in [way for way in runs if way not in failed]:
+            try:
+                runs[way].append(child(s, "offloaded", way))
+            except RuntimeError as error:
+                failed[way] = str(error).splitlines()[-1]
+    rows: Rows = [[way, f"failed: {reason}", "", "", ""] for way, reason in failed.items()]
+    for way, its in runs.items():
+        if way not in failed:
+            tokens = [run["tokens"] for run in its]
+            rows.append([way, f"{max(tokens):,.0f}", f"{min(tokens):,.0f}", *_last(its[-1])])
+    text = table(["", "tokens/s", "slower round", "peak GiB", "loss"], rows)
+    if not failed:
+        best = {way: max(run["tokens"] for run in its) for way, its in runs.items()}
+        text += f"\n\nzeroengine over DeepSpeed: {best['zeroengine'] / best['DeepSpeed']:.2f}."
+    return text
+
+
+def _last(run: dict[str, float]) -> list[str]:
+    return [f"{run['peak']:.1f}", f"{run['loss']:.4f}"]
+
+
+def grow(s: Setting, layers: str, ratio: str) -> dict[str, float]:
+    """Two steps of a model of so many layers, ``ratio`` of its optimizer in CPU memory, in this process."""
+    import zeroengine
+
+    _, *rest = s.large
+    config = config_of(2, offload_optimizer=CPU | {"ratio": float(ratio)})
+    torch.manual_seed(0)
+    with zeroengine.meta_init(config):
+        model = Transformer(int(layers), *rest)
+    engine = zeroengine.initialize(model, config=config)
+    ids = torch.zeros(1, rest[-1], dtype=torch.long, device=s.device)
+    step = engine_step(engine)
+    step(ids, ids)
+    s.synchronize()
+    start = time.perf_counter()
+    step(ids, ids)
+    s.synchronize()
+    numel = sum(param.numel() for param in model.parameters())
+    peak = 0.0 if s.rehearse else torch.cuda.max_memory_allocated() / 2**30
+    return {
+        "numel": numel,
+        "step": time.perf_counter() - start,
+        "peak": peak,
+        "host": sum(engine.memory().cpu.values()),
+    }
+
+
+def largest(s: Setting) -> str:
+    """The largest model that takes steps on this GPU with this machine's CPU memory: stage 2, bf16, as much of the
+    optimizer on the GPU as fits. A size that fails is made a tenth smaller."""
+    from zeroengine.offload.placement import available_memory
+
+    _, width, *_ = s.large
+    gpu = 1e7 if s.rehearse else 0.8 * torch.cuda.get_device_properties(0).total_memory
+    host = 1e7 if s.rehearse else 0.85 * available_memory()
+    numel, failures = (gpu + host) / 16, []  # 2 and 14 bytes of each parameter, the latter on either side
+    for _ in range(4):
+        layers, ratio = max(int(numel / (12 * width * width)), 1), min(host / (14 * numel), 1.0)
+        try:
+            run = child(s, "grow", str(layers), f"{ratio:.3f}")
+        except RuntimeError as error:
+            failures.append(f"{numel / 1e9:.1f} G parameters failed: {str(error).splitlines()[-1][:200]}")
+            numel *= 0.9
+            continue
+        found = (
+            f"{run['numel'] / 1e9:.2f} G parameters, ratio {ratio:.2f}: {run['step']:.1f} s a step, at the peak "
+            f"{run['peak']:.0f} GiB on the GPU, {run['host'] / 2**30:.0f} GiB of CPU memory."
+        )
+        return "\n\n".join([found, *failures])
+    raise RuntimeError("; ".join(failures))
