@@ -224,6 +224,8 @@ def test_bytes_that_cross_in_a_step(tmp_path: Path) -> None:
         away(3, BOTH, tmp_path, **bf16),
         away(2, OPTIMIZER, tmp_path),
         away(1, OPTIMIZER, tmp_path, **bf16),
+        away(3, PARAM, tmp_path, **bf16),
+        away(3, PARAM, tmp_path),
     ]
     assert run_ranks(2, traffic, cases)[0] == [
         {"out": 2, "in": 2},
@@ -231,6 +233,8 @@ def test_bytes_that_cross_in_a_step(tmp_path: Path) -> None:
         {"out": 2, "in": pytest.approx(2 * 5 / 3)},  # forward and backward, the last unit once
         {"out": 4 + 4, "in": 4},  # one master, on the device
         {"out": 2, "in": 2},
+        {"out": 2, "in": pytest.approx(2 * 5 / 3)},  # updated on the device
+        {"out": 4, "in": pytest.approx(4 * 5 / 3 + 4)},  # where it is the master, it comes for that as well
     ]
 
 

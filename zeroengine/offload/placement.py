@@ -129,19 +129,20 @@ def place(
     shards = None
     if params_at is not None:
         shards = StoredShards(stores[params_at], transport, zero.offload_param.buffer_count)
-    homes_of_streams: list[Home] = list(disks.values())
+    moved_from: list[Home] = list(disks.values())
     if copies is not None:
-        homes_of_streams.append(DeviceStore(copies, tuple(stores.values())))
+        moved_from.append(DeviceStore(copies, tuple(stores.values())))
     moved = max((_moved_bytes(plan, config, params_at, optimizer_at, copies) for plan in trainable), default=1)
-    piece = max(zero.offload_optimizer.buffer_size // PIECE, 1) * PIECE
+    piece, count = max(zero.offload_optimizer.buffer_size // PIECE, 1) * PIECE, zero.offload_optimizer.buffer_count
+    to_the_cpu = copies is None or optimizer_at is not None  # else the update is on the device, and shards come to it
     if copies is not None:
-        check_room(expected.get(MEMORY, 0) + zero.offload_optimizer.buffer_count * piece * moved)
+        check_room(expected.get(MEMORY, 0) + to_the_cpu * count * piece * moved)
     return Placement(
         tuple(disks.values()),
         tuple(stores.values()),
         [shards if is_away else None for is_away in away],
         [stores[optimizer_at] if optimizer_at is not None and goes else None for goes in homes],
-        Pipeline(homes_of_streams, zero.offload_optimizer.buffer_count, piece, moved, copies),
+        Pipeline(moved_from, count, piece, moved, copies) if to_the_cpu else None,
         copies,
     )
 
@@ -157,13 +158,10 @@ def _moved_bytes(
     plan: UnitPlan, config: Config, params_at: str | None, optimizer_at: str | None, copies: Copies | None
 ) -> int:
     """Of an element's states, those that a pipeline moves at most: what is on disk, or on a GPU."""
-    rest_stays = optimizer_at is None or config.zero_optimization.offload_optimizer.ratio < 1
-    gradient = config.accumulation_dtype(plan.dtype).itemsize
-    kept = _optimizer_bytes(plan, config, gradient=False)
-    moved = plan.dtype.itemsize if copies is not None or params_at is not None else 0  # the parameter
-    moved += kept if optimizer_at not in (None, MEMORY) or (copies is not None and rest_stays) else 0
-    moved += gradient if optimizer_at not in (None, MEMORY) or copies is not None else 0
-    return max(moved, 1)
+    on_disk, gradient = optimizer_at not in (None, MEMORY), config.accumulation_dtype(plan.dtype).itemsize
+    moved = plan.dtype.itemsize if copies is not None or params_at is not None else 0
+    moved += gradient if copies is not None or on_disk else 0
+    return max(moved + (_optimizer_bytes(plan, config, gradient=False) if on_disk else 0), 1)
 
 
 def check_room(nbytes: int) -> None:

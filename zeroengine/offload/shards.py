@@ -65,6 +65,23 @@ class StoredShards:
         """Gives back the memory that using a shard in place took."""
         self._store.let_go(shard)
 
+    @property
+    def in_order(self) -> bool:
+        """See ``Store``."""
+        return self._store.in_order
+
+    def landing(self, shard: torch.Tensor) -> torch.Tensor:
+        """New memory on the device for a shard."""
+        return self._store.landing(padded(shard.nbytes))[: shard.nbytes].view(shard.dtype)
+
+    def read(self, shard: torch.Tensor, into: torch.Tensor) -> Transfer:
+        """Starts to bring a shard."""
+        return self._store.read(shard, into)
+
+    def write(self, source: torch.Tensor, shard: torch.Tensor) -> Transfer:
+        """Starts to take back a shard. What was read ahead of it must have been forgotten."""
+        return self._store.write(source, shard)
+
     def ahead(self, shard: torch.Tensor) -> None:
         """Starts to read a shard that will soon be gathered, where there is room for it."""
         if shard.data_ptr() not in self._ahead and len(self._ahead) < self._num_slots - 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,12 +12,13 @@ import torch
 
 from .. import ops
 from ..comm import span
-from ..offload import Piece, Pipeline, Stream
+from ..offload import Piece, Pipeline, Stream, Transfer
 from ..runtime.gradients import UnitGradients
 from .segments import Segment, segments_of
 from .states import UnitStates
 
 SEGMENT_TABLES = 16  # remembered of each unit
+SHARDS_LEAVING = 3  # at once
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ class FusedAdam:
     ) -> None:
         self._optimizer, self._group_of, self._pipeline = optimizer, group_of, pipeline
         self._decoupled = isinstance(inner, torch.optim.AdamW)
+        self._leaving: deque[Transfer] = deque()
 
     def update(
         self,
@@ -75,19 +78,42 @@ class FusedAdam:
         for states, flags in zip(units, used, strict=True):
             for i, flag in enumerate(flags):
                 states.steps[i] += flag
-            if not states.is_here:
+            if states.is_here:
+                self._update(states, flags, factor, *self._tensors(states))
+                publish(states.grads)
+            elif states.but_the_shard_is_here:
+                self._leaving.append(self._with_the_shard(states, flags, factor))
+                publish(states.grads)
+                if len(self._leaving) >= SHARDS_LEAVING:
+                    self._leaving.popleft().wait()
+            else:
                 elsewhere.append((states, flags))
-                continue
-            part = self._part(states, 0, states.published.numel(), *self._tensors(states))
-            with span("update", states.unit.name):
-                for segment in self._segments_of(states, flags):
-                    self._adam(states, part, segment, factor)
-            publish(states.grads)
+        while self._leaving:
+            self._leaving.popleft().wait()
         if elsewhere:
             assert self._pipeline is not None
             self._pipeline.run(
                 piece for states, flags in elsewhere for piece in self._pieces(states, flags, factor, publish)
             )
+
+    def _update(self, states: UnitStates, flags: Sequence[bool], factor: float, *tensors: torch.Tensor) -> None:
+        part = self._part(states, 0, states.published.numel(), *tensors)
+        with span("update", states.unit.name):
+            for segment in self._segments_of(states, flags):
+                self._adam(states, part, segment, factor)
+
+    def _with_the_shard(self, states: UnitStates, flags: Sequence[bool], factor: float) -> Transfer:
+        """The update on the device where the parameter shard alone is elsewhere. Gives what takes that back."""
+        stored, shard = states.unit.stored, states.published
+        assert stored is not None
+        here = stored.landing(shard)
+        if states.mixed and all(flags):
+            here.zero_()  # the padding, for all the rest is written
+        else:
+            stored.read(shard, here).follow()
+        tensors = [here if tensor is states.published else tensor for tensor in self._tensors(states)]
+        self._update(states, flags, factor, *tensors)
+        return stored.write(here, shard)
 
     @staticmethod
     def _tensors(states: UnitStates) -> list[torch.Tensor]:

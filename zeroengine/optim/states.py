@@ -67,6 +67,12 @@ class UnitStates:
         """Whether all of it is where the model computes."""
         return self.home is None and self.grads.home is None and self.unit.stored is None
 
+    @property
+    def but_the_shard_is_here(self) -> bool:
+        """Whether only the parameter shard is elsewhere, so that it is brought to the update and not the rest to it."""
+        stored = self.unit.stored
+        return self.home is None and self.grads.home is None and stored is not None and stored.in_order
+
     def bytes_in(self, medium: Medium | None) -> dict[str, int]:
         """Of master and moments in a kind of memory; None: on the device."""
         medium_of = None if self.home is None else self.home.medium
