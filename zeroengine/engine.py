@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -20,7 +19,7 @@ from .comm import Group
 from .config import FLOATS, Config
 from .data import ResumableLoader
 from .errors import ZeroEngineError
-from .late import Settled, can_be_taken_back, reversibly
+from .late import Settled
 from .memory import Memory
 from .offload import Copies, Medium, Parking, Store, StoredShards, held, parking, place
 from .oom import explaining_memory
@@ -34,6 +33,7 @@ from .optim import (
 from .partition import Degrees, UnitPlan, degrees_of_stage
 from .runtime import Gatherer, Reducer, Unit, UnitGradients, claim, eager, precision
 from .runtime.freed import Freed, return_freed_memory
+from .steps import Steps
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
@@ -68,9 +68,9 @@ class Engine:
     does not. See the note in ``late.py``.
     """
 
-    global_steps = Settled[int]()
-    skipped_steps = Settled[int]()
-    grad_norm = Settled["float | None"]()
+    global_steps = Settled[int]("taken")
+    skipped_steps = Settled[int]("skipped")
+    grad_norm = Settled["float | None"]("norm")
 
     def __init__(
         self,
@@ -84,12 +84,9 @@ class Engine:
         on_device: bool | None = None,
         copies: Copies | None = None,
     ) -> None:
-        self._issued: tuple[Verdict, Callable[[], None] | None] | None = None  # a step; what takes the schedule back
-        self._overflow: tuple[int, bool] | None = None  # to report: the step's number, whether it was skipped
         self.module, self.config, self.device = model, config, group.device
         self.rank, self.world_size = group.rank, group.world_size
-        self.global_steps = self.micro_steps = self.skipped_steps = 0
-        self.grad_norm = None
+        self.micro_steps = 0
         self._group = group
         self._parking = Parking()
         zero = config.zero_optimization
@@ -143,12 +140,21 @@ class Engine:
                 pipeline=self._placement.pipeline,
                 on_device=on_device,
             )
-            self.lr_scheduler = make_scheduler(lr_scheduler, self.optimizer, config)
-        self._rule = optimizer
+            schedule = make_scheduler(lr_scheduler, self.optimizer, config)
+        self._steps = Steps(
+            config,
+            self.optimizer,
+            optimizer,
+            schedule,
+            self._scaler,
+            self.reducer,
+            self._transport,
+            self._let_peers_read,
+        )
         self._checkpoints: checkpoint.Checkpointer | None = None
         self._stateful: dict[str, Stateful] = {}
         self._access = Access(
-            self._units, group, self._transport, self.gatherer, self.reducer, self.optimizer, self._divisor
+            self._units, group, self._transport, self.gatherer, self.reducer, self.optimizer, self._steps.divisor
         )
         claim((param for unit in self._units for param in unit.params), self._access)
         precision.install(model, config, self.device)
@@ -238,17 +244,16 @@ class Engine:
             )
         self._scaler.set(scale)
 
-    def _divisor(self) -> float:
-        """What the summed gradient is divided by for the mean over ranks and micro-steps."""
-        copies = self.world_size * self.config.gradient_accumulation_steps
-        return copies * self._scaler.scale / self.reducer.predivide
+    @property
+    def lr_scheduler(self) -> Any:
+        return self._steps.schedule
 
-    def _norm_label(self) -> str:
-        """Ranks that sum gradients of different scales are refused, as if they ran different units."""
-        return f"norm at loss scale {self._scaler.scale:g}" if self.config.scales_loss else "norm"
+    @lr_scheduler.setter
+    def lr_scheduler(self, schedule: Any) -> None:
+        self._steps.schedule = schedule
 
     def _backward_begins(self) -> bool:
-        self._conclude()
+        self._steps.conclude()
         return self.is_gradient_accumulation_boundary()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -310,115 +315,14 @@ class Engine:
         self.micro_steps += 1
         if not boundary:
             return False
-        if self.optimizer.on_device:
-            return self._issue()
-        norm, used = self.optimizer.norm_and_use(self._norm_label())
-        divisor = self._divisor()
-        self.grad_norm = norm / divisor
-        finite = math.isfinite(norm)
-        updates = finite or not self._skips
-        if not finite:
-            self._report_overflow(self.global_steps + 1, skipped=not updates)
-        if updates:
-            self.optimizer.update(self._clip_factor() / divisor, used)
-            self._let_peers_read()
-        self.reducer.reset()
+        updates = self._steps.take()
         self._placement.let_go()
-        self._count(updates, finite)
         return updates
-
-    @property
-    def _skips(self) -> bool:
-        """Whether a gradient that is not finite updates nothing."""
-        return self.config.scales_loss or self.config.check_grad_overflow
-
-    def _issue(self) -> Verdict:
-        """An update whose verdict is not known yet. See the note in ``late.py``."""
-        verdict = self.optimizer.issue(self._divisor(), self.config.gradient_clipping, self._skips, self._norm_label())
-        self._let_peers_read()
-        late = not self.config.scales_loss and can_be_taken_back(self.lr_scheduler)
-        groups = self.optimizer.param_groups
-        self._issued = (verdict, reversibly(self._step_schedule, self.lr_scheduler, groups) if late else None)
-        self.reducer.reset()
-        if not late:
-            self._settle()
-        return verdict
 
     def _let_peers_read(self) -> None:
         if not self._transport.overlaps:  # nothing to gain from waiting; and peers read this rank's own parameters
             self.gatherer.settle()
             self._transport.fence()
-
-    def _settle(self) -> None:
-        """Takes in the verdict on the last step, where it was not known yet. No other rank takes part."""
-        if self._issued is None:
-            return
-        self._transport.check_order()
-        (verdict, take_back), self._issued = self._issued, None
-        self.optimizer.settle()
-        self.grad_norm = verdict.grad_norm
-        updates, finite = bool(verdict), math.isfinite(verdict.grad_norm)
-        if not updates and take_back is not None:
-            take_back()
-        if not finite and self.config.scales_loss:  # this is the step itself, on every rank
-            self._report_overflow(self.global_steps + 1, skipped=True)
-        elif not finite:
-            self._overflow = (self.global_steps + 1, not updates)
-        self._count(updates, finite, scheduled=take_back is not None)
-
-    def _conclude(self) -> None:
-        """``_settle``, and the report on what it found. Every rank comes by, with the step's gradients as they were."""
-        self._settle()
-        overflow, self._overflow = self._overflow, None
-        if overflow is not None:
-            self._report_overflow(*overflow)
-
-    def _count(self, updates: bool, finite: bool, *, scheduled: bool = False) -> None:
-        """Counts a step, and steps the schedule unless it has been ``scheduled``."""
-        if updates:
-            self.global_steps += 1
-            if not scheduled:
-                self._step_schedule()
-            self._print_progress()
-        else:
-            self.skipped_steps += 1
-        self._scaler.update(overflow=not finite)
-
-    def _report_overflow(self, step: int, skipped: bool) -> None:
-        """Says which gradient was not finite; on every rank raises where no smaller loss scale is left."""
-        name = self.optimizer.first_not_finite() or "none alone: their sum of squares"
-        what = f"the gradient of {name} is not finite"
-        if self.config.scales_loss and self._scaler.exhausted:
-            self.reducer.reset()
-            raise ZeroEngineError(
-                f"step {step}: {what}, at the smallest loss scale, {self._scaler.scale:g} "
-                "(fp16.min_loss_scale). The model diverges or computes values beyond fp16's range: lower the learning "
-                "rate, look at the data of this step, or use bf16."
-            )
-        if self.rank == 0:
-            scale = f" (loss scale {self._scaler.scale:g})" if self.config.scales_loss else ""
-            verb = "skipped" if skipped else "updates with values that are not finite (check_grad_overflow is false)"
-            log.warning("step %d %s: %s%s", step, verb, what, scale)
-
-    def _clip_factor(self) -> float:
-        """As ``torch.nn.utils.clip_grad_norm_``, also where the norm is not finite."""
-        limit = self.config.gradient_clipping
-        assert self.grad_norm is not None
-        factor = limit / (self.grad_norm + 1e-6) if limit > 0 else 1.0
-        return 1.0 if factor > 1 else factor
-
-    def _step_schedule(self) -> None:
-        # torch's schedulers warn unless they see that their optimizer has stepped.
-        for optimizer in (self.optimizer, self._rule):
-            optimizer._opt_called = True  # type: ignore[attr-defined]
-        if self.lr_scheduler is not None:
-            self.lr_scheduler.step()
-
-    def _print_progress(self) -> None:
-        every = self.config.steps_per_print
-        if every and self.rank == 0 and self.global_steps % every == 0:
-            rates = ", ".join(f"{group['lr']:.3g}" for group in self.optimizer.param_groups)
-            print(f"step {self.global_steps}: lr {rates}, grad norm {self.grad_norm:.4g}", flush=True)
 
     def _published(self, grads: UnitGradients) -> None:
         unit = grads.unit
@@ -621,7 +525,7 @@ class Engine:
                     "save_checkpoint() between the micro-steps of a step would lose their gradients: call it after a "
                     "step() that ended one"
                 )
-        self._conclude()
+        self._steps.conclude()
         self.gatherer.settle()
         self._checkpointer().save(directory, tag or f"step-{self.global_steps}", client_state)
 
@@ -653,7 +557,7 @@ class Engine:
             CheckpointError: on every rank; the engine is as it was.
         """
         self._parking.check("load_checkpoint()")
-        self._conclude()
+        self._steps.conclude()
         self._backward.abandon()
         self.gatherer.settle()
         restored = self._checkpointer().load(

@@ -29,10 +29,14 @@ T = TypeVar("T")
 
 
 class Settled(Generic[T]):
-    """An attribute of an engine that depends on the verdict of its last step. Looking at it waits for that."""
+    """An attribute of an engine that depends on the verdict of its last step. Looking at it waits for that.
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = f"_{name}"
+    Args:
+        name: of the attribute of ``Steps`` that it is.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
 
     @overload
     def __get__(self, engine: None, owner: type) -> Settled[T]: ...
@@ -43,12 +47,13 @@ class Settled(Generic[T]):
     def __get__(self, engine: Engine | None, owner: type) -> Settled[T] | T:
         if engine is None:
             return self
-        engine._settle()
-        return getattr(engine, self._name)
+        engine._steps.settle()
+        value: T = getattr(engine._steps, self._name)
+        return value
 
     def __set__(self, engine: Engine, value: T) -> None:
-        engine._settle()
-        setattr(engine, self._name, value)
+        engine._steps.settle()
+        setattr(engine._steps, self._name, value)
 
 
 def can_be_taken_back(schedule: Any) -> bool:

@@ -1,0 +1,174 @@
+"""The end of a step: clipping, the update, the schedule, and what is counted of it.
+
+What is known late on a GPU is in the note in ``late.py``.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .comm import Transport
+from .config import Config
+from .errors import ZeroEngineError
+from .late import can_be_taken_back, reversibly
+from .optim import LossScaler, ShardedOptimizer, Verdict
+from .runtime import Reducer
+
+log = logging.getLogger("zeroengine")
+
+
+class Steps:
+    """Takes steps from reduced gradients, and knows what became of them, once ``settle`` has returned.
+
+    Args:
+        rule: the optimizer that was handed in, which torch's schedules may be bound to.
+        published: called when an update is issued.
+
+    Attributes:
+        taken, skipped: updates taken, and left out because the gradient was not finite.
+        schedule: what a step steps, or None.
+        norm: of the last step's mean gradient before clipping, or None before the first.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        optimizer: ShardedOptimizer,
+        rule: torch.optim.Optimizer,
+        schedule: Any,
+        scaler: LossScaler,
+        reducer: Reducer,
+        transport: Transport,
+        published: Callable[[], None],
+    ) -> None:
+        self.taken = self.skipped = 0
+        self.norm: float | None = None
+        self.schedule = schedule
+        self._config, self._optimizer, self._rule = config, optimizer, rule
+        self._scaler, self._reducer, self._transport, self._published = scaler, reducer, transport, published
+        self._issued: tuple[Verdict, Callable[[], None] | None] | None = None  # a step; what takes the schedule back
+        self._overflow: tuple[int, bool] | None = None  # to report: the step's number, whether it was skipped
+
+    def divisor(self) -> float:
+        """What the summed gradient is divided by for the mean over ranks and micro-steps."""
+        copies = self._transport.world_size * self._config.gradient_accumulation_steps
+        return copies * self._scaler.scale / self._reducer.predivide
+
+    def take(self) -> bool | Verdict:
+        """A step, whose gradients are reduced. Whether parameters were updated, or what will say so.
+
+        Raises:
+            ZeroEngineError: the gradient overflows at the smallest loss scale.
+        """
+        if self._optimizer.on_device:
+            return self._issue()
+        norm, used = self._optimizer.norm_and_use(self._label())
+        divisor = self.divisor()
+        self.norm = norm / divisor
+        finite = math.isfinite(norm)
+        updates = finite or not self._skips
+        if not finite:
+            self._report(self.taken + 1, skipped=not updates)
+        if updates:
+            self._optimizer.update(self._clip_factor(self.norm) / divisor, used)
+            self._published()
+        self._reducer.reset()
+        self._count(updates, finite)
+        return updates
+
+    def _issue(self) -> Verdict:
+        """An update whose verdict is not known yet."""
+        config, schedule = self._config, self.schedule
+        verdict = self._optimizer.issue(self.divisor(), config.gradient_clipping, self._skips, self._label())
+        self._published()
+        late = not config.scales_loss and can_be_taken_back(schedule)
+        groups = self._optimizer.param_groups
+        self._issued = (verdict, reversibly(self._step_schedule, schedule, groups) if late else None)
+        self._reducer.reset()
+        if not late:
+            self.settle()
+        return verdict
+
+    def settle(self) -> None:
+        """Takes in the verdict on the last step, where it was not known yet. No other rank takes part."""
+        if self._issued is None:
+            return
+        self._transport.check_order()
+        (verdict, take_back), self._issued = self._issued, None
+        self._optimizer.settle()
+        self.norm = verdict.grad_norm
+        updates, finite = bool(verdict), math.isfinite(verdict.grad_norm)
+        if not updates and take_back is not None:
+            take_back()
+        if not finite and self._config.scales_loss:  # this is the step itself, on every rank
+            self._report(self.taken + 1, skipped=True)
+        elif not finite:
+            self._overflow = (self.taken + 1, not updates)
+        self._count(updates, finite, scheduled=take_back is not None)
+
+    def conclude(self) -> None:
+        """``settle``, and the report on what it found. Every rank comes by, with the step's gradients as they were."""
+        self.settle()
+        overflow, self._overflow = self._overflow, None
+        if overflow is not None:
+            self._report(*overflow)
+
+    @property
+    def _skips(self) -> bool:
+        """Whether a gradient that is not finite updates nothing."""
+        return self._config.scales_loss or self._config.check_grad_overflow
+
+    def _label(self) -> str:
+        """Ranks that sum gradients of different scales are refused, as if they ran different units."""
+        return f"norm at loss scale {self._scaler.scale:g}" if self._config.scales_loss else "norm"
+
+    def _clip_factor(self, norm: float) -> float:
+        """As ``torch.nn.utils.clip_grad_norm_``, also where the norm is not finite."""
+        limit = self._config.gradient_clipping
+        factor = limit / (norm + 1e-6) if limit > 0 else 1.0
+        return 1.0 if factor > 1 else factor
+
+    def _count(self, updates: bool, finite: bool, *, scheduled: bool = False) -> None:
+        """Counts a step, and steps the schedule unless it has been ``scheduled``."""
+        if updates:
+            self.taken += 1
+            if not scheduled:
+                self._step_schedule()
+            self._print_progress()
+        else:
+            self.skipped += 1
+        self._scaler.update(overflow=not finite)
+
+    def _report(self, step: int, skipped: bool) -> None:
+        """Says which gradient was not finite; on every rank raises where no smaller loss scale is left."""
+        name = self._optimizer.first_not_finite() or "none alone: their sum of squares"
+        what = f"the gradient of {name} is not finite"
+        if self._config.scales_loss and self._scaler.exhausted:
+            self._reducer.reset()
+            raise ZeroEngineError(
+                f"step {step}: {what}, at the smallest loss scale, {self._scaler.scale:g} "
+                "(fp16.min_loss_scale). The model diverges or computes values beyond fp16's range: lower the learning "
+                "rate, look at the data of this step, or use bf16."
+            )
+        if self._transport.rank == 0:
+            scale = f" (loss scale {self._scaler.scale:g})" if self._config.scales_loss else ""
+            verb = "skipped" if skipped else "updates with values that are not finite (check_grad_overflow is false)"
+            log.warning("step %d %s: %s%s", step, verb, what, scale)
+
+    def _step_schedule(self) -> None:
+        # torch's schedulers warn unless they see that their optimizer has stepped.
+        for optimizer in (self._optimizer, self._rule):
+            optimizer._opt_called = True  # type: ignore[attr-defined]
+        if self.schedule is not None:
+            self.schedule.step()
+
+    def _print_progress(self) -> None:
+        every = self._config.steps_per_print
+        if every and self._transport.rank == 0 and self.taken % every == 0:
+            rates = ", ".join(f"{group['lr']:.3g}" for group in self._optimizer.param_groups)
+            print(f"step {self.taken}: lr {rates}, grad norm {self.norm:.4g}", flush=True)
