@@ -173,7 +173,8 @@ class Engine:
         if plan.numel <= self.config.zero_optimization.param_persistence_threshold:
             degrees = dataclasses.replace(degrees, parameters=1)
         unit = Unit(plan, degrees, self._transport, self._group.broadcast, stored, masters)
-        freed.add(unit.full.nbytes)  # what its parameters had before, and what went into making their values
+        # What its parameters had before, and what went into making their values, in fp32 if they are rounded then.
+        freed.add(unit.full.nbytes + (4 * plan.numel if unit.mixed else 0))
         return unit
 
     # -- training ---------------------------------------------------------------------------------

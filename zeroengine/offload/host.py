@@ -32,6 +32,9 @@ class HostStore:
     def holds(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == "cpu" and self._states.at(tensor) is not None
 
+    def fill(self, state: torch.Tensor, values: torch.Tensor) -> None:
+        state.copy_(values)
+
     def landing(self, nbytes: int) -> torch.Tensor:
         return self._copies.device_memory(nbytes)
 
@@ -100,6 +103,9 @@ class DiskBehind:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         return self._disk.holds(tensor)
+
+    def fill(self, state: torch.Tensor, values: torch.Tensor) -> None:
+        self._disk.fill(state, values)
 
     def let_go(self, *states: torch.Tensor) -> None:
         self._disk.let_go(*states)

@@ -61,9 +61,10 @@ class StoredShards:
         """A shard's place."""
         return self._store.empty(numel, dtype)
 
-    def let_go(self, shard: torch.Tensor) -> None:
-        """Gives back the memory that using a shard in place took."""
-        self._store.let_go(shard)
+    def fill(self, shard: torch.Tensor, values: torch.Tensor) -> None:
+        """``values`` become those of a shard, whatever was read ahead of it."""
+        self.forget()
+        self._store.fill(shard, values)
 
     @property
     def in_order(self) -> bool:

@@ -23,7 +23,8 @@ from .aio import DiskQueue, aligned_empty, round_up
 from .copies import Transfer, Way
 from .swap import SwapFile, SwapFolder, release_mapped
 
-CHUNK = 1 << 26  # bytes of a further file, at least
+FILE = 1 << 26  # bytes of a further file, at least
+CHUNK = 1 << 22  # bytes of a mapped state that are in memory at once, while it is filled
 T = TypeVar("T")
 Medium = Literal["cpu", "nvme"]
 
@@ -56,6 +57,9 @@ class Store(Home, Protocol):
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A new state, 1-D, zeros until written, for the CPU to use where it is."""
+
+    def fill(self, state: torch.Tensor, values: torch.Tensor) -> None:
+        """``values`` become those of a state. For rare use: a write is faster."""
 
     def landing(self, nbytes: int) -> torch.Tensor:
         """New bytes on the device, for states on their way: what ``read`` and ``write`` take."""
@@ -126,7 +130,7 @@ class DiskStore:
         """A new state, 1-D, zeros until written: mapped, see the note above."""
         nbytes = padded(numel * dtype.itemsize)
         if self._end + nbytes > self._file.nbytes:
-            self._file, self._end = self._folder.file("more states", max(nbytes, CHUNK)), 0
+            self._file, self._end = self._folder.file("more states", max(nbytes, FILE)), 0
         mapped = self._file.mapped(self._end, numel, dtype)
         address = mapped.data_ptr()
         self._places.add(address, nbytes, _Place(address, self._file, self._end, mapped))
@@ -136,6 +140,12 @@ class DiskStore:
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is a state on disk, or part of one."""
         return tensor.device.type == "cpu" and self._places.at(tensor) is not None
+
+    def fill(self, state: torch.Tensor, values: torch.Tensor) -> None:
+        size = CHUNK // state.element_size()
+        for part, its in zip(state.split(size), values.split(size), strict=True):
+            part.copy_(its)
+            self.let_go(part)
 
     def landing(self, nbytes: int) -> torch.Tensor:
         return aligned_empty(nbytes, torch.uint8)

@@ -112,8 +112,8 @@ class Unit:
             start, stop = self.layout.shard_range(self.rank, self.degrees.optimizer)
             if master_home is None:
                 return source[start:stop].clone()
-            master = master_home.empty(stop - start, torch.float32).copy_(source[start:stop])
-            master_home.let_go(master)
+            master = master_home.empty(stop - start, torch.float32)
+            master_home.fill(master, source[start:stop])
             return master
 
     @property
@@ -212,12 +212,13 @@ class Unit:
 
     def take_from_full(self) -> None:
         """The full buffer was written from outside: this rank's shard follows."""
-        if self.transient:
-            start, stop = self.layout.shard_range(self.rank, self.degrees.parameters)
+        if not self.transient:
+            return
+        start, stop = self.layout.shard_range(self.rank, self.degrees.parameters)
+        if self.stored is None:
             self.shard.copy_(self.full[start:stop])
-        if self.stored is not None:
-            self.stored.forget()
-            self.stored.let_go(self.shard)
+        else:
+            self.stored.fill(self.shard, self.full[start:stop])
 
 
 def _stub(view: torch.Tensor) -> torch.Tensor:
