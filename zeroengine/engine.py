@@ -126,6 +126,7 @@ class Engine:
             entering_backward=self._backward.entering,
             arriving=self._backward.arriving,
             homes=self._placement.optimizer,
+            together=self.device.type == "cuda" if on_device is None else on_device,
         )
         self._backward.gatherer, self._backward.reducer = self.gatherer, self.reducer
         with group.agreeing("to initialize"):

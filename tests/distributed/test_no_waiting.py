@@ -241,6 +241,26 @@ def test_at_stage_2_each_unit_is_gathered_as_soon_as_it_is_updated(kernels: Path
     assert backward == [f"reduce {name}" for name in NAMES[::-1]]
 
 
+def launches(path: Path, stage: int) -> tuple[list[int], int]:
+    """How many gradients each launch copies in a second backward, and how many parameters there are."""
+    with emulated(path):
+        engine, sizes = engine_at(stage, {"bf16": {"enabled": True}}), []
+        real = ops.cast_copy
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ops, "cast_copy", lambda s, *args, **more: (sizes.append(len(s)), real(s, *args, **more)))
+            for number in range(2):
+                sizes.clear()
+                engine.backward(engine(*batch(number, 0)))
+                engine.step()
+    return sizes, len(list(engine.module.parameters()))
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_the_gradients_of_a_unit_are_copied_by_one_launch(kernels: Path, stage: int) -> None:
+    sizes, params = run_ranks(1, launches, kernels, stage)[0]
+    assert len(sizes) == len(NAMES) and sum(sizes) == params
+
+
 # -- by name ------------------------------------------------------------------------------------------
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
 
@@ -24,44 +23,12 @@ from torch import nn
 from ..comm import Transport, Work, span
 from ..errors import ZeroEngineError
 from ..offload import Store
+from .casting import CastCopies
 from .eager import eager
-from .gradients import UnitGradients, views_of
-from .landing import Landings, OnItsWay
+from .gradients import UnitGradients
+from .landing import Landings
+from .slots import Slot, Slots, SummedWork
 from .unit import Unit
-
-SLOT_PATIENCE_S = 1.0
-
-
-@dataclass(eq=False)
-class Slot:
-    """Memory for one bucket on its way. Its padding is zero for units laid out as ``layout``."""
-
-    memory: torch.Tensor
-    layout: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    views: list[torch.Tensor] = field(default_factory=list)
-    work: Work | None = None
-    busy: bool = False
-    launched: int = 0  # the how-manieth bucket it last was
-
-
-class SummedWork:
-    """An all-reduce in a slot, taken over into what is kept when awaited."""
-
-    def __init__(self, work: Work, flat: torch.Tensor, kept: torch.Tensor, accumulate: bool) -> None:
-        self.work, self._flat, self._kept, self._accumulate = work, flat, kept, accumulate
-        self._taken = False
-
-    def wait(self) -> None:
-        if not self._taken:
-            self._taken = True
-            self.work.wait()
-            if self._accumulate:
-                self._kept.add_(self._flat)
-            else:
-                self._kept.copy_(self._flat)
-
-    def is_completed(self) -> bool:
-        return self._taken or self.work.is_completed()
 
 
 class Reducer:
@@ -75,6 +42,7 @@ class Reducer:
         entering_backward: called at the first sign of a backward, once or more in each.
         arriving: called as each gradient comes; raises where it must not.
         homes: where each trainable unit's summed gradients live, if not on the device.
+        together: whether gradients are copied into buckets some at a time, as a GPU likes it.
     """
 
     def __init__(
@@ -90,6 +58,7 @@ class Reducer:
         entering_backward: Callable[[], None],
         arriving: Callable[[], None],
         homes: Sequence[Store | None] = (),
+        together: bool = False,
     ) -> None:
         self._transport, self._channel = transport, transport.reduce
         self._bucket_numel = bucket_numel or 0
@@ -100,13 +69,13 @@ class Reducer:
             for unit, home in zip_longest((unit for unit in units if unit.trainable), homes)
         ]
         self._landings = Landings()
+        self._copies = CastCopies() if together else None
         self._order = self.gradients[::-1]
         self._launched = 0  # of _order, in this backward
         self._bucket: list[UnitGradients] = []  # complete, waiting for the bucket to fill
         self._works: list[Work] = []
-        self._slots: list[Slot] = []
+        self._slots = Slots(transport, self.gradients)
         self._slot_of: dict[UnitGradients, Slot] = {}  # being filled
-        self._num_sent = 0
         self._late = False
         self.syncing = True  # False inside no_sync: gradients stay on this rank
         self.boundary = True  # whether the micro-step in progress is the last before a step
@@ -159,7 +128,7 @@ class Reducer:
     def _collect(self, grads: UnitGradients, index: int, param: nn.Parameter) -> None:
         """The one copy of a gradient, cast on the way."""
         if not grads.whole and grads not in self._slot_of:
-            self._slot_of[grads] = self._slot_for(grads)
+            self._slot_of[grads] = self._slots.take(grads)
         target = (grads.views if grads.whole else self._slot_of[grads].views)[index]
         self._take(grads, index, param, target, add=grads.written[index])
         grads.written[index] = True
@@ -182,12 +151,19 @@ class Reducer:
         assert gradient is not None
         if self.predivide != 1:
             gradient = gradient / self.predivide
-        if add:
+        if self._copies is not None and self._copies.takes(gradient, target):
+            self._copies.add(gradient, target, accumulate=add)
+        elif add:
             target.add_(gradient)
         else:
             target.copy_(gradient)
         grads.used[index] = True
         param.grad = None
+
+    def _copy_together(self) -> None:
+        """Gradients that were taken are where they belong."""
+        if self._copies is not None:
+            self._copies.flush()
 
     def _set_aside(self, grads: UnitGradients, index: int, param: nn.Parameter) -> None:
         """Sums over micro-steps in the accumulation dtype, where ``param.grad`` would sum in a lower one."""
@@ -214,6 +190,7 @@ class Reducer:
             grads.left = set()
         self._launch_in_order()
         self._flush()
+        self._copy_together()
         self.in_backward = False
 
     def _launch_in_order(self) -> None:
@@ -237,11 +214,12 @@ class Reducer:
 
     def _reduce(self, grads: UnitGradients) -> None:
         unit = grads.unit
+        self._copy_together()
         if grads.whole:
             self._zero_unwritten(grads, grads.views)
             mine = grads.owned(unit.degrees.optimizer)
             if not grads.sent_as_kept:
-                slot = self._slot_for(grads)
+                slot = self._slots.take(grads)
                 slot.memory[: unit.layout.numel].copy_(grads.kept)
                 self._send(slot, grads, mine, accumulate=False)
             elif unit.degrees.optimizer == 1:
@@ -249,7 +227,7 @@ class Reducer:
             else:
                 self._works.append(self._channel.reduce_scatter(mine, grads.kept, unit.name))
         else:
-            slot = self._slot_of.pop(grads) if grads in self._slot_of else self._slot_for(grads)
+            slot = self._slot_of.pop(grads) if grads in self._slot_of else self._slots.take(grads)
             self._zero_unwritten(grads, slot.views)
             self._send(slot, grads, grads.kept, accumulate=grads.reduced)
             grads.written = [False] * len(unit.params)
@@ -264,9 +242,7 @@ class Reducer:
         else:
             slot.work = self._reduced(target, flat, grads.unit.name, accumulate)
             self._works.append(slot.work)
-        slot.busy = False
-        self._num_sent += 1
-        slot.launched = self._num_sent
+        self._slots.sent(slot)
 
     def _reduced(self, target: torch.Tensor, flat: torch.Tensor, label: str, accumulate: bool) -> Work:
         if target.numel() == flat.numel():
@@ -277,40 +253,6 @@ class Reducer:
         for written, view in zip(grads.written, views, strict=True):
             if not written:
                 view.zero_()
-
-    def _slot_for(self, grads: UnitGradients) -> Slot:
-        """Memory for one unit's gradients: a free slot, else one on its way, else a new one."""
-        unit, need = grads.unit, grads.unit.layout.numel
-        # A large unit takes a slot that fits any unit, a small one a slot of its own size.
-        largest = max(g.unit.layout.numel for g in self.gradients)
-        need = largest if 4 * need > largest else need
-        fitting = [
-            s for s in self._slots if s.memory.numel() == need and s.memory.dtype == grads.reduce_dtype and not s.busy
-        ]
-        fitting.sort(key=lambda s: s.launched)
-        chosen = next((s for s in fitting if s.work is None or self._reusable(s.work, 0.0)), None)
-        if chosen is None and len(fitting) >= 2:
-            # A peer may read this slot only after its backward, which may need our next gather: do not insist.
-            oldest = fitting[0]
-            assert oldest.work is not None
-            chosen = oldest if self._reusable(oldest.work, SLOT_PATIENCE_S) else None
-        if chosen is None:
-            chosen = Slot(self._transport.empty(need, grads.reduce_dtype))
-            self._slots.append(chosen)
-        layout = tuple((slot.offset, slot.shape) for slot in unit.layout.slots)
-        if chosen.layout != layout:
-            chosen.memory[: unit.layout.numel].zero_()
-            chosen.layout, chosen.views = layout, views_of(unit, chosen.memory)
-        chosen.busy = True
-        return chosen
-
-    def _reusable(self, work: Work, patience: float) -> bool:
-        while isinstance(work, (SummedWork, OnItsWay)):
-            if not patience and not work.is_completed():
-                return False
-            work.wait()  # nothing is ever gathered at degree 1, so no peer waits for this rank meanwhile
-            work = work.work
-        return self._channel.reusable(work, patience)
 
     # -- step -------------------------------------------------------------------------------------
 
@@ -330,12 +272,13 @@ class Reducer:
         """Gradients of backwards that came after the reduce and were not reduced themselves."""
         self.settle()
         for grads in self._order:
-            slot = self._slot_for(grads)
+            slot = self._slots.take(grads)
             for index, param in enumerate(grads.unit.params):
                 if self._has_gradient(grads, index):
                     self._take(grads, index, param, slot.views[index])
                 else:
                     slot.views[index].zero_()
+            self._copy_together()
             self._send(slot, grads, grads.owned(grads.unit.degrees.optimizer), accumulate=True)
         self._late = False
 
@@ -388,6 +331,8 @@ class Reducer:
     def abandon(self) -> None:
         """Drops every gradient since the last step. What is already being reduced is, and then overwritten."""
         self.settle()
+        if self._copies is not None:
+            self._copies.forget()
         for slot in self._slot_of.values():
             slot.busy = False
         self._slot_of.clear()
@@ -408,4 +353,4 @@ class Reducer:
             grads.reduced = False
 
     def bucket_bytes(self) -> int:
-        return sum(slot.memory.nbytes for slot in self._slots) + self._landings.nbytes
+        return self._slots.nbytes + self._landings.nbytes

@@ -1,0 +1,103 @@
+"""Memory for buckets on their way. It is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ..comm import Transport, Work
+from .gradients import UnitGradients, views_of
+from .landing import OnItsWay
+
+PATIENCE_S = 1.0
+
+
+@dataclass(eq=False)
+class Slot:
+    """Memory for one bucket on its way. Its padding is zero for units laid out as ``layout``."""
+
+    memory: torch.Tensor
+    layout: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    views: list[torch.Tensor] = field(default_factory=list)
+    work: Work | None = None
+    busy: bool = False
+    launched: int = 0  # the how-manieth bucket it last was
+
+
+class SummedWork:
+    """An all-reduce in a slot, taken over into what is kept when awaited."""
+
+    def __init__(self, work: Work, flat: torch.Tensor, kept: torch.Tensor, accumulate: bool) -> None:
+        self.work, self._flat, self._kept, self._accumulate = work, flat, kept, accumulate
+        self._taken = False
+
+    def wait(self) -> None:
+        if not self._taken:
+            self._taken = True
+            self.work.wait()
+            if self._accumulate:
+                self._kept.add_(self._flat)
+            else:
+                self._kept.copy_(self._flat)
+
+    def is_completed(self) -> bool:
+        return self._taken or self.work.is_completed()
+
+
+class Slots:
+    """All of one rank's.
+
+    Args:
+        gradients: whose buckets they are for.
+    """
+
+    def __init__(self, transport: Transport, gradients: Sequence[UnitGradients]) -> None:
+        self._transport = transport
+        self._largest = max((grads.unit.layout.numel for grads in gradients), default=0)
+        self._slots: list[Slot] = []
+        self._num_sent = 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(slot.memory.nbytes for slot in self._slots)
+
+    def sent(self, slot: Slot) -> None:
+        """It is on its way: free once its work is through."""
+        slot.busy = False
+        self._num_sent += 1
+        slot.launched = self._num_sent
+
+    def take(self, grads: UnitGradients) -> Slot:
+        """Memory for one unit's gradients: a free slot, else one on its way, else a new one."""
+        unit, need = grads.unit, grads.unit.layout.numel
+        # A large unit takes a slot that fits any unit, a small one a slot of its own size.
+        need = self._largest if 4 * need > self._largest else need
+        fitting = [
+            s for s in self._slots if s.memory.numel() == need and s.memory.dtype == grads.reduce_dtype and not s.busy
+        ]
+        fitting.sort(key=lambda s: s.launched)
+        chosen = next((s for s in fitting if s.work is None or self._reusable(s.work, 0.0)), None)
+        if chosen is None and len(fitting) >= 2:
+            # A peer may read this slot only after its backward, which may need our next gather: do not insist.
+            oldest = fitting[0]
+            assert oldest.work is not None
+            chosen = oldest if self._reusable(oldest.work, PATIENCE_S) else None
+        if chosen is None:
+            chosen = Slot(self._transport.empty(need, grads.reduce_dtype))
+            self._slots.append(chosen)
+        layout = tuple((slot.offset, slot.shape) for slot in unit.layout.slots)
+        if chosen.layout != layout:
+            chosen.memory[: unit.layout.numel].zero_()
+            chosen.layout, chosen.views = layout, views_of(unit, chosen.memory)
+        chosen.busy = True
+        return chosen
+
+    def _reusable(self, work: Work, patience: float) -> bool:
+        while isinstance(work, (SummedWork, OnItsWay)):
+            if not patience and not work.is_completed():
+                return False
+            work.wait()  # nothing is ever gathered at degree 1, so no peer waits for this rank meanwhile
+            work = work.work
+        return self._transport.reduce.reusable(work, patience)
