@@ -47,12 +47,16 @@ def engine_step(engine: Any) -> Callable[[Tensor, Tensor], Tensor]:
     return step
 
 
+def batch_size(s: Setting) -> int:
+    return 4 if s.rehearse or torch.cuda.get_device_properties(0).total_memory > 60 << 30 else 1
+
+
 def train(s: Setting, way: str) -> dict[str, float]:
     """One way of training, in this process: tokens/s, the allocator's peak, the last loss."""
     *_, vocab, context = s.model
     model = build(s, s.model)
     step = plain_step(model, torch.bfloat16) if way == "plain" else engine_step(engine_of(model, int(way)))
-    batch = 4 if s.rehearse or torch.cuda.get_device_properties(0).total_memory > 60 << 30 else 1
+    batch = batch_size(s)
     ids = torch.randint(0, vocab, (batch, context + 1), generator=torch.Generator().manual_seed(0)).to(s.device)
     inputs, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
     steps = 2 if s.rehearse else 20
@@ -147,22 +151,23 @@ def large_memory(s: Setting) -> str:
 # -- offload --------------------------------------------------------------------------------------------------
 
 CPU = {"device": "cpu", "pin_memory": True}
+OFFLOAD: dict[str, Any] = {"offload_optimizer": CPU, "overlap_comm": True}
 
 
 def offloaded(s: Setting, way: str) -> dict[str, float]:
     """ZeRO-Offload by one engine, in this process: tokens/s and the allocator's peak."""
     *_, vocab, context = s.model
-    model, batch = build(s, s.model), 4
+    model, batch = build(s, s.model), batch_size(s)
     if way == "DeepSpeed":
         import deepspeed
 
         for name, value in dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1").items():
             os.environ.setdefault(name, value)
         os.environ.setdefault("MASTER_PORT", "29517")
-        config = config_of(2, offload_optimizer=CPU) | {"train_micro_batch_size_per_gpu": batch}
+        config = config_of(2, **OFFLOAD) | {"train_micro_batch_size_per_gpu": batch}
         engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     else:
-        engine = engine_of(model, 2, offload_optimizer=CPU)
+        engine = engine_of(model, 2, **OFFLOAD)
     step = engine_step(engine)
     ids = torch.randint(0, vocab, (batch, context + 1), generator=torch.Generator().manual_seed(0)).to(s.device)
     inputs, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
@@ -170,6 +175,8 @@ def offloaded(s: Setting, way: str) -> dict[str, float]:
     for _ in range(2):
         step(inputs, labels)
     s.synchronize()
+    if not s.rehearse:
+        torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()
     for _ in range(steps):
         loss = step(inputs, labels)
@@ -180,7 +187,8 @@ def offloaded(s: Setting, way: str) -> dict[str, float]:
 
 
 def offload(s: Setting) -> str:
-    """ZeRO-Offload at stage 2, world size 1, bf16: the optimizer in CPU memory, beside DeepSpeed, in two rounds."""
+    """ZeRO-Offload at stage 2, world size 1, bf16, `overlap_comm`: the optimizer in CPU memory, beside DeepSpeed, in
+    two rounds."""
     runs: dict[str, list[dict[str, float]]] = {"zeroengine": [], "DeepSpeed": []}
     failed: dict[str, str] = {}
     for _ in range(1 if s.rehearse else 2):
@@ -237,10 +245,13 @@ def largest(s: Setting) -> str:
     optimizer on the GPU as fits. A size that fails is made a tenth smaller."""
     from zeroengine.offload.placement import available_memory
 
-    _, width, *_ = s.large
+    _, width, *_, context = s.large
     gpu = 1e7 if s.rehearse else 0.8 * torch.cuda.get_device_properties(0).total_memory
     host = 1e7 if s.rehearse else 0.85 * available_memory()
-    numel, failures = (gpu + host) / 16, []  # 2 and 14 bytes of each parameter, the latter on either side
+    # Of each parameter 14 bytes on either side, 2 on the GPU, and there a layer's activations (34 bytes of each
+    # element, and as much again to be safe) for its 12 x width^2 parameters.
+    activations = 68 * context / (12 * width)
+    numel, failures = min((gpu + host) / (16 + activations), gpu / (2.5 + activations)), []
     for _ in range(4):
         layers, ratio = max(int(numel / (12 * width * width)), 1), min(host / (14 * numel), 1.0)
         try:

@@ -561,7 +561,7 @@ class Engine:
         self._parking.check("load_checkpoint()")
         self._steps.conclude()
         self._backward.abandon()
-        self.gatherer.settle()
+        self._settle_parameters()
         restored = self._checkpointer().load(
             directory, tag, weights_only=weights_only, strict=strict, fallback=fallback
         )
@@ -634,10 +634,15 @@ class Engine:
                     "Leave the `with` first."
                 )
         self._backward.abandon()
-        self.gatherer.settle()
+        self._settle_parameters()
         found = load(self._trained(), weights, strict)
         birth.loaded(self._units, found.missing_keys)
         return found
+
+    def _settle_parameters(self) -> None:
+        """Returns when nothing reads or writes them: they may be written from outside."""
+        self.gatherer.settle()
+        self._placement.settle()
 
     def _trained(self) -> checkpoint.Trained:
         from .checkpoint import Trained
@@ -669,6 +674,7 @@ class Engine:
 
     def _republish(self) -> None:
         """The masters were written from outside: everybody computes with their values from now on."""
+        self._placement.settle()
         for states in self.optimizer.units:
             if states.mixed:
                 states.published.copy_(states.master)
@@ -682,8 +688,10 @@ class Engine:
 
         Call it on every rank.
         """
-        if self._checkpoints is not None:
-            self._checkpoints.close()
-        self.gatherer.settle()
-        self._transport.close()
-        self._placement.close()
+        try:
+            if self._checkpoints is not None:
+                self._checkpoints.close()
+            self.gatherer.settle()
+        finally:
+            self._transport.close()
+            self._placement.close()

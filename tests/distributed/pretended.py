@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zeroengine.offload import aligned_empty
 from zeroengine.offload.copies import Way
 
+EMPTY = torch.empty(0)
 LOCK = threading.RLock()  # a disk's thread waits for copies, too
 
 
@@ -53,8 +54,10 @@ class Late:
 
     def wait(self) -> None:
         self.lane.flush(self)
+        self.target = self.source = EMPTY
 
-    follow = wait
+    def follow(self) -> None:
+        self.lane.flush(self)
 
     def done(self) -> bool:
         return self not in self.lane.waiting

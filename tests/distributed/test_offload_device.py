@@ -6,7 +6,10 @@ The device is pretended, see ``pretended``.
 from __future__ import annotations
 
 import copy
+import errno
+import gc
 import itertools
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -22,7 +25,9 @@ from zeroengine import ops
 from zeroengine.comm import Group
 from zeroengine.comm import native as native_module
 from zeroengine.comm.native import NativeTransport
-from zeroengine.offload import placement
+from zeroengine.offload import DiskQueue, DiskStore, SwapFolder, placement
+from zeroengine.offload.host import DiskBehind
+from zeroengine.ops import _aio_library
 from zeroengine.start import make_engine
 
 from .models import TinyLM, batch, build, config
@@ -324,6 +329,50 @@ def test_memory_that_is_apart_does_not_meet() -> None:
             host * device
         with pytest.raises(Apart, match="add"):
             device.add_(doubled)
+
+
+# -- failures -------------------------------------------------------------------------------------
+
+
+def fail_to_take_back(settings: dict[str, Any], folder: str) -> list[str]:
+    """A disk that fails while updated shards leave for it: what the step says, and a save after it."""
+    engine, library, told = engine_of(settings, LateCopies()), _aio_library.library(), []
+    take_steps(engine, range(2))
+    engine.backward(engine(*batch(2, engine.rank)))
+    for call in (engine.step, lambda: engine.save_checkpoint(folder)):
+        library.ze_aio_set_fault(errno.EIO, 1, 10_000)
+        with pytest.raises(zeroengine.ZeroEngineError) as error:
+            call()
+        library.ze_aio_set_fault(0, 1, 1)
+        told.append(str(error.value))
+    return told
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_shard_that_could_not_be_taken_back_is_never_saved(tmp_path: Path, precision: str) -> None:
+    settings = away(3, {"offload_param": NVME}, tmp_path, **PRECISIONS[precision])
+    said, said_later = run_ranks(1, fail_to_take_back, settings, str(tmp_path / "saved"))[0]
+    assert "EIO" in said and "half updated" in said_later
+
+
+def test_memory_on_the_device_goes_when_its_values_are_on_disk(tmp_path: Path) -> None:
+    copies, queue = LateCopies(late=False), DiskQueue()
+    disk = DiskStore(SwapFolder(str(tmp_path), rank=0), queue, 1 << 20)
+    behind, left = DiskBehind(disk, copies, 3), []
+    for _ in range(6):
+        state, landing = behind.empty(1024, torch.float32), behind.landing(4096).view(torch.float32).fill_(3)
+        left.append(weakref.ref(landing))
+        behind.write(landing, state).wait()
+        del landing
+        into = behind.landing(4096).view(torch.float32)
+        behind.read(state, into).wait()
+        assert into.sum() == 3 * 1024
+        left.append(weakref.ref(into))
+        del into
+    gc.collect()
+    assert sum(ref() is not None for ref in left) <= 1, "that of the last read"
+    behind.close()
+    disk.close()
 
 
 # -- bad input ------------------------------------------------------------------------------------

@@ -34,14 +34,22 @@ class Pages(mmap.mmap):
 
     before_end: Callable[[], None] | None = None
     """Called before the memory goes."""
+    owner: int | None = None
+    """The process that has it, where its forked children do not."""
 
     def __new__(cls, nbytes: int) -> Pages:
         # A private mapping: the default, a shared one, would be shared with forked children.
         return super().__new__(cls, -1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
     def __del__(self) -> None:
-        if self.before_end is not None:
+        if self.owner not in (None, os.getpid()):
+            _foreign.append(self)  # to unmap it would hit whatever this process has there
+        elif self.before_end is not None:
             self.before_end()
+
+
+_foreign: list[Pages] = []
+"""Kept for ever."""
 
 
 _padded: weakref.WeakValueDictionary[int, Pages] = weakref.WeakValueDictionary()

@@ -62,13 +62,14 @@ class Copies(Protocol):
 
 
 class Copied:
-    """See ``Transfer``. Its tensors stay alive as long as it does."""
+    """See ``Transfer``. Its tensors stay alive as long as it does, or until the host has waited."""
 
     def __init__(self, event: torch.cuda.Event, device: torch.device, *tensors: torch.Tensor) -> None:
         self._event, self._device, self._tensors = event, device, tensors
 
     def wait(self) -> None:
         self._event.synchronize()
+        self._tensors = ()
 
     def follow(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._event)
@@ -153,8 +154,7 @@ def _pin(pages: Pages, memory: torch.Tensor) -> None:
     pages.madvise(mmap.MADV_DONTFORK)
 
     def unpin() -> None:
-        if os.getpid() == process:
-            with contextlib.suppress(Exception):  # the interpreter may be on its way out
-                cudart.cudaHostUnregister(address)
+        with contextlib.suppress(Exception):  # the interpreter may be on its way out
+            cudart.cudaHostUnregister(address)
 
-    pages.before_end = unpin
+    pages.before_end, pages.owner = unpin, process

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -94,9 +98,10 @@ class DiskBehind:
     def __init__(self, disk: DiskStore, copies: Copies, num_buffers: int) -> None:
         self._disk, self._copies, self._num_buffers = disk, copies, num_buffers
         self._bounces: list[_Bounce] = []
-        self._writing: dict[int, Transfer] = {}  # by the state's address
+        # By the state's address. What nobody holds any more has been waited for.
+        self._writing: weakref.WeakValueDictionary[int, _InTurn] = weakref.WeakValueDictionary()
         # A write waits for the device, which may wait for a read.
-        self._reader, self._writer = (ThreadPoolExecutor(1, f"zeroengine-{name}") for name in ("read", "write"))
+        self._reader, self._writer = (_Worker(f"zeroengine-{name}") for name in ("read", "write"))
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return self._disk.empty(numel, dtype)
@@ -144,9 +149,9 @@ class DiskBehind:
         bounce = self._bounce(source.nbytes)
         part = bounce.memory[: source.nbytes].view(source.dtype)
         copied = self._copies.copy(part, source)
-        bounce.last = _InTurn(self._writer.submit(self._write, copied, part, state), copied)
-        self._writing[state.data_ptr()] = bounce.last
-        return bounce.last
+        bounce.last = written = _InTurn(self._writer.submit(self._write, copied, part, state), copied)
+        self._writing[state.data_ptr()] = written
+        return written
 
     def _settle(self, state: torch.Tensor) -> None:
         """Waits for the last write of a state: what is under way on a disk has no order."""
@@ -169,14 +174,41 @@ class DiskBehind:
         else:
             self._bounces.remove(free)
         self._bounces.append(free)  # the longest in use first
-        if free.last is not None:
-            free.last.wait()
-            free.last = None
+        last, free.last = free.last, None
+        if last is not None:
+            last.wait()
         return free
 
     def close(self) -> None:
-        self._reader.shutdown()
-        self._writer.shutdown()
+        self._reader.close()
+        self._writer.close()
+
+
+class _Worker:
+    """A thread that does one thing after the other. It does not outlive the interpreter, whatever it waits for."""
+
+    def __init__(self, name: str) -> None:
+        self._todo: SimpleQueue[tuple[Future[Transfer], Callable[[], Transfer]] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, begin: Callable[..., Transfer], *arguments: Any) -> Future[Transfer]:
+        future: Future[Transfer] = Future()
+        self._todo.put((future, partial(begin, *arguments)))
+        return future
+
+    def _run(self) -> None:
+        while (item := self._todo.get()) is not None:
+            future, begin = item
+            try:
+                future.set_result(begin())
+            except BaseException as error:
+                future.set_exception(error)
+            del item, future, begin  # what they hold, while it waits for the next
+
+    def close(self) -> None:
+        self._todo.put(None)
+        self._thread.join()
 
 
 class _InTurn:

@@ -74,9 +74,13 @@ class Placement:
         for disk in self.disks:
             disk.check()
 
-    def close(self) -> None:
+    def settle(self) -> None:
+        """Returns when no copy between a GPU and the host is under way: states may be written where they are."""
         if self.copies is not None:
             self.copies.settle()
+
+    def close(self) -> None:
+        self.settle()
         for store in self.stores:
             if isinstance(store, DiskBehind):
                 store.close()

@@ -63,7 +63,7 @@ class StoredShards:
 
     def fill(self, shard: torch.Tensor, values: torch.Tensor) -> None:
         """``values`` become those of a shard, whatever was read ahead of it."""
-        self.forget()
+        self.forget(shard)
         self._store.fill(shard, values)
 
     @property
@@ -103,12 +103,21 @@ class StoredShards:
             slot.work = self._transport.gather.all_gather(full, mine, label)
         return slot.work
 
-    def forget(self) -> None:
-        """What was read ahead is of old values."""
-        for slot, transfer in self._ahead.values():
-            transfer.wait()
+    def forget(self, shard: torch.Tensor | None = None) -> None:
+        """What was read ahead, of one shard or of all, is of old values."""
+        if shard is None:
+            ahead, self._ahead = self._ahead, {}
+        else:
+            address = shard.data_ptr()
+            ahead = {address: self._ahead.pop(address)} if address in self._ahead else {}
+        for slot, _ in ahead.values():
             slot.busy = False
-        self._ahead.clear()
+        for _, transfer in ahead.values():
+            transfer.wait()
+
+    def fail(self, error: BaseException) -> None:
+        """See ``Store``."""
+        self._store.fail(error)
 
     def _start(self, shard: torch.Tensor) -> tuple[_Slot, Transfer]:
         slot = self._slot_for(shard.nbytes)
@@ -134,6 +143,8 @@ class StoredShards:
     def _reusable(self, slot: _Slot, patience: float) -> bool:
         if slot.work is None:
             return True
+        if not patience:
+            return self._transport.gather.reusable(slot.work, 0.0)
         with self._store.beside("in"):  # which the shard comes by
             return self._transport.gather.reusable(slot.work, patience)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -46,6 +47,40 @@ def runs_fused(optimizer: torch.optim.Optimizer) -> bool:
     return plain and not any(group.get("amsgrad") for group in optimizer.param_groups)
 
 
+class Leaving:
+    """Updated parameter shards on their way from the device, a few at once."""
+
+    def __init__(self) -> None:
+        self._transfers: deque[tuple[UnitStates, Transfer]] = deque()
+
+    def take(self, states: UnitStates, update: Callable[[], Transfer]) -> None:
+        """Runs ``update``, which sends the shard of ``states``."""
+        with self._marking(states):
+            self._transfers.append((states, update()))
+        if len(self._transfers) >= SHARDS_LEAVING:
+            self._wait()
+
+    def settle(self) -> None:
+        """Returns when all are where they belong."""
+        while self._transfers:
+            self._wait()
+
+    def _wait(self) -> None:
+        states, transfer = self._transfers.popleft()
+        with self._marking(states):
+            transfer.wait()
+
+    @contextmanager
+    def _marking(self, states: UnitStates) -> Iterator[None]:
+        """An update that failed half way is known to the store."""
+        try:
+            yield
+        except BaseException as error:
+            assert states.unit.stored is not None
+            states.unit.stored.fail(error)
+            raise
+
+
 class FusedAdam:
     """Adam (Kingma and Ba, algorithm 1) and AdamW by the rule of ``inner``'s groups.
 
@@ -64,7 +99,6 @@ class FusedAdam:
     ) -> None:
         self._optimizer, self._group_of, self._pipeline = optimizer, group_of, pipeline
         self._decoupled = isinstance(inner, torch.optim.AdamW)
-        self._leaving: deque[Transfer] = deque()
 
     def update(
         self,
@@ -74,7 +108,7 @@ class FusedAdam:
         publish: Callable[[UnitGradients], None],
     ) -> None:
         """Updates every unit with ``factor * gradient``, then publishes it."""
-        elsewhere = []
+        leaving, elsewhere = Leaving(), []
         for states, flags in zip(units, used, strict=True):
             for i, flag in enumerate(flags):
                 states.steps[i] += flag
@@ -82,14 +116,11 @@ class FusedAdam:
                 self._update(states, flags, factor, *self._tensors(states))
                 publish(states.grads)
             elif states.but_the_shard_is_here:
-                self._leaving.append(self._with_the_shard(states, flags, factor))
+                leaving.take(states, partial(self._with_the_shard, states, flags, factor))
                 publish(states.grads)
-                if len(self._leaving) >= SHARDS_LEAVING:
-                    self._leaving.popleft().wait()
             else:
                 elsewhere.append((states, flags))
-        while self._leaving:
-            self._leaving.popleft().wait()
+        leaving.settle()
         if elsewhere:
             assert self._pipeline is not None
             self._pipeline.run(

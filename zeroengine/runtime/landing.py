@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -45,9 +46,15 @@ def _sum_dtype(grads: UnitGradients) -> torch.dtype:
 
 
 def _await(transfer: Transfer, grads: UnitGradients) -> None:
-    """Where it fails a gradient is lost, and no step may be taken with what is left."""
-    try:
+    with _marking(grads):
         transfer.wait()
+
+
+@contextmanager
+def _marking(grads: UnitGradients) -> Iterator[None]:
+    """Where a transfer fails a gradient is lost, and no step may be taken with what is left."""
+    try:
+        yield
     except BaseException as error:
         assert grads.home is not None
         grads.home.fail(error)
@@ -159,7 +166,7 @@ class Landings:
     def _send_in_order(
         self, grads: UnitGradients, store: Store, reduce: Callable[[torch.Tensor], Work], accumulate: bool
     ) -> Work:
-        with store.beside("out"):
+        with store.beside("out"), _marking(grads):
             total = found = self._lane(0, store, grads, _sum_dtype(grads))
             work = reduce(found)
             work.wait()
