@@ -23,6 +23,7 @@ from .native import NativeTransport
 from .watchdog import Watchdog, own_host
 
 T = TypeVar("T")
+LATER_S = 30.0  # by which NCCL's own watchdog, whose word is its process's last, comes after ours
 
 
 class Group:
@@ -127,7 +128,7 @@ class Group:
                 return found
             if kind == "shm":
                 raise ZeroEngineError(f'comm.transport "shm" cannot be used: {found}. Write "auto" or "gloo".')
-        return GlooTransport(self._new_group(timeout), self._watchdog(), timeout)
+        return GlooTransport(self._new_group(timeout), self._watchdog(timeout), timeout)
 
     def _shared_memory(self, timeout: float) -> shm.ShmTransport | str:
         addresses = self.exchange(shm.offer())
@@ -138,8 +139,9 @@ class Group:
     def _native(self, timeout: float) -> NativeTransport:
         if self.backend == "fake":
             return NativeTransport(self.process_group, self.process_group, self.device, self.backend, None)
-        gather, reduce = self._new_group(timeout), self._new_group(timeout)
-        return NativeTransport(gather, reduce, self.device, self.backend, self._watchdog())
+        later = timeout + LATER_S
+        gather, reduce = self._new_group(later), self._new_group(later)
+        return NativeTransport(gather, reduce, self.device, self.backend, self._watchdog(timeout))
 
     def _new_group(self, timeout: float) -> dist.ProcessGroup:
         ranks = dist.get_process_group_ranks(self.process_group)
@@ -149,11 +151,11 @@ class Group:
         assert isinstance(group, dist.ProcessGroup)
         return group
 
-    def _watchdog(self) -> Watchdog:
+    def _watchdog(self, timeout: float) -> Watchdog:
         names, hosts = zip(*self.exchange((uuid.uuid4().hex, own_host())), strict=True)
         store = dist.distributed_c10d._get_default_store()
         clone: Callable[[], dist.Store] = getattr(store, "clone", lambda: store)
-        return Watchdog(dist.PrefixStore(f"zeroengine/{names[0]}", clone()), self.rank, hosts)
+        return Watchdog(dist.PrefixStore(f"zeroengine/{names[0]}", clone()), self.rank, hosts, timeout)
 
 
 def check_gpus(store: dist.Store, rank: int, world_size: int, gpu: str) -> None:

@@ -3,25 +3,38 @@
 Each rank records the operation it issued last, and the one it waits for. A rank whose operation fails or times out
 raises an alarm in the process group's store; a thread on every rank answers it with that rank's record,
 even while the rank itself is stuck. Whoever raised the alarm puts the answers into its error.
+
+[Note: Stalls on a device]
+On CUDA nobody on the host waits for a collective, and the host runs ahead of the device: that an operation was issued
+last says nothing about a stall. So the thread looks after what was issued (``Watchdog.issue``). An operation that is
+not through ``timeout`` seconds later has stalled, and a rank waits at the first of those that are not through. The
+error is raised where the rank next issues an operation. A rank that does not come that far, because its host waits for
+the device by now, cannot be woken: then the thread says what there is to say, and ends the process.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 import time
+import traceback
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, NoReturn
 
 import torch.distributed as dist
 
 from ..errors import DivergenceError
+from .base import Done, Work
 
 POLL_S = 0.5
 ANSWER_S = 4.0
+LAST_CHANCE_S = 2.0  # for a rank to raise the error of a stall by itself
 HOST_VARIABLE = "ZEROENGINE_HOST"  # this node as the launcher calls it
 
 
@@ -32,49 +45,89 @@ class Place(NamedTuple):
     what: str
 
 
-class Watchdog:
-    """One rank's record, and its answer to alarms. ``store`` must be this watchdog's own client.
+@dataclass
+class Issued:
+    """An operation that the thread looks after."""
 
-    Args:
-        hosts: each rank's host by name; empty where nobody named it.
-    """
+    what: str
+    at: float  # time.monotonic
+    work: Work | None = None  # None while it is being issued: a first one waits for the other ranks there
+
+    def is_through(self) -> bool:
+        return self.work is not None and self.work.is_completed()
+
+
+class Record:
+    """Where this rank is, for itself and for the watchdog's thread."""
+
+    def __init__(self) -> None:
+        self.at = Place(False, "its start")
+        self.error: DivergenceError | None = None  # to be raised by the rank
+        self.raised = threading.Event()
+        self._under_way: deque[Issued] = deque()  # in the order in which they were issued
+        self._lock = threading.Lock()
+
+    def place(self) -> Place:
+        first = self._first()
+        return self.at if first is None else Place(True, first.what)
+
+    def begin(self, what: str) -> Issued:
+        if self.error is not None:
+            self.raised.set()
+            raise self.error
+        self._first()
+        issued = Issued(what, time.monotonic())
+        with self._lock:
+            self._under_way.append(issued)
+        return issued
+
+    def drop(self, issued: Issued) -> None:
+        with self._lock:
+            self._under_way.remove(issued)
+
+    def stalled(self, timeout: float) -> Issued | None:
+        """The first operation that is not through, if it was issued so many seconds ago.
+
+        Looks at no device before that time: a query there would disturb another thread that captures a CUDA graph.
+        """
+        late = time.monotonic() - timeout
+        with self._lock:
+            if not self._under_way or self._under_way[0].at > late:
+                return None
+        first = self._first()
+        return first if first is not None and first.at <= late else None
+
+    def _first(self) -> Issued | None:
+        """The first operation that is not through; those before it are forgotten."""
+        with self._lock:
+            while self._under_way and self._under_way[0].is_through():
+                self._under_way.popleft()
+            return self._under_way[0] if self._under_way else None
+
+
+class Board:
+    """Where the ranks raise alarms and answer them: the process group's store, through a client of its own."""
 
     def __init__(self, store: dist.Store, rank: int, hosts: Sequence[str]) -> None:
-        self._store, self._rank, self._hosts = store, rank, hosts
-        self._at = [Place(False, "its start")]
-        self._closed = threading.Event()
+        self.rank = rank
+        self._store, self._hosts = store, hosts
         self._lock = threading.Lock()
-        # The thread holds no reference to this object, so that it ends with it.
-        arguments = (store, self._lock, f"at/{rank}", self._at, self._closed)
-        thread = threading.Thread(target=_answer, args=arguments, name="zeroengine-watchdog", daemon=True)
-        thread.start()
-        self._finalizer = weakref.finalize(self, _stop, self._closed, thread)
 
-    def record(self, what: str) -> None:
-        self._at[0] = Place(False, what)
+    def is_alarmed(self) -> bool:
+        with self._lock:
+            return self._store.check(["alarm"])
 
-    def close(self) -> None:
-        self._finalizer()
+    def answer(self, place: Place) -> None:
+        with self._lock:
+            self._store.set(f"at/{self.rank}", json.dumps(place))
 
-    @contextmanager
-    def guard(self, what: str) -> Iterator[None]:
-        """Turns a failing operation, which is issued or awaited within, into an error that names units and ranks."""
-        before, self._at[0] = self._at[0], Place(True, what)
-        try:
-            yield
-        except (RuntimeError, ValueError) as error:
-            if isinstance(error, DivergenceError):
-                raise
-            cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise DivergenceError(f"rank {self._rank} could not finish {what} ({cause}): {self.report()}.") from error
-        self._at[0] = before
-
-    def report(self) -> str:
+    def ask(self, own: Place) -> str:
         """Where each rank is; waits a few seconds for the answers."""
         places: dict[int, Place | None] = dict.fromkeys(range(len(self._hosts)))
-        places[self._rank] = self._at[0]
+        places[self.rank] = own
         deadline = time.monotonic() + ANSWER_S
         try:
+            self.answer(own)  # to others who ask at the same time
             with self._lock:
                 self._store.set("alarm", "1")
             while None in places.values() and time.monotonic() < deadline:
@@ -84,9 +137,61 @@ class Watchdog:
                             places[r] = Place(*json.loads(self._store.get(f"at/{r}")))
                 time.sleep(0.05)
         except RuntimeError:
-            where = describe({self._rank: self._at[0]}, self._hosts)
-            return f"{where}; the store (hosted by rank 0) does not answer"
+            return f"{describe({self.rank: own}, self._hosts)}; the store (hosted by rank 0) does not answer"
         return describe(places, self._hosts)
+
+
+class Watchdog:
+    """One rank's record, and its answer to alarms. ``store`` must be this watchdog's own client.
+
+    Args:
+        hosts: each rank's host by name; empty where nobody named it.
+        timeout: seconds after which an operation that was issued has stalled.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, hosts: Sequence[str], timeout: float) -> None:
+        self._board, self._record = Board(store, rank, hosts), Record()
+        self._closed = threading.Event()
+        # The thread holds no reference to this object, so that it ends with it.
+        arguments = (self._board, self._record, timeout, self._closed)
+        thread = threading.Thread(target=_watch, args=arguments, name="zeroengine-watchdog", daemon=True)
+        thread.start()
+        self._finalizer = weakref.finalize(self, _stop, self._closed, thread)
+
+    def record(self, what: str) -> None:
+        self._record.at = Place(False, what)
+
+    def close(self) -> None:
+        self._finalizer()
+
+    def issue(self, what: str, run: Callable[[], Work | None]) -> Work:
+        """What ``run`` issues; the thread looks after it from now on. See "Stalls on a device" above.
+
+        Raises:
+            DivergenceError: an operation before it has stalled.
+        """
+        issued = self._record.begin(what)
+        self.record(what)
+        try:
+            issued.work = work = run() or Done()
+        except BaseException:
+            self._record.drop(issued)
+            raise
+        return work
+
+    @contextmanager
+    def guard(self, what: str) -> Iterator[None]:
+        """Turns a failing operation, which is issued or awaited within, into an error that names units and ranks."""
+        before, self._record.at = self._record.at, Place(True, what)
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            if isinstance(error, DivergenceError):
+                raise
+            cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            where = self._board.ask(self._record.at)
+            raise DivergenceError(f"rank {self._board.rank} could not finish {what} ({cause}): {where}.") from error
+        self._record.at = before
 
 
 def describe(places: Mapping[int, Place | None], hosts: Sequence[str]) -> str:
@@ -126,15 +231,31 @@ def own_host() -> str:
     return os.environ.get(HOST_VARIABLE, "")
 
 
-def _answer(store: dist.Store, lock: threading.Lock, key: str, at: list[Place], closed: threading.Event) -> None:
+def _watch(board: Board, record: Record, timeout: float, closed: threading.Event) -> None:
+    answered = False
     while not closed.wait(POLL_S):
         try:
-            with lock:
-                if store.check(["alarm"]):
-                    store.set(key, json.dumps(at[0]))
-                    return
+            if not answered and board.is_alarmed():
+                board.answer(record.place())
+                answered = True
         except RuntimeError:
-            return  # the store is gone, and the run with it
+            answered = True  # the store is gone, and the run with it
+        if (stalled := record.stalled(timeout)) is not None:
+            waited = f"rank {board.rank} has waited {timeout:g} s (comm.timeout_seconds) for {stalled.what}"
+            record.error = DivergenceError(f"{waited}: {board.ask(record.place())}.")
+            if not record.raised.wait(LAST_CHANCE_S):
+                _end_process(record.error)
+            return
+
+
+def _end_process(error: DivergenceError) -> NoReturn:
+    """As if the main thread had raised the error where it is, and with no more ado: it may wait for ever."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    stack = traceback.format_stack(frame) if frame is not None else []
+    lines = ["Traceback (most recent call last):\n", *stack, *traceback.format_exception_only(error)]
+    sys.stderr.write("".join(lines))
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _stop(closed: threading.Event, thread: threading.Thread) -> None:
