@@ -45,6 +45,10 @@ def refuse(capfd: pytest.CaptureFixture[str], script: Script) -> Refuse:
         (["-m", "a/b.py"], "-m a/b.py: -m takes a module's name. Write -m a.b, or leave -m out"),
         (["--nproc", "0", "train.py"], "--nproc 0: at least one process is needed. Write --nproc 2, or --nproc auto"),
         (["--nproc", "-1", "train.py"], "--nproc -1: at least one process is needed. Write --nproc 2, or --nproc auto"),
+        (
+            ["--nproc", "9999999", "--cpu", "train.py"],
+            "--nproc 9999999: at most 4096 processes fit on a node. Write --nproc 2, or --nproc auto",
+        ),
         (["--nproc", "two", "train.py"], "--nproc two: not a number. Write --nproc 2, or --nproc auto"),
         (
             ["--set", "stage", "train.py"],
