@@ -188,6 +188,25 @@ def test_a_port_in_use_is_refused(fleet: Launch, script: Script) -> None:
     assert not Path("started").exists()
 
 
+def test_an_address_that_leads_elsewhere_is_refused(fleet: Launch, script: Script) -> None:
+    result = fleet("--master-addr", "127.0.0.1.", script("open('started', 'w')"), hosts="a slots=1\n")
+    assert result.code == 2
+    _, row = result.err.splitlines()
+    assert re.fullmatch(r"  a  --master-addr 127\.0\.0\.1\. does not lead to this node \(.+\)\. Leave it out", row)
+    assert not Path("started").exists()
+
+
+def test_a_connection_that_is_no_program_is_refused(script: Script, capfd: pytest.CaptureFixture[str]) -> None:
+    Path("hosts").write_text("a slots=1\n")
+    for command, message in {
+        "nosuchprogram -p 22": "there is no program 'nosuchprogram' here. Install it, or name another: write ",
+        "ssh 'a": "--ssh ssh 'a: no closing quotation. Write a command such as --ssh 'ssh -p 2222 -i key'",
+        "": "--ssh: an empty command. Write a command such as --ssh 'ssh -p 2222 -i key'",
+    }.items():
+        assert main(["--hostfile", "hosts", "--ssh", command, "--cpu", script("")]) == 2
+        assert capfd.readouterr().err.startswith(f"zero-launch: {message}")
+
+
 def test_restarts_begin_again_on_all_nodes(fleet: Launch, script: Script) -> None:
     body = """
 attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])

@@ -217,6 +217,7 @@ def on_nodes(options: argparse.Namespace, hosts: Sequence[Host], shell: shells.S
         job.check_config(options.config, options.set)
         print(describe(request))
         return 0
+    shell.find()
     make_log_dir(options.log_dir)
     console = Console(options.log_dir)
     with Fleet(request, console) as fleet:

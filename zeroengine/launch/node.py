@@ -103,15 +103,23 @@ class Node:
         reached_at = connection[2] if len(connection) == 4 else None
         address = message["address"] or network.own_address(reached_at, message["others"])
         self._listener = network.listen(message["port"])
+        port: int = self._listener.getsockname()[1]
+        if message["address"]:
+            try:
+                network.reach(address, port)  # its own ranks, too, look for the store there
+            except OSError as error:
+                why = error.strerror or error
+                raise LaunchError(f"--master-addr {address} does not lead to this node ({why}). Leave it out") from None
         self._interface = network.interface_of(address)
-        self._writer.send({"is": "answer", "address": address, "port": self._listener.getsockname()[1]})
+        self._writer.send({"is": "answer", "address": address, "port": port})
 
     def reach(self, message: Message) -> None:
         address, port = message["address"], message["port"]
         try:
             own = network.reach(address, port)
         except OSError as error:
-            raise OSError(f"{address} port {port} on the first node cannot be reached ({error})") from None
+            why = error.strerror or error
+            raise OSError(f"{address} port {port} on the first node cannot be reached ({why})") from None
         self._interface = network.interface_of(own)
         self._writer.send({"is": "answer"})
 
