@@ -45,10 +45,10 @@ dist.destroy_process_group()
 
 
 def test_arguments_arrive_unchanged(launch: Launch, script: Script) -> None:
-    arguments = ["--nproc", "a b", "", "$$x ${local_rank} $(id)", "new\nline", "'\"\\", "--", "-m"]
+    arguments = ["--", "--nproc", "a b", "", "$$x ${local_rank} $(id)", "new\nline", "'\"\\", "--", "-m"]
     result = launch(script("import json; print(json.dumps(sys.argv))"), *arguments)
-    for line in result.out.splitlines():
-        assert json.loads(line.partition("] ")[2]) == ["train.py", *arguments]
+    lines = result.out.splitlines()
+    assert [json.loads(line.partition("] ")[2]) for line in lines] == [["train.py", *arguments]] * 2
 
 
 def test_configuration_reaches_the_ranks(launch: Launch, script: Script, tmp_path: Path) -> None:

@@ -17,15 +17,13 @@ from pathlib import Path
 from zeroengine.errors import LaunchError, ZeroEngineError
 from zeroengine.launch import environment, job, shells
 from zeroengine.launch.hosts import Host, limit, processes, read_hostfile, select
-from zeroengine.launch.options import check, parser
+from zeroengine.launch.options import check, parse
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit code: that of the first rank that failed, or 2 for a wrong request."""
     try:
-        options = parser().parse_args(argv)
-        options.argv = list(sys.argv[1:] if argv is None else argv)
-        return launch(options)
+        return launch(parse(sys.argv[1:] if argv is None else argv))
     except ZeroEngineError as error:
         print(f"zero-launch: {error}", file=sys.stderr)
         return 2
