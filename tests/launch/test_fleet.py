@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -19,15 +20,18 @@ from .conftest import Launch, Result, Script, Start
 from .processes import is_alive, wait_for
 from .test_death import STUBBORN, pids
 
-# Takes the last two words, host and command; knows two hosts that cannot be reached.
+# Takes the last two words, host and command; knows two hosts that cannot be reached, one that is down while there is a
+# file of that name, and one whose clock is an hour ahead.
 CONNECTION = """#!/bin/sh
 while [ $# -gt 2 ]; do shift; done
 case $1 in
 refused) echo "ssh: connect to host refused port 22: Connection refused" >&2; exit 255;;
 nowhere) echo "ssh: Could not resolve hostname nowhere: Name or service not known" >&2; exit 255;;
+ahead) later=later;;
 esac
+[ -e "down-$1" ] && { echo "ssh: connect to host $1 port 22: Connection refused" >&2; exit 255; }
 echo "Welcome to $1!"
-exec env -i PATH="$PATH" HOME="$HOME" SSH_CONNECTION="127.0.0.1 1 127.0.0.1 22" sh -c "$2"
+exec env -i PYTHONPATH="$later" PATH="$PATH" HOME="$HOME" SSH_CONNECTION="127.0.0.1 1 127.0.0.1 22" sh -c "$2"
 """
 
 
@@ -147,13 +151,55 @@ def test_a_node_whose_launcher_is_silent_ends(started: Start, script: Script, tm
 
 def test_a_node_that_is_lost_is_named(started: Start, script: Script, tmp_path: Path) -> None:
     launcher = started(script(STUBBORN + "time.sleep(600)"))
-    worker = int((tmp_path / "pids1").read_text().split()[0])
-    node = int(re.search(r"PPid:\s*(\d+)", Path(f"/proc/{worker}/status").read_text())[1])  # type: ignore[index]
-    os.kill(node, signal.SIGKILL)
+    os.kill(node_of(tmp_path, 1), signal.SIGKILL)
     _, err = launcher.communicate(timeout=30)
     assert launcher.returncode == 1
     assert "zero-launch: b was lost: its connection ended" in err and "(ranks 1, 2)" in err, err
     wait_for(lambda: not any(map(is_alive, pids(tmp_path))), 10)
+
+
+def node_of(folder: Path, rank: int) -> int:
+    """The process that a rank's node is, and so the connection to it."""
+    worker = int((folder / f"pids{rank}").read_text().split()[0])
+    found = re.search(r"PPid:\s*(\d+)", Path(f"/proc/{worker}/status").read_text())
+    assert found is not None
+    return int(found[1])
+
+
+def test_a_silent_node_is_named(started: Start, script: Script, tmp_path: Path) -> None:
+    """As when its power or its network fails."""
+    launcher = started("--node-timeout", "5", script(STUBBORN + "time.sleep(600)"))
+    node = node_of(tmp_path, 1)
+    os.kill(node, signal.SIGSTOP)
+    try:
+        _, err = launcher.communicate(timeout=30)
+        assert launcher.returncode == 1
+        assert "zero-launch: b was lost: no sign of life for 5 s: the node or its network is down (ranks 1, 2)" in err
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # the launcher has ended the connection
+            os.kill(node, signal.SIGKILL)
+    wait_for(lambda: not any(map(is_alive, pids(tmp_path))), 10)
+
+
+def test_when_a_node_leaves_an_elastic_run_the_others_go_on(started: Start, script: Script, tmp_path: Path) -> None:
+    body = "if os.environ['WORLD_SIZE'] == '1': sys.exit(print('alone', os.environ['ZEROENGINE_FULL_WORLD_SIZE']))\n"
+    launcher = started("--nnodes", "1:2", script(body + STUBBORN + "time.sleep(600)"))
+    (tmp_path / "down-b").touch()
+    os.kill(node_of(tmp_path, 1), signal.SIGKILL)
+    out, err = launcher.communicate(timeout=60)
+    assert (launcher.returncode, out) == (0, "[a:0] alone 3\n"), err
+    assert "zero-launch: b was lost: its connection ended" in err and "zero-launch: going on with a\n" in err
+    wait_for(lambda: not any(map(is_alive, pids(tmp_path))), 10)
+
+
+def test_a_clock_that_is_off_is_said_and_does_not_matter(fleet: Launch, script: Script, tmp_path: Path) -> None:
+    (tmp_path / "later").mkdir()
+    clock = "import time; now = time.time; time.time = lambda: now() + 3600"
+    (tmp_path / "later/sitecustomize.py").write_text(clock)
+    result = fleet(script("print(rank)"), hosts="a slots=1\nahead slots=1\n")
+    assert result.code == 0
+    assert "zero-launch: the clock of ahead is 1.0 h ahead of this one" in result.err and "of a is" not in result.err
+    assert sorted(result.out.splitlines()) == ["[    a:0] 0", "[ahead:1] 1"]
 
 
 def test_what_is_wrong_where_is_one_table(fleet: Launch, script: Script) -> None:
