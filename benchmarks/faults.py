@@ -215,6 +215,7 @@ def broken(fault: Fault, case: Case, began: float) -> Times:
     """A run that has the fault from its start."""
     told = case.screen.wait(fault.told, began) - began
     if not fault.starts:
+        assert case.screen.process.wait(30) == 2, "a run that cannot start is refused"
         return told, None
     wait_for_steps(case, 5)
     return told, time.monotonic() - began
