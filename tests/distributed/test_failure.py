@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
@@ -248,3 +249,49 @@ def test_a_rank_that_waits_for_its_device_is_ended_with_the_same_words(tmp_path:
         last,
     ), last
     assert any("engine.step()" in line for line in stack), stack
+
+
+# -- waits that may be long ---------------------------------------------------------------------------
+
+
+def meet(folder: Path, suspended: bool) -> tuple[list[int], list[str]] | None:
+    """Rank 1 comes late to an exchange, or never."""
+    start()
+    group = Group(None, torch.device("cpu"))
+    transport = group.transport("gloo", 1.0)
+    said: list[str] = []
+    logging.getLogger("zeroengine").addFilter(lambda record: said.append(record.getMessage()) or True)
+    if group.rank == 1:
+        (folder / "pid").write_text(str(os.getpid()))
+        if suspended:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(4.0)
+    sys.stderr = (folder / f"said{group.rank}").open("w")
+
+    def end(code: int) -> None:
+        (folder / "code").write_text(str(code))
+        for pid in (int((folder / "pid").read_text()), os.getpid()):
+            os.kill(pid, signal.SIGKILL)
+
+    with mock.patch.object(os, "_exit", end):
+        values = group.exchange(group.rank, "to save a checkpoint")
+    transport.close()
+    return values, said
+
+
+def test_a_rank_that_is_busy_is_waited_for_and_that_is_said_once(tmp_path: Path) -> None:
+    (values, said), *others = run_ranks(3, meet, tmp_path, False)
+    assert values == [0, 1, 2] and others == [([0, 1, 2], [])] * 2
+    assert said == [
+        "rank 0 has waited 1 s (comm.timeout_seconds) for exchange to save a checkpoint, and goes on waiting: rank 1 "
+        "is at its start, the others wait at exchange to save a checkpoint"
+    ]
+
+
+def test_a_rank_that_does_not_answer_ends_the_wait(tmp_path: Path) -> None:
+    run_ranks(2, meet, tmp_path, True, missing=(0, 1))
+    assert (tmp_path / "code").read_text() == "1"
+    assert (tmp_path / "said0").read_text().splitlines()[-1] == (
+        "zeroengine.errors.DivergenceError: rank 0 has waited 1 s (comm.timeout_seconds) for exchange to save a "
+        "checkpoint: rank 1 does not answer (ended?), rank 0 waits at exchange to save a checkpoint."
+    )

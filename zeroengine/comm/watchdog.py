@@ -10,11 +10,16 @@ last says nothing about a stall. So the thread looks after what was issued (``Wa
 not through ``timeout`` seconds later has stalled, and a rank waits at the first of those that are not through. The
 error is raised where the rank next issues an operation. A rank that does not come that far, because its host waits for
 the device by now, cannot be woken: then the thread says what there is to say, and ends the process.
+
+[Note: Waits that may be long]
+When ranks exchange facts, or save together, one of them may be busy with its disk for longer than any timeout. So
+after the timeout a rank asks where the others are, and goes on waiting as long as all of them answer (``waiting``).
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import threading
@@ -31,6 +36,8 @@ import torch.distributed as dist
 
 from ..errors import DivergenceError
 from .base import Done, Work
+
+log = logging.getLogger("zeroengine")
 
 POLL_S = 0.5
 ANSWER_S = 4.0
@@ -52,6 +59,8 @@ class Issued:
     what: str
     at: float  # time.monotonic
     work: Work | None = None  # None while it is being issued: a first one waits for the other ranks there
+    patient: bool = False  # see "Waits that may be long"
+    told: bool = False  # that it takes long
 
     def is_through(self) -> bool:
         return self.work is not None and self.work.is_completed()
@@ -71,12 +80,12 @@ class Record:
         first = self._first()
         return self.at if first is None else Place(True, first.what)
 
-    def begin(self, what: str) -> Issued:
+    def begin(self, what: str, patient: bool = False) -> Issued:
         if self.error is not None:
             self.raised.set()
             raise self.error
         self._first()
-        issued = Issued(what, time.monotonic())
+        issued = Issued(what, time.monotonic(), patient=patient)
         with self._lock:
             self._under_way.append(issued)
         return issued
@@ -84,6 +93,10 @@ class Record:
     def drop(self, issued: Issued) -> None:
         with self._lock:
             self._under_way.remove(issued)
+
+    def holds(self, issued: Issued) -> bool:
+        with self._lock:
+            return issued in self._under_way
 
     def stalled(self, timeout: float) -> Issued | None:
         """The first operation that is not through, if it was issued so many seconds ago.
@@ -109,36 +122,47 @@ class Board:
     """Where the ranks raise alarms and answer them: the process group's store, through a client of its own."""
 
     def __init__(self, store: dist.Store, rank: int, hosts: Sequence[str]) -> None:
-        self.rank = rank
-        self._store, self._hosts = store, hosts
+        self.rank, self.hosts = rank, hosts
+        self._store = store
+        self._answered = 0  # alarms
         self._lock = threading.Lock()
 
-    def is_alarmed(self) -> bool:
-        with self._lock:
-            return self._store.check(["alarm"])
-
     def answer(self, place: Place) -> None:
+        """To an alarm, where there is a new one."""
         with self._lock:
-            self._store.set(f"at/{self.rank}", json.dumps(place))
+            alarms = self._store.add("alarm", 0)
+            if alarms > self._answered:
+                self._answered = alarms
+                self._store.set(f"at/{self.rank}", json.dumps([alarms, *place]))
 
-    def ask(self, own: Place) -> str:
-        """Where each rank is; waits a few seconds for the answers."""
-        places: dict[int, Place | None] = dict.fromkeys(range(len(self._hosts)))
+    def ask(self, own: Place, patience: float = ANSWER_S) -> dict[int, Place | None] | None:
+        """Where each rank is, None for those that do not answer in time; None where the store does not."""
+        places: dict[int, Place | None] = dict.fromkeys(range(len(self.hosts)))
         places[self.rank] = own
-        deadline = time.monotonic() + ANSWER_S
+        deadline = time.monotonic() + patience
         try:
-            self.answer(own)  # to others who ask at the same time
             with self._lock:
-                self._store.set("alarm", "1")
+                alarm = self._store.add("alarm", 1)
             while None in places.values() and time.monotonic() < deadline:
+                self.answer(own)  # to others who ask at the same time
                 for r in [r for r, place in places.items() if place is None]:
                     with self._lock:
-                        if self._store.check([f"at/{r}"]):
-                            places[r] = Place(*json.loads(self._store.get(f"at/{r}")))
+                        found = json.loads(self._store.get(f"at/{r}")) if self._store.check([f"at/{r}"]) else [0]
+                    if found[0] >= alarm:
+                        places[r] = Place(*found[1:])
                 time.sleep(0.05)
         except RuntimeError:
-            return f"{describe({self.rank: own}, self._hosts)}; the store (hosted by rank 0) does not answer"
-        return describe(places, self._hosts)
+            return None
+        return places
+
+    def report(self, own: Place) -> str:
+        """Where each rank is, in one sentence; waits a few seconds for the answers."""
+        return self.describe(self.ask(own), own)
+
+    def describe(self, places: Mapping[int, Place | None] | None, own: Place) -> str:
+        if places is None:
+            return f"{describe({self.rank: own}, self.hosts)}; the store (hosted by rank 0) does not answer"
+        return describe(places, self.hosts)
 
 
 class Watchdog:
@@ -180,6 +204,15 @@ class Watchdog:
         return work
 
     @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Around a wait for other ranks that is ended only when one of them does not answer."""
+        issued = self._record.begin(what, patient=True)
+        try:
+            yield
+        finally:
+            self._record.drop(issued)
+
+    @contextmanager
     def guard(self, what: str) -> Iterator[None]:
         """Turns a failing operation, which is issued or awaited within, into an error that names units and ranks."""
         before, self._record.at = self._record.at, Place(True, what)
@@ -189,7 +222,7 @@ class Watchdog:
             if isinstance(error, DivergenceError):
                 raise
             cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            where = self._board.ask(self._record.at)
+            where = self._board.report(self._record.at)
             raise DivergenceError(f"rank {self._board.rank} could not finish {what} ({cause}): {where}.") from error
         self._record.at = before
 
@@ -232,20 +265,31 @@ def own_host() -> str:
 
 
 def _watch(board: Board, record: Record, timeout: float, closed: threading.Event) -> None:
-    answered = False
+    answers = True
     while not closed.wait(POLL_S):
         try:
-            if not answered and board.is_alarmed():
+            if answers:
                 board.answer(record.place())
-                answered = True
         except RuntimeError:
-            answered = True  # the store is gone, and the run with it
-        if (stalled := record.stalled(timeout)) is not None:
-            waited = f"rank {board.rank} has waited {timeout:g} s (comm.timeout_seconds) for {stalled.what}"
-            record.error = DivergenceError(f"{waited}: {board.ask(record.place())}.")
-            if not record.raised.wait(LAST_CHANCE_S):
-                _end_process(record.error)
-            return
+            answers = False  # the store is gone, and the run with it
+        if (stalled := record.stalled(timeout)) is None:
+            continue
+        waited = f"rank {board.rank} has waited {timeout:g} s (comm.timeout_seconds) for {stalled.what}"
+        own = record.place()
+        places = board.ask(own, 2 * ANSWER_S if stalled.patient else ANSWER_S)
+        where = board.describe(places, own)
+        if stalled.patient:
+            if not record.holds(stalled):
+                continue  # it is over
+            if places is not None and None not in places.values():
+                if not stalled.told and board.rank == min(rank for rank, place in places.items() if place == own):
+                    log.warning("%s, and goes on waiting: %s", waited, where)
+                stalled.at, stalled.told = time.monotonic(), True
+                continue
+        record.error = DivergenceError(f"{waited}: {where}.")
+        if not record.raised.wait(LAST_CHANCE_S):
+            _end_process(record.error)
+        return
 
 
 def _end_process(error: DivergenceError) -> NoReturn:
