@@ -9,7 +9,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from zeroengine.comm.watchdog import LAST_CHANCE_S, Place, Watchdog, describe
+from zeroengine.comm.watchdog import LAST_CHANCE_S, POLL_S, Place, Watchdog, describe
 from zeroengine.errors import DivergenceError
 
 GATHER, REDUCE = "gather blocks.4", "reduce blocks.7"
@@ -63,15 +63,17 @@ class OnDevice:
 
     def __init__(self, completed: bool = False) -> None:
         self.completed = completed
+        self.asked = 0
 
     def wait(self) -> None: ...
 
     def is_completed(self) -> bool:
+        self.asked += 1
         return self.completed
 
 
-def alone() -> Watchdog:
-    return Watchdog(dist.HashStore(), 0, ["node-a"], SHORT)
+def alone(timeout: float = SHORT) -> Watchdog:
+    return Watchdog(dist.HashStore(), 0, ["node-a"], timeout)
 
 
 def test_the_first_operation_that_is_not_through_has_stalled_and_the_next_to_be_issued_says_so() -> None:
@@ -104,6 +106,17 @@ def test_operations_that_are_through_in_time_and_those_that_were_never_issued_ar
         time.sleep(0.15 * SHORT)
         works[-1].completed = True  # type: ignore[attr-defined]
     assert watchdog.issue("gather blocks.1", OnDevice) is not works[-1]
+    watchdog.close()
+
+
+def test_before_its_time_nobody_but_the_rank_itself_asks_the_device() -> None:
+    """Whose other threads may be capturing a graph."""
+    watchdog, work = alone(timeout=60.0), OnDevice()
+    watchdog.issue("gather blocks.0", lambda: work)
+    time.sleep(3 * POLL_S)
+    assert work.asked == 0
+    watchdog.issue("gather blocks.1", OnDevice)
+    assert work.asked == 1
     watchdog.close()
 
 

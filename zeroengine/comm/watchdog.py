@@ -52,7 +52,7 @@ class Place(NamedTuple):
     what: str
 
 
-@dataclass
+@dataclass(eq=False)
 class Issued:
     """An operation that the thread looks after."""
 
@@ -127,13 +127,13 @@ class Board:
         self._answered = 0  # alarms
         self._lock = threading.Lock()
 
-    def answer(self, place: Place) -> None:
-        """To an alarm, where there is a new one."""
+    def answer(self, place: Callable[[], Place]) -> None:
+        """To an alarm, where there is a new one; looks for the place only then."""
         with self._lock:
             alarms = self._store.add("alarm", 0)
             if alarms > self._answered:
                 self._answered = alarms
-                self._store.set(f"at/{self.rank}", json.dumps([alarms, *place]))
+                self._store.set(f"at/{self.rank}", json.dumps([alarms, *place()]))
 
     def ask(self, own: Place, patience: float = ANSWER_S) -> dict[int, Place | None] | None:
         """Where each rank is, None for those that do not answer in time; None where the store does not."""
@@ -144,7 +144,7 @@ class Board:
             with self._lock:
                 alarm = self._store.add("alarm", 1)
             while None in places.values() and time.monotonic() < deadline:
-                self.answer(own)  # to others who ask at the same time
+                self.answer(lambda: own)  # to others who ask at the same time
                 for r in [r for r, place in places.items() if place is None]:
                     with self._lock:
                         found = json.loads(self._store.get(f"at/{r}")) if self._store.check([f"at/{r}"]) else [0]
@@ -269,7 +269,7 @@ def _watch(board: Board, record: Record, timeout: float, closed: threading.Event
     while not closed.wait(POLL_S):
         try:
             if answers:
-                board.answer(record.place())
+                board.answer(record.place)
         except RuntimeError:
             answers = False  # the store is gone, and the run with it
         if (stalled := record.stalled(timeout)) is None:
