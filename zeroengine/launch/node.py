@@ -84,7 +84,7 @@ class Told:
 
     def _beat(self) -> None:
         while not self._gone:
-            self._writer.send({"is": "beat"})
+            self._writer.send({"is": "beat", "clock": time.monotonic()})
             time.sleep(BEAT)
 
 
@@ -138,18 +138,17 @@ class Node:
         rendezvous = Rendezvous(place, listener if place.node == 0 else None)
         with Pipes(nproc, self._output) as pipes:
             outcome = agent.run(job.Job(nproc, command, environment), pipes, rendezvous, self._told)
-        self._writer.send({"is": "ended", "failures": describe(outcome), "interrupted": outcome.interrupted})
+        ended = {"failures": describe(outcome), "interrupted": outcome.interrupted, "clock": time.monotonic()}
+        self._writer.send({"is": "ended", **ended})
 
     def _output(self, rank: int, target: int, data: bytes) -> None:
         self._writer.send({"is": "output", "rank": rank, "target": target, "data": to_text(data)})
 
 
 def describe(outcome: Outcome) -> list[dict[str, Any]]:
-    """Failures with their age in seconds: the nodes' clocks differ."""
-    now = time.monotonic()
+    """Failures with their times by this node's clock."""
     return [
-        {"rank": f.rank, "age": now - f.time, "code": f.code, "summary": f.summary, "text": f.text}
-        for f in outcome.failures
+        {"rank": f.rank, "time": f.time, "code": f.code, "summary": f.summary, "text": f.text} for f in outcome.failures
     ]
 
 
