@@ -159,8 +159,17 @@ print("attempt", attempt)
     ]
 
 
+# Both ranks have printed before one fails.
+LATE = """
+print('out', rank)
+open(f'out{rank}', 'w')
+while not os.path.exists('out0'): time.sleep(0.01)
+if rank: raise ValueError('boom')
+"""
+
+
 def test_log_dir_holds_a_file_per_rank(launch: Launch, script: Script, tmp_path: Path) -> None:
-    result = launch("--log-dir", "logs/new", script("print('out', rank)\nif rank: raise ValueError('boom')"))
+    result = launch("--log-dir", "logs/new", script(LATE))
     assert result.code == 1
     assert (tmp_path / "logs/new/rank0.log").read_text() == "out 0\n"
     log = (tmp_path / "logs/new/rank1.log").read_text()

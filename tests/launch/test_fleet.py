@@ -33,6 +33,11 @@ esac
 echo "Welcome to $1!"
 exec env -i PYTHONPATH="$later" PATH="$PATH" HOME="$HOME" SSH_CONNECTION="127.0.0.1 1 127.0.0.1 22" sh -c "$2"
 """
+WAITING = """
+with open(f'part{rank}', 'w') as file: file.write(str(os.getpid()))
+os.rename(f'part{rank}', f'pids{rank}')
+time.sleep(600)
+"""
 
 
 @pytest.fixture
@@ -168,7 +173,7 @@ def node_of(folder: Path, rank: int) -> int:
 
 def test_a_silent_node_is_named(started: Start, script: Script, tmp_path: Path) -> None:
     """As when its power or its network fails."""
-    launcher = started("--node-timeout", "5", script(STUBBORN + "time.sleep(600)"))
+    launcher = started("--node-timeout", "5", script(WAITING))
     node = node_of(tmp_path, 1)
     os.kill(node, signal.SIGSTOP)
     try:
@@ -183,7 +188,7 @@ def test_a_silent_node_is_named(started: Start, script: Script, tmp_path: Path) 
 
 def test_when_a_node_leaves_an_elastic_run_the_others_go_on(started: Start, script: Script, tmp_path: Path) -> None:
     body = "if os.environ['WORLD_SIZE'] == '1': sys.exit(print('alone', os.environ['ZEROENGINE_FULL_WORLD_SIZE']))\n"
-    launcher = started("--nnodes", "1:2", script(body + STUBBORN + "time.sleep(600)"))
+    launcher = started("--nnodes", "1:2", script(body + WAITING))
     (tmp_path / "down-b").touch()
     os.kill(node_of(tmp_path, 1), signal.SIGKILL)
     out, err = launcher.communicate(timeout=60)
