@@ -103,7 +103,12 @@ def test_a_failure_in_a_process_group_reads_like_any_other(launch: Launch, scrip
         ("sys.exit(3)", 3, "zero-launch: rank 1 failed (exit code 3)"),
         ("sys.exit('no data in data/')", 1, "[rank 1] no data in data/"),
         ("print('the reason', file=sys.stderr); os._exit(5)", 5, "[rank 1] the reason"),
-        ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "zero-launch: rank 1 failed (exit code 139: killed by SIGSEGV)"),
+        pytest.param(
+            "os.kill(os.getpid(), signal.SIGSEGV)",
+            139,
+            "zero-launch: rank 1 failed (exit code 139: killed by SIGSEGV)",
+            marks=pytest.mark.slow,
+        ),
         ("raise KeyboardInterrupt", 130, "[rank 1] KeyboardInterrupt"),
         ("raise SystemError('a\\nb')", 1, "[rank 1] b"),
     ],

@@ -130,7 +130,7 @@ except RuntimeError: raise RuntimeError(f"a rank is gone at blocks.4")
     assert result.err.splitlines()[-1] == "zero-launch: rank 0 (a) failed first (exit code 5)"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL])
 def test_a_stopped_launcher_leaves_nothing(
     started: Start, script: Script, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -279,6 +279,7 @@ def test_an_elastic_run_goes_on_without_a_node(fleet: Launch, script: Script) ->
     assert "zero-launch: refused is left out: ssh: connect to host refused port 22: Connection refused" in result.err
 
 
+@pytest.mark.slow  # test_cli and test_quoting have shorter forms
 def test_dry_run_lines_are_the_run(
     capfd: pytest.CaptureFixture[str], arguments: Callable[..., list[str]], script: Script
 ) -> None:

@@ -48,7 +48,7 @@ def given_to(rank: int) -> list[object]:
     return found
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(ARGUMENTS, VARIABLES)
 def test_the_lines_of_a_dry_run_survive_a_shell_on_both_sides(
     show: Path, arguments: list[str], variables: dict[str, str]
