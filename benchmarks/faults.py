@@ -137,7 +137,12 @@ FAULTS = (
         r"rank 1 \(node-b\) failed",
     ),
     Fault("a node's processes killed", "--max-restarts 1", lambda c: c.rig.machines[1].kill_all(), "node-b was lost"),
-    Fault("the same, elastic", "--nnodes 2:3", lambda c: c.rig.machines[1].kill_all(), "node-b was lost"),
+    Fault(
+        "a node's processes killed, elastic",
+        "--nnodes 2:3",
+        lambda c: c.rig.machines[1].kill_all(),
+        "node-b was lost",
+    ),
     Fault("ssh killed on the launcher's side", "--nnodes 2:3", break_ssh, "node-b was lost: its connection ended"),
     Fault(
         "a link cut",
@@ -173,7 +178,7 @@ FAULTS = (
         r"node-c +ssh: connect to host node-c port 22: Connection refused",
         starts=False,
     ),
-    Fault("the same, elastic", "--nnodes 2:3", None, "node-c is left out: .*Connection refused"),
+    Fault("ssh refused on one of three, elastic", "--nnodes 2:3", None, "node-c is left out: .*Connection refused"),
     Fault("a host name that does not resolve", "", None, "node-x +ssh: Could not resolve hostname", starts=False),
     Fault("a clock an hour off", "", None, "the clock of node-b is 1.0 h ahead of this one"),
 )
@@ -210,6 +215,7 @@ def broken(fault: Fault, case: Case, began: float) -> Times:
     """A run that has the fault from its start."""
     told = case.screen.wait(fault.told, began) - began
     if not fault.starts:
+        assert case.screen.process.wait(30) == 2, "a run that cannot start is refused"
         return told, None
     wait_for_steps(case, 5)
     return told, time.monotonic() - began

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ import zeroengine
 from tests.distributed.models import TinyLM, batch, build, config
 from tests.distributed.ranks import run_ranks
 from tests.ops.cuda import need_library, no_waiting
+from zeroengine.comm import Group
 from zeroengine.comm.base import ResizableBuffer
+from zeroengine.errors import DivergenceError
 from zeroengine.memory import STATES
 from zeroengine.start import make_engine
 
@@ -228,3 +231,26 @@ def slow_reader(side_by_side: bool) -> tuple[float, bool]:
 @pytest.mark.parametrize("side_by_side", [False, True])
 def test_released_memory_is_taken_again_behind_those_who_read_it(side_by_side: bool) -> None:
     assert run_ranks(1, slow_reader, side_by_side)[0] == (3.0, True)
+
+
+def stalling() -> str:
+    """A gather behind a GPU that does not get on, over NCCL."""
+    dist.init_process_group("nccl")
+    transport = Group(None, torch.device("cuda", 0))._native(timeout=1.0)
+    full, shard = transport.empty(2, torch.float32), transport.empty(2, torch.float32)
+    for _ in range(3):
+        transport.gather.all_gather(full, shard, "blocks.0").wait()
+        torch.cuda.synchronize()
+        time.sleep(1.0)
+    torch.cuda._sleep(10_000_000_000)  # about five seconds
+    transport.gather.all_gather(full, shard, "blocks.4").wait()
+    time.sleep(2.5)
+    with pytest.raises(DivergenceError) as error:
+        transport.gather.all_gather(full, shard, "blocks.5")
+    torch.cuda.synchronize()
+    return str(error.value)
+
+
+def test_a_collective_that_does_not_end_is_noticed_though_nobody_waits_for_it() -> None:
+    waited = "rank 0 has waited 1 s (comm.timeout_seconds) for gather blocks.4 (number 4)"
+    assert run_ranks(1, stalling)[0] == f"{waited}: rank 0 waits at gather blocks.4 (number 4)."

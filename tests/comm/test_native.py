@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.ranks import run_ranks
-from zeroengine.comm import Transport
+from zeroengine.comm import Group, Transport
 from zeroengine.comm.native import NativeTransport
 from zeroengine.comm.registered import RegisteredPool
 from zeroengine.errors import DivergenceError, ZeroEngineError
@@ -161,3 +162,37 @@ def registering_without_nccl() -> str:
 def test_where_nothing_can_be_registered_it_says_what_to_write() -> None:
     message = run_ranks(1, registering_without_nccl)[0]
     assert message.startswith("comm.register_buffers: torch ") and message.endswith("): write false")
+
+
+def stalls() -> tuple[str, float]:
+    """Rank 1 stays away; the hosts of the others run ahead, and wait for nothing."""
+    transport = Group(None, CPU)._native(timeout=2.0)
+    rank, store, began = transport.rank, dist.distributed_c10d._get_default_store(), time.monotonic()
+    transport.gather.all_gather(transport.empty(6, torch.float32), torch.ones(2), "blocks.4").wait()
+    message, labels = "", iter(["blocks.7", "blocks.6", "blocks.5"])
+    while rank != 1 and not message and time.monotonic() < began + 30:
+        try:
+            if label := next(labels, None):
+                transport.reduce.all_reduce(torch.ones(6), label)
+            else:
+                time.sleep(0.2)
+                transport.gather.all_gather(transport.empty(6, torch.float32), torch.ones(2), "blocks.3")
+        except DivergenceError as error:
+            message = str(error)
+    seconds = time.monotonic() - began
+    store.add("given up", rank != 1)
+    while rank != 2 and store.add("given up", 0) < 2:  # the store is rank 0's, and the answer rank 1's
+        time.sleep(0.1)
+    time.sleep(0.5 * (rank == 0))
+    transport.close()
+    return message, seconds
+
+
+def test_a_rank_that_stays_away_is_named_where_nobody_waits_for_it() -> None:
+    for rank, (message, seconds) in enumerate(run_ranks(3, stalls)):
+        if rank != 1:
+            assert message == (
+                f"rank {rank} has waited 2 s (comm.timeout_seconds) for reduce blocks.7 (number 1): rank 1 is at "
+                "gather blocks.4 (number 1), the others wait at reduce blocks.7 (number 1)."
+            )
+            assert 2.0 < seconds < 15

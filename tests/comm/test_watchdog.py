@@ -1,10 +1,16 @@
-"""Where the ranks are, in one sentence."""
+"""Where the ranks are, in one sentence; and which operation of a device has stalled, when nobody waits for it."""
 
 from __future__ import annotations
 
-import pytest
+import subprocess
+import sys
+import time
 
-from zeroengine.comm.watchdog import Place, describe
+import pytest
+import torch.distributed as dist
+
+from zeroengine.comm.watchdog import LAST_CHANCE_S, POLL_S, Place, Watchdog, describe
+from zeroengine.errors import DivergenceError
 
 GATHER, REDUCE = "gather blocks.4", "reduce blocks.7"
 HOSTS = ["node-a", "node-a", "node-b", "node-b"]
@@ -45,3 +51,90 @@ def test_the_odd_ones_come_first_and_the_rest_are_the_others(
     places: list[Place | None], hosts: list[str], sentence: str
 ) -> None:
     assert describe(dict(enumerate(places)), hosts) == sentence
+
+
+# -- operations that nobody waits for -----------------------------------------------------------------
+
+SHORT = 1.0  # seconds: comm.timeout_seconds
+
+
+class OnDevice:
+    """An operation that is through when told so."""
+
+    def __init__(self, completed: bool = False) -> None:
+        self.completed = completed
+        self.asked = 0
+
+    def wait(self) -> None: ...
+
+    def is_completed(self) -> bool:
+        self.asked += 1
+        return self.completed
+
+
+def alone(timeout: float = SHORT) -> Watchdog:
+    return Watchdog(dist.HashStore(), 0, ["node-a"], timeout)
+
+
+def test_the_first_operation_that_is_not_through_has_stalled_and_the_next_to_be_issued_says_so() -> None:
+    watchdog = alone()
+    for number, completed in enumerate((True, False, True, False)):
+        watchdog.issue(f"gather blocks.{number}", lambda: OnDevice(completed))  # noqa: B023
+    began = time.monotonic()
+    while time.monotonic() - began < SHORT + LAST_CHANCE_S:
+        time.sleep(0.1)
+        try:
+            watchdog.issue("reduce blocks.3", OnDevice)
+        except DivergenceError as error:
+            assert str(error) == (
+                "rank 0 has waited 1 s (comm.timeout_seconds) for gather blocks.1: rank 0 (node-a) waits at gather "
+                "blocks.1."
+            )
+            break
+    else:
+        raise AssertionError("nobody noticed")
+    assert time.monotonic() - began > 0.9 * SHORT
+    watchdog.close()
+
+
+def test_operations_that_are_through_in_time_and_those_that_were_never_issued_are_no_stall() -> None:
+    watchdog, works = alone(), []
+    with pytest.raises(MemoryError):
+        watchdog.issue("gather blocks.0", lambda: exec("raise MemoryError"))
+    for _ in range(20):
+        works.append(watchdog.issue("gather blocks.0", OnDevice))
+        time.sleep(0.15 * SHORT)
+        works[-1].completed = True  # type: ignore[attr-defined]
+    assert watchdog.issue("gather blocks.1", OnDevice) is not works[-1]
+    watchdog.close()
+
+
+def test_before_its_time_nobody_but_the_rank_itself_asks_the_device() -> None:
+    """Whose other threads may be capturing a graph."""
+    watchdog, work = alone(timeout=60.0), OnDevice()
+    watchdog.issue("gather blocks.0", lambda: work)
+    time.sleep(3 * POLL_S)
+    assert work.asked == 0
+    watchdog.issue("gather blocks.1", OnDevice)
+    assert work.asked == 1
+    watchdog.close()
+
+
+BLOCKED = """
+import threading, time
+import torch.distributed as dist
+from tests.comm.test_watchdog import OnDevice, alone
+
+watchdog = alone()
+watchdog.issue("gather blocks.4", OnDevice)
+threading.Event().wait()  # as for a device
+"""
+
+
+def test_a_rank_that_waits_for_its_device_ends_and_says_where_it_was() -> None:
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", BLOCKED], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and time.monotonic() - began > SHORT + LAST_CHANCE_S
+    *stack, last = done.stderr.splitlines()
+    assert last.startswith("zeroengine.errors.DivergenceError: rank 0 has waited 1 s"), done.stderr
+    assert stack[0] == "Traceback (most recent call last):" and "line 8, in <module>" in done.stderr

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +20,7 @@ from torch import nn
 
 import zeroengine
 from zeroengine import DivergenceError
+from zeroengine.comm import Group
 
 from .models import TinyLM, batch, build, config
 from .ranks import run_ranks
@@ -212,3 +217,81 @@ def test_a_rank_that_stops_is_an_error_after_the_timeout(stage: int, where: str,
         assert f"rank 1 has waited {PATIENCE:g} s (comm.timeout_seconds) for" in message, message
     else:
         assert "rank 1 could not finish" in message and "rank 0 is at " in message, message
+
+
+def stall_as_on_a_device(folder: Path) -> None:
+    """The transport is NCCL's, whose collectives Gloo stands in for. Whoever waits in one cannot be woken."""
+    rank = start()
+    with mock.patch.object(Group, "transport", lambda group, kind, timeout: group._native(timeout)):
+        engine = initialize(TinyLM, 0, "auto", PATIENCE)
+    engine.backward(engine(*batch(0, rank)))
+    engine.step()
+    deadline = time.monotonic() + 60
+    if rank == 0:
+        while not (folder / "ends").exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        time.sleep(0.5)
+        return
+    sys.stderr = (folder / "said").open("w")
+    with mock.patch.object(os, "_exit", lambda code: ((folder / "ends").touch(), os.kill(os.getpid(), signal.SIGKILL))):
+        engine.backward(engine(*batch(1, rank)))
+        engine.step()
+
+
+def test_a_rank_that_waits_for_its_device_is_ended_with_the_same_words(tmp_path: Path) -> None:
+    began = time.monotonic()
+    run_ranks(2, stall_as_on_a_device, tmp_path, missing=(1,))
+    assert PATIENCE < time.monotonic() - began < PATIENCE + SOON
+    *stack, last = (tmp_path / "said").read_text().splitlines()
+    assert re.fullmatch(
+        r"zeroengine.errors.DivergenceError: rank 1 has waited 3 s \(comm.timeout_seconds\) for reduce (\S+) \(number "
+        r"(\d+)\): rank 0 is at .* \(number \d+\), rank 1 waits at reduce \1 \(number \2\)\.",
+        last,
+    ), last
+    assert any("engine.step()" in line for line in stack), stack
+
+
+# -- waits that may be long ---------------------------------------------------------------------------
+
+
+def meet(folder: Path, suspended: bool) -> tuple[list[int], list[str]] | None:
+    """Rank 1 comes late to an exchange, or never."""
+    start()
+    group = Group(None, torch.device("cpu"))
+    transport = group.transport("gloo", 1.0)
+    said: list[str] = []
+    logging.getLogger("zeroengine").addFilter(lambda record: said.append(record.getMessage()) or True)
+    if group.rank == 1:
+        (folder / "pid").write_text(str(os.getpid()))
+        if suspended:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(4.0)
+    sys.stderr = (folder / f"said{group.rank}").open("w")
+
+    def end(code: int) -> None:
+        (folder / "code").write_text(str(code))
+        for pid in (int((folder / "pid").read_text()), os.getpid()):
+            os.kill(pid, signal.SIGKILL)
+
+    with mock.patch.object(os, "_exit", end):
+        values = group.exchange(group.rank, "to save a checkpoint")
+    transport.close()
+    return values, said
+
+
+def test_a_rank_that_is_busy_is_waited_for_and_that_is_said_once(tmp_path: Path) -> None:
+    (values, said), *others = run_ranks(3, meet, tmp_path, False)
+    assert values == [0, 1, 2] and others == [([0, 1, 2], [])] * 2
+    assert said == [
+        "rank 0 has waited 1 s (comm.timeout_seconds) for exchange to save a checkpoint, and goes on waiting: rank 1 "
+        "is at its start, the others wait at exchange to save a checkpoint"
+    ]
+
+
+def test_a_rank_that_does_not_answer_ends_the_wait(tmp_path: Path) -> None:
+    run_ranks(2, meet, tmp_path, True, missing=(0, 1))
+    assert (tmp_path / "code").read_text() == "1"
+    assert (tmp_path / "said0").read_text().splitlines()[-1] == (
+        "zeroengine.errors.DivergenceError: rank 0 has waited 1 s (comm.timeout_seconds) for exchange to save a "
+        "checkpoint: rank 1 does not answer (ended?), rank 0 waits at exchange to save a checkpoint."
+    )

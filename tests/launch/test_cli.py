@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -45,6 +46,10 @@ def refuse(capfd: pytest.CaptureFixture[str], script: Script) -> Refuse:
         (["-m", "a/b.py"], "-m a/b.py: -m takes a module's name. Write -m a.b, or leave -m out"),
         (["--nproc", "0", "train.py"], "--nproc 0: at least one process is needed. Write --nproc 2, or --nproc auto"),
         (["--nproc", "-1", "train.py"], "--nproc -1: at least one process is needed. Write --nproc 2, or --nproc auto"),
+        (
+            ["--nproc", "9999999", "--cpu", "train.py"],
+            "--nproc 9999999: at most 4096 processes fit on a node. Write --nproc 2, or --nproc auto",
+        ),
         (["--nproc", "two", "train.py"], "--nproc two: not a number. Write --nproc 2, or --nproc auto"),
         (
             ["--set", "stage", "train.py"],
@@ -75,6 +80,18 @@ def test_a_wrong_configuration_is_refused(refuse: Refuse, tmp_path: Path) -> Non
     assert "zer.json" in refuse("--config", "zer.json", "train.py")
     message = refuse("--config", "zero.json", "--set", "zero_optimization.stag=3", "train.py")
     assert "stag" in message and "stage" in message
+
+
+def test_more_processes_than_files_may_be_open_are_refused(refuse: Refuse) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        message = refuse("--nproc", "80", "--cpu", "train.py")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert message == (
+        "the output of 80 ranks needs 320 open files (Too many open files). Allow more (ulimit -n), or start fewer"
+    )
 
 
 def test_more_processes_than_gpus_are_refused(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:

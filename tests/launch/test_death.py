@@ -29,7 +29,9 @@ def started(start: Start) -> Start:
     return lambda name: start("--nproc", "2", "--cpu", name, ranks=2)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [*(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGINT, signal.SIGTERM)), signal.SIGKILL]
+)
 def test_a_stopped_launcher_leaves_nothing(
     started: Start, script: Script, tmp_path: Path, number: signal.Signals
 ) -> None:

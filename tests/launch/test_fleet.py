@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -19,15 +20,23 @@ from .conftest import Launch, Result, Script, Start
 from .processes import is_alive, wait_for
 from .test_death import STUBBORN, pids
 
-# Takes the last two words, host and command; knows two hosts that cannot be reached.
+# Takes the last two words, host and command; knows two hosts that cannot be reached, one that is down while there is a
+# file of that name, and one whose clock is an hour ahead.
 CONNECTION = """#!/bin/sh
 while [ $# -gt 2 ]; do shift; done
 case $1 in
 refused) echo "ssh: connect to host refused port 22: Connection refused" >&2; exit 255;;
 nowhere) echo "ssh: Could not resolve hostname nowhere: Name or service not known" >&2; exit 255;;
+ahead) later=later;;
 esac
+[ -e "down-$1" ] && { echo "ssh: connect to host $1 port 22: Connection refused" >&2; exit 255; }
 echo "Welcome to $1!"
-exec env -i PATH="$PATH" HOME="$HOME" SSH_CONNECTION="127.0.0.1 1 127.0.0.1 22" sh -c "$2"
+exec env -i PYTHONPATH="$later" PATH="$PATH" HOME="$HOME" SSH_CONNECTION="127.0.0.1 1 127.0.0.1 22" sh -c "$2"
+"""
+WAITING = """
+with open(f'part{rank}', 'w') as file: file.write(str(os.getpid()))
+os.rename(f'part{rank}', f'pids{rank}')
+time.sleep(600)
 """
 
 
@@ -121,7 +130,7 @@ except RuntimeError: raise RuntimeError(f"a rank is gone at blocks.4")
     assert result.err.splitlines()[-1] == "zero-launch: rank 0 (a) failed first (exit code 5)"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL])
 def test_a_stopped_launcher_leaves_nothing(
     started: Start, script: Script, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -147,13 +156,55 @@ def test_a_node_whose_launcher_is_silent_ends(started: Start, script: Script, tm
 
 def test_a_node_that_is_lost_is_named(started: Start, script: Script, tmp_path: Path) -> None:
     launcher = started(script(STUBBORN + "time.sleep(600)"))
-    worker = int((tmp_path / "pids1").read_text().split()[0])
-    node = int(re.search(r"PPid:\s*(\d+)", Path(f"/proc/{worker}/status").read_text())[1])  # type: ignore[index]
-    os.kill(node, signal.SIGKILL)
+    os.kill(node_of(tmp_path, 1), signal.SIGKILL)
     _, err = launcher.communicate(timeout=30)
     assert launcher.returncode == 1
     assert "zero-launch: b was lost: its connection ended" in err and "(ranks 1, 2)" in err, err
     wait_for(lambda: not any(map(is_alive, pids(tmp_path))), 10)
+
+
+def node_of(folder: Path, rank: int) -> int:
+    """The process that a rank's node is, and so the connection to it."""
+    worker = int((folder / f"pids{rank}").read_text().split()[0])
+    found = re.search(r"PPid:\s*(\d+)", Path(f"/proc/{worker}/status").read_text())
+    assert found is not None
+    return int(found[1])
+
+
+def test_a_silent_node_is_named(started: Start, script: Script, tmp_path: Path) -> None:
+    """As when its power or its network fails."""
+    launcher = started("--node-timeout", "5", script(WAITING))
+    node = node_of(tmp_path, 1)
+    os.kill(node, signal.SIGSTOP)
+    try:
+        _, err = launcher.communicate(timeout=30)
+        assert launcher.returncode == 1
+        assert "zero-launch: b was lost: no sign of life for 5 s: the node or its network is down (ranks 1, 2)" in err
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # the launcher has ended the connection
+            os.kill(node, signal.SIGKILL)
+    wait_for(lambda: not any(map(is_alive, pids(tmp_path))), 10)
+
+
+def test_when_a_node_leaves_an_elastic_run_the_others_go_on(started: Start, script: Script, tmp_path: Path) -> None:
+    body = "if os.environ['WORLD_SIZE'] == '1': sys.exit(print('alone', os.environ['ZEROENGINE_FULL_WORLD_SIZE']))\n"
+    launcher = started("--nnodes", "1:2", script(body + WAITING))
+    (tmp_path / "down-b").touch()
+    os.kill(node_of(tmp_path, 1), signal.SIGKILL)
+    out, err = launcher.communicate(timeout=60)
+    assert (launcher.returncode, out) == (0, "[a:0] alone 3\n"), err
+    assert "zero-launch: b was lost: its connection ended" in err and "zero-launch: going on with a\n" in err
+    wait_for(lambda: not any(map(is_alive, pids(tmp_path))), 10)
+
+
+def test_a_clock_that_is_off_is_said_and_does_not_matter(fleet: Launch, script: Script, tmp_path: Path) -> None:
+    (tmp_path / "later").mkdir()
+    clock = "import time; now = time.time; time.time = lambda: now() + 3600"
+    (tmp_path / "later/sitecustomize.py").write_text(clock)
+    result = fleet(script("print(rank)"), hosts="a slots=1\nahead slots=1\n")
+    assert result.code == 0
+    assert "zero-launch: the clock of ahead is 1.0 h ahead of this one" in result.err and "of a is" not in result.err
+    assert sorted(result.out.splitlines()) == ["[    a:0] 0", "[ahead:1] 1"]
 
 
 def test_what_is_wrong_where_is_one_table(fleet: Launch, script: Script) -> None:
@@ -188,6 +239,25 @@ def test_a_port_in_use_is_refused(fleet: Launch, script: Script) -> None:
     assert not Path("started").exists()
 
 
+def test_an_address_that_leads_elsewhere_is_refused(fleet: Launch, script: Script) -> None:
+    result = fleet("--master-addr", "127.0.0.1.", script("open('started', 'w')"), hosts="a slots=1\n")
+    assert result.code == 2
+    _, row = result.err.splitlines()
+    assert re.fullmatch(r"  a  --master-addr 127\.0\.0\.1\. does not lead to this node \(.+\)\. Leave it out", row)
+    assert not Path("started").exists()
+
+
+def test_a_connection_that_is_no_program_is_refused(script: Script, capfd: pytest.CaptureFixture[str]) -> None:
+    Path("hosts").write_text("a slots=1\n")
+    for command, message in {
+        "nosuchprogram -p 22": "there is no program 'nosuchprogram' here. Install it, or name another: write ",
+        "ssh 'a": "--ssh ssh 'a: no closing quotation. Write a command such as --ssh 'ssh -p 2222 -i key'",
+        "": "--ssh: an empty command. Write a command such as --ssh 'ssh -p 2222 -i key'",
+    }.items():
+        assert main(["--hostfile", "hosts", "--ssh", command, "--cpu", script("")]) == 2
+        assert capfd.readouterr().err.startswith(f"zero-launch: {message}")
+
+
 def test_restarts_begin_again_on_all_nodes(fleet: Launch, script: Script) -> None:
     body = """
 attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -209,6 +279,7 @@ def test_an_elastic_run_goes_on_without_a_node(fleet: Launch, script: Script) ->
     assert "zero-launch: refused is left out: ssh: connect to host refused port 22: Connection refused" in result.err
 
 
+@pytest.mark.slow  # test_cli and test_quoting have shorter forms
 def test_dry_run_lines_are_the_run(
     capfd: pytest.CaptureFixture[str], arguments: Callable[..., list[str]], script: Script
 ) -> None:

@@ -24,6 +24,12 @@ def message(function: object, *arguments: object) -> str:
 def test_a_hostfile_names_hosts_and_slots() -> None:
     text = "# ours\n\na slots=4  # fast\nroot@b slots=2\n\tc\n10.0.0.7 slots=1\n"
     assert parse_hosts(text, "hosts") == [*HOSTS, Host("10.0.0.7", 1)]
+    assert parse_hosts("fe80::1\nme@fe80::2%eth0", "hosts") == [Host("fe80::1"), Host("me@fe80::2%eth0")]
+
+
+def test_a_hostfile_may_come_from_an_editor_that_marks_its_encoding(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_bytes(b"\xef\xbb\xbfa slots=4\r\nc\r\n")
+    assert read_hostfile(tmp_path / "hosts") == [Host("a", 4), Host("c")]
 
 
 @pytest.mark.parametrize(
@@ -34,9 +40,13 @@ def test_a_hostfile_names_hosts_and_slots() -> None:
             "a slot=4",
             "hosts, line 1: 'slot=4' is not understood. Write a host and its processes, such as: node-a slots=4",
         ),
-        ("\na slots=0", "hosts, line 2: 'slots=0' should be slots= and one number from 1."),
-        ("a slots=4 slots=4", "hosts, line 1: 'slots=4' should be slots= and one number from 1."),
-        ("a slots=x", "hosts, line 1: 'slots=x' should be slots= and one number from 1."),
+        ("\na slots=0", "hosts, line 2: 'slots=0' should be slots= and one number from 1 to 4096."),
+        ("a slots=4 slots=4", "hosts, line 1: 'slots=4' should be slots= and one number from 1 to 4096."),
+        ("a slots=99999999999", "hosts, line 1: 'slots=99999999999' should be slots= and one number from 1 to 4096."),
+        ("a slots=" + 5000 * "9", "hosts, line 1: 'slots=999"),
+        ("a\n\nroot@a", "hosts, line 3: a is there already, on line 1. Keep one of them"),
+        ("a:4", "hosts, line 1: 'a:4' is no host's name. Write a host and its processes, such as: node-a slots=4"),
+        ("a slots=x", "hosts, line 1: 'slots=x' should be slots= and one number from 1 to 4096."),
         ("-oProxyCommand=id", "hosts, line 1: '-oProxyCommand=id' is no host's name."),
         ("$(id)", "hosts, line 1: '$(id)' is no host's name."),
         ("# nothing\n", "hosts: there are no hosts in it."),
@@ -111,4 +121,5 @@ def test_no_more_processes_than_slots() -> None:
     assert message(processes, HOSTS[1], "3") == (
         "--nproc 3: root@b has 2 slots. Write --nproc 2, or more slots in the hostfile"
     )
-    assert "not a number of processes" in message(processes, HOSTS[0], "0")
+    assert "not a number from 1 to 4096" in message(processes, HOSTS[0], "0")
+    assert "not a number from 1 to 4096" in message(processes, HOSTS[2], "99999999999")

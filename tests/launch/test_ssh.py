@@ -125,6 +125,7 @@ def test_what_one_host_lacks_is_said(rig: Rig, tmp_path: Path) -> None:
         own.wait_until_empty()
 
 
+@pytest.mark.slow  # test_fleet has a short form
 def test_a_killed_launcher_leaves_nothing_on_any_host(rig: Rig, tmp_path: Path) -> None:
     name = training(tmp_path, "open(f'up{rank}', 'w')\ntime.sleep(600)")
     launcher = rig.popen("--hostfile", str(rig.hostfile()), name)
@@ -180,6 +181,7 @@ def test_a_lost_node_is_waited_for_and_training_goes_on(rig: Rig, example: list[
 
 @pytest.mark.slow
 def test_three_nodes_become_two_and_three_again(rig: Rig, example: list[str], tmp_path: Path) -> None:
+    """The loss goes on falling as if nothing had happened: the global batches are those of three nodes all the time."""
     more = ["--steps", "2000", "--checkpoint", "ckpt", "--save-every", "5"]
     launcher = rig.popen("--hostfile", str(rig.hostfile()), "--nnodes", "2:3", *example, *more)
     newest = tmp_path / "ckpt/latest"
@@ -207,6 +209,10 @@ def test_three_nodes_become_two_and_three_again(rig: Rig, example: list[str], tm
     assert out.count("goes on after step") == 2
     found = [float(loss) for loss in re.findall(r"step +\d+/2000 +loss ([\d.]+)", out)]
     assert all(later < earlier + 0.3 for earlier, later in itertools.pairwise(found)), found
+    steps = ["--hostfile", str(rig.hostfile()), *example, "--steps", str(step())]
+    evaluated, whole = rig.launch(*steps, "--checkpoint", "ckpt"), rig.launch(*steps, timeout=300)
+    assert f"goes on after step {step()} of ckpt" in evaluated.stdout, evaluated.stderr
+    assert float(losses(evaluated.stdout)[-1]) == pytest.approx(float(losses(whole.stdout)[-1]), abs=0.02)
     rig.wait_until_empty()
 
 

@@ -67,7 +67,8 @@ class Checkpointer:
             self._saving = saving
         else:
             with progress(f"saving {tag}", found.nbytes, self._group.rank == 0) as report:
-                saving.run(releasing(report, self._trained.let_go))
+                with self._group.waiting(f"save {tag}"):
+                    saving.run(releasing(report, self._trained.let_go))
             self._trained.let_go()
             self._conclude(saving)
 
@@ -112,11 +113,12 @@ class Checkpointer:
         """
         if self._saving is not None:
             saving, self._saving = self._saving, None
-            saving.join()
+            with self._group.waiting(f"save {saving.tag}"):
+                saving.join()
             self._conclude(saving)
 
     def _conclude(self, saving: _Saving) -> None:
-        errors = [error for error in self._group.exchange(saving.error) if error is not None]
+        errors = [error for error in self._group.exchange(saving.error, "to save a checkpoint") if error is not None]
         if errors:
             raise CheckpointError(
                 f"checkpoint {saving.tag} in {saving.store.path} was not saved: {errors[0]}. The checkpoints before it "

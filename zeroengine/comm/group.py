@@ -24,6 +24,7 @@ from .registered import RegisteredPool
 from .watchdog import Watchdog, own_host
 
 T = TypeVar("T")
+LATER_S = 30.0  # by which NCCL's own watchdog, whose word is its process's last, comes after ours
 
 
 class Group:
@@ -45,6 +46,7 @@ class Group:
         self.process_group = group
         self.rank, self.world_size = group.rank(), group.size()
         self.device = device
+        self._watchdog: Watchdog | None = None
         if device.type == "cuda":
             torch.cuda.set_device(device)
         self.backend = backend_of(group, device.type)
@@ -52,13 +54,18 @@ class Group:
             store = dist.PrefixStore(f"zeroengine/gpus/{group.group_name}", dist.distributed_c10d._get_default_store())
             check_gpus(store, self.rank, self.world_size, str(torch.cuda.get_device_properties(device).uuid))
 
-    def exchange(self, value: T) -> list[T]:
-        """Every rank's ``value`` (picklable), in rank order."""
+    def waiting(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Around a wait for the other ranks that may be long, once there is a transport. See ``Watchdog.waiting``."""
+        return contextlib.nullcontext() if self._watchdog is None else self._watchdog.waiting(what)
+
+    def exchange(self, value: T, doing: str = "of facts") -> list[T]:
+        """Every rank's ``value`` (picklable), in rank order. ``doing`` says what for, where a rank stalls."""
         if self.world_size == 1 or self.backend == "fake":
             return [value] * self.world_size
         values: list[T | None] = [None] * self.world_size
         try:
-            dist.all_gather_object(values, value, group=self.process_group)
+            with self.waiting(f"exchange {doing}"):
+                dist.all_gather_object(values, value, group=self.process_group)
         except RuntimeError as error:
             raise DivergenceError(
                 f"rank {self.rank} lost its peers: one has ended, or cannot be reached ({str(error).splitlines()[0]})"
@@ -82,7 +89,7 @@ class Group:
             mine = (ZeroEngineError, f"{type(error).__name__}: {error}")
             if isinstance(error, ZeroEngineError):
                 mine = (type(error), str(error))
-        every = self.exchange((mine, fact))
+        every = self.exchange((mine, fact), doing)
         if error is not None:
             raise error
         for rank, (other, _) in enumerate(every):
@@ -93,12 +100,14 @@ class Group:
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Rank ``source``'s values on every rank, in place."""
         if self.world_size > 1:
-            dist.broadcast(tensor, group_src=source, group=self.process_group)
+            with self.waiting("broadcast"):
+                dist.broadcast(tensor, group_src=source, group=self.process_group)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """The sum over ranks, in place. For rare use: a ``Transport`` is faster."""
         if self.world_size > 1:
-            dist.all_reduce(tensor, group=self.process_group)
+            with self.waiting("sum"):
+                dist.all_reduce(tensor, group=self.process_group)
 
     def like(self, backend: str) -> dist.ProcessGroup:
         """Another process group of the same ranks."""
@@ -129,7 +138,7 @@ class Group:
                 return found
             if kind == "shm":
                 raise ZeroEngineError(f'comm.transport "shm" cannot be used: {found}. Write "auto" or "gloo".')
-        return GlooTransport(self._new_group(timeout), self._watchdog(), timeout)
+        return GlooTransport(self._new_group(timeout), self._watch(timeout), timeout)
 
     def _shared_memory(self, timeout: float) -> shm.ShmTransport | str:
         addresses = self.exchange(shm.offer())
@@ -137,13 +146,14 @@ class Group:
         reasons = [r for r in self.exchange(found if isinstance(found, str) else None) if r is not None]
         return reasons[0] if reasons else found
 
-    def _native(self, timeout: float, registered: bool) -> NativeTransport:
+    def _native(self, timeout: float, registered: bool = False) -> NativeTransport:
         if self.backend == "fake":
             return NativeTransport(self.process_group, self.process_group, self.device, self.backend, None)
-        gather, reduce = self._new_group(timeout), self._new_group(timeout)
+        later = timeout + LATER_S
+        gather, reduce = self._new_group(later), self._new_group(later)
         with self.agreeing("to register memory with NCCL"):
             pool = self._registered(gather, reduce) if registered else None
-        return NativeTransport(gather, reduce, self.device, self.backend, self._watchdog(), pool)
+        return NativeTransport(gather, reduce, self.device, self.backend, self._watch(timeout), pool)
 
     def _registered(self, *groups: dist.ProcessGroup) -> RegisteredPool:
         for group in groups:
@@ -158,11 +168,13 @@ class Group:
         assert isinstance(group, dist.ProcessGroup)
         return group
 
-    def _watchdog(self) -> Watchdog:
+    def _watch(self, timeout: float) -> Watchdog:
         names, hosts = zip(*self.exchange((uuid.uuid4().hex, own_host())), strict=True)
         store = dist.distributed_c10d._get_default_store()
         clone: Callable[[], dist.Store] = getattr(store, "clone", lambda: store)
-        return Watchdog(dist.PrefixStore(f"zeroengine/{names[0]}", clone()), self.rank, hosts)
+        store = dist.PrefixStore(f"zeroengine/{names[0]}", clone())
+        self._watchdog = Watchdog(store, self.rank, hosts, timeout)
+        return self._watchdog
 
 
 def check_gpus(store: dist.Store, rank: int, world_size: int, gpu: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,7 @@ class ArrivingWork:
                 self._shard.add_(arrived)
             else:
                 self._shard.copy_(arrived)
+            arrived.untyped_storage().resize_(0)  # whoever looks after the work still holds the tensor
 
     def is_completed(self) -> bool:
         return self._arrived is None or self._work.is_completed()
@@ -51,19 +53,19 @@ class NativeChannel:
         self.last = "nothing yet"
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Work:
-        self._record(f"gather {label}")
-        return _all_gather(full, shard, group=self._group, async_op=True) or Done()
+        self.record(f"gather {label}")
+        return self.issue(lambda: _all_gather(full, shard, group=self._group, async_op=True))
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool = False) -> Work:
-        self._record(f"reduce {label}")
+        self.record(f"reduce {label}")
         direct = not accumulate and shard.dtype is full.dtype
         target = shard if direct else torch.empty_like(shard, dtype=full.dtype)
-        work = _reduce_scatter(target, full, group=self._group, async_op=True) or Done()
+        work = self.issue(lambda: _reduce_scatter(target, full, group=self._group, async_op=True))
         return work if direct else ArrivingWork(work, shard, target, accumulate)
 
     def all_reduce(self, full: torch.Tensor, label: str) -> Work:
-        self._record(f"reduce {label}")
-        return dist.all_reduce(full, group=self._group, async_op=True) or Done()
+        self.record(f"reduce {label}")
+        return self.issue(lambda: dist.all_reduce(full, group=self._group, async_op=True))
 
     def reusable(self, work: Work, patience: float) -> bool:
         """With patience the caller's stream is ordered behind ``work``, and the host goes on at once."""
@@ -72,12 +74,15 @@ class NativeChannel:
         work.wait()
         return True
 
-    def _record(self, what: str) -> None:
+    def record(self, what: str) -> None:
+        """Before an operation is issued."""
         self._seq += 1
         self.last = f"{what} (number {self._seq})"
         self.order = zlib.crc32(what.encode(), self.order)
-        if self._watchdog is not None:
-            self._watchdog.record(self.last)
+
+    def issue(self, run: Callable[[], Work | None]) -> Work:
+        """What ``run`` issues is the operation recorded last."""
+        return (run() or Done()) if self._watchdog is None else self._watchdog.issue(self.last, run)
 
 
 @dataclass(frozen=True)
@@ -130,10 +135,10 @@ class NativeTransport:
 
     def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
         self.check_order()
-        self.reduce._record(label)
+        self.reduce.record(label)
         mine = (float(self.gather.order), float(self.reduce.order))
         sent = torch.cat([values, to_device(mine, values.device, values.dtype)])
-        dist.all_reduce(sent, group=self._group)
+        self.reduce.issue(lambda: dist.all_reduce(sent, group=self._group, async_op=True)).wait()
         if self.name != "fake":
             self._orders = _Orders(HostCopy(sent[-2:]), mine, f"{self.gather.last}, {self.reduce.last}")
         return sent[:-2]

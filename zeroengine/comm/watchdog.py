@@ -3,25 +3,45 @@
 Each rank records the operation it issued last, and the one it waits for. A rank whose operation fails or times out
 raises an alarm in the process group's store; a thread on every rank answers it with that rank's record,
 even while the rank itself is stuck. Whoever raised the alarm puts the answers into its error.
+
+[Note: Stalls on a device]
+On CUDA nobody on the host waits for a collective, and the host runs ahead of the device: that an operation was issued
+last says nothing about a stall. So the thread looks after what was issued (``Watchdog.issue``). An operation that is
+not through ``timeout`` seconds later has stalled, and a rank waits at the first of those that are not through. The
+error is raised where the rank next issues an operation. A rank that does not come that far, because its host waits for
+the device by now, cannot be woken: then the thread says what there is to say, and ends the process.
+
+[Note: Waits that may be long]
+When ranks exchange facts, or save together, one of them may be busy with its disk for longer than any timeout. So
+after the timeout a rank asks where the others are, and goes on waiting as long as all of them answer (``waiting``).
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
+import sys
 import threading
 import time
+import traceback
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, NoReturn
 
 import torch.distributed as dist
 
 from ..errors import DivergenceError
+from .base import Done, Work
+
+log = logging.getLogger("zeroengine")
 
 POLL_S = 0.5
 ANSWER_S = 4.0
+LAST_CHANCE_S = 2.0  # for a rank to raise the error of a stall by itself
 HOST_VARIABLE = "ZEROENGINE_HOST"  # this node as the launcher calls it
 
 
@@ -32,61 +52,179 @@ class Place(NamedTuple):
     what: str
 
 
+@dataclass(eq=False)
+class Issued:
+    """An operation that the thread looks after."""
+
+    what: str
+    at: float  # time.monotonic
+    work: Work | None = None  # None while it is being issued: a first one waits for the other ranks there
+    patient: bool = False  # see "Waits that may be long"
+    told: bool = False  # that it takes long
+
+    def is_through(self) -> bool:
+        return self.work is not None and self.work.is_completed()
+
+
+class Record:
+    """Where this rank is, for itself and for the watchdog's thread."""
+
+    def __init__(self) -> None:
+        self.at = Place(False, "its start")
+        self.error: DivergenceError | None = None  # to be raised by the rank
+        self.raised = threading.Event()
+        self._under_way: deque[Issued] = deque()  # in the order in which they were issued
+        self._lock = threading.Lock()
+
+    def place(self) -> Place:
+        first = self._first()
+        return self.at if first is None else Place(True, first.what)
+
+    def begin(self, what: str, patient: bool = False) -> Issued:
+        if self.error is not None:
+            self.raised.set()
+            raise self.error
+        self._first()
+        issued = Issued(what, time.monotonic(), patient=patient)
+        with self._lock:
+            self._under_way.append(issued)
+        return issued
+
+    def drop(self, issued: Issued) -> None:
+        with self._lock:
+            self._under_way.remove(issued)
+
+    def holds(self, issued: Issued) -> bool:
+        with self._lock:
+            return issued in self._under_way
+
+    def stalled(self, timeout: float) -> Issued | None:
+        """The first operation that is not through, if it was issued so many seconds ago.
+
+        Looks at no device before that time: a query there would disturb another thread that captures a CUDA graph.
+        """
+        late = time.monotonic() - timeout
+        with self._lock:
+            if not self._under_way or self._under_way[0].at > late:
+                return None
+        first = self._first()
+        return first if first is not None and first.at <= late else None
+
+    def _first(self) -> Issued | None:
+        """The first operation that is not through; those before it are forgotten."""
+        with self._lock:
+            while self._under_way and self._under_way[0].is_through():
+                self._under_way.popleft()
+            return self._under_way[0] if self._under_way else None
+
+
+class Board:
+    """Where the ranks raise alarms and answer them: the process group's store, through a client of its own."""
+
+    def __init__(self, store: dist.Store, rank: int, hosts: Sequence[str]) -> None:
+        self.rank, self.hosts = rank, hosts
+        self._store = store
+        self._answered = 0  # alarms
+        self._lock = threading.Lock()
+
+    def answer(self, place: Callable[[], Place]) -> None:
+        """To an alarm, where there is a new one; looks for the place only then."""
+        with self._lock:
+            alarms = self._store.add("alarm", 0)
+            if alarms > self._answered:
+                self._answered = alarms
+                self._store.set(f"at/{self.rank}", json.dumps([alarms, *place()]))
+
+    def ask(self, own: Place, patience: float = ANSWER_S) -> dict[int, Place | None] | None:
+        """Where each rank is, None for those that do not answer in time; None where the store does not."""
+        places: dict[int, Place | None] = dict.fromkeys(range(len(self.hosts)))
+        places[self.rank] = own
+        deadline = time.monotonic() + patience
+        try:
+            with self._lock:
+                alarm = self._store.add("alarm", 1)
+            while None in places.values() and time.monotonic() < deadline:
+                self.answer(lambda: own)  # to others who ask at the same time
+                for r in [r for r, place in places.items() if place is None]:
+                    with self._lock:
+                        found = json.loads(self._store.get(f"at/{r}")) if self._store.check([f"at/{r}"]) else [0]
+                    if found[0] >= alarm:
+                        places[r] = Place(*found[1:])
+                time.sleep(0.05)
+        except RuntimeError:
+            return None
+        return places
+
+    def report(self, own: Place) -> str:
+        """Where each rank is, in one sentence; waits a few seconds for the answers."""
+        return self.describe(self.ask(own), own)
+
+    def describe(self, places: Mapping[int, Place | None] | None, own: Place) -> str:
+        if places is None:
+            return f"{describe({self.rank: own}, self.hosts)}; the store (hosted by rank 0) does not answer"
+        return describe(places, self.hosts)
+
+
 class Watchdog:
     """One rank's record, and its answer to alarms. ``store`` must be this watchdog's own client.
 
     Args:
         hosts: each rank's host by name; empty where nobody named it.
+        timeout: seconds after which an operation that was issued has stalled.
     """
 
-    def __init__(self, store: dist.Store, rank: int, hosts: Sequence[str]) -> None:
-        self._store, self._rank, self._hosts = store, rank, hosts
-        self._at = [Place(False, "its start")]
+    def __init__(self, store: dist.Store, rank: int, hosts: Sequence[str], timeout: float) -> None:
+        self._board, self._record = Board(store, rank, hosts), Record()
         self._closed = threading.Event()
-        self._lock = threading.Lock()
         # The thread holds no reference to this object, so that it ends with it.
-        arguments = (store, self._lock, f"at/{rank}", self._at, self._closed)
-        thread = threading.Thread(target=_answer, args=arguments, name="zeroengine-watchdog", daemon=True)
+        arguments = (self._board, self._record, timeout, self._closed)
+        thread = threading.Thread(target=_watch, args=arguments, name="zeroengine-watchdog", daemon=True)
         thread.start()
         self._finalizer = weakref.finalize(self, _stop, self._closed, thread)
 
     def record(self, what: str) -> None:
-        self._at[0] = Place(False, what)
+        self._record.at = Place(False, what)
 
     def close(self) -> None:
         self._finalizer()
 
+    def issue(self, what: str, run: Callable[[], Work | None]) -> Work:
+        """What ``run`` issues; the thread looks after it from now on. See "Stalls on a device" above.
+
+        Raises:
+            DivergenceError: an operation before it has stalled.
+        """
+        issued = self._record.begin(what)
+        self.record(what)
+        try:
+            issued.work = work = run() or Done()
+        except BaseException:
+            self._record.drop(issued)
+            raise
+        return work
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Around a wait for other ranks that is ended only when one of them does not answer."""
+        issued = self._record.begin(what, patient=True)
+        try:
+            yield
+        finally:
+            self._record.drop(issued)
+
     @contextmanager
     def guard(self, what: str) -> Iterator[None]:
         """Turns a failing operation, which is issued or awaited within, into an error that names units and ranks."""
-        before, self._at[0] = self._at[0], Place(True, what)
+        before, self._record.at = self._record.at, Place(True, what)
         try:
             yield
         except (RuntimeError, ValueError) as error:
             if isinstance(error, DivergenceError):
                 raise
             cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise DivergenceError(f"rank {self._rank} could not finish {what} ({cause}): {self.report()}.") from error
-        self._at[0] = before
-
-    def report(self) -> str:
-        """Where each rank is; waits a few seconds for the answers."""
-        places: dict[int, Place | None] = dict.fromkeys(range(len(self._hosts)))
-        places[self._rank] = self._at[0]
-        deadline = time.monotonic() + ANSWER_S
-        try:
-            with self._lock:
-                self._store.set("alarm", "1")
-            while None in places.values() and time.monotonic() < deadline:
-                for r in [r for r, place in places.items() if place is None]:
-                    with self._lock:
-                        if self._store.check([f"at/{r}"]):
-                            places[r] = Place(*json.loads(self._store.get(f"at/{r}")))
-                time.sleep(0.05)
-        except RuntimeError:
-            where = describe({self._rank: self._at[0]}, self._hosts)
-            return f"{where}; the store (hosted by rank 0) does not answer"
-        return describe(places, self._hosts)
+            where = self._board.report(self._record.at)
+            raise DivergenceError(f"rank {self._board.rank} could not finish {what} ({cause}): {where}.") from error
+        self._record.at = before
 
 
 def describe(places: Mapping[int, Place | None], hosts: Sequence[str]) -> str:
@@ -126,15 +264,42 @@ def own_host() -> str:
     return os.environ.get(HOST_VARIABLE, "")
 
 
-def _answer(store: dist.Store, lock: threading.Lock, key: str, at: list[Place], closed: threading.Event) -> None:
+def _watch(board: Board, record: Record, timeout: float, closed: threading.Event) -> None:
+    answers = True
     while not closed.wait(POLL_S):
         try:
-            with lock:
-                if store.check(["alarm"]):
-                    store.set(key, json.dumps(at[0]))
-                    return
+            if answers:
+                board.answer(record.place)
         except RuntimeError:
-            return  # the store is gone, and the run with it
+            answers = False  # the store is gone, and the run with it
+        if (stalled := record.stalled(timeout)) is None:
+            continue
+        waited = f"rank {board.rank} has waited {timeout:g} s (comm.timeout_seconds) for {stalled.what}"
+        own = record.place()
+        places = board.ask(own, 2 * ANSWER_S if stalled.patient else ANSWER_S)
+        where = board.describe(places, own)
+        if stalled.patient:
+            if not record.holds(stalled):
+                continue  # it is over
+            if places is not None and None not in places.values():
+                if not stalled.told and board.rank == min(rank for rank, place in places.items() if place == own):
+                    log.warning("%s, and goes on waiting: %s", waited, where)
+                stalled.at, stalled.told = time.monotonic(), True
+                continue
+        record.error = DivergenceError(f"{waited}: {where}.")
+        if not record.raised.wait(LAST_CHANCE_S):
+            _end_process(record.error)
+        return
+
+
+def _end_process(error: DivergenceError) -> NoReturn:
+    """As if the main thread had raised the error where it is, and with no more ado: it may wait for ever."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    stack = traceback.format_stack(frame) if frame is not None else []
+    lines = ["Traceback (most recent call last):\n", *stack, *traceback.format_exception_only(error)]
+    sys.stderr.write("".join(lines))
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _stop(closed: threading.Event, thread: threading.Thread) -> None:

@@ -17,15 +17,13 @@ from pathlib import Path
 from zeroengine.errors import LaunchError, ZeroEngineError
 from zeroengine.launch import environment, job, shells
 from zeroengine.launch.hosts import Host, limit, processes, read_hostfile, select
-from zeroengine.launch.options import check, parser
+from zeroengine.launch.options import check, parse
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit code: that of the first rank that failed, or 2 for a wrong request."""
     try:
-        options = parser().parse_args(argv)
-        options.argv = list(sys.argv[1:] if argv is None else argv)
-        return launch(options)
+        return launch(parse(sys.argv[1:] if argv is None else argv))
     except ZeroEngineError as error:
         print(f"zero-launch: {error}", file=sys.stderr)
         return 2
@@ -217,6 +215,7 @@ def on_nodes(options: argparse.Namespace, hosts: Sequence[Host], shell: shells.S
         job.check_config(options.config, options.set)
         print(describe(request))
         return 0
+    shell.find()
     make_log_dir(options.log_dir)
     console = Console(options.log_dir)
     with Fleet(request, console) as fleet:

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zeroengine.errors import LaunchError
-from zeroengine.launch.job import suggest
+from zeroengine.launch.job import MOST, suggest
 
 EXAMPLE = "Write a host and its processes, such as: node-a slots=4"
 NAME = re.compile(r"[A-Za-z0-9_.%:+\[\]-]+(@[A-Za-z0-9_.%:+\[\]-]+)?")
+WITH_COUNT = re.compile(r"[^:]+:\d*")  # as in other launchers' files; an IPv6 address has more colons
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def read_hostfile(path: str | Path) -> list[Host]:
         LaunchError: the file cannot be read, or a line of it is malformed or a host's second; names the line.
     """
     try:
-        text = Path(path).read_text()
+        text = Path(path).read_text("utf-8-sig")
     except OSError as error:
         raise LaunchError(f"--hostfile {path}: cannot be read ({error.strerror}). {EXAMPLE}") from None
     except UnicodeDecodeError:
@@ -62,20 +63,21 @@ def parse_hosts(text: str, source: str) -> list[Host]:
             continue
         where = f"{source}, line {number}"
         name, *options = words
-        if name.startswith("-") or not NAME.fullmatch(name):
+        if name.startswith("-") or not NAME.fullmatch(name) or WITH_COUNT.fullmatch(name):
             raise LaunchError(f"{where}: {name!r} is no host's name. {EXAMPLE}")
         slots = None
         for option in options:
             key, _, value = option.partition("=")
             if key != "slots":
                 raise LaunchError(f"{where}: {option!r} is not understood. {EXAMPLE}")
-            if not value.isdecimal() or not int(value) or slots is not None:
-                raise LaunchError(f"{where}: {option!r} should be slots= and one number from 1. {EXAMPLE}")
+            if slots is not None or not re.fullmatch(r"\d{1,9}", value) or not 1 <= int(value) <= MOST:
+                raise LaunchError(f"{where}: {option!r} should be slots= and one number from 1 to {MOST}. {EXAMPLE}")
             slots = int(value)
-        if name in lines:
-            raise LaunchError(f"{where}: {name} is there already, on line {lines[name]}. Keep one of them")
-        lines[name] = number
-        hosts.append(Host(name, slots))
+        host = Host(name, slots)
+        if host.label in lines:
+            raise LaunchError(f"{where}: {host.label} is there already, on line {lines[host.label]}. Keep one of them")
+        lines[host.label] = number
+        hosts.append(host)
     if not hosts:
         raise LaunchError(f"{source}: there are no hosts in it. {EXAMPLE}")
     return hosts
@@ -176,9 +178,9 @@ def processes(host: Host, nproc: str) -> int | None:
     """
     if nproc == "auto":
         return host.count
-    count = int(nproc) if nproc.isdecimal() else 0
-    if count < 1:
-        raise LaunchError(f"--nproc {nproc}: not a number of processes. Write --nproc 2, or --nproc auto")
+    count = int(nproc) if re.fullmatch(r"\d{1,9}", nproc) else 0
+    if not 1 <= count <= MOST:
+        raise LaunchError(f"--nproc {nproc}: not a number from 1 to {MOST}. Write --nproc 2, or --nproc auto")
     if host.count is not None and count > host.count:
         raise LaunchError(
             f"--nproc {nproc}: {host} has {host.count} slot{'s' * (host.count > 1)}. "

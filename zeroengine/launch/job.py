@@ -21,6 +21,7 @@ from zeroengine.launch.bind import shares
 
 HOST = "127.0.0.1"
 CPU_PROCESSES = 2  # what `--nproc auto` means on a machine without a GPU
+MOST = 4096  # processes on a node; each costs the launcher memory and four file descriptors
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,8 @@ def count_processes(nproc: str, cpu: bool) -> int:
         raise LaunchError(f"--nproc {nproc}: not a number. Write --nproc 2, or --nproc auto") from None
     if processes < 1:
         raise LaunchError(f"--nproc {nproc}: at least one process is needed. Write --nproc 2, or --nproc auto")
+    if processes > MOST:
+        raise LaunchError(f"--nproc {nproc}: at most {MOST} processes fit on a node. Write --nproc 2, or --nproc auto")
     if gpus and processes > gpus:
         raise LaunchError(
             f"--nproc {nproc}: only {gpus} GPU{'s are' if gpus > 1 else ' is'} visible, and each process needs its own."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import signal
@@ -28,6 +29,8 @@ class Link:
 
     Attributes:
         heard: `time.monotonic` of the last sign of life.
+        clock: seconds that its `time.monotonic` is behind this one's, by the quickest message: one that is on its way
+            for long makes it seem to be further behind.
         lost: why the node is not there any more, in words; None while it is.
         running: whether its ranks run now.
     """
@@ -35,6 +38,7 @@ class Link:
     def __init__(self, host: Host, shell: Shell, wanted: Message, events: Events[tuple[Link, Message]]) -> None:
         self.host = host
         self.began = self.heard = time.monotonic()
+        self.clock = math.inf
         self.hello: Message | None = None
         self.facts: Message | None = None
         self.answer: Message | None = None
@@ -116,6 +120,8 @@ class Link:
             self.heard = time.monotonic()
             if line.startswith(MARK):
                 message = decode(line[len(MARK) :])
+                if "clock" in message:
+                    self.clock = min(self.clock, self.heard - message["clock"])
                 if message["is"] != "beat":
                     message["at"] = self.heard
                     events.put((self, message))

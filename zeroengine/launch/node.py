@@ -84,7 +84,7 @@ class Told:
 
     def _beat(self) -> None:
         while not self._gone:
-            self._writer.send({"is": "beat"})
+            self._writer.send({"is": "beat", "clock": time.monotonic()})
             time.sleep(BEAT)
 
 
@@ -103,15 +103,23 @@ class Node:
         reached_at = connection[2] if len(connection) == 4 else None
         address = message["address"] or network.own_address(reached_at, message["others"])
         self._listener = network.listen(message["port"])
+        port: int = self._listener.getsockname()[1]
+        if message["address"]:
+            try:
+                network.reach(address, port)  # its own ranks, too, look for the store there
+            except OSError as error:
+                why = error.strerror or error
+                raise LaunchError(f"--master-addr {address} does not lead to this node ({why}). Leave it out") from None
         self._interface = network.interface_of(address)
-        self._writer.send({"is": "answer", "address": address, "port": self._listener.getsockname()[1]})
+        self._writer.send({"is": "answer", "address": address, "port": port})
 
     def reach(self, message: Message) -> None:
         address, port = message["address"], message["port"]
         try:
             own = network.reach(address, port)
         except OSError as error:
-            raise OSError(f"{address} port {port} on the first node cannot be reached ({error})") from None
+            why = error.strerror or error
+            raise OSError(f"{address} port {port} on the first node cannot be reached ({why})") from None
         self._interface = network.interface_of(own)
         self._writer.send({"is": "answer"})
 
@@ -130,18 +138,17 @@ class Node:
         rendezvous = Rendezvous(place, listener if place.node == 0 else None)
         with Pipes(nproc, self._output) as pipes:
             outcome = agent.run(job.Job(nproc, command, environment), pipes, rendezvous, self._told)
-        self._writer.send({"is": "ended", "failures": describe(outcome), "interrupted": outcome.interrupted})
+        ended = {"failures": describe(outcome), "interrupted": outcome.interrupted, "clock": time.monotonic()}
+        self._writer.send({"is": "ended", **ended})
 
     def _output(self, rank: int, target: int, data: bytes) -> None:
         self._writer.send({"is": "output", "rank": rank, "target": target, "data": to_text(data)})
 
 
 def describe(outcome: Outcome) -> list[dict[str, Any]]:
-    """Failures with their age in seconds: the nodes' clocks differ."""
-    now = time.monotonic()
+    """Failures with their times by this node's clock."""
     return [
-        {"rank": f.rank, "age": now - f.time, "code": f.code, "summary": f.summary, "text": f.text}
-        for f in outcome.failures
+        {"rank": f.rank, "time": f.time, "code": f.code, "summary": f.summary, "text": f.text} for f in outcome.failures
     ]
 
 

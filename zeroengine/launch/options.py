@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from zeroengine.cli import Parser
@@ -87,9 +88,18 @@ def parser() -> Parser:
     )
     add("--dry-run", action="store_true", help="print what would be started, per rank, and start nothing")
     add("--version", action="store_true", help="print the versions of zeroengine, torch and Python")
-    parser.add_argument("script", nargs="?", help=argparse.SUPPRESS)
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    # One for the script and its arguments: argparse drops a -- between two.
+    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The options, with `script` (None where there is none) and its `arguments`."""
+    options = parser().parse_args(argv)
+    words = options.command[options.command[:1] == ["--"] :]
+    options.script, options.arguments = (words[0] if words else None), words[1:]
+    options.argv = list(argv)
+    return options
 
 
 def check(options: argparse.Namespace) -> None:

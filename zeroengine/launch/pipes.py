@@ -13,6 +13,7 @@ import tty
 from collections.abc import Callable, Mapping
 from types import FrameType
 
+from zeroengine.errors import LaunchError
 from zeroengine.launch.console import STDERR, STDOUT
 
 Receive = Callable[[int, int, bytes], None]  # local rank, STDOUT or STDERR, what it wrote there
@@ -26,6 +27,9 @@ class Pipes:
         receive: called with everything they write, on a thread of its own.
         idle: called now and then on that thread, at the end with True.
         terminals: the targets for which rank 0 has a terminal, with the columns by which it is narrower than ours.
+
+    Raises:
+        LaunchError: so many files may not be open.
     """
 
     def __init__(
@@ -38,9 +42,16 @@ class Pipes:
         self._receive, self._idle = receive, idle
         self._terminals = dict(terminals or {})
         self._ends: dict[tuple[int, int], tuple[int, int]] = {}  # (local rank, target) to (reader, writer)
-        for rank in range(ranks):
-            for target in (STDOUT, STDERR):
-                self._ends[rank, target] = self._open(rank == 0 and target in self._terminals)
+        try:
+            for rank in range(ranks):
+                for target in (STDOUT, STDERR):
+                    self._ends[rank, target] = self._open(rank == 0 and target in self._terminals)
+        except OSError as error:
+            self._close()
+            raise LaunchError(
+                f"the output of {ranks} ranks needs {4 * ranks} open files ({error.strerror}). Allow more (ulimit -n), "
+                "or start fewer"
+            ) from None
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="zero-launch output", daemon=True)
 
@@ -67,6 +78,9 @@ class Pipes:
             signal.signal(signal.SIGWINCH, signal.SIG_DFL)
         self._closing.set()
         self._thread.join()
+        self._close()
+
+    def _close(self) -> None:
         for ends in self._ends.values():
             for end in ends:
                 os.close(end)

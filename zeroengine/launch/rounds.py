@@ -167,7 +167,7 @@ def _settled(link: Link) -> bool:
 def _failures(members: Sequence[Link]) -> tuple[Failure, ...]:
     """Those of all nodes by this machine's clock, the first to fail first."""
     found = [
-        Failure(f["rank"], link.ended["at"] - f["age"], f["code"], f["summary"], f["text"], link.host.label)
+        Failure(f["rank"], f["time"] + link.clock, f["code"], f["summary"], f["text"], link.host.label)
         for link in members
         if link.ended
         for f in link.ended["failures"]

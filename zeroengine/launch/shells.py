@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from zeroengine.errors import LaunchError
+
+EXAMPLE = "Write a command such as --ssh 'ssh -p 2222 -i key'"
 SSH = ("ssh", "-T", "-x", "-a")
 SSH_OPTIONS = {
     "BatchMode": "yes",  # a question that nobody can answer is a failure
@@ -27,6 +31,20 @@ class Shell:
     words: tuple[str, ...]
     name: str = "ssh"
 
+    def find(self) -> None:
+        """See that the program is there.
+
+        Raises:
+            LaunchError: it is not.
+        """
+        if shutil.which(self.words[0]) is None:
+            remedy = (
+                f"Install it, or name another: {EXAMPLE[0].lower()}{EXAMPLE[1:]}"
+                if self.name == "ssh"
+                else "Is this a node of Slurm's?"
+            )
+            raise LaunchError(f"there is no program {self.words[0]!r} here. {remedy}")
+
     def command(self, host: str, line: str) -> list[str]:
         """The local command that has `line`, for a shell, executed on the host."""
         return [word.replace("{host}", host) for word in self.words] + [line]
@@ -37,8 +55,17 @@ class Shell:
 
 
 def ssh(command: str | None = None) -> Shell:
-    """Plain ssh, or what `--ssh` says instead, such as `ssh -p 2222 -i key`."""
-    words: Sequence[str] = SSH if command is None else shlex.split(command)
+    """Plain ssh, or what `--ssh` says instead, such as `ssh -p 2222 -i key`.
+
+    Raises:
+        LaunchError: that is no command.
+    """
+    try:
+        words: Sequence[str] = SSH if command is None else shlex.split(command)
+    except ValueError as error:
+        raise LaunchError(f"--ssh {command}: {str(error).lower()}. {EXAMPLE}") from None
+    if not words:
+        raise LaunchError(f"--ssh: an empty command. {EXAMPLE}")
     options = [word for key, value in SSH_OPTIONS.items() for word in ("-o", f"{key}={value}")]
     return Shell((*words, *options, "--", "{host}"))
 
