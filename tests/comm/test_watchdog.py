@@ -5,11 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
 
-from zeroengine.comm.watchdog import LAST_CHANCE_S, POLL_S, Place, Watchdog, describe
+from zeroengine.comm.watchdog import LAST_CHANCE_S, POLL_S, Board, Place, Watchdog, describe
 from zeroengine.errors import DivergenceError
 
 GATHER, REDUCE = "gather blocks.4", "reduce blocks.7"
@@ -51,6 +52,24 @@ def test_the_odd_ones_come_first_and_the_rest_are_the_others(
     places: list[Place | None], hosts: list[str], sentence: str
 ) -> None:
     assert describe(dict(enumerate(places)), hosts) == sentence
+
+
+# -- alarms -------------------------------------------------------------------------------------------
+
+
+def test_what_a_rank_said_before_it_ended_is_still_told() -> None:
+    """Two find out that they wait for each other: one is told, and ends, before the other asks."""
+    store = dist.HashStore()
+    first, second = (Board(store, rank, ["", ""]) for rank in range(2))
+    places = [Place(True, GATHER), Place(True, REDUCE)]
+    with ThreadPoolExecutor(1) as thread:
+        found = thread.submit(first.ask, places[0])
+        while not found.done():
+            second.answer(lambda: places[1])
+    assert found.result() == dict(enumerate(places))
+    assert second.ask(places[1], 0.5) == dict(enumerate(places))
+    assert second.ask(places[1], 0.5, again=True) == {0: None, 1: places[1]}
+    assert second.ask(places[1], 0.5) == {0: None, 1: places[1]}, "it did not answer the alarm before this one"
 
 
 # -- operations that nobody waits for -----------------------------------------------------------------

@@ -41,6 +41,7 @@ log = logging.getLogger("zeroengine")
 
 POLL_S = 0.5
 ANSWER_S = 4.0
+RECENT_S = 20.0  # while what was answered still says something
 LAST_CHANCE_S = 2.0  # for a rank to raise the error of a stall by itself
 HOST_VARIABLE = "ZEROENGINE_HOST"  # this node as the launcher calls it
 
@@ -124,7 +125,7 @@ class Board:
     def __init__(self, store: dist.Store, rank: int, hosts: Sequence[str]) -> None:
         self.rank, self.hosts = rank, hosts
         self._store = store
-        self._answered = 0  # alarms
+        self._answered, self._answered_at = 0, 0.0  # how many alarms, and when the last (time.monotonic)
         self._lock = threading.Lock()
 
     def answer(self, place: Callable[[], Place]) -> None:
@@ -132,28 +133,40 @@ class Board:
         with self._lock:
             alarms = self._store.add("alarm", 0)
             if alarms > self._answered:
-                self._answered = alarms
+                self._answered, self._answered_at = alarms, time.monotonic()
                 self._store.set(f"at/{self.rank}", json.dumps([alarms, *place()]))
 
-    def ask(self, own: Place, patience: float = ANSWER_S) -> dict[int, Place | None] | None:
-        """Where each rank is, None for those that do not answer in time; None where the store does not."""
+    def ask(self, own: Place, patience: float = ANSWER_S, again: bool = False) -> dict[int, Place | None] | None:
+        """Where each rank is, None for those that do not answer in time; None where the store does not.
+
+        Args:
+            again: whether each must answer now. Else what it answered to another a moment ago counts, where it does not
+                answer again: it may have ended over what it was told.
+        """
         places: dict[int, Place | None] = dict.fromkeys(range(len(self.hosts)))
         places[self.rank] = own
         deadline = time.monotonic() + patience
         try:
             with self._lock:
+                earlier = self._answered if time.monotonic() < self._answered_at + RECENT_S else 0
                 alarm = self._store.add("alarm", 1)
             while None in places.values() and time.monotonic() < deadline:
                 self.answer(lambda: own)  # to others who ask at the same time
-                for r in [r for r, place in places.items() if place is None]:
-                    with self._lock:
-                        found = json.loads(self._store.get(f"at/{r}")) if self._store.check([f"at/{r}"]) else [0]
-                    if found[0] >= alarm:
-                        places[r] = Place(*found[1:])
+                self._take(places, alarm)
                 time.sleep(0.05)
+            if earlier and not again:
+                self._take(places, earlier)
         except RuntimeError:
             return None
         return places
+
+    def _take(self, places: dict[int, Place | None], alarm: int) -> None:
+        """The answers to that alarm or a later one."""
+        for rank in [rank for rank, place in places.items() if place is None]:
+            with self._lock:
+                found = json.loads(self._store.get(f"at/{rank}")) if self._store.check([f"at/{rank}"]) else [0]
+            if found[0] >= alarm:
+                places[rank] = Place(*found[1:])
 
     def report(self, own: Place) -> str:
         """Where each rank is, in one sentence; waits a few seconds for the answers."""
@@ -276,7 +289,7 @@ def _watch(board: Board, record: Record, timeout: float, closed: threading.Event
             continue
         waited = f"rank {board.rank} has waited {timeout:g} s (comm.timeout_seconds) for {stalled.what}"
         own = record.place()
-        places = board.ask(own, 2 * ANSWER_S if stalled.patient else ANSWER_S)
+        places = board.ask(own, 2 * ANSWER_S if stalled.patient else ANSWER_S, again=stalled.patient)
         where = board.describe(places, own)
         if stalled.patient:
             if not record.holds(stalled):
