@@ -42,6 +42,7 @@ log = logging.getLogger("zeroengine")
 POLL_S = 0.5
 ANSWER_S = 4.0
 RECENT_S = 20.0  # while what was answered still says something
+LINGER_S = 1.0
 LAST_CHANCE_S = 2.0  # for a rank to raise the error of a stall by itself
 HOST_VARIABLE = "ZEROENGINE_HOST"  # this node as the launcher calls it
 
@@ -170,7 +171,10 @@ class Board:
 
     def report(self, own: Place) -> str:
         """Where each rank is, in one sentence; waits a few seconds for the answers."""
-        return self.describe(self.ask(own), own)
+        found = self.describe(self.ask(own), own)
+        if self.rank == 0:
+            time.sleep(LINGER_S)  # the others ask at about the same time, and the store ends with this rank
+        return found
 
     def describe(self, places: Mapping[int, Place | None] | None, own: Place) -> str:
         if places is None:
