@@ -151,14 +151,14 @@ class Group:
             return NativeTransport(self.process_group, self.process_group, self.device, self.backend, None)
         later = timeout + LATER_S
         gather, reduce = self._new_group(later), self._new_group(later)
-        with self.agreeing("to register memory with NCCL"):
-            pool = self._registered(gather, reduce) if registered else None
+        pool = self._registered(gather, reduce) if registered else None
         return NativeTransport(gather, reduce, self.device, self.backend, self._watch(timeout), pool)
 
     def _registered(self, *groups: dist.ProcessGroup) -> RegisteredPool:
         for group in groups:
             dist.all_reduce(torch.zeros((), device=self.device), group=group)  # NCCL connects when it is first used
-        return RegisteredPool(groups, self.device)
+        with self.agreeing("to register memory with NCCL"):
+            return RegisteredPool(groups, self.device)
 
     def _new_group(self, timeout: float) -> dist.ProcessGroup:
         ranks = dist.get_process_group_ranks(self.process_group)

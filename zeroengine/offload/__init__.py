@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from .copies import Copies, Transfer
     from .parking import Parking, held
     from .pipeline import Piece, Pipeline, Stream
-    from .placement import Placement, open_disk, place
+    from .placement import Placement, can_leave, open_disk, place
     from .probe import Settings, tune
     from .shards import StoredShards
-    from .store import DiskStore, Medium, Store, padded
+    from .store import DiskStore, Medium, Store, marking, padded
     from .swap import SwapFile, SwapFolder, release_mapped
 else:  # imported when first used: zero-io answers wrong requests without torch
     __getattr__, __dir__ = exports(
@@ -23,10 +23,10 @@ else:  # imported when first used: zero-io answers wrong requests without torch
         copies=["Copies", "Transfer"],
         parking=["Parking", "held"],
         pipeline=["Piece", "Pipeline", "Stream"],
-        placement=["Placement", "open_disk", "place"],
+        placement=["Placement", "can_leave", "open_disk", "place"],
         probe=["Settings", "tune"],
         shards=["StoredShards"],
-        store=["DiskStore", "Medium", "Store", "padded"],
+        store=["DiskStore", "Medium", "Store", "marking", "padded"],
         swap=["SwapFile", "SwapFolder", "release_mapped"],
     )
 
@@ -47,7 +47,9 @@ __all__ = [
     "SwapFolder",
     "Transfer",
     "aligned_empty",
+    "can_leave",
     "held",
+    "marking",
     "open_disk",
     "padded",
     "place",

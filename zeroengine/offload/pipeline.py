@@ -15,7 +15,7 @@ import torch
 
 from .aio import aligned_empty
 from .copies import Copies, Transfer
-from .store import Home, padded
+from .store import Home, marking, padded
 
 
 @dataclass(frozen=True)
@@ -98,14 +98,10 @@ class Pipeline:
         Raises:
             OffloadError: a read or write failed; some pieces are done and some are not, and their homes know it.
         """
-        try:
+        with marking(*self._homes):
             if self._copies is not None:
                 self._copies.settle()  # what was on its way from states that are now to be written
             self._run(pieces)
-        except BaseException as error:
-            for home in self._homes:
-                home.fail(error)
-            raise
 
     def _run(self, pieces: Iterable[Piece]) -> None:
         waiting: deque[_Loading] = deque()

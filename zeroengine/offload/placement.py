@@ -27,8 +27,6 @@ from .swap import SwapFolder
 
 WORTH_TUNING = 1 << 28  # bytes of states
 PIECE = 4096  # what buffers hold a multiple of, in elements
-
-
 MEMORY = ""  # stands for CPU memory where a folder's name would
 
 
@@ -120,7 +118,7 @@ def place(
         expected[params_at] = nbytes
     if optimizer_at is not None:
         gone = (plan for plan, goes in zip(trainable, homes, strict=True) if goes)
-        leaves = degrees.gradients > 1 or transport.world_size == 1  # see `can_leave`
+        leaves = can_leave(degrees, transport)
         nbytes = sum(padded(plan.numel // degrees.optimizer * _optimizer_bytes(plan, config, leaves)) for plan in gone)
         expected[optimizer_at] = expected.get(optimizer_at, 0) + nbytes
     if not expected:
@@ -149,6 +147,11 @@ def place(
         Pipeline(moved_from, count, piece, moved, copies) if to_the_cpu else None,
         copies,
     )
+
+
+def can_leave(degrees: Degrees, transport: Transport) -> bool:
+    """Whether what is kept of gradients is only read again at the step, so that it may live elsewhere."""
+    return degrees.gradients > 1 or transport.world_size == 1
 
 
 def _place_of(section: OffloadOptimizer | OffloadParam, copies: Copies | None) -> str | None:

@@ -12,7 +12,8 @@ as long as they do not touch one place at one time: what is under way is awaited
 from __future__ import annotations
 
 from bisect import bisect_right
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
@@ -29,7 +30,14 @@ T = TypeVar("T")
 Medium = Literal["cpu", "nvme"]
 
 
-class Home(Protocol):
+class CanFail(Protocol):
+    """What can lose states."""
+
+    def fail(self, error: BaseException) -> None:
+        """An update or a gradient was lost on its way: nobody may use these states."""
+
+
+class Home(CanFail, Protocol):
     """Where states live, for one who works on them elsewhere."""
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -40,9 +48,6 @@ class Home(Protocol):
 
     def write(self, source: torch.Tensor, state: torch.Tensor) -> Transfer:
         """Starts to write memory, as of ``read``, over a state or a part of one."""
-
-    def fail(self, error: BaseException) -> None:
-        """An update or a gradient was lost on its way: nobody may use these states."""
 
 
 class Store(Home, Protocol):
@@ -72,6 +77,17 @@ class Store(Home, Protocol):
 
     def let_go(self, *states: torch.Tensor) -> None:
         """Gives back what was taken to use states in place."""
+
+
+@contextmanager
+def marking(*homes: CanFail) -> Iterator[None]:
+    """What fails inside has lost part of their states, and they know it."""
+    try:
+        yield
+    except BaseException as error:
+        for home in homes:
+            home.fail(error)
+        raise
 
 
 class Extents(Generic[T]):
@@ -154,7 +170,7 @@ class DiskStore:
         return nullcontext()
 
     def mark(self) -> Transfer:
-        raise NotImplementedError("a disk is in no stream")
+        return _Done()
 
     def read(self, state: torch.Tensor, into: torch.Tensor) -> Transfer:
         """See ``Store``. The memory begins at a block too, and is nobody else's to the end of its last one."""
@@ -201,6 +217,17 @@ class DiskStore:
     def close(self) -> None:
         self._queue.close()
         self._folder.close()
+
+
+class _Done:
+    """See ``Transfer``. What was issued in no stream is done."""
+
+    def wait(self) -> None: ...
+
+    def follow(self) -> None: ...
+
+    def done(self) -> bool:
+        return True
 
 
 def padded(nbytes: int) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,7 +12,7 @@ import torch
 
 from .. import ops
 from ..comm import span
-from ..offload import Piece, Pipeline, Stream, Transfer
+from ..offload import Piece, Pipeline, StoredShards, Stream, Transfer, marking
 from ..runtime.gradients import UnitGradients
 from .segments import Segment, segments_of
 from .states import UnitStates
@@ -51,12 +50,12 @@ class Leaving:
     """Updated parameter shards on their way from the device, a few at once."""
 
     def __init__(self) -> None:
-        self._transfers: deque[tuple[UnitStates, Transfer]] = deque()
+        self._transfers: deque[tuple[StoredShards, Transfer]] = deque()
 
-    def take(self, states: UnitStates, update: Callable[[], Transfer]) -> None:
-        """Runs ``update``, which sends the shard of ``states``."""
-        with self._marking(states):
-            self._transfers.append((states, update()))
+    def take(self, stored: StoredShards, update: Callable[[], Transfer]) -> None:
+        """Runs ``update``, which sends a shard to where it is ``stored``."""
+        with marking(stored):
+            self._transfers.append((stored, update()))
         if len(self._transfers) >= SHARDS_LEAVING:
             self._wait()
 
@@ -66,19 +65,9 @@ class Leaving:
             self._wait()
 
     def _wait(self) -> None:
-        states, transfer = self._transfers.popleft()
-        with self._marking(states):
+        stored, transfer = self._transfers.popleft()
+        with marking(stored):
             transfer.wait()
-
-    @contextmanager
-    def _marking(self, states: UnitStates) -> Iterator[None]:
-        """An update that failed half way is known to the store."""
-        try:
-            yield
-        except BaseException as error:
-            assert states.unit.stored is not None
-            states.unit.stored.fail(error)
-            raise
 
 
 class FusedAdam:
@@ -115,8 +104,8 @@ class FusedAdam:
             if states.is_here:
                 self._update(states, flags, factor, *self._tensors(states))
                 publish(states.grads)
-            elif states.but_the_shard_is_here:
-                leaving.take(states, partial(self._with_the_shard, states, flags, factor))
+            elif (stored := states.stored_alone) is not None:
+                leaving.take(stored, partial(self._with_the_shard, states, stored, flags, factor))
                 publish(states.grads)
             else:
                 elsewhere.append((states, flags))
@@ -133,10 +122,11 @@ class FusedAdam:
             for segment in self._segments_of(states, flags):
                 self._adam(states, part, segment, factor)
 
-    def _with_the_shard(self, states: UnitStates, flags: Sequence[bool], factor: float) -> Transfer:
+    def _with_the_shard(
+        self, states: UnitStates, stored: StoredShards, flags: Sequence[bool], factor: float
+    ) -> Transfer:
         """The update on the device where the parameter shard alone is elsewhere. Gives what takes that back."""
-        stored, shard = states.unit.stored, states.published
-        assert stored is not None
+        shard = states.published
         here = stored.landing(shard)
         if states.mixed and all(flags):
             here.zero_()  # the padding, for all the rest is written

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .. import ops
-from ..offload import Medium, Store, held
+from ..offload import Medium, Store, StoredShards, held
 from ..runtime.gradients import UnitGradients
 from .segments import Segment
 
@@ -68,10 +68,11 @@ class UnitStates:
         return self.home is None and self.grads.home is None and self.unit.stored is None
 
     @property
-    def but_the_shard_is_here(self) -> bool:
-        """Whether only the parameter shard is elsewhere, so that it is brought to the update and not the rest to it."""
+    def stored_alone(self) -> StoredShards | None:
+        """Where the parameter shard is, if it alone is elsewhere: it is brought to the update, then."""
         stored = self.unit.stored
-        return self.home is None and self.grads.home is None and stored is not None and stored.in_order
+        alone = self.home is None and self.grads.home is None and stored is not None and stored.in_order
+        return stored if alone else None
 
     def bytes_in(self, medium: Medium | None) -> dict[str, int]:
         """Of master and moments in a kind of memory; None: on the device."""

@@ -8,7 +8,7 @@ import torch
 
 from .. import ops
 from ..comm import Transport
-from ..offload import Store
+from ..offload import Store, can_leave
 from .unit import Unit
 
 
@@ -31,7 +31,7 @@ class UnitGradients:
     ) -> None:
         self.unit, self.dtype = unit, dtype
         layout, degrees = unit.layout, unit.degrees
-        self.home = home if can_leave(unit, transport) else None
+        self.home = home if can_leave(degrees, transport) else None
         self.whole = degrees.gradients == 1 and self.home is None
         self.reduce_dtype = reduce_dtype or (dtype if self.whole else unit.dtype)
         self.sent_as_kept = self.whole and dtype is self.reduce_dtype  # else they are sent from a slot
@@ -64,11 +64,6 @@ class UnitGradients:
         start, stop = unit.layout.shard_range(unit.rank, degree)
         base = 0 if self.whole else unit.layout.shard_range(unit.rank, unit.degrees.gradients)[0]
         return self.kept[start - base : stop - base]
-
-
-def can_leave(unit: Unit, transport: Transport) -> bool:
-    """Whether what is kept of a unit's gradients is only read again at the step, so that it may live elsewhere."""
-    return unit.degrees.gradients > 1 or transport.world_size == 1
 
 
 def views_of(unit: Unit, flat: torch.Tensor) -> list[torch.Tensor]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from .. import ops
 from ..comm import Work
-from ..offload import Store, Transfer, padded
+from ..offload import Store, Transfer, marking, padded
 from .gradients import UnitGradients
 
 NUM_LANDINGS = 3  # of one size; more only while reduces stay under way
@@ -46,19 +45,10 @@ def _sum_dtype(grads: UnitGradients) -> torch.dtype:
 
 
 def _await(transfer: Transfer, grads: UnitGradients) -> None:
-    with _marking(grads):
+    """Where it fails a gradient is lost, and no step may be taken with what is left."""
+    assert grads.home is not None
+    with marking(grads.home):
         transfer.wait()
-
-
-@contextmanager
-def _marking(grads: UnitGradients) -> Iterator[None]:
-    """Where a transfer fails a gradient is lost, and no step may be taken with what is left."""
-    try:
-        yield
-    except BaseException as error:
-        assert grads.home is not None
-        grads.home.fail(error)
-        raise
 
 
 class _Arriving:
@@ -166,7 +156,7 @@ class Landings:
     def _send_in_order(
         self, grads: UnitGradients, store: Store, reduce: Callable[[torch.Tensor], Work], accumulate: bool
     ) -> Work:
-        with store.beside("out"), _marking(grads):
+        with store.beside("out"), marking(store):
             total = found = self._lane(0, store, grads, _sum_dtype(grads))
             work = reduce(found)
             work.wait()
