@@ -12,15 +12,18 @@ import torch.distributed as dist
 from tests.distributed.ranks import RankFailed, run_ranks
 from zeroengine.comm import Group, Transport
 from zeroengine.comm.local import LocalTransport
+from zeroengine.comm.staged import StagedTransport
 from zeroengine.comm.sums import sum_in_rank_order
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-KINDS = pytest.mark.parametrize("kind", ["shm", "gloo"])
+KINDS = pytest.mark.parametrize("kind", ["shm", "gloo", "staged"])
 
 
 def transport_of(kind: str, timeout: float = 60.0) -> Transport:
     dist.init_process_group("gloo")
+    if kind == "staged":  # as for a GPU, on a second place in the CPU's memory
+        return StagedTransport(Group(None, CPU).transport("gloo", timeout), CPU)
     return Group(None, CPU).transport(kind, timeout)
 
 
@@ -121,7 +124,7 @@ class Script:
 
 def run_scripts(kind: str) -> None:
     transport = transport_of(kind)
-    assert transport.name == kind
+    assert transport.name == {"staged": "gloo"}.get(kind, kind)
     for seed in range(4):
         Script(transport, seed).run(25)
     transport.close()

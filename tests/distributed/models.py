@@ -48,7 +48,7 @@ def build(factory: Callable[[], nn.Module] = TinyLM, seed: int = 0) -> nn.Module
 
 def batch(step: int, rank: int, size: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    start = torch.randint(0, VOCAB, (size, 1), generator=generator)
+    start = torch.randint(0, VOCAB, (size, 1), generator=generator, device="cpu").to(torch.get_default_device())
     sequence = (start + torch.arange(9)) % VOCAB
     return sequence[:, :-1], sequence[:, 1:]
 

@@ -15,9 +15,11 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from tests.emulated import compute_on, wanted
+
 _context = mp.get_context("forkserver")
 # torch.optim's constructors import torch._dynamo, which takes longer than most tests.
-_PRELOADED = ["torch._dynamo", "torch.distributed", "zeroengine.engine", "pytest", "tests.distributed.models"]
+_PRELOADED = ["tests.emulated.first", "torch._dynamo", "torch.distributed", "zeroengine.engine", "pytest", "tests.distributed.models"]
 _context.set_forkserver_preload(_PRELOADED)
 
 
@@ -95,6 +97,7 @@ def _run(pipe: Connection, rank: int, world_size: int, port: int, function: Call
     import torch
 
     torch.set_num_threads(1)
+    compute_on(wanted())
     try:
         pipe.send_bytes(pickle.dumps(("returned", function(*args))))
     except BaseException as error:

@@ -21,6 +21,7 @@ from .gloo import GlooTransport
 from .local import LocalTransport
 from .native import NativeTransport
 from .registered import RegisteredPool
+from .staged import StagedTransport
 from .watchdog import Watchdog, own_host
 
 T = TypeVar("T")
@@ -100,14 +101,24 @@ class Group:
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Rank ``source``'s values on every rank, in place."""
         if self.world_size > 1:
-            with self.waiting("broadcast"):
-                dist.broadcast(tensor, group_src=source, group=self.process_group)
+            with self.waiting("broadcast"), self._reachable(tensor) as values:
+                dist.broadcast(values, group_src=source, group=self.process_group)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """The sum over ranks, in place. For rare use: a ``Transport`` is faster."""
         if self.world_size > 1:
-            with self.waiting("sum"):
-                dist.all_reduce(tensor, group=self.process_group)
+            with self.waiting("sum"), self._reachable(tensor) as values:
+                dist.all_reduce(values, group=self.process_group)
+
+    @contextlib.contextmanager
+    def _reachable(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The tensor, or a copy of it where the backend reaches the CPU's memory alone, which is then taken over."""
+        if self.backend != "gloo" or tensor.device.type == "cpu":
+            yield tensor
+            return
+        values = tensor.cpu()
+        yield values
+        tensor.copy_(values)
 
     def like(self, backend: str) -> dist.ProcessGroup:
         """Another process group of the same ranks."""
@@ -132,7 +143,9 @@ class Group:
             return LocalTransport(self.device)
         if self.backend != "gloo":
             return self._native(timeout, registered)
-        if kind != "gloo" and self.device.type == "cpu":
+        if self.device.type != "cpu":
+            return StagedTransport(GlooTransport(self._new_group(timeout), self._watch(timeout), timeout), self.device)
+        if kind != "gloo":
             found = self._shared_memory(timeout)
             if not isinstance(found, str):
                 return found

@@ -1,0 +1,92 @@
+"""Runs tests on tensors of device "cuda" where there is no GPU. See ``device.cpp`` and ``gpu``.
+
+``ZEROENGINE_TEST_DEVICE=emulated pytest ...`` builds the device, once for each torch, and gives it to all processes
+that tests start with ``run_ranks``. ``load`` must come before torch is first imported.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.util
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+SOURCE = Path(__file__).with_name("device.cpp")
+
+
+def wanted() -> str:
+    """On which device ranks compute: ``cpu``, ``cuda``, or ``emulated``."""
+    device = os.environ.get("ZEROENGINE_TEST_DEVICE", "cpu")
+    if device not in ("cpu", "cuda", "emulated"):
+        raise RuntimeError(f"ZEROENGINE_TEST_DEVICE is {device!r}: write cpu, cuda or emulated")
+    return device
+
+
+def load() -> None:
+    ctypes.CDLL(str(build()), ctypes.RTLD_GLOBAL)
+
+
+def compute_on(device: str) -> None:
+    """Tensors are made on ``device`` from now on, and ranks share it, over Gloo."""
+    if device == "cpu":
+        return
+    import torch
+    import torch.distributed as dist
+
+    if device == "emulated":
+        from . import gpu
+
+        gpu.install()
+    torch.set_default_device("cuda:0")
+    init_process_group = dist.init_process_group
+
+    def over_gloo(backend: str | None = None, **options: Any) -> None:
+        init_process_group("gloo" if backend == "nccl" else backend, **options)
+
+    dist.init_process_group = over_gloo  # type: ignore[assignment]
+
+
+def build() -> Path:
+    """The device as a shared library, compiled if it has not been for this torch."""
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None and spec.origin is not None
+    torch = Path(spec.origin).parent
+
+    def compile_to(path: Path) -> None:
+        command = ["g++", "-std=c++20", "-O1", "-fPIC", "-shared", "-w", str(SOURCE), "-o", str(path)]
+        command += [f"-I{torch / 'include'}", f"-I{torch / 'include/torch/csrc/api/include'}"]
+        command += [f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{torch / 'lib'}"]
+        built = subprocess.run(command, capture_output=True, text=True)
+        if built.returncode:
+            raise RuntimeError(f"the emulated GPU does not compile:\n{built.stderr[:5000]}")
+
+    return _kept("device", [SOURCE, torch / "version.py"], compile_to)
+
+
+def build_kernels() -> Path:
+    """zeroengine's CUDA kernels, for the CPU."""
+    from tests.ops.cuda import ROOT, build_emulated
+
+    def compile_to(path: Path) -> None:
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            build_emulated(Path(folder)).replace(path)
+
+    return _kept("kernels", sorted(path for path in (ROOT / "csrc").rglob("*") if path.is_file()), compile_to)
+
+
+def _kept(name: str, sources: Sequence[Path], compile_to: Callable[[Path], None]) -> Path:
+    """What is compiled from ``sources``: once, whoever asks."""
+    key = hashlib.sha256(b"".join(hashlib.sha256(path.read_bytes()).digest() for path in sources)).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir()) / f"zeroengine-emulated-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    path = folder / f"{name}-{key}.so"
+    if not path.exists():
+        fresh = path.with_suffix(f".{os.getpid()}")
+        compile_to(fresh)
+        fresh.replace(path)
+    return path
