@@ -15,6 +15,7 @@ import torch.distributed as dist
 import zeroengine
 from tests.distributed.models import TinyLM, batch, build, config
 from tests.distributed.ranks import run_ranks
+from tests.emulated import wanted
 from tests.ops.cuda import need_library, no_waiting
 from zeroengine.comm import Group
 from zeroengine.comm.base import ResizableBuffer
@@ -22,8 +23,9 @@ from zeroengine.errors import DivergenceError
 from zeroengine.memory import STATES
 from zeroengine.start import make_engine
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
+a_real_one = pytest.mark.skipif(wanted() == "emulated", reason="needs a GPU that computes beside the host, or NCCL")
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"bf16": {"enabled": True}, "optimizer_state_dtype": "bf16"},
@@ -82,6 +84,7 @@ def busy(more: dict[str, Any]) -> bool:
     return before.query()
 
 
+@a_real_one
 def test_step_returns_while_the_gpu_is_busy() -> None:
     assert not run_ranks(1, busy, {})[0]
 
@@ -202,6 +205,7 @@ def sharing() -> str:
     return str(error.value)
 
 
+@a_real_one
 def test_two_ranks_on_one_gpu_are_refused() -> None:
     for message in run_ranks(2, sharing):
         assert message.startswith("ranks 0 and 1 have the same GPU (")
@@ -228,6 +232,7 @@ def slow_reader(side_by_side: bool) -> tuple[float, bool]:
     return total.item() / numel, other.data_ptr() == at
 
 
+@a_real_one
 @pytest.mark.parametrize("side_by_side", [False, True])
 def test_released_memory_is_taken_again_behind_those_who_read_it(side_by_side: bool) -> None:
     assert run_ranks(1, slow_reader, side_by_side)[0] == (3.0, True)
@@ -251,6 +256,7 @@ def stalling() -> str:
     return str(error.value)
 
 
+@a_real_one
 def test_a_collective_that_does_not_end_is_noticed_though_nobody_waits_for_it() -> None:
     waited = "rank 0 has waited 1 s (comm.timeout_seconds) for gather blocks.4 (number 4)"
     assert run_ranks(1, stalling)[0] == f"{waited}: rank 0 waits at gather blocks.4 (number 4)."

@@ -49,8 +49,8 @@ class Access:
         return [unit for unit in self._units if any(id(param) in wanted for param in unit.params)]
 
     def first_to_write(self, changed: Sequence[bool]) -> list[int]:
-        flags = torch.zeros(len(changed), self._group.world_size, dtype=torch.float64)
-        flags[:, self._group.rank] = torch.tensor(changed, dtype=torch.float64)
+        flags = torch.zeros(len(changed), self._group.world_size, dtype=torch.float64, device="cpu")
+        flags[:, self._group.rank] = torch.tensor(changed, dtype=torch.float64, device="cpu")
         flat = self._transport.all_reduce_scalars(flags.flatten().to(self._group.device), "gathered")
         return [next((rank for rank, flag in enumerate(row) if flag), -1) for row in flat.view_as(flags).tolist()]
 

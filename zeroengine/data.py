@@ -28,7 +28,7 @@ class Share(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         if self._shuffle:
             generator = torch.Generator().manual_seed(self._seed + self.epoch)
-            order = torch.randperm(self._numel, generator=generator).tolist()
+            order = torch.randperm(self._numel, generator=generator, device="cpu").tolist()
         else:
             order = list(range(self._numel))
         first = self.start + self._rank

@@ -15,12 +15,13 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from tests.emulated import compute_on, wanted
+from tests.emulated import emulate_gpu, share_gpu, wanted
 
 _context = mp.get_context("forkserver")
 # torch.optim's constructors import torch._dynamo, which takes longer than most tests.
 _PRELOADED = ["tests.emulated.first", "torch._dynamo", "torch.distributed", "zeroengine.engine", "pytest", "tests.distributed.models"]
 _context.set_forkserver_preload(_PRELOADED)
+sharing_gpu = False  # whether ranks compute on a GPU without being asked to
 
 
 class RankFailed(AssertionError):
@@ -50,7 +51,8 @@ def run_ranks(
     processes, pipes = [], {}
     for rank in range(world_size):
         mine, theirs = _context.Pipe(duplex=False)
-        process = _context.Process(target=_run, args=(theirs, rank, world_size, port, function, args), daemon=True)
+        started = (theirs, rank, world_size, port, function, args, os.environ.get("CUDA_VISIBLE_DEVICES"), sharing_gpu)
+        process = _context.Process(target=_run, args=started, daemon=True)
         process.start()
         theirs.close()
         processes.append(process)
@@ -86,7 +88,16 @@ def _collect(pipes: dict[Connection, int], timeout: float) -> dict[int, tuple[An
     return answers
 
 
-def _run(pipe: Connection, rank: int, world_size: int, port: int, function: Callable[..., Any], args: Any) -> None:
+def _run(
+    pipe: Connection,
+    rank: int,
+    world_size: int,
+    port: int,
+    function: Callable[..., Any],
+    args: Any,
+    gpus: str | None,
+    sharing_gpu: bool,
+) -> None:
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -94,10 +105,15 @@ def _run(pipe: Connection, rank: int, world_size: int, port: int, function: Call
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
+    if gpus is not None and not sharing_gpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus
     import torch
 
     torch.set_num_threads(1)
-    compute_on(wanted())
+    if wanted() == "emulated":
+        emulate_gpu()
+    if sharing_gpu:
+        share_gpu(rank)
     try:
         pipe.send_bytes(pickle.dumps(("returned", function(*args))))
     except BaseException as error:

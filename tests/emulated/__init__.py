@@ -31,24 +31,32 @@ def load() -> None:
     ctypes.CDLL(str(build()), ctypes.RTLD_GLOBAL)
 
 
-def compute_on(device: str) -> None:
-    """Tensors are made on ``device`` from now on, and ranks share it, over Gloo."""
-    if device == "cpu":
-        return
+def emulate_gpu() -> None:
+    """torch has a GPU from now on, but no NCCL."""
+    from . import gpu
+
+    gpu.install()
+    over_gloo()
+
+
+def share_gpu(rank: int) -> None:
+    """Tensors are made on a GPU from now on, and ranks that have the same one may talk."""
     import torch
+
+    torch.set_default_device(torch.device("cuda", rank % torch.cuda.device_count()))
+    over_gloo()
+
+
+def over_gloo() -> None:
+    """Whoever asks for NCCL gets Gloo."""
     import torch.distributed as dist
 
-    if device == "emulated":
-        from . import gpu
-
-        gpu.install()
-    torch.set_default_device("cuda:0")
     init_process_group = dist.init_process_group
 
-    def over_gloo(backend: str | None = None, **options: Any) -> None:
+    def init(backend: str | None = None, **options: Any) -> None:
         init_process_group("gloo" if backend == "nccl" else backend, **options)
 
-    dist.init_process_group = over_gloo  # type: ignore[assignment]
+    dist.init_process_group = init  # type: ignore[assignment]
 
 
 def build() -> Path:

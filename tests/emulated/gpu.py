@@ -98,7 +98,8 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        in_place = func._schema.is_mutable  # what is captured is not done yet
+        out = args[0] if in_place else func(*args, **kwargs)
         self._calls.append((func, args, kwargs, out))
         return out
 
@@ -123,22 +124,23 @@ def _tensors(of: Any) -> list[torch.Tensor]:
 
 
 @contextmanager
-def graph(captured: CUDAGraph, **_: Any) -> Iterator[None]:
-    local.capturing = captured
+def graph(cuda_graph: CUDAGraph, **_: Any) -> Iterator[None]:
+    local.capturing = cuda_graph
     ops.forbid_waiting(True)
     try:
-        with Recorder(captured.calls):
+        with Recorder(cuda_graph.calls):
             yield
     finally:
         ops.forbid_waiting(False)
         local.capturing = None
 
 
-def kernel_issued(run: Any) -> None:
-    """A kernel of zeroengine's own is being issued: a graph under way takes it in."""
-    captured = getattr(local, "capturing", None)
-    if captured is not None:
-        captured.calls.append((run, (), {}, None))
+def captured(run: Any) -> bool:
+    """Whether a graph under way has taken a kernel of zeroengine's own in."""
+    graph = getattr(local, "capturing", None)
+    if graph is not None:
+        graph.calls.append((run, (), {}, None))
+    return graph is not None
 
 
 def set_sync_debug_mode(mode: int | str) -> None:
@@ -147,7 +149,7 @@ def set_sync_debug_mode(mode: int | str) -> None:
 
 PROPERTIES = SimpleNamespace(
     name="emulated GPU",
-    total_memory=1 << 36,
+    total_memory=1 << 33,
     major=9,
     minor=0,
     multi_processor_count=4,
@@ -166,26 +168,29 @@ def resize_storage(storage: torch.UntypedStorage, size: int) -> torch.UntypedSto
 _resize_storage = torch.UntypedStorage.resize_
 
 
+def returning(value: Any) -> Any:
+    """A function of its own."""
+    return lambda *_, **__: value
+
+
 def install() -> None:
     """From now on torch has a GPU."""
-    nothing = lambda *_, **__: None  # noqa: E731
-    zero = lambda *_, **__: 0  # noqa: E731
     changed: dict[str, Any] = {
-        "_lazy_init": nothing,
-        "init": nothing,
-        "is_initialized": lambda: True,
-        "is_available": lambda: True,
-        "device_count": lambda: 1,
-        "current_device": zero,
-        "set_device": nothing,
-        "_exchange_device": zero,
-        "_maybe_exchange_device": zero,
+        "_lazy_init": returning(None),
+        "init": returning(None),
+        "is_initialized": returning(True),
+        "is_available": returning(True),
+        "device_count": returning(1),
+        "current_device": returning(0),
+        "set_device": returning(None),
+        "_exchange_device": returning(0),
+        "_maybe_exchange_device": returning(0),
         "Stream": Stream,
         "Event": Event,
         "current_stream": current_stream,
         "default_stream": lambda device=None: FIRST,
         "stream": stream,
-        "synchronize": nothing,
+        "synchronize": returning(None),
         "get_device_properties": lambda device=None: PROPERTIES,
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_name": lambda device=None: PROPERTIES.name,
@@ -193,14 +198,15 @@ def install() -> None:
         "memory_allocated": lambda device=None: ops.memory(False, False),
         "max_memory_allocated": lambda device=None: ops.memory(True, False),
         "reset_peak_memory_stats": lambda device=None: ops.memory(True, True),
-        "empty_cache": nothing,
+        "empty_cache": returning(None),
+        "_sleep": returning(None),
         "is_bf16_supported": lambda *_, **__: True,
-        "manual_seed": nothing,
-        "manual_seed_all": nothing,
+        "manual_seed": returning(None),
+        "manual_seed_all": returning(None),
         "default_generators": (torch.default_generator,),
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
-        "cudart": lambda: Cudart,
+        "cudart": returning(Cudart),
         "set_sync_debug_mode": set_sync_debug_mode,
         "is_current_stream_capturing": lambda: getattr(local, "capturing", None) is not None,
         "CUDAGraph": CUDAGraph,
@@ -237,12 +243,14 @@ def _serve_with_emulated_kernels() -> None:
 
     handle = _cuda_library.load(build_kernels())
 
-    def call(library: Any, name: str, device: torch.device, *arguments: Any) -> None:
-        def run() -> None:
-            assert getattr(library, name)(0, None, *arguments) == 0, name
+    issue = _cuda_library.call
 
-        run()
-        kernel_issued(run)
+    def call(library: Any, name: str, device: torch.device, *arguments: Any) -> None:
+        if name == "ze_cuda_write":  # an argument that the host reads
+            assert not ops.is_device(arguments[1].value if hasattr(arguments[1], "value") else arguments[1])
+        run = functools.partial(issue, library, name, device, *arguments)
+        if not captured(run):
+            run()
 
     def serving(device: torch.device) -> Any:
         return handle if device.type == "cuda" else None

@@ -16,7 +16,7 @@ from zeroengine import ops
 from zeroengine.errors import ZeroEngineError
 from zeroengine.ops import AdamBuffer, AdamSegment, AdamTable, _cuda_library, adam
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
 N = 300_000
 BUFFER = AdamBuffer([AdamSegment(0, 1001, 0, 0), AdamSegment(1001, 200_000, 1, 1), AdamSegment(200_007, N, 2, 0)])

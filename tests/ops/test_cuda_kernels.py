@@ -26,6 +26,8 @@ from zeroengine import ops
 from zeroengine.errors import ZeroEngineError
 from zeroengine.ops import AdamBuffer, AdamSegment, AdamTable, _cuda_library
 
+pytestmark = pytest.mark.gpu
+
 TILE = 2048  # elements of Adam's tiles: sizes around it have whole tiles, heads and tails
 NORM_TILE = 1 << 14
 

@@ -31,7 +31,7 @@ class Checkpointer:
         self._gloo: dist.ProcessGroup | None = None
         self._stores: dict[Path, Store] = {}
         self._saving: _Saving | None = None
-        self._copy = torch.empty(0, dtype=torch.uint8)  # of the states, while the background writes them
+        self._copy = torch.empty(0, dtype=torch.uint8, device="cpu")  # of the states, while the background writes them
         self._waiting: dict[str, tuple[Any, bool]] = {}  # loaded for objects that are not registered yet
 
     def save(self, folder: str | os.PathLike[str], tag: str, client_state: Any) -> None:

@@ -255,7 +255,7 @@ def _kept(state: RankState, vector: int) -> Iterator[tuple[str, torch.Tensor]]:
         kept = {**kept, "step": group["step"]}
     for key, value in kept.items():
         if isinstance(value, (bool, int, float)):
-            yield key, torch.tensor(float(value))
+            yield key, torch.tensor(float(value), device="cpu")
         elif not isinstance(value, torch.Tensor) or (value.dim() and value.numel() not in lengths):
             raise CheckpointError(f"holds optimizer state {key!r} that is not of each element: it cannot be imported")
         else:

@@ -151,7 +151,7 @@ class Writer:
         self._folder, self._plan = folder, plan
         self._files: OrderedDict[str, int] = OrderedDict()
         self._touched: set[str] = set()
-        self._cast = torch.empty(0, dtype=torch.uint8)  # kept: fresh pages cost more than the cast
+        self._cast = torch.empty(0, dtype=torch.uint8, device="cpu")  # kept: fresh pages cost more than the cast
 
     def create(self) -> None:
         """Makes the files, at their full size, with their headers, and the index. Once, before anybody writes."""
@@ -175,7 +175,7 @@ class Writer:
         if values.dtype is not dtype:
             nbytes = values.numel() * dtype.itemsize
             if self._cast.numel() < nbytes:
-                self._cast = torch.empty(nbytes, dtype=torch.uint8)
+                self._cast = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
             values = self._cast[:nbytes].view(dtype).copy_(values)
         data = memoryview(values.view(torch.uint8).numpy())  # type: ignore[arg-type]
         file, item = self._file(place.file), dtype.itemsize

@@ -17,7 +17,7 @@ class HostCopy:
         self._values = values
         self._event: torch.cuda.Event | None = None
         if values.is_cuda:
-            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
             self._values.copy_(values, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(values.device))
@@ -31,4 +31,6 @@ class HostCopy:
 
 def to_device(values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     """A 1-D tensor on ``device``. From pinned memory, which torch keeps until the copy is through."""
-    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    return torch.tensor(values, dtype=dtype, device="cpu", pin_memory=device.type == "cuda").to(
+        device, non_blocking=True
+    )

@@ -110,7 +110,7 @@ class GlooChannel:
         sent = list(full.chunk(self._size))
         key = (shard.numel(), full.dtype)
         spare = self._spare.setdefault(key, [])
-        arrived = spare.pop() if spare else torch.empty((self._size - 1) * shard.numel(), dtype=full.dtype)
+        arrived = spare.pop() if spare else torch.empty((self._size - 1) * shard.numel(), dtype=full.dtype, device="cpu")
         pieces = list(arrived.chunk(self._size - 1))
         pieces.insert(self._rank, sent[self._rank])
 
@@ -184,7 +184,7 @@ class GlooTransport:
         self.reduce = GlooChannel("reduce", group, watchdog, limit)
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(numel, dtype=dtype)
+        return torch.empty(numel, dtype=dtype, device="cpu")
 
     def buffer(self, numel: int, dtype: torch.dtype, *, copied: bool = False) -> Buffer:
         return ResizableBuffer(self.empty(numel, dtype))
@@ -193,7 +193,7 @@ class GlooTransport:
         return 1
 
     def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
-        arrived = torch.empty(self.world_size * values.numel(), dtype=values.dtype)
+        arrived = torch.empty(self.world_size * values.numel(), dtype=values.dtype, device="cpu")
         out = torch.empty_like(values)
         self.reduce.all_gather(arrived, values, label).wait()
         sum_in_rank_order(out, list(arrived.chunk(self.world_size)), accumulate=False)

@@ -45,7 +45,7 @@ def best(transport: Transport, operation: Callable[[], None]) -> float:
     """Seconds of the fastest of several."""
     found = []
     for _ in range(REPEATS):
-        transport.all_reduce_scalars(torch.ones(1, dtype=torch.float64), "ready")
+        transport.all_reduce_scalars(torch.ones(1, dtype=torch.float64, device="cpu"), "ready")
         start = time.perf_counter()
         operation()
         found.append(time.perf_counter() - start)

@@ -69,7 +69,7 @@ def aligned_empty(numel: int, dtype: torch.dtype) -> Tensor:
     """
     nbytes = numel * dtype.itemsize
     if nbytes == 0:
-        return torch.empty(0, dtype=dtype)
+        return torch.empty(0, dtype=dtype, device="cpu")
     padded = round_up(nbytes)
     large = padded >= HUGE_PAGE
     memory = Pages(padded + HUGE_PAGE * large)

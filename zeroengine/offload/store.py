@@ -239,4 +239,4 @@ def _blocks(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` as bytes, to the end of its last block."""
     start = tensor.storage_offset() * tensor.element_size()
     stop = min(start + padded(tensor.nbytes), tensor.untyped_storage().nbytes())
-    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage(), start, (stop - start,), (1,))
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage(), start, (stop - start,), (1,))

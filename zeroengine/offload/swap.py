@@ -186,7 +186,7 @@ class SwapFile:
         if offset_bytes + nbytes > self.nbytes:
             raise OffloadError(f"{nbytes:,} bytes at offset {offset_bytes:,} of {self.path}, which has {self.nbytes:,}")
         if nbytes == 0:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         skip = offset_bytes % mmap.ALLOCATIONGRANULARITY
         try:
             mapping = mmap.mmap(self.descriptors.buffered, skip + nbytes, offset=offset_bytes - skip)

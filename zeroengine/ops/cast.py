@@ -70,7 +70,7 @@ def _cast_copy(sources: Sequence[Tensor], targets: Sequence[Tensor], scale: floa
     for source, target in zip(sources, targets, strict=True):
         source = source.reshape(target.shape)
         if scale != 1:
-            source = source.float() * torch.tensor(scale, dtype=torch.float32)
+            source = source.float() * torch.tensor(scale, dtype=torch.float32, device="cpu")
         target.copy_(target.float() + source.float() if accumulate else source)
 
 

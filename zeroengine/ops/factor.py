@@ -57,7 +57,7 @@ def _gradient_factor(
         return result
     if device.type == "cpu":  # torch's square root on the CPU may be off by a bit
         scaled = divisor if loss_scale is None else divisor * loss_scale.item()
-        return torch.tensor(_on_host(squared_norm.item(), scaled, limit, skip), dtype=torch.float64)
+        return torch.tensor(_on_host(squared_norm.item(), scaled, limit, skip), dtype=torch.float64, device="cpu")
     whole = torch.full_like(squared_norm, divisor)
     if loss_scale is not None:
         whole = whole * loss_scale

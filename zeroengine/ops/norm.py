@@ -51,7 +51,7 @@ def _squared_norm(x: Tensor) -> Tensor:
         x.data_ptr(), DTYPE_CODES[x.dtype], x.numel(), ctypes.byref(result), torch.get_num_threads()
     ):
         raise MemoryError("squared_norm: no memory for its partial sums")
-    return torch.tensor(result.value, dtype=torch.float64)
+    return torch.tensor(result.value, dtype=torch.float64, device="cpu")
 
 
 _squared_norm_op = torch.library.custom_op("zeroengine::squared_norm", _squared_norm, mutates_args=())

@@ -99,9 +99,9 @@ class AdamTable:
         rows = [_row(group, 0.0 if i in rates else float(group["lr"])) for i, group in enumerate(groups)]
         if rows != self._written:
             if self._cuda is None:
-                self.groups.copy_(torch.tensor(rows, dtype=torch.float64).view_as(self.groups))
+                self.groups.copy_(torch.tensor(rows, dtype=torch.float64, device="cpu").view_as(self.groups))
             else:
-                values = torch.tensor(rows, dtype=torch.float64)
+                values = torch.tensor(rows, dtype=torch.float64, device="cpu")
                 _cuda_library.call(
                     self._cuda, "ze_cuda_write", self.device, self.groups.data_ptr(), values.data_ptr(), values.nbytes
                 )

@@ -31,7 +31,7 @@ class KeptState:
         if on_shards is None:
             where = slice(span.shard_offset, span.shard_offset + span.numel)
             moments = states.adam_moments()
-            step = torch.tensor(float(states.steps[span.slot]))
+            step = torch.tensor(float(states.steps[span.slot]), device="cpu")
             return {"step": step, "exp_avg": moments[0][where], "exp_avg_sq": moments[1][where]}
         whole, piece = self._piece(states, span)
         at = span.param_offset - whole.param_offset
