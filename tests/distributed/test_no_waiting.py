@@ -192,10 +192,10 @@ class Trace:
         return taken
 
 
-def traced(path: Path, stage: int) -> list[list[str]]:
+def traced(path: Path, stage: int, prefetch: int = 4000) -> list[list[str]]:
     found = []
     with emulated(path):
-        engine = engine_at(stage, {"zero_optimization": {"reduce_bucket_size": 1, "prefetch_bucket_size": 4000}})
+        engine = engine_at(stage, {"zero_optimization": {"reduce_bucket_size": 1, "prefetch_bucket_size": prefetch}})
         trace = Trace(engine.module)
         with trace.patches:
             for number in range(3):
@@ -232,6 +232,24 @@ def test_at_stage_3_units_are_gathered_ahead_used_and_released_in_order(kernels:
         "prepare",
         *(f"update {name}" for name in NAMES),
     ]
+
+
+# A block has between 3600 and 4000 elements.
+@pytest.mark.parametrize("prefetch, blocks", [(0, 0), (1, 1), (4000, 1), (8000, 2)])
+def test_as_many_units_are_gathered_ahead_as_may_be_and_one_however_large(
+    kernels: Path, prefetch: int, blocks: int
+) -> None:
+    for events in run_ranks(1, traced, kernels, 3, prefetch)[0][:2]:
+        gathered, used, ahead = [], set(), []
+        for event in events:
+            what, name = event.split(" ", 1)
+            if what == "gather":
+                gathered.append(name)
+            elif what == "ready":
+                used.add(name)
+            elif what in ("compute", "release"):
+                ahead.append(sum(name.startswith("blocks") and name not in used for name in gathered))
+        assert gathered and max(ahead) == blocks
 
 
 def test_at_stage_2_each_unit_is_gathered_as_soon_as_it_is_updated(kernels: Path) -> None:

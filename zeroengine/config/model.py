@@ -51,7 +51,7 @@ class ZeroOptimization(Section):
     overlap_comm: Annotated[bool, AUTO] = True
     """Communicate while computing."""
     prefetch_bucket_size: Annotated[Count, AUTO] = 50_000_000
-    """Elements gathered ahead of use, at most. 0: gather each unit when it is needed."""
+    """Elements gathered ahead of use, at most, or one unit. 0: gather each unit when it is needed."""
     param_persistence_threshold: Annotated[Count, AUTO] = 100_000
     """Units with at most this many elements stay gathered at stage 3."""
     max_live_parameters: Annotated[Count, AUTO] = 1_000_000_000

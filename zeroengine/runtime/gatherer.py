@@ -270,17 +270,21 @@ class Gatherer:
             self._prefetch()
 
     def _prefetch(self) -> None:
-        ahead, live = 0, sum(u.layout.numel for u in self._units if u.transient and not u.released)
+        """Starts what comes next, up to the bounds on elements; the very next unit however large it is."""
+        live = sum(u.layout.numel for u in self._units if u.transient and not u.released)
+        ahead: dict[Unit, None] = {}
         following = self._previous
         for _ in range(len(self._next)):  # at most once round, should the order have a cycle
             following = self._next.get(following) if following is not None else None
             if following is None:
                 break
             unit = following[1]
+            ahead[unit] = None
+            live += unit.layout.numel if unit.released else 0
+            far = len(ahead) > 1 and sum(u.layout.numel for u in ahead) > self._prefetch_numel
+            if far or live > self._max_live_numel:
+                break
             if unit.released:
-                ahead, live = ahead + unit.layout.numel, live + unit.layout.numel
-                if ahead > self._prefetch_numel or live > self._max_live_numel:
-                    break
                 if self._transport.overlaps if unit.stored is None else unit.stored.gathers_ahead:
                     self.start(unit)
                 elif unit.stored is not None:
