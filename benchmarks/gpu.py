@@ -5,13 +5,14 @@
 Each section runs in a process of its own; one that fails or runs out of time is reported, and the next one goes on.
 Bandwidths are of bytes that must move, each once, over the median time of rounds in which every case takes its turn.
 The yardstick is a copy from the GPU's memory to the GPU's memory, in the same rounds. DeepSpeed is there when it can
-be imported (`pip install .[bench]`). Without a GPU it says so and exits with 2; `--rehearse` then runs every section
-on the CPU at tiny sizes, to show that they run: its figures mean nothing and are not written.
+be imported (`pip install .[bench]`). Without a GPU it says so and exits with 2. `--rehearse` runs every section at
+tiny sizes, on the CPU where there is no GPU, to show that they run: its figures mean nothing and are not written.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import platform
 import re
@@ -24,7 +25,7 @@ from pathlib import Path
 import torch
 from gpu_kernels import adam, beside_deepspeed, beside_torch, correctness, norm_and_casts
 from gpu_setting import Setting, run_self
-from gpu_training import grow, large_memory, largest, memory, occupy, offload, offloaded, train, training
+from gpu_training import grow, issue, large_memory, largest, memory, occupy, offload, offloaded, train, training
 
 from zeroengine import ops
 
@@ -42,6 +43,7 @@ SECTIONS: dict[str, Callable[[Setting], str]] = {
 }
 CHILDREN: dict[str, Callable[..., dict[str, float]]] = {
     "train": train,
+    "issue": issue,
     "occupy": occupy,
     "offloaded": offloaded,
     "grow": grow,
@@ -49,9 +51,9 @@ CHILDREN: dict[str, Callable[..., dict[str, float]]] = {
 
 
 def heading(s: Setting) -> str:
-    name = "CPU (a rehearsal)" if s.rehearse else torch.cuda.get_device_name()
-    lines = [f"# {name}", "", "`python benchmarks/gpu.py`", ""]
-    if not s.rehearse:
+    name = torch.cuda.get_device_name() if s.on_gpu else "CPU"
+    lines = [f"# {name}{' (a rehearsal)' if s.rehearse else ''}", "", "`python benchmarks/gpu.py`", ""]
+    if s.on_gpu:
         its = torch.cuda.get_device_properties(0)
         memory = f"{its.total_memory / 2**30:.0f} GiB, {its.multi_processor_count} multiprocessors"
         lines.append(f"{name}, {memory}, compute capability {its.major}.{its.minor}; CUDA {torch.version.cuda}; ")
@@ -60,8 +62,8 @@ def heading(s: Setting) -> str:
     return "\n".join(lines)
 
 
-def report(s: Setting, minutes: float) -> tuple[str, bool]:
-    """The page, and whether every section succeeded."""
+def report(s: Setting, minutes: float, output: Path | None) -> bool:
+    """Writes the page, section by section. Whether every one succeeded."""
     end, parts, succeeded = time.monotonic() + 60 * minutes, [heading(s)], True
     for title, section in SECTIONS.items():
         left = end - time.monotonic()
@@ -72,9 +74,11 @@ def report(s: Setting, minutes: float) -> tuple[str, bool]:
         except (RuntimeError, TimeoutError, subprocess.TimeoutExpired) as error:
             reason = "no time was left" if isinstance(error, subprocess.TimeoutExpired) else str(error)
             text, succeeded = f"**Failed**:\n\n```\n{reason[-2000:]}\n```", False
-        parts.append(f"## {title}\n\n{section.__doc__}\n\n{text}")
+        parts.append(f"## {title}\n\n{inspect.getdoc(section)}\n\n{text}")
         print(f"{parts[-1]}\n", flush=True)
-    return "\n\n".join(parts) + "\n", succeeded
+        if output is not None:
+            output.write_text("\n\n".join(parts) + "\n")
+    return succeeded
 
 
 def main() -> int:
@@ -89,18 +93,22 @@ def main() -> int:
         print("benchmarks/gpu.py: there is no GPU that this torch can use, so nothing was measured.", file=sys.stderr)
         return 2
     s = Setting(args.rehearse)
+    if not args.rehearse and ops.cuda_library(s.device) is None:  # its warning says why
+        print("benchmarks/gpu.py: zeroengine's kernels do not serve this GPU: nothing was measured.", file=sys.stderr)
+        return 2
     if args.child:
         print(json.dumps(CHILDREN[args.child[0]](s, *args.child[1:])))
         return 0
     if args.section:
         print(json.dumps(SECTIONS[args.section](s)))
         return 0
-    page, succeeded = report(s, args.minutes)
+    output: Path | None = None
     if not s.rehearse:
         file = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-") + ".md"
         output = args.output or Path(__file__).parents[1] / "docs/benchmarks" / file
         output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(page)
+    succeeded = report(s, args.minutes, output)
+    if output is not None:
         print(f"written to {output}")
     return 0 if succeeded else 1
 

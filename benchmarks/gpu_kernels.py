@@ -114,7 +114,7 @@ class Arrays:
 
 def copying(s: Setting) -> tuple[Callable[[], object], int]:
     """The yardstick, and the bytes that it moves."""
-    source, target = (torch.ones(s.numel * 2, device=s.device) for _ in range(2))
+    source, target = (torch.randn(s.numel * 2, device=s.device) for _ in range(2))
     return lambda: target.copy_(source), 2 * source.nbytes
 
 

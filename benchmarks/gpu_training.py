@@ -16,10 +16,10 @@ from workload import ADAMW, CLIP, Transformer, plain_step
 RANKS = 64
 
 
-def build(s: Setting, size: tuple[int, ...]) -> Transformer:
+def build(s: Setting, size: tuple[int, ...], tied: bool = True) -> Transformer:
     torch.manual_seed(0)
     with s.device:
-        return Transformer(*size)
+        return Transformer(*size, tied=tied)
 
 
 def config_of(stage: int, **zero: object) -> dict[str, Any]:
@@ -51,94 +51,136 @@ def batch_size(s: Setting) -> int:
     return 4 if s.rehearse or torch.cuda.get_device_properties(0).total_memory > 60 << 30 else 1
 
 
-def train(s: Setting, way: str) -> dict[str, float]:
-    """One way of training, in this process: tokens/s, the allocator's peak, the last loss."""
-    *_, vocab, context = s.model
-    model = build(s, s.model)
-    step = plain_step(model, torch.bfloat16) if way == "plain" else engine_step(engine_of(model, int(way)))
-    batch = batch_size(s)
+def fake_ranks() -> None:
+    """This process is rank 0 of 64, whose collectives move nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+
+
+WAYS = {
+    "plain": "plain PyTorch",
+    "0": "zeroengine, stage 0",
+    "3": "zeroengine, stage 3",
+    "3 of 64": "zeroengine, stage 3 on rank 0 of 64 that move nothing",
+}
+
+
+def step_of(way: str, model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+    if way == "plain":
+        return plain_step(model, torch.bfloat16)
+    stage, _, ranks = way.partition(" of ")
+    if ranks:
+        fake_ranks()
+    return engine_step(engine_of(model, int(stage)))
+
+
+def timed(s: Setting, way: str, size: tuple[int, ...], batch: int, steps: int) -> dict[str, float]:
+    """Seconds a step of one way of training, the last loss, and how many parameters there are."""
+    *_, vocab, context = size
+    model = build(s, size)
+    step = step_of(way, model)
     ids = torch.randint(0, vocab, (batch, context + 1), generator=torch.Generator().manual_seed(0)).to(s.device)
     inputs, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-    steps = 2 if s.rehearse else 20
-    for _ in range(steps // 2):
+    for _ in range(max(steps // 2, 1)):
         step(inputs, labels)
     s.synchronize()
     start = time.perf_counter()
     for _ in range(steps):
         loss = step(inputs, labels)
-    issued = time.perf_counter() - start
     s.synchronize()
-    elapsed = time.perf_counter() - start
-    peak = 0.0 if s.rehearse else torch.cuda.max_memory_allocated() / 2**30
-    return {
-        "tokens": steps * batch * context / elapsed,
-        "issued": issued / elapsed,
-        "peak": peak,
-        "loss": loss.item(),
-        "numel": sum(p.numel() for p in model.parameters()),
-    }
+    elapsed = (time.perf_counter() - start) / steps
+    return {"seconds": elapsed, "loss": loss.item(), "numel": sum(p.numel() for p in model.parameters())}
+
+
+def train(s: Setting, way: str) -> dict[str, float]:
+    """One way of training, in this process: tokens/s, the allocator's peak, the last loss."""
+    batch = batch_size(s)
+    found = timed(s, way, s.model, batch, 2 if s.rehearse else 20)
+    return found | {"tokens": batch * s.model[-1] / found["seconds"], "peak": s.peak() / 2**30}
+
+
+def issue(s: Setting, way: str) -> dict[str, float]:
+    """A step of a model as deep whose computation takes next to nothing: what is left is the host's work."""
+    return timed(s, way, (s.model[0], 64, 2, 128, 32), 1, 2 if s.rehearse else 100)
 
 
 def training(s: Setting) -> str:
-    """World size 1, bf16: plain PyTorch (autocast, fused AdamW), and the engine at stages 0 and 3, in two rounds."""
-    runs: dict[str, list[dict[str, float]]] = {"plain": [], "0": [], "3": []}
+    """World size 1, bf16: plain PyTorch (autocast, fused AdamW), and the engine, in two rounds.
+
+    On one rank nothing is partitioned, and stage 3 takes the path of stage 0. As rank 0 of 64 it gathers and releases
+    every unit, from ranks that are not there (torch's `fake` process group): what is left out is the wire, and the
+    values mean nothing. "The host's work" is a step of a model as deep, of width 64: the GPU waits for the host there.
+    """
+    runs: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    host: dict[str, list[float]] = {way: [] for way in WAYS}
     for _ in range(1 if s.rehearse else 2):
-        for way, its in runs.items():
-            its.append(child(s, "train", way))
-    names = {"plain": "plain PyTorch", "0": "zeroengine, stage 0", "3": "zeroengine, stage 3"}
+        for way in WAYS:
+            runs[way].append(child(s, "train", way))
+            host[way].append(child(s, "issue", way)["seconds"])
     best = {way: max(run["tokens"] for run in its) for way, its in runs.items()}
     rows: Rows = []
     for way, its in runs.items():
         last, slowest = its[-1], min(run["tokens"] for run in its)
         speed = [f"{best[way]:,.0f}", f"{slowest:,.0f}", f"{best[way] / best['plain']:.3f}"]
-        rows.append([names[way], *speed, f"{last['issued']:.2f}", f"{last['peak']:.1f}", f"{last['loss']:.4f}"])
-    head = ["", "tokens/s", "slower round", "over plain", "host's share of the time", "peak GiB", "loss"]
-    stages = f"Stage 3 over stage 0: {best['3'] / best['0']:.3f}."
-    return f"{runs['0'][0]['numel'] / 1e9:.2f} G parameters.\n\n{table(head, rows)}\n\n{stages}"
+        loss = "" if " of " in way else f"{last['loss']:.4f}"
+        rows.append([WAYS[way], *speed, f"{1e3 * min(host[way]):.1f}", f"{last['peak']:.1f}", loss])
+    head = ["", "tokens/s", "slower round", "over plain", "the host's work, ms a step", "peak GiB", "loss"]
+    stages = ", ".join(f"{WAYS[way][12:]}, over stage 0: {best[way] / best['0']:.3f}" for way in ("3", "3 of 64"))
+    return f"{runs['0'][0]['numel'] / 1e9:.2f} G parameters.\n\n{table(head, rows)}\n\n{stages}."
 
 
 # -- memory ---------------------------------------------------------------------------------------------------
 
 
 def occupy(s: Setting, stage: str, large: str) -> dict[str, float]:
-    """Rank 0 of 64, in this process: the allocator's peak over a second step, and the formula."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
-    size = s.large if int(large) else s.model
-    engine = engine_of(build(s, size), int(stage))
+    """Rank 0 of 64, in this process: what the allocator gave, after a step and at the peak of the next."""
+    fake_ranks()
+    engine = engine_of(build(s, s.large if int(large) else s.model, tied=False), int(stage))
     ids = torch.zeros(1, 8, dtype=torch.long, device=s.device)
     step = engine_step(engine)
     step(ids, ids)
-    s.synchronize()
-    if not s.rehearse:
-        torch.cuda.reset_peak_memory_stats()
+    if s.on_gpu:
+        s.synchronize()
+        torch._C._cuda_clearCublasWorkspaces()
+    rest = torch.cuda.memory_allocated() if s.on_gpu else 0
+    s.peak()
     step(ids, ids)
-    s.synchronize()
-    numel = sum(p.numel() for p in engine.module.parameters())
+    params = list(engine.module.parameters())
+    blocks = [sum(p.numel() for p in block.parameters()) for block in engine.module.blocks]
+    units = sorted([*blocks, *(p.numel() for p in params if p.numel() > max(blocks))])
     optimizer, gradients, parameters = ((RANKS if int(stage) >= i else 1) for i in (1, 2, 3))
     return {
-        "formula": numel * (2 / parameters + 2 / gradients + 12 / optimizer),
-        "total": engine.memory().total,
-        "peak": 0.0 if s.rehearse else torch.cuda.max_memory_allocated(),
-        "numel": numel,
+        "formula": sum(p.numel() for p in params) * (2 / parameters + 2 / gradients + 12 / optimizer),
+        "buckets": engine.memory().buckets,
+        "units": 2 * sum(units[-2:]) if int(stage) == 3 else 0,
+        "rest": rest,
+        "peak": s.peak(),
     }
 
 
 def memory(s: Setting, large: bool = False) -> str:
-    """The allocator's peak on rank 0 of 64 (torch's `fake` process group) beside ZeRO's formula."""
+    """What the allocator gave on rank 0 of 64 (torch's `fake` process group), beside ZeRO's formula: between steps
+    (without the workspaces of cuBLAS), and at the peak of a step on eight tokens.
+
+    Between steps there are the formula's states and the buckets of gradients, which are kept. At the peak of stage 3
+    two of the largest units are gathered as well. The rest is torch's: gradients before they are in a bucket,
+    activations, and cuBLAS.
+    """
     rows: Rows = []
     for stage in (1, 2, 3) if large else (0, 1, 2, 3):
         try:
             run = child(s, "occupy", str(stage), str(int(large)))
         except RuntimeError as error:
-            rows.append([stage, "", "", "", "", f"failed: {str(error).splitlines()[-1]}"])
+            rows.append([stage, *[""] * 6, f"failed: {str(error).splitlines()[-1]}"])
             continue
-        gib = {name: f"{run[name] / 2**30:.2f}" for name in ("formula", "total", "peak")}
-        ratios = [f"{run['peak'] / run[name]:.3f}" for name in ("formula", "total")]
-        rows.append([stage, gib["formula"], gib["total"], gib["peak"], *ratios])
-    head = ["stage", "formula GiB", "engine.memory() GiB", "peak GiB", "peak / formula", "peak / engine.memory()"]
-    return table(head, rows)
+        kept = run["formula"] + run["buckets"]
+        gib = [f"{run[name] / 2**30:.2f}" for name in ("formula", "buckets", "rest")]
+        at_most = kept + run["units"]
+        peak = [f"{run['peak'] / 2**30:.2f}", f"{run['peak'] / at_most:.3f}"]
+        rows.append([stage, *gib, f"{run['rest'] / kept:.3f}", f"{at_most / 2**30:.2f}", *peak])
+    between = ["formula GiB", "buckets GiB", "between steps GiB", "over formula and buckets"]
+    return table(["stage", *between, "with two units GiB", "peak GiB", "over that"], rows)
 
 
 def large_memory(s: Setting) -> str:
@@ -175,15 +217,13 @@ def offloaded(s: Setting, way: str) -> dict[str, float]:
     for _ in range(2):
         step(inputs, labels)
     s.synchronize()
-    if not s.rehearse:
-        torch.cuda.reset_peak_memory_stats()
+    s.peak()
     start = time.perf_counter()
     for _ in range(steps):
         loss = step(inputs, labels)
     s.synchronize()
     elapsed = time.perf_counter() - start
-    peak = 0.0 if s.rehearse else torch.cuda.max_memory_allocated() / 2**30
-    return {"tokens": steps * batch * context / elapsed, "peak": peak, "loss": loss.item()}
+    return {"tokens": steps * batch * context / elapsed, "peak": s.peak() / 2**30, "loss": loss.item()}
 
 
 def offload(s: Setting) -> str:
@@ -220,7 +260,7 @@ def grow(s: Setting, layers: str, ratio: str) -> dict[str, float]:
     _, *rest = s.large
     config = config_of(2, offload_optimizer=CPU | {"ratio": float(ratio)})
     torch.manual_seed(0)
-    with zeroengine.meta_init(config):
+    with zeroengine.meta_init(config), s.device:  # drawn on the GPU, a unit at a time
         model = Transformer(int(layers), *rest)
     engine = zeroengine.initialize(model, config=config)
     ids = torch.zeros(1, rest[-1], dtype=torch.long, device=s.device)
@@ -231,11 +271,10 @@ def grow(s: Setting, layers: str, ratio: str) -> dict[str, float]:
     step(ids, ids)
     s.synchronize()
     numel = sum(param.numel() for param in model.parameters())
-    peak = 0.0 if s.rehearse else torch.cuda.max_memory_allocated() / 2**30
     return {
         "numel": numel,
         "step": time.perf_counter() - start,
-        "peak": peak,
+        "peak": s.peak() / 2**30,
         "host": sum(engine.memory().cpu.values()),
     }
 
@@ -247,7 +286,7 @@ def largest(s: Setting) -> str:
 
     _, width, *_, context = s.large
     gpu = 1e7 if s.rehearse else 0.8 * torch.cuda.get_device_properties(0).total_memory
-    host = 1e7 if s.rehearse else 0.85 * available_memory()
+    host = 1e7 if s.rehearse else min(0.85 * available_memory(), 64 << 30)  # locking pages takes its time
     # Of each parameter 14 bytes on either side, 2 on the GPU, and there a layer's activations (34 bytes of each
     # element, and as much again to be safe) for its 12 x width^2 parameters.
     activations = 68 * context / (12 * width)

@@ -53,12 +53,15 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    def __init__(self, layers: int, width: int, heads: int, vocab: int, context: int) -> None:
+    def __init__(
+        self, layers: int, width: int, heads: int, vocab: int, context: int, tied: bool = True
+    ) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocab, width), nn.Embedding(context, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocab, bias=False)
-        self.head.weight = self.tokens.weight
+        if tied:
+            self.head.weight = self.tokens.weight
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.02)

@@ -214,6 +214,7 @@ def install() -> None:
     }
     for name, value in changed.items():
         setattr(torch.cuda, name, value)
+    torch._C._cuda_clearCublasWorkspaces = returning(None)  # type: ignore[attr-defined]
     _serve_with_emulated_kernels()
     for name in ("all_reduce", "broadcast"):
         setattr(dist, name, _through_the_host(getattr(dist, name)))
