@@ -154,6 +154,7 @@ def occupy(s: Setting, stage: str, large: str) -> dict[str, float]:
         "formula": sum(p.numel() for p in params) * (2 / parameters + 2 / gradients + 12 / optimizer),
         "buckets": engine.memory().buckets,
         "units": 2 * sum(units[-2:]) if int(stage) == 3 else 0,
+        "gradient": 2 * max(p.numel() for p in params),
         "rest": rest,
         "peak": s.peak(),
     }
@@ -163,9 +164,9 @@ def memory(s: Setting, large: bool = False) -> str:
     """What the allocator gave on rank 0 of 64 (torch's `fake` process group), beside ZeRO's formula: between steps
     (without the workspaces of cuBLAS), and at the peak of a step on eight tokens.
 
-    Between steps there are the formula's states and the buckets of gradients, which are kept. At the peak of stage 3
-    two of the largest units are gathered as well. The rest is torch's: gradients before they are in a bucket,
-    activations, and cuBLAS.
+    Between steps there are the formula's states and the buckets of gradients, which are kept. At the peak there may be
+    the two largest units as well, gathered at stage 3, and the largest parameter's gradient, as autograd makes it
+    before it is copied to its bucket. The rest is activations and cuBLAS.
     """
     rows: Rows = []
     for stage in (1, 2, 3) if large else (0, 1, 2, 3):
@@ -176,11 +177,11 @@ def memory(s: Setting, large: bool = False) -> str:
             continue
         kept = run["formula"] + run["buckets"]
         gib = [f"{run[name] / 2**30:.2f}" for name in ("formula", "buckets", "rest")]
-        at_most = kept + run["units"]
+        at_most = kept + run["units"] + run["gradient"]
         peak = [f"{run['peak'] / 2**30:.2f}", f"{run['peak'] / at_most:.3f}"]
         rows.append([stage, *gib, f"{run['rest'] / kept:.3f}", f"{at_most / 2**30:.2f}", *peak])
     between = ["formula GiB", "buckets GiB", "between steps GiB", "over formula and buckets"]
-    return table(["stage", *between, "with two units GiB", "peak GiB", "over that"], rows)
+    return table(["stage", *between, "at most GiB", "peak GiB", "over that"], rows)
 
 
 def large_memory(s: Setting) -> str:

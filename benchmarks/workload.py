@@ -53,9 +53,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    def __init__(
-        self, layers: int, width: int, heads: int, vocab: int, context: int, tied: bool = True
-    ) -> None:
+    def __init__(self, layers: int, width: int, heads: int, vocab: int, context: int, tied: bool = True) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocab, width), nn.Embedding(context, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))

@@ -1,7 +1,7 @@
 """Which device tests compute on: the CPU, also where there is a GPU, unless they are marked ``gpu``.
 
-With ``ZEROENGINE_TEST_DEVICE`` set to ``cuda`` or ``emulated``, processes started by ``run_ranks`` compute on a GPU, which
-they share over Gloo: one that there is, or one that the CPU plays (``tests/emulated``).
+With ``ZEROENGINE_TEST_DEVICE`` set to ``cuda`` or ``emulated``, processes started by ``run_ranks`` compute on a GPU,
+which they share over Gloo: one that there is, or one that the CPU plays (``tests/emulated``).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from tests.emulated import emulate_gpu, load, wanted
 if wanted() == "emulated":
     load()  # before torch is imported
 
-import torch  # noqa: E402
+import torch
 
-from tests.distributed import ranks  # noqa: E402
+from tests.distributed import ranks
 
 if wanted() == "emulated":
     emulate_gpu()

@@ -91,8 +91,13 @@ def make_engine(
 
 
 def _device_of(model: nn.Module, process_group: dist.ProcessGroup | None) -> torch.device:
-    """The model's own GPU if it is on one; else a GPU where there are any, unless the process group is for CPUs."""
+    """The model's own GPU if it is on one; else a GPU where there are any, unless the process group is for CPUs.
+
+    Of a model without values torch's default device says where it is to be.
+    """
     devices = {param.device for param in model.parameters()} if isinstance(model, nn.Module) else set()
+    if devices == {torch.device("meta")}:
+        devices = {torch.get_default_device()}
     gpu = next((device for device in devices if device.type == "cuda"), None)
     if gpu is not None:
         return gpu

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import io
 import os
+import pathlib
 import pickle
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +80,16 @@ def test_metadata_is_read_whichever_way_its_python_pickled_enums(
     save_one(tmp_path)
     monkeypatch.undo()
     assert (b"getattr" in (tmp_path / dcp.METADATA).read_bytes()) == (reduce is by_name)
+    assert set(dcp.read_metadata(tmp_path).state_dict_metadata) == set(metadata.read_metadata(tmp_path)) == {"x"}
+
+
+def test_metadata_is_read_wherever_its_python_keeps_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.13 keeps them in pathlib._local."""
+    monkeypatch.setattr(type(tmp_path), "__module__", "pathlib._local")
+    monkeypatch.setitem(sys.modules, "pathlib._local", pathlib)
+    save_one(tmp_path)
+    monkeypatch.undo()
+    assert b"pathlib._local" in (tmp_path / dcp.METADATA).read_bytes()
     assert set(dcp.read_metadata(tmp_path).state_dict_metadata) == set(metadata.read_metadata(tmp_path)) == {"x"}
 
 

@@ -19,7 +19,14 @@ from tests.emulated import emulate_gpu, share_gpu, wanted
 
 _context = mp.get_context("forkserver")
 # torch.optim's constructors import torch._dynamo, which takes longer than most tests.
-_PRELOADED = ["tests.emulated.first", "torch._dynamo", "torch.distributed", "zeroengine.engine", "pytest", "tests.distributed.models"]
+_PRELOADED = [
+    "tests.emulated.first",
+    "torch._dynamo",
+    "torch.distributed",
+    "zeroengine.engine",
+    "pytest",
+    "tests.distributed.models",
+]
 _context.set_forkserver_preload(_PRELOADED)
 sharing_gpu = False  # whether ranks compute on a GPU without being asked to
 

@@ -54,7 +54,7 @@ def boundaries(task: Task, engine: zeroengine.Engine) -> tuple[list[float], list
     for micro_step in range(task.steps * task.micro_steps):
         boundary = engine.is_gradient_accumulation_boundary()
         engine.backward(engine(*task.data(micro_step, engine.rank)))
-        assert engine.step() is boundary
+        assert bool(engine.step()) is boundary
         seen += [boundary, engine.micro_steps, engine.global_steps]
     assert not engine.skipped_steps
     return seen, [float(engine.rank)]

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zeroengine
+from tests.emulated import cpu_alone
 
 from .models import TinyLM, batch, build
 from .ranks import run_ranks
@@ -285,5 +286,6 @@ class Autocast(TinyLM):
             return super().forward(ids, labels)
 
 
+@cpu_alone("autocast casts other operations on a GPU")
 def test_autocast_in_an_fp32_model() -> None:
     check_every_stage(Task(factory=Autocast), tolerance=2e-3)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import zeroengine
+from tests.emulated import cpu_alone
 
 from .models import TinyLM, batch, build, config
 from .ranks import run_ranks
@@ -102,6 +103,7 @@ def deleted() -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+@cpu_alone("torch keeps Gloo's sockets")
 def test_a_deleted_engine_gives_everything_back() -> None:
     run_ranks(2, deleted)
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import zeroengine
+from tests.emulated import cpu_alone
 
 from .models import TinyLM, batch, build
 from .ranks import run_ranks
@@ -131,6 +132,7 @@ def keeping() -> list[tuple[str, int, dict[str, set[torch.dtype]], Trained]]:
     return found
 
 
+@cpu_alone("it compares bits of the CPU's matrix products")
 def test_modules_that_keep_fp32_compute_in_it_and_give_low_precision_back() -> None:
     first, second = run_ranks(2, keeping)
     by_stage: dict[str, Trained] = {}

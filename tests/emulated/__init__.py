@@ -7,6 +7,7 @@ that tests start with ``run_ranks``. ``load`` must come before torch is first im
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import importlib.util
 import os
@@ -27,6 +28,13 @@ def wanted() -> str:
     return device
 
 
+def cpu_alone(reason: str) -> Any:
+    """A test that means nothing on a GPU, or cannot be run on one."""
+    import pytest
+
+    return pytest.mark.skipif(wanted() != "cpu", reason=f"on the CPU alone: {reason}")
+
+
 def load() -> None:
     ctypes.CDLL(str(build()), ctypes.RTLD_GLOBAL)
 
@@ -45,6 +53,10 @@ def share_gpu(rank: int) -> None:
 
     torch.set_default_device(torch.device("cuda", rank % torch.cuda.device_count()))
     over_gloo()
+    # What tests compare may be on either side.
+    equal, assert_close = torch.equal, torch.testing.assert_close
+    torch.equal = lambda a, b: equal(a.cpu(), b.cpu())
+    torch.testing.assert_close = functools.partial(assert_close, check_device=False)
 
 
 def over_gloo() -> None:

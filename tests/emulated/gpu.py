@@ -168,6 +168,15 @@ def resize_storage(storage: torch.UntypedStorage, size: int) -> torch.UntypedSto
 _resize_storage = torch.UntypedStorage.resize_
 
 
+def clone_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    if storage.device.type != "cuda":
+        return _clone_storage(storage)
+    return torch.empty(0, dtype=torch.uint8, device=DEVICE).set_(storage).clone().untyped_storage()
+
+
+_clone_storage = torch.UntypedStorage.clone
+
+
 def returning(value: Any) -> Any:
     """A function of its own."""
     return lambda *_, **__: value
@@ -219,6 +228,7 @@ def install() -> None:
     for name in ("all_reduce", "broadcast"):
         setattr(dist, name, _through_the_host(getattr(dist, name)))
     torch.UntypedStorage.resize_ = resize_storage  # type: ignore[method-assign]
+    torch.UntypedStorage.clone = clone_storage  # type: ignore[method-assign]
 
 
 def _through_the_host(collective: Any) -> Any:

@@ -289,6 +289,8 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
             return _member
+        if module == "pathlib._local":  # as Python 3.13 pickles a path
+            module = "pathlib"
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), (torch.dtype, torch.layout))
         if is_dtype or name in _ALLOWED.get(module, "").split():
             return super().find_class(module, name)

@@ -140,7 +140,8 @@ _KNOWN: dict[str, dict[str, Any]] = {
     "torch.serialization": {"_get_layout": _itself},
     "torch": {"Size": tuple, "device": _itself},
     "collections": {"OrderedDict": OrderedDict},
-    "pathlib": {"Path": PurePosixPath, "PosixPath": PurePosixPath},
+    "pathlib": dict.fromkeys(["Path", "PosixPath"], PurePosixPath),
+    "pathlib._local": dict.fromkeys(["Path", "PosixPath"], PurePosixPath),  # of Python 3.13
 }
 _DTYPES = ("float", "bfloat", "int", "uint", "bool", "complex")
 

@@ -110,7 +110,7 @@ class GlooChannel:
         sent = list(full.chunk(self._size))
         key = (shard.numel(), full.dtype)
         spare = self._spare.setdefault(key, [])
-        arrived = spare.pop() if spare else torch.empty((self._size - 1) * shard.numel(), dtype=full.dtype, device="cpu")
+        arrived = spare.pop() if spare else full.new_empty((self._size - 1) * shard.numel())
         pieces = list(arrived.chunk(self._size - 1))
         pieces.insert(self._rank, sent[self._rank])
 

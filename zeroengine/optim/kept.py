@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..partition import ShardSpan
-from .sharded import ShardedOptimizer, UnitStates
+from .sharded import ShardedOptimizer, UnitStates, as_tensor
 
 Keys = dict[str, tuple[torch.dtype, bool]]  # by name: the dtype, and whether it is one number for the parameter
 
@@ -40,7 +40,7 @@ class KeptState:
             if isinstance(value, torch.Tensor) and value.shape == piece.shape and key != "step":
                 found[key] = value.view(-1)[at : at + span.numel]
             elif isinstance(value, (torch.Tensor, float, int)):
-                found[key] = torch.as_tensor(value).detach().clone()
+                found[key] = as_tensor(value).detach().clone()
         return found
 
     def make(self, states: UnitStates, span: ShardSpan, keys: Keys) -> None:

@@ -238,12 +238,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for _, shape, kept in self._kept(states, slot):
             for key, value in kept.items():
                 if isinstance(value, (torch.Tensor, int, float)):
-                    found[key] = None if (its := tuple(torch.as_tensor(value).shape)) == shape else its
+                    found[key] = None if (its := tuple(as_tensor(value).shape)) == shape else its
         return found
 
     def values(self, states: UnitStates, slot: ParamSlot, key: str) -> list[tuple[slice, torch.Tensor]]:
         """What is kept under ``key``: where in the shard, and the values."""
-        return [(where, torch.as_tensor(kept[key])) for where, _, kept in self._kept(states, slot) if key in kept]
+        return [(where, as_tensor(kept[key])) for where, _, kept in self._kept(states, slot) if key in kept]
 
     def set_values(self, states: UnitStates, slot: ParamSlot, key: str, value: torch.Tensor) -> None:
         """Call it on every rank.
@@ -304,6 +304,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 def _served(device: torch.device) -> bool:
     return device.type == "cuda" and ops.cuda_library(device) is not None
+
+
+def as_tensor(value: Any) -> torch.Tensor:
+    """A number on the CPU, whatever torch's default device is; a tensor as it is."""
+    return value if isinstance(value, torch.Tensor) else torch.tensor(value, device="cpu")
 
 
 def _part(value: Any, param: torch.Tensor, span: ShardSpan, piece: torch.Tensor) -> Any:

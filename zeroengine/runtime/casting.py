@@ -7,7 +7,7 @@ import torch
 from .. import ops
 
 TOGETHER = 64  # tensors: what a launch takes
-BYTES_TOGETHER = 1 << 26  # that gradients wait with at most, in memory that is theirs beside the bucket
+BYTES_TOGETHER = 1 << 24  # that gradients wait with at most, in memory that is theirs beside the bucket
 
 
 class CastCopies:
