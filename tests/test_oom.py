@@ -55,6 +55,8 @@ def test_out_of_memory_says_what_is_held_and_what_would_take_less() -> None:
             assert message.startswith("CUDA out of memory. Tried to allocate 2.00 GiB.\n\nzeroengine holds, on cpu\n")
             assert "\nparameters " in message and "\ntotal " in message
             assert '"zero_optimization": {"stage": 3}, or "bf16": {"enabled": true}, or a smaller' in message
+            assert message.endswith('"offload_optimizer": {"device": "nvme", "nvme_path": "/a/folder"}}.')
         assert trains_on
     (messages, _), _ = run_ranks(2, runs_out, 3, {"bf16": {"enabled": True}})
     assert "What takes less: a smaller micro-batch" in messages[0], "nothing that is on already"
+    assert '"offload_param": {"device": "nvme"' in messages[0]

@@ -29,11 +29,17 @@ def explaining_memory(method: F) -> F:
 
 
 def _explain(error: torch.OutOfMemoryError, engine: Engine) -> None:
-    stage, world_size = engine.config.zero_optimization.stage, engine.world_size
+    zero, world_size = engine.config.zero_optimization, engine.world_size
+    stage, at_cpu = zero.stage, engine.device.type == "cpu"
     ways = [f'"zero_optimization": {{"stage": {stage + 1}}}'] if stage < 3 and world_size > 1 else []
     if engine.config.low_precision is None:
         ways.append('"bf16": {"enabled": true}')
     ways += ["a smaller micro-batch with more gradient_accumulation_steps", "activation checkpointing"]
+    place = '"nvme", "nvme_path": "/a/folder"' if at_cpu else '"cpu"'
+    for key, at_stage in (("offload_optimizer", 0), ("offload_param", 3)):
+        device = getattr(zero, key).device
+        if stage >= at_stage and (device == "none" or (device == "cpu" and at_cpu)):
+            ways.append(f'"zero_optimization": {{"{key}": {{"device": {place}}}}}')
     error.args = (
         f"{error}\n\nzeroengine holds, {engine.memory()}\n\nThe rest are activations, temporaries and what else runs "
         f"there. What takes less: {', or '.join(ways)}.",
