@@ -127,6 +127,19 @@ def test_losses_are_those_of_a_step_that_waits() -> None:
     assert issued == pytest.approx(waiting, rel=1e-6), "the norm adds in another order"
 
 
+def capturing() -> tuple[str, bool]:
+    engine = engine_at(2)
+    engine.backward(engine(*on_gpu(0, 0)))
+    with pytest.raises(zeroengine.ZeroEngineError) as error, torch.cuda.graph(torch.cuda.CUDAGraph()):
+        engine.step()
+    return str(error.value), bool(engine.step())
+
+
+def test_a_step_inside_a_graph_is_refused_and_can_be_taken_outside() -> None:
+    message, updated = run_ranks(1, capturing)[0]
+    assert message.startswith("step() inside the capture of a CUDA graph") and updated
+
+
 # -- states in CPU memory and on disk --------------------------------------------------------------------
 
 CPU, NVME = {"device": "cpu"}, {"device": "nvme"}

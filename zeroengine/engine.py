@@ -292,11 +292,17 @@ class Engine:
             Whether parameters were updated. On a GPU an object whose truth value says so: asking it waits for the norm.
 
         Raises:
-            ZeroEngineError: there was no backward since the last call, or it is called inside ``gathered`` or
-                ``no_sync``, or gradients overflow at the smallest loss scale.
+            ZeroEngineError: there was no backward since the last call, or it is called inside ``gathered``,
+                ``no_sync`` or the capture of a CUDA graph, or gradients overflow at the smallest loss scale.
         """
         self._parking.check("step()")
         self._placement.check()
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise ZeroEngineError(
+                "step() inside the capture of a CUDA graph: what it does on the host (counters, schedule, which gradients "
+                "are overwritten) would not be done again at a replay. Leave it outside of the graph; what can be "
+                "captured is the update itself, zeroengine.ops.AdamTable."
+            )
         if not self._backward.done:
             raise ZeroEngineError("step() without backward(): call engine.backward(loss) (or loss.backward()) first")
         boundary = self.is_gradient_accumulation_boundary()
