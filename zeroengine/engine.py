@@ -299,9 +299,9 @@ class Engine:
         self._placement.check()
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise ZeroEngineError(
-                "step() inside the capture of a CUDA graph: what it does on the host (counters, schedule, which gradients "
-                "are overwritten) would not be done again at a replay. Leave it outside of the graph; what can be "
-                "captured is the update itself, zeroengine.ops.AdamTable."
+                "step() inside the capture of a CUDA graph: what it does on the host (counters, schedule, which "
+                "gradients are overwritten) would not be done again at a replay. Leave it outside of the graph; what "
+                "can be captured is the update itself, zeroengine.ops.AdamTable."
             )
         if not self._backward.done:
             raise ZeroEngineError("step() without backward(): call engine.backward(loss) (or loss.backward()) first")
