@@ -49,7 +49,7 @@ CUDA_ARCHITECTURES = "80 90 100"
 # --fmad=false is the GPU's -ffp-contract=off. ptxas reports registers and spills.
 CUDA_FLAGS = (
     "-std=c++17 -O3 --fmad=false --ftz=false --prec-div=true --prec-sqrt=true -Xptxas -v "
-    "-Xcompiler -fPIC,-fvisibility=hidden,-Wall"
+    "-Xcompiler -fPIC,-fvisibility=hidden,-Wall,-ffp-contract=off"
 ).split()
 # CUDA's runtime stays inside, hidden: torch has one of its own.
 CUDA_LINK_FLAGS = "-nodlink -cudart static -Xlinker --exclude-libs,ALL".split()

@@ -26,7 +26,7 @@ struct Sums {
 #pragma unroll
     for (int j = 0; j < kCount; ++j) {
       const double value = double(to_float(pack.v[j]));
-      at[j % 4] += value * value;  // exact, and added in one rounding, fused or not
+      at[j % 4] = fma(value, value, at[j % 4]);  // the product is exact: one rounding, fused or not
     }
   }
 };
