@@ -91,8 +91,8 @@ struct ze_cuda_array {
 /* How many doubles ze_cuda_squared_norm wants as workspace. `arrays` is the host's. */
 ZE_API int64_t ze_cuda_squared_norm_workspace(const struct ze_cuda_array* arrays, int64_t num_arrays);
 
-/* *result = sum of the squares of all elements of all arrays in double, in an order that depends on their lengths
- * alone. It is finite exactly if every element is. `arrays` is the host's. */
+/* *result = sum of the squares of all elements of all arrays in double: the arrays' own sums added up one by one, each in
+ * an order that its length alone decides. It is finite exactly if every element is. `arrays` is the host's. */
 ZE_API int ze_cuda_squared_norm(int device, void* stream, const struct ze_cuda_array* arrays, int64_t num_arrays,
                                 double* workspace, double* result);
 

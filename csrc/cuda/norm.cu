@@ -1,4 +1,5 @@
-// The squared norm in two stages, and what becomes of it: each tile's sum, then the sum of these.
+// The squared norm in stages, and what becomes of it: each tile's sum, of these each array's, and of these the whole, in
+// their order. So arrays have the sum of their own norms, to the last bit.
 #include "device.h"
 
 namespace ze {
@@ -71,11 +72,23 @@ __global__ void __launch_bounds__(kThreads) squared_norm(NormArrays arrays, doub
   }
 }
 
-__global__ void __launch_bounds__(kFinishThreads) finish_norm(const double* partial, int64_t count, double* result) {
+__host__ __device__ inline int64_t tiles_of(int64_t numel) { return (numel + kTile - 1) / kTile; }
+
+// A block for each array.
+__global__ void __launch_bounds__(kFinishThreads) finish_norms(NormArrays arrays, const double* partial, double* norms) {
+  const NormArray& array = arrays.at[blockIdx.x];
+  const int64_t count = tiles_of(array.numel);
   double sum = 0;
-  for (int64_t i = threadIdx.x; i < count; i += kFinishThreads) sum += partial[i];
+  for (int64_t i = threadIdx.x; i < count; i += kFinishThreads) sum += partial[array.first_tile + i];
   sum = block_sum<kFinishThreads>(sum);
-  if (threadIdx.x == 0) *result = sum;
+  if (threadIdx.x == 0) norms[blockIdx.x] = sum;
+}
+
+__global__ void add_norms(const double* norms, int64_t count, double* result) {
+  double sum = 0;
+#pragma unroll 8  // loads ahead
+  for (int64_t i = 0; i < count; ++i) sum += norms[i];
+  *result = sum;
 }
 
 __global__ void gradient_factor(const double* squared_norm, const double* loss_scale, double divisor, double limit,
@@ -88,15 +101,13 @@ __global__ void gradient_factor(const double* squared_norm, const double* loss_s
   factor->overflow = skip && !(*squared_norm < INFINITY) ? 1 : 0;
 }
 
-int64_t tiles_of(int64_t numel) { return (numel + kTile - 1) / kTile; }
-
 }  // namespace
 }  // namespace ze
 
 int64_t ze_cuda_squared_norm_workspace(const ze_cuda_array* arrays, int64_t num_arrays) {
   int64_t tiles = 0;
   for (int64_t i = 0; i < num_arrays; ++i) tiles += ze::tiles_of(arrays[i].numel);
-  return tiles;
+  return num_arrays + tiles;
 }
 
 int ze_cuda_squared_norm(int device, void* stream, const ze_cuda_array* arrays, int64_t num_arrays, double* workspace,
@@ -104,6 +115,7 @@ int ze_cuda_squared_norm(int device, void* stream, const ze_cuda_array* arrays, 
   ZE_RETURN_IF(cudaSetDevice(device));
   for (int64_t i = 0; i < num_arrays; ++i)
     if (!ze::known(arrays[i].dtype)) return ZE_BAD_DTYPE;
+  double* partial = workspace + num_arrays;
   int64_t done = 0;
   for (int64_t i = 0; i < num_arrays;) {
     ze::NormArrays batch = {};
@@ -113,10 +125,13 @@ int ze_cuda_squared_norm(int device, void* stream, const ze_cuda_array* arrays, 
       batch.at[batch.count++] = {arrays[i].data, arrays[i].numel, tiles, arrays[i].dtype};
       tiles += ze::tiles_of(arrays[i].numel);
     }
-    ZE_RETURN_IF(ze::launch_tiles(ze::squared_norm, device, tiles, stream, batch, workspace + done, tiles));
-    done += tiles;
+    if (!batch.count) break;
+    ZE_RETURN_IF(ze::launch_tiles(ze::squared_norm, device, tiles, stream, batch, partial, tiles));
+    ZE_RETURN_IF(ze::launch(ze::finish_norms, batch.count, ze::kFinishThreads, stream, batch, partial, workspace + done));
+    partial += tiles;
+    done += batch.count;
   }
-  return ze::launch(ze::finish_norm, 1, ze::kFinishThreads, stream, workspace, done, result);
+  return ze::launch(ze::add_norms, 1, 1, stream, workspace, done, result);
 }
 
 int ze_cuda_gradient_factor(int device, void* stream, const double* squared_norm, const double* loss_scale,

@@ -304,6 +304,15 @@ def test_the_norm_of_many_tensors(gpu: Gpu) -> None:
     check_norm(gpu, [torch.empty(0)] * 3)
 
 
+def test_the_norm_of_several_tensors_is_the_sum_of_their_own_to_the_last_bit(gpu: Gpu) -> None:
+    """So states that are away, whose norms are taken one by one, clip gradients to the bits of states that are here."""
+    tensors = [random(n * 977 % 50_000 + (n == 3) * NORM_TILE * 9, DTYPES[n % 3], n) for n in range(70)]
+    alone = 0.0
+    for x in tensors:
+        alone += check_norm(gpu, [x])
+    assert check_norm(gpu, tensors) == alone
+
+
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_norm_is_not_finite_exactly_if_an_element_is_not(gpu: Gpu, dtype: torch.dtype, bad: float) -> None:

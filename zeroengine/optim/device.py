@@ -28,7 +28,10 @@ from .states import UnitStates
 
 
 class Verdict:
-    """What became of a step: true if it updated parameters. Whoever looks waits for the norm, not for the rest."""
+    """What became of a step: true if it updated parameters. Whoever looks waits for the norm, not for the rest.
+
+    Equal to the bool that it stands for, and pickled as that.
+    """
 
     def __init__(self, values: HostCopy) -> None:
         self._copy = values
@@ -39,6 +42,15 @@ class Verdict:
 
     def __bool__(self) -> bool:
         return not self._values[2]
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self) == other
+
+    def __hash__(self) -> int:
+        return hash(bool(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return bool, (bool(self),)
 
     def __repr__(self) -> str:
         return "updated" if self else "skipped"
