@@ -5,6 +5,7 @@ Processes fork from a server that has torch imported already, so a run costs a f
 
 from __future__ import annotations
 
+import io
 import multiprocessing as mp
 import os
 import pickle
@@ -95,6 +96,21 @@ def _collect(pipes: dict[Connection, int], timeout: float) -> dict[int, tuple[An
     return answers
 
 
+def on_cpu(answer: Any) -> Any:
+    """The same, for a process without a GPU."""
+    import torch
+
+    class Pickler(pickle.Pickler):
+        def reducer_override(self, found: Any) -> Any:
+            if isinstance(found, torch.Tensor) and found.is_cuda:
+                return found.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            return NotImplemented
+
+    file = io.BytesIO()
+    Pickler(file).dump(answer)
+    return pickle.loads(file.getvalue())
+
+
 def _run(
     pipe: Connection,
     rank: int,
@@ -122,7 +138,8 @@ def _run(
     if sharing_gpu:
         share_gpu(rank)
     try:
-        pipe.send_bytes(pickle.dumps(("returned", function(*args))))
+        answer = function(*args)
+        pipe.send_bytes(pickle.dumps(("returned", on_cpu(answer) if sharing_gpu else answer)))
     except BaseException as error:
         pipe.send_bytes(pickle.dumps(("raised", type(error).__name__, str(error), traceback.format_exc())))
     pipe.close()
