@@ -520,7 +520,7 @@ class Engine:
         Args:
             tag: the checkpoint's name; ``step-<global_steps>`` where None.
             client_state: what else is to be kept: tensors, numbers, strings, and lists, tuples and dicts of them.
-                Rank 0's counts.
+                Rank 0's counts. Its tensors come back on the CPU.
 
         Raises:
             ZeroEngineError: on every rank; there is no such checkpoint then.

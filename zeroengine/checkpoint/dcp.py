@@ -252,7 +252,7 @@ class _LoadPlanner(LoadPlanner):
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.objects[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+        self.objects[read_item.dest_index.fqn] = torch.load(value, map_location="cpu", weights_only=True)
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         tensor = self._pieces[read_item.dest_index]

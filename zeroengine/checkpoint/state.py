@@ -154,7 +154,7 @@ def param_groups(trained: Trained) -> list[dict[str, Any]]:
 
 
 def storable(what: str, value: Any) -> Any:
-    """A copy of ``value`` as a checkpoint gives it back.
+    """A copy of ``value`` as a checkpoint gives it back, with tensors on the CPU: another machine may have no GPU.
 
     Raises:
         CheckpointError: it holds objects that no checkpoint may.
@@ -163,7 +163,7 @@ def storable(what: str, value: Any) -> Any:
         stream = io.BytesIO()
         torch.save(value, stream)
         stream.seek(0)
-        return torch.load(stream, weights_only=True)
+        return torch.load(stream, map_location="cpu", weights_only=True)
     except Exception as error:
         raise CheckpointError(
             f"{what} cannot be kept in a checkpoint: {str(error).splitlines()[0]}. It may hold tensors, numbers, "

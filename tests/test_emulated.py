@@ -1,0 +1,40 @@
+"""Training on a GPU that the CPU plays: what of it runs each time.
+
+``ZEROENGINE_TEST_DEVICE=emulated bin/test`` runs the whole suite so, ``ZEROENGINE_TEST_DEVICE=cuda`` on a real one.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.emulated import wanted
+
+ROOT = Path(__file__).parents[1]
+SHORT = (
+    "tests/emulated",
+    "tests/test_gpu.py::test_forward_backward_and_step_wait_for_nothing[bf16]",
+    "tests/test_gpu.py::test_an_overflow_changes_nothing",
+    "tests/test_gpu.py::test_a_step_inside_a_graph_is_refused_and_can_be_taken_outside",
+    "tests/test_gpu.py::test_states_away_give_the_losses_of_states_on_the_gpu[both-bf16]",
+    "tests/ops/test_cuda_device.py::test_a_step_waits_for_nothing",
+    "tests/ops/test_cuda_device.py::test_a_graph_replays_the_step_with_the_values_of_the_day",
+    "tests/distributed/test_stages.py::test_fp32_losses_are_bit_for_bit_equal_at_every_stage_and_match_one_process[2]",
+    "tests/distributed/test_offload.py::test_nvme_gives_the_bits_of_memory[bf16-2-3-which7]",
+    "tests/distributed/test_gathered.py",
+    "tests/checkpoint/test_engine_checkpoints.py",
+)
+
+
+@pytest.mark.skipif(wanted() != "cpu", reason="every test runs on a GPU")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++: the GPU cannot be compiled")
+def test_engines_train_on_a_gpu_that_the_cpu_plays() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", *SHORT]
+    settings = os.environ | {"ZEROENGINE_TEST_DEVICE": "emulated"}
+    done = subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-10_000:]
