@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,11 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-SCRIPT = Path(__file__).parents[1] / "benchmarks/gpu.py"
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "benchmarks/gpu.py"
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True)
+def run(*arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, SCRIPT, *arguments], capture_output=True, text=True, env=os.environ | settings
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -35,6 +39,21 @@ def test_a_section_runs(section: str) -> None:
     done = run("--rehearse", "--section", section)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]).count("\n| ") >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "section",
+    [
+        *("Correctness", "The fused update", "The fused update beside torch", "Norm and cast-copies", "Training"),
+        *("Memory", "The largest model"),
+    ],
+)
+def test_a_section_runs_on_a_gpu_that_the_cpu_plays(section: str) -> None:
+    done = run("--rehearse", "--section", section, PYTHONPATH=f"{ROOT}:{ROOT / 'tests/emulated/start'}")
+    assert done.returncode == 0, done.stderr
+    page = json.loads(done.stdout.splitlines()[-1])
+    assert ("G parameters" in page or page.count("\n| ") >= 2) and "failed" not in page
 
 
 @pytest.mark.slow
