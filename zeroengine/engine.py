@@ -692,9 +692,10 @@ class Engine:
     def close(self) -> None:
         """Gives back what the engine holds outside of tensors. The model keeps working where it is not partitioned.
 
-        Call it on every rank.
+        Call it on every rank. On a GPU it also says what became of the last step, as ``steps_per_print`` asks.
         """
         try:
+            self._steps.conclude()
             if self._checkpoints is not None:
                 self._checkpoints.close()
             self.gatherer.settle()

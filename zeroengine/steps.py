@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -88,6 +89,14 @@ class Steps:
         self._published()
         late = not config.scales_loss and can_be_taken_back(schedule)
         groups = self._optimizer.param_groups
+        me = weakref.ref(self)
+
+        def asked(verdict: Verdict) -> None:
+            steps = me()
+            if steps is not None and steps._issued is not None and steps._issued[0] is verdict:
+                steps.settle()
+
+        verdict.asked = asked
         self._issued = (verdict, reversibly(self._step_schedule, schedule, groups) if late else None)
         self._reducer.reset()
         if not late:

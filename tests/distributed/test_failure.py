@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroengine
+from tests.emulated import cpu_alone, wanted
 from zeroengine import DivergenceError
 from zeroengine.comm import Group
 
@@ -31,6 +32,14 @@ UNIT = r"(blocks\.\d|rest|norm)"
 PATIENCE = 3.0  # seconds: comm.timeout_seconds where the test waits for it
 SOON = 30.0  # seconds: well within LONG, with room for a busy machine
 LONG = 300.0
+
+
+@pytest.fixture(autouse=True)
+def shared_memory_is_for_cpus(request: pytest.FixtureRequest) -> None:
+    call = getattr(request.node, "callspec", None)
+    if wanted() != "cpu" and call is not None and "shm" in call.params.values():
+        pytest.skip("on the CPU alone: shared memory")
+
 
 BOTH = pytest.mark.parametrize("transport", ["shm", "gloo"])
 
@@ -162,6 +171,7 @@ def skip_without_gathered() -> tuple[str, float]:
     return until_error(run)
 
 
+@cpu_alone("shared memory")
 def test_at_stage_3_a_module_that_one_rank_skips_is_an_error_that_names_it() -> None:
     for message, seconds in run_ranks(2, skip_without_gathered):
         assert "blocks.1" in message and "the ranks run different units" in message, message
@@ -238,6 +248,7 @@ def stall_as_on_a_device(folder: Path) -> None:
         engine.step()
 
 
+@cpu_alone("Gloo stands in for NCCL")
 def test_a_rank_that_waits_for_its_device_is_ended_with_the_same_words(tmp_path: Path) -> None:
     began = time.monotonic()
     run_ranks(2, stall_as_on_a_device, tmp_path, missing=(1,))

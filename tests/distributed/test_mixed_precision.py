@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.emulated import a_real_gpu
+
 from .models import TinyLM
 from .ranks import run_ranks
 from .test_parameters import Skipping, skipping_on_all_ranks
@@ -115,6 +117,7 @@ def sparse() -> nn.Module:
     return model
 
 
+@a_real_gpu("sparse tensors")
 def test_sparse_gradients_of_embeddings_are_as_good_as_dense_ones() -> None:
     expected = run_ranks(2, train_at, (0, 3), Task(factory=dense), ordinary_loop, {})
     for found, others in zip(

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import zeroengine
+from tests.emulated import a_real_gpu
 from zeroengine.optim.fused import SEGMENT_TABLES
 
 from .models import WIDTH, Block, TinyLM, batch, build
@@ -305,6 +306,8 @@ class Attention(nn.Module):
         return self.lstm(self.attention(x, x, x, need_weights=False)[0])[0].square().mean()
 
 
+@a_real_gpu("a kernel of its own for LSTM cells")
+@a_real_gpu("a kernel of its own for LSTM cells")
 def test_attention_and_recurrent_layers_of_torch() -> None:
     check_every_stage(Task(factory=Attention, data=features), units=["attention.out_proj", "lstm"])
 

@@ -35,6 +35,13 @@ def cpu_alone(reason: str) -> Any:
     return pytest.mark.skipif(wanted() != "cpu", reason=f"on the CPU alone: {reason}")
 
 
+def a_real_gpu(reason: str) -> Any:
+    """A test that runs on the CPU and on a GPU, but not on the emulated one."""
+    import pytest
+
+    return pytest.mark.skipif(wanted() == "emulated", reason=f"not on an emulated GPU: {reason}")
+
+
 def load() -> None:
     ctypes.CDLL(str(build()), ctypes.RTLD_GLOBAL)
 

@@ -31,16 +31,23 @@ class Verdict:
     """What became of a step: true if it updated parameters. Whoever looks waits for the norm, not for the rest.
 
     Equal to the bool that it stands for, and pickled as that.
+
+    Attributes:
+        asked: called when its truth is first asked for.
     """
 
     def __init__(self, values: HostCopy) -> None:
         self._copy = values
+        self.asked: Callable[[Verdict], None] | None = None
 
     @cached_property
     def _values(self) -> list[float]:
         return self._copy.read()
 
     def __bool__(self) -> bool:
+        asked, self.asked = self.asked, None
+        if asked is not None:
+            asked(self)
         return not self._values[2]
 
     def __eq__(self, other: object) -> bool:
