@@ -255,7 +255,7 @@ def stalling() -> str:
     """A gather behind a GPU that does not get on, over NCCL."""
     dist.init_process_group("nccl")
     transport = Group(None, torch.device("cuda", 0))._native(timeout=1.0)
-    full, shard = transport.empty(2, torch.float32), transport.empty(2, torch.float32)
+    full, shard = (transport.empty(2, torch.float32, "gather") for _ in range(2))
     for _ in range(3):
         transport.gather.all_gather(full, shard, "blocks.0").wait()
         torch.cuda.synchronize()
