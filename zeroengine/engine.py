@@ -33,6 +33,7 @@ from .optim import (
 from .partition import Degrees, UnitPlan, degrees_of_stage
 from .runtime import Gatherer, Reducer, Unit, UnitGradients, claim, eager, precision
 from .runtime.freed import Freed, return_freed_memory
+from .runtime.reserve import expected, needed, slots_needed
 from .steps import Steps
 
 if TYPE_CHECKING:
@@ -97,6 +98,11 @@ class Engine:
         with group.agreeing("to initialize"):
             self._placement = place(plans, degrees, config, self._transport, group.device, copies)
         each = [self._degrees_of(plan, degrees) for plan in plans]
+        slots = None
+        if config.comm.register_buffers == "symmetric":  # before any other memory of the channels
+            expecting = expected(plans, each, self._placement, config, self._transport)
+            group.reserve(needed(expecting, zero.prefetch_bucket_size, zero.reduce_bucket_size))
+            slots = slots_needed(expecting, zero.reduce_bucket_size)
         masters = iter(self._placement.optimizer)
         freed = Freed()
         self._units = [
@@ -128,6 +134,7 @@ class Engine:
             arriving=self._backward.arriving,
             homes=self._placement.optimizer,
             together=self.device.type == "cuda" if on_device is None else on_device,
+            slots=slots,
         )
         self._backward.gatherer, self._backward.reducer = self.gatherer, self.reducer
         with group.agreeing("to initialize"):

@@ -5,22 +5,23 @@ what it receives into registered with its communicator, on all ranks or on none:
 which no other communicator knows.
 
 [Note: Symmetric memory]
-NCCL finds a peer's memory by where its own lies: in which segment, and where in it. So every rank must have made the
-same allocations in the same order, and each registration is a collective operation, which hangs where a rank lacks.
+NCCL finds a peer's memory by where its own lies: in which segment, and where in it. So every rank must make the same
+allocations in the same order. To register a segment is a collective operation, which hangs where a rank lacks.
 - All that training is expected to need is one segment of each pool, taken and registered before anything else
-  (``runtime/reserve.py``): torch's allocator then divides it alike on all ranks, by size and by place. Between
-  segments older torch chooses by address, which is each rank's own.
-- torch serves a megabyte and less from small segments; so nothing asks for as little.
-- The allocator follows the host: memory is free again once it was let go, for nothing here calls ``record_stream``.
-  What the host does is the same on all ranks, as units are gathered and reduced in one order; and where it would
-  depend on how far the device is, it does not ask (``NativeChannel.reusable``).
-It fails where ranks let go of units at different times (other modules, other exceptions, other streams), or where
-more than was reserved is needed and older torch chooses between segments. So places are compared with the order of
-operations, and ranks that differ end with a ``DivergenceError``, before a checkpoint is written.
+  (``runtime/reserve.py``). torch's allocator divides it alike on all ranks, by size and by place; between several
+  segments torch before 2.13 chooses by address, which is each rank's own.
+- A megabyte and less comes from small segments of their own: so nothing here asks for as little.
+- The allocator follows the host: what was let go is free at once, for nothing here calls ``record_stream``. The host
+  does the same on all ranks, for units are gathered and reduced in one order, and where it would go by how far the
+  device is it does not ask (``NativeChannel.reusable``).
+It fails where ranks let go of units in another order, by other modules, exceptions or streams, and may where more is
+needed than was reserved. So places are compared along with the order of operations: ranks that differ end with a
+``DivergenceError``, a step late, but before a checkpoint is written.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -30,6 +31,7 @@ import torch.distributed as dist
 
 from ..errors import ZeroEngineError
 
+log = logging.getLogger("zeroengine")
 LARGE = (1 << 20) + 512  # bytes: the least that torch takes from a large segment
 
 
@@ -117,6 +119,10 @@ class RegisteredPool:
             address = new.data_ptr()
             found = ((segment["address"], segment["total_size"]) for segment in self._pool.snapshot())
             self._segments.append(next(s for s in found if s[0] <= address < s[0] + s[1]))
+            if len(self._segments) == 2:
+                log.warning(
+                    "comm.register_buffers: more symmetric memory is needed than was reserved; see docs/cuda.md"
+                )
 
     def close(self) -> None:
         if self._registered:

@@ -131,4 +131,6 @@ def _buckets(units: Sequence[Expected], bucket_numel: int | None) -> Iterator[in
     """Slots, and for each what its sum may be received into."""
     shares = min((unit.layout.degrees.optimizer for unit in units), default=1)
     for (numel, dtype), count in slots_needed(units, bucket_numel).items():
-        yield count * (_bytes(numel, dtype) + _bytes(numel // shares, dtype))
+        yield count * _bytes(numel, dtype)
+        if shares > 1:
+            yield count * _bytes(numel // shares, dtype)
