@@ -10,6 +10,7 @@ import pytest
 
 import zeroengine
 from tests.comm.pools import Place, Pool, pretended
+from tests.emulated import cpu_alone
 from zeroengine.offload.parking import STATES
 from zeroengine.start import make_engine
 
@@ -17,6 +18,7 @@ from .models import batch, build, config
 from .ranks import run_ranks
 from .training import start
 
+pytestmark = cpu_alone("where memory would lie is modelled")
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "accumulating in fp32": {"bf16": {"enabled": True}, "gradient_accumulation_steps": 2},
