@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.ranks import run_ranks
+from tests.emulated import cpu_alone
 from zeroengine.comm import Group
 from zeroengine.comm.native import NativeTransport
 from zeroengine.comm.registered import LARGE, RegisteredPool
@@ -16,6 +17,7 @@ from zeroengine.errors import DivergenceError, ZeroEngineError
 
 from .pools import Backend, OldBackend, Pool, RefusingBackend, pretended
 
+pytestmark = cpu_alone("where memory would lie is modelled")
 CPU = torch.device("cpu")
 
 

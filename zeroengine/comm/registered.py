@@ -14,9 +14,9 @@ allocations in the same order. To register a segment is a collective operation, 
 - The allocator follows the host: what was let go is free at once, for nothing here calls ``record_stream``. The host
   does the same on all ranks, for units are gathered and reduced in one order, and where it would go by how far the
   device is it does not ask (``NativeChannel.reusable``).
-It fails where ranks let go of units in another order, by other modules, exceptions or streams, and may where more is
-needed than was reserved. So places are compared along with the order of operations: ranks that differ end with a
-``DivergenceError``, a step late, but before a checkpoint is written.
+It fails where ranks take or let go in another order, by other modules, unused parameters, exceptions or streams, and
+may where more is needed than was reserved. So places are compared along with the order of operations: ranks that
+differ end with a ``DivergenceError``, a step late, but before a checkpoint is written.
 """
 
 from __future__ import annotations
