@@ -211,6 +211,51 @@ def test_every_stage_trains_alike_over_nccl_and_waits_for_nothing(name: str) -> 
         assert ranks[0][0] == pytest.approx(found[0][0][0], rel=1e-5 if name == "fp32" else 2e-2)
 
 
+@several
+@pytest.mark.parametrize("how", [True, "symmetric"])
+def test_registered_memory_changes_no_number_over_nccl(how: Any) -> None:
+    more = PRECISIONS["bf16"] | {"gradient_accumulation_steps": 2}
+    for stage in range(4):
+        plain, registered = (
+            run_ranks(2, trained, stage, more | {"comm": {"register_buffers": chosen}}) for chosen in (False, how)
+        )
+        assert registered[0] == registered[1]
+        assert registered[0][0] == pytest.approx(plain[0][0], rel=2e-2)
+
+
+def registering(how: Any) -> tuple[list[float], list[Any]]:
+    """NCCL with one rank, which takes more than was reserved."""
+    dist.init_process_group("nccl")
+    group = Group(None, torch.device("cuda", 0))
+    transport = group._native(60.0, how)
+    group.reserve({"gather": 1 << 24, "reduce": 1 << 24})
+    shard = transport.empty(1 << 20, torch.float32, "gather").fill_(3.0)
+    buffers = [transport.buffer(1 << 20, torch.float32) for _ in range(6)]
+    found = []
+    for buffer in buffers:
+        transport.gather.all_gather(buffer.tensor, shard, "unit").wait()
+        found.append(buffer.tensor.double().mean().item())
+        buffer.free()
+        buffer.prepare()
+    kept, bucket = (transport.empty(1 << 20, torch.float32, "reduce").fill_(value) for value in (0.0, 3.0))
+    for _ in range(2):
+        transport.reduce.reduce_scatter(kept, bucket, "unit", accumulate=True).wait()
+    found.append(kept.double().mean().item())
+    places = [group._pools["gather"].place(tensor) for tensor in (shard, *(buffer.tensor for buffer in buffers))]
+    transport.close()
+    return found, places
+
+
+@a_real_one
+@pytest.mark.parametrize("how", [True, "symmetric"])
+def test_nccl_takes_registered_memory(how: Any) -> None:
+    found, places = run_ranks(1, registering, how)[0]
+    assert found == [3.0] * 6 + [6.0]
+    if how == "symmetric":
+        assert len(set(places)) == 7
+        assert [segment for segment, _ in places[:4]] == [0] * 4 and max(places)[0] > 0
+
+
 def sharing() -> str:
     torch.cuda.set_device(0)
     with pytest.raises(zeroengine.ZeroEngineError) as error:
@@ -255,7 +300,7 @@ def stalling() -> str:
     """A gather behind a GPU that does not get on, over NCCL."""
     dist.init_process_group("nccl")
     transport = Group(None, torch.device("cuda", 0))._native(timeout=1.0)
-    full, shard = transport.empty(2, torch.float32), transport.empty(2, torch.float32)
+    full, shard = (transport.empty(2, torch.float32, "gather") for _ in range(2))
     for _ in range(3):
         transport.gather.all_gather(full, shard, "blocks.0").wait()
         torch.cuda.synchronize()

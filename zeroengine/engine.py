@@ -15,7 +15,7 @@ from torch import nn
 from . import birth
 from .access import Access
 from .backward import Backward
-from .comm import Group
+from .comm import ChannelName, Group
 from .config import FLOATS, Config
 from .data import ResumableLoader
 from .errors import ZeroEngineError
@@ -33,6 +33,7 @@ from .optim import (
 from .partition import Degrees, UnitPlan, degrees_of_stage
 from .runtime import Gatherer, Reducer, Unit, UnitGradients, claim, eager, precision
 from .runtime.freed import Freed, return_freed_memory
+from .runtime.reserve import expected, needed, slots_needed
 from .steps import Steps
 
 if TYPE_CHECKING:
@@ -96,11 +97,17 @@ class Engine:
         degrees = degrees_of_stage(zero.stage, group.world_size)
         with group.agreeing("to initialize"):
             self._placement = place(plans, degrees, config, self._transport, group.device, copies)
+        each = [self._degrees_of(plan, degrees) for plan in plans]
+        slots = None
+        if config.comm.register_buffers == "symmetric":  # before any other memory of the channels
+            expecting = expected(plans, each, self._placement, config, self._transport)
+            group.reserve(needed(expecting, zero.prefetch_bucket_size, zero.reduce_bucket_size))
+            slots = slots_needed(expecting, zero.reduce_bucket_size)
         masters = iter(self._placement.optimizer)
         freed = Freed()
         self._units = [
-            self._build(plan, degrees, stored, next(masters) if plan.trainable else None, freed)
-            for plan, stored in zip(plans, self._placement.parameters, strict=True)
+            self._build(plan, its, stored, next(masters) if plan.trainable else None, freed)
+            for plan, its, stored in zip(plans, each, self._placement.parameters, strict=True)
         ]
         birth.guard(model, self._units)
         precision.prepare_buffers(model, config, group.device, group.broadcast)
@@ -127,6 +134,7 @@ class Engine:
             arriving=self._backward.arriving,
             homes=self._placement.optimizer,
             together=self.device.type == "cuda" if on_device is None else on_device,
+            slots=slots,
         )
         self._backward.gatherer, self._backward.reducer = self.gatherer, self.reducer
         with group.agreeing("to initialize"):
@@ -168,11 +176,14 @@ class Engine:
             if config.dump_state:
                 print(config.describe(), flush=True)
 
+    def _degrees_of(self, plan: UnitPlan, degrees: Degrees) -> Degrees:
+        if plan.numel <= self.config.zero_optimization.param_persistence_threshold:
+            return dataclasses.replace(degrees, parameters=1)
+        return degrees
+
     def _build(
         self, plan: UnitPlan, degrees: Degrees, stored: StoredShards | None, masters: Store | None, freed: Freed
     ) -> Unit:
-        if plan.numel <= self.config.zero_optimization.param_persistence_threshold:
-            degrees = dataclasses.replace(degrees, parameters=1)
         unit = Unit(plan, degrees, self._transport, self._group.broadcast, stored, masters)
         # What its parameters had before, and what went into making their values, in fp32 if they are rounded then.
         freed.add(unit.full.nbytes + (4 * plan.numel if unit.mixed else 0))
@@ -404,7 +415,9 @@ class Engine:
 
     def reload_states(self) -> None:
         """Brings back what ``offload_states`` took away. Call it on every rank."""
-        self._parking.come_back()
+        channels: dict[int, ChannelName | None] = {id(unit.shard): "gather" for unit in self._units}
+        channels |= {id(grads.kept): grads.channel for grads in self.reducer.gradients}
+        self._parking.come_back(lambda tensor: self._transport.refill(tensor, channels.get(id(tensor))))
 
     # -- looking inside ---------------------------------------------------------------------------
 

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.ranks import run_ranks
 from zeroengine.comm import Group, Transport
 from zeroengine.comm.native import NativeTransport
-from zeroengine.comm.registered import RegisteredPool
-from zeroengine.errors import DivergenceError, ZeroEngineError
+from zeroengine.errors import DivergenceError
 
 CPU = torch.device("cpu")
 
@@ -28,7 +24,7 @@ def native() -> NativeTransport:
 
 
 def gather(transport: Transport, label: str) -> None:
-    full = transport.empty(2 * transport.world_size, torch.float32)
+    full = transport.empty(2 * transport.world_size, torch.float32, "gather")
     transport.gather.all_gather(full, torch.full((2,), float(transport.rank)), label).wait()
     assert full.tolist() == [0, 0, 1, 1]
 
@@ -90,7 +86,7 @@ def test_without_patience_nobody_waits_for_a_bucket() -> None:
 
 def accumulates() -> tuple[list[float], bool]:
     transport = native()
-    shard, full = torch.ones(2), transport.empty(4, torch.bfloat16).fill_(1 + transport.rank)
+    shard, full = torch.ones(2), transport.empty(4, torch.bfloat16, "reduce").fill_(1 + transport.rank)
     work = transport.reduce.reduce_scatter(shard, full, "blocks.0", accumulate=True)
     work.wait()
     work.wait()
@@ -101,74 +97,11 @@ def test_a_sum_is_added_once_in_the_dtype_of_what_is_kept() -> None:
     assert run_ranks(2, accumulates) == [([4.0, 4.0], True)] * 2
 
 
-class Counting:
-    """Stands in for a ``RegisteredPool``: counts what is allocated from it, and what elsewhere."""
-
-    def __init__(self) -> None:
-        self.inside = False
-        self.allocated = {True: 0, False: 0}
-        self.closed = False
-
-    @contextmanager
-    def allocating(self) -> Iterator[None]:
-        self.inside = True
-        yield
-        self.inside = False
-
-    def close(self) -> None:
-        self.closed = True
-
-
-class Allocations(TorchDispatchMode):
-    """Counts new memory."""
-
-    def __init__(self, pool: Counting) -> None:
-        super().__init__()
-        self._pool = pool
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._pool.allocated[self._pool.inside] += func.overloadpacket.__name__ == "empty"
-        return func(*args, **(kwargs or {}))
-
-
-def allocating_from_a_pool() -> tuple[dict[bool, int], list[bool], bool]:
-    dist.init_process_group("gloo")
-    pool = Counting()
-    transport = NativeTransport(dist.new_group(), dist.new_group(), CPU, "gloo", None, pool)  # type: ignore[arg-type]
-    with Allocations(pool):
-        transport.empty(8, torch.float32)
-        buffer = transport.buffer(8, torch.float32)
-    buffer.free()
-    where = []
-    resize = torch.UntypedStorage.resize_
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.UntypedStorage, "resize_", lambda *args: (where.append(pool.inside), resize(*args))[1])
-        buffer.prepare()
-    transport.close()
-    return pool.allocated, where, pool.closed
-
-
-def test_memory_for_collectives_comes_from_the_pool_that_is_registered() -> None:
-    assert run_ranks(1, allocating_from_a_pool)[0] == ({True: 2, False: 0}, [True], True)
-
-
-def registering_without_nccl() -> str:
-    dist.init_process_group("gloo")
-    with pytest.raises(ZeroEngineError) as error:
-        RegisteredPool((dist.new_group(),), CPU)
-    return str(error.value)
-
-
-def test_where_nothing_can_be_registered_it_says_what_to_write() -> None:
-    message = run_ranks(1, registering_without_nccl)[0]
-    assert message.startswith("comm.register_buffers: torch ") and message.endswith("): write false")
-
-
 def stalls() -> tuple[str, float]:
     """Rank 1 stays away; the hosts of the others run ahead, and wait for nothing."""
     transport = Group(None, CPU)._native(timeout=2.0)
     rank, store, began = transport.rank, dist.distributed_c10d._get_default_store(), time.monotonic()
-    transport.gather.all_gather(transport.empty(6, torch.float32), torch.ones(2), "blocks.4").wait()
+    transport.gather.all_gather(transport.empty(6, torch.float32, "gather"), torch.ones(2), "blocks.4").wait()
     message, labels = "", iter(["blocks.7", "blocks.6", "blocks.5"])
     while rank != 1 and not message and time.monotonic() < began + 30:
         try:
@@ -176,7 +109,7 @@ def stalls() -> tuple[str, float]:
                 transport.reduce.all_reduce(torch.ones(6), label)
             else:
                 time.sleep(0.2)
-                transport.gather.all_gather(transport.empty(6, torch.float32), torch.ones(2), "blocks.3")
+                transport.gather.all_gather(transport.empty(6, torch.float32, "gather"), torch.ones(2), "blocks.3")
         except DivergenceError as error:
             message = str(error)
     seconds = time.monotonic() - began

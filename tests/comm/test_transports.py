@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.ranks import RankFailed, run_ranks
-from zeroengine.comm import Group, Transport
+from zeroengine.comm import ChannelName, Group, Transport
 from zeroengine.comm.local import LocalTransport
 from zeroengine.comm.staged import StagedTransport
 from zeroengine.comm.sums import sum_in_rank_order
@@ -71,16 +71,16 @@ class Script:
         if expected is not None:
             assert torch.equal(result, expected)
 
-    def sent(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def sent(self, numel: int, dtype: torch.dtype, channel: ChannelName) -> tuple[torch.Tensor, list[torch.Tensor]]:
         everyone = [values(self.number, rank, numel, dtype) for rank in range(self.size)]
-        return self.transport.empty(numel, dtype).copy_(everyone[self.rank]), everyone
+        return self.transport.empty(numel, dtype, channel).copy_(everyone[self.rank]), everyone
 
     def mine(self, everyone: list[torch.Tensor]) -> torch.Tensor:
         return summed([piece.chunk(self.size)[self.rank] for piece in everyone])
 
     def gather(self, numel: int, dtype: torch.dtype) -> None:
-        shard, everyone = self.sent(numel, dtype)
-        full = self.transport.empty(numel * self.size, dtype)
+        shard, everyone = self.sent(numel, dtype, "gather")
+        full = self.transport.empty(numel * self.size, dtype, "gather")
         if self.shared.random() < 0.5:  # the shard is this rank's part of the result
             full.chunk(self.size)[self.rank].copy_(shard)
             shard = full.chunk(self.size)[self.rank]
@@ -88,7 +88,7 @@ class Script:
         self.open.append((self.transport.gather, work, full, torch.cat(everyone)))
 
     def scatter(self, numel: int, dtype: torch.dtype) -> None:
-        full, everyone = self.sent(numel * self.size, dtype)
+        full, everyone = self.sent(numel * self.size, dtype, "reduce")
         in_place = self.shared.random() < 0.5
         shard = full.chunk(self.size)[self.rank] if in_place else torch.empty(numel, dtype=dtype)
         work = self.transport.reduce.reduce_scatter(shard, full, f"unit {self.number}")
@@ -99,7 +99,7 @@ class Script:
         shard, parts = torch.full((numel,), 7.0, dtype=dtype), []
         for second in (False, True):
             self.number += 1
-            full, everyone = self.sent(numel * self.size, dtype)
+            full, everyone = self.sent(numel * self.size, dtype, "reduce")
             parts.append([piece.chunk(self.size)[self.rank] for piece in everyone])
             work = self.transport.reduce.reduce_scatter(shard, full, f"unit {self.number}", accumulate=second)
             wide = torch.float64 if dtype is torch.float64 else torch.float32
@@ -111,7 +111,7 @@ class Script:
             self.open.append((self.transport.reduce, work, shard, expected))
 
     def all_reduce(self, numel: int, dtype: torch.dtype) -> None:
-        full, everyone = self.sent(numel * self.size, dtype)
+        full, everyone = self.sent(numel * self.size, dtype, "reduce")
         self.transport.reduce.all_reduce(full, f"unit {self.number}").wait()  # in one order on all ranks
         assert torch.equal(full, summed(everyone))
 
@@ -139,7 +139,7 @@ def reuse_memory(kind: str) -> int:
     """One buffer sent over and over, as soon as it may be written again."""
     transport = transport_of(kind)
     numel, size = 30_000, transport.world_size
-    full = transport.empty(numel * size, torch.float32)
+    full = transport.empty(numel * size, torch.float32, "reduce")
     shards = [torch.empty(numel) for _ in range(40)]
     works, waits = [], 0
     for step, shard in enumerate(shards):
@@ -167,7 +167,7 @@ def gather_again(kind: str) -> None:
         numel = transport.shard_align(dtype) * 3
         buffer = transport.buffer(numel * transport.world_size, dtype)
         views = buffer.tensor.split(numel)
-        shard = transport.empty(numel, dtype)
+        shard = transport.empty(numel, dtype, "gather")
         assert buffer.nbytes() == buffer.tensor.nbytes
         buffer.free()
         for step in range(3):
@@ -193,7 +193,7 @@ def test_a_released_buffer_shows_new_values_at_the_next_gather_and_its_writes_st
 def many_operations() -> None:
     """More than a ring of records holds, with a rank that is slow to take part, and names that are long."""
     transport = transport_of("shm")
-    shards = [transport.empty(8, torch.float32).fill_(step) for step in range(600)]
+    shards = [transport.empty(8, torch.float32, "gather").fill_(step) for step in range(600)]
     fulls = [torch.empty(8 * transport.world_size) for _ in shards]
     works = [
         transport.gather.all_gather(f, s, f"{'x' * 150} {i}")
@@ -231,7 +231,7 @@ def test_all_ranks_use_gloo_where_one_cannot_share_memory_and_asking_for_it_is_a
 def test_one_rank_alone_moves_nothing() -> None:
     transport = LocalTransport(CPU)
     shard = torch.arange(5.0)
-    full = transport.empty(5, torch.float32)
+    full = transport.empty(5, torch.float32, "reduce")
     transport.gather.all_gather(full, shard, "unit").wait()
     assert torch.equal(full, shard)
     transport.reduce.reduce_scatter(full, shard, "unit", accumulate=True).wait()

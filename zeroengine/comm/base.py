@@ -23,11 +23,12 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Literal, Protocol
 
 import torch
+
+ChannelName = Literal["gather", "reduce"]
 
 
 class Work(Protocol):
@@ -54,27 +55,28 @@ class Buffer(Protocol):
         """Bytes that it holds now."""
 
 
+def refill(tensor: torch.Tensor) -> None:
+    """Gives memory of torch's own to a tensor whose storage was emptied."""
+    tensor.untyped_storage().resize_(tensor.nbytes)
+
+
 class ResizableBuffer:
     """A ``Buffer`` that empties its storage. Holds memory at first. See "Memory and streams" above.
 
     Args:
-        allocating: inside of what it gives, memory is allocated.
+        fill: gives ``tensor`` memory again.
     """
 
-    def __init__(
-        self, tensor: torch.Tensor, allocating: Callable[[], AbstractContextManager[Any]] = nullcontext
-    ) -> None:
-        self.tensor, self._allocating = tensor, allocating
+    def __init__(self, tensor: torch.Tensor, fill: Callable[[torch.Tensor], None] = refill) -> None:
+        self.tensor, self._fill = tensor, fill
         self._stream = self._current_stream()  # that the memory was allocated on
 
     def _current_stream(self) -> torch.cuda.Stream | None:
         return torch.cuda.current_stream(self.tensor.device) if self.tensor.is_cuda else None
 
     def prepare(self) -> None:
-        storage = self.tensor.untyped_storage()
-        if storage.size() == 0:
-            with self._allocating():
-                storage.resize_(self.tensor.nbytes)
+        if self.tensor.untyped_storage().size() == 0:
+            self._fill(self.tensor)
             self._stream = self._current_stream()
 
     def free(self) -> None:
@@ -113,15 +115,15 @@ class Channel(Protocol):
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Work:
         """``full[r * n:(r + 1) * n]`` = rank r's ``shard``, 1-D of n elements.
 
-        ``shard`` may be this rank's slice of ``full``. It must come from ``Transport.empty`` and stay as
-        it is until ``Transport.all_reduce_scalars`` has next returned.
+        ``shard`` may be this rank's slice of ``full``. It must come from ``Transport.empty`` for this channel and
+        stay as it is until ``Transport.all_reduce_scalars`` has next returned.
         """
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool = False) -> Work:
         """``shard`` = (or += with ``accumulate``) the sum over ranks of this rank's slice of their ``full``.
 
-        ``full`` must come from ``Transport.empty``, is 1-D of ``world_size * n`` elements, and may be
-        written again once it is ``reusable``. ``shard`` may be this rank's slice of ``full``.
+        ``full`` must come from ``Transport.empty`` for this channel, is 1-D of ``world_size * n`` elements, and may
+        be written again once it is ``reusable``. ``shard`` may be this rank's slice of ``full``.
         """
 
     def all_reduce(self, full: torch.Tensor, label: str) -> Work:
@@ -145,11 +147,18 @@ class Transport(Protocol):
     @property
     def reduce(self) -> Channel: ...
 
-    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Uninitialised memory, 1-D, that operations may send from."""
+    def empty(self, numel: int, dtype: torch.dtype, channel: ChannelName, *, sent: bool = True) -> torch.Tensor:
+        """Uninitialised memory, 1-D, that operations of ``channel`` may send from.
+
+        Args:
+            sent: False: they only receive into it.
+        """
+
+    def refill(self, tensor: torch.Tensor, channel: ChannelName | None) -> None:
+        """Memory again for a tensor whose storage was emptied: such as ``empty`` gives, or torch's own for None."""
 
     def buffer(self, numel: int, dtype: torch.dtype, *, copied: bool = False) -> Buffer:
-        """A full buffer of ``numel`` elements that this transport gathers into.
+        """A full buffer of ``numel`` elements that the gather channel gathers into.
 
         Args:
             copied: what is gathered stays when the shards that it came from are overwritten.

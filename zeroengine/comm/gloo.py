@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from .base import Buffer, ResizableBuffer, Work
+from .base import Buffer, ChannelName, ResizableBuffer, Work, refill
 from .sums import sum_in_rank_order
 from .watchdog import Watchdog
 
@@ -183,11 +183,14 @@ class GlooTransport:
         self.gather = GlooChannel("gather", group, watchdog, limit)
         self.reduce = GlooChannel("reduce", group, watchdog, limit)
 
-    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def empty(self, numel: int, dtype: torch.dtype, channel: ChannelName, *, sent: bool = True) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device="cpu")
 
+    def refill(self, tensor: torch.Tensor, channel: ChannelName | None) -> None:
+        refill(tensor)
+
     def buffer(self, numel: int, dtype: torch.dtype, *, copied: bool = False) -> Buffer:
-        return ResizableBuffer(self.empty(numel, dtype))
+        return ResizableBuffer(self.empty(numel, dtype, "gather"))
 
     def shard_align(self, dtype: torch.dtype) -> int:
         return 1

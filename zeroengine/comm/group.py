@@ -7,16 +7,16 @@ import contextlib
 import os
 import socket
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ..errors import DivergenceError, ZeroEngineError
 from . import shm
-from .base import Transport
+from .base import ChannelName, Transport
 from .gloo import GlooTransport
 from .local import LocalTransport
 from .native import NativeTransport
@@ -48,6 +48,7 @@ class Group:
         self.rank, self.world_size = group.rank(), group.size()
         self.device = device
         self._watchdog: Watchdog | None = None
+        self._pools: dict[ChannelName, RegisteredPool] = {}
         if device.type == "cuda":
             torch.cuda.set_device(device)
         self.backend = backend_of(group, device.type)
@@ -128,13 +129,13 @@ class Group:
         assert isinstance(group, dist.ProcessGroup)
         return group
 
-    def transport(self, kind: str, timeout: float, registered: bool = False) -> Transport:
+    def transport(self, kind: str, timeout: float, registered: bool | Literal["symmetric"] = False) -> Transport:
         """The fastest transport that all ranks can use.
 
         Args:
             kind: ``auto``, ``shm`` or ``gloo``: the configuration's ``comm.transport``.
             timeout: seconds after which a stalled operation is an error.
-            registered: whether NCCL is to register the memory that it moves.
+            registered: whether NCCL is to register the memory that it moves. "symmetric": ``reserve`` comes next.
 
         Raises:
             ZeroEngineError: ``shm`` or registration was asked for and some rank cannot use it.
@@ -159,19 +160,35 @@ class Group:
         reasons = [r for r in self.exchange(found if isinstance(found, str) else None) if r is not None]
         return reasons[0] if reasons else found
 
-    def _native(self, timeout: float, registered: bool = False) -> NativeTransport:
+    def _native(self, timeout: float, registered: bool | Literal["symmetric"] = False) -> NativeTransport:
         if self.backend == "fake":
             return NativeTransport(self.process_group, self.process_group, self.device, self.backend, None)
         later = timeout + LATER_S
         gather, reduce = self._new_group(later), self._new_group(later)
-        pool = self._registered(gather, reduce) if registered else None
-        return NativeTransport(gather, reduce, self.device, self.backend, self._watch(timeout), pool)
+        self._pools = {}
+        if registered:
+            for group in (gather, reduce):
+                dist.all_reduce(torch.zeros((), device=self.device), group=group)  # NCCL connects when first used
+            with self.agreeing("to register memory with NCCL"):
+                symmetric = registered == "symmetric"
+                self._pools["gather"] = RegisteredPool(gather, self.device, symmetric)
+                self._pools["reduce"] = RegisteredPool(reduce, self.device, symmetric)
+        return NativeTransport(gather, reduce, self.device, self.backend, self._watch(timeout), self._pools)
 
-    def _registered(self, *groups: dist.ProcessGroup) -> RegisteredPool:
-        for group in groups:
-            dist.all_reduce(torch.zeros((), device=self.device), group=group)  # NCCL connects when it is first used
-        with self.agreeing("to register memory with NCCL"):
-            return RegisteredPool(groups, self.device)
+    def reserve(self, nbytes: Mapping[ChannelName, int]) -> None:
+        """Registers as many bytes for each channel of the transport, where it is to have symmetric memory.
+
+        Raises:
+            ZeroEngineError: this torch or its NCCL cannot.
+        """
+        pools = {channel: pool for channel, pool in self._pools.items() if pool.symmetric}
+        if pools:
+            with self.agreeing("to take memory for NCCL"):
+                for channel, pool in pools.items():
+                    pool.reserve(nbytes[channel])
+            with self.agreeing("to register memory with NCCL"), self.waiting("register memory with NCCL"):
+                for pool in pools.values():
+                    pool.register()
 
     def _new_group(self, timeout: float) -> dist.ProcessGroup:
         ranks = dist.get_process_group_ranks(self.process_group)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .base import Buffer, Done, PagedBuffer, ResizableBuffer, Work
+from .base import Buffer, ChannelName, Done, PagedBuffer, ResizableBuffer, Work, refill
 
 
 class LocalChannel:
@@ -39,13 +39,16 @@ class LocalTransport:
         self._device = device
         self.gather = self.reduce = LocalChannel()
 
-    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def empty(self, numel: int, dtype: torch.dtype, channel: ChannelName, *, sent: bool = True) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=self._device)
+
+    def refill(self, tensor: torch.Tensor, channel: ChannelName | None) -> None:
+        refill(tensor)
 
     def buffer(self, numel: int, dtype: torch.dtype, *, copied: bool = False) -> Buffer:
         if self._device.type == "cpu":
             return PagedBuffer(numel, dtype)
-        return ResizableBuffer(self.empty(numel, dtype))
+        return ResizableBuffer(self.empty(numel, dtype, "gather"))
 
     def shard_align(self, dtype: torch.dtype) -> int:
         return 1

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..errors import DivergenceError
-from .base import Buffer, Done, ResizableBuffer, Work
+from .base import Buffer, ChannelName, Done, ResizableBuffer, Work, refill
 from .crossing import HostCopy, to_device
 from .registered import RegisteredPool
 from .watchdog import Watchdog
@@ -44,40 +42,67 @@ class ArrivingWork:
 
 
 class NativeChannel:
-    """See ``base.Channel``."""
+    """See ``base.Channel``. ``pool`` is where its memory comes from, if not from torch's own."""
 
-    def __init__(self, name: str, group: dist.ProcessGroup, watchdog: Watchdog | None) -> None:
-        self._name, self._group, self._watchdog = name, group, watchdog
+    def __init__(
+        self,
+        name: ChannelName,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        watchdog: Watchdog | None,
+        pool: RegisteredPool | None = None,
+    ) -> None:
+        self._name, self._group, self._device, self._watchdog, self._pool = name, group, device, watchdog, pool
+        self._symmetric = pool is not None and pool.symmetric
         self._seq = 0
         self.order = 0  # a checksum of every operation so far, compared at each step
         self.last = "nothing yet"
 
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Uninitialised memory, 1-D, to send from and to receive into."""
+        if self._pool is None:
+            return torch.empty(numel, dtype=dtype, device=self._device)
+        return self._pool.empty(numel, dtype)
+
+    def refill(self, tensor: torch.Tensor) -> None:
+        """The same for a tensor whose storage was emptied."""
+        if self._pool is None:
+            refill(tensor)
+        else:
+            self._pool.refill(tensor)
+
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Work:
-        self.record(f"gather {label}")
+        self.record(f"gather {label}", full, shard)
         return self.issue(lambda: _all_gather(full, shard, group=self._group, async_op=True))
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool = False) -> Work:
-        self.record(f"reduce {label}")
         direct = not accumulate and shard.dtype is full.dtype
-        target = shard if direct else torch.empty_like(shard, dtype=full.dtype)
+        target = shard if direct else self.empty(shard.numel(), full.dtype)
+        self.record(f"reduce {label}", full, target)
         work = self.issue(lambda: _reduce_scatter(target, full, group=self._group, async_op=True))
         return work if direct else ArrivingWork(work, shard, target, accumulate)
 
     def all_reduce(self, full: torch.Tensor, label: str) -> Work:
-        self.record(f"reduce {label}")
+        self.record(f"reduce {label}", full)
         return self.issue(lambda: dist.all_reduce(full, group=self._group, async_op=True))
 
     def reusable(self, work: Work, patience: float) -> bool:
-        """With patience the caller's stream is ordered behind ``work``, and the host goes on at once."""
+        """With patience the caller's stream is ordered behind ``work``, and the host goes on at once.
+
+        Without it the answer depends on how far the device is, unless all ranks are to use the same memory.
+        """
         if not patience:
-            return work.is_completed()
+            return not self._symmetric and work.is_completed()
         work.wait()
         return True
 
-    def record(self, what: str) -> None:
-        """Before an operation is issued."""
+    def record(self, what: str, full: torch.Tensor | None = None, shard: torch.Tensor | None = None) -> None:
+        """Before an operation is issued. ``full`` must lie alike on all ranks, ``shard`` be in the same segment."""
         self._seq += 1
         self.last = f"{what} (number {self._seq})"
+        if self._pool is not None and self._symmetric:
+            lies = [None if tensor is None else self._pool.place(tensor) for tensor in (full, shard)]
+            what = f"{what} {lies[0]} {lies[1] and lies[1][0]}"
         self.order = zlib.crc32(what.encode(), self.order)
 
     def issue(self, run: Callable[[], Work | None]) -> Work:
@@ -95,7 +120,7 @@ class _Orders:
 
 
 class NativeTransport:
-    """See ``base.Transport``. ``pool`` is where memory for collectives comes from, if not from torch's own.
+    """See ``base.Transport``. ``pools`` are where memory for collectives comes from, if not from torch's own.
 
     The orders of all ranks travel with ``all_reduce_scalars``. They are compared later, by ``check_order`` or when the
     ranks next meet, so that nobody waits for a device.
@@ -110,25 +135,28 @@ class NativeTransport:
         device: torch.device,
         name: str,
         watchdog: Watchdog | None,
-        pool: RegisteredPool | None = None,
+        pools: Mapping[ChannelName, RegisteredPool] | None = None,
     ) -> None:
         self.name = name
-        self._pool = pool
+        self._pools = pools or {}
         self.rank, self.world_size = gather.rank(), gather.size()
         self._device, self._group, self._watchdog = device, reduce, watchdog
-        self.gather = NativeChannel("gather", gather, watchdog)
-        self.reduce = NativeChannel("reduce", reduce, watchdog)
+        self.gather = NativeChannel("gather", gather, device, watchdog, self._pools.get("gather"))
+        self.reduce = NativeChannel("reduce", reduce, device, watchdog, self._pools.get("reduce"))
+        self._symmetric = any(pool.symmetric for pool in self._pools.values())
         self._orders: _Orders | None = None  # not compared yet
 
-    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        with self._allocating():
-            return torch.empty(numel, dtype=dtype, device=self._device)
+    def empty(self, numel: int, dtype: torch.dtype, channel: ChannelName, *, sent: bool = True) -> torch.Tensor:
+        return (self.gather if channel == "gather" else self.reduce).empty(numel, dtype)
 
-    def _allocating(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._pool is None else self._pool.allocating()
+    def refill(self, tensor: torch.Tensor, channel: ChannelName | None) -> None:
+        if channel is None:
+            refill(tensor)
+        else:
+            (self.gather if channel == "gather" else self.reduce).refill(tensor)
 
     def buffer(self, numel: int, dtype: torch.dtype, *, copied: bool = False) -> Buffer:
-        return ResizableBuffer(self.empty(numel, dtype), self._allocating)
+        return ResizableBuffer(self.gather.empty(numel, dtype), self.gather.refill)
 
     def shard_align(self, dtype: torch.dtype) -> int:
         return 1
@@ -149,6 +177,8 @@ class NativeTransport:
             raise DivergenceError(
                 f"the ranks have run different units since the start: rank {self.rank} was at {orders.at}. Every rank "
                 "must run the same modules in the same order."
+                + ' With "register_buffers": "symmetric" their memory may differ, too: write true.'
+                * self._symmetric
             )
         self._orders = None
 
@@ -157,7 +187,7 @@ class NativeTransport:
     def progress(self) -> None: ...
 
     def close(self) -> None:
-        if self._pool is not None:
-            self._pool.close()
+        for pool in self._pools.values():
+            pool.close()
         if self._watchdog is not None:
             self._watchdog.close()

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from .. import ops
-from .base import Buffer, PagedBuffer
+from .base import Buffer, ChannelName, PagedBuffer, refill
 from .shm_channel import CHANNELS, CONTROL_BYTES, ShmChannel, ShmPeer
 
 
@@ -75,7 +75,9 @@ class ShmTransport:
         descriptors = {fd, *(p.fd for p in self.others), *(p.pidfd for p in peers if p.pidfd >= 0)}
         self._finalizer = weakref.finalize(self, _close_all, descriptors)
 
-    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def empty(self, numel: int, dtype: torch.dtype, channel: ChannelName, *, sent: bool = True) -> torch.Tensor:
+        if not sent:
+            return torch.empty(numel, dtype=dtype, device="cpu")
         nbytes = max(numel, 1) * dtype.itemsize
         offset = -(-self._end // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         self._end = offset + nbytes
@@ -89,6 +91,9 @@ class ShmTransport:
         self._regions = [r for r in self._regions if r[0] + r[1] <= start or start + nbytes <= r[0]]
         self._regions.append((start, nbytes, offset))
         return tensor
+
+    def refill(self, tensor: torch.Tensor, channel: ChannelName | None) -> None:
+        refill(tensor)
 
     def buffer(self, numel: int, dtype: torch.dtype, *, copied: bool = False) -> Buffer:
         if copied:
@@ -113,7 +118,7 @@ class ShmTransport:
     def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
         # Two vectors in turn: a rank is at most one such operation ahead of the slowest reader.
         if not self._scalars or self._scalars[0].numel() < values.numel():
-            self._scalars = [self.empty(values.numel(), torch.float64) for _ in range(2)]
+            self._scalars = [self.empty(values.numel(), torch.float64, "reduce") for _ in range(2)]
         self._scalars.reverse()
         sent = self._scalars[0][: values.numel()].copy_(values)
         self.gather.drain()

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from .base import Buffer, Channel, ResizableBuffer, Transport, Work
+from .base import Buffer, Channel, ChannelName, ResizableBuffer, Transport, Work, refill
 
 
 class StagedWork:
@@ -94,11 +94,14 @@ class StagedTransport:
         self.name, self.rank, self.world_size = inner.name, inner.rank, inner.world_size
         self.gather, self.reduce = StagedChannel(inner.gather), StagedChannel(inner.reduce)
 
-    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def empty(self, numel: int, dtype: torch.dtype, channel: ChannelName, *, sent: bool = True) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=self._device)
 
+    def refill(self, tensor: torch.Tensor, channel: ChannelName | None) -> None:
+        refill(tensor)
+
     def buffer(self, numel: int, dtype: torch.dtype, *, copied: bool = False) -> Buffer:
-        return ResizableBuffer(self.empty(numel, dtype))
+        return ResizableBuffer(self.empty(numel, dtype, "gather"))
 
     def shard_align(self, dtype: torch.dtype) -> int:
         return self._inner.shard_align(dtype)

@@ -106,7 +106,7 @@ def _expected(kind: str, context: dict[str, Any], path: KeyPath, found: Any) -> 
     if kind in bounds:
         return "a value " + bounds[kind].format(**context)
     if kind == "literal_error":
-        return context["expected"].replace("'", '"')
+        return context["expected"].replace("'", '"').replace("False, True", "false, true")
     if kind in ("model_type", "dict_type", "model_attributes_type", "union_tag_not_found"):
         key = "type" if path[-1] in _TYPES else "enabled"
         fits = isinstance(found, str if key == "type" else bool)

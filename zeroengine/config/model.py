@@ -131,8 +131,9 @@ class Comm(Section):
     """Seconds after which a stalled collective is an error that names the unit and the ranks."""
     transport: Literal["auto", "shm", "gloo"] = "auto"
     """On CPU: shared memory between the ranks of one machine, or Gloo. "auto": shared memory where it can be had."""
-    register_buffers: bool = False
-    """On NCCL: memory for collectives is registered, and a pool of its own, so that NCCL moves it without copies."""
+    register_buffers: Literal[False, True, "symmetric"] = False
+    """On NCCL: memory for collectives is registered, in pools of its own, so that NCCL moves it without copies.
+    "symmetric": as memory that lies alike on all ranks, for NCCL's symmetric kernels."""
 
 
 def _finite_or_never(value: Any) -> Any:

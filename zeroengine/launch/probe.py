@@ -34,8 +34,8 @@ def main() -> None:
 
 def measure(transport: Transport, size: int) -> str:
     """Bytes of the full buffer a second, for either channel."""
-    shard = transport.empty(size // 4 // transport.world_size, torch.float32).fill_(1.0)
-    full = transport.empty(shard.numel() * transport.world_size, torch.float32).fill_(1.0)
+    shard = transport.empty(size // 4 // transport.world_size, torch.float32, "gather").fill_(1.0)
+    full = transport.empty(shard.numel() * transport.world_size, torch.float32, "reduce").fill_(1.0)
     gather = best(transport, lambda: transport.gather.all_gather(full, shard, "probe").wait())
     reduce = best(transport, lambda: transport.reduce.reduce_scatter(shard, full, "probe").wait())
     return f"gather {full.nbytes / gather / 1e9:.2f} GB/s, reduce {full.nbytes / reduce / 1e9:.2f} GB/s"

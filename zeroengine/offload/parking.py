@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -79,12 +79,12 @@ class Parking:
                 if disk is not None:
                     disk.let_go(values)
 
-    def come_back(self) -> None:
-        """Every tensor has its memory and its values again."""
+    def come_back(self, refill: Callable[[torch.Tensor], None]) -> None:
+        """Every tensor has its memory, which ``refill`` gives it, and its values again."""
         while self._away:
             _, away = self._away.popitem()
             for tensor, values in away:
-                tensor.untyped_storage().resize_(values.nbytes)
+                refill(tensor)
                 ops.advise_huge_pages(tensor)
                 tensor.detach().view(-1).copy_(values)
         if self._disk is not None:

@@ -135,7 +135,7 @@ class StoredShards:
             if self._reusable(slot, patience):
                 return self._last(slot)
         size = padded(nbytes)
-        memory = self._transport.empty(size + ALIGNMENT, torch.uint8)
+        memory = self._transport.empty(size + ALIGNMENT, torch.uint8, "gather")
         skip = -memory.data_ptr() % ALIGNMENT
         self._slots.append(_Slot(memory[skip : skip + size]))
         return self._slots[-1]

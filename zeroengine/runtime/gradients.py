@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 
 from .. import ops
-from ..comm import Transport
+from ..comm import ChannelName, Transport
 from ..offload import Store, can_leave
 from .unit import Unit
 
@@ -35,19 +33,16 @@ class UnitGradients:
         self.whole = degrees.gradients == 1 and self.home is None
         self.reduce_dtype = reduce_dtype or (dtype if self.whole else unit.dtype)
         self.sent_as_kept = self.whole and dtype is self.reduce_dtype  # else they are sent from a slot
-        if self.whole:
-            device = unit.full.device
-            empty = transport.empty if self.sent_as_kept else partial(torch.empty, device=device)
-            self.kept = empty(layout.numel, dtype=dtype)
-            self.views = views_of(unit, self.kept)
+        self.channel: ChannelName | None = None  # that moves what is kept, without a cast
+        numel = layout.shard_numel(degrees.gradients)
+        if self.home is not None:
+            self.kept = self.home.empty(numel, dtype)
+        elif dtype is self.reduce_dtype:
+            self.channel = "reduce"
+            self.kept = transport.empty(numel, dtype, self.channel, sent=self.whole)
         else:
-            numel = layout.shard_numel(degrees.gradients)
-            self.kept = (
-                torch.empty(numel, dtype=dtype, device=unit.full.device)
-                if self.home is None
-                else self.home.empty(numel, dtype)
-            )
-            self.views = []
+            self.kept = torch.empty(numel, dtype=dtype, device=unit.full.device)
+        self.views = views_of(unit, self.kept) if self.whole else []
         if self.home is None:
             ops.advise_huge_pages(self.kept)
             self.kept.zero_()

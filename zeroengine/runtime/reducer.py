@@ -13,7 +13,7 @@ their place when the backward ends. So ranks that use different parameters still
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
 
@@ -43,6 +43,7 @@ class Reducer:
         arriving: called as each gradient comes; raises where it must not.
         homes: where each trainable unit's summed gradients live, if not on the device.
         together: whether gradients are copied into buckets some at a time, as a GPU likes it.
+        slots: those to make at once, rather than when they are needed. See ``Slots.make``.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Reducer:
         arriving: Callable[[], None],
         homes: Sequence[Store | None] = (),
         together: bool = False,
+        slots: Mapping[tuple[int, torch.dtype], int] | None = None,
     ) -> None:
         self._transport, self._channel = transport, transport.reduce
         self._bucket_numel = bucket_numel or 0
@@ -75,6 +77,7 @@ class Reducer:
         self._bucket: list[UnitGradients] = []  # complete, waiting for the bucket to fill
         self._works: list[Work] = []
         self._slots = Slots(transport, self.gradients)
+        self._slots.make(slots or {})
         self._slot_of: dict[UnitGradients, Slot] = {}  # being filled
         self._late = False
         self.syncing = True  # False inside no_sync: gradients stay on this rank

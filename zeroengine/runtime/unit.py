@@ -67,20 +67,24 @@ class Unit:
         self.stored = stored
         self._source = stored or transport.gather
         self._buffer: Buffer | None = None
-        if self.transient:
+        shard: torch.Tensor | None = None
+        if self.transient:  # what stays comes first, so that what comes and goes leaves no holes
+            numel = self.layout.shard_numel(degrees.parameters)
+            if stored is None:
+                shard = transport.empty(numel, self.dtype, "gather")
+            else:
+                shard = stored.empty(numel, self.dtype)
             self._buffer = transport.buffer(self.layout.numel, self.dtype, copied=stored is not None)
             self.full = self._buffer.tensor
         else:
-            self.full = transport.empty(self.layout.numel, self.dtype)
+            self.full = transport.empty(self.layout.numel, self.dtype, "gather")
             ops.advise_huge_pages(self.full)
         self.full.zero_()
         self._views = [self.full[s.offset : s.end].view(s.shape) for s in self.layout.slots]
         self.unset: set[str] = set()
         self.master = self._load(synchronise, master_home)
-        self.shard = self.full
-        if self.transient:
-            self.shard = (stored or transport).empty(self.layout.shard_numel(degrees.parameters), self.dtype)
-            self.take_from_full()
+        self.shard = self.full if shard is None else shard
+        self.take_from_full()
         self._stubs = [_stub(view) for view in self._views]
         if self._buffer is not None:
             for param, stub in zip(self.params, self._stubs, strict=True):
