@@ -158,7 +158,7 @@ def held(engine: Any) -> dict[str, Any]:
 
 def digests(state: dict[str, torch.Tensor]) -> dict[str, str]:
     """Of the bits of each tensor in fp32."""
-    return {name: xxhash.xxh3_64_hexdigest(tensor.float().contiguous().numpy()) for name, tensor in state.items()}
+    return {name: xxhash.xxh3_64_hexdigest(tensor.cpu().float().contiguous().numpy()) for name, tensor in state.items()}
 
 
 def main() -> None:

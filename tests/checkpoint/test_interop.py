@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import zeroengine
+from tests.emulated import cpu_alone
 
 from ..distributed.models import TinyLM, batch, build
 from ..distributed.ranks import run_ranks
@@ -69,6 +70,7 @@ def theirs_from_ours(root: Path) -> tuple[dict[str, torch.Tensor], list[float]]:
     return found, plain_steps(model, optimizer, range(3, 6))
 
 
+@cpu_alone("FSDP2 over Gloo")
 @pytest.mark.parametrize("stage", [0, 3])
 def test_ours_loads_into_fsdp2_with_plain_torch(stage: int, tmp_path: Path) -> None:
     expected, losses = run_ranks(2, ours, tmp_path, stage)[0]
@@ -100,6 +102,7 @@ def ours_from_theirs(root: Path) -> list[tuple[dict[str, torch.Tensor], int, lis
     return results
 
 
+@cpu_alone("FSDP2 over Gloo")
 @pytest.mark.parametrize("nested", [False, True])
 def test_fsdp2_s_loads_here(nested: bool, tmp_path: Path) -> None:
     expected, losses = run_ranks(2, theirs, tmp_path, nested)[0]

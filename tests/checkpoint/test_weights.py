@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import zeroengine
+from tests.emulated import a_real_gpu, cpu_alone
 from zeroengine.checkpoint import hf, sources
 from zeroengine.errors import CheckpointError, ZeroEngineError
 
@@ -326,6 +327,7 @@ def other_refusals(root: Path) -> list[str]:
     return messages
 
 
+@a_real_gpu("sparse tensors")
 def test_ranks_that_do_not_agree_are_told(tmp_path: Path) -> None:
     write_all(tmp_path)
     mine, other = run_ranks(2, other_refusals, tmp_path)
@@ -474,6 +476,7 @@ def grows_by(root: Path, what: str) -> float:
     return resident("VmHWM") - before
 
 
+@cpu_alone("it looks at the process")
 @pytest.mark.parametrize(("what", "limit"), [("state dict", 40), ("save", 40), ("load", 48 + 40)])
 def test_no_rank_ever_holds_the_model(what: str, limit: float, tmp_path: Path) -> None:
     """Pages of files that are read count too, though they are the system's to take back: this rank's half."""

@@ -174,6 +174,14 @@ def clone_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     return torch.empty(0, dtype=torch.uint8, device=DEVICE).set_(storage).clone().untyped_storage()
 
 
+def move_storage(storage: torch.UntypedStorage, *, device: Any, non_blocking: bool = False) -> torch.UntypedStorage:
+    if torch.device(device).type != "cuda" or storage.device.type == "cuda":
+        return _move_storage(storage, device=device, non_blocking=non_blocking)
+    values = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+    return values.to(DEVICE).untyped_storage()
+
+
+_move_storage = torch.UntypedStorage.to
 _clone_storage = torch.UntypedStorage.clone
 
 
@@ -229,6 +237,7 @@ def install() -> None:
         setattr(dist, name, _through_the_host(getattr(dist, name)))
     torch.UntypedStorage.resize_ = resize_storage  # type: ignore[method-assign]
     torch.UntypedStorage.clone = clone_storage  # type: ignore[method-assign]
+    torch.UntypedStorage.to = move_storage  # type: ignore[method-assign]
 
 
 def _through_the_host(collective: Any) -> Any:
