@@ -85,7 +85,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=9.5, help="sections that begin later are left out")
     parser.add_argument("--output", type=Path, help="the page; docs/benchmarks/<gpu>.md unless said otherwise")
-    parser.add_argument("--rehearse", action="store_true", help="on the CPU, tiny, and nothing is written")
+    parser.add_argument("--rehearse", action="store_true", help="tiny, without a GPU too, and nothing is written")
     parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -42,6 +43,7 @@ def test_a_section_runs(section: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++: the GPU cannot be compiled")
 @pytest.mark.parametrize(
     "section",
     [

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -99,7 +100,9 @@ class Engine:
             self._placement = place(plans, degrees, config, self._transport, group.device, copies)
         each = [self._degrees_of(plan, degrees) for plan in plans]
         slots = None
-        if config.comm.register_buffers == "symmetric":  # before any other memory of the channels
+        if (
+            config.comm.register_buffers == "symmetric" and self._transport.name == "nccl"
+        ):  # before any other memory of the channels
             expecting = expected(plans, each, self._placement, config, self._transport)
             group.reserve(needed(expecting, zero.prefetch_bucket_size, zero.reduce_bucket_size))
             slots = slots_needed(expecting, zero.reduce_bucket_size)
@@ -173,6 +176,8 @@ class Engine:
                 log.warning(notice)
             if config.comm.register_buffers and self._transport.name != "nccl":
                 log.warning("comm.register_buffers has no effect: nothing moves by NCCL here")
+            if config.comm.transport == "shm" and group.device.type != "cpu":
+                log.warning('comm.transport "shm" has no effect: it is for ranks that compute on CPUs')
             if config.dump_state:
                 print(config.describe(), flush=True)
 
@@ -395,6 +400,7 @@ class Engine:
         path = nvme_path or zero.offload_optimizer.disk or zero.offload_param.disk
         with self._group.agreeing("to offload states"):
             self._parking.check_request(include, device, path)
+        self._steps.conclude()  # it may ask for the gradients
         self.gatherer.settle()
         self.reducer.settle()
         self._transport.fence()
@@ -705,13 +711,15 @@ class Engine:
     def close(self) -> None:
         """Gives back what the engine holds outside of tensors. The model keeps working where it is not partitioned.
 
-        Call it on every rank. On a GPU it also says what became of the last step, as ``steps_per_print`` asks.
+        Call it on every rank. On a GPU it also says what became of the last step, where nobody has asked, unless it is
+        called because of an error.
         """
         try:
-            self._steps.conclude()
             if self._checkpoints is not None:
                 self._checkpoints.close()
             self.gatherer.settle()
+            if sys.exc_info()[0] is None:  # else the device may never get there
+                self._steps.end()
         finally:
             self._transport.close()
             self._placement.close()

@@ -127,6 +127,13 @@ class Steps:
         if overflow is not None:
             self._report(*overflow)
 
+    def end(self) -> None:
+        """``settle``, and a word on an overflow that it found; no other rank takes part, so without a name."""
+        self.settle()
+        overflow, self._overflow = self._overflow, None
+        if overflow is not None and self._transport.rank == 0:
+            log.warning("step %d %s: a gradient is not finite", overflow[0], "skipped" if overflow[1] else "updates")
+
     @property
     def _skips(self) -> bool:
         """Whether a gradient that is not finite updates nothing."""

@@ -156,6 +156,7 @@ def pretended(backend: type[Backend] = Backend, least: int = 512) -> Iterator[No
         return backends.setdefault(group.group_name, backend(f"group {len(backends)}"))
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
         patch.setattr(torch.cuda, "MemPool", Pool)
         patch.setattr(torch.cuda, "use_mem_pool", use)
         patch.setattr(torch.cuda, "synchronize", lambda device: None)
@@ -163,7 +164,11 @@ def pretended(backend: type[Backend] = Backend, least: int = 512) -> Iterator[No
         patch.setattr(dist.ProcessGroup, "_get_backend", backend_of)
         patch.setattr(RegisteredPool, "place", lambda pool, tensor: pool._pool.place(tensor))
         patch.setattr(Group, "transport", lambda group, kind, timeout, how: group._native(timeout, how))
-        for module, name, value in ((registered, "LARGE", least), (reserve, "LARGE", least), (reserve, "SLACK", 0)):
+        for module, name, value in (
+            (registered, "LEAST_SYMMETRIC", least),
+            (reserve, "LEAST_SYMMETRIC", least),
+            (reserve, "SLACK", 0),
+        ):
             patch.setattr(module, name, value)
         with Allocations():
             yield

@@ -12,7 +12,7 @@ from tests.distributed.ranks import run_ranks
 from tests.emulated import cpu_alone
 from zeroengine.comm import Group
 from zeroengine.comm.native import NativeTransport
-from zeroengine.comm.registered import LARGE, RegisteredPool
+from zeroengine.comm.registered import LEAST_SYMMETRIC, RegisteredPool
 from zeroengine.errors import DivergenceError, ZeroEngineError
 
 from .pools import Backend, OldBackend, Pool, RefusingBackend, pretended
@@ -140,7 +140,7 @@ class Segments:
 def test_segments_are_numbered_as_they_are_taken_wherever_they_lie() -> None:
     pool = object.__new__(RegisteredPool)
     pool.symmetric, pool._segments = True, []
-    tensors = [torch.empty(LARGE, dtype=torch.uint8) for _ in range(5)]
+    tensors = [torch.empty(LEAST_SYMMETRIC, dtype=torch.uint8) for _ in range(5)]
     other, first, *tensors = sorted(tensors, key=torch.Tensor.data_ptr, reverse=True)
     pool._pool = Segments([first])
     pool._know(first[64:])

@@ -29,6 +29,7 @@ _PRELOADED = [
     "tests.distributed.models",
 ]
 _context.set_forkserver_preload(_PRELOADED)
+GPUS = os.environ.get("CUDA_VISIBLE_DEVICES")  # before a test hides them
 sharing_gpu = False  # whether ranks compute on a GPU without being asked to
 
 
@@ -59,7 +60,8 @@ def run_ranks(
     processes, pipes = [], {}
     for rank in range(world_size):
         mine, theirs = _context.Pipe(duplex=False)
-        started = (theirs, rank, world_size, port, function, args, os.environ.get("CUDA_VISIBLE_DEVICES"), sharing_gpu)
+        gpus = GPUS if sharing_gpu else os.environ.get("CUDA_VISIBLE_DEVICES")
+        started = (theirs, rank, world_size, port, function, args, gpus, sharing_gpu)
         process = _context.Process(target=_run, args=started, daemon=True)
         process.start()
         theirs.close()
@@ -128,7 +130,8 @@ def _run(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
-    if gpus is not None and not sharing_gpu:
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # the server's, which is that of the test that started it
+    if gpus is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus
     import torch
 

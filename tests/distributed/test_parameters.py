@@ -307,7 +307,6 @@ class Attention(nn.Module):
 
 
 @a_real_gpu("a kernel of its own for LSTM cells")
-@a_real_gpu("a kernel of its own for LSTM cells")
 def test_attention_and_recurrent_layers_of_torch() -> None:
     check_every_stage(Task(factory=Attention, data=features), units=["attention.out_proj", "lstm"])
 

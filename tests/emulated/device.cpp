@@ -226,14 +226,15 @@ int64_t sdp_choice(const Tensor&, const Tensor&, const Tensor&, const std::optio
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   static const std::set<std::string> of_both{"aten::index", "aten::_index_put_impl_", "aten::index_put_"};
   static const std::set<std::string> waiting{"aten::nonzero", "aten::masked_select", "aten::equal", "aten::unique_dim",
-                                             "aten::_unique2", "aten::is_nonzero"};
+                                             "aten::_unique2", "aten::is_nonzero", "aten::bincount",
+                                             "aten::repeat_interleave.Tensor"};
   const auto& schema = op.schema();
   const size_t count = schema.arguments().size();
   const std::vector<c10::IValue> given(stack->end() - count, stack->end());
   bool cpu = false;
   std::vector<std::pair<Tensor, Tensor>> written;  // ours, the CPU's
   auto served = [&](const Tensor& t, bool write) {
-    cpu = cpu || (t.defined() && t.is_cpu() && t.dim() > 0);
+    cpu = cpu || (t.defined() && t.is_cpu() && (write || t.dim() > 0));
     if (!t.defined() || t.is_cpu()) return t;
     Tensor mine = host(t);
     if (write) written.emplace_back(t, mine);
@@ -261,7 +262,8 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   TORCH_CHECK(!cpu || of_both.count(schema.name()),
               "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! (",
               schema.name(), ")");
-  if (waiting.count(schema.name())) waits(schema.name().c_str());
+  const std::string full_name = schema.overload_name().empty() ? schema.name() : schema.name() + "." + schema.overload_name();
+  if (waiting.count(schema.name()) || waiting.count(full_name)) waits(schema.name().c_str());
   Inside guard;
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
   for (auto& [ours, theirs] : written)
@@ -342,12 +344,15 @@ bool is_device(int64_t address) { return holds(on_device, reinterpret_cast<void*
 
 void forbid_waiting(bool forbid) { waiting_is_forbidden = forbid; }
 
+void wait() { waits("synchronize"); }
+
 TORCH_LIBRARY(emulated_cuda, m) {
   m.def("resize_storage(Tensor tensor, int size) -> ()", &resize_storage);
   m.def("pin(int address, int size) -> ()", &pin);
   m.def("memory(bool of_peak, bool reset) -> int", &memory);
   m.def("is_device(int address) -> bool", &is_device);
   m.def("forbid_waiting(bool forbid) -> ()", &forbid_waiting);
+  m.def("wait() -> ()", &wait);
 }
 
 struct Register {

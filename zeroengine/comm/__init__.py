@@ -3,11 +3,11 @@
 from .base import Buffer, ChannelName, Transport, Work
 from .crossing import HostCopy, to_device
 from .group import Group, backend_of, default_device
-from .registered import LARGE
+from .registered import LEAST_SYMMETRIC
 from .span import span
 
 __all__ = [
-    "LARGE",
+    "LEAST_SYMMETRIC",
     "Buffer",
     "ChannelName",
     "Group",

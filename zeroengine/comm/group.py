@@ -138,7 +138,7 @@ class Group:
             registered: whether NCCL is to register the memory that it moves. "symmetric": ``reserve`` comes next.
 
         Raises:
-            ZeroEngineError: ``shm`` or registration was asked for and some rank cannot use it.
+            ZeroEngineError: ``shm`` (on CPUs) or registration was asked for and some rank cannot use it.
         """
         if self.world_size == 1:
             return LocalTransport(self.device)

@@ -32,7 +32,8 @@ import torch.distributed as dist
 from ..errors import ZeroEngineError
 
 log = logging.getLogger("zeroengine")
-LARGE = (1 << 20) + 512  # bytes: the least that torch takes from a large segment
+NCCL_WITH_WINDOWS = (2, 27)
+LEAST_SYMMETRIC = (1 << 20) + 512  # bytes: the least that torch takes from a large segment
 
 
 class RegisteredPool:
@@ -54,6 +55,8 @@ class RegisteredPool:
         self._segments: list[tuple[int, int]] = []  # first address and bytes, in the order in which they were taken
         self._registered = False
         with self._explaining():
+            if symmetric and torch.cuda.nccl.version() < NCCL_WITH_WINDOWS:
+                raise RuntimeError(f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))} has no windows")
             self._backend: Any = group._get_backend(device)
             self._pool: Any = torch.cuda.MemPool(self._backend.mem_allocator)
         if not symmetric:
@@ -62,7 +65,7 @@ class RegisteredPool:
     def reserve(self, nbytes: int) -> None:
         """Takes a segment for ``nbytes``."""
         with self._explaining(), self._allocating():
-            self._know(torch.empty(max(nbytes, LARGE), dtype=torch.uint8, device=self._device))
+            self._know(torch.empty(max(nbytes, LEAST_SYMMETRIC), dtype=torch.uint8, device=self._device))
 
     def register(self) -> None:
         """Registers what the pool has, and will have."""
@@ -111,7 +114,7 @@ class RegisteredPool:
         return torch.cuda.use_mem_pool(self._pool, self._device)
 
     def _asked(self, nbytes: int) -> int:
-        return max(nbytes, LARGE) if self.symmetric else nbytes
+        return max(nbytes, LEAST_SYMMETRIC) if self.symmetric else nbytes
 
     def _know(self, new: torch.Tensor) -> None:
         """The segment that ``new`` was taken from counts from now on."""

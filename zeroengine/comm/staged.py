@@ -17,11 +17,13 @@ class StagedWork:
     """An operation in host memory; ``arrive`` takes its result to the device, behind the operation ``before`` it.
 
     Attributes:
-        in_place: whether the result goes where what was sent came from.
+        free: whether what was sent may be written at once.
     """
 
-    def __init__(self, inner: Work, arrive: Callable[[], None], in_place: bool, before: Work | None = None) -> None:
-        self.inner, self.in_place = inner, in_place
+    def __init__(
+        self, inner: Work, arrive: Callable[[], None], *, free: bool = False, before: Work | None = None
+    ) -> None:
+        self.inner, self.free = inner, free
         self._arrive: Callable[[], None] | None = arrive
         self._before = before
 
@@ -31,6 +33,7 @@ class StagedWork:
         if arrive is not None:
             if before is not None:
                 before.wait()
+            self.inner.wait()
             arrive()
 
     def is_completed(self) -> bool:
@@ -45,38 +48,32 @@ class StagedChannel:
         self._writers: dict[int, StagedWork] = {}  # address of a sum to the operation that writes it last
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Work:
-        there = _host_empty(full)
-        return self._then_copy(self._inner.all_gather(there, _on_host(shard), label), there, full)
+        there = _host_empty(full, full.dtype)
+        inner = self._inner.all_gather(there, _on_host(shard), label)
+        apart = shard.untyped_storage().data_ptr() != full.untyped_storage().data_ptr()
+        return StagedWork(inner, lambda: _copy(there, full), free=apart)
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool = False) -> Work:
-        mine, before = _host_empty(shard), self._writers.get(shard.data_ptr())
-        inner = self._inner.reduce_scatter(mine, _on_host(full), label, accumulate)
+        mine = _host_empty(shard, torch.promote_types(shard.dtype, torch.float32) if accumulate else shard.dtype)
+        inner = self._inner.reduce_scatter(mine, _on_host(full), label)
 
         def arrive() -> None:
             if accumulate:
-                mine.copy_(shard)
-            inner.wait()
+                mine.add_(_on_host(shard))
             shard.copy_(mine)
 
-        in_place = shard.untyped_storage().data_ptr() == full.untyped_storage().data_ptr()
-        work = self._writers[shard.data_ptr()] = StagedWork(inner, arrive, in_place, before if accumulate else None)
+        before = self._writers.get(shard.data_ptr()) if accumulate else None
+        work = self._writers[shard.data_ptr()] = StagedWork(inner, arrive, before=before)
         return work
 
     def all_reduce(self, full: torch.Tensor, label: str) -> Work:
         there = _on_host(full)
-        return self._then_copy(self._inner.all_reduce(there, label), there, full)
-
-    def _then_copy(self, inner: Work, there: torch.Tensor, target: torch.Tensor) -> StagedWork:
-        def arrive() -> None:
-            inner.wait()
-            target.copy_(there)
-
-        return StagedWork(inner, arrive, in_place=True)
+        return StagedWork(self._inner.all_reduce(there, label), lambda: _copy(there, full))
 
     def reusable(self, work: Work, patience: float) -> bool:
-        """At once, unless the result is to come there: what is sent is a copy."""
+        """What is sent is a copy. It counts as much, so that no more of them are under way than buckets would be."""
         assert isinstance(work, StagedWork)
-        if not work.in_place or work.is_completed():
+        if work.free or work.is_completed():
             return True
         if not patience or not self._inner.reusable(work.inner, patience):
             return False
@@ -122,9 +119,13 @@ class StagedTransport:
         self._inner.close()
 
 
-def _host_empty(like: torch.Tensor) -> torch.Tensor:
-    return torch.empty(like.shape, dtype=like.dtype, device="cpu")
+def _host_empty(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(like.shape, dtype=dtype, device="cpu")
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    return _host_empty(tensor).copy_(tensor)
+    return _host_empty(tensor, tensor.dtype).copy_(tensor)
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    target.copy_(source)

@@ -99,7 +99,7 @@ class DeviceAdam:
             list(_buffers(units, group_of)), len(inner.param_groups), len(self._counts), self._device
         )
         self._flags: list[float] = []
-        self._flags_there = torch.empty(0)  # the same, on the device
+        self._flags_there = torch.empty(0, device="cpu")  # the same, on the device
         self._verdict: Verdict | None = None  # until the host's counts have followed
 
     def step(

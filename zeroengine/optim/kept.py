@@ -54,7 +54,7 @@ class KeptState:
             del kept[key]
         for key, (dtype, is_number) in keys.items():
             if key not in kept:
-                kept[key] = torch.zeros((), dtype=dtype) if is_number else torch.zeros_like(piece)
+                kept[key] = torch.zeros((), dtype=dtype, device="cpu") if is_number else torch.zeros_like(piece)
 
     def take_numbers(self, states: UnitStates, span: ShardSpan, numbers: dict[str, torch.Tensor]) -> None:
         """The 0-d numbers that were loaded for a span."""

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 import torch
 
-from ..comm import LARGE, ChannelName, Transport
+from ..comm import LEAST_SYMMETRIC, ChannelName, Transport
 from ..config import Config
 from ..offload import Placement, can_leave
 from ..partition import Degrees, FlatLayout, UnitPlan, round_up
 from .slots import slot_numel
 
 ROUNDING = 512  # bytes, of torch's allocator
-SLACK = 16 * LARGE  # holes that are too small for anything
+SLACK = 16 * LEAST_SYMMETRIC  # holes that are too small for anything
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def needed(units: Sequence[Expected], prefetch_numel: int, bucket_numel: int | N
 
 
 def _bytes(numel: int, dtype: torch.dtype) -> int:
-    return max(round_up(numel * dtype.itemsize, ROUNDING), LARGE)
+    return max(round_up(numel * dtype.itemsize, ROUNDING), LEAST_SYMMETRIC)
 
 
 def _gathered(units: Sequence[Expected], prefetch_numel: int) -> Iterator[int]:
