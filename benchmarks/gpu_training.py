@@ -52,7 +52,7 @@ def batch_size(s: Setting) -> int:
 
 
 def fake_ranks() -> None:
-    """This process is rank 0 of 64, whose collectives move nothing: torch's fake gather copies a shard to all places."""
+    """This process is rank 0 of 64, whose collectives move nothing; torch's fake gather would copy a shard 64 times."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from zeroengine.comm import native

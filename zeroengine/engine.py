@@ -100,9 +100,7 @@ class Engine:
             self._placement = place(plans, degrees, config, self._transport, group.device, copies)
         each = [self._degrees_of(plan, degrees) for plan in plans]
         slots = None
-        if (
-            config.comm.register_buffers == "symmetric" and self._transport.name == "nccl"
-        ):  # before any other memory of the channels
+        if group.symmetric:  # before any other memory of the channels
             expecting = expected(plans, each, self._placement, config, self._transport)
             group.reserve(needed(expecting, zero.prefetch_bucket_size, zero.reduce_bucket_size))
             slots = slots_needed(expecting, zero.reduce_bucket_size)

@@ -175,20 +175,23 @@ class Group:
                 self._pools["reduce"] = RegisteredPool(reduce, self.device, symmetric)
         return NativeTransport(gather, reduce, self.device, self.backend, self._watch(timeout), self._pools)
 
+    @property
+    def symmetric(self) -> bool:
+        """Whether the transport's memory is symmetric, and to be reserved."""
+        return any(pool.symmetric for pool in self._pools.values())
+
     def reserve(self, nbytes: Mapping[ChannelName, int]) -> None:
-        """Registers as many bytes for each channel of the transport, where it is to have symmetric memory.
+        """Registers as many bytes for each channel of a transport whose memory is ``symmetric``.
 
         Raises:
             ZeroEngineError: this torch or its NCCL cannot.
         """
-        pools = {channel: pool for channel, pool in self._pools.items() if pool.symmetric}
-        if pools:
-            with self.agreeing("to take memory for NCCL"):
-                for channel, pool in pools.items():
-                    pool.reserve(nbytes[channel])
-            with self.agreeing("to register memory with NCCL"), self.waiting("register memory with NCCL"):
-                for pool in pools.values():
-                    pool.register()
+        with self.agreeing("to take memory for NCCL"):
+            for channel, pool in self._pools.items():
+                pool.reserve(nbytes[channel])
+        with self.agreeing("to register memory with NCCL"), self.waiting("register memory with NCCL"):
+            for pool in self._pools.values():
+                pool.register()
 
     def _new_group(self, timeout: float) -> dist.ProcessGroup:
         ranks = dist.get_process_group_ranks(self.process_group)
