@@ -6,6 +6,8 @@ which they share over Gloo: one that there is, or one that the CPU plays (``test
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from tests.emulated import emulate_gpu, load, wanted
@@ -22,8 +24,10 @@ if wanted() == "emulated":
 
 
 @pytest.fixture(autouse=True)
-def device_of_tests(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.node.get_closest_marker("gpu") is None:
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-        monkeypatch.setattr(ranks, "sharing_gpu", wanted() != "cpu")
+def device_of_tests(request: pytest.FixtureRequest) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:  # not the test's own, which is to be undone when it would be
+        if request.node.get_closest_marker("gpu") is None:
+            patch.setattr(torch.cuda, "is_available", lambda: False)
+            patch.setenv("CUDA_VISIBLE_DEVICES", "")
+            patch.setattr(ranks, "sharing_gpu", wanted() != "cpu")
+        yield
