@@ -292,3 +292,39 @@ def progress() -> list[str]:
 
 def test_progress_is_printed_once_it_is_known() -> None:
     assert run_ranks(2, progress) == [["step 2"], []]
+
+
+def ended(how: str) -> tuple[list[str], list[str], float]:
+    """What is said at the end of a run whose last step was skipped, and the rate that is left."""
+    start()
+    log, model = Log(), build(Branching)
+    engine = make_engine(model, grouped(model), config(2, optimizer=None, steps_per_print=1), decaying, on_device=True)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        for step in range(2):
+            verdict = spoilt_step(engine, step, INF if step == 1 else 1.0)
+        if how == "asked":
+            assert not verdict and engine.lr_scheduler.last_epoch == 1, "the schedule is taken back with the answer"
+        if how == "away":
+            engine.offload_states()
+        if how == "failed":
+            with contextlib.suppress(KeyError), contextlib.closing(engine):
+                raise KeyError
+        else:
+            engine.close()
+    return log.messages, [line.split(":")[0] for line in out.getvalue().splitlines()], engine.lr_scheduler.last_epoch
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("simply", ["step 2 skipped: a gradient is not finite"]),
+        ("asked", ["step 2 skipped: a gradient is not finite"]),
+        ("away", ["step 2 skipped: the gradient of blocks.1.down.weight is not finite"]),
+        ("failed", []),
+    ],
+)
+def test_the_end_of_a_run_says_what_became_of_its_last_step(how: str, said: list[str]) -> None:
+    """Unless it ends by an error: then nobody knows whether the device gets there."""
+    first, other = run_ranks(2, ended, how)
+    assert first == (said, ["step 1"], 2 if how == "failed" else 1)
+    assert other == ([], [], first[2])
