@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroengine
-from tests.emulated import cpu_alone, wanted
+from tests.emulated import cpu_alone, need_transport
 from zeroengine import DivergenceError
 from zeroengine.comm import Group
 
@@ -37,8 +37,7 @@ LONG = 300.0
 @pytest.fixture(autouse=True)
 def shared_memory_is_for_cpus(request: pytest.FixtureRequest) -> None:
     call = getattr(request.node, "callspec", None)
-    if wanted() != "cpu" and call is not None and "shm" in call.params.values():
-        pytest.skip("on the CPU alone: shared memory")
+    need_transport(call.params.get("transport", "") if call is not None else "")
 
 
 BOTH = pytest.mark.parametrize("transport", ["shm", "gloo"])

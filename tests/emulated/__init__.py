@@ -35,6 +35,14 @@ def cpu_alone(reason: str) -> Any:
     return pytest.mark.skipif(wanted() != "cpu", reason=f"on the CPU alone: {reason}")
 
 
+def need_transport(transport: str) -> None:
+    """Skips where ranks that share a GPU have no such transport."""
+    import pytest
+
+    if transport == "shm" and wanted() != "cpu":
+        pytest.skip("on the CPU alone: shared memory")
+
+
 def a_real_gpu(reason: str) -> Any:
     """A test that runs on the CPU and on a GPU, but not on the emulated one."""
     import pytest

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, stack_module_state, vjp, vmap
 
-from tests.emulated import wanted
+from tests.emulated import need_transport
 from zeroengine import ReleasedParameterError, gathered
 
 from ..distributed.models import build
@@ -140,8 +140,7 @@ def transform_values(transport: str) -> dict[str, list[str]]:
 @BOTH
 def test_transforms_of_parameters_are_right_or_refused_or_nan(transport: str) -> None:
     """A transform takes a parameter past every hook of Python: what is away must not be taken for values."""
-    if transport == "shm" and wanted() != "cpu":
-        pytest.skip("on the CPU alone: shared memory")
+    need_transport(transport)
     for found in run_ranks(2, transform_values, transport):
         assert found["detached"] == found["stacked"] == ["right"] * 3 + ["refused"]
         for name in ("weights as such", "rows of a weight"):

@@ -46,13 +46,12 @@ class NativeChannel:
 
     def __init__(
         self,
-        name: ChannelName,
         group: dist.ProcessGroup,
         device: torch.device,
         watchdog: Watchdog | None,
         pool: RegisteredPool | None = None,
     ) -> None:
-        self._name, self._group, self._device, self._watchdog, self._pool = name, group, device, watchdog, pool
+        self._group, self._device, self._watchdog, self._pool = group, device, watchdog, pool
         self._symmetric = pool is not None and pool.symmetric
         self._seq = 0
         self.order = 0  # a checksum of every operation so far, compared at each step
@@ -141,8 +140,8 @@ class NativeTransport:
         self._pools = pools or {}
         self.rank, self.world_size = gather.rank(), gather.size()
         self._device, self._group, self._watchdog = device, reduce, watchdog
-        self.gather = NativeChannel("gather", gather, device, watchdog, self._pools.get("gather"))
-        self.reduce = NativeChannel("reduce", reduce, device, watchdog, self._pools.get("reduce"))
+        self.gather = NativeChannel(gather, device, watchdog, self._pools.get("gather"))
+        self.reduce = NativeChannel(reduce, device, watchdog, self._pools.get("reduce"))
         self._symmetric = any(pool.symmetric for pool in self._pools.values())
         self._orders: _Orders | None = None  # not compared yet
 

@@ -7,6 +7,7 @@ the transport that it goes through.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -21,10 +22,10 @@ class StagedWork:
     """
 
     def __init__(
-        self, inner: Work, arrive: Callable[[], None], *, free: bool = False, before: Work | None = None
+        self, inner: Work, arrive: Callable[[], object], *, free: bool = False, before: Work | None = None
     ) -> None:
         self.inner, self.free = inner, free
-        self._arrive: Callable[[], None] | None = arrive
+        self._arrive: Callable[[], object] | None = arrive
         self._before = before
 
     def wait(self) -> None:
@@ -51,7 +52,7 @@ class StagedChannel:
         there = _host_empty(full, full.dtype)
         inner = self._inner.all_gather(there, _on_host(shard), label)
         apart = shard.untyped_storage().data_ptr() != full.untyped_storage().data_ptr()
-        return StagedWork(inner, lambda: _copy(there, full), free=apart)
+        return StagedWork(inner, partial(full.copy_, there), free=apart)
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool = False) -> Work:
         mine = _host_empty(shard, torch.promote_types(shard.dtype, torch.float32) if accumulate else shard.dtype)
@@ -68,7 +69,7 @@ class StagedChannel:
 
     def all_reduce(self, full: torch.Tensor, label: str) -> Work:
         there = _on_host(full)
-        return StagedWork(self._inner.all_reduce(there, label), lambda: _copy(there, full))
+        return StagedWork(self._inner.all_reduce(there, label), partial(full.copy_, there))
 
     def reusable(self, work: Work, patience: float) -> bool:
         """What is sent is a copy. It counts as much, so that no more of them are under way than buckets would be."""
@@ -125,7 +126,3 @@ def _host_empty(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     return _host_empty(tensor, tensor.dtype).copy_(tensor)
-
-
-def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    target.copy_(source)
