@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.utils.rnn import pack_sequence
 
 import zeroengine
 from tests.distributed.models import TinyLM, batch, build, config
@@ -21,6 +24,7 @@ from zeroengine.comm import Group
 from zeroengine.comm.base import ResizableBuffer
 from zeroengine.errors import DivergenceError
 from zeroengine.memory import STATES
+from zeroengine.same_inputs import InputComparison
 from zeroengine.start import make_engine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -66,6 +70,92 @@ def steps_without_waiting(stage: int, more: dict[str, Any]) -> tuple[int, int, b
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_forward_backward_and_step_wait_for_nothing(name: str) -> None:
     assert run_ranks(1, steps_without_waiting, 2, PRECISIONS[name])[0] == (6, 0, True)
+
+
+# -- inputs -------------------------------------------------------------------------------------------
+
+
+class Seeing(torch.nn.Module):
+    """A model that keeps what it was called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, *args: Any, **more: Any) -> torch.Tensor:
+        self.seen = [x, args, more]
+        return self.linear(x).float().square().mean()
+
+
+def inputs_on_the_gpu(more: dict[str, Any]) -> None:
+    engine = zeroengine.initialize(build(Seeing), config=config(2, **more))
+    x, ids = torch.randn(2, 4, device="cpu"), torch.arange(3, device="cpu")
+    packed = pack_sequence([torch.ones(2, 4, device="cpu")])
+    there, own, collected = torch.ones(2, device="cuda"), SimpleNamespace(x=x), []
+    given = ({"ids": ids, "number": torch.tensor(3, device="cpu")}, packed, there.long(), own, collected, "text")
+    for call in (engine, engine.module):  # as a wrapped trainer does
+        loss = call(x, *given, labels=[(ids,), 2])
+        engine.backward(loss)
+        engine.step()
+        (first, (batch, sequence, *kept), keywords) = engine.module.seen
+        moved = [first, batch["ids"], batch["number"], sequence.data, keywords["labels"][0][0]]
+        assert [t.device for t in moved] == [engine.device] * 5
+        assert torch.equal(batch["ids"].cpu(), ids) and keywords["labels"][1] == 2
+        assert sequence.batch_sizes.device.type == "cpu", "where torch wants them"
+        assert all(a is b for a, b in zip(kept, given[2:], strict=True)) and own.x.device.type == "cpu"
+        assert x.device.type == "cpu" and given[0]["ids"] is ids, "the caller's own stay where they are"
+    assert engine.global_steps == 2
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_tensors_in_cpu_memory_are_copied_to_the_gpu_that_computes(name: str) -> None:
+    run_ranks(1, inputs_on_the_gpu, PRECISIONS[name])
+
+
+def pinned_inputs() -> None:
+    engine = zeroengine.initialize(build(Seeing), config=config(2))
+    x = torch.randn(2, 4, device="cpu").pin_memory()
+    engine(x)
+    with no_waiting():
+        engine(x)
+    assert torch.equal(engine.module.seen[0].cpu(), x)
+
+
+def test_a_forward_does_not_wait_for_inputs_in_pinned_memory() -> None:
+    run_ranks(1, pinned_inputs)
+
+
+class TwinTransport:
+    """Two ranks, of which the other was given what this one was."""
+
+    rank, world_size, name = 0, 2, "twins"
+
+    def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
+        return torch.cat([values[:3], values[:3]])
+
+
+def compared() -> list[str]:
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zeroengine").addHandler(handler)
+    comparison = InputComparison(TwinTransport(), torch.device("cuda", 0))  # type: ignore[arg-type]
+    inputs = [(*on_gpu(number, 0), torch.ones(3, device="cpu"), "text") for number in range(4)]
+    torch.cuda.synchronize()
+    for number in range(4):
+        with no_waiting() if number < 3 else nullcontext():
+            comparison.observe(inputs[number])
+            comparison.end_micro_step(True)
+        assert bool(records) == (number == 3)
+    return records
+
+
+def test_inputs_are_compared_over_ranks_without_waiting() -> None:
+    (warning,) = run_ranks(1, compared)[0]
+    assert warning.startswith("the inputs are the same on all ranks")
+
+
+# -- the host runs ahead ------------------------------------------------------------------------------
 
 
 def busy(more: dict[str, Any]) -> bool:

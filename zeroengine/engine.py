@@ -35,6 +35,7 @@ from .partition import Degrees, UnitPlan, degrees_of_stage
 from .runtime import Gatherer, Reducer, Unit, UnitGradients, claim, eager, precision
 from .runtime.freed import Freed, return_freed_memory
 from .runtime.reserve import expected, needed, slots_needed
+from .same_inputs import InputComparison
 from .steps import Steps
 
 if TYPE_CHECKING:
@@ -161,6 +162,7 @@ class Engine:
             self._transport,
             self._let_peers_read,
         )
+        self._input_comparison = InputComparison(self._transport, self.device)
         self._checkpoints: checkpoint.Checkpointer | None = None
         self._stateful: dict[str, Stateful] = {}
         self._access = Access(
@@ -196,9 +198,11 @@ class Engine:
 
     @explaining_memory
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward."""
+        """The model's forward. On a GPU tensors in CPU memory among its inputs are copied there first."""
         if self._parking:
             self._parking.check("the forward", ("parameters",))
+        if self.module.training and not self.gatherer.lent:
+            self._input_comparison.observe((args, kwargs))
         return self.module(*args, **kwargs)
 
     forward = __call__
@@ -335,6 +339,7 @@ class Engine:
             self.gatherer.settle()  # if it raises nothing has changed, and step() may be called again
         self._backward.done = False
         self.micro_steps += 1
+        self._input_comparison.end_micro_step(boundary)
         if not boundary:
             return False
         updates = self._steps.take()

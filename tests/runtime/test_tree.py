@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from zeroengine.runtime.tree import map_tensors, may_hide_tensors, tensors_in
 
@@ -64,6 +65,20 @@ def test_mapping_replaces_every_tensor_and_nothing_else(tree: Any) -> None:
     assert [t.item() for t in tensors_in(mapped)] == [1.0] * len(found)
     assert all(t.item() == 0.0 for t in found)
     assert not may_hide_tensors(tree)
+
+
+@given(TREES)
+def test_a_container_in_which_nothing_changes_is_not_copied(tree: Any) -> None:
+    both = [tree, torch.zeros(1)]
+    mapped = map_tensors(lambda t: t + 1 if t is both[1] else t, both)
+    assert mapped is not both and mapped[0] is tree and mapped[1].item() == 1.0
+
+
+def test_a_packed_sequence_keeps_its_batch_sizes() -> None:
+    packed = pack_sequence([torch.zeros(2), torch.zeros(3)], enforce_sorted=False)
+    mapped = map_tensors(lambda t: t.to("meta"), packed)
+    assert isinstance(mapped, PackedSequence)
+    assert [t.device.type for t in mapped] == ["meta", "cpu", "meta", "meta"], "torch takes them on the CPU alone"
 
 
 @pytest.mark.parametrize(

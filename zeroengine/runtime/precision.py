@@ -1,4 +1,4 @@
-"""What computes in which dtype: inputs at the root, modules that keep fp32, buffers, autocast."""
+"""What computes where and in which dtype: inputs at the root, modules that keep fp32, buffers, autocast."""
 
 from __future__ import annotations
 
@@ -95,15 +95,18 @@ def _keeps_statistics(module: nn.Module) -> bool:
 def install(model: nn.Module, config: Config, device: torch.device) -> None:
     """Puts the hooks on ``model`` that make it compute as configured.
 
-    In mixed precision floating inputs of the root are cast to its dtype; modules that keep fp32 take fp32 and give the
-    lower dtype back. ``torch_autocast`` is entered around the root's forward.
+    On a GPU tensors in CPU memory among the root's inputs are copied there. In mixed precision floating inputs of the
+    root are cast to its dtype; modules that keep fp32 take fp32 and give the lower dtype back. ``torch_autocast`` is
+    entered around the root's forward.
     """
     low = config.low_precision
     if low is not None:
-        _cast_inputs(model, low)
+        _map_inputs(model, to(low))
         for module in fp32_modules(model, config):
-            _cast_inputs(module, torch.float32)
+            _map_inputs(module, to(torch.float32))
             module.register_forward_hook(_giving(low))
+    if device.type != "cpu":
+        _map_inputs(model, moved_to(device))  # before the cast, which the device then does
     autocast = config.autocast_dtype
     if autocast is not None:
         contexts: list[Any] = []
@@ -122,11 +125,13 @@ def install(model: nn.Module, config: Config, device: torch.device) -> None:
         model.register_forward_hook(leave, always_call=True)
 
 
-def _cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
-    def cast(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return map_tensors(to(dtype), args), map_tensors(to(dtype), kwargs)
+def _map_inputs(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Apply ``function`` to every tensor that ``module`` is called with, before the hooks that are there already."""
 
-    module.register_forward_pre_hook(cast, prepend=True, with_kwargs=True)
+    def replace(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return map_tensors(function, args), map_tensors(function, kwargs)
+
+    module.register_forward_pre_hook(replace, prepend=True, with_kwargs=True)
 
 
 def _giving(dtype: torch.dtype) -> Any:
@@ -139,6 +144,15 @@ def _giving(dtype: torch.dtype) -> Any:
 def to(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
     """A cast of floating tensors; others stay as they are."""
     return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def moved_to(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function that copies tensors in CPU memory to ``device``; others stay where they are.
+
+    The host does not wait for the device: torch stages memory that is not page-locked before the call returns, and
+    copies memory that is (``pin_memory=True``) beside the computation.
+    """
+    return lambda tensor: tensor.to(device, non_blocking=True) if tensor.device.type == "cpu" else tensor
 
 
 def prepare_buffers(

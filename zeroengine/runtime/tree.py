@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 
 def leaves_in(tree: Any) -> Iterator[Any]:
@@ -36,23 +37,39 @@ def may_hide_tensors(tree: Any) -> bool:
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
-    """``tree`` with each tensor replaced; containers keep their type, other values stay as they are."""
+    """Return ``tree`` with ``function`` applied to each tensor.
+
+    Containers keep their type; one in which nothing changes is returned itself, so that a module may still fill a list
+    or dict of its caller's. The batch sizes of a ``PackedSequence``, which torch wants on the CPU, stay as they are.
+    """
     if isinstance(tree, torch.Tensor):
         return function(tree)
-    if type(tree) is dict:  # torch.compile cannot look into copy.copy
-        return {key: map_tensors(function, value) for key, value in tree.items()}
     if isinstance(tree, MutableMapping):
+        items = {key: map_tensors(function, value) for key, value in tree.items()}
+        if all(items[key] is value for key, value in tree.items()):
+            return tree
+        if type(tree) is dict:  # torch.compile cannot look into copy.copy
+            return items
         mapped: Any = copy.copy(tree)
-        for key, value in tree.items():  # not `update`: transformers' ModelOutput forbids it
-            mapped[key] = map_tensors(function, value)
+        for key, value in items.items():  # not `update`: transformers' ModelOutput forbids it
+            mapped[key] = value
         return mapped
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        fields = {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}
+        values = map_tensors(function, fields)
+        if values is fields:
+            return tree
         mapped = copy.copy(tree)
-        for field in dataclasses.fields(tree):  # not `replace`: a frozen one may compute its fields
-            object.__setattr__(mapped, field.name, map_tensors(function, getattr(tree, field.name)))
+        for name, value in values.items():  # not `replace`: a frozen one may compute its fields
+            object.__setattr__(mapped, name, value)
         return mapped
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(map_tensors(function, value) for value in tree))
-    if isinstance(tree, (tuple, list)):
-        return type(tree)(map_tensors(function, value) for value in tree)
-    return tree
+    if isinstance(tree, PackedSequence):
+        data, batch_sizes, *indices = tree
+        parts = [map_tensors(function, data), batch_sizes, *map_tensors(function, indices)]
+    elif isinstance(tree, (tuple, list)):
+        parts = [map_tensors(function, value) for value in tree]
+    else:
+        return tree
+    if all(new is old for new, old in zip(parts, tree, strict=True)):
+        return tree
+    return type(tree)(*parts) if isinstance(tree, tuple) and hasattr(tree, "_fields") else type(tree)(parts)
