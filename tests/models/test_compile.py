@@ -181,7 +181,7 @@ def refuse() -> list[str]:
         engine = zeroengine.initialize(whole, optimizer, settings(Task(), stage))
         try:
             engine.backward(engine(*batch(0, engine.rank)))
-            messages.append(f"updated: {engine.step()}")
+            messages.append(f"updated: {bool(engine.step())}")
         except Exception as error:
             messages.append(str(error))
     return messages
