@@ -7,6 +7,8 @@ which they share over Gloo: one that there is, or one that the CPU plays (``test
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -18,9 +20,12 @@ if wanted() == "emulated":
 import torch
 
 from tests.distributed import ranks
+from zeroengine.offload.mounts import mount_of
 
 if wanted() == "emulated":
     emulate_gpu()
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(autouse=True)
@@ -31,3 +36,16 @@ def device_of_tests(request: pytest.FixtureRequest) -> Iterator[None]:
             patch.setenv("CUDA_VISIBLE_DEVICES", "")
             patch.setattr(ranks, "sharing_gpu", wanted() != "cpu")
         yield
+
+
+@pytest.fixture(scope="session")
+def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder that is not in memory."""
+    usual = tmp_path_factory.mktemp("disk")
+    if not mount_of(usual).in_memory:
+        yield usual
+    elif not mount_of(ROOT).in_memory:
+        with TemporaryDirectory(dir=ROOT, prefix=".disk-") as folder:
+            yield Path(folder)
+    else:
+        pytest.skip("there is no disk here")

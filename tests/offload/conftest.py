@@ -1,18 +1,14 @@
-"""Folders on a disk, and a test once for each backend that this machine has."""
+"""Folders for states on a disk, and a test once for each backend that this machine has."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 
-from zeroengine.offload.mounts import mount_of
 from zeroengine.offload.swap import SwapFolder
 from zeroengine.ops import _aio_library as _aio
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -29,19 +25,6 @@ def backend(request: pytest.FixtureRequest) -> str:
     if reason := _aio.unavailable(request.param):
         pytest.skip(f"this machine has no {request.param}: {reason}")
     return request.param
-
-
-@pytest.fixture(scope="session")
-def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder that is not in memory."""
-    usual = tmp_path_factory.mktemp("disk")
-    if not mount_of(usual).in_memory:
-        yield usual
-    elif not mount_of(ROOT).in_memory:
-        with TemporaryDirectory(dir=ROOT, prefix=".disk-") as folder:
-            yield Path(folder)
-    else:
-        pytest.skip("there is no disk here")
 
 
 @pytest.fixture(params=[True, False], ids=["direct", "buffered"])
