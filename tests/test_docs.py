@@ -21,6 +21,7 @@ import contextlib
 import importlib
 import inspect
 import io
+import multiprocessing
 import os
 import re
 import runpy
@@ -30,7 +31,7 @@ import subprocess
 import sys
 import tokenize
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +142,7 @@ def assumed_names(page: str) -> dict[str, Any]:
     ids = torch.randint(VOCAB, (64, 9))
     dataset = TensorDataset(ids[:, :-1], ids[:, 1:])
     names = {"torch": torch, "zeroengine": zeroengine, "Path": Path, "Model": Model, "model": Model()}
-    names |= {"dataset": dataset, "epochs": 2}
+    names |= {"dataset": dataset, "epochs": 1}
     if page in ("docs/checkpoints.md", "docs/offload.md", "docs/birth.md", "docstrings"):
         engine = zeroengine.initialize(names["model"], config="zero3.json")
         loader = engine.dataloader(dataset)
@@ -184,14 +185,14 @@ def run_python(snippet: Snippet, names: dict[str, Any]) -> None:
 def run_page(snippets: Sequence[Snippet], folder: Path, disk: Path) -> None:
     """On one rank: run the snippets of a page one after another. ``/local_nvme`` is ``disk``."""
     os.chdir(folder)
-    os.environ["ZEROENGINE_OVERRIDES"] = '["zero_optimization.stage3_param_persistence_threshold=0"]'  # tiny units, too
-    torch.multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined] # loaders have workers
+    os.environ["ZEROENGINE_OVERRIDES"] = '["zero_optimization.stage3_param_persistence_threshold=0"]'  # units are tiny
+    # Data loaders may have workers, made as in a script: this process is a daemon with a fork server otherwise.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    multiprocessing.set_start_method("fork", force=True)
     with contextlib.redirect_stdout(io.StringIO()):
         names = assumed_names(snippets[0].page)
         for snippet in snippets:
-            run_python(
-                Snippet(snippet.page, snippet.line, "python", "", snippet.code.replace("/local_nvme", str(disk))), names
-            )
+            run_python(replace(snippet, code=snippet.code.replace("/local_nvme", str(disk))), names)
         if isinstance(names.get("engine"), zeroengine.Engine):
             names["engine"].close()
 

@@ -20,12 +20,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.conftest import ROOT
 from zeroengine.errors import OffloadError
 from zeroengine.offload.aio import ALIGNMENT, Descriptors, DiskQueue, Transfer, aligned_empty, round_up
 from zeroengine.offload.swap import SwapFile, SwapFolder
 from zeroengine.ops import _aio_library as _aio
-
-from .conftest import ROOT
 
 FILE_BYTES = 1 << 20
 

@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import ROOT
 from zeroengine.offload import probe
 from zeroengine.offload.cli import main
 from zeroengine.offload.probe import Settings, candidates
-
-from .conftest import ROOT
 
 Run = Callable[..., tuple[int, str, str]]
 

@@ -15,12 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.conftest import ROOT
 from zeroengine.errors import OffloadError
 from zeroengine.offload import mounts, swap
 from zeroengine.offload.aio import DiskQueue, aligned_empty
 from zeroengine.offload.swap import SwapFolder, release_mapped
-
-from .conftest import ROOT
 
 NBYTES = 64 << 20
 

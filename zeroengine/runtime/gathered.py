@@ -47,7 +47,8 @@ def gathered(module_or_params: nn.Module | nn.Parameter | Iterable[nn.Parameter]
     """Gives whole parameters inside the ``with``, at every stage; what is written to them is kept.
 
     Enter and leave it on every rank, with the same parameters. Where ranks wrote different values, those of
-    the lowest rank that wrote are kept on all. Inside, ranks may run different numbers of forwards.
+    the lowest rank that wrote are kept on all. Inside, ranks may run different numbers of forwards. Parameters still
+    require gradients there: to write in place enter ``torch.no_grad()`` as well, as for any parameter.
 
     Args:
         module_or_params: a module (all parameters below it), one parameter, or several.
