@@ -7,9 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.autograd.graph import GradientEdge
 
 from .eager import eager
+
+# Has a function called when the innermost backward in progress ends; not if it raises.
+queue_callback: Callable[[Callable[[], None]], None]
+queue_callback = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
 
 
 @dataclass
