@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zeroengine
 
-from .models import VOCAB, WIDTH, Block, TinyLM, batch, build
+from .models import WIDTH, Block, TinyLM, batch, build
 from .ranks import run_ranks
 from .training import (
     Task,
@@ -546,7 +546,8 @@ def count_hooks() -> tuple[int, int]:
     counts = []
     for step in range(3):
         take_steps(engine, range(step, step + 1))
-        counts.append(len(engine.module.query._backward_hooks or {}))
+        with zeroengine.gathered(engine.module.query):
+            counts.append(len(engine.module.query._backward_hooks or {}))
     return counts[0], counts[-1]
 
 
@@ -554,10 +555,3 @@ def test_a_parameter_that_is_an_argument_collects_no_hooks() -> None:
     check_every_stage(Task(factory=Queries))
     for first, last in run_ranks(2, count_hooks):
         assert first == last == 0
-
-
-def test_these_models_differ_from_each_other() -> None:
-    """A model whose special use did nothing would test nothing."""
-    losses = {factory.__name__: build(factory)(*batch(0, 0)).item() for factory in (TinyLM, *MODELS)}
-    assert len(set(losses.values())) >= len(losses) - 2, losses  # two compute the ordinary head in another way
-    assert VOCAB > WIDTH

@@ -3,10 +3,10 @@
 [Note: Hooks are hints]
 Hooks on modules, and on the tensors that go in and come out, say when a unit is about to be needed and when it may be
 released. What is computed does not depend on them:
-- A use of a released parameter calls ``_resolve``, for its class tells (``released.py``). A read in backward of what the
-  graph saved of one calls ``_read_saved`` (see the note in ``saved_views.py``). Both gather the unit.
-- A unit whose memory somebody shares is not released (``Unit.is_shared``). Its release is *put off*, and tried again
-  whenever a module or a pass ends. If the memory is still shared at the next step it is left to those who share it.
+- A use of a released parameter calls ``_resolve``, for its class tells (``released.py``). A read in backward of what
+  the graph saved of one calls ``_read_saved`` (see the note in ``saved_views.py``). Both gather the unit.
+- Memory that somebody shares is not freed (``Unit.is_shared``). That is *put off*, and tried again whenever a module or
+  a pass ends. If the memory is still shared at the next step it is left to those who share it.
 
 [Note: Backward]
 A holder's outputs carry a hook: when the first of their gradients is there, the holder's units are
@@ -105,7 +105,7 @@ class Gatherer:
         self._handles = self._hook(model)
         for unit in self._units:
             if unit.transient:
-                unit.release(self._resolve)
+                unit.release(self._resolve)  # it was built without memory in its full buffer
 
     def _hook(self, model: nn.Module) -> list[Any]:
         me = weakref.ref(self)
@@ -176,11 +176,10 @@ class Gatherer:
                 self.ensure(unit)
             unit.check()
             self._release(unit)
-            if unit in self._put_off:
+            if unit in self._put_off and unit.released:
                 self._announce_put_off()
                 unit.leave_full_buffer()
-                self._put_off.pop(unit)
-                unit.release(self._resolve)
+                del self._put_off[unit]
             if unit.stored is not None:
                 unit.stored.forget()
 
@@ -195,25 +194,31 @@ class Gatherer:
         self._release(unit)
 
     def _release(self, unit: Unit) -> None:
-        """Release ``unit`` unless it is in use; put that off where somebody shares its memory."""
+        """Release ``unit`` unless it is in use, and free its full buffer unless somebody shares the memory.
+
+        Whether anybody does is a matter of this rank alone: the next use gathers the unit again in any case, so that
+        the ranks agree on their collectives.
+        """
         if not unit.transient or unit.state is not State.READY or self._num_user_gathered[unit]:
             return
         if any(unit in forward.units for forward in self._forwards):
             return
+        unit.release(self._resolve)
         if unit.is_shared:
             self._put_off[unit] = None
-            return
-        self._put_off.pop(unit, None)
-        unit.release(self._resolve)
+        else:
+            self._put_off.pop(unit, None)
+            unit.free_full_buffer()
 
     def put_off(self) -> list[Unit]:
-        """Return the units that are not released because somebody shares their memory."""
+        """Return the units whose full buffers are not freed because somebody shares their memory."""
         self._release_put_off()
         return list(self._put_off)
 
     def _release_put_off(self) -> None:
-        for unit in list(self._put_off):
-            self._release(unit)
+        for unit in [unit for unit in self._put_off if unit.released and not unit.is_shared]:
+            del self._put_off[unit]
+            unit.free_full_buffer()
 
     def _release_unhooked(self) -> None:
         units, self._unhooked = self._unhooked, {}
@@ -231,8 +236,8 @@ class Gatherer:
         names = ", ".join(unit.name for unit in units[:3]) + (f" and {len(units) - 3} more" if len(units) > 3 else "")
         log.warning(
             "%.1f MiB of parameters stay gathered for now (%s): a tensor shares their memory, such as a view or "
-            ".detach() that is kept, or a graph. engine.memory() counts them. Keep a copy, such as weight.detach().clone(); "
-            "a tensor that shares their memory at the next step keeps the old values.",
+            ".detach() that is kept, or a graph. engine.memory() counts them. Keep a copy, such as "
+            "weight.detach().clone(); a tensor that shares their memory at the next step keeps the old values.",
             size,
             names,
         )

@@ -3,9 +3,9 @@
 [Note: Saved views]
 Between forward and backward the graph holds what its operations saved: among it weights, and views of them such as the
 transpose that a matrix product saves. While these share the memory of a full buffer it cannot be freed. So when the
-forward of a module has ended, the graph behind its outputs is walked, as far as that forward made it, and each saved
-tensor that lies in a full buffer is given hooks (``SavedTensor.register_hooks``): the graph keeps a ``SavedView``, which
-has no memory, and reading it gathers the unit.
+forward of a module has ended, the graph behind its outputs is walked, as far as that forward made it. Each saved tensor
+that lies in a full buffer is given hooks (``SavedTensor.register_hooks``): the graph keeps a ``SavedView``, which takes
+no memory, and reading it gathers the unit.
 
 The usual way, ``torch.autograd.graph.saved_tensors_hooks`` around the forward, sees every tensor that is saved. But
 torch.func refuses to run inside of it, it takes autograd's check for changes in place from all saved tensors, and it

@@ -19,7 +19,7 @@ from .tape import Unset
 
 
 class State(enum.Enum):
-    RELEASED = "released"  # no memory; parameters are stubs
+    RELEASED = "released"  # a use of a parameter asks for a gather; the full buffer has no memory, if nobody shares it
     GATHERING = "gathering"  # a gather is under way; values may be stale or absent
     READY = "ready"  # parameters hold their values
 
@@ -146,7 +146,7 @@ class Unit:
 
     @property
     def is_shared(self) -> bool:
-        """Whether something besides this unit may still read the full buffer, which must be ready.
+        """Whether something besides this unit may still read the full buffer, which must hold values.
 
         That is a tensor that shares its memory, such as ``weight.detach()`` or what a graph has saved; or a graph that
         has saved a parameter itself, which would be a stub when backward reads it. A parameter that Python code keeps
@@ -156,10 +156,11 @@ class Unit:
             return True
         # In C++ a parameter is owned by Python's object, by the graph's node that accumulates its gradient, if it has
         # had one since it was gathered, and by whatever has saved it.
-        return any(
-            param._use_count() > (2 if required and param.requires_grad else 1)  # type: ignore[attr-defined]
-            for param, required in zip(self.params, self._required_grad, strict=True)
-        )
+        with torch._C.DisableTorchFunctionSubclass():
+            return any(
+                param._use_count() > (2 if required and param.requires_grad else 1)  # type: ignore[attr-defined]
+                for param, required in zip(self.params, self._required_grad, strict=True)
+            )
 
     @property
     def transient(self) -> bool:
@@ -194,31 +195,35 @@ class Unit:
 
     def guard(self, resolver: Resolver) -> None:
         """While a gather is under way: a use of a parameter calls ``resolver`` first."""
-        self._hide(resolver)
-        self.state = State.GATHERING
-
-    def _hide(self, resolver: Resolver) -> None:
-        """The parameters become stubs whose use calls ``resolver``."""
         for param, stub in zip(self.params, self._stubs, strict=True):
             swap_in(param)
             param.data = stub
             swap_out(param, resolver)
+        self.state = State.GATHERING
 
     def release(self, resolver: Resolver) -> None:
-        """Frees the full buffer; the parameters become stubs whose use calls ``resolver``."""
-        self._hide(resolver)
-        assert self._buffer is not None
-        self._buffer.free()
+        """Let a use of a parameter call ``resolver`` first. The full buffer keeps its values until it is freed."""
+        for param in self.params:
+            swap_out(param, resolver)
         self.state, self.work = State.RELEASED, None
 
+    def free_full_buffer(self) -> None:
+        """Give back the memory of a released unit."""
+        assert self._buffer is not None
+        with torch._C.DisableTorchFunctionSubclass():
+            for param, stub in zip(self.params, self._stubs, strict=True):
+                param.data = stub
+        self._buffer.free()
+
     def leave_full_buffer(self) -> None:
-        """Leave the memory of the full buffer, as it is, to the tensors that share it. The unit is released."""
+        """Leave the memory of a released unit's full buffer, as it is, to the tensors that share it."""
         assert self._buffer is not None
         self._buffer.detach()
         self._buffer = self._new_buffer()
         self.full = self._buffer.tensor
         self._views = self._views_of_full()
         self._storage = self.full.untyped_storage()._cdata
+        self.free_full_buffer()
 
     def check(self) -> None:
         """Whether the parameters are still what ``initialize`` made of them.
