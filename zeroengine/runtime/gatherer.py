@@ -8,13 +8,8 @@ released. What is computed does not depend on them:
 - Memory that somebody shares is not freed (``Unit.is_shared``). That is *put off*, and tried again whenever a module or
   a pass ends. If the memory is still shared at the next step it is left to those who share it.
 
-[Note: Backward]
-A holder's outputs carry a hook: when the first of their gradients is there, the holder's units are
-gathered. They are released when every trainable parameter of theirs has its gradient and the gradients of
-the holder's inputs are done, for until then some operation is likely to read a weight. What never gets that
-far (unused parameters) is released when the backward ends.
-An input that several calls took, such as an encoder's output by each decoder block, has its gradient only when
-all of their backwards are through: there the last nodes of the call's own graph tell instead.
+In backward a unit is gathered when the first gradient of its holder's outputs is there, and released as ``calls.py``
+says. What never gets that far (unused parameters) is released when the backward ends.
 """
 
 from __future__ import annotations
@@ -28,21 +23,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..comm import Transport, span
 from ..errors import ReleasedParameterError, ZeroEngineError
-from .calls import Call, Hook, queue_callback
+from .calls import Call, CallTracker, queue_callback
 from .eager import eager, untransformed
-from .graph import last_nodes
 from .saved_views import SavedView, current_sequence_number, replace_saved_views
 from .tree import tensors_in
 from .unit import State, Unit
+from .visit_order import VisitOrder
 
 log = logging.getLogger("zeroengine")
-
-Place = tuple[bool, "Unit", int]  # in backward, a unit, its how-manieth visit
 
 
 class RunningForward(NamedTuple):
@@ -87,21 +78,19 @@ class Gatherer:
         self._unhooked: dict[Unit, None] = {}  # gathered for a use that no hook announced; released when the pass ends
         self._put_off: dict[Unit, None] = {}  # to release as soon as nobody shares their memory
         self._announced: set[Unit] = set()  # units of which it was said that they are put off
-        self._calls: dict[nn.Module, list[Call]] = {}
-        self._taken: Any = WeakIdKeyDictionary()  # tensors that some call had as an input
-        self._complete: set[Unit] = set()
-        self._next: dict[Place, Place] = {}  # what came after each place the last time
-        self._visits: dict[Unit, int] = {}  # in this forward or backward
-        self._previous: Place | None = None
+        self._order = VisitOrder()
         self._last_in_forward: Unit | None = None
         self._holders: dict[nn.Module, list[Unit]] = {}
         for unit in self._units:
             for module in unit.holders:
                 self._holders.setdefault(module, []).append(unit)
+        owner = weakref.ref(self)
+        self._calls = CallTracker(
+            self._holders, partial(_call, owner, "_before_backward"), partial(_call, owner, "_after_backward")
+        )
+        self._read_saved_view = partial(_call, owner, "_read_saved")
         self._first_sequence_number = 0  # of the graph that the model's forward in progress makes
         self._model = model
-        owner = weakref.ref(self)
-        self._reader = partial(_read_saved, owner)
         self._handles = self._hook(model)
         for unit in self._units:
             if unit.transient:
@@ -282,7 +271,7 @@ class Gatherer:
                 self._finish_backward()
                 self._release_put_off()
             if not (self._running or self.lent):
-                self._start_pass()
+                self._order.start_pass()
         if not self._running:
             self._first_sequence_number = current_sequence_number()
         self._running += 1
@@ -292,8 +281,8 @@ class Gatherer:
         if self._running:
             return
         if not (self._graph_tasks or self.lent):
-            self._last_in_forward = self._previous[1] if self._previous is not None else None
-            self._end_pass()
+            self._last_in_forward = self._order.last
+            self._order.end_pass()
         self._release_unhooked()
         if self._put_off and not self._graph_tasks:
             self._replace_saved(output, self._first_sequence_number, list(self._put_off))
@@ -317,14 +306,6 @@ class Gatherer:
         self._forwards.clear()
         self._release_unhooked()
 
-    def _start_pass(self) -> None:
-        self._previous = None
-        self._visits.clear()
-
-    def _end_pass(self) -> None:
-        if self._previous is not None:
-            self._next.pop(self._previous, None)
-
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._enter_backward()  # a checkpoint computes again within one
         units = [unit for unit in self._holders[module] if unit.transient]
@@ -332,7 +313,7 @@ class Gatherer:
             self._need(unit)
         if units:
             watched = torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
-            call = self._watch_inputs(module, (args, kwargs)) if watched else None
+            call = self._calls.watch_inputs(module, (args, kwargs)) if watched else None
             self._forwards.append(RunningForward(module, units, call, current_sequence_number()))
 
     def _after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -343,7 +324,7 @@ class Gatherer:
         del self._forwards[depth:]  # those above it ended without a word
         passes = False
         if forward.call is not None and torch.is_grad_enabled():
-            passes = self._watch_outputs(module, forward.call, output)
+            passes = self._calls.watch_outputs(module, forward.call, output)
             if passes and not self._graph_tasks:  # else backward follows at once
                 self._replace_saved(output, forward.first_sequence_number, forward.units)
         for unit in forward.units:
@@ -352,19 +333,15 @@ class Gatherer:
         self._release_put_off()
 
     def _replace_saved(self, output: Any, first_sequence_number: int, units: list[Unit]) -> None:
-        replace_saved_views(tensors_in(output), first_sequence_number, units, self._reader)
+        with_values = [unit for unit in units if unit.ready or unit in self._put_off]
+        replace_saved_views(tensors_in(output), first_sequence_number, with_values, self._read_saved_view)
 
     def _need(self, unit: Unit) -> None:
         """``ensure``, and start what came next the last time."""
         self.ensure(unit)
         if self.lent or not unit.transient or not (self._running or self._graph_tasks):
             return
-        if self._previous is None or self._previous[1] is not unit:
-            self._visits[unit] = self._visits.get(unit, 0) + 1
-            place = (bool(self._graph_tasks), unit, self._visits[unit])
-            if self._previous is not None:
-                self._next[self._previous] = place
-            self._previous = place
+        self._order.visit(unit, bool(self._graph_tasks))
         if self._prefetch_numel:
             self._prefetch()
 
@@ -372,12 +349,7 @@ class Gatherer:
         """Starts what comes next, up to the bounds on elements; the very next unit however large it is."""
         live = sum(u.layout.numel for u in self._units if u.transient and not u.released)
         ahead: dict[Unit, None] = {}
-        following = self._previous
-        for _ in range(len(self._next)):  # at most once round, should the order have a cycle
-            following = self._next.get(following) if following is not None else None
-            if following is None:
-                break
-            unit = following[1]
+        for unit in self._order.upcoming():
             ahead[unit] = None
             live += unit.layout.numel if unit.released else 0
             far = len(ahead) > 1 and sum(u.layout.numel for u in ahead) > self._prefetch_numel
@@ -391,34 +363,6 @@ class Gatherer:
 
     # -- backward ---------------------------------------------------------------------------------
 
-    def _watch_inputs(self, module: nn.Module, inputs: Any) -> Call:
-        """Puts hooks on what goes in, before the forward may change it in place: they are of the values until then."""
-        before = [t for t in tensors_in(inputs) if t.requires_grad]
-        # Completeness says nothing of frozen units: without an input to go by they wait for the backward's end.
-        call = Call(len(before) or any(not unit.trainable for unit in self._holders[module]))
-        if any(tensor in self._taken for tensor in before):
-            call.edges = [get_gradient_edge(tensor) for tensor in before]
-        for index, tensor in enumerate(before):
-            hook = Hook(self, Gatherer._passed, module, call, index)
-            if tensor.is_leaf:  # its own hooks would stay for ever; those of the graph's node for it go with the graph
-                get_gradient_edge(tensor).node.register_hook(hook)
-            else:
-                tensor.register_hook(hook)
-            self._taken[tensor] = True
-        return call
-
-    def _watch_outputs(self, module: nn.Module, call: Call, output: Any) -> bool:
-        """Puts hooks on what comes out; whether a backward can pass here."""
-        outputs = [t for t in tensors_in(output) if t.requires_grad and not t.is_leaf]
-        for tensor in outputs:
-            tensor.register_hook(Hook(self, Gatherer._before_backward, module, call))
-        edges, call.edges = call.edges, []  # they keep the graph
-        for index, nodes in enumerate(last_nodes(edges, outputs) if outputs and edges else []):
-            call.nodes[index] = len(nodes)
-            for node in nodes:
-                node.register_hook(Hook(self, Gatherer._ran, module, call, index))
-        return bool(outputs)
-
     def _enter_backward(self) -> bool:
         """Return whether a backward is in progress, and note the one that is."""
         graph_task = torch._C._current_graph_task_id()
@@ -426,7 +370,7 @@ class Gatherer:
             return False
         if graph_task not in self._graph_tasks:
             if not self._graph_tasks:
-                self._start_pass()
+                self._order.start_pass()
             self._graph_tasks.append(graph_task)
             queue_callback(partial(self._graph_task_ended, graph_task))
         return True
@@ -443,59 +387,29 @@ class Gatherer:
             self._graph_tasks.clear()
             self._end_backward()
 
-    def _before_backward(self, module: nn.Module, call: Call) -> None:
-        if call.started:
-            return
-        call.start()
+    def _before_backward(self, module: nn.Module) -> None:
+        """The backward of a call of ``module`` begins."""
         self._enter_backward()
-        self._calls.setdefault(module, []).append(call)
         for unit in self._holders[module]:
             if unit.transient:
                 self._need(unit)
-                if unit.trainable and not any(param.requires_grad for param in unit.params):
-                    self._complete.add(unit)  # frozen for now: no gradient will come
 
     def complete(self, unit: Unit) -> None:
         """Every trainable parameter of ``unit`` has its gradient."""
-        self._complete.add(unit)
-        for module in unit.holders:
-            if module in self._calls:
-                self._after_backward(module)
+        self._calls.complete(unit)
         if unit in self._unhooked and not self._running:
             del self._unhooked[unit]
             self._release(unit)
 
-    def _ran(self, module: nn.Module, call: Call, index: int) -> None:
-        call.nodes_left[index] -= 1
-        if not call.nodes_left[index]:
-            self._passed(module, call, index)
-
-    def _passed(self, module: nn.Module, call: Call, index: int) -> None:
-        """The backward of ``call`` is through to one of its inputs."""
-        call.inputs_left.discard(index)
-        if not call.inputs_left:
-            self._after_backward(module)
-
-    def _after_backward(self, module: nn.Module) -> None:
-        for unit in self._holders[module]:
-            if unit.transient and all(self._is_through(holder) for holder in unit.holders if holder in self._calls):
-                self._release(unit)
+    def _after_backward(self, unit: Unit) -> None:
+        """No call that holds ``unit`` is likely to read it any more."""
+        self._release(unit)
         self._release_put_off()
-
-    def _is_through(self, module: nn.Module) -> bool:
-        """Whether no operation of ``module``'s backward can still read a weight."""
-        if any(call.inputs_left for call in self._calls[module]):
-            return False
-        return all(unit in self._complete for unit in self._holders[module] if unit.trainable)
 
     def _end_backward(self) -> None:
         """The backward is over: everything that was gathered for it is released."""
-        self._end_pass()
-        for calls in self._calls.values():
-            for call in calls:
-                call.started = False  # the graph may be retained
-        self._calls.clear()
-        self._complete.clear()
+        self._order.end_pass()
+        self._calls.end_backward()
         if not self._running:  # else it was one within a forward, as of torch.autograd.grad
             self._release_unhooked()
         for unit in self._units:
@@ -505,8 +419,8 @@ class Gatherer:
             self._announce_put_off()
 
 
-def _read_saved(owner: weakref.ref[Gatherer], view: SavedView) -> torch.Tensor:
+def _call(owner: weakref.ref[Gatherer], name: str, argument: Any) -> Any:
     gatherer = owner()
     if gatherer is None:
         raise ZeroEngineError("this backward needs parameters of an engine that is gone: keep the engine until it ends")
-    return gatherer._read_saved(view)
+    return getattr(gatherer, name)(argument)

@@ -69,30 +69,32 @@ def replace_saved_views(
     units: Sequence[Unit],
     read: Callable[[SavedView], torch.Tensor],
 ) -> None:
-    """Let the graph behind ``outputs`` keep a ``SavedView`` of whatever it has saved of gathered ``units``.
+    """Let the graph behind ``outputs`` keep a ``SavedView`` of whatever it has saved of ``units``.
 
     Args:
+        units: whose full buffers hold values.
         first_sequence_number: ``current_sequence_number()`` from before the forward. Nodes of before are left alone.
         read: gives the tensor back when backward needs it.
     """
-    ranges = [(unit.full.data_ptr(), unit.full.data_ptr() + unit.full.nbytes, unit) for unit in units if unit.ready]
+    ranges = [(unit.full.data_ptr(), unit.full.data_ptr() + unit.full.nbytes, unit) for unit in units]
     if not ranges:
         return
     pending = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     visited = set(pending)
-    while pending and len(visited) < MAX_NODES:
-        node = pending.pop()
-        if node._sequence_nr() < first_sequence_number:  # type: ignore[attr-defined]
-            continue
-        for name in _names_of_saved(type(node)):
-            value = getattr(node, name)
-            for saved in value if isinstance(value, (tuple, list)) else (value,):
-                if saved is not None:
-                    _replace(saved, ranges, read)
-        for following, _ in node.next_functions:
-            if following is not None and following not in visited:
-                visited.add(following)
-                pending.append(following)
+    with torch._C.DisableTorchFunctionSubclass():  # a saved parameter may be released by now, and its class tells
+        while pending and len(visited) < MAX_NODES:
+            node = pending.pop()
+            if node._sequence_nr() < first_sequence_number:  # type: ignore[attr-defined]
+                continue
+            for name in _names_of_saved(type(node)):
+                value = getattr(node, name)
+                for saved in value if isinstance(value, (tuple, list)) else (value,):
+                    if saved is not None:
+                        _replace(saved, ranges, read)
+            for following, _ in node.next_functions:
+                if following is not None and following not in visited:
+                    visited.add(following)
+                    pending.append(following)
 
 
 def _names_of_saved(node_class: type) -> tuple[str, ...]:
