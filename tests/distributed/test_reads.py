@@ -24,13 +24,14 @@ from .training import (
     assert_close,
     check_every_stage,
     make_engine,
+    ordinary_loop,
     start,
     take_steps,
     train_at,
     train_plainly,
 )
 
-TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "gloo"])
+TRANSPORTS = pytest.mark.parametrize("transport", ["shm", pytest.param("gloo", marks=pytest.mark.slow)])
 
 
 class BlockTwice(TinyLM):
@@ -249,37 +250,24 @@ MODELS: list[Callable[[], nn.Module]] = [
 ]
 
 
-@TRANSPORTS
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
 @pytest.mark.parametrize("factory", MODELS)
 def test_reads_that_no_hook_announces_train_as_plain_pytorch(factory: Callable[[], nn.Module], transport: str) -> None:
     check_every_stage(Task(factory=factory), comm={"transport": transport})
 
 
 @TRANSPORTS
-@pytest.mark.parametrize("micro_steps", [1, 2])
 @pytest.mark.parametrize("factory", [BlockTwice, LossInChunks])
-def test_backwards_within_a_backward_lose_no_gradient(
-    factory: Callable[[], nn.Module], micro_steps: int, transport: str
-) -> None:
+def test_backwards_within_a_backward_lose_no_gradient(factory: Callable[[], nn.Module], transport: str) -> None:
     """From the first step on, in which nobody knows yet how many gradients each parameter gets."""
-    task = Task(factory=factory, micro_steps=micro_steps)
-    plain = train_plainly(task)
-    for loop in (plain_backward, None):
-        more = {"comm": {"transport": transport}}
-        ranks = run_ranks(2, train_at, (0, 1, 2, 3), task, *([loop] if loop else [engine_backward]), more)
-        for stage in range(4):
-            assert_close([found[stage] for found in ranks], plain)
-
-
-def engine_backward(task: Task, engine: zeroengine.Engine) -> tuple[list[float], list[float]]:
-    losses, norms = [], []
-    for micro_step in range(task.steps * task.micro_steps):
-        loss = engine(*task.data(micro_step, engine.rank))
-        engine.backward(loss)
-        if engine.step():
-            norms.append(engine.grad_norm)
-        losses.append(loss.item())
-    return losses, norms
+    for micro_steps in (1, 2):
+        task = Task(factory=factory, micro_steps=micro_steps, steps=3)
+        plain = train_plainly(task)
+        loops: list[Train] = [ordinary_loop, plain_backward]
+        ranks = run_ranks(2, train_each, loops, task, {"comm": {"transport": transport}})
+        for number in range(len(loops)):
+            for stage in range(4):
+                assert_close([found[number][stage] for found in ranks], plain)
 
 
 def plain_backward(task: Task, engine: zeroengine.Engine) -> tuple[list[float], list[float]]:
@@ -428,7 +416,7 @@ def keep_none(transport: str) -> list[float]:
     return take_steps(engine, range(2, 4))
 
 
-@TRANSPORTS
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
 def test_a_tensor_that_shares_a_parameter_keeps_its_values(transport: str, caplog: pytest.LogCaptureFixture) -> None:
     expected = run_ranks(2, keep_none, transport)
     for found, losses in zip(run_ranks(2, keep_views, transport), expected, strict=True):
@@ -453,7 +441,7 @@ def keep_on_one_rank(transport: str) -> Any:
 def test_ranks_may_differ_in_what_they_keep() -> None:
     for transport in ("shm", "gloo"):
         answers = run_ranks(2, keep_on_one_rank, transport)
-        expected = run_ranks(2, train_at, (3,), Task(), engine_backward, {})
+        expected = run_ranks(2, train_at, (3,), Task(), ordinary_loop, {})
         for (losses, same), (trained,) in zip(answers, expected, strict=True):
             assert same and losses == trained.losses
 
