@@ -238,6 +238,30 @@ class Forces(TinyLM):
         return super().forward(ids, labels) + force.square().sum() * 1e2
 
 
+class NoGradient(torch.autograd.Function):
+    """Gives its weight no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x * weight.mean()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        return gradient, None
+
+
+class FunctionWithoutGradient(TinyLM):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = NoGradient.apply(self.tok(ids), self.scale)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
+
+
 MODELS: list[Callable[[], nn.Module]] = [
     LossInAttributes,
     TensorBesideObject,
@@ -245,6 +269,7 @@ MODELS: list[Callable[[], nn.Module]] = [
     ReturnsOfParameters,
     FunctionSavesWeight,
     FunctionKeepsWeight,
+    FunctionWithoutGradient,
     CheckpointedFunctions,
     Forces,
 ]
@@ -543,3 +568,50 @@ def test_a_parameter_that_is_an_argument_collects_no_hooks() -> None:
     check_every_stage(Task(factory=Queries))
     for first, last in run_ranks(2, count_hooks):
         assert first == last == 0
+
+
+# -- ranks that differ --------------------------------------------------------------------------------
+
+
+class ReadsOnOneRank(TinyLM):
+    """Its backward reads a weight on one rank alone."""
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](self.tok(ids))
+        x = self.norm(x).flatten(0, 1)
+        function = ReadsAnotherWeight if torch.distributed.get_rank() == 0 else ReadsNothing
+        return F.cross_entropy(self.head(function.apply(x, self.blocks[2].up.weight)), labels.flatten())
+
+
+class ReadsNothing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.weight = weight
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        return gradient, None
+
+
+class ReadsAnotherWeight(ReadsNothing):
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        return gradient * (1 + ctx.weight.mean()), None
+
+
+def read_on_one_rank(transport: str) -> str:
+    start()
+    engine = make_engine(Task(factory=ReadsOnOneRank), 3, comm={"transport": transport, "timeout_seconds": 4})
+    try:
+        take_steps(engine, range(3))
+    except zeroengine.DivergenceError as error:
+        return str(error)
+    return "no error"
+
+
+@TRANSPORTS
+def test_a_read_on_one_rank_alone_is_an_error_by_name(transport: str) -> None:
+    messages = run_ranks(2, read_on_one_rank, transport)
+    assert any("blocks.2" in message for message in messages), messages
+    assert "no error" not in messages

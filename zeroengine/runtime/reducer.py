@@ -121,7 +121,9 @@ class Reducer:
     def _ready(self, grads: UnitGradients, index: int, param: nn.Parameter) -> None:
         self._arriving()
         grads.count_arrival(index)
-        if self._stays_local(grads):
+        if param.grad is None:
+            pass  # a Function gave None: torch calls its hooks all the same
+        elif self._stays_local(grads):
             self._late = self._late or grads.reduced
             if grads.dtype is not param.dtype:
                 self._set_aside(grads, index, param)
