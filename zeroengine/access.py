@@ -25,6 +25,7 @@ class Access:
 
     Args:
         divisor: gives what the summed gradient is to be divided by for the mean.
+        end_backward: ends a backward that is over and of which nobody has said so. See ``Backward.arriving``.
     """
 
     def __init__(
@@ -36,7 +37,9 @@ class Access:
         reducer: Reducer,
         optimizer: ShardedOptimizer,
         divisor: Callable[[], float],
+        end_backward: Callable[[], None],
     ) -> None:
+        self._end_backward = end_backward
         self.gatherer = gatherer
         self._units, self._group, self._transport = units, group, transport
         self._reducer, self._divisor = reducer, divisor
@@ -56,6 +59,7 @@ class Access:
 
     def take_over(self, unit: Unit, writer: int) -> None:
         self._group.broadcast(unit.full, writer)
+        torch.autograd.graph.increment_version(unit.params)
         unit.take_from_full()
         unit.unset.clear()
         for states in self._optimizer.units:
@@ -65,6 +69,7 @@ class Access:
     # -- one parameter's values -------------------------------------------------------------------
 
     def gradient(self, param: nn.Parameter) -> torch.Tensor | None:
+        self._end_backward()
         unit, index = self._unit(param)
         states = self._states(unit)
         mine = self._reducer.waiting(states.grads, index) if states is not None else None
@@ -82,6 +87,7 @@ class Access:
         return whole / self._divisor()
 
     def set_gradient(self, param: nn.Parameter, value: torch.Tensor) -> None:
+        self._end_backward()
         unit, index = self._unit(param)
         with self._agreeing("set_full_gradient", unit, index):
             states = self._trainable(unit, index)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from .errors import ZeroEngineError
 from .optim import LossScaler
 from .runtime import Gatherer, Reducer, eager
+from .runtime.calls import queue_callback
 
 BY_ENGINE = -1  # no number of autograd's
 
@@ -22,8 +24,7 @@ class Backward:
         begins: called as one begins; whether the micro-step that it belongs to ends with an update.
 
     Attributes:
-        gatherer, reducer: set when they are made, for they call ``entering``, ``arriving`` and ``abandon``.
-        done: whether gradients have come since the last step.
+        gatherer, reducer: set when they are made, for they call ``arriving`` and ``finish``.
     """
 
     gatherer: Gatherer
@@ -31,23 +32,42 @@ class Backward:
 
     def __init__(self, scaler: LossScaler, scales: bool, begins: Callable[[], bool]) -> None:
         self._scaler, self._scales, self._begins = scaler, scales, begins
-        self._in_progress = self.done = False
+        self._by_engine = False  # whether ``run`` is under way
+        self._run_raised = False
+        self._graph_tasks: set[int] = set()  # of autograd: plain backwards that brought gradients and have not ended
+        self._done = False
         self._scaled: int | None = None  # autograd's number of the backward whose loss is scaled
+
+    @property
+    def done(self) -> bool:
+        """Whether gradients have come since the last step."""
+        return self._done or self.reducer.in_backward
+
+    @done.setter
+    def done(self, value: bool) -> None:
+        self._done = value
 
     def run(
         self, loss: torch.Tensor, retain_graph: bool, create_graph: bool, inputs: Sequence[torch.Tensor] | None
     ) -> None:
         """``loss.backward``, of the scaled loss."""
-        self.abandon()
+        self.finish()
         self._begin()
-        self._scaled = BY_ENGINE
-        (loss if self._scaler.scale == 1 else self._times_scale(loss)).backward(
-            retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
-        )
+        self._by_engine, self._scaled = True, BY_ENGINE
+        try:
+            (loss if self._scaler.scale == 1 else self._times_scale(loss)).backward(
+                retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
+            )
+        except BaseException:
+            self._run_raised = True
+            raise
+        finally:
+            self._by_engine = False
+        self._scaled = None
         self._end()
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss for a plain ``backward()``, which tells by it that it is scaled."""
+        """Return the loss for a plain ``backward()``, which tells by it that it is scaled."""
         scaled = self._times_scale(loss)
         me = weakref.ref(self)
 
@@ -55,29 +75,34 @@ class Backward:
             backward = me()
             if backward is not None:
                 backward._scaled = torch._C._current_graph_task_id()
+                queue_callback(backward._scaled_ended)
 
         if scaled.requires_grad:
             scaled.register_hook(starts)
         return scaled
 
+    def _scaled_ended(self) -> None:
+        self._scaled = None
+
     def _times_scale(self, loss: torch.Tensor) -> torch.Tensor:
         return loss.to(torch.promote_types(loss.dtype, torch.float32)) * self._scaler.scale
 
-    def entering(self) -> None:
-        """Hooks that a backward runs into come here; the first one begins it where it is a plain ``loss.backward``.
-
-        A callback belongs to the innermost backward, such as that of a reentrant checkpoint: ``run`` does without.
-        """
-        if not self._in_progress:
-            self._begin()
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
-
     def arriving(self) -> None:
-        """A parameter has a gradient.
+        """A parameter has a gradient: of ``run``, or of a plain ``loss.backward()``, which begins with its first one.
+
+        Nothing tells when a plain backward ends: what is queued with autograd comes at the end of the innermost one,
+        such as that of a reentrant checkpoint. So it is ended where its gradients are needed, or by the next forward.
 
         Raises:
-            ZeroEngineError: of a loss that is not scaled.
+            ZeroEngineError: the gradient is of a loss that is not scaled.
         """
+        if not self.reducer.in_backward:
+            self._begin()
+        if not self._by_engine:
+            graph_task = torch._C._current_graph_task_id()
+            if graph_task not in self._graph_tasks:
+                self._graph_tasks.add(graph_task)
+                queue_callback(partial(self._graph_tasks.discard, graph_task))
         if self._scales and self._scaled is None:
             raise ZeroEngineError(
                 "loss.backward() without the loss scale that fp16 needs: call engine.backward(loss), or "
@@ -85,31 +110,44 @@ class Backward:
             )
 
     def _begin(self) -> None:
-        self._in_progress = True
         boundary = self._begins()
         if self.reducer.wanted():
             self.reducer.boundary = boundary
             self.reducer.begin_backward()
 
-    @eager
     def _end(self) -> None:
-        self._in_progress = False
-        if torch._C._current_graph_task_id() == self._scaled:  # else of a checkpoint within it
-            self._scaled = None
         if self.reducer.in_backward:  # else of another model's loss, with all parameters here frozen meanwhile
-            self.done = True
+            self._done = True
             self.reducer.end_backward()
-        self.gatherer.end_backward()
 
-    def abandon(self) -> None:
-        """If the last backward raised, part of its gradients is there and part is not: all since the last step go."""
-        self._scaled = None
-        if self._in_progress:
-            self._in_progress = self.done = False
+    @property
+    def _raised(self) -> bool:
+        return self._run_raised or bool(self._graph_tasks)
+
+    @eager
+    def end_if_over(self) -> None:
+        """End the last backward where that has not been done yet, unless it raised or is still under way."""
+        inside = self._by_engine or torch._C._current_graph_task_id() >= 0
+        if self.reducer.in_backward and not inside and not self._raised:
+            self._end()
+
+    @eager
+    def finish(self) -> None:
+        """End the last backward where that has not been done yet, unless it is still under way.
+
+        If it raised, part of its gradients has come and part has not: all since the last step are dropped.
+        """
+        if self._by_engine or torch._C._current_graph_task_id() >= 0:
+            return
+        self.end_if_over()
+        if self._raised:
+            self._run_raised = self._done = False
+            self._graph_tasks.clear()
+            self._scaled = None
             self.reducer.abandon()
-            self.gatherer.end_backward()
+            self.gatherer.abandon_backward()
 
     def drop(self) -> None:
-        """What came since the last step goes."""
-        self.done = False
+        """Drop what came since the last step."""
+        self._done = False
         self.reducer.abandon()

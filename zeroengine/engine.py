@@ -121,8 +121,7 @@ class Engine:
             self._transport,
             prefetch_numel=zero.prefetch_bucket_size if zero.overlap_comm else 0,
             max_live_numel=zero.max_live_parameters,
-            entering_backward=self._backward.entering,
-            abandon_backward=self._backward.abandon,
+            finish_backward=self._backward.finish,
         )
         self.reducer = Reducer(
             self._units,
@@ -132,7 +131,6 @@ class Engine:
             reduce_dtype=config.reduce_dtype,
             predivide=config.predivide(group.world_size),
             complete=self.gatherer.complete,
-            entering_backward=self._backward.entering,
             arriving=self._backward.arriving,
             homes=self._placement.optimizer,
             together=self.device.type == "cuda" if on_device is None else on_device,
@@ -166,7 +164,14 @@ class Engine:
         self._checkpoints: checkpoint.Checkpointer | None = None
         self._stateful: dict[str, Stateful] = {}
         self._access = Access(
-            self._units, group, self._transport, self.gatherer, self.reducer, self.optimizer, self._steps.divisor
+            self._units,
+            group,
+            self._transport,
+            self.gatherer,
+            self.reducer,
+            self.optimizer,
+            self._steps.divisor,
+            self._backward.end_if_over,
         )
         claim((param for unit in self._units for param in unit.params), self._access)
         precision.install(model, config, self.device)
@@ -203,7 +208,8 @@ class Engine:
             self._parking.check("the forward", ("parameters",))
         if self.module.training and not self.gatherer.lent:
             self._input_comparison.observe((args, kwargs))
-        return self.module(*args, **kwargs)
+        with self.gatherer.forward():
+            return self.module(*args, **kwargs)
 
     forward = __call__
 
@@ -284,7 +290,7 @@ class Engine:
         Raises:
             ZeroEngineError: earlier micro-steps of this step would lose theirs, too.
         """
-        self._backward.abandon()
+        self._backward.finish()
         if not self._backward.done:
             return
         if self.micro_steps % self.config.gradient_accumulation_steps:
@@ -315,6 +321,7 @@ class Engine:
         """
         self._parking.check("step()")
         self._placement.check()
+        self._backward.finish()
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise ZeroEngineError(
                 "step() inside the capture of a CUDA graph: what it does on the host (counters, schedule, which "
@@ -353,6 +360,7 @@ class Engine:
 
     def _published(self, grads: UnitGradients) -> None:
         unit = grads.unit
+        torch.autograd.graph.increment_version(unit.params)  # autograd refuses a graph that saved the values before
         if unit.degrees.optimizer > unit.degrees.parameters:
             self.gatherer.refresh(unit)
 
@@ -440,6 +448,7 @@ class Engine:
             device=str(self.device),
             **here,
             buckets=self.reducer.bucket_bytes(),
+            put_off={unit.name: unit.gathered_bytes() for unit in self.gatherer.put_off()},
             gathered=sum(unit.gathered_bytes() for unit in self._units),
             staging=self._placement.slot_bytes + (of_host if at_host else 0),
             checkpoint=copied if at_host else 0,
@@ -588,7 +597,7 @@ class Engine:
         """
         self._parking.check("load_checkpoint()")
         self._steps.conclude()
-        self._backward.abandon()
+        self._backward.finish()
         self._settle_parameters()
         restored = self._checkpointer().load(
             directory, tag, weights_only=weights_only, strict=strict, fallback=fallback
@@ -661,7 +670,7 @@ class Engine:
                     "load_weights() inside `with zeroengine.gathered(...)`: its end would write the old values back. "
                     "Leave the `with` first."
                 )
-        self._backward.abandon()
+        self._backward.finish()
         self._settle_parameters()
         found = load(self._trained(), weights, strict)
         birth.loaded(self._units, found.missing_keys)

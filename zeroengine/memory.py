@@ -20,6 +20,7 @@ class Memory:
     optimizer: int  # moments
     buckets: int  # gradients on their way
     gathered: int  # full buffers of units that are released between uses, and whole right now
+    put_off: Mapping[str, int] = field(default_factory=dict)  # of `gathered`: units that a tensor of yours shares
     staging: int = 0  # buffers between where states live and the computation
     checkpoint: int = 0  # the copy that checkpoint.async_save writes from, kept for the next; on a GPU see `cpu`
     cpu: Mapping[str, int] = field(default_factory=dict)  # beside a GPU: what is in CPU memory, by the names above
@@ -50,4 +51,7 @@ class Memory:
                 there = sum(of.values()) if name == "total" else of.get(name, 0)
                 line += f"{there / 2**20:>12,.1f} MiB"
             lines.append(line)
+            if name == "gathered":
+                for unit, size in self.put_off.items():
+                    lines.append(f"  of it, unit {unit}: {size / 2**20:,.1f} MiB, which a tensor shares")
         return "\n".join(lines)

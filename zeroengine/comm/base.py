@@ -51,6 +51,9 @@ class Buffer(Protocol):
     def free(self) -> None:
         """The memory goes; ``tensor`` and its views must not be read until the next gather."""
 
+    def detach(self) -> None:
+        """Before this buffer is dropped while others share its memory: it no longer shows that of other ranks."""
+
     def nbytes(self) -> int:
         """Bytes that it holds now."""
 
@@ -85,6 +88,8 @@ class ResizableBuffer:
             self._stream.wait_stream(current)
         self.tensor.untyped_storage().resize_(0)
 
+    def detach(self) -> None: ...
+
     def nbytes(self) -> int:
         return self.tensor.untyped_storage().size()
 
@@ -104,6 +109,8 @@ class PagedBuffer:
     def free(self) -> None:
         self._memory.madvise(mmap.MADV_DONTNEED)
         self._holds = False
+
+    def detach(self) -> None: ...
 
     def nbytes(self) -> int:
         return self.tensor.nbytes if self._holds else 0

@@ -48,6 +48,9 @@ class MappedBuffer:
             raise OSError(-failed, "releasing a full buffer")
         self._holds = False
 
+    def detach(self) -> None:
+        self.tensor.copy_(self.tensor.clone())  # a private mapping has pages of its own once they are written
+
     def nbytes(self) -> int:
         return self._size if self._holds else 0
 

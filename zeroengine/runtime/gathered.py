@@ -74,9 +74,12 @@ def gathered(module_or_params: nn.Module | nn.Parameter | Iterable[nn.Parameter]
     owner = owners.pop()
     assert owner is not None
     units = owner.units_of(params)
-    for unit in units:
-        owner.gatherer.hold(unit)
-    before = [_checksum(unit.full) for unit in units]
+    with contextlib.ExitStack() as undo:
+        for unit in units:
+            owner.gatherer.hold(unit)
+            undo.callback(owner.gatherer.let_go, unit)
+        before = [_checksum(unit.full) for unit in units]
+        undo.pop_all()
     try:
         yield
     finally:

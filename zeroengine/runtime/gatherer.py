@@ -1,38 +1,48 @@
 """Gathers units just before a module needs them and releases them just after.
 
-[Note: Backward]
-A holder's outputs carry a hook: when the first of their gradients is there, the holder's units are
-gathered. They are released when every trainable parameter of theirs has its gradient and the gradients of
-the holder's inputs are done, for until then some operation may still read a weight. What never gets that
-far (unused parameters) is released when the backward ends.
-An input that several calls took, such as an encoder's output by each decoder block, has its gradient only when
-all of their backwards are through: there the last nodes of the call's own graph tell instead.
+[Note: Hooks are hints]
+Hooks on modules, and on the tensors that go in and come out, say when a unit is about to be needed and when it may be
+released. What is computed does not depend on them:
+- A use of a released parameter calls ``_resolve``, for its class tells (``released.py``). A read in backward of what
+  the graph saved of one calls ``_read_saved`` (see the note in ``saved_views.py``). Both gather the unit.
+- Memory that somebody shares is not freed (``Unit.is_shared``). That is *put off*, and tried again whenever a module or
+  a pass ends. If the memory is still shared at the next step it is left to those who share it.
 
-Hooks cannot tell when the last read is where a parameter is used outside of its holders, where a holder's
-output is in a container that nobody can look into, where the backward is itself differentiated, and inside of
-torch.func, whose backwards are none of ours. Such units are *pinned*: they stay whole until the backward ends.
+In backward a unit is gathered when the first gradient of its holder's outputs is there, and released as ``calls.py``
+says. What never gets that far (unused parameters) is released when the backward ends.
 """
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..comm import Transport, span
 from ..errors import ReleasedParameterError, ZeroEngineError
-from .calls import Call, Hook
+from .calls import Call, CallTracker, queue_callback
 from .eager import eager, untransformed
-from .graph import last_nodes
-from .tree import may_hide_tensors, tensors_in
+from .saved_views import SavedView, current_sequence_number, replace_saved_views
+from .tree import tensors_in
 from .unit import State, Unit
+from .visit_order import VisitOrder
 
-Place = tuple[bool, "Unit", int]  # in backward, a unit, its how-manieth visit
+log = logging.getLogger("zeroengine")
+
+
+class RunningForward(NamedTuple):
+    """The forward of a holder in progress."""
+
+    module: nn.Module
+    units: list[Unit]  # that stay gathered meanwhile
+    call: Call | None  # None: no backward will pass
+    first_sequence_number: int  # of the graph's nodes that this forward makes
 
 
 class Gatherer:
@@ -41,8 +51,7 @@ class Gatherer:
     Args:
         prefetch_numel: elements that may be gathered ahead of use.
         max_live_numel: elements of released units that may be whole at one time before prefetching stops.
-        entering_backward: called at the first sign of a backward, once or more in each.
-        abandon_backward: called where no backward can be under way, for it may have raised.
+        finish_backward: called where no backward can be under way: the last one has ended, or raised.
     """
 
     def __init__(
@@ -53,39 +62,39 @@ class Gatherer:
         *,
         prefetch_numel: int,
         max_live_numel: int,
-        entering_backward: Callable[[], None],
-        abandon_backward: Callable[[], None],
+        finish_backward: Callable[[], None],
     ) -> None:
         self._units = list(units)
         self._transport, self._channel = transport, transport.gather
         stored = any(unit.stored is not None for unit in self._units)
         self._prefetch_numel = prefetch_numel if transport.overlaps or stored else 0
         self._max_live_numel = max_live_numel
-        self._entering_backward, self._abandon_backward = entering_backward, abandon_backward
-        self._held: dict[Unit, int] = dict.fromkeys(self._units, 0)  # forwards, `gathered` and pins in progress
+        self._finish_backward = finish_backward
+        self._num_user_gathered: dict[Unit, int] = dict.fromkeys(self._units, 0)  # by ``gathered``
         self.lent = 0  # units in `gathered`: ranks may run different forwards, so no order is learnt or followed
         self._running = 0  # forwards of the whole model in progress
-        self._backward = False
-        self._create_graph = False  # whether the backward in progress will itself be differentiated
-        self._strays: list[Unit] = []  # used outside of their holders, without gradients
-        self._pinned: list[Unit] = []
-        self._entered: dict[nn.Module, list[Call | None]] = {}  # forwards of holders in progress
-        self._calls: dict[nn.Module, list[Call]] = {}
-        self._taken: Any = WeakIdKeyDictionary()  # tensors that some call had as an input
-        self._complete: set[Unit] = set()
-        self._next: dict[Place, Place] = {}  # what came after each place the last time
-        self._visits: dict[Unit, int] = {}  # in this forward or backward
-        self._previous: Place | None = None
+        self._forwards: list[RunningForward] = []
+        self._graph_tasks: list[int] = []  # autograd's numbers of the backwards in progress, the outermost first
+        self._unhooked: dict[Unit, None] = {}  # gathered for a use that no hook announced; released when the pass ends
+        self._put_off: dict[Unit, None] = {}  # to release as soon as nobody shares their memory
+        self._announced: set[Unit] = set()  # units of which it was said that they are put off
+        self._order = VisitOrder()
         self._last_in_forward: Unit | None = None
         self._holders: dict[nn.Module, list[Unit]] = {}
         for unit in self._units:
             for module in unit.holders:
                 self._holders.setdefault(module, []).append(unit)
+        owner = weakref.ref(self)
+        self._calls = CallTracker(
+            self._holders, partial(_call, owner, "_before_backward"), partial(_call, owner, "_after_backward")
+        )
+        self._read_saved_view = partial(_call, owner, "_read_saved")
+        self._first_sequence_number = 0  # of the graph that the model's forward in progress makes
         self._model = model
         self._handles = self._hook(model)
         for unit in self._units:
             if unit.transient:
-                unit.release(self._resolve)
+                unit.release(self._resolve)  # it was built without memory in its full buffer
 
     def _hook(self, model: nn.Module) -> list[Any]:
         me = weakref.ref(self)
@@ -145,127 +154,194 @@ class Gatherer:
             unit.work = self._channel.all_gather(unit.full, unit.owned(unit.degrees.optimizer), unit.name)
 
     def settle(self) -> None:
-        """Before a step: returns with no gather under way, every transient unit that nobody holds released."""
-        self._let_pinned_go()
+        """Before a step: return with no gather under way, and every unit released that the user has not gathered.
+
+        No forward is in progress: what one left behind that ended without a word, by Ctrl-C, is forgotten. Whoever
+        still shares the memory of a unit keeps that memory and its present values.
+        """
+        self.abandon_forward()
         for unit in self._units:
             if unit.state is State.GATHERING:
                 self.ensure(unit)
             unit.check()
             self._release(unit)
+            if unit in self._put_off and unit.released:
+                self._announce_put_off()
+                unit.leave_full_buffer()
+                del self._put_off[unit]
             if unit.stored is not None:
                 unit.stored.forget()
 
     def hold(self, unit: Unit) -> None:
-        self._held[unit] += 1
-        self.lent += 1
         self.ensure(unit)
+        self._num_user_gathered[unit] += 1
+        self.lent += 1
 
     def let_go(self, unit: Unit) -> None:
-        self._held[unit] -= 1
+        self._num_user_gathered[unit] -= 1
         self.lent -= 1
         self._release(unit)
 
-    def _pin(self, unit: Unit) -> None:
-        """Keeps ``unit`` whole until the backward has ended, or the next step where there is none."""
-        if unit not in self._pinned:
-            self._pinned.append(unit)
-            self._held[unit] += 1
-
-    def _let_pinned_go(self) -> None:
-        pinned, self._pinned = self._pinned, []
-        for unit in pinned:
-            self._held[unit] -= 1
-            self._release(unit)
-
     def _release(self, unit: Unit) -> None:
-        if unit.transient and unit.state is State.READY and not self._held[unit]:
-            unit.release(self._resolve)
+        """Release ``unit`` unless it is in use, and free its full buffer unless somebody shares the memory.
+
+        Whether anybody does is a matter of this rank alone: the next use gathers the unit again in any case, so that
+        the ranks agree on their collectives.
+        """
+        if not unit.transient or unit.state is not State.READY or self._num_user_gathered[unit]:
+            return
+        if any(unit in forward.units for forward in self._forwards):
+            return
+        unit.release(self._resolve)
+        if unit.is_shared:
+            self._put_off[unit] = None
+        else:
+            self._put_off.pop(unit, None)
+            unit.free_full_buffer()
+
+    def put_off(self) -> list[Unit]:
+        """Return the units whose full buffers are not freed because somebody shares their memory."""
+        self._release_put_off()
+        return list(self._put_off)
+
+    def _release_put_off(self) -> None:
+        for unit in [unit for unit in self._put_off if unit.released and not unit.is_shared]:
+            del self._put_off[unit]
+            unit.free_full_buffer()
+
+    def _release_unhooked(self) -> None:
+        units, self._unhooked = self._unhooked, {}
+        for unit in units:
+            self._release(unit)
+        self._release_put_off()
+
+    def _announce_put_off(self) -> None:
+        """Say once of each unit that it is put off."""
+        units = [unit for unit in self._put_off if unit not in self._announced]
+        if not units:
+            return
+        self._announced.update(units)
+        size = sum(unit.gathered_bytes() for unit in units) / 2**20
+        names = ", ".join(unit.name for unit in units[:3]) + (f" and {len(units) - 3} more" if len(units) > 3 else "")
+        log.warning(
+            "%.1f MiB of parameters stay gathered for now (%s): a tensor shares their memory, such as a view or "
+            ".detach() that is kept, or a graph. engine.memory() counts them. Keep a copy, such as "
+            "weight.detach().clone(); a tensor that shares their memory at the next step keeps the old values.",
+            size,
+            names,
+        )
 
     def _resolve(self, param: nn.Parameter, use: str) -> None:
         """A parameter is used while it is away: see ``released``."""
         unit = next(u for u in self._units if any(p is param for p in u.params))
-        if unit.transient:
-            if not (self._running or self._backward):
+        if unit.transient and unit.state is State.RELEASED:
+            in_backward = self._enter_backward()
+            if not (self._running or in_backward):
                 slot = next(s for p, s in zip(unit.params, unit.layout.slots, strict=True) if p is param)
                 raise ReleasedParameterError(
                     f"parameter {slot.name} {slot.shape} is partitioned and released: `{use}` needs its values. Write "
                     "`with zeroengine.gathered(module_or_params):` around the code, on every rank, or use "
                     "engine.full_state_dict() to copy all of them."
                 )
-            if self._backward or torch.is_grad_enabled():
-                self._pin(unit)
-            else:
-                self._strays.append(unit)
+        if unit.transient:
+            self._unhooked[unit] = None
         self.ensure(unit)
+
+    @eager
+    def _read_saved(self, view: SavedView) -> torch.Tensor:
+        """Backward reads what the graph saved of a parameter."""
+        unit = view.unit
+        with untransformed():
+            if unit.state is not State.READY:
+                if not (self._enter_backward() or self._running):
+                    raise ReleasedParameterError(
+                        f"what the graph saved of a parameter of unit {unit.name} is looked at outside of a backward, "
+                        "where ranks need not come by: write `with zeroengine.gathered(module_or_params):` around it"
+                    )
+                self._unhooked[unit] = None
+                self.ensure(unit)
+            return view.restore()
 
     # -- forward ----------------------------------------------------------------------------------
 
     def _enter_model(self, module: nn.Module, args: Any) -> None:
-        if not self._running and torch._C._current_graph_task_id() < 0:  # else inside a backward
-            self._abandon_backward()
-        if not (self._running or self._backward or self.lent):
-            self._start_pass()
+        if not self._enter_backward():
+            if not self._running:
+                self.abandon_backward()
+                self._finish_backward()
+                self._release_put_off()
+            if not (self._running or self.lent):
+                self._order.start_pass()
+        if not self._running:
+            self._first_sequence_number = current_sequence_number()
         self._running += 1
 
     def _leave_model(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._running -= 1
-        if not self._running:
-            if not (self._backward or self.lent):
-                self._last_in_forward = self._previous[1] if self._previous is not None else None
-                self._end_pass()
-            self._let_strays_go()
+        self._running = max(0, self._running - 1)
+        if self._running:
+            return
+        if not (self._graph_tasks or self.lent):
+            self._last_in_forward = self._order.last
+            self._order.end_pass()
+        self._release_unhooked()
+        if self._put_off and not self._graph_tasks:
+            self._replace_saved(output, self._first_sequence_number, list(self._put_off))
+            self._release_put_off()
+            self._announce_put_off()
 
-    def _start_pass(self) -> None:
-        self._previous = None
-        self._visits.clear()
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around a forward of the whole model: torch runs none of its hooks when Ctrl-C ends it."""
+        outermost = not self._running
+        try:
+            yield
+        except BaseException:
+            if outermost:
+                self.abandon_forward()
+            raise
 
-    def _end_pass(self) -> None:
-        if self._previous is not None:
-            self._next.pop(self._previous, None)
-
-    def _let_strays_go(self) -> None:
-        strays, self._strays = self._strays, []
-        for unit in strays:
-            self._release(unit)
+    def abandon_forward(self) -> None:
+        """Forget forwards that ended without a word. Call it where none can be in progress."""
+        self._running = 0
+        self._forwards.clear()
+        self._release_unhooked()
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        transient = False
+        self._enter_backward()  # a checkpoint computes again within one
+        units = [unit for unit in self._holders[module] if unit.transient]
         for unit in self._holders[module]:
-            if unit.transient:
-                transient = True
-                self._held[unit] += 1
             self._need(unit)
-        if transient:
+        if units:
             watched = torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
-            call = self._watch_inputs(module, (args, kwargs)) if watched else None
-            self._entered.setdefault(module, []).append(call)
+            call = self._calls.watch_inputs(module, (args, kwargs)) if watched else None
+            self._forwards.append(RunningForward(module, units, call, current_sequence_number()))
 
     def _after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        units = [unit for unit in self._holders[module] if unit.transient]
-        if not units:
-            return
-        call = self._entered[module].pop() if self._entered.get(module) else None
-        will_differentiate = call is not None and torch.is_grad_enabled() and self._watch_outputs(module, call, output)
-        if torch.is_grad_enabled() and not (will_differentiate or self._backward):
-            if may_hide_tensors(output) or torch._C._are_functorch_transforms_active():
-                for unit in units:
-                    self._pin(unit)
-        for unit in units:
-            self._held[unit] -= 1
-            if not self._backward and not (will_differentiate and unit is self._last_in_forward):
+        depth = next((i for i in reversed(range(len(self._forwards))) if self._forwards[i].module is module), None)
+        if depth is None:
+            return  # somebody's hook raised before ours
+        forward = self._forwards[depth]
+        del self._forwards[depth:]  # those above it ended without a word
+        passes = False
+        if forward.call is not None and torch.is_grad_enabled():
+            passes = self._calls.watch_outputs(module, forward.call, output)
+            if passes and not self._graph_tasks:  # else backward follows at once
+                self._replace_saved(output, forward.first_sequence_number, forward.units)
+        for unit in forward.units:
+            if not self._graph_tasks and not (passes and unit is self._last_in_forward):
                 self._release(unit)
+        self._release_put_off()
+
+    def _replace_saved(self, output: Any, first_sequence_number: int, units: list[Unit]) -> None:
+        with_values = [unit for unit in units if unit.ready or unit in self._put_off]
+        replace_saved_views(tensors_in(output), first_sequence_number, with_values, self._read_saved_view)
 
     def _need(self, unit: Unit) -> None:
         """``ensure``, and start what came next the last time."""
         self.ensure(unit)
-        if self.lent or not unit.transient or not (self._running or self._backward):
+        if self.lent or not unit.transient or not (self._running or self._graph_tasks):
             return
-        if self._previous is None or self._previous[1] is not unit:
-            self._visits[unit] = self._visits.get(unit, 0) + 1
-            place = (self._backward, unit, self._visits[unit])
-            if self._previous is not None:
-                self._next[self._previous] = place
-            self._previous = place
+        self._order.visit(unit, bool(self._graph_tasks))
         if self._prefetch_numel:
             self._prefetch()
 
@@ -273,12 +349,7 @@ class Gatherer:
         """Starts what comes next, up to the bounds on elements; the very next unit however large it is."""
         live = sum(u.layout.numel for u in self._units if u.transient and not u.released)
         ahead: dict[Unit, None] = {}
-        following = self._previous
-        for _ in range(len(self._next)):  # at most once round, should the order have a cycle
-            following = self._next.get(following) if following is not None else None
-            if following is None:
-                break
-            unit = following[1]
+        for unit in self._order.upcoming():
             ahead[unit] = None
             live += unit.layout.numel if unit.released else 0
             far = len(ahead) > 1 and sum(u.layout.numel for u in ahead) > self._prefetch_numel
@@ -292,90 +363,64 @@ class Gatherer:
 
     # -- backward ---------------------------------------------------------------------------------
 
-    def _watch_inputs(self, module: nn.Module, inputs: Any) -> Call:
-        """Puts hooks on what goes in, before the forward may change it in place: they are of the values until then."""
-        before = [t for t in tensors_in(inputs) if t.requires_grad]
-        # Completeness says nothing of frozen units: without an input to go by they wait for the backward's end.
-        call = Call(len(before) or any(not unit.trainable for unit in self._holders[module]))
-        if any(tensor in self._taken for tensor in before):
-            call.edges = [get_gradient_edge(tensor) for tensor in before]
-        for index, tensor in enumerate(before):
-            tensor.register_hook(Hook(self, Gatherer._passed, module, call, index))
-            self._taken[tensor] = True
-        return call
+    def _enter_backward(self) -> bool:
+        """Return whether a backward is in progress, and note the one that is."""
+        graph_task = torch._C._current_graph_task_id()
+        if graph_task < 0:
+            return False
+        if graph_task not in self._graph_tasks:
+            if not self._graph_tasks:
+                self._order.start_pass()
+            self._graph_tasks.append(graph_task)
+            queue_callback(partial(self._graph_task_ended, graph_task))
+        return True
 
-    def _watch_outputs(self, module: nn.Module, call: Call, output: Any) -> bool:
-        """Puts hooks on what comes out; whether a backward can pass here."""
-        outputs = [t for t in tensors_in(output) if t.requires_grad]
-        for tensor in outputs:
-            tensor.register_hook(Hook(self, Gatherer._before_backward, module, call))
-        edges, call.edges = call.edges, []  # they keep the graph
-        for index, nodes in enumerate(last_nodes(edges, outputs) if outputs and edges else []):
-            call.nodes[index] = len(nodes)
-            for node in nodes:
-                node.register_hook(Hook(self, Gatherer._ran, module, call, index))
-        return bool(outputs)
+    def _graph_task_ended(self, graph_task: int) -> None:
+        if graph_task in self._graph_tasks:
+            del self._graph_tasks[self._graph_tasks.index(graph_task) :]  # those within it that raised, too
+            if not self._graph_tasks:
+                self._end_backward()
 
-    def _before_backward(self, module: nn.Module, call: Call) -> None:
-        if call.started:
-            return
-        call.start()
-        if not self._backward:
-            self._backward = True
-            self._start_pass()
-            self._entering_backward()
-        self._calls.setdefault(module, []).append(call)
-        self._create_graph = self._create_graph or torch.is_grad_enabled()
+    def abandon_backward(self) -> None:
+        """Forget backwards that raised. Call it where none can be in progress."""
+        if self._graph_tasks:
+            self._graph_tasks.clear()
+            self._end_backward()
+
+    def _before_backward(self, module: nn.Module) -> None:
+        """The backward of a call of ``module`` begins."""
+        self._enter_backward()
         for unit in self._holders[module]:
             if unit.transient:
                 self._need(unit)
-                if self._create_graph:
-                    self._pin(unit)
-                if unit.trainable and not any(param.requires_grad for param in unit.params):
-                    self._complete.add(unit)  # frozen for now: no gradient will come
 
     def complete(self, unit: Unit) -> None:
         """Every trainable parameter of ``unit`` has its gradient."""
-        self._complete.add(unit)
-        for module in unit.holders:
-            if module in self._calls:
-                self._after_backward(module)
-
-    def _ran(self, module: nn.Module, call: Call, index: int) -> None:
-        call.nodes_left[index] -= 1
-        if not call.nodes_left[index]:
-            self._passed(module, call, index)
-
-    def _passed(self, module: nn.Module, call: Call, index: int) -> None:
-        """The backward of ``call`` is through to one of its inputs."""
-        call.inputs_left.discard(index)
-        if not call.inputs_left:
-            self._after_backward(module)
-
-    def _after_backward(self, module: nn.Module) -> None:
-        for unit in self._holders[module]:
-            if unit.transient and all(self._is_through(holder) for holder in unit.holders if holder in self._calls):
-                self._release(unit)
-
-    def _is_through(self, module: nn.Module) -> bool:
-        """Whether no operation of ``module``'s backward can still read a weight."""
-        if any(call.inputs_left for call in self._calls[module]):
-            return False
-        return all(unit in self._complete for unit in self._holders[module] if unit.trainable)
-
-    def end_backward(self) -> None:
-        """The backward is over: everything that was gathered for it is released."""
-        if self._backward:
-            self._end_pass()
-        self._backward = False
-        for calls in self._calls.values():
-            for call in calls:
-                call.started = False  # the graph may be retained
-        self._calls.clear()
-        self._complete.clear()
-        self._let_strays_go()
-        if not self._create_graph:  # else the next backward reads the weights again
-            self._let_pinned_go()
-        self._create_graph = False
-        for unit in self._units:
+        self._calls.complete(unit)
+        if unit in self._unhooked and not self._running:
+            del self._unhooked[unit]
             self._release(unit)
+
+    def _after_backward(self, unit: Unit) -> None:
+        """No call that holds ``unit`` is likely to read it any more."""
+        self._release(unit)
+        self._release_put_off()
+
+    def _end_backward(self) -> None:
+        """The backward is over: everything that was gathered for it is released."""
+        self._order.end_pass()
+        self._calls.end_backward()
+        if not self._running:  # else it was one within a forward, as of torch.autograd.grad
+            self._release_unhooked()
+        for unit in self._units:
+            if unit not in self._unhooked:
+                self._release(unit)
+        if not self._running:
+            self._announce_put_off()
+
+
+def _call(owner: weakref.ref[Gatherer], name: str, argument: Any) -> Any:
+    gatherer = owner()
+    if gatherer is None:
+        raise ZeroEngineError("this backward needs parameters of an engine that is gone: keep the engine until it ends")
+    return getattr(gatherer, name)(argument)

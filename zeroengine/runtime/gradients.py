@@ -48,10 +48,30 @@ class UnitGradients:
             self.kept.zero_()
         self.squared_norm: torch.Tensor | None = None  # of what is kept, where it was known before it left
         self.local: dict[int, torch.Tensor] = {}  # sums of earlier micro-steps in no_sync, by parameter
-        self.left: set[int] = set()  # parameters whose gradient this backward still owes
+        self.expected = [1] * len(unit.params)  # gradients of each parameter in a backward, as in the last one
+        self.arrived = [0] * len(unit.params)  # and in this one
+        self.num_pending = 0  # parameters of which fewer have arrived than expected
+        self.sent = False  # in this backward
         self.written = [False] * len(unit.params)  # in this micro-step (bucket) or since the step (whole)
         self.used = [False] * len(unit.params)  # since the step, on this rank
         self.reduced = False  # since the step
+
+    def begin_backward(self) -> None:
+        """Expect gradients anew."""
+        self.arrived = [0] * len(self.expected)
+        self.num_pending = len(self.expected)
+        self.sent = False
+
+    def count_arrival(self, index: int) -> None:
+        """Count one more gradient of parameter ``index`` in this backward."""
+        self.arrived[index] += 1
+        if self.arrived[index] == self.expected[index]:
+            self.num_pending -= 1
+
+    def end_backward(self) -> None:
+        """Expect of the next backward what came in this one."""
+        self.expected = [max(1, count) for count in self.arrived]
+        self.num_pending = 0
 
     def owned(self, degree: int) -> torch.Tensor:
         """This rank's part at ``degree`` of the summed gradients, 1-D."""

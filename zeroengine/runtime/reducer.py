@@ -8,6 +8,13 @@ this rank's shard of their sum is kept.
 Units are reduced in one fixed order, the reverse of registration, on every rank. A unit that is complete
 early waits for those before it; one that never completes (unused parameters) is reduced with zeros in
 their place when the backward ends. So ranks that use different parameters still agree on every collective.
+
+[Note: Several gradients of one parameter]
+In one backward autograd adds up all that a parameter gets before it hands over one gradient. But a backward may hold
+others: each reentrant checkpoint runs one of its own, and so does a Function whose backward calls ``torch.autograd``.
+A parameter that several of them use gets a gradient from each. So a unit is complete when as many gradients of each
+parameter have arrived as in the backward before. Those that come after it was sent all the same, as they do the first
+time, wait on this rank and are reduced with the next micro-step's, or before the update (``_reduce_late``).
 """
 
 from __future__ import annotations
@@ -39,8 +46,7 @@ class Reducer:
         accumulation_dtype, reduce_dtype: from a unit's dtype to that of what is kept, and of what is sent (None: free).
         predivide: what gradients are divided by on their way; the update makes up for it.
         complete: called when every parameter of a unit has its gradient.
-        entering_backward: called at the first sign of a backward, once or more in each.
-        arriving: called as each gradient comes; raises where it must not.
+        arriving: called as each gradient comes, the first of a backward included; raises where it must not.
         homes: where each trainable unit's summed gradients live, if not on the device.
         together: whether gradients are copied into buckets some at a time, as a GPU likes it.
         slots: those to make at once, rather than when they are needed. See ``Slots.make``.
@@ -56,7 +62,6 @@ class Reducer:
         reduce_dtype: Callable[[torch.dtype], torch.dtype | None],
         predivide: float,
         complete: Callable[[Unit], None],
-        entering_backward: Callable[[], None],
         arriving: Callable[[], None],
         homes: Sequence[Store | None] = (),
         together: bool = False,
@@ -64,7 +69,7 @@ class Reducer:
     ) -> None:
         self._transport, self._channel = transport, transport.reduce
         self._bucket_numel = bucket_numel or 0
-        self._complete, self._entering_backward, self._arriving = complete, entering_backward, arriving
+        self._complete, self._arriving = complete, arriving
         self.predivide = predivide
         self.gradients = [
             UnitGradients(unit, transport, accumulation_dtype(unit.dtype), reduce_dtype(unit.dtype), home)
@@ -107,24 +112,24 @@ class Reducer:
         self.in_backward = True
         self._launched = 0
         for grads in self.gradients:
-            grads.left = set(range(len(grads.unit.params)))
+            grads.begin_backward()
 
     def _stays_local(self, grads: UnitGradients) -> bool:
-        """Whether the gradient waits in ``param.grad``: no_sync, or after this unit's one reduce."""
-        return (not grads.whole and not self.syncing) or (grads.whole and grads.reduced)
+        """Return whether a gradient waits in ``param.grad``: inside no_sync, or because its unit was sent already."""
+        return grads.reduced if grads.whole else grads.sent or not self.syncing
 
     def _ready(self, grads: UnitGradients, index: int, param: nn.Parameter) -> None:
-        if not self.in_backward:
-            self._entering_backward()
         self._arriving()
-        grads.left.discard(index)
-        if self._stays_local(grads):
+        grads.count_arrival(index)
+        if param.grad is None:
+            pass  # a Function gave None: torch calls its hooks all the same
+        elif self._stays_local(grads):
             self._late = self._late or grads.reduced
             if grads.dtype is not param.dtype:
                 self._set_aside(grads, index, param)
         else:
             self._collect(grads, index, param)
-        if not grads.left:
+        if not grads.num_pending:
             self._complete(grads.unit)
             self._launch_in_order()
 
@@ -187,17 +192,17 @@ class Reducer:
         """Completes what the backward left open, in order."""
         for grads in self._order:
             if not self._stays_local(grads):
-                for index in grads.left:  # from an earlier micro-step inside no_sync
-                    if self._has_gradient(grads, index):
+                for index, count in enumerate(grads.arrived):
+                    if not count and self._has_gradient(grads, index):  # from an earlier micro-step inside no_sync
                         self._collect(grads, index, grads.unit.params[index])
-            grads.left = set()
+            grads.end_backward()
         self._launch_in_order()
         self._flush()
         self._copy_together()
         self.in_backward = False
 
     def _launch_in_order(self) -> None:
-        while self._launched < len(self._order) and not self._order[self._launched].left:
+        while self._launched < len(self._order) and not self._order[self._launched].num_pending:
             grads = self._order[self._launched]
             self._launched += 1
             due = self.boundary and self.syncing and not grads.reduced if grads.whole else self.syncing
@@ -217,6 +222,7 @@ class Reducer:
 
     def _reduce(self, grads: UnitGradients) -> None:
         unit = grads.unit
+        grads.sent = True
         self._copy_together()
         if grads.whole:
             self._zero_unwritten(grads, grads.views)
@@ -342,7 +348,7 @@ class Reducer:
         self._bucket.clear()
         self.in_backward = self._late = False
         for grads in self.gradients:
-            grads.left = set()
+            grads.num_pending = 0
             grads.local.clear()
             for param in grads.unit.params:
                 param.grad = None

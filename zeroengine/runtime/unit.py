@@ -19,7 +19,7 @@ from .tape import Unset
 
 
 class State(enum.Enum):
-    RELEASED = "released"  # no memory; parameters are stubs
+    RELEASED = "released"  # a use of a parameter asks for a gather; the full buffer has no memory, if nobody shares it
     GATHERING = "gathering"  # a gather is under way; values may be stale or absent
     READY = "ready"  # parameters hold their values
 
@@ -27,8 +27,9 @@ class State(enum.Enum):
 class Unit:
     """The parameters of one unit, and where they are on this rank.
 
-    ``full`` has one storage for life. Where the parameter degree is 1 it always holds memory and ``shard``
-    is this rank's slice of it; otherwise ``release`` empties the storage and ``shard`` is memory of its own.
+    ``full`` keeps its storage until somebody shares it when a step comes (``leave_full_buffer``). Where the parameter
+    degree is 1 it always holds memory and ``shard`` is this rank's slice of it; otherwise ``release`` empties the
+    storage and ``shard`` is memory of its own.
 
     Building a unit copies the parameters in (cast to the unit's dtype) and makes them views; the model's
     own memory is freed as it goes. Parameters from ``meta_init`` get their values here. Where the full buffer is
@@ -67,6 +68,7 @@ class Unit:
         self.stored = stored
         self._source = stored or transport.gather
         self._buffer: Buffer | None = None
+        self._transport = transport
         shard: torch.Tensor | None = None
         if self.transient:  # what stays comes first, so that what comes and goes leaves no holes
             numel = self.layout.shard_numel(degrees.parameters)
@@ -74,18 +76,21 @@ class Unit:
                 shard = transport.empty(numel, self.dtype, "gather")
             else:
                 shard = stored.empty(numel, self.dtype)
-            self._buffer = transport.buffer(self.layout.numel, self.dtype, copied=stored is not None)
+            self._buffer = self._new_buffer()
             self.full = self._buffer.tensor
         else:
             self.full = transport.empty(self.layout.numel, self.dtype, "gather")
             ops.advise_huge_pages(self.full)
         self.full.zero_()
-        self._views = [self.full[s.offset : s.end].view(s.shape) for s in self.layout.slots]
+        self._views = self._views_of_full()
         self.unset: set[str] = set()
         self.master = self._load(synchronise, master_home)
         self.shard = self.full if shard is None else shard
         self.take_from_full()
         self._stubs = [_stub(view) for view in self._views]
+        self._required_grad = [param.requires_grad for param in self.params]
+        self._storage: int = self.full.untyped_storage()._cdata
+        self._num_own_tensors = torch._C._storage_Use_Count(self._storage)  # type: ignore[attr-defined]
         if self._buffer is not None:
             for param, stub in zip(self.params, self._stubs, strict=True):
                 param.data = stub
@@ -120,6 +125,12 @@ class Unit:
             master_home.fill(master, source[start:stop])
             return master
 
+    def _new_buffer(self) -> Buffer:
+        return self._transport.buffer(self.layout.numel, self.dtype, copied=self.stored is not None)
+
+    def _views_of_full(self) -> list[torch.Tensor]:
+        return [self.full[slot.offset : slot.end].view(slot.shape) for slot in self.layout.slots]
+
     @property
     def mixed(self) -> bool:
         """Whether parameters are low precision, and an fp32 master is updated in their stead."""
@@ -128,6 +139,28 @@ class Unit:
     @property
     def released(self) -> bool:
         return self.state is State.RELEASED
+
+    @property
+    def ready(self) -> bool:
+        return self.state is State.READY
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether something besides this unit may still read the full buffer, which must hold values.
+
+        That is a tensor that shares its memory, such as ``weight.detach()`` or what a graph has saved; or a graph that
+        has saved a parameter itself, which would be a stub when backward reads it. A parameter that Python code keeps
+        is none of these, for its class tells whether it is released.
+        """
+        if torch._C._storage_Use_Count(self._storage) > self._num_own_tensors:  # type: ignore[attr-defined]
+            return True
+        # In C++ a parameter is owned by Python's object, by the graph's node that accumulates its gradient, if it has
+        # had one since it was gathered, and by whatever has saved it.
+        with torch._C.DisableTorchFunctionSubclass():
+            return any(
+                param._use_count() > (2 if required and param.requires_grad else 1)  # type: ignore[attr-defined]
+                for param, required in zip(self.params, self._required_grad, strict=True)
+            )
 
     @property
     def transient(self) -> bool:
@@ -157,26 +190,40 @@ class Unit:
             if isinstance(param, ReleasedParameter):
                 swap_in(param)
                 param.data = view
+        self._required_grad = [param.requires_grad for param in self.params]
         self.state, self.work = State.READY, None
 
     def guard(self, resolver: Resolver) -> None:
         """While a gather is under way: a use of a parameter calls ``resolver`` first."""
-        self._hide(resolver)
-        self.state = State.GATHERING
-
-    def _hide(self, resolver: Resolver) -> None:
-        """The parameters become stubs whose use calls ``resolver``."""
         for param, stub in zip(self.params, self._stubs, strict=True):
             swap_in(param)
             param.data = stub
             swap_out(param, resolver)
+        self.state = State.GATHERING
 
     def release(self, resolver: Resolver) -> None:
-        """Frees the full buffer; the parameters become stubs whose use calls ``resolver``."""
-        self._hide(resolver)
-        assert self._buffer is not None
-        self._buffer.free()
+        """Let a use of a parameter call ``resolver`` first. The full buffer keeps its values until it is freed."""
+        for param in self.params:
+            swap_out(param, resolver)
         self.state, self.work = State.RELEASED, None
+
+    def free_full_buffer(self) -> None:
+        """Give back the memory of a released unit."""
+        assert self._buffer is not None
+        with torch._C.DisableTorchFunctionSubclass():
+            for param, stub in zip(self.params, self._stubs, strict=True):
+                param.data = stub
+        self._buffer.free()
+
+    def leave_full_buffer(self) -> None:
+        """Leave the memory of a released unit's full buffer, as it is, to the tensors that share it."""
+        assert self._buffer is not None
+        self._buffer.detach()
+        self._buffer = self._new_buffer()
+        self.full = self._buffer.tensor
+        self._views = self._views_of_full()
+        self._storage = self.full.untyped_storage()._cdata
+        self.free_full_buffer()
 
     def check(self) -> None:
         """Whether the parameters are still what ``initialize`` made of them.

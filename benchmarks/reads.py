@@ -1,0 +1,120 @@
+"""What it costs the host to guard reads of released parameters: microseconds for each transformer block and step.
+
+    python benchmarks/reads.py [--layers 24] [--rounds 7]
+
+One process is rank 0 of 64 at stage 3 (torch's `fake` process group, whose collectives move nothing). The model is so
+narrow that nearly all of its time is the host's. In each round every case takes some steps in turn; the table gives
+medians over the rounds. The first three rows are parts of the engine's step, timed inside of it. The last rows put
+torch's own `saved_tensors_hooks` around the same model without an engine: what guarding by them would add.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from workload import Transformer
+
+import zeroengine
+from zeroengine.runtime import gatherer
+from zeroengine.runtime.saved_views import SavedView
+from zeroengine.runtime.unit import Unit
+
+STEPS = 5
+
+
+class Clock:
+    """Adds up the time that is spent in functions."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``function``, whose time counts under ``name``."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds[name] += time.perf_counter() - begin
+
+        return run
+
+
+def measure(layers: int, rounds: int) -> dict[str, list[float]]:
+    """Return the microseconds per block and step of each case, one number a round."""
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=64)
+    ids = torch.randint(0, 64, (1, 4))
+    clock = Clock()
+    gatherer.replace_saved_views = clock.timed("walk of the graph", gatherer.replace_saved_views)
+    Unit.is_shared = property(clock.timed("use counts", Unit.is_shared.fget))  # type: ignore[assignment,attr-defined]
+    SavedView.restore = clock.timed("reads in backward", SavedView.restore)  # type: ignore[method-assign]
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return Transformer(layers, 32, 2, 64, 4)
+
+    engine = zeroengine.initialize(
+        build(),
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        },
+    )
+    plain = build()
+
+    def with_engine() -> None:
+        engine.backward(engine(ids, ids))
+        engine.step()
+
+    def without(hooks: bool) -> None:
+        same = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+        with same if hooks else contextlib.nullcontext():
+            loss = plain(ids, ids)
+        loss.backward()
+        plain.zero_grad()
+
+    cases = {
+        "whole step of the engine": with_engine,
+        "plain forward and backward": lambda: without(False),
+        "the same inside saved_tensors_hooks": lambda: without(True),
+    }
+    found: dict[str, list[float]] = defaultdict(list)
+    for number in range(rounds + 1):
+        for name, case in cases.items():
+            clock.seconds.clear()
+            begin = time.perf_counter()
+            for _ in range(STEPS):
+                case()
+            rows = {**clock.seconds, name: time.perf_counter() - begin}
+            if number:  # the first one warms up
+                for row, seconds in rows.items():
+                    found[row].append(seconds / STEPS / layers * 1e6)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--rounds", type=int, default=7)
+    arguments = parser.parse_args()
+    print(f"torch {torch.__version__}, {arguments.layers} blocks, microseconds per block and step")
+    for name, values in measure(arguments.layers, arguments.rounds).items():
+        print(f"{name:<40}{statistics.median(values):>8.0f}   ({min(values):.0f} to {max(values):.0f})")
+
+
+if __name__ == "__main__":
+    main()

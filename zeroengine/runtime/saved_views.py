@@ -1,0 +1,131 @@
+"""What autograd has saved of parameters, replaced by the way to gather it again.
+
+[Note: Saved views]
+Between forward and backward the graph holds what its operations saved: among it weights, and views of them such as the
+transpose that a matrix product saves. While these share the memory of a full buffer it cannot be freed. So when the
+forward of a module has ended, the graph behind its outputs is walked, as far as that forward made it. Each saved tensor
+that lies in a full buffer is given hooks (``SavedTensor.register_hooks``): the graph keeps a ``SavedView``, which takes
+no memory, and reading it gathers the unit.
+
+The usual way, ``torch.autograd.graph.saved_tensors_hooks`` around the forward, sees every tensor that is saved. But
+torch.func refuses to run inside of it, it takes autograd's check for changes in place from all saved tensors, and it
+costs more than twice the time, for all activations pass through it.
+
+What the walk does not meet (graphs behind attributes, in objects of unknown classes, of torch.func) keeps its tensors.
+These share the memory of the full buffer, which is therefore not freed: see ``Unit.is_shared``.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import ZeroEngineError
+from .unit import Unit
+
+MAX_NODES = 20_000  # of one graph that are looked at
+
+current_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+
+_saved_names: dict[type, tuple[str, ...]] = {}  # by class of nodes: the attributes that are saved tensors
+
+
+@dataclass(frozen=True)
+class SavedView:
+    """A tensor within the full buffer of a unit, that autograd has saved.
+
+    Sizes, strides and the offset count elements. ``version`` is autograd's count of changes in place of the parameter.
+    """
+
+    unit: Unit
+    param_index: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    version: int
+
+    def restore(self) -> torch.Tensor:
+        """Return the tensor. The unit must have been gathered.
+
+        Raises:
+            ZeroEngineError: the parameter has other values than in the forward.
+        """
+        param = self.unit.params[self.param_index]
+        if param._version != self.version:
+            name = self.unit.layout.slots[self.param_index].name
+            raise ZeroEngineError(
+                f"this backward needs parameter {name} as it was in the forward, and it has been changed since: by "
+                "engine.step(), by loading, or in place. Run backward before step(), and the forward again after it."
+            )
+        return param.detach().as_strided(self.size, self.stride, self.offset)  # which counts with the parameter
+
+
+def replace_saved_views(
+    outputs: Iterable[torch.Tensor],
+    first_sequence_number: int,
+    units: Sequence[Unit],
+    read: Callable[[SavedView], torch.Tensor],
+) -> None:
+    """Let the graph behind ``outputs`` keep a ``SavedView`` of whatever it has saved of ``units``.
+
+    Args:
+        units: whose full buffers hold values.
+        first_sequence_number: ``current_sequence_number()`` from before the forward. Nodes of before are left alone.
+        read: gives the tensor back when backward needs it.
+    """
+    ranges = [(unit.full.data_ptr(), unit.full.data_ptr() + unit.full.nbytes, unit) for unit in units]
+    if not ranges:
+        return
+    pending = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    visited = set(pending)
+    with torch._C.DisableTorchFunctionSubclass():  # a saved parameter may be released by now, and its class tells
+        while pending and len(visited) < MAX_NODES:
+            node = pending.pop()
+            if node._sequence_nr() < first_sequence_number:  # type: ignore[attr-defined]
+                continue
+            for name in _names_of_saved(type(node)):
+                value = getattr(node, name)
+                for saved in value if isinstance(value, (tuple, list)) else (value,):
+                    if saved is not None:
+                        _replace(saved, ranges, read)
+            for following, _ in node.next_functions:
+                if following is not None and following not in visited:
+                    visited.add(following)
+                    pending.append(following)
+
+
+def _names_of_saved(node_class: type) -> tuple[str, ...]:
+    names = _saved_names.get(node_class)
+    if names is None:
+        names = _saved_names[node_class] = tuple(name for name in dir(node_class) if name.startswith("_raw_saved_"))
+    return names
+
+
+def _replace(
+    saved: torch._C._autograd.SavedTensor,
+    ranges: Sequence[tuple[int, int, Unit]],
+    read: Callable[[SavedView], torch.Tensor],
+) -> None:
+    if saved.unpack_hook is not None:  # type: ignore[attr-defined]
+        return  # of a checkpoint, or the user's own
+    try:
+        tensor = saved.data  # type: ignore[attr-defined]
+        address = 0 if tensor is None else tensor.data_ptr()
+    except RuntimeError:
+        return  # sparse, or of torch.func: it has no address
+    for start, stop, unit in ranges:
+        if start <= address < stop and tensor.dtype is unit.dtype and not (tensor.is_conj() or tensor.is_neg()):
+            break
+    else:
+        return
+    try:
+        saved.unpack()  # type: ignore[attr-defined]
+    except RuntimeError:
+        return  # it was changed in place since it was saved, as backward will say
+    offset = tensor.storage_offset()
+    index = bisect_right(unit.layout.slots, offset, key=lambda slot: slot.offset) - 1
+    view = SavedView(unit, index, tensor.size(), tensor.stride(), offset, tensor._version)
+    saved.register_hooks(lambda _: view, read)  # type: ignore[attr-defined]
