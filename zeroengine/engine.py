@@ -16,7 +16,7 @@ from torch import nn
 from . import birth
 from .access import Access
 from .backward import Backward
-from .comm import ChannelName, Group
+from .comm import ChannelName, Group, check_same
 from .config import FLOATS, Config
 from .data import ResumableLoader
 from .errors import ZeroEngineError
@@ -389,15 +389,17 @@ class Engine:
             include: of "optimizer" (masters and moments), "gradients" and "parameters". None: the first two, as far
                 as their memory can be given back. Without parameters nothing but ``reload_states`` works.
             device: where they go.
-            nvme_path: a folder on a disk; that of the configuration where None.
+            nvme_path: a folder on a disk, for device "nvme"; that of the configuration where None.
 
         Raises:
             ZeroEngineError: an unknown state, memory that cannot be given back, or a folder that cannot be used.
         """
         zero = self.config.zero_optimization
-        path = nvme_path or zero.offload_optimizer.disk or zero.offload_param.disk
-        with self._group.agreeing("to offload states"):
-            self._parking.check_request(include, device, path)
+        configured = zero.offload_optimizer.disk or zero.offload_param.disk
+        arguments = {"include": None if include is None else sorted(include), "device": device}
+        with self._group.agreeing("to offload states", arguments) as every_rank:  # each may have a disk of its own
+            path = self._parking.check_request(include, device, nvme_path, configured)
+        check_same("offload_states()", every_rank)
         self._steps.conclude()  # it may ask for the gradients
         self.gatherer.settle()
         self.reducer.settle()
@@ -414,7 +416,7 @@ class Engine:
             every = {name: [t for t in of if t.untyped_storage().resizable()] for name, of in every.items()}
         states = {name: every[name] for name in include}
         with self._group.agreeing("to offload states"):
-            self._parking.leave(states, path if device == "nvme" else None, self.config, self.rank)
+            self._parking.leave(states, path, self.config, self.rank)
         return_freed_memory()
 
     def reload_states(self) -> None:
@@ -541,6 +543,7 @@ class Engine:
 
         Raises:
             ZeroEngineError: on every rank; there is no such checkpoint then.
+            DivergenceError: on every rank, where they name different folders or tags.
         """
         with self._group.agreeing("to save a checkpoint"):
             self._parking.check("save_checkpoint()")
@@ -552,7 +555,7 @@ class Engine:
                 )
         self._steps.conclude()
         self.gatherer.settle()
-        self._checkpointer().save(directory, tag or f"step-{self.global_steps}", client_state)
+        self._checkpointer().save(directory, f"step-{self.global_steps}" if tag is None else tag, client_state)
 
     def load_checkpoint(
         self,
@@ -580,6 +583,7 @@ class Engine:
 
         Raises:
             CheckpointError: on every rank; the engine is as it was.
+            DivergenceError: on every rank, where they name different folders or tags; the engine is as it was.
         """
         self._parking.check("load_checkpoint()")
         self._steps.conclude()
@@ -623,6 +627,7 @@ class Engine:
 
         Raises:
             CheckpointError: on every rank; what was in ``directory`` is as it was.
+            DivergenceError: on every rank, where they pass different arguments.
         """
         from .checkpoint.weights import save
 
@@ -646,6 +651,7 @@ class Engine:
 
         Raises:
             CheckpointError: on every rank, with the names and shapes that differ; the engine is as it was.
+            DivergenceError: on every rank, where they name different files; the engine is as it was.
         """
         from .checkpoint.weights import load
 

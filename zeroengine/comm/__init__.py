@@ -2,7 +2,7 @@
 
 from .base import Buffer, ChannelName, Transport, Work
 from .crossing import HostCopy, to_device
-from .group import Group, backend_of, default_device
+from .group import Group, backend_of, check_same, default_device
 from .registered import LEAST_SYMMETRIC
 from .span import span
 
@@ -15,6 +15,7 @@ __all__ = [
     "Transport",
     "Work",
     "backend_of",
+    "check_same",
     "default_device",
     "span",
     "to_device",

@@ -7,7 +7,7 @@ import contextlib
 import os
 import socket
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Literal, TypeVar
 
@@ -25,6 +25,7 @@ from .staged import StagedTransport
 from .watchdog import Watchdog, own_host
 
 T = TypeVar("T")
+SHOWN = 3  # values, and ranks of each, in a message about ranks that differ
 LATER_S = 30.0  # by which NCCL's own watchdog, whose word is its process's last, comes after ours
 
 
@@ -208,6 +209,36 @@ class Group:
         store = dist.PrefixStore(f"zeroengine/{names[0]}", clone())
         self._watchdog = Watchdog(store, self.rank, hosts, timeout)
         return self._watchdog
+
+
+def check_same(call: str, arguments: Sequence[Mapping[str, object]]) -> None:
+    """Compare what the ranks pass to a call that all of them make together.
+
+    Args:
+        call: its name, for the message.
+        arguments: by name, of each rank in rank order.
+
+    Raises:
+        DivergenceError: on every rank that has these ``arguments``, naming the values and their ranks.
+    """
+    differences = []
+    for name in arguments[0]:
+        ranks_with: dict[str, list[int]] = {}
+        for rank, given in enumerate(arguments):
+            ranks_with.setdefault(repr(given[name]), []).append(rank)
+        if len(ranks_with) > 1:
+            values = (f"{value} on {_ranks(ranks)}" for value, ranks in list(ranks_with.items())[:SHOWN])
+            differences.append(f"{name} is {' and '.join(values)}")
+    if differences:
+        raise DivergenceError(
+            f"{call}: the ranks pass different arguments. {'. '.join(differences)}. Every rank must pass the same."
+        )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:SHOWN]))
+    more = f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
 
 
 def check_gpus(store: dist.Store, rank: int, world_size: int, gpu: str) -> None:
