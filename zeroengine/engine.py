@@ -16,6 +16,7 @@ from torch import nn
 from . import birth
 from .access import Access
 from .backward import Backward
+from .caller import unpacks_result
 from .comm import ChannelName, Group, check_same
 from .config import FLOATS, Config
 from .data import ResumableLoader
@@ -579,9 +580,10 @@ class Engine:
             fallback: where the checkpoint is damaged, take the newest that is whole.
 
         Returns:
-            The ``client_state`` that was saved.
+            The ``client_state`` that was saved; None where none was.
 
         Raises:
+            ZeroEngineError: the call's result is unpacked, ``path, client_state = ...``, and is a dict or None.
             CheckpointError: on every rank; the engine is as it was.
             DivergenceError: on every rank, where they name different folders or tags; the engine is as it was.
         """
@@ -598,7 +600,13 @@ class Engine:
             setattr(self, name, counters.get(name, getattr(self, name)))
         if counters:  # another accumulation counts otherwise
             self.micro_steps = (self.global_steps + self.skipped_steps) * self.config.gradient_accumulation_steps
-        return restored.client_state
+        client_state = restored.client_state
+        if (client_state is None or isinstance(client_state, dict)) and unpacks_result(sys._getframe(1)):
+            raise ZeroEngineError(
+                "load_checkpoint() returns the client state alone, and here it is unpacked as DeepSpeed's "
+                "(path, client_state). Write: client_state = engine.load_checkpoint(directory)"
+            )
+        return client_state
 
     def wait_for_checkpoint(self) -> None:
         """Returns when no checkpoint is being saved in the background any more. Call it on every rank.

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from zeroengine.checkpoint.cli import export, import_deepspeed, inspect
+from zeroengine.errors import ZeroEngineError
 
 from ..distributed.ranks import run_ranks
 from ..distributed.training import take_steps
@@ -146,7 +148,32 @@ def test_an_empty_path_is_no_folder_to_a_command(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
-    torch.distributed.checkpoint.save({"model": {"a": torch.ones(2)}}, checkpoint_id="runs", no_dist=True)
+    dcp.save({"model": {"a": torch.ones(2)}}, checkpoint_id="runs", no_dist=True)
     assert command(arguments) == 2
     assert "is empty here" in capsys.readouterr().err
     assert [entry.name for entry in tmp_path.iterdir()] == ["runs"]
+
+
+def takes_apart(root: Path) -> list[str]:
+    engine = engine_at(1)
+    take_steps(engine, range(1))
+    states = {"two": {"epoch": 3, "best": 0.5}, "pair": (1, 2), "none": None, "empty": {}}
+    messages = []
+    for name, state in states.items():
+        engine.save_checkpoint(root, name, state)
+        client_state = engine.load_checkpoint(root, name)
+        assert client_state == state and type(client_state) is type(state)
+        try:
+            path, client_state = engine.load_checkpoint(root, name)
+            messages.append(f"{path!r} and {client_state!r}")
+        except ZeroEngineError as error:
+            messages.append(str(error))
+    engine.close()
+    return messages
+
+
+def test_a_client_state_taken_apart_as_deepspeeds_is_an_error(tmp_path: Path) -> None:
+    """A dict of two keys would be unpacked into them."""
+    for two, pair, none, empty in run_ranks(2, takes_apart, tmp_path):
+        assert two == none == empty and two.endswith("Write: client_state = engine.load_checkpoint(directory)")
+        assert pair == "1 and 2", "a pair that was saved is one's own"
