@@ -2,7 +2,7 @@
 
 from .base import Buffer, ChannelName, Transport, Work
 from .crossing import HostCopy, to_device
-from .group import Group, backend_of, check_same, default_device
+from .group import Group, as_process_group, backend_of, check_same, default_device
 from .registered import LEAST_SYMMETRIC
 from .span import span
 
@@ -14,6 +14,7 @@ __all__ = [
     "HostCopy",
     "Transport",
     "Work",
+    "as_process_group",
     "backend_of",
     "check_same",
     "default_device",

@@ -265,6 +265,38 @@ def check_gpus(store: dist.Store, rank: int, world_size: int, gpu: str) -> None:
         )
 
 
+def as_process_group(given: object) -> dist.ProcessGroup | None:
+    """Return the process group that ``given`` stands for, or None for all ranks.
+
+    Args:
+        given: a process group, a ``DeviceMesh`` of one dimension, or None.
+
+    Raises:
+        ZeroEngineError: it is something else, or this rank does not belong to it.
+    """
+    if given is None or isinstance(given, dist.ProcessGroup):
+        return given
+    outside = "process_group: this rank is not one of its ranks. Call initialize() on those alone."
+    if isinstance(given, dist.DeviceMesh):
+        if given.ndim > 1:
+            names = given.mesh_dim_names
+            sizes = dict(zip(names, given.shape, strict=True)) if names else tuple(given.shape)
+            example = f"process_group=mesh[{names[0]!r}]" if names else "process_group=mesh.get_group(0)"
+            raise ZeroEngineError(
+                f"process_group: found a DeviceMesh of {given.ndim} dimensions, {sizes}. Pass the one of the "
+                f"data-parallel ranks, such as {example}"
+            )
+        if given.get_coordinate() is None:
+            raise ZeroEngineError(outside)
+        return given.get_group()
+    if given == dist.GroupMember.NON_GROUP_MEMBER:  # what new_group() gives to the other ranks
+        raise ZeroEngineError(outside)
+    raise ZeroEngineError(
+        f"process_group: found {given!r}. Pass a process group, such as torch.distributed.new_group([0, 1]), or a "
+        "DeviceMesh of one dimension"
+    )
+
+
 def backend_of(group: dist.ProcessGroup | None, device_type: str) -> str:
     """The backend that serves tensors of that device: a group may have one for each (``cpu:gloo,cuda:nccl``)."""
     pairs = (pair.split(":", 1) for pair in dist.get_backend_config(group).split(",") if ":" in pair)
