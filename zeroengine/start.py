@@ -12,7 +12,7 @@ from torch import nn
 
 from . import birth
 from .agreement import check_agreement
-from .comm import Group, as_process_group, backend_of, default_device
+from .comm import Group, as_process_group, backend_of, default_device, join_launched_ranks
 from .config import Config, load
 from .engine import Engine
 from .errors import ZeroEngineError
@@ -34,8 +34,8 @@ def initialize(
     """Partitions ``model`` and its optimizer over the data-parallel ranks, and returns the engine that trains it.
 
     Call it on every rank, with the same arguments. It starts torch.distributed where nobody has (NCCL on CUDA,
-    Gloo on CPU; one process when not launched), takes rank 0's parameters and buffers, and keeps the model's
-    ``nn.Parameter`` objects: their shapes and names stay as they are.
+    Gloo on CPU) over the ranks that zero-launch, torchrun, mpirun or srun started, or for this process alone; takes
+    rank 0's parameters and buffers; and keeps the model's ``nn.Parameter`` objects with their shapes and names.
 
     Args:
         model: any module with parameters, ordinary or built under ``meta_init``; in bf16 or fp16 mixed precision its
@@ -65,6 +65,7 @@ def make_engine(
     copies: Copies | None = None,
 ) -> Engine:
     """``initialize``. ``on_device`` is that of ``ShardedOptimizer``, ``copies`` that of ``place``."""
+    join_launched_ranks()
     ranks = as_process_group(process_group)
     group = Group(ranks, _device_of(model, ranks))
     with group.agreeing("to initialize"):

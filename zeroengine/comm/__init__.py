@@ -3,6 +3,7 @@
 from .base import Buffer, ChannelName, Transport, Work
 from .crossing import HostCopy, to_device
 from .group import Group, as_process_group, backend_of, check_same, default_device
+from .launched import join_launched_ranks
 from .registered import LEAST_SYMMETRIC
 from .span import span
 
@@ -18,6 +19,7 @@ __all__ = [
     "backend_of",
     "check_same",
     "default_device",
+    "join_launched_ranks",
     "span",
     "to_device",
 ]

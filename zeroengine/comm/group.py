@@ -18,6 +18,7 @@ from ..errors import DivergenceError, ZeroEngineError
 from . import shm
 from .base import ChannelName, Transport
 from .gloo import GlooTransport
+from .launched import has_peers
 from .local import LocalTransport
 from .native import NativeTransport
 from .registered import RegisteredPool
@@ -33,7 +34,7 @@ class Group:
     """The data-parallel ranks of one engine.
 
     Starts torch.distributed where nobody has: NCCL on CUDA, Gloo on CPU, and a group of one process where
-    no launcher set ``RANK`` and ``WORLD_SIZE``.
+    ``RANK`` and ``WORLD_SIZE`` are not set. ``join_launched_ranks`` sets them under mpirun and srun.
 
     Args:
         process_group: the ranks to partition over; the default group where None.
@@ -316,7 +317,7 @@ def _start(device: torch.device) -> None:
     backend = "nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if has_peers():
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
