@@ -28,7 +28,7 @@ LOCAL_RANK_NAMES = (
 # Of a step's task. The shell of an allocation has some of SLURM_*, and of these at most a step of one task.
 SLURM_NAMES = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_ID")
 JOBS = ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "PMI_JOBID")
-FIRST_PORT, NUM_PORTS = 20000, 20000
+FIRST_PORT, NUM_PORTS = 20000, 12000  # below the ports that Linux gives to outgoing connections
 
 
 @dataclass(frozen=True)
