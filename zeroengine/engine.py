@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch import nn
@@ -16,13 +16,15 @@ from torch import nn
 from . import birth
 from .access import Access
 from .backward import Backward
-from .caller import unpacks_result
+from .caller import returns_one_value
 from .comm import ChannelName, Group, check_same
 from .config import FLOATS, Config
 from .data import ResumableLoader
 from .errors import ZeroEngineError
 from .late import Settled
 from .memory import Memory
+from .migration import engine_attribute, explains_arguments
+from .migration.names import UNPACKED_CLIENT_STATE, UNPACKED_ENGINE
 from .offload import Copies, Medium, Parking, Store, StoredShards, held, parking, place
 from .oom import explaining_memory
 from .optim import (
@@ -180,6 +182,17 @@ class Engine:
             if config.dump_state:
                 print(config.describe(), flush=True)
 
+    if not TYPE_CHECKING:  # a type checker refuses both by itself
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if hasattr(type(self), name):  # a property that raised AttributeError, which is not that there is none
+                object.__getattribute__(self, name)
+            raise AttributeError(engine_attribute(name, self))
+
+        def __getitem__(self, index: object) -> NoReturn:
+            """Raise TypeError: ``initialize`` is not DeepSpeed's, which returns four. Unpacking comes here, too."""
+            raise TypeError(UNPACKED_ENGINE)
+
     def _degrees_of(self, plan: UnitPlan, degrees: Degrees) -> Degrees:
         if plan.numel <= self.config.zero_optimization.param_persistence_threshold:
             return dataclasses.replace(degrees, parameters=1)
@@ -206,6 +219,7 @@ class Engine:
 
     @eager
     @explaining_memory
+    @explains_arguments
     def backward(
         self,
         loss: torch.Tensor,
@@ -297,6 +311,7 @@ class Engine:
 
     @eager
     @explaining_memory
+    @explains_arguments
     def step(self) -> bool | Verdict:
         """Ends a micro-step; at the accumulation boundary clips, updates and steps the LR schedule.
 
@@ -375,6 +390,7 @@ class Engine:
 
     # -- making room ------------------------------------------------------------------------------
 
+    @explains_arguments
     def offload_states(
         self,
         include: Sequence[str] | None = None,
@@ -420,6 +436,7 @@ class Engine:
             self._parking.leave(states, path, self.config, self.rank)
         return_freed_memory()
 
+    @explains_arguments
     def reload_states(self) -> None:
         """Brings back what ``offload_states`` took away. Call it on every rank."""
         channels: dict[int, ChannelName | None] = {id(unit.shard): "gather" for unit in self._units}
@@ -528,6 +545,7 @@ class Engine:
 
     # -- checkpoints ------------------------------------------------------------------------------
 
+    @explains_arguments
     def save_checkpoint(
         self, directory: str | os.PathLike[str], tag: str | None = None, client_state: Any = None
     ) -> None:
@@ -558,6 +576,8 @@ class Engine:
         self.gatherer.settle()
         self._checkpointer().save(directory, f"step-{self.global_steps}" if tag is None else tag, client_state)
 
+    @returns_one_value(UNPACKED_CLIENT_STATE)
+    @explains_arguments
     def load_checkpoint(
         self,
         directory: str | os.PathLike[str],
@@ -600,13 +620,7 @@ class Engine:
             setattr(self, name, counters.get(name, getattr(self, name)))
         if counters:  # another accumulation counts otherwise
             self.micro_steps = (self.global_steps + self.skipped_steps) * self.config.gradient_accumulation_steps
-        client_state = restored.client_state
-        if (client_state is None or isinstance(client_state, dict)) and unpacks_result(sys._getframe(1)):
-            raise ZeroEngineError(
-                "load_checkpoint() returns the client state alone, and here it is unpacked as DeepSpeed's "
-                "(path, client_state). Write: client_state = engine.load_checkpoint(directory)"
-            )
-        return client_state
+        return restored.client_state
 
     def wait_for_checkpoint(self) -> None:
         """Returns when no checkpoint is being saved in the background any more. Call it on every rank.

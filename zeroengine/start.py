@@ -16,6 +16,7 @@ from .comm import Group, as_process_group, backend_of, default_device, join_laun
 from .config import Config, load
 from .engine import Engine
 from .errors import ZeroEngineError
+from .migration import explains_arguments
 from .offload import Copies
 from .optim import LRSchedulerLike, OptimizerLike, check_optimizer, make_optimizer
 from .partition import cut_units, degrees_of_stage
@@ -23,6 +24,7 @@ from .runtime import owner_of, precision
 from .wrapped_models import check_undistributed
 
 
+@explains_arguments
 def initialize(
     model: nn.Module,
     optimizer: OptimizerLike = None,
@@ -71,6 +73,11 @@ def make_engine(
     with group.agreeing("to initialize"):
         if isinstance(model, Engine):
             raise ZeroEngineError("initialize() takes a torch.nn.Module, found an Engine, which initialize() returned")
+        if not isinstance(model, nn.Module) and isinstance(optimizer, nn.Module):
+            raise ZeroEngineError(
+                f"initialize(model, optimizer, config) takes the model first; found {type(model).__name__}, and the "
+                "model second, as DeepSpeed has it after args"
+            )
         if not isinstance(model, nn.Module):
             raise ZeroEngineError(f"initialize() takes a torch.nn.Module, found {type(model).__name__}")
         check_undistributed(model)

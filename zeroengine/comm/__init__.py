@@ -1,5 +1,8 @@
 """Process groups, the transports between ranks, and what happens when ranks diverge."""
 
+from typing import TYPE_CHECKING, NoReturn
+
+from ..migration import comm_attribute
 from .base import Buffer, ChannelName, Transport, Work
 from .crossing import HostCopy, to_device
 from .group import Group, as_process_group, backend_of, check_same, default_device
@@ -23,3 +26,8 @@ __all__ = [
     "span",
     "to_device",
 ]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> NoReturn:
+        raise AttributeError(comm_attribute(name))
