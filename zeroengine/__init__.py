@@ -31,8 +31,15 @@ if TYPE_CHECKING:
     from .runtime.gathered import gathered
     from .start import initialize
 else:  # imported when first used: the commands that need no torch start without it
+
+    def _of_another_library(name: str) -> str | None:
+        from .migration import module_attribute
+
+        return module_attribute(name)
+
     __getattr__, __dir__ = exports(
         __name__,
+        _of_another_library,
         access=[
             "full_gradient",
             "full_master",

@@ -13,6 +13,7 @@ from torch import nn
 
 from .config import Config, load
 from .errors import ZeroEngineError
+from .migration import explains_arguments
 from .runtime import Unit, eager
 from .runtime.birth import become, detach, has_graph, tape_of
 from .runtime.modes import recording
@@ -24,6 +25,7 @@ ROOM = 1 << 26  # bytes of parameters in memory at a time, beside those in use
 SHOWN = 5
 
 
+@explains_arguments
 @contextlib.contextmanager
 def meta_init(config: str | Path | Mapping[str, Any] | Config | None = None, *, values: bool = True) -> Iterator[None]:
     """Modules that are built inside have parameters without memory; ``initialize`` gives them their values.

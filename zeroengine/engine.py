@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch import nn
@@ -16,12 +16,15 @@ from torch import nn
 from . import birth
 from .access import Access
 from .backward import Backward
-from .comm import ChannelName, Group
+from .caller import returns_one_value
+from .comm import ChannelName, Group, check_same
 from .config import FLOATS, Config
 from .data import ResumableLoader
 from .errors import ZeroEngineError
 from .late import Settled
 from .memory import Memory
+from .migration import engine_attribute, explains_arguments
+from .migration.names import UNPACKED_CLIENT_STATE, UNPACKED_ENGINE
 from .offload import Copies, Medium, Parking, Store, StoredShards, held, parking, place
 from .oom import explaining_memory
 from .optim import (
@@ -186,6 +189,17 @@ class Engine:
             if config.dump_state:
                 print(config.describe(), flush=True)
 
+    if not TYPE_CHECKING:  # a type checker refuses both by itself
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if hasattr(type(self), name):  # a property that raised AttributeError, which is not that there is none
+                object.__getattribute__(self, name)
+            raise AttributeError(engine_attribute(name, self))
+
+        def __getitem__(self, index: object) -> NoReturn:
+            """Raise TypeError: ``initialize`` is not DeepSpeed's, which returns four. Unpacking comes here, too."""
+            raise TypeError(UNPACKED_ENGINE)
+
     def _degrees_of(self, plan: UnitPlan, degrees: Degrees) -> Degrees:
         if plan.numel <= self.config.zero_optimization.param_persistence_threshold:
             return dataclasses.replace(degrees, parameters=1)
@@ -215,6 +229,7 @@ class Engine:
 
     @eager
     @explaining_memory
+    @explains_arguments
     def backward(
         self,
         loss: torch.Tensor,
@@ -306,6 +321,7 @@ class Engine:
 
     @eager
     @explaining_memory
+    @explains_arguments
     def step(self) -> bool | Verdict:
         """Ends a micro-step; at the accumulation boundary clips, updates and steps the LR schedule.
 
@@ -387,6 +403,7 @@ class Engine:
 
     # -- making room ------------------------------------------------------------------------------
 
+    @explains_arguments
     def offload_states(
         self,
         include: Sequence[str] | None = None,
@@ -402,15 +419,17 @@ class Engine:
             include: of "optimizer" (masters and moments), "gradients" and "parameters". None: the first two, as far
                 as their memory can be given back. Without parameters nothing but ``reload_states`` works.
             device: where they go.
-            nvme_path: a folder on a disk; that of the configuration where None.
+            nvme_path: a folder on a disk, for device "nvme"; that of the configuration where None.
 
         Raises:
             ZeroEngineError: an unknown state, memory that cannot be given back, or a folder that cannot be used.
         """
         zero = self.config.zero_optimization
-        path = nvme_path or zero.offload_optimizer.disk or zero.offload_param.disk
-        with self._group.agreeing("to offload states"):
-            self._parking.check_request(include, device, path)
+        configured = zero.offload_optimizer.disk or zero.offload_param.disk
+        arguments = {"include": None if include is None else sorted(include), "device": device}
+        with self._group.agreeing("to offload states", arguments) as every_rank:  # each may have a disk of its own
+            path = self._parking.check_request(include, device, nvme_path, configured)
+        check_same("offload_states()", every_rank)
         self._steps.conclude()  # it may ask for the gradients
         self.gatherer.settle()
         self.reducer.settle()
@@ -427,9 +446,10 @@ class Engine:
             every = {name: [t for t in of if t.untyped_storage().resizable()] for name, of in every.items()}
         states = {name: every[name] for name in include}
         with self._group.agreeing("to offload states"):
-            self._parking.leave(states, path if device == "nvme" else None, self.config, self.rank)
+            self._parking.leave(states, path, self.config, self.rank)
         return_freed_memory()
 
+    @explains_arguments
     def reload_states(self) -> None:
         """Brings back what ``offload_states`` took away. Call it on every rank."""
         channels: dict[int, ChannelName | None] = {id(unit.shard): "gather" for unit in self._units}
@@ -539,6 +559,7 @@ class Engine:
 
     # -- checkpoints ------------------------------------------------------------------------------
 
+    @explains_arguments
     def save_checkpoint(
         self, directory: str | os.PathLike[str], tag: str | None = None, client_state: Any = None
     ) -> None:
@@ -555,6 +576,7 @@ class Engine:
 
         Raises:
             ZeroEngineError: on every rank; there is no such checkpoint then.
+            DivergenceError: on every rank, where they name different folders or tags.
         """
         with self._group.agreeing("to save a checkpoint"):
             self._parking.check("save_checkpoint()")
@@ -566,8 +588,10 @@ class Engine:
                 )
         self._steps.conclude()
         self.gatherer.settle()
-        self._checkpointer().save(directory, tag or f"step-{self.global_steps}", client_state)
+        self._checkpointer().save(directory, f"step-{self.global_steps}" if tag is None else tag, client_state)
 
+    @returns_one_value(UNPACKED_CLIENT_STATE)
+    @explains_arguments
     def load_checkpoint(
         self,
         directory: str | os.PathLike[str],
@@ -590,10 +614,12 @@ class Engine:
             fallback: where the checkpoint is damaged, take the newest that is whole.
 
         Returns:
-            The ``client_state`` that was saved.
+            The ``client_state`` that was saved; None where none was.
 
         Raises:
+            ZeroEngineError: the call's result is unpacked, ``path, client_state = ...``, and is a dict or None.
             CheckpointError: on every rank; the engine is as it was.
+            DivergenceError: on every rank, where they name different folders or tags; the engine is as it was.
         """
         self._parking.check("load_checkpoint()")
         self._steps.conclude()
@@ -637,6 +663,7 @@ class Engine:
 
         Raises:
             CheckpointError: on every rank; what was in ``directory`` is as it was.
+            DivergenceError: on every rank, where they pass different arguments.
         """
         from .checkpoint.weights import save
 
@@ -660,6 +687,7 @@ class Engine:
 
         Raises:
             CheckpointError: on every rank, with the names and shapes that differ; the engine is as it was.
+            DivergenceError: on every rank, where they name different files; the engine is as it was.
         """
         from .checkpoint.weights import load
 

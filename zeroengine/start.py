@@ -12,29 +12,32 @@ from torch import nn
 
 from . import birth
 from .agreement import check_agreement
-from .comm import Group, backend_of, default_device
+from .comm import Group, as_process_group, backend_of, default_device, join_launched_ranks
 from .config import Config, load
 from .engine import Engine
 from .errors import ZeroEngineError
+from .migration import explains_arguments
 from .offload import Copies
 from .optim import LRSchedulerLike, OptimizerLike, check_optimizer, make_optimizer
 from .partition import cut_units, degrees_of_stage
 from .runtime import owner_of, precision
+from .wrapped_models import check_undistributed
 
 
+@explains_arguments
 def initialize(
     model: nn.Module,
     optimizer: OptimizerLike = None,
     config: str | Path | Mapping[str, Any] | Config | None = None,
     *,
     lr_scheduler: LRSchedulerLike = None,
-    process_group: dist.ProcessGroup | None = None,
+    process_group: dist.ProcessGroup | dist.DeviceMesh | None = None,
 ) -> Engine:
     """Partitions ``model`` and its optimizer over the data-parallel ranks, and returns the engine that trains it.
 
     Call it on every rank, with the same arguments. It starts torch.distributed where nobody has (NCCL on CUDA,
-    Gloo on CPU; one process when not launched), takes rank 0's parameters and buffers, and keeps the model's
-    ``nn.Parameter`` objects: their shapes and names stay as they are.
+    Gloo on CPU) over the ranks that zero-launch, torchrun, mpirun or srun started, or for this process alone; takes
+    rank 0's parameters and buffers; and keeps the model's ``nn.Parameter`` objects with their shapes and names.
 
     Args:
         model: any module with parameters, ordinary or built under ``meta_init``; in bf16 or fp16 mixed precision its
@@ -44,7 +47,8 @@ def initialize(
             optimizer works.
         config: a JSON or YAML file, a dict, or None for the file that zero-launch names.
         lr_scheduler: a torch scheduler over the optimizer, or a callable that makes one; ``Engine.step`` steps it.
-        process_group: the ranks to partition over; all of them where None.
+        process_group: the ranks to partition over, as a process group or a ``DeviceMesh`` of one dimension, such as
+            ``mesh["dp"]``; all of them where None.
 
     Raises:
         ZeroEngineError: wrong input, on every rank, with what to write instead.
@@ -57,16 +61,26 @@ def make_engine(
     optimizer: OptimizerLike,
     config: str | Path | Mapping[str, Any] | Config | None,
     lr_scheduler: LRSchedulerLike = None,
-    process_group: dist.ProcessGroup | None = None,
+    process_group: dist.ProcessGroup | dist.DeviceMesh | None = None,
     *,
     on_device: bool | None = None,
     copies: Copies | None = None,
 ) -> Engine:
     """``initialize``. ``on_device`` is that of ``ShardedOptimizer``, ``copies`` that of ``place``."""
-    group = Group(process_group, _device_of(model, process_group))
+    join_launched_ranks()
+    ranks = as_process_group(process_group)
+    group = Group(ranks, _device_of(model, ranks))
     with group.agreeing("to initialize"):
+        if isinstance(model, Engine):
+            raise ZeroEngineError("initialize() takes a torch.nn.Module, found an Engine, which initialize() returned")
+        if not isinstance(model, nn.Module) and isinstance(optimizer, nn.Module):
+            raise ZeroEngineError(
+                f"initialize(model, optimizer, config) takes the model first; found {type(model).__name__}, and the "
+                "model second, as DeepSpeed has it after args"
+            )
         if not isinstance(model, nn.Module):
             raise ZeroEngineError(f"initialize() takes a torch.nn.Module, found {type(model).__name__}")
+        check_undistributed(model)
         _check_unclaimed(model)
         check_one_device(model)
         birth.check_outside()

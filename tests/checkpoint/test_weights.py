@@ -300,7 +300,10 @@ def test_what_does_not_fit_is_refused_on_every_rank_and_changes_nothing(stage: i
 def other_refusals(root: Path) -> list[str]:
     engine = engine_at(2, seed=7)
     rank, before = engine.rank, values(engine)
-    save_file({f"only.{rank}": torch.ones(1)}, root / f"{rank}.safetensors")
+    own = root / f"disk of rank {rank}"
+    own.mkdir()
+    save_file({f"only.{rank}": torch.ones(1)}, own / "w.safetensors")
+    os.chdir(own)  # /proc/self/cwd is one path, and another folder on each rank, as on disks of their own
     (root / "runs").mkdir(exist_ok=True)
     engine.save_checkpoint(root / "runs")
     given: list[Any] = [
@@ -310,7 +313,7 @@ def other_refusals(root: Path) -> list[str]:
         {} if rank == 0 else state_dict(),
         state_dict() if rank == 0 else root / "weights.safetensors",
         root / "weights.safetensors" if rank == 0 else None,
-        root / f"{rank}.safetensors",
+        Path("/proc/self/cwd/w.safetensors"),
         7,
         {"tok.weight": torch.ones(2, 2).to_sparse()},
         state_dict() | {"norm.bias": torch.ones(3)},
@@ -354,8 +357,10 @@ def loads_what_fits(root: Path, stage: int) -> None:
     before, state = values(engine), once(state_dict())
     del state["norm.bias"]
     state["more"] = torch.ones(1)
-    save_file(state, root / f"{engine.rank}.safetensors")
-    for given in (root / f"{engine.rank}.safetensors", state):
+    if engine.rank == 0:
+        save_file(state, root / "fits.safetensors")
+    torch.distributed.barrier()
+    for given in (root / "fits.safetensors", state):
         loaded = engine.load_weights(given, strict=False)
         assert loaded.missing_keys == ["norm.bias"] and loaded.unexpected_keys == ["more"]
         found = values(engine)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -54,14 +55,21 @@ def test_without_a_launcher_one_process_trains_alone() -> None:
     assert world_size == 1 and losses == alone
 
 
-def in_pairs(transport: str) -> list[float]:
+def as_groups(rank: int) -> Any:
+    return [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+
+
+def as_mesh(rank: int) -> Any:
+    return dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["dp"]
+
+
+def in_pairs(transport: str, ranks: Callable[[int], Any]) -> list[float]:
     """Two groups of two ranks, each with an engine of its own; the members are not neighbours."""
     rank = start()
-    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     task = Task(steps=3)
     model = build(task.factory)
     settings = config(3, optimizer=None, comm={"transport": transport})
-    engine = zeroengine.initialize(model, task.optimizer(model), settings, process_group=groups[rank % 2])
+    engine = zeroengine.initialize(model, task.optimizer(model), settings, process_group=ranks(rank))
     assert (engine.rank, engine.world_size) == (rank // 2, 2)
     losses = []
     for step in range(task.steps):
@@ -76,9 +84,11 @@ def in_pairs(transport: str) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("transport", ["shm", "gloo"])
-def test_an_engine_is_partitioned_over_the_ranks_of_its_process_group(transport: str) -> None:
-    found = run_ranks(4, in_pairs, transport)
+@pytest.mark.parametrize(("transport", "ranks"), [("shm", as_groups), ("gloo", as_groups), ("shm", as_mesh)])
+def test_an_engine_is_partitioned_over_the_ranks_of_its_process_group(
+    transport: str, ranks: Callable[[int], Any]
+) -> None:
+    found = run_ranks(4, in_pairs, transport, ranks)
     alone = [losses for _, _, losses in run_ranks(2, with_start, 3)]
     assert found == [alone[0], alone[0], alone[1], alone[1]]
 

@@ -17,6 +17,7 @@ from zeroengine.errors import LaunchError
 from zeroengine.launch import bind, mpi, slurm
 from zeroengine.launch.cli import main
 from zeroengine.launch.hosts import Host
+from zeroengine.launcher_environment import expand_nodes
 
 from .conftest import COMMAND, Script
 
@@ -31,7 +32,7 @@ from .conftest import COMMAND, Script
     ],
 )
 def test_slurm_s_short_form_stands_for_names(nodes: str, names: str) -> None:
-    assert list(slurm.expand(nodes)) == names.split()
+    assert list(expand_nodes(nodes)) == names.split()
 
 
 @pytest.mark.parametrize(

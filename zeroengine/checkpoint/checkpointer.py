@@ -12,8 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..comm import check_same
 from ..errors import CheckpointError
 from ..offload import aligned_empty
+from ..paths import checked_path
 from . import dcp
 from .progress import progress, releasing
 from .restore import Restored, restore
@@ -41,11 +43,15 @@ class Checkpointer:
 
         Raises:
             CheckpointError: on every rank; there is no such checkpoint then, and the ones before are as they were.
+            DivergenceError: on every rank; they name different folders or tags.
         """
         self.wait()
-        with self._group.agreeing("to save a checkpoint"):
-            check_tag(tag)
+        arguments: dict[str, object] = {}
+        with self._group.agreeing("to save a checkpoint", arguments) as every:
+            named = checked_path(folder, "save_checkpoint(directory)", CheckpointError)
+            arguments |= {"directory": os.path.abspath(named), "tag": check_tag(tag)}
             found = snapshot(self._trained, client_state)
+        check_same("save_checkpoint()", every)
         if self._gloo is None:
             self._gloo = self._group.like("gloo")
         store = self._stores.setdefault(Path(folder).absolute(), Store(folder))
@@ -84,7 +90,16 @@ class Checkpointer:
 
         Raises:
             CheckpointError: on every rank; nothing is changed.
+            DivergenceError: on every rank; they name different checkpoints, or ask for different parts of one.
         """
+        arguments: dict[str, object] = {"tag": tag}
+        arguments |= {"weights_only": weights_only, "strict": strict, "fallback": fallback}
+        with self._group.agreeing("to load a checkpoint", arguments) as every:
+            named = checked_path(folder, "load_checkpoint(directory)", CheckpointError)
+            arguments["directory"] = os.path.abspath(named)
+            if tag is not None and not (isinstance(tag, str) and tag):
+                raise CheckpointError(f"load_checkpoint(tag): a tag is a folder's name; found {tag!r}")
+        check_same("load_checkpoint()", every)
         path, manifest = self.find(folder, tag, fallback=fallback)
         restored = restore(self._trained, path, manifest, weights_only=weights_only, strict=strict)
         self._waiting = {name: (state, restored.same_world) for name, state in restored.stateful.items()}

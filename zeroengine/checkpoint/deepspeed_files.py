@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CheckpointError
+from ..paths import checked_path
 from .store import LATEST, MANIFEST
 
 OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
@@ -64,7 +65,7 @@ def find(directory: str | os.PathLike[str], tag: str | None) -> Path:
     Raises:
         CheckpointError: there is none.
     """
-    path = Path(os.path.abspath(directory))
+    path = Path(os.path.abspath(checked_path(directory, "the folder of DeepSpeed's checkpoint", CheckpointError)))
     if not path.is_dir():
         state = "is a file" if path.exists() else "does not exist"
         raise CheckpointError(f"{path} {state}: name the folder that DeepSpeed's save_checkpoint wrote")
@@ -133,7 +134,7 @@ def files_of(path: Path) -> Files:
 
 def check_out(out: str | os.PathLike[str], source: str | os.PathLike[str], *, force: bool) -> None:
     """Raises: CheckpointError: ``out`` cannot be made, or holds what would be lost."""
-    out, source = Path(out), Path(source)
+    out, source = Path(checked_path(out, "the folder of checkpoints to write", CheckpointError)), Path(source)
     mine, theirs = Path(os.path.realpath(out)), Path(os.path.realpath(source))
     if mine == theirs or mine in theirs.parents or theirs in mine.parents:
         raise CheckpointError(f"{out} and {source} are one in the other: name a folder apart")

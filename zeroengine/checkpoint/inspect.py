@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
+from ..paths import checked_path
 from .metadata import METADATA, read_metadata, tied
 from .progress import progress
 from .store import LATEST, MANIFEST, Manifest, Store, check_tag
@@ -31,7 +32,7 @@ def find(folder: str | os.PathLike[str], tag: str | None) -> tuple[Path, Manifes
     Raises:
         CheckpointError: there is none.
     """
-    path = Path(os.path.abspath(folder))
+    path = Path(os.path.abspath(checked_path(folder, "the folder of checkpoints", CheckpointError)))
     plain = path if tag is None else path / check_tag(tag)
     if (plain / METADATA).is_file() and not (plain / MANIFEST).is_file():
         return plain, None
@@ -93,7 +94,7 @@ def look(folder: str | os.PathLike[str], tag: str | None = None, *, verify: bool
     Raises:
         CheckpointError: there is nothing.
     """
-    path = Path(os.path.abspath(folder))
+    path = Path(os.path.abspath(checked_path(folder, "the folder of checkpoints", CheckpointError)))
     if tag is None and ((path / MANIFEST).is_file() or (path / METADATA).is_file()):
         found, problems = [_look(path, path.name)], []
     else:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ..errors import CheckpointError
+from ..paths import checked_path
 from .store import sync_directory
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -54,7 +55,7 @@ class Output:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(os.path.realpath(path))
+        self.path = Path(os.path.realpath(checked_path(path, "the folder for the weights", CheckpointError)))
         self.writing = self.path.with_name(f".{self.path.name}.writing")
         self._replaced = self.path.with_name(f".{self.path.name}.replaced")
         self._lock: int | None = None

@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..comm import check_same
 from ..errors import CheckpointError
 from ..partition import Box, boxes_of_run
+from ..paths import checked_path
 from . import hf, sources
 from .entries import MODEL, Entries, Entry
 from .output import Output, parse_dtype, parse_size
@@ -41,10 +43,17 @@ def save(trained: Trained, directory: str | os.PathLike[str], dtype: Any, shard_
 
     Raises:
         CheckpointError: on every rank; what was in ``directory`` is as it was.
+        DivergenceError: on every rank; they pass different arguments.
     """
-    group, output = trained.group, Output(directory)
-    with group.agreeing("to save weights"):
+    group = trained.group
+    arguments: dict[str, object] = {}
+    with group.agreeing("to save weights", arguments) as every:
         name, most = parse_dtype(dtype), parse_size(shard_size)
+        named = checked_path(directory, "save_weights(directory)", CheckpointError)
+        arguments |= {"directory": os.path.abspath(named), "dtype": name, "shard_size": most}
+    check_same("save_weights()", every)
+    with group.agreeing("to save weights"):
+        output = Output(directory)
         to = None if name is None else getattr(torch, name)
         entries = {name.removeprefix(MODEL): entry for name, entry in trained.inventory.model(once=True).items()}
         tied = {alias: kept for alias, kept in trained.inventory.aliases().items() if kept in entries}
@@ -94,11 +103,17 @@ def load(trained: Trained, given: Weights, strict: bool) -> Loaded:
 
     Raises:
         CheckpointError: on every rank, before anything is changed: they do not fit.
+        DivergenceError: on every rank; they name different files.
     """
     group = trained.group
     source: Source | None = None
-    with group.agreeing("to load weights"):
+    arguments: dict[str, object] = {"strict": strict}
+    with group.agreeing("to load weights", arguments) as every:
         source = _open(given)
+        if isinstance(given, (str, os.PathLike)):
+            arguments["weights"] = os.path.abspath(given)
+    named = all("weights" in other for other in every)  # else rank 0 has a state dict, or they do not go together
+    check_same("load_weights()", [other if named else {"strict": other["strict"]} for other in every])
     offers = group.exchange(None if source is None else (isinstance(given, Mapping), _digest(source)))
     from_rank_0 = _check_offers(offers)
     found = group.exchange((source.where, source.tensors) if source is not None and group.rank == 0 else None)[0]
@@ -124,7 +139,7 @@ def _open(given: Weights) -> Source | None:
     if isinstance(given, Mapping):
         return sources.of_state_dict(given, "the state dict")
     if isinstance(given, (str, os.PathLike)):
-        return sources.of_path(Path(given))
+        return sources.of_path(Path(checked_path(given, "load_weights(weights)", CheckpointError)))
     raise CheckpointError(f"load_weights() takes a file, a folder or a state dict, found {type(given).__name__}")
 
 

@@ -7,7 +7,7 @@ import contextlib
 import os
 import socket
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Literal, TypeVar
 
@@ -18,6 +18,7 @@ from ..errors import DivergenceError, ZeroEngineError
 from . import shm
 from .base import ChannelName, Transport
 from .gloo import GlooTransport
+from .launched import has_peers
 from .local import LocalTransport
 from .native import NativeTransport
 from .registered import RegisteredPool
@@ -25,6 +26,7 @@ from .staged import StagedTransport
 from .watchdog import Watchdog, own_host
 
 T = TypeVar("T")
+SHOWN = 3  # values, and ranks of each, in a message about ranks that differ
 LATER_S = 30.0  # by which NCCL's own watchdog, whose word is its process's last, comes after ours
 
 
@@ -32,7 +34,7 @@ class Group:
     """The data-parallel ranks of one engine.
 
     Starts torch.distributed where nobody has: NCCL on CUDA, Gloo on CPU, and a group of one process where
-    no launcher set ``RANK`` and ``WORLD_SIZE``.
+    ``RANK`` and ``WORLD_SIZE`` are not set. ``join_launched_ranks`` sets them under mpirun and srun.
 
     Args:
         process_group: the ranks to partition over; the default group where None.
@@ -210,6 +212,36 @@ class Group:
         return self._watchdog
 
 
+def check_same(call: str, arguments: Sequence[Mapping[str, object]]) -> None:
+    """Compare what the ranks pass to a call that all of them make together.
+
+    Args:
+        call: its name, for the message.
+        arguments: by name, of each rank in rank order.
+
+    Raises:
+        DivergenceError: on every rank that has these ``arguments``, naming the values and their ranks.
+    """
+    differences = []
+    for name in arguments[0]:
+        ranks_with: dict[str, list[int]] = {}
+        for rank, given in enumerate(arguments):
+            ranks_with.setdefault(repr(given[name]), []).append(rank)
+        if len(ranks_with) > 1:
+            values = (f"{value} on {_ranks(ranks)}" for value, ranks in list(ranks_with.items())[:SHOWN])
+            differences.append(f"{name} is {' and '.join(values)}")
+    if differences:
+        raise DivergenceError(
+            f"{call}: the ranks pass different arguments. {'. '.join(differences)}. Every rank must pass the same."
+        )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:SHOWN]))
+    more = f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+
+
 def check_gpus(store: dist.Store, rank: int, world_size: int, gpu: str) -> None:
     """Whether each rank has a GPU of its own, before NCCL is asked, which says so less clearly.
 
@@ -234,6 +266,38 @@ def check_gpus(store: dist.Store, rank: int, world_size: int, gpu: str) -> None:
         )
 
 
+def as_process_group(given: object) -> dist.ProcessGroup | None:
+    """Return the process group that ``given`` stands for, or None for all ranks.
+
+    Args:
+        given: a process group, a ``DeviceMesh`` of one dimension, or None.
+
+    Raises:
+        ZeroEngineError: it is something else, or this rank does not belong to it.
+    """
+    if given is None or isinstance(given, dist.ProcessGroup):
+        return given
+    outside = "process_group: this rank is not one of its ranks. Call initialize() on those alone."
+    if isinstance(given, dist.DeviceMesh):
+        if given.ndim > 1:
+            names = given.mesh_dim_names
+            sizes = dict(zip(names, given.shape, strict=True)) if names else tuple(given.shape)
+            example = f"process_group=mesh[{names[0]!r}]" if names else "process_group=mesh.get_group(0)"
+            raise ZeroEngineError(
+                f"process_group: found a DeviceMesh of {given.ndim} dimensions, {sizes}. Pass the one of the "
+                f"data-parallel ranks, such as {example}"
+            )
+        if given.get_coordinate() is None:
+            raise ZeroEngineError(outside)
+        return given.get_group()
+    if given == dist.GroupMember.NON_GROUP_MEMBER:  # what new_group() gives to the other ranks
+        raise ZeroEngineError(outside)
+    raise ZeroEngineError(
+        f"process_group: found {given!r}. Pass a process group, such as torch.distributed.new_group([0, 1]), or a "
+        "DeviceMesh of one dimension"
+    )
+
+
 def backend_of(group: dist.ProcessGroup | None, device_type: str) -> str:
     """The backend that serves tensors of that device: a group may have one for each (``cpu:gloo,cuda:nccl``)."""
     pairs = (pair.split(":", 1) for pair in dist.get_backend_config(group).split(",") if ":" in pair)
@@ -253,7 +317,7 @@ def _start(device: torch.device) -> None:
     backend = "nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if has_peers():
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

@@ -129,7 +129,7 @@ def under_mpi(options: argparse.Namespace) -> int:
 
     given = mpi.adapted(os.environ, options.master_addr, options.port)
     given |= job.environment(options.cpu, options.config, options.set) | environment.extra(options.env)
-    if "OMP_NUM_THREADS" not in os.environ | given:
+    if "OMP_NUM_THREADS" not in os.environ | given and "LOCAL_WORLD_SIZE" in given:
         given["OMP_NUM_THREADS"] = job.threads(int(given["LOCAL_WORLD_SIZE"]))
     command = job.command(options.script, options.arguments, options.module)
     if options.dry_run:

@@ -7,11 +7,12 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from zeroengine.errors import LaunchError
 from zeroengine.launch.hosts import Host
+from zeroengine.launcher_environment import expand_counts, expand_nodes
 
 SCRIPT = "zero-launch.sbatch"
 SUBMIT = "Submit one with --submit --nnodes N, or start zero-launch inside sbatch or salloc"
@@ -26,32 +27,15 @@ def allocated(environ: Mapping[str, str]) -> list[Host]:
     nodes = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
     if not nodes:
         raise LaunchError(f"--launcher slurm: this is not inside a Slurm allocation. {SUBMIT}")
-    names = list(expand(nodes))
+    names = list(expand_nodes(nodes))
     gpus = _gpus(environ)
     if gpus is not None:
         return [Host(name, gpus) for name in names]
-    tasks = list(_counts(environ.get("SLURM_NTASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "")))
+    tasks = list(expand_counts(environ.get("SLURM_NTASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "")))
     if len(tasks) == 1:
         tasks *= len(names)
     slots = tasks if len(tasks) == len(names) and max(tasks) > 1 else [None] * len(names)
     return [Host(name, count) for name, count in zip(names, slots, strict=True)]
-
-
-def expand(nodes: str) -> Iterator[str]:
-    """The names that Slurm's short form stands for: `gpu[01-03,7]-x,login`."""
-    for item in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodes):
-        yield from _expand_one(item)
-
-
-def _expand_one(item: str) -> Iterator[str]:
-    match = re.search(r"\[([^\]]*)\]", item)
-    if match is None:
-        yield item
-        return
-    for part in match[1].split(","):
-        first, _, last = part.partition("-")
-        for number in range(int(first), int(last or first) + 1):
-            yield from _expand_one(f"{item[: match.start()]}{number:0{len(first)}}{item[match.end() :]}")
 
 
 def _gpus(environ: Mapping[str, str]) -> int | None:
@@ -59,12 +43,6 @@ def _gpus(environ: Mapping[str, str]) -> int | None:
         return int(environ["SLURM_GPUS_ON_NODE"])
     match = re.search(r"(\d+)$", environ.get("SLURM_GPUS_PER_NODE", ""))
     return int(match[1]) if match else None
-
-
-def _counts(text: str) -> Iterator[int]:
-    """Of Slurm's short form: `2(x3),1`."""
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-        yield from [int(count)] * int(times or 1)
 
 
 def batch_script(name: str, nodes: int, gpus: int | None, options: Sequence[str], arguments: Sequence[str]) -> str:

@@ -10,6 +10,7 @@ import torch
 from .. import ops
 from ..config import Config
 from ..errors import ZeroEngineError
+from ..paths import checked_path
 from .placement import open_disk
 from .store import DiskStore, padded
 
@@ -31,8 +32,19 @@ class Parking:
     def states(self) -> tuple[str, ...]:
         return tuple(self._away)
 
-    def check_request(self, include: Iterable[str] | None, device: str, path: str | os.PathLike[str] | None) -> None:
-        """
+    def check_request(
+        self,
+        include: Iterable[str] | None,
+        device: str,
+        nvme_path: str | os.PathLike[str] | None,
+        configured: str | None,
+    ) -> str | None:
+        """Return the folder that the states go to, or None for CPU memory.
+
+        Args:
+            nvme_path: as passed to ``offload_states``.
+            configured: the folder of the configuration, where ``nvme_path`` is None.
+
         Raises:
             ZeroEngineError: what was asked of ``offload_states`` cannot be.
         """
@@ -43,8 +55,17 @@ class Parking:
             raise ZeroEngineError(f'offload_states(): device is {device!r}; write "cpu" or "nvme"')
         if self:
             raise ZeroEngineError("offload_states(): states are offloaded already; call reload_states() before")
-        if device == "nvme" and path is None:
+        if nvme_path is not None:
+            nvme_path = checked_path(nvme_path, "offload_states(nvme_path)")
+            if device != "nvme":
+                raise ZeroEngineError(
+                    f"offload_states(): nvme_path names a folder on a disk, and device is {device!r}; write "
+                    'device="nvme", or leave nvme_path out'
+                )
+            return nvme_path
+        if device == "nvme" and configured is None:
             raise ZeroEngineError('offload_states(): device "nvme" needs a folder on a disk: write nvme_path=...')
+        return configured if device == "nvme" else None
 
     def leave(
         self,

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..errors import OffloadError
+from ..paths import checked_path
 from .aio import ALIGNMENT, Descriptors, address_of, round_up
 from .mounts import mount_of
 
@@ -48,7 +49,7 @@ class SwapFolder:
         Raises:
             OffloadError: there is no such folder, it cannot be written, lies in memory, or has not as much room.
         """
-        self.path, self.rank = os.path.realpath(nvme_path), rank
+        self.path, self.rank = os.path.realpath(checked_path(nvme_path, "nvme_path", OffloadError)), rank
         self._files: weakref.WeakSet[SwapFile] = weakref.WeakSet()
         if not os.path.isdir(self.path):
             found = "is a file" if os.path.exists(self.path) else "does not exist"

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..errors import ZeroEngineError
+from ..migration import explains_arguments
 from .gatherer import Gatherer
 from .unit import Unit
 
@@ -42,6 +43,7 @@ def claim(params: Iterable[nn.Parameter], owner: Owner) -> None:
         param.__dict__[OWNER] = weakref.ref(owner)
 
 
+@explains_arguments
 @contextlib.contextmanager
 def gathered(module_or_params: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> Iterator[None]:
     """Gives whole parameters inside the ``with``, at every stage; what is written to them is kept.

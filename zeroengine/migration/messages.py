@@ -1,0 +1,80 @@
+"""What is said to whoever writes another library's name: part of the error that Python raises anyway."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from ..errors import ZeroEngineError
+from .names import ARGUMENTS, COMM, DEEPSPEED, ENGINE, ENGINE_PREFIXES, MODULE
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def engine_attribute(name: str, engine: object) -> str:
+    """Return the message of the AttributeError for ``engine.name``."""
+    plain = f"'{type(engine).__name__}' object has no attribute {name!r}"
+    if name.startswith("_"):
+        return plain
+    if name in ENGINE:
+        return f"{plain}, which is a name of {ENGINE[name].origin}. {ENGINE[name].advice}"
+    if (configured := _configured(name)) is not None:
+        return f"{plain}. {configured}."
+    for prefix, note in ENGINE_PREFIXES.items():
+        if name.startswith(prefix):
+            return f"{plain}, which is a name of {DEEPSPEED}. {note}."
+    if hasattr(vars(engine).get("module"), name):
+        return f"{plain}. The model has it: write engine.module.{name}."
+    return plain
+
+
+@functools.cache  # code that looks for an attribute of another library's engine may do so in every step
+def _configured(name: str) -> str | None:
+    """Return where the configuration has what DeepSpeed's engine has as a method ``name``, or why it has not."""
+    from ..config import deepspeed
+    from ..config.keys import honoured_paths
+
+    for path in (name, f"zero_optimization.{name.removeprefix('zero_')}" if name.startswith("zero_") else name):
+        if path in honoured_paths():
+            return f"Write engine.config.{path}"
+        if path in deepspeed.TABLE:
+            return f"Of {path} in the configuration: {deepspeed.TABLE[path].why}"
+    return None
+
+
+def module_attribute(name: str) -> str | None:
+    """Return what to say of ``zeroengine.name``, beside that there is none."""
+    row = MODULE.get(name)
+    return None if row is None else f"It is a name of {row.origin}. {row.advice}"
+
+
+def comm_attribute(name: str) -> str:
+    """Return the message of the AttributeError for ``zeroengine.comm.name``, where DeepSpeed has collectives."""
+    plain = f"module 'zeroengine.comm' has no attribute {name!r}"
+    if name in COMM:
+        return f"{plain}, which is a name of {COMM[name].origin}. {COMM[name].advice}"
+    if not name.startswith("_") and hasattr(sys.modules.get("torch.distributed"), name):
+        return f"{plain}. Write torch.distributed.{name}."
+    return plain
+
+
+def explains_arguments(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function of ``ARGUMENTS``: another library's keyword argument raises with what to write instead.
+
+    Other arguments that it has not raise Python's own TypeError.
+    """
+    name = function.__name__
+    table = ARGUMENTS[name]
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        others = {argument: table[argument] for argument in kwargs if argument in table}
+        if others:
+            lines = (f"{argument}= is {row.origin}'s. {row.advice}" for argument, row in others.items())
+            raise ZeroEngineError(f"{name}(): {' '.join(lines)}")
+        return function(*args, **kwargs)
+
+    return checked
