@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from .accumulation import Accumulation
 from .errors import ZeroEngineError
 from .optim import LossScaler
 from .runtime import Gatherer, Reducer, eager
@@ -19,19 +20,22 @@ class Backward:
 
     Args:
         scales: whether the loss must be scaled.
-        begins: called as one begins; whether the micro-step that it belongs to ends with an update.
+        accumulation: counts backwards, and knows when one has raised in the middle of a step.
+        begins: called as one begins, before anything else happens.
 
     Attributes:
-        gatherer, reducer: set when they are made, for they call ``entering``, ``arriving`` and ``abandon``.
-        done: whether gradients have come since the last step.
+        gatherer, reducer: set when they are made, for they call ``entering``, ``arriving`` and ``enter_forward``.
     """
 
     gatherer: Gatherer
     reducer: Reducer
 
-    def __init__(self, scaler: LossScaler, scales: bool, begins: Callable[[], bool]) -> None:
-        self._scaler, self._scales, self._begins = scaler, scales, begins
-        self._in_progress = self.done = False
+    def __init__(
+        self, scaler: LossScaler, scales: bool, accumulation: Accumulation, begins: Callable[[], None]
+    ) -> None:
+        self._scaler, self._scales = scaler, scales
+        self._accumulation, self._begins = accumulation, begins
+        self._in_progress = False
         self._scaled: int | None = None  # autograd's number of the backward whose loss is scaled
 
     def run(
@@ -84,32 +88,43 @@ class Backward:
                 "engine.scale(loss).backward()"
             )
 
+    def enter_forward(self) -> None:
+        """A forward of the whole model begins outside of any backward."""
+        self.abandon()
+        if torch.is_grad_enabled():
+            self._accumulation.begin_forward()
+
     def _begin(self) -> None:
-        self._in_progress = True
-        boundary = self._begins()
+        self._begins()
+        boundary = self._accumulation.begin_backward()
+        self._in_progress = True  # only now: a backward that is refused above has not begun
         if self.reducer.wanted():
             self.reducer.boundary = boundary
             self.reducer.begin_backward()
 
     @eager
     def _end(self) -> None:
-        self._in_progress = False
         if torch._C._current_graph_task_id() == self._scaled:  # else of a checkpoint within it
             self._scaled = None
         if self.reducer.in_backward:  # else of another model's loss, with all parameters here frozen meanwhile
-            self.done = True
             self.reducer.end_backward()
+            self._accumulation.end_backward()
         self.gatherer.end_backward()
+        self._in_progress = False  # only now: if anything above raises, this backward has failed
 
     def abandon(self) -> None:
-        """If the last backward raised, part of its gradients is there and part is not: all since the last step go."""
+        """Drop the gradients of this step if the last backward raised: part of its own are there and part are not.
+
+        Where the step had gradients of earlier backwards it cannot go on without them: ``Accumulation`` refuses it.
+        """
         self._scaled = None
         if self._in_progress:
-            self._in_progress = self.done = False
+            self._in_progress = False
+            self._accumulation.fail_backward()
             self.reducer.abandon()
             self.gatherer.end_backward()
 
     def drop(self) -> None:
-        """What came since the last step goes."""
-        self.done = False
+        """Drop the gradients of the step in progress, and start it anew."""
+        self._accumulation.drop()
         self.reducer.abandon()
