@@ -170,7 +170,14 @@ class Engine:
         self._checkpoints: checkpoint.Checkpointer | None = None
         self._stateful: dict[str, Stateful] = {}
         self._access = Access(
-            self._units, group, self._transport, self.gatherer, self.reducer, self.optimizer, self._steps.divisor
+            self._units,
+            group,
+            self._transport,
+            self.gatherer,
+            self.reducer,
+            self.optimizer,
+            self._steps.divisor,
+            self._accumulation,
         )
         claim((param for unit in self._units for param in unit.params), self._access)
         precision.install(model, config, self.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -152,3 +153,31 @@ def test_ranks_that_clip_to_different_norms_are_told() -> None:
         run_ranks(2, differing)
     assert all(kind == "DivergenceError" for kind, _, _ in failed.value.failures.values())
     assert "norm to clip to 2" in str(failed.value)
+
+
+def left_in_the_loop() -> dict[int, list[str]]:
+    start()
+    warned: dict[int, list[str]] = {}
+    handler = logging.Handler()
+    logging.getLogger("zeroengine").addHandler(handler)
+    for stage in STAGES:
+        records = warned[stage] = []
+        handler.emit = lambda record, records=records: records.append(record.getMessage())  # type: ignore[method-assign]
+        engine = make_engine(Task(), stage)
+        for step in range(3):
+            engine.module.zero_grad()
+            with engine.no_sync():
+                engine.backward(engine(*batch(step, engine.rank)))
+            engine.backward(engine(*batch(step, engine.rank)))
+            if step:
+                assert torch.nn.utils.clip_grad_norm_(engine.module.parameters(), 1.0) == 0
+            engine.step()
+            engine.module.zero_grad()
+    return warned
+
+
+def test_torchs_own_clipping_is_named_where_the_parameters_are_released() -> None:
+    warned, on_rank_1 = run_ranks(2, left_in_the_loop)
+    (message,) = warned.pop(3)
+    assert "call engine.clip_grad_norm_(max_norm)" in message
+    assert warned == {0: [], 1: [], 2: []} and not any(on_rank_1.values())
