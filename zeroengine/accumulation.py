@@ -73,10 +73,13 @@ class Accumulation:
         """Note a forward of the whole model that a backward may follow."""
         self._forward_since_backward = True
 
-    def begin_backward(self) -> bool:
+    def begin_backward(self, *, stays_local: bool = False) -> bool:
         """Count a backward that begins, and return whether its reduction may start at once.
 
         That is a hint: what is not reduced by a backward is reduced at the end of the step.
+
+        Args:
+            stays_local: whether it is inside `no_sync`, where gradients add up on purpose.
 
         Raises:
             ZeroEngineError: gradients of this step are missing.
@@ -84,7 +87,7 @@ class Accumulation:
         self.check_complete()
         if self._forward_since_backward:
             self._forward_since_backward = False
-            self._passes += 1
+            self._passes += not stays_local
             self._warn_of_forgotten_step()
         if self._per_step is None:
             return self._boundary is True

@@ -21,7 +21,7 @@ class Backward:
     Args:
         scales: whether the loss must be scaled.
         accumulation: counts backwards, and knows when one has raised in the middle of a step.
-        begins: called as one begins, before anything else happens.
+        begins: called as one begins, before anything else happens, with whether any gradient is wanted of it.
 
     Attributes:
         gatherer, reducer: set when they are made, for they call ``entering``, ``arriving`` and ``enter_forward``.
@@ -31,7 +31,7 @@ class Backward:
     reducer: Reducer
 
     def __init__(
-        self, scaler: LossScaler, scales: bool, accumulation: Accumulation, begins: Callable[[], None]
+        self, scaler: LossScaler, scales: bool, accumulation: Accumulation, begins: Callable[[bool], None]
     ) -> None:
         self._scaler, self._scales = scaler, scales
         self._accumulation, self._begins = accumulation, begins
@@ -95,10 +95,11 @@ class Backward:
             self._accumulation.begin_forward()
 
     def _begin(self) -> None:
-        self._begins()
-        boundary = self._accumulation.begin_backward()
+        wanted = self.reducer.wanted()
+        self._begins(wanted)
+        boundary = wanted and self._accumulation.begin_backward(stays_local=not self.reducer.syncing)
         self._in_progress = True  # only now: a backward that is refused above has not begun
-        if self.reducer.wanted():
+        if wanted:
             self.reducer.boundary = boundary
             self.reducer.begin_backward()
 

@@ -289,9 +289,10 @@ class Engine:
     def lr_scheduler(self, schedule: Any) -> None:
         self._steps.set_schedule(schedule)
 
-    def _backward_begins(self) -> None:
+    def _backward_begins(self, wanted: bool) -> None:
         self._steps.conclude()
-        self._steps.check_not_clipped()
+        if wanted:  # else a loss of another model passes through this one, which is frozen meanwhile
+            self._steps.check_not_clipped()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients that came since the last ``step``, such as those that another model's loss left here.

@@ -429,6 +429,14 @@ def schedules() -> None:
         other.step()
     engine.close()
     other.step()
+    optimizer = adamw(model := build())
+    last = decaying(optimizer)
+    dropped = zeroengine.initialize(model, optimizer, settings(Task(), 2), lr_scheduler=last)
+    with pytest.raises(ZeroEngineError, match="would step it once more"):
+        last.step()
+    del dropped
+    gc.collect()
+    last.step()
 
 
 def test_a_schedule_that_the_engine_steps_is_not_stepped_a_second_time() -> None:
@@ -469,6 +477,17 @@ def forgetting() -> tuple[list[str], list[str]]:
         for _ in range(12):  # as losses over one graph
             loss.backward(retain_graph=True)
         engine.step()
+        with engine.no_sync():  # as under DDP
+            for step in range(12):
+                backward(engine, step)
+        backward(engine)
+        engine.step()
+        engine.module.requires_grad_(False)  # as a critic of another model
+        for step in range(12):
+            embedded = engine.module.tok(batch(step, 0)[0]).requires_grad_()
+            handle = engine.module.tok.register_forward_hook(lambda module, args, output, x=embedded: x)
+            backward(engine, step)
+            handle.remove()
         manual = make_engine(Task(), 1, gradient_accumulation_steps="manual")
         for step in range(12):
             backward(manual, step)

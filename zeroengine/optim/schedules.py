@@ -74,14 +74,13 @@ class ScheduleGuard:
     """
 
     def __init__(self, schedule: Any) -> None:
-        self.schedule = schedule
-        # That of an engine that is gone may have its refusing class still.
-        self._own_class: Any = getattr(type(schedule), "_zeroengine_own_class", type(schedule))
         self._guarded = False
+        self.schedule = schedule
+        self._own_class: Any = type(schedule)
         # A schedule whose `step` is an attribute of the instance, or whose class is fixed, stays as it is.
         if schedule is not None and "step" not in getattr(schedule, "__dict__", {"step": None}):
             with contextlib.suppress(TypeError):
-                schedule.__class__ = _refusing_class(self._own_class)
+                schedule.__class__ = _refusing_class(self._own_class)  # type: ignore[arg-type]
                 self._guarded = True
 
     def step(self) -> None:
@@ -96,6 +95,8 @@ class ScheduleGuard:
         if self._guarded:
             self.schedule.__class__ = self._own_class
             self._guarded = False
+
+    __del__ = release  # an engine that was not closed
 
 
 @cache
@@ -112,9 +113,8 @@ def _refusing_class(cls: Any) -> Any:
         function, arguments, *rest = super(refusing, self).__reduce_ex__(protocol)
         return (function, tuple(cls if value is type(self) else value for value in arguments), *rest)
 
-    members = {"step": step, "__reduce_ex__": reduce, "_zeroengine_own_class": cls}
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    refusing: Any = type(cls.__name__, (cls,), members | names)
+    members = {"step": step, "__reduce_ex__": reduce, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    refusing: Any = type(cls.__name__, (cls,), members)
     return refusing
 
 
