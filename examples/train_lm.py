@@ -157,7 +157,7 @@ def train(engine: zeroengine.Engine, text: torch.Tensor, options: argparse.Names
     console = Console()
     show_bar = console.is_terminal and rank == 0
     columns = TextColumn("{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn(), TimeRemainingColumn()
-    micro_steps = engine.config.gradient_accumulation_steps
+    micro_steps = engine.config.micro_steps_in_mean
     report_every = 10 if show_bar else max(1, steps // 20)
     total, done, tokens, start = torch.zeros((), device=engine.device), 0, 0, time.perf_counter()
     with Progress(*columns, console=console, disable=not show_bar) as progress:

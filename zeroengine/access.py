@@ -7,6 +7,7 @@ What is wrong on one rank is an error on all of them, and then nothing has chang
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -14,10 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from .accumulation import Accumulation
 from .comm import Group, Transport
 from .errors import ZeroEngineError
 from .optim import ShardedOptimizer, UnitStates
 from .runtime import Gatherer, Reducer, Unit, owner_of
+
+log = logging.getLogger("zeroengine")
 
 
 class Access:
@@ -25,6 +29,7 @@ class Access:
 
     Args:
         divisor: gives what the summed gradient is to be divided by for the mean.
+        accumulation: says whether gradients have come since the last call of ``step``.
         end_backward: ends a backward that is over and of which nobody has said so. See ``Backward.arriving``.
     """
 
@@ -37,13 +42,15 @@ class Access:
         reducer: Reducer,
         optimizer: ShardedOptimizer,
         divisor: Callable[[], float],
+        accumulation: Accumulation,
         end_backward: Callable[[], None],
     ) -> None:
         self._end_backward = end_backward
         self.gatherer = gatherer
         self._units, self._group, self._transport = units, group, transport
         self._reducer, self._divisor = reducer, divisor
-        self._optimizer = optimizer
+        self._optimizer, self._accumulation = optimizer, accumulation
+        self._warned = False
 
     # -- for `gathered` ---------------------------------------------------------------------------
 
@@ -65,6 +72,19 @@ class Access:
         for states in self._optimizer.units:
             if states.unit is unit:
                 states.reload_master()
+
+    def note_gradient_read(self) -> None:
+        has_gradients = self._accumulation.has_new_gradients or self._reducer.in_backward
+        if self._warned or not has_gradients or torch._C._current_graph_task_id() >= 0:
+            return
+        self._warned = True
+        if self._group.rank == 0:
+            log.warning(
+                "`grad` of a parameter was read between backward() and step(), and it is None: gradients are reduced "
+                "into buffers of the engine. torch.nn.utils.clip_grad_norm_ clips nothing here: call "
+                "engine.clip_grad_norm_(max_norm), or write gradient_clipping in the configuration. "
+                "zeroengine.full_gradient(param) gives the gradient."
+            )
 
     # -- one parameter's values -------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from .accumulation import Accumulation
 from .errors import ZeroEngineError
 from .optim import LossScaler
 from .runtime import Gatherer, Reducer, eager
@@ -21,31 +22,25 @@ class Backward:
 
     Args:
         scales: whether the loss must be scaled.
-        begins: called as one begins; whether the micro-step that it belongs to ends with an update.
+        accumulation: counts backwards, and knows when one has raised in the middle of a step.
+        begins: called as one begins, before anything else happens, with whether any gradient is wanted of it.
 
     Attributes:
-        gatherer, reducer: set when they are made, for they call ``arriving`` and ``finish``.
+        gatherer, reducer: set when they are made, for they call ``arriving`` and ``enter_forward``.
     """
 
     gatherer: Gatherer
     reducer: Reducer
 
-    def __init__(self, scaler: LossScaler, scales: bool, begins: Callable[[], bool]) -> None:
-        self._scaler, self._scales, self._begins = scaler, scales, begins
+    def __init__(
+        self, scaler: LossScaler, scales: bool, accumulation: Accumulation, begins: Callable[[bool], None]
+    ) -> None:
+        self._scaler, self._scales = scaler, scales
+        self._accumulation, self._begins = accumulation, begins
         self._by_engine = False  # whether ``run`` is under way
         self._run_raised = False
         self._graph_tasks: set[int] = set()  # of autograd: plain backwards that brought gradients and have not ended
-        self._done = False
         self._scaled: int | None = None  # autograd's number of the backward whose loss is scaled
-
-    @property
-    def done(self) -> bool:
-        """Whether gradients have come since the last step."""
-        return self._done or self.reducer.in_backward
-
-    @done.setter
-    def done(self, value: bool) -> None:
-        self._done = value
 
     def run(
         self, loss: torch.Tensor, retain_graph: bool, create_graph: bool, inputs: Sequence[torch.Tensor] | None
@@ -109,16 +104,29 @@ class Backward:
                 "engine.scale(loss).backward()"
             )
 
+    def enter_forward(self) -> None:
+        """A forward of the whole model begins outside of any backward."""
+        self.finish()
+        if torch.is_grad_enabled():
+            self._accumulation.begin_forward()
+
     def _begin(self) -> None:
-        boundary = self._begins()
-        if self.reducer.wanted():
+        wanted = self.reducer.wanted()
+        self._begins(wanted)
+        boundary = wanted and self._accumulation.begin_backward(stays_local=not self.reducer.syncing)
+        if wanted:
             self.reducer.boundary = boundary
             self.reducer.begin_backward()
 
     def _end(self) -> None:
-        if self.reducer.in_backward:  # else of another model's loss, with all parameters here frozen meanwhile
-            self._done = True
+        if not self.reducer.in_backward:
+            return  # of another model's loss, with all parameters here frozen meanwhile
+        try:
             self.reducer.end_backward()
+        except BaseException:
+            self._run_raised = True
+            raise
+        self._accumulation.end_backward()
 
     @property
     def _raised(self) -> bool:
@@ -135,19 +143,21 @@ class Backward:
     def finish(self) -> None:
         """End the last backward where that has not been done yet, unless it is still under way.
 
-        If it raised, part of its gradients has come and part has not: all since the last step are dropped.
+        If it raised, part of its gradients has come and part has not, so all of this step are dropped. Where the step
+        had gradients of earlier backwards it cannot go on without them: ``Accumulation`` refuses it.
         """
         if self._by_engine or torch._C._current_graph_task_id() >= 0:
             return
         self.end_if_over()
         if self._raised:
-            self._run_raised = self._done = False
+            self._run_raised = False
             self._graph_tasks.clear()
             self._scaled = None
+            self._accumulation.fail_backward()
             self.reducer.abandon()
             self.gatherer.abandon_backward()
 
     def drop(self) -> None:
-        """Drop what came since the last step."""
-        self._done = False
+        """Drop the gradients of the step in progress, and start it anew."""
+        self._accumulation.drop()
         self.reducer.abandon()

@@ -15,6 +15,7 @@ from torch import nn
 
 from . import birth
 from .access import Access
+from .accumulation import ENGINE_STEP, MANUAL_MODE, OPTIMIZER_STEP, Accumulation
 from .backward import Backward
 from .caller import returns_one_value
 from .comm import ChannelName, Group, check_same
@@ -33,6 +34,7 @@ from .optim import (
     ShardedOptimizer,
     Verdict,
     make_scheduler,
+    redirect_calls,
 )
 from .partition import Degrees, UnitPlan, degrees_of_stage
 from .runtime import Gatherer, Reducer, Unit, UnitGradients, claim, eager, precision
@@ -64,7 +66,7 @@ class Engine:
         config: the resolved configuration.
         device: where the model computes.
         global_steps: updates taken.
-        micro_steps: calls of ``step``.
+        micro_steps: calls of ``step``; where ``optimizer.step()`` ends a step, ``gradient_accumulation_steps`` at once.
         skipped_steps: updates left out because the gradient was not finite.
         loss_scale: what ``backward`` multiplies the loss by: 1 except where gradients may be fp16. Assign to it to
             start a dynamic scale elsewhere, or to change a static one.
@@ -92,7 +94,9 @@ class Engine:
     ) -> None:
         self.module, self.config, self.device = model, config, group.device
         self.rank, self.world_size = group.rank, group.world_size
-        self.micro_steps = 0
+        self._accumulation = Accumulation(
+            None if config.manual_accumulation else int(config.gradient_accumulation_steps), group.rank
+        )
         self._group = group
         self._parking = Parking()
         zero = config.zero_optimization
@@ -117,14 +121,14 @@ class Engine:
         birth.guard(model, self._units)
         precision.prepare_buffers(model, config, group.device, group.broadcast)
         self._scaler = LossScaler.of(config.fp16) if config.scales_loss else LossScaler()
-        self._backward = Backward(self._scaler, config.scales_loss, self._backward_begins)
+        self._backward = Backward(self._scaler, config.scales_loss, self._accumulation, self._backward_begins)
         self.gatherer = Gatherer(
             model,
             self._units,
             self._transport,
             prefetch_numel=zero.prefetch_bucket_size if zero.overlap_comm else 0,
             max_live_numel=zero.max_live_parameters,
-            finish_backward=self._backward.finish,
+            finish_backward=self._backward.enter_forward,
         )
         self.reducer = Reducer(
             self._units,
@@ -146,6 +150,7 @@ class Engine:
                 self.reducer.gradients,
                 self._transport,
                 publish=self._published,
+                step=self._step_by_optimizer,
                 zero_grad=self.zero_grad,
                 moments_dtype=FLOATS[config.optimizer_state_dtype],
                 homes=self._placement.optimizer,
@@ -164,6 +169,7 @@ class Engine:
             self._let_peers_read,
         )
         self._input_comparison = InputComparison(self._transport, self.device)
+        redirect_calls(optimizer, self._step_by_optimizer, self.zero_grad)
         self._checkpoints: checkpoint.Checkpointer | None = None
         self._stateful: dict[str, Stateful] = {}
         self._access = Access(
@@ -174,6 +180,7 @@ class Engine:
             self.reducer,
             self.optimizer,
             self._steps.divisor,
+            self._accumulation,
             self._backward.end_if_over,
         )
         claim((param for unit in self._units for param in unit.params), self._access)
@@ -278,7 +285,8 @@ class Engine:
             raise ZeroEngineError(
                 'loss_scale: only fp16 scales the loss; enable it with "fp16": {"enabled": true} in the configuration'
             )
-        if self._backward.done or self.micro_steps % self.config.gradient_accumulation_steps:
+        self._backward.end_if_over()
+        if self._accumulation.has_gradients:
             raise ZeroEngineError(
                 "loss_scale: the gradients of this step so far have another scale. Assign to it after the step() that "
                 "ends one, before the next backward."
@@ -286,38 +294,93 @@ class Engine:
         self._scaler.set(scale)
 
     @property
+    def micro_steps(self) -> int:
+        return self._accumulation.micro_steps
+
+    @micro_steps.setter
+    def micro_steps(self, micro_steps: int) -> None:
+        self._accumulation.micro_steps = micro_steps
+
+    @property
     def lr_scheduler(self) -> Any:
         return self._steps.schedule
 
     @lr_scheduler.setter
     def lr_scheduler(self, schedule: Any) -> None:
-        self._steps.schedule = schedule
+        self._steps.set_schedule(schedule)
 
-    def _backward_begins(self) -> bool:
+    def _backward_begins(self, wanted: bool) -> None:
         self._steps.conclude()
-        return self.is_gradient_accumulation_boundary()
+        if wanted:  # else a loss of another model passes through this one, which is frozen meanwhile
+            self._steps.check_not_clipped()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients that came since the last ``step``: those that another model's loss left here.
+        """Drop the gradients that came since the last ``step``, such as those that another model's loss left here.
 
-        An ordinary loop has no need of it: a step's first gradients overwrite those of the step before.
+        After a backward that raised in the middle of a step, drop all gradients of the step, which starts anew.
+        Directly after a step it does nothing: a step's first gradients overwrite those of the step before.
 
         Raises:
             ZeroEngineError: earlier micro-steps of this step would lose theirs, too.
         """
         self._backward.finish()
-        if not self._backward.done:
-            return
-        if self.micro_steps % self.config.gradient_accumulation_steps:
-            raise ZeroEngineError(
-                "zero_grad() between backward() and step(), with gradients of earlier micro-steps: they would be lost. "
-                "Call it before the first backward of a step."
-            )
+        if not self._accumulation.incomplete:
+            if not self._accumulation.has_new_gradients:
+                return
+            if self._accumulation.has_earlier_micro_steps:
+                raise ZeroEngineError(
+                    "zero_grad() between backward() and step(), with gradients of earlier micro-steps: they would be "
+                    "lost. Call it before the first backward of a step."
+                )
+        self._steps.forget_clipping()
         self._backward.drop()
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-step in progress ends with an update."""
-        return (self.micro_steps + 1) % self.config.gradient_accumulation_steps == 0
+        return self._accumulation.is_boundary()
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """With manual accumulation: say before a backward whether it is the last one of the step.
+
+        After True the gradients are reduced while that backward computes, rather than in ``step``; they are the same
+        either way. After False ``step`` ends a micro-step and does not update, as in DeepSpeed. Holds until an update.
+
+        Raises:
+            ZeroEngineError: ``gradient_accumulation_steps`` is a number, so the engine counts.
+        """
+        self._accumulation.set_boundary(is_boundary)
+
+    @property
+    def gradient_clipping(self) -> float:
+        """The largest global norm of the gradient; 0: no clipping. Assign the same value on every rank."""
+        return self._steps.gradient_clipping
+
+    @gradient_clipping.setter
+    def gradient_clipping(self, max_norm: float) -> None:
+        self._steps.set_gradient_clipping(max_norm)
+
+    @eager
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Clip the gradient of this step to ``max_norm``: what ``torch.nn.utils.clip_grad_norm_`` does elsewhere.
+
+        Reduce what is not reduced yet, return the global norm of the mean gradient before clipping, and let the next
+        ``step`` clip to ``max_norm`` (to ``gradient_clipping``, where that is smaller). Call it on every rank, between
+        the last backward of a step and ``step``.
+
+        Args:
+            max_norm: above 0. ``math.inf`` clips nothing and returns the norm.
+
+        Returns:
+            The norm, 0-d float64, on the engine's device. Nothing waits for it before its value is read.
+
+        Raises:
+            ZeroEngineError: there was no backward, or further backwards of this step are to come.
+        """
+        max_norm = self._steps.checked_norm(max_norm, "clip_grad_norm_(): max_norm", zero=False)
+        self._check_step("clip_grad_norm_()")
+        self._accumulation.check_boundary("clip_grad_norm_()")
+        self._finish_gradients("clip_grad_norm_()")
+        return self._steps.clip(max_norm)
 
     @eager
     @explaining_memory
@@ -332,39 +395,63 @@ class Engine:
             Whether parameters were updated. On a GPU an object whose truth value says so: asking it waits for the norm.
 
         Raises:
-            ZeroEngineError: there was no backward since the last call, or it is called inside ``gathered``,
-                ``no_sync`` or the capture of a CUDA graph, or gradients overflow at the smallest loss scale.
+            ZeroEngineError: there was no backward since the last call, or ``optimizer.step()`` has ended this step, or
+                it is called inside ``gathered``, ``no_sync`` or the capture of a CUDA graph, or a backward of this
+                step has raised, or gradients overflow at the smallest loss scale.
         """
-        self._parking.check("step()")
+        self._check_step("step()")
+        if not self._accumulation.check_engine_step():
+            self._accumulation.end_micro_step()
+            self._input_comparison.end_micro_step(False)
+            return False
+        return self._update(ENGINE_STEP)
+
+    @eager
+    @explaining_memory
+    def _step_by_optimizer(self) -> None:
+        """``step()`` of ``optimizer`` or of the optimizer that was passed in. See "Who ends a step"."""
+        self._check_step("optimizer.step()")
+        self._accumulation.check_optimizer_step()
+        self._update(OPTIMIZER_STEP)
+
+    def _check_step(self, call: str) -> None:
+        """
+        Raises:
+            ZeroEngineError: this is no place to end a step.
+        """
+        self._parking.check(call)
         self._placement.check()
-        self._backward.finish()
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise ZeroEngineError(
-                "step() inside the capture of a CUDA graph: what it does on the host (counters, schedule, which "
+                f"{call} inside the capture of a CUDA graph: what it does on the host (counters, schedule, which "
                 "gradients are overwritten) would not be done again at a replay. Leave it outside of the graph; what "
                 "can be captured is the update itself, zeroengine.ops.AdamTable."
             )
-        if not self._backward.done:
-            raise ZeroEngineError("step() without backward(): call engine.backward(loss) (or loss.backward()) first")
-        boundary = self.is_gradient_accumulation_boundary()
-        if boundary and not self.reducer.syncing:
+        if torch._C._current_graph_task_id() >= 0:
+            raise ZeroEngineError(f"{call} inside of a backward, such as in a hook: call it after the backward")
+        self._backward.finish()  # if the last backward raised, its gradients must not be used
+
+    def _finish_gradients(self, call: str) -> None:
+        """Return with the gradients of this step reduced. If it raises nothing has changed."""
+        if not self.reducer.syncing:
             raise ZeroEngineError(
-                "step() inside `with engine.no_sync()`: at the accumulation boundary the gradients are to be reduced. "
+                f"{call} inside `with engine.no_sync()`: at the accumulation boundary the gradients are to be reduced. "
                 "Leave the `with` before the last backward of a step."
             )
-        if boundary and self.gatherer.lent:
+        if self.gatherer.lent:
             raise ZeroEngineError(
-                "step() inside `with zeroengine.gathered(...)`: the update would not reach the gathered values. Leave "
+                f"{call} inside `with zeroengine.gathered(...)`: the update would not reach the gathered values. Leave "
                 "the `with` first."
             )
-        if boundary:
-            self.reducer.finish()
-            self.gatherer.settle()  # if it raises nothing has changed, and step() may be called again
-        self._backward.done = False
-        self.micro_steps += 1
-        self._input_comparison.end_micro_step(boundary)
-        if not boundary:
-            return False
+        self.reducer.finish()
+
+    def _update(self, call: str) -> bool | Verdict:
+        self._finish_gradients(call)
+        self.gatherer.settle()  # if it raises nothing has changed, and step() may be called again
+        self._accumulation.end_step(call)
+        self._input_comparison.end_micro_step(True)
+        if call == ENGINE_STEP:
+            self._steps.warn_of_unused_hooks()
         updates = self._steps.take()
         self._placement.let_go()
         return updates
@@ -578,13 +665,16 @@ class Engine:
             ZeroEngineError: on every rank; there is no such checkpoint then.
             DivergenceError: on every rank, where they name different folders or tags.
         """
+        self._backward.end_if_over()
         with self._group.agreeing("to save a checkpoint"):
             self._parking.check("save_checkpoint()")
             self._placement.check()
-            if self._backward.done or self.micro_steps % self.config.gradient_accumulation_steps:
+            if self._accumulation.has_gradients:
                 raise ZeroEngineError(
                     "save_checkpoint() between the micro-steps of a step would lose their gradients: call it after a "
-                    "step() that ended one"
+                    "step() that updated. Where the last step of an epoch has fewer micro-steps, write "
+                    f"{MANUAL_MODE} in the configuration and end it with step(); or drop its gradients with "
+                    "engine.zero_grad()."
                 )
         self._steps.conclude()
         self.gatherer.settle()
@@ -630,10 +720,13 @@ class Engine:
         )
         birth.loaded(self._units, restored.missing)
         counters = restored.counters
+        if counters:  # else the weights alone were loaded, and the step in progress goes on
+            self._steps.forget_clipping()
+            self._backward.drop()
         for name in self._counters():
             setattr(self, name, counters.get(name, getattr(self, name)))
-        if counters:  # another accumulation counts otherwise
-            self.micro_steps = (self.global_steps + self.skipped_steps) * self.config.gradient_accumulation_steps
+        if counters and not self.config.manual_accumulation:  # another accumulation counts otherwise
+            self.micro_steps = (self.global_steps + self.skipped_steps) * int(self.config.gradient_accumulation_steps)
         return restored.client_state
 
     def wait_for_checkpoint(self) -> None:
@@ -761,5 +854,6 @@ class Engine:
             if sys.exc_info()[0] is None:  # else the device may never get there
                 self._steps.end()
         finally:
+            self._steps.close()
             self._transport.close()
             self._placement.close()

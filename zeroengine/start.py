@@ -46,7 +46,8 @@ def initialize(
             None to build what the configuration says. Adam and AdamW run on the fused kernel; any element-wise
             optimizer works.
         config: a JSON or YAML file, a dict, or None for the file that zero-launch names.
-        lr_scheduler: a torch scheduler over the optimizer, or a callable that makes one; ``Engine.step`` steps it.
+        lr_scheduler: a torch scheduler over the optimizer, or a callable that makes one; ``Engine.step`` steps it after
+            each update, and its own ``step`` raises until ``Engine.close``.
         process_group: the ranks to partition over, as a process group or a ``DeviceMesh`` of one dimension, such as
             ``mesh["dp"]``; all of them where None.
 

@@ -17,7 +17,7 @@ from .comm import Transport
 from .config import Config
 from .errors import ZeroEngineError
 from .late import can_be_taken_back, reversibly
-from .optim import LossScaler, ShardedOptimizer, Verdict
+from .optim import LossScaler, ScheduleGuard, ShardedOptimizer, Verdict, has_own_step_hooks
 from .runtime import Reducer
 
 log = logging.getLogger("zeroengine")
@@ -32,7 +32,7 @@ class Steps:
 
     Attributes:
         taken, skipped: updates taken, and left out because the gradient was not finite.
-        schedule: what a step steps, or None.
+        gradient_clipping: the largest norm of the gradient; 0 for none.
         norm: of the last step's mean gradient before clipping, or None before the first.
     """
 
@@ -49,7 +49,10 @@ class Steps:
     ) -> None:
         self.taken = self.skipped = 0
         self.norm: float | None = None
-        self.schedule = schedule
+        self.gradient_clipping = config.gradient_clipping
+        self._clip_once: float | None = None  # for this step alone, by clip_grad_norm_
+        self._guard = ScheduleGuard(schedule)
+        self._checked_hooks = False
         self._config, self._optimizer, self._rule = config, optimizer, rule
         self._scaler, self._reducer, self._transport, self._published = scaler, reducer, transport, published
         self._issued: tuple[Verdict, Callable[[], None] | None] | None = None  # a step; what takes the schedule back
@@ -57,8 +60,85 @@ class Steps:
 
     def divisor(self) -> float:
         """What the summed gradient is divided by for the mean over ranks and micro-steps."""
-        copies = self._transport.world_size * self._config.gradient_accumulation_steps
+        copies = self._transport.world_size * self._config.micro_steps_in_mean
         return copies * self._scaler.scale / self._reducer.predivide
+
+    @property
+    def schedule(self) -> Any:
+        """What a step steps, or None."""
+        return self._guard.schedule
+
+    def set_schedule(self, schedule: Any) -> None:
+        """Step ``schedule`` from now on, and leave the one before to the caller."""
+        self.settle()
+        self._guard.release()
+        self._guard = ScheduleGuard(schedule)
+
+    def close(self) -> None:
+        """Leave the schedule to the caller: no step will follow."""
+        self._guard.release()
+
+    def warn_of_unused_hooks(self) -> None:
+        """Say once that the step hooks of the optimizer that was passed in are not called by ``engine.step()``."""
+        if not self._checked_hooks and has_own_step_hooks(self._rule):
+            self._checked_hooks = True
+            if self._transport.rank == 0:
+                log.warning(
+                    "the optimizer passed to initialize() has step hooks, which engine.step() does not call: call "
+                    "optimizer.step() in its place, which does"
+                )
+
+    # -- clipping ---------------------------------------------------------------------------------
+
+    @staticmethod
+    def checked_norm(value: Any, name: str, *, zero: bool) -> float:
+        """``value`` as a float.
+
+        Raises:
+            ZeroEngineError: it is no number, or below 0, or 0 where ``zero`` is false.
+        """
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not (value >= 0 if zero else value > 0):
+            raise ZeroEngineError(
+                f"{name} is a number {'of at least' if zero else 'above'} 0, the largest norm; found {value!r}"
+            )
+        return float(value)
+
+    def set_gradient_clipping(self, max_norm: float) -> None:
+        """Clip the following steps to ``max_norm``; 0: not at all."""
+        max_norm = self.checked_norm(max_norm, "gradient_clipping", zero=True)
+        self.gradient_clipping = 0.0 if math.isinf(max_norm) else max_norm
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        """Clip the step in progress to ``max_norm``, and return the norm that it finds. Its gradients are reduced.
+
+        Returns:
+            0-d float64 on the device that the gradients are on.
+        """
+        self.settle()
+        norm = self._optimizer.norm(self.divisor(), self._label())
+        self._clip_once = min(max_norm, self._clip_once or math.inf)
+        return norm
+
+    def forget_clipping(self) -> None:
+        """Undo ``clip``: the gradients of this step have been dropped."""
+        self._clip_once = None
+
+    def check_not_clipped(self) -> None:
+        """
+        Raises:
+            ZeroEngineError: a backward follows ``clip`` in one step.
+        """
+        if self._clip_once is not None:
+            raise ZeroEngineError(
+                "a backward after engine.clip_grad_norm_() and before step(): clip after the last backward of a step"
+            )
+
+    def _take_limit(self) -> float:
+        """The largest norm for the step that is taken now; 0 for none."""
+        limits = [limit for limit in (self.gradient_clipping, self._clip_once or 0.0) if 0 < limit < math.inf]
+        self._clip_once = None
+        return min(limits, default=0.0)
 
     def take(self) -> bool | Verdict:
         """A step, whose gradients are reduced. Whether parameters were updated, or what will say so.
@@ -66,9 +146,10 @@ class Steps:
         Raises:
             ZeroEngineError: the gradient overflows at the smallest loss scale.
         """
+        limit = self._take_limit()
         if self._optimizer.on_device:
-            return self._issue()
-        norm, used = self._optimizer.norm_and_use(self._label())
+            return self._issue(limit)
+        norm, used = self._optimizer.norm_and_use(self._label(limit))
         divisor = self.divisor()
         self.norm = norm / divisor
         finite = math.isfinite(norm)
@@ -76,16 +157,16 @@ class Steps:
         if not finite:
             self._report(self.taken + 1, skipped=not updates)
         if updates:
-            self._optimizer.update(self._clip_factor(self.norm) / divisor, used)
+            self._optimizer.update(self._clip_factor(self.norm, limit) / divisor, used)
             self._published()
         self._reducer.reset()
         self._count(updates, finite)
         return updates
 
-    def _issue(self) -> Verdict:
+    def _issue(self, limit: float) -> Verdict:
         """An update whose verdict is not known yet."""
         config, schedule = self._config, self.schedule
-        verdict = self._optimizer.issue(self.divisor(), config.gradient_clipping, self._skips, self._label())
+        verdict = self._optimizer.issue(self.divisor(), limit, self._skips, self._label(limit))
         self._published()
         late = not config.scales_loss and can_be_taken_back(schedule)
         groups = self._optimizer.param_groups
@@ -139,13 +220,19 @@ class Steps:
         """Whether a gradient that is not finite updates nothing."""
         return self._config.scales_loss or self._config.check_grad_overflow
 
-    def _label(self) -> str:
-        """Ranks that sum gradients of different scales are refused, as if they ran different units."""
-        return f"norm at loss scale {self._scaler.scale:g}" if self._config.scales_loss else "norm"
+    def _label(self, limit: float | None = None) -> str:
+        """Ranks that differ in the loss scale or the limit are refused, as if they ran different units.
 
-    def _clip_factor(self, norm: float) -> float:
+        Args:
+            limit: the largest norm, where the step is taken.
+        """
+        label = f"norm at loss scale {self._scaler.scale:g}" if self._config.scales_loss else "norm"
+        changed = limit is not None and limit != self._config.gradient_clipping
+        return f"{label} to clip to {limit:g}" if changed else label
+
+    @staticmethod
+    def _clip_factor(norm: float, limit: float) -> float:
         """As ``torch.nn.utils.clip_grad_norm_``, also where the norm is not finite."""
-        limit = self._config.gradient_clipping
         factor = limit / (norm + 1e-6) if limit > 0 else 1.0
         return 1.0 if factor > 1 else factor
 
@@ -180,8 +267,7 @@ class Steps:
         # torch's schedulers warn unless they see that their optimizer has stepped.
         for optimizer in (self._optimizer, self._rule):
             optimizer._opt_called = True  # type: ignore[attr-defined]
-        if self.schedule is not None:
-            self.schedule.step()
+        self._guard.step()
 
     def _print_progress(self) -> None:
         every = self._config.steps_per_print

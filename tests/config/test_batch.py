@@ -46,6 +46,17 @@ def test_none_of_three_is_one_sample_per_rank() -> None:
     assert resolve(4) == (4, 1, 1)
 
 
+def test_manual_accumulation_has_no_train_batch_size() -> None:
+    assert resolve(4, **{STEPS: "manual", MICRO: 8}) == (None, 8, "manual")
+    config = load({STEPS: "manual", TRAIN: "auto"}).resolve(world_size=2)
+    assert (config.manual_accumulation, config.micro_steps_in_mean) == (True, 1)
+    assert load(config.to_dict()).resolve(world_size=2).to_dict() == config.to_dict()
+    with pytest.raises(ConfigError, match=f'{TRAIN} is 64, but {STEPS} is "manual".*Remove {TRAIN} and write {MICRO}'):
+        resolve(4, **{STEPS: "manual", TRAIN: 64})
+    with pytest.raises(ConfigError, match=STEPS):
+        load({STEPS: "by hand"})
+
+
 given_sizes = st.fixed_dictionaries({}, optional={key: st.integers(1, 200) for key in KEYS})
 
 

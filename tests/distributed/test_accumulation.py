@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from torch import nn
 
 import zeroengine
 
-from .models import WIDTH, build
+from .models import WIDTH, batch, build
 from .ranks import run_ranks
 from .test_parameters import Net, features
 from .training import (
@@ -21,7 +23,9 @@ from .training import (
     assert_close,
     assert_same_bits,
     check_every_stage,
+    make_engine,
     ordinary_loop,
+    start,
     train_at,
     train_plainly,
 )
@@ -112,6 +116,122 @@ def test_no_sync_may_come_at_any_micro_step() -> None:
         ranks = run_ranks(2, train_at, (0, 1, 2, 3), task, mixed_sync, {})
         for stage in range(4):
             assert_close([found[stage] for found in ranks], train_plainly(task))
+
+
+# -- manual accumulation ------------------------------------------------------------------------------
+
+WINDOWS = (3, 1, 4, 2)  # micro-steps of each step, as where the last step of an epoch is short
+MANUAL = {"gradient_accumulation_steps": "manual"}
+
+
+def windows(engine: zeroengine.Engine, task: Task, boundaries: bool, step: Callable[[], Any]) -> Any:
+    losses, norms, number = [], [], 0
+    for window in WINDOWS:
+        for micro_step in range(window):
+            last = micro_step == window - 1
+            if boundaries:
+                engine.set_gradient_accumulation_boundary(last)
+                assert engine.is_gradient_accumulation_boundary() is last
+            loss = engine(*task.data(number, engine.rank))
+            engine.backward(loss)
+            whole = [grads.reduced for grads in engine.reducer.gradients if grads.whole]
+            assert all(reduced == (boundaries and last) for reduced in whole), "reduced in the last backward, if told"
+            losses.append(loss.item())
+            number += 1
+        step()
+        norms.append(engine.grad_norm)
+    assert engine.global_steps == len(WINDOWS)
+    return losses, norms
+
+
+def manual(task: Task, engine: zeroengine.Engine) -> Any:
+    assert engine.is_gradient_accumulation_boundary()
+    return windows(engine, task, False, engine.step)
+
+
+def manual_with_boundaries(task: Task, engine: zeroengine.Engine) -> Any:
+    return windows(engine, task, True, engine.optimizer.step)
+
+
+def plain_windows(task: Task) -> Trained:
+    """The mean over ranks, and the sum over the micro-steps of each window."""
+    model = build(task.factory)
+    optimizer = task.optimizer(model)
+    losses, norms = [], []
+    for window in WINDOWS:
+        optimizer.zero_grad()
+        for _ in range(window):
+            mean = torch.stack([model(*task.data(len(losses), rank)) for rank in range(2)]).mean()
+            mean.backward()
+            losses.append(mean.item())
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), task.clip).item())
+        optimizer.step()
+    return Trained(losses, norms, {name: value.clone() for name, value in model.state_dict().items()})
+
+
+@BOTH
+@pytest.mark.parametrize("loop", [manual, manual_with_boundaries])
+def test_manual_accumulation_steps_after_as_many_backwards_as_come(loop: Train, transport: str) -> None:
+    by_pairs(Task(), loop, plain_windows(Task()), comm={"transport": transport}, **MANUAL)
+
+
+def deepspeed_boundaries(task: Task, engine: zeroengine.Engine) -> Any:
+    """``step`` after each micro-step, as in DeepSpeed's manual loops."""
+    losses, norms = [], []
+    for window in WINDOWS:
+        for micro_step in range(window):
+            engine.set_gradient_accumulation_boundary(micro_step == window - 1)
+            loss = engine(*task.data(len(losses), engine.rank))
+            engine.backward(loss)
+            assert engine.step() == (micro_step == window - 1)
+            losses.append(loss.item())
+        norms.append(engine.grad_norm)
+    assert engine.micro_steps == len(losses)
+    return losses, norms
+
+
+def test_step_ends_a_micro_step_where_the_boundary_was_said_to_be_elsewhere() -> None:
+    by_pairs(Task(), deepspeed_boundaries, plain_windows(Task()), **MANUAL)
+
+
+def manual_details(directory: str) -> None:
+    start()
+    for stage in (0, 3):
+        engine = make_engine(Task(), stage, bf16={"enabled": True}, **MANUAL)
+        assert {grads.kept.dtype for grads in engine.reducer.gradients} == {torch.float32}
+        engine.backward(engine(*batch(0, engine.rank)))
+        with pytest.raises(
+            zeroengine.ZeroEngineError, match=r"would lose their gradients: call it after a step\(\) that"
+        ):
+            engine.save_checkpoint(directory)
+        engine.set_gradient_accumulation_boundary(False)
+        with pytest.raises(zeroengine.ZeroEngineError, match="set it to True before the last backward"):
+            engine.optimizer.step()
+        assert not engine.step()
+        with pytest.raises(zeroengine.ZeroEngineError, match='"gradient_accumulation_steps": "manual"'):
+            engine.save_checkpoint(directory)
+        engine.set_gradient_accumulation_boundary(True)
+        engine.backward(engine(*batch(1, engine.rank)))
+        assert engine.step()
+        engine.save_checkpoint(directory, f"manual-{stage}")
+        counters = (engine.global_steps, engine.micro_steps)
+        engine.backward(engine(*batch(2, engine.rank)))
+        engine.load_checkpoint(directory, f"manual-{stage}")
+        with pytest.raises(zeroengine.ZeroEngineError, match="without backward"):
+            engine.step()  # what came before the load went with the weights that it was computed by
+        assert (engine.global_steps, engine.micro_steps) == counters
+        engine.close()
+    counted = make_engine(Task(micro_steps=2), 1)
+    with pytest.raises(zeroengine.ZeroEngineError, match="gradient_accumulation_steps is 2, and the engine counts"):
+        counted.set_gradient_accumulation_boundary(True)
+    counted.backward(counted(*batch(0, counted.rank)))
+    counted.step()
+    with pytest.raises(zeroengine.ZeroEngineError, match='write "gradient_accumulation_steps": "manual"'):
+        counted.save_checkpoint(directory)
+
+
+def test_manual_accumulation_adds_in_fp32_and_saves_between_steps_alone(tmp_path: Path) -> None:
+    run_ranks(2, manual_details, str(tmp_path))
 
 
 # -- several backwards --------------------------------------------------------------------------------
@@ -296,6 +416,72 @@ def fail_now_and_then(task: Task, engine: zeroengine.Engine) -> tuple[list[float
 @BOTH
 def test_a_backward_that_raised_leaves_no_trace(transport: str) -> None:
     check_every_stage(Task(), loop=fail_now_and_then, comm={"transport": transport})
+
+
+def failing_backward(engine: zeroengine.Engine, number: int, plain: bool) -> None:
+    """A backward that raises half-way, after some gradients have come."""
+    handle = engine.module.blocks[1].register_forward_hook(lambda module, args, output: Failing.apply(output))
+    loss = engine(*batch(number, engine.rank))
+    handle.remove()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        loss.backward() if plain else engine.backward(loss)
+
+
+def refused(call: Callable[[], Any]) -> None:
+    with pytest.raises(zeroengine.ZeroEngineError, match=r"raised in the middle of a step.*Call engine.zero_grad\(\)"):
+        call()
+
+
+def fail_between_micro_steps(task: Task, engine: zeroengine.Engine) -> tuple[list[float], list[float]]:
+    """In each step a backward fails once, after those of earlier micro-steps; the step is repeated from its start."""
+    losses, norms = [], []
+    for step in range(task.steps):
+        numbers = range(step * task.micro_steps, (step + 1) * task.micro_steps)
+        for number in numbers[:-1]:
+            engine.backward(engine(*task.data(number, engine.rank)))
+            engine.step()
+        failing_backward(engine, 100, plain=step % 2 == 0)
+        retried = engine(*task.data(numbers[-1], engine.rank))
+        refused(partial(engine.backward, retried) if step < 2 else retried.backward)
+        refused(engine.step)
+        refused(engine.optimizer.step)
+        assert engine.micro_steps == numbers[-1]
+        engine.zero_grad()
+        assert engine.micro_steps == numbers[0], "back at the start of the step"
+        for number in numbers:
+            loss = engine(*task.data(number, engine.rank))
+            engine.backward(loss)
+            losses.append(loss.item())
+            updated = engine.step()
+        assert updated
+        norms.append(engine.grad_norm)
+    return losses, norms
+
+
+def test_a_backward_that_raised_does_not_halve_the_gradient_of_its_step() -> None:
+    task = Task(micro_steps=3)
+    by_pairs(task, fail_between_micro_steps, train_plainly(task))
+
+
+def fail_second_loss(task: Task, engine: zeroengine.Engine) -> tuple[list[float], list[float]]:
+    """The second of two backwards of a micro-step fails, is caught, and step() is called all the same."""
+    losses, norms = [], []
+    for step in range(task.steps):
+        engine.backward(engine(*task.data(step, engine.rank)))
+        failing_backward(engine, 100, plain=step % 2 == 0)
+        refused(engine.step)
+        refused(engine.optimizer.step)
+        engine.zero_grad()
+        loss = engine(*task.data(step, engine.rank))
+        engine.backward(loss)
+        assert engine.step()
+        losses.append(loss.item())
+        norms.append(engine.grad_norm)
+    return losses, norms
+
+
+def test_a_step_after_a_caught_error_does_not_use_part_of_the_gradients() -> None:
+    check_every_stage(Task(), loop=fail_second_loss)
 
 
 def fail_forward(task: Task, engine: zeroengine.Engine) -> tuple[list[float], list[float]]:

@@ -190,26 +190,6 @@ def test_optimizers_named_in_the_configuration_are_those_of_torch() -> None:
         assert_close([found[i][0] for found in ranks], train_plainly(task))
 
 
-def test_the_optimizer_of_the_engine_is_stepped_by_the_engine() -> None:
-    assert run_ranks(1, misuse_optimizer) == [
-        [
-            "call engine.step(): it reduces gradients, clips, and then runs this optimizer",
-            "the optimizer's state is partitioned over the ranks: its state_dict() on one of them would lose the rest",
-        ]
-    ]
-
-
-def misuse_optimizer() -> list[str]:
-    engine = make_engine(Task(), 1)
-    engine.optimizer.zero_grad()  # harmless: loops that have it keep it
-    messages = []
-    for misuse in (engine.optimizer.step, engine.optimizer.state_dict):
-        with pytest.raises(zeroengine.ZeroEngineError) as error:
-            misuse()
-        messages.append(str(error.value))
-    return messages
-
-
 # -- groups -------------------------------------------------------------------------------------------
 
 

@@ -4,21 +4,33 @@ from __future__ import annotations
 
 import logging
 import os
+from typing import Any
 
 from zeroengine.errors import ConfigError
 
 TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+MANUAL = "manual"  # of STEPS: a step has as many backwards as come before it
 FULL_VARIABLE = "ZEROENGINE_FULL_WORLD_SIZE"  # of an elastic run when all its nodes are there
 
 log = logging.getLogger("zeroengine")
 
 
-def resolve(train: int | None, micro: int | None, steps: int | None, *, world_size: int, source: str) -> dict[str, int]:
+def resolve(
+    train: int | None, micro: int | None, steps: int | str | None, *, world_size: int, source: str
+) -> dict[str, Any]:
     """Fill in what is missing, or raise ConfigError that says which number to change, and to what.
 
     Where nothing else tells, accumulation is 1, then the micro-batch size is 1. In an elastic run the numbers are those
-    of the full world size; with fewer ranks the train batch size stays, and accumulation takes their share.
+    of the full world size; with fewer ranks the train batch size stays, and accumulation takes their share. With manual
+    accumulation there is no train batch size.
     """
+    if isinstance(steps, str):
+        if train is not None:
+            raise ConfigError(
+                f'{source}: {TRAIN} is {train}, but {STEPS} is "{MANUAL}": each step has as many micro-steps as the '
+                f"training loop gives it. Remove {TRAIN} and write {MICRO}, or write a number for {STEPS}."
+            )
+        return {TRAIN: None, MICRO: micro or 1, STEPS: steps}
     full = int(os.environ.get(FULL_VARIABLE) or world_size)
     if train and micro and steps and train == micro * steps * world_size:
         full = world_size  # resolved already

@@ -110,7 +110,7 @@ class DataTypes(Section):
     """Dtypes beside those of parameters and computation."""
 
     grad_accum_dtype: Annotated[FloatName | None, AUTO] = None
-    """Gradients accumulate in it. "auto": fp32 where gradient_accumulation_steps is above 1, else the compute dtype."""
+    """Gradients accumulate in it. "auto": the compute dtype where gradient_accumulation_steps is 1, else fp32."""
     buffer_dtype: Annotated[FloatName | None, AUTO] = None
     """Floating buffers of the model are cast to it. null: each keeps its own."""
 
@@ -150,8 +150,9 @@ class Config(Section):
     """Samples per step over all ranks: micro-batch size x accumulation x ranks."""
     train_micro_batch_size_per_gpu: Annotated[Positive, AUTO] = UNRESOLVED
     """Samples per micro-step and rank (a rank is a GPU or, on CPU, a process). 1 where nothing else tells."""
-    gradient_accumulation_steps: Annotated[Positive, AUTO] = UNRESOLVED
-    """Micro-steps per step. 1 where nothing else tells."""
+    gradient_accumulation_steps: Annotated[Positive | Literal["manual"], AUTO] = UNRESOLVED
+    """Micro-steps per step. 1 where nothing else tells. "manual": a step has as many backwards as come before it; their
+    gradients add up in fp32, and only the mean over ranks is taken."""
     gradient_clipping: Annotated[NonNegative, AUTO] = 0.0
     """Largest global norm of the gradient; 0: no clipping."""
     optimizer: OptimizerConfig | None = None
@@ -216,6 +217,16 @@ class Config(Section):
         """Whether gradients may be fp16 on their way, and the loss is scaled for them."""
         return torch.float16 in (self.low_precision, self.autocast_dtype)
 
+    @property
+    def manual_accumulation(self) -> bool:
+        """Whether the caller ends each step, after any number of backwards."""
+        return self.gradient_accumulation_steps == batch.MANUAL
+
+    @property
+    def micro_steps_in_mean(self) -> int:
+        """How many micro-steps the gradient is the mean of: 1 in manual accumulation. Once resolved."""
+        return 1 if self.manual_accumulation else int(self.gradient_accumulation_steps)
+
     def predivide(self, world_size: int) -> float:
         """What gradients are divided by before they are summed over ranks."""
         return float(world_size) if self.prescale_gradients else self.gradient_predivide_factor
@@ -231,7 +242,8 @@ class Config(Section):
             return dtype
         name = self.data_types.grad_accum_dtype
         if name is None:
-            return torch.float32 if self.gradient_accumulation_steps > 1 else dtype
+            several = self.manual_accumulation or self.micro_steps_in_mean > 1
+            return torch.float32 if several else dtype
         return FLOATS[name]
 
     def resolve(self, *, world_size: int, model_dtype: torch.dtype | None = None) -> Config:

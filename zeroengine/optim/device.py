@@ -115,10 +115,7 @@ class DeviceAdam:
         self.settle()
         self._follow_the_host()
         self._table.set_groups([self._hyperparameters(group) for group in self._optimizer.param_groups])
-        with span("norm"):
-            world = self._transport.world_size
-            norm = ops.squared_norms([states.gradient_for_norm(world) for states in self._units])
-            total = self._transport.all_reduce_scalars(torch.cat([norm.view(1), self._use()]), label)
+        total = self._norm_and_use(label)
         factor, used = ops.gradient_factor(total[0], divisor=divisor, limit=limit, skip=skip), total[1:]
         self._verdict = verdict = Verdict(HostCopy(torch.cat([factor, used])))
         self._table.prepare(factor, used)
@@ -128,6 +125,17 @@ class DeviceAdam:
                 self._table.update(i, states.master, states.gradient, *states.adam_moments(), published)
             publish(states.grads)
         return verdict
+
+    def norm(self, divisor: float, label: str) -> torch.Tensor:
+        """Return the norm that ``step`` would find, 0-d float64 on the device."""
+        return ops.gradient_factor(self._norm_and_use(label)[0], divisor=divisor)[1]
+
+    def _norm_and_use(self, label: str) -> torch.Tensor:
+        """The squared norm over all ranks, and for each parameter how many ranks have a gradient. 1-D float64."""
+        with span("norm"):
+            world = self._transport.world_size
+            norm = ops.squared_norms([states.gradient_for_norm(world) for states in self._units])
+            return self._transport.all_reduce_scalars(torch.cat([norm.view(1), self._use()]), label)
 
     def settle(self) -> None:
         """Returns with the host's step counts those of the device."""

@@ -29,7 +29,7 @@ def make_optimizer(optimizer: OptimizerLike, model: nn.Module, config: Config) -
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
     if isinstance(optimizer, torch.optim.Optimizer):
-        found = optimizer
+        found = _unwrapped(optimizer)
     elif optimizer is not None:
         if not callable(optimizer):
             raise ZeroEngineError(
@@ -49,6 +49,13 @@ def make_optimizer(optimizer: OptimizerLike, model: nn.Module, config: Config) -
         )
     _check_parameters(found, model)
     return found
+
+
+def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
+    """Return the optimizer inside accelerate's wrapper, which forwards to it and has no rule of its own."""
+    while type(optimizer).__name__ == "AcceleratedOptimizer":
+        optimizer = optimizer.optimizer
+    return optimizer
 
 
 def _by_name(kind: str, params: list[nn.Parameter], hyperparameters: dict[str, Any]) -> torch.optim.Optimizer:

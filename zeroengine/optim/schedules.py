@@ -6,8 +6,10 @@ its warm-ups stay at their start for the first two updates.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -60,6 +62,60 @@ def _given(scheduler: Any, optimizer: torch.optim.Optimizer) -> Any:
             "its step(metric) yourself"
         )
     return made
+
+
+class ScheduleGuard:
+    """Steps the schedule of an engine, and refuses ``schedule.step()`` by anybody else, which would step it twice.
+
+    The schedule's class is replaced by a subclass until ``release``, so that its ``state_dict`` has nothing new in it.
+
+    Args:
+        schedule: with a ``step`` method; None: there is none.
+    """
+
+    def __init__(self, schedule: Any) -> None:
+        self._guarded = False
+        self.schedule = schedule
+        self._own_class: Any = type(schedule)
+        # A schedule whose `step` is an attribute of the instance, or whose class is fixed, stays as it is.
+        if schedule is not None and "step" not in getattr(schedule, "__dict__", {"step": None}):
+            with contextlib.suppress(TypeError):
+                schedule.__class__ = _refusing_class(self._own_class)  # type: ignore[arg-type]
+                self._guarded = True
+
+    def step(self) -> None:
+        """Step the schedule, if there is one."""
+        if self._guarded:
+            self._own_class.step(self.schedule)
+        elif self.schedule is not None:
+            self.schedule.step()
+
+    def release(self) -> None:
+        """Let anybody step the schedule again."""
+        if self._guarded:
+            self.schedule.__class__ = self._own_class
+            self._guarded = False
+
+    __del__ = release  # an engine that was not closed
+
+
+@cache
+def _refusing_class(cls: Any) -> Any:
+    def step(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise ZeroEngineError(
+            f"{cls.__name__}.step(): the engine steps this schedule after each update, for it was passed to "
+            "initialize() or named in the configuration, and this call would step it once more. Remove this line. To "
+            "step it yourself, each epoch for example, do not pass it to initialize(): build it over the optimizer and "
+            "keep this line."
+        )
+
+    def reduce(self: Any, protocol: Any) -> Any:  # a copy is an ordinary schedule
+        function, arguments, *rest = super(refusing, self).__reduce_ex__(protocol)
+        return (function, tuple(cls if value is type(self) else value for value in arguments), *rest)
+
+    members = {"step": step, "__reduce_ex__": reduce, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    refusing: Any = type(cls.__name__, (cls,), members)
+    return refusing
 
 
 Rate = Callable[[dict[str, Any], float, int], float]  # parameters, the group's own rate, step

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from itertools import zip_longest
 from typing import Any
@@ -23,6 +22,7 @@ from ..errors import ZeroEngineError
 from ..offload import Medium, Pipeline, Store, held
 from ..partition import Degrees, ParamSlot, ShardSpan
 from ..runtime.gradients import UnitGradients
+from .caller_optimizer import PartitionedStateDict, check_step_call, copy_without_parameters, load_hyperparameters
 from .device import DeviceAdam, Verdict
 from .factory import add_param_group
 from .fused import FusedAdam, runs_fused
@@ -43,6 +43,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             any other element-wise one runs on the shards.
         gradients: every trainable unit's gradients, in forward order.
         publish: called with a unit right after its update: its parameters have new values on their owner.
+        step: ends the step of the engine.
         zero_grad: drops the gradients since the last step.
         moments_dtype: of Adam's moments; bf16 is rounded stochastically.
         homes: where each unit's states live, if not on the device.
@@ -58,13 +59,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         transport: Transport,
         *,
         publish: Callable[[UnitGradients], None],
+        step: Callable[[], None],
         zero_grad: Callable[[], None],
         moments_dtype: torch.dtype = torch.float32,
         homes: Sequence[Store | None] = (),
         pipeline: Pipeline | None = None,
         on_device: bool | None = None,
     ) -> None:
-        self._transport, self._publish, self._zero_grad = transport, publish, zero_grad
+        self._transport, self._publish = transport, publish
+        self._step, self._zero_grad = step, zero_grad
         self._groups = _group_of_param(inner.param_groups)
         self.units = [
             UnitStates(number, grads, moments_dtype, home)
@@ -111,20 +114,34 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise ZeroEngineError("groups cannot be added after initialize(): put every parameter into one before")
         add_param_group(self, param_group)
 
+    # GradScaler then calls step() instead of asserting that there are gradients, and `check_step_call` explains.
+    _step_supports_amp_scaling = True
+
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        raise ZeroEngineError("call engine.step(): it reduces gradients, clips, and then runs this optimizer")
+        """End the step: reduce, clip and update, as ``engine.step()`` does after the last micro-step.
+
+        Raises:
+            ZeroEngineError: a closure was given, or fewer than ``gradient_accumulation_steps`` backwards have come, or
+                ``engine.step()`` ends steps in this loop.
+        """
+        check_step_call(self, closure)
+        self._step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As ``Engine.zero_grad``. Gradients are overwritten by the first micro-step after a step."""
         self._zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        raise ZeroEngineError(
-            "the optimizer's state is partitioned over the ranks: its state_dict() on one of them would lose the rest"
-        )
+        """Return the groups' hyperparameters; saving or copying the dict raises, for the state is not in it."""
+        return PartitionedStateDict(super().state_dict())
 
     def load_state_dict(self, state_dict: Any) -> None:
-        raise ZeroEngineError("the optimizer's state is partitioned over the ranks: it cannot be loaded from one dict")
+        """Take over hyperparameters.
+
+        Raises:
+            ZeroEngineError: there is a state, too.
+        """
+        load_hyperparameters(self, state_dict)
 
     # -- norm -------------------------------------------------------------------------------------
 
@@ -147,6 +164,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             used.append([flag > 0 for flag in total[at : at + len(states.steps)]])
             at += len(states.steps)
         return math.sqrt(total[0]) if total[0] >= 0 else math.nan, used
+
+    def norm(self, divisor: float, label: str) -> torch.Tensor:
+        """Return the global norm of the summed gradients over ``divisor``, 0-d float64 on their device."""
+        if self._device is not None:
+            return self._device.norm(divisor, label)
+        norm, _ = self.norm_and_use(label)
+        return torch.tensor(norm / divisor, dtype=torch.float64, device=self._computes_on)
 
     def first_not_finite(self) -> str | None:
         """The first parameter, in forward order, whose summed gradient is not finite; the same on every rank."""
@@ -210,10 +234,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _make_inner(self) -> torch.optim.Optimizer:
         self._pieces: dict[int, list[tuple[Any, torch.nn.Parameter]]] = {}
         groups: list[list[torch.nn.Parameter]] = [[] for _ in self.param_groups]
-        # Not copy.copy: torch's __getstate__ leaves attributes out, and schedulers patch `step` of the instance.
-        inner = object.__new__(type(self._inner))
-        inner.__dict__.update({name: value for name, value in vars(self._inner).items() if name != "step"})
-        inner.state = defaultdict(dict)
+        inner = copy_without_parameters(self._inner)
         for states in self.units:
             pieces = self._pieces[id(states)] = []
             for span in states.unit.layout.spans(states.unit.rank, states.unit.degrees.optimizer):
@@ -226,8 +247,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 if param in self._inner.state:
                     inner.state[piece] = {k: _part(v, param, span, piece) for k, v in self._inner.state[param].items()}
         self._inner.state.clear()
-        pairs = zip(self.param_groups, groups, strict=True)
-        inner.param_groups = [{**group, "params": params} for group, params in pairs]
+        for group, params in zip(inner.param_groups, groups, strict=True):
+            group["params"] = params
         return inner
 
     # -- looking and surgery ----------------------------------------------------------------------
@@ -331,9 +352,21 @@ def check_optimizer(optimizer: torch.optim.Optimizer, degrees: Degrees) -> None:
     """Whether ``ShardedOptimizer`` can run ``optimizer``'s rule.
 
     Raises:
-        ZeroEngineError: it needs a closure, or whole parameters where there are shards, or has taken steps.
+        ZeroEngineError: it needs a closure, or whole parameters where there are shards, or holds another optimizer, or
+            has taken steps.
     """
     name = type(optimizer).__name__
+    for attribute, value in vars(optimizer).items():
+        if isinstance(value, torch.optim.Optimizer):
+            raise ZeroEngineError(
+                f"{name} updates through another optimizer, its attribute {attribute} ({type(value).__name__}), which "
+                "would still have the whole parameters. Pass that one to initialize()."
+            )
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        raise ZeroEngineError(
+            f"{name} does not call super().__init__() of torch.optim.Optimizer, and so has no step hooks, which the "
+            "engine needs. Call it in the constructor."
+        )
     names = {cls.__name__ for cls in type(optimizer).__mro__}
     if "LBFGS" in names:
         raise ZeroEngineError(

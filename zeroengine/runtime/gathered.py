@@ -13,6 +13,7 @@ from torch import nn
 from ..errors import ZeroEngineError
 from ..migration import explains_arguments
 from .gatherer import Gatherer
+from .released import OWNER
 from .unit import Unit
 
 
@@ -29,8 +30,8 @@ class Owner(Protocol):
 
     def units_of(self, params: Iterable[nn.Parameter]) -> list[Unit]: ...
 
-
-OWNER = "_zeroengine_owner"  # the one attribute on a parameter: a weak reference to its engine
+    def note_gradient_read(self) -> None:
+        """Somebody has looked for ``grad`` of a released parameter and found None."""
 
 
 def owner_of(param: nn.Parameter) -> Owner | None:

@@ -34,6 +34,7 @@ from .casting import CastCopies
 from .eager import eager
 from .gradients import UnitGradients
 from .landing import Landings
+from .released import gradient_of
 from .slots import Slot, Slots, SummedWork
 from .unit import Unit
 
@@ -146,8 +147,9 @@ class Reducer:
     ) -> None:
         """Moves a gradient, and what was set aside of earlier ones, into ``target``."""
         gradient = grads.local.pop(index, None)
-        if param.grad is not None:
-            last = param.grad.detach()  # a backward with create_graph gives it a history
+        last = gradient_of(param)
+        if last is not None:
+            last = last.detach()  # a backward with create_graph gives it a history
             last = last.to_dense() if last.is_sparse else last
             if last.shape != target.shape:
                 name = grads.unit.layout.slots[index].name
@@ -186,7 +188,7 @@ class Reducer:
     @staticmethod
     def _has_gradient(grads: UnitGradients, index: int) -> bool:
         """Whether one waits outside of the buckets."""
-        return index in grads.local or grads.unit.params[index].grad is not None
+        return index in grads.local or gradient_of(grads.unit.params[index]) is not None
 
     def end_backward(self) -> None:
         """Completes what the backward left open, in order."""
@@ -312,7 +314,7 @@ class Reducer:
 
     def waiting(self, grads: UnitGradients, index: int) -> torch.Tensor | None:
         """This rank's own gradient of a parameter, as far as it is not reduced yet; at least fp32."""
-        outside = (grads.local.get(index), grads.unit.params[index].grad)
+        outside = (grads.local.get(index), gradient_of(grads.unit.params[index]))
         parts = [part.detach().to_dense() / self.predivide for part in outside if part is not None]
         if grads.whole and grads.written[index] and not grads.reduced:
             parts.append(grads.views[index])

@@ -17,6 +17,7 @@ from torch import nn
 
 from .eager import eager
 
+OWNER = "_zeroengine_owner"  # the one attribute on a parameter that is never taken off: refers weakly to its `Owner`
 Resolver = Callable[[nn.Parameter, str], None]
 
 _T: Any = torch.Tensor
@@ -36,6 +37,7 @@ _METADATA = {
     *(_T.requires_grad.__set__, _T.grad.__set__, _T.grad.__delete__),
     *(torch.numel, torch.is_floating_point, torch.is_complex),
 }
+_READ_GRADIENT = _T.grad.__get__
 _AUTOGRAD = {torch.autograd.grad, torch.autograd.backward}
 
 
@@ -55,7 +57,10 @@ class ReleasedParameter(nn.Parameter):
                 if isinstance(param, ReleasedParameter):  # still: the one before may have brought its whole unit
                     resolver_of(param)(param, _name(func))
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+        if result is None and func == _READ_GRADIENT and not _tracing():
+            note_gradient_read(args[0])
+        return result
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
@@ -80,6 +85,20 @@ def _tracing() -> bool:
 def _name(func: Any) -> str:
     name = getattr(func, "__name__", str(func))
     return f".{func.__self__.__name__}" if name == "__get__" else name
+
+
+def gradient_of(param: nn.Parameter) -> torch.Tensor | None:
+    """Return ``param.grad`` for the engine itself, which knows why there may be none."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return param.grad
+
+
+def note_gradient_read(param: nn.Parameter) -> None:
+    """Tell the engine of ``param`` that somebody has looked for a gradient and found none."""
+    reference = param.__dict__.get(OWNER)
+    owner = reference() if reference is not None else None
+    if owner is not None:
+        owner.note_gradient_read()
 
 
 def _released_in(tree: Any) -> list[nn.Parameter]:

@@ -1,0 +1,528 @@
+"""Training loops written for plain PyTorch, with `optimizer.step()` in them, train the same model or say why not."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import logging
+import pickle
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+import zeroengine
+from zeroengine import ZeroEngineError
+from zeroengine.optim.caller_optimizer import PartitionedStateDict
+from zeroengine.start import make_engine as make_engine_on
+
+from .models import batch, build
+from .ranks import run_ranks
+from .training import Task, Trained, adamw, assert_close, assert_same_bits, make_engine, settings, start, train_plainly
+
+STAGES = (0, 1, 2, 3)
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a count of its steps in each group, which its rate depends on, as schedule-free optimizers do."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            group["lr"] = 0.1 / group["count"]
+        return super().step(closure)
+
+
+def counting(model: nn.Module) -> torch.optim.Optimizer:
+    torch.optim.SGD([torch.zeros(1)], lr=1.0)  # from now on torch runs step hooks in the base class's step, too
+    return Counting(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def optimizer_loop(
+    stages: Sequence[int], task: Task, use_engine_optimizer: bool, on_device: bool | None = None
+) -> list[Trained]:
+    """The loop of plain PyTorch: as many backwards as micro-steps, then step() and zero_grad() of an optimizer."""
+    start()
+    trained = []
+    for stage in stages:
+        model = build(task.factory)
+        optimizer = task.optimizer(model)
+        engine = make_engine_on(model, optimizer, settings(task, stage), on_device=on_device)
+        stepped = engine.optimizer if use_engine_optimizer else optimizer
+        losses, norms = [], []
+        for micro_step in range(task.steps * task.micro_steps):
+            loss = engine(*task.data(micro_step, engine.rank))
+            loss.backward()
+            losses.append(loss.item())
+            last = (micro_step + 1) % task.micro_steps == 0
+            if micro_step >= task.micro_steps:  # before the first update the engine does not know the loop's habit
+                assert engine.is_gradient_accumulation_boundary() is last
+            if last:
+                assert stepped.step() is None
+                stepped.zero_grad()
+                assert engine.grad_norm is not None
+                norms.append(engine.grad_norm)
+        assert (engine.global_steps, engine.micro_steps) == (task.steps, task.steps * task.micro_steps)
+        trained.append(Trained(losses, norms, engine.full_state_dict()))
+        engine.close()
+    return trained
+
+
+@pytest.mark.parametrize("use_engine_optimizer", [False, True], ids=["passed in", "of the engine"])
+@pytest.mark.parametrize(
+    "task",
+    [Task(), Task(micro_steps=4, steps=3), Task(optimizer=counting), Task(optimizer=counting, micro_steps=4, steps=2)],
+    ids=["AdamW", "AdamW, 4 micro-steps", "group counters", "group counters, 4 micro-steps"],
+)
+def test_optimizer_step_in_the_loop_trains_as_plain_pytorch(task: Task, use_engine_optimizer: bool) -> None:
+    ranks = run_ranks(2, optimizer_loop, STAGES, task, use_engine_optimizer)
+    for found in ranks:
+        assert_same_bits(found[0], found[1], "stages 0 and 1")
+        assert_same_bits(found[2], found[3], "stages 2 and 3")
+    for stage in (0, 2):
+        assert_close([found[stage] for found in ranks], train_plainly(task))
+
+
+def test_optimizer_step_takes_a_step_that_waits_for_nothing() -> None:
+    task = Task(micro_steps=2)
+    for issued, waited in zip(
+        run_ranks(2, optimizer_loop, STAGES, task, False, True),
+        run_ranks(2, optimizer_loop, STAGES, task, False),
+        strict=True,
+    ):
+        for stage in STAGES:
+            assert_same_bits(issued[stage], waited[stage], stage)
+
+
+# -- objects that wrap the optimizer ------------------------------------------------------------------
+
+
+class AcceleratedOptimizer(torch.optim.Optimizer):
+    """What accelerate's wrapper does with an optimizer, for where accelerate is not installed."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None) -> None:
+        self.optimizer, self.scaler = optimizer, scaler
+        self._original, self._called = optimizer.step, 0
+        state = optimizer.state_dict()
+        optimizer.load_state_dict(type(state)({key: value for key, value in state.items()}))
+
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    state = property(lambda self: self.optimizer.state)
+    defaults = property(lambda self: self.optimizer.defaults)
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        assert "set_to_none" in inspect.signature(self.optimizer.zero_grad).parameters
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _patched(self, *args: Any, **kwargs: Any) -> Any:
+        self._called += 1
+        return self._original(*args, **kwargs)
+
+    def step(self, closure: Any = None) -> None:
+        if self.scaler is None:
+            return self.optimizer.step(closure)
+        self.optimizer.step = self._patched  # type: ignore[method-assign]
+        self.scaler.step(self.optimizer, closure)
+        self.scaler.update()
+        self.optimizer.step = self._original  # type: ignore[method-assign]
+
+
+class Stepper:
+    """Something with a step()."""
+
+    def __init__(self, step: Callable[[], Any]) -> None:
+        self.step = step
+
+
+def scheduled(optimizer: torch.optim.Optimizer) -> Any:
+    LambdaLR(optimizer, lambda step: 1.0)  # puts a wrapper around step
+    return optimizer
+
+
+def scaled(optimizer: torch.optim.Optimizer) -> Any:
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    return Stepper(lambda: scaler.step(optimizer))
+
+
+def taken(optimizer: torch.optim.Optimizer) -> Any:
+    return Stepper(optimizer.step)
+
+
+def accelerated(optimizer: torch.optim.Optimizer) -> Any:
+    return AcceleratedOptimizer(optimizer)
+
+
+def accelerated_with_scaler(optimizer: torch.optim.Optimizer) -> Any:
+    return AcceleratedOptimizer(optimizer, torch.amp.GradScaler("cpu", enabled=False))
+
+
+def really_accelerated(optimizer: torch.optim.Optimizer) -> Any:
+    from accelerate import Accelerator
+
+    return Accelerator(cpu=True).prepare(optimizer)
+
+
+WRAPPERS = [scheduled, scaled, taken, accelerated, accelerated_with_scaler]
+
+
+def wrapped_loops(wrappers: list[Callable[[torch.optim.Optimizer], Any]]) -> dict[str, list[float]]:
+    """The losses by the wrapper, and by what it is put around."""
+    start()
+    task = Task(steps=3)
+    found = {}
+    for wrapper in wrappers:
+        for when in ("before", "after", "engine.optimizer", "given to initialize"):
+            model = build(task.factory)
+            optimizer = passed = task.optimizer(model)
+            if when in ("before", "given to initialize"):
+                stepped = wrapper(optimizer)
+                if when == "given to initialize" and isinstance(stepped, torch.optim.Optimizer):
+                    passed = stepped
+            engine = zeroengine.initialize(model, passed, settings(task, 2))
+            if when in ("after", "engine.optimizer"):
+                stepped = wrapper(optimizer if when == "after" else engine.optimizer)
+            losses = []
+            for step in range(task.steps):
+                loss = engine(*batch(step, engine.rank))
+                loss.backward()
+                for group in optimizer.param_groups:  # the engine still reads the groups of this object
+                    group["lr"] = 1e-3 * (step + 1)
+                stepped.step()
+                losses.append(loss.item())
+            found[f"{wrapper.__name__}, {when}"] = losses
+            engine.close()
+    return found
+
+
+def check_wrapped(wrappers: list[Callable[[torch.optim.Optimizer], Any]]) -> None:
+    for found in run_ranks(2, wrapped_loops, wrappers):
+        expected = found[next(iter(found))]
+        assert len(set(expected)) == len(expected)
+        assert found == dict.fromkeys(found, expected)
+
+
+def test_the_step_ends_whatever_wraps_the_optimizer_before_or_after_initialize() -> None:
+    check_wrapped(WRAPPERS)
+
+
+def test_the_step_ends_where_accelerate_wraps_the_optimizer() -> None:
+    pytest.importorskip("accelerate")
+    check_wrapped([scheduled, really_accelerated])
+
+
+def gradscaler_messages() -> list[str]:
+    start()
+    messages = []
+    for stage in (0, 3):
+        for wrap in (None, "before", "after"):
+            model = build()
+            optimizer = adamw(model)
+            scaler = torch.amp.GradScaler("cpu")
+            early = AcceleratedOptimizer(optimizer, scaler) if wrap == "before" else None
+            engine = zeroengine.initialize(model, optimizer, settings(Task(), stage))
+            late = AcceleratedOptimizer(engine.optimizer, scaler) if wrap == "after" else None
+            scaler.scale(engine(*batch(0, engine.rank))).backward()
+            with pytest.raises(ZeroEngineError) as error:
+                (early or late or Stepper(lambda o=optimizer, s=scaler: s.step(o))).step()
+            messages.append(str(error.value))
+            engine.zero_grad()
+            engine(*batch(0, engine.rank)).backward()
+            assert engine.step(), "nothing of the scaler is left on the optimizer"
+    return messages
+
+
+def test_a_gradscaler_that_scales_is_refused_by_name() -> None:
+    messages = run_ranks(1, gradscaler_messages)[0]
+    assert len(messages) == 6 and len(set(messages)) == 1
+    assert messages[0].startswith("GradScaler.step(optimizer): the scaler cannot see the gradients")
+    assert '"fp16": {"enabled": true}' in messages[0] and "enabled=False" in messages[0]
+
+
+# -- calls that do not fit together -------------------------------------------------------------------
+
+
+def backward(engine: zeroengine.Engine, number: int = 0) -> None:
+    engine(*batch(number, engine.rank)).backward()
+
+
+def engine_after_optimizer(engine: zeroengine.Engine, optimizer: torch.optim.Optimizer) -> None:
+    for _ in range(engine.config.micro_steps_in_mean):
+        backward(engine)
+    optimizer.step()
+    engine.step()
+
+
+def optimizer_after_engine(engine: zeroengine.Engine, optimizer: torch.optim.Optimizer) -> None:
+    for _ in range(engine.config.micro_steps_in_mean):
+        backward(engine)
+        engine.step()
+    optimizer.step()
+
+
+def optimizer_within_engine(engine: zeroengine.Engine, optimizer: torch.optim.Optimizer) -> None:
+    backward(engine)
+    engine.step()
+    backward(engine)
+    optimizer.step()
+
+
+def too_early(engine: zeroengine.Engine, optimizer: torch.optim.Optimizer) -> None:
+    backward(engine)
+    optimizer.step()
+
+
+def without_backward(engine: zeroengine.Engine, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    optimizer.step()
+
+
+def with_closure(engine: zeroengine.Engine, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step(lambda: engine(*batch(0, 0)))
+
+
+def in_a_hook(engine: zeroengine.Engine, optimizer: torch.optim.Optimizer) -> None:
+    loss = engine(*batch(0, engine.rank))
+    loss.register_hook(lambda grad: optimizer.step())
+    loss.backward()
+
+
+MISUSES: list[tuple[Callable[..., None], Any, str]] = [
+    (engine_after_optimizer, 1, "engine.step() after optimizer.step(), with no backward in between"),
+    (engine_after_optimizer, 3, "engine.step() after optimizer.step(), with no backward in between"),
+    (engine_after_optimizer, "manual", "engine.step() after optimizer.step(), with no backward in between"),
+    (optimizer_after_engine, 1, "optimizer.step() after engine.step(), with no backward in between"),
+    (optimizer_after_engine, 3, "optimizer.step() after engine.step(), with no backward in between"),
+    (optimizer_within_engine, 3, "optimizer.step() in a step of which engine.step() has ended 1 micro-steps"),
+    (too_early, 3, "optimizer.step() after 1 of 3 backwards: gradient_accumulation_steps is 3"),
+    (without_backward, 1, "optimizer.step() without backward()"),
+    (with_closure, 1, "optimizer.step() was given a closure"),
+    (in_a_hook, 1, "optimizer.step() inside of a backward"),
+]
+
+
+def misuse(stages: Sequence[int]) -> list[str]:
+    start()
+    messages = []
+    for act, micro_steps, _ in MISUSES:
+        for stage in stages:
+            for use_engine_optimizer in (False, True):
+                model = build()
+                optimizer = adamw(model)
+                more = {"gradient_accumulation_steps": micro_steps}
+                engine = zeroengine.initialize(model, optimizer, settings(Task(), stage, **more))
+                with pytest.raises(ZeroEngineError) as error:
+                    act(engine, engine.optimizer if use_engine_optimizer else optimizer)
+                messages.append(str(error.value))
+                if act is too_early:
+                    assert "call engine.step() after each backward" in messages[-1]
+                    assert '"gradient_accumulation_steps": "manual"' in messages[-1]
+                    for _ in range(2):
+                        backward(engine)
+                    optimizer.step()
+                    assert engine.global_steps == 1, "the error has changed nothing"
+                engine.close()
+    return messages
+
+
+def test_calls_of_two_habits_in_one_step_are_refused_with_what_to_write() -> None:
+    expected = [message for _, _, message in MISUSES for _ in range(4)]
+    for messages in run_ranks(2, misuse, (0, 3)):
+        for message, beginning in zip(messages, expected, strict=True):
+            assert message.startswith(beginning)
+
+
+def lifetimes() -> None:
+    start()
+    model = build()
+    optimizer = adamw(model)
+    engine = zeroengine.initialize(model, optimizer, settings(Task(), 2))
+    alive = weakref.ref(engine)
+    backward(engine)
+    optimizer.step()
+    engine.close()
+    del engine
+    gc.collect()
+    assert alive() is None, "the optimizer that was passed in does not keep the engine"
+    with pytest.raises(ZeroEngineError, match="is gone"):
+        optimizer.step()
+    with pytest.raises(ZeroEngineError, match="Lookahead updates through another optimizer, its attribute optimizer"):
+        zeroengine.initialize(other := build(), Lookahead(adamw(other)), settings(Task(), 2))
+    gc.disable()
+    try:
+        gone = weakref.ref(optimizer)
+        del optimizer
+        assert gone() is None, "nothing refers to the optimizer in a cycle"
+    finally:
+        gc.enable()
+
+
+class Lookahead(torch.optim.Optimizer):
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self.optimizer = optimizer
+
+
+def test_the_optimizer_that_was_passed_in_keeps_no_engine_alive() -> None:
+    run_ranks(1, lifetimes)
+
+
+def state_dicts() -> None:
+    start()
+    model = build()
+    optimizer = adamw(model)
+    engine = zeroengine.initialize(model, optimizer, settings(Task(), 2))
+    backward(engine)
+    engine.step()
+    for it in (optimizer, engine.optimizer):
+        groups = it.param_groups
+        state = it.state_dict()
+        assert isinstance(state, PartitionedStateDict) and state["param_groups"][0]["lr"] == 3e-3
+        for save in (pickle.dumps, copy.deepcopy):
+            with pytest.raises(ZeroEngineError, match=r"cannot be saved or copied\. Use engine.save_checkpoint"):
+                save(state)
+        state["param_groups"][0]["lr"] = 7.0
+        it.load_state_dict(state)
+        assert it.param_groups is groups is engine.optimizer.param_groups and groups[0]["lr"] == 7.0
+        groups[0]["lr"] = 3e-3
+        with pytest.raises(ZeroEngineError, match=r"cannot be loaded from one dict. Use engine.load_checkpoint\(\)"):
+            it.load_state_dict({"state": {0: {"step": 1}}, "param_groups": state["param_groups"]})
+
+
+def test_a_state_dict_of_an_optimizer_is_neither_saved_nor_loaded_in_silence() -> None:
+    run_ranks(1, state_dicts)
+
+
+# -- schedules ----------------------------------------------------------------------------------------
+
+
+def decaying(optimizer: torch.optim.Optimizer) -> LambdaLR:
+    return LambdaLR(optimizer, lambda step: 0.5**step)
+
+
+def schedules() -> None:
+    start()
+    model = build()
+    optimizer = adamw(model)
+    schedule = decaying(optimizer)
+    plain = set(vars(schedule))
+    engine = zeroengine.initialize(model, optimizer, settings(Task(), 2), lr_scheduler=schedule)
+    for step in range(2):
+        backward(engine)
+        optimizer.step()
+        with pytest.raises(
+            ZeroEngineError, match=r"LambdaLR.step\(\): the engine steps this schedule after each update"
+        ):
+            schedule.step()
+        assert schedule.get_last_lr() == [3e-3 * 0.5 ** (step + 1)]
+    assert type(schedule).__name__ == "LambdaLR" and isinstance(schedule, LambdaLR)
+    assert set(vars(schedule)) == plain, "state_dict() saves attributes"
+    assert type(copy.deepcopy(schedule)) is LambdaLR, "a copy, such as one to plot, is its own"
+    other = decaying(engine.optimizer)
+    engine.lr_scheduler = other
+    schedule.step()
+    with pytest.raises(ZeroEngineError, match="would step it once more"):
+        other.step()
+    engine.close()
+    other.step()
+    optimizer = adamw(model := build())
+    last = decaying(optimizer)
+    dropped = zeroengine.initialize(model, optimizer, settings(Task(), 2), lr_scheduler=last)
+    with pytest.raises(ZeroEngineError, match="would step it once more"):
+        last.step()
+    del dropped
+    gc.collect()
+    last.step()
+
+
+def test_a_schedule_that_the_engine_steps_is_not_stepped_a_second_time() -> None:
+    run_ranks(1, schedules)
+
+
+# -- a step that is forgotten -------------------------------------------------------------------------
+
+
+def warnings_of(run: Callable[[], None]) -> list[str]:
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("zeroengine")
+    logger.addHandler(handler)
+    try:
+        run()
+    finally:
+        logger.removeHandler(handler)
+    return records
+
+
+def forgetting() -> tuple[list[str], list[str]]:
+    start()
+
+    def forgotten() -> None:
+        engine = make_engine(Task(micro_steps=2), 1)
+        for step in range(25):
+            backward(engine, step)
+
+    def legal() -> None:
+        engine = make_engine(Task(), 1)
+        for step in range(12):  # as a discriminator that sees real and generated samples
+            backward(engine, step)
+            backward(engine, step + 1)
+            engine.step()
+        loss = engine(*batch(0, engine.rank))
+        for _ in range(12):  # as losses over one graph
+            loss.backward(retain_graph=True)
+        engine.step()
+        with engine.no_sync():  # as under DDP
+            for step in range(12):
+                backward(engine, step)
+        backward(engine)
+        engine.step()
+        engine.module.requires_grad_(False)  # as a critic of another model
+        for step in range(12):
+            embedded = engine.module.tok(batch(step, 0)[0]).requires_grad_()
+            handle = engine.module.tok.register_forward_hook(lambda module, args, output, x=embedded: x)
+            backward(engine, step)
+            handle.remove()
+        manual = make_engine(Task(), 1, gradient_accumulation_steps="manual")
+        for step in range(12):
+            backward(manual, step)
+        manual.step()
+
+    return warnings_of(forgotten), warnings_of(legal)
+
+
+def test_a_forgotten_step_is_one_warning() -> None:
+    (warned, legal), (warned_on_1, legal_on_1) = run_ranks(2, forgetting)
+    assert legal == legal_on_1 == warned_on_1 == []
+    assert len(warned) == 1 and warned[0].startswith("11 forwards and backwards without a step()")
+    assert "gradient_accumulation_steps (2)" in warned[0] and '"manual"' in warned[0]
+
+
+def hooked() -> tuple[list[str], int]:
+    start()
+    calls: list[Any] = []
+
+    def run() -> None:
+        model = build()
+        optimizer = counting(model)
+        optimizer.register_step_post_hook(lambda *args: calls.append(args))
+        engine = zeroengine.initialize(model, optimizer, settings(Task(), 1))
+        for _ in range(2):
+            backward(engine)
+            optimizer.step()
+        for _ in range(2):
+            backward(engine)
+            engine.step()
+
+    return warnings_of(run), len(calls)
+
+
+def test_step_hooks_of_the_optimizer_run_once_where_its_step_is_called_and_else_are_named() -> None:
+    warned, calls = run_ranks(1, hooked)[0]
+    assert calls == 2
+    assert len(warned) == 1 and "has step hooks, which engine.step() does not call" in warned[0]

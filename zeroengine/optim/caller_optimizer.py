@@ -1,0 +1,144 @@
+"""The optimizer object that the caller passed to `initialize` and keeps in the training loop.
+
+[Note: Calls of the caller's optimizer]
+The engine updates shards by the optimizer's rule. The object itself must not update anything any more: its `step()` and
+`zero_grad()` are the engine's, whatever has wrapped the object before `initialize` or since (LR schedulers, GradScaler,
+accelerate).
+
+- `step` is redirected by a step pre-hook, which torch runs even for a bound method that somebody took earlier. torch
+  lets a pre-hook replace the arguments, `self` among them, but not leave the update out: so the update then runs over
+  a copy of the optimizer that has no parameters.
+- `zero_grad` and `load_state_dict` have no such hook and are replaced on the instance.
+
+All of it refers to the engine and the optimizer weakly.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ..errors import ZeroEngineError
+
+REPLACED = ("step", "zero_grad", "load_state_dict")  # attributes that wrappers and `redirect_calls` put on an instance
+_STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_MARK = "_zeroengine_step"  # of our own pre-hook
+
+
+def redirect_calls(optimizer: torch.optim.Optimizer, step: Callable[[], None], zero_grad: Callable[[], None]) -> None:
+    """Make `optimizer.step()` and `optimizer.zero_grad()` call the engine, and nothing else.
+
+    Args:
+        optimizer: passed to `initialize`.
+        step, zero_grad: bound methods of the engine, which are referred to weakly.
+    """
+    engine_step, engine_zero_grad = weakref.WeakMethod(step), weakref.WeakMethod(zero_grad)
+    this = weakref.ref(optimizer)
+
+    def pre_hook(called: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        if called is not this():  # a copy that took the hook along
+            return None
+        check_step_call(called, *args[1:], **kwargs)
+        _alive(engine_step())()
+        return (copy_without_parameters(called),), {}
+
+    def zero(set_to_none: bool = True) -> None:
+        _alive(engine_zero_grad())()
+
+    def load(state_dict: Mapping[str, Any]) -> None:
+        found = this()
+        if found is not None:
+            load_hyperparameters(found, state_dict)
+
+    setattr(pre_hook, _MARK, True)
+    optimizer.register_step_pre_hook(pre_hook)
+    optimizer.register_state_dict_post_hook(
+        lambda called, state: PartitionedStateDict(state) if called is this() else None
+    )
+    optimizer.zero_grad = zero  # type: ignore[method-assign]
+    optimizer.load_state_dict = load  # type: ignore[method-assign]
+    # GradScaler then calls step() instead of asserting that there are gradients, and `check_step_call` explains.
+    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+
+
+def _alive(method: Callable[[], None] | None) -> Callable[[], None]:
+    if method is None:
+        raise ZeroEngineError(
+            "the engine that this optimizer was passed to is gone: the optimizer trains nothing itself"
+        )
+    return method
+
+
+def check_step_call(optimizer: torch.optim.Optimizer, closure: Any = None, **kwargs: Any) -> None:
+    """Refuse the arguments of `optimizer.step()` that the engine cannot honour.
+
+    Raises:
+        ZeroEngineError: there is a closure, or a GradScaler that scales the loss beside the engine.
+    """
+    scaled = "grad_scale" in vars(optimizer)
+    for name in ("grad_scale", "found_inf"):  # GradScaler puts them there, and does not take them back after an error
+        vars(optimizer).pop(name, None)
+    if scaled:
+        raise ZeroEngineError(
+            "GradScaler.step(optimizer): the scaler cannot see the gradients, which are reduced and partitioned, and "
+            'the engine scales the loss itself where fp16 needs it. Write "fp16": {"enabled": true} (or '
+            '"torch_autocast": {"enabled": true, "dtype": "fp16"}) in the configuration, and make the scaler with '
+            "enabled=False or remove it."
+        )
+    if closure is not None or kwargs:
+        given = "a closure" if closure is not None else ", ".join(kwargs)
+        raise ZeroEngineError(
+            f"optimizer.step() was given {given}: the engine has to see the backward before the step. Write "
+            "engine.backward(loss) and then optimizer.step() without arguments."
+        )
+
+
+def copy_without_parameters(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return an optimizer of the same rule, attributes and groups, without parameters, state or hooks."""
+    # Not copy.copy: torch's __getstate__ leaves attributes out.
+    clone = object.__new__(type(optimizer))
+    clone.__dict__.update({name: value for name, value in vars(optimizer).items() if name not in REPLACED})
+    for hooks in _STEP_HOOKS:
+        setattr(clone, hooks, OrderedDict())
+    clone.state = defaultdict(dict)
+    clone.param_groups = [{**group, "params": []} for group in optimizer.param_groups]
+    return clone
+
+
+def has_own_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether somebody but the engine has put step hooks on `optimizer`."""
+    return any(not hasattr(hook, _MARK) for name in _STEP_HOOKS for hook in getattr(optimizer, name).values())
+
+
+class PartitionedStateDict(dict[str, Any]):
+    """The `state_dict()` of an optimizer whose state an engine has: hyperparameters, to be read but not saved."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ZeroEngineError(
+            "this optimizer's state is partitioned over the ranks: its state_dict() on one of them has none of it, and "
+            "cannot be saved or copied. Use engine.save_checkpoint() and engine.load_checkpoint()."
+        )
+
+
+def load_hyperparameters(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Take over the groups of a `state_dict` that has no state: the groups stay the same objects.
+
+    Raises:
+        ZeroEngineError: it has a state, or other groups.
+    """
+    if state_dict["state"]:
+        raise ZeroEngineError(
+            "the optimizer's state is partitioned over the ranks: it cannot be loaded from one dict. Use "
+            "engine.load_checkpoint(), and see docs/checkpoints.md for what other libraries wrote."
+        )
+    groups, given = optimizer.param_groups, state_dict["param_groups"]
+    if [len(group["params"]) for group in groups] != [len(group["params"]) for group in given]:
+        raise ZeroEngineError(
+            "load_state_dict(): the groups of the optimizer and of the dict differ in their parameters"
+        )
+    for group, values in zip(groups, given, strict=True):
+        group.update({key: value for key, value in values.items() if key != "params"})
