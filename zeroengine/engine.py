@@ -337,6 +337,7 @@ class Engine:
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-step in progress ends with an update."""
+        self._backward.end_if_over()
         return self._accumulation.is_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
@@ -348,6 +349,7 @@ class Engine:
         Raises:
             ZeroEngineError: ``gradient_accumulation_steps`` is a number, so the engine counts.
         """
+        self._backward.end_if_over()
         self._accumulation.set_boundary(is_boundary)
 
     @property
@@ -473,9 +475,11 @@ class Engine:
 
         Legal at every stage. At stages 2 and 3 it holds whole gradients meanwhile.
         """
+        self._backward.end_if_over()  # a plain backward before the `with`, and the last one in it, end as they began
         before, self.reducer.syncing = self.reducer.syncing, False
         try:
             yield
+            self._backward.end_if_over()
         finally:
             self.reducer.syncing = before
 
