@@ -20,6 +20,7 @@ from .comm import ChannelName, Group
 from .config import FLOATS, Config
 from .data import ResumableLoader
 from .errors import ZeroEngineError
+from .foreign_parameters import ForeignParameters
 from .late import Settled
 from .memory import Memory
 from .offload import Copies, Medium, Parking, Store, StoredShards, held, parking, place
@@ -161,6 +162,7 @@ class Engine:
             self._transport,
             self._let_peers_read,
         )
+        self._foreign = ForeignParameters(model, self._units, optimizer, self.rank)
         self._checkpoints: checkpoint.Checkpointer | None = None
         self._stateful: dict[str, Stateful] = {}
         self._access = Access(
@@ -307,7 +309,8 @@ class Engine:
 
         Raises:
             ZeroEngineError: there was no backward since the last call, or it is called inside ``gathered``,
-                ``no_sync`` or the capture of a CUDA graph, or gradients overflow at the smallest loss scale.
+                ``no_sync`` or the capture of a CUDA graph, or gradients overflow at the smallest loss scale, or the
+                model or the optimizer has parameters that ``initialize`` was not given.
         """
         self._parking.check("step()")
         self._placement.check()
@@ -331,6 +334,7 @@ class Engine:
                 "the `with` first."
             )
         if boundary:
+            self._foreign.check()
             self.reducer.finish()
             self.gatherer.settle()  # if it raises nothing has changed, and step() may be called again
         self._backward.done = False
@@ -456,7 +460,12 @@ class Engine:
 
         Args:
             rank0_only: the other ranks return an empty dict and hold one unit at a time.
+
+        Raises:
+            ZeroEngineError: on every rank, where the model has parameters that ``initialize`` was not given.
         """
+        with self._group.agreeing("to collect the state dict"):
+            self._foreign.check()
         keep = self.rank == 0 or not rank0_only
         values: dict[nn.Parameter, torch.Tensor] = {}
         for unit in self._units:
@@ -545,6 +554,7 @@ class Engine:
         with self._group.agreeing("to save a checkpoint"):
             self._parking.check("save_checkpoint()")
             self._placement.check()
+            self._foreign.check()
             if self._backward.done or self.micro_steps % self.config.gradient_accumulation_steps:
                 raise ZeroEngineError(
                     "save_checkpoint() between the micro-steps of a step would lose their gradients: call it after a "
@@ -581,7 +591,9 @@ class Engine:
         Raises:
             CheckpointError: on every rank; the engine is as it was.
         """
-        self._parking.check("load_checkpoint()")
+        with self._group.agreeing("to load a checkpoint"):
+            self._parking.check("load_checkpoint()")
+            self._foreign.check()
         self._steps.conclude()
         self._backward.abandon()
         self._settle_parameters()
@@ -626,6 +638,8 @@ class Engine:
         """
         from .checkpoint.weights import save
 
+        with self._group.agreeing("to save weights"):
+            self._foreign.check()
         self.gatherer.settle()
         save(self._trained(), directory, dtype, shard_size)
 
@@ -651,6 +665,7 @@ class Engine:
 
         with self._group.agreeing("to load weights"):
             self._parking.check("load_weights()")
+            self._foreign.check()
             if self.gatherer.lent:
                 raise ZeroEngineError(
                     "load_weights() inside `with zeroengine.gathered(...)`: its end would write the old values back. "
