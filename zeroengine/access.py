@@ -17,7 +17,7 @@ from torch import nn
 from .comm import Group, Transport
 from .errors import ZeroEngineError
 from .optim import ShardedOptimizer, UnitStates
-from .runtime import Gatherer, Reducer, Unit, owner_of
+from .runtime import Gatherer, OutsideWrites, Reducer, Unit, owner_of
 
 
 class Access:
@@ -35,12 +35,13 @@ class Access:
         gatherer: Gatherer,
         reducer: Reducer,
         optimizer: ShardedOptimizer,
+        writes: OutsideWrites,
         divisor: Callable[[], float],
     ) -> None:
         self.gatherer = gatherer
         self._units, self._group, self._transport = units, group, transport
         self._reducer, self._divisor = reducer, divisor
-        self._optimizer = optimizer
+        self._optimizer, self._writes = optimizer, writes
 
     # -- for `gathered` ---------------------------------------------------------------------------
 
@@ -58,6 +59,7 @@ class Access:
         self._group.broadcast(unit.full, writer)
         unit.take_from_full()
         unit.unset.clear()
+        self._writes.remember(unit)
         for states in self._optimizer.units:
             if states.unit is unit:
                 states.reload_master()
@@ -145,6 +147,8 @@ class Access:
         with self._agreeing("full_master", unit, index):
             states = self._states(unit)
         if states is not None:
+            if states.may_be_written:
+                states.reload_master()
             whole = self._part(unit, index, states.master)
             self._group.all_reduce(whole)
             return whole

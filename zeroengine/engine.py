@@ -33,7 +33,7 @@ from .optim import (
     make_scheduler,
 )
 from .partition import Degrees, UnitPlan, degrees_of_stage
-from .runtime import Gatherer, Reducer, Unit, UnitGradients, claim, eager, precision
+from .runtime import Gatherer, OutsideWrites, Reducer, Unit, UnitGradients, claim, eager, precision
 from .runtime.freed import Freed, return_freed_memory
 from .runtime.reserve import expected, needed, slots_needed
 from .steps import Steps
@@ -139,6 +139,7 @@ class Engine:
             slots=slots,
         )
         self._backward.gatherer, self._backward.reducer = self.gatherer, self.reducer
+        self._writes = OutsideWrites(self._units, group)
         with group.agreeing("to initialize"):
             self.optimizer = ShardedOptimizer(
                 optimizer,
@@ -146,6 +147,7 @@ class Engine:
                 self._transport,
                 publish=self._published,
                 zero_grad=self.zero_grad,
+                writes=self._writes,
                 moments_dtype=FLOATS[config.optimizer_state_dtype],
                 homes=self._placement.optimizer,
                 pipeline=self._placement.pipeline,
@@ -166,7 +168,14 @@ class Engine:
         self._checkpoints: checkpoint.Checkpointer | None = None
         self._stateful: dict[str, Stateful] = {}
         self._access = Access(
-            self._units, group, self._transport, self.gatherer, self.reducer, self.optimizer, self._steps.divisor
+            self._units,
+            group,
+            self._transport,
+            self.gatherer,
+            self.reducer,
+            self.optimizer,
+            self._writes,
+            self._steps.divisor,
         )
         claim((param for unit in self._units for param in unit.params), self._access)
         precision.install(model, config, self.device)
@@ -342,6 +351,7 @@ class Engine:
         if not boundary:
             return False
         updates = self._steps.take()
+        self._writes.remember()
         self._placement.let_go()
         return updates
 
@@ -561,7 +571,7 @@ class Engine:
                     "step() that ended one"
                 )
         self._steps.conclude()
-        self.gatherer.settle()
+        self._settle_parameters()
         self._checkpointer().save(directory, tag or f"step-{self.global_steps}", client_state)
 
     def load_checkpoint(
@@ -640,7 +650,7 @@ class Engine:
 
         with self._group.agreeing("to save weights"):
             self._foreign.check()
-        self.gatherer.settle()
+        self._settle_parameters()
         save(self._trained(), directory, dtype, shard_size)
 
     def load_weights(self, weights: checkpoint.Weights, *, strict: bool = True) -> checkpoint.Loaded:
@@ -678,9 +688,18 @@ class Engine:
         return found
 
     def _settle_parameters(self) -> None:
-        """Returns when nothing reads or writes them: they may be written from outside."""
+        """Return when nothing reads or writes parameters and masters, and masters are what the model computes with.
+
+        Call it on every rank, before they are saved or replaced.
+
+        Raises:
+            DivergenceError: on every rank, where the ranks wrote different values into the model.
+        """
         self.gatherer.settle()
         self._placement.settle()
+        self._writes.compare()
+        self.optimizer.reload_masters()
+        self._placement.let_go()
 
     def _trained(self) -> checkpoint.Trained:
         from .checkpoint import Trained

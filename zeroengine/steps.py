@@ -15,7 +15,7 @@ import torch
 
 from .comm import Transport
 from .config import Config
-from .errors import ZeroEngineError
+from .errors import DivergenceError, ZeroEngineError
 from .late import can_be_taken_back, reversibly
 from .optim import LossScaler, ShardedOptimizer, Verdict
 from .runtime import Reducer
@@ -65,10 +65,15 @@ class Steps:
 
         Raises:
             ZeroEngineError: the gradient overflows at the smallest loss scale.
+            DivergenceError: the ranks wrote different values into the parameters.
         """
         if self._optimizer.on_device:
             return self._issue()
-        norm, used = self._optimizer.norm_and_use(self._label())
+        try:
+            norm, used = self._optimizer.norm_and_use(self._label())
+        except DivergenceError:
+            self._reducer.reset()
+            raise
         divisor = self.divisor()
         self.norm = norm / divisor
         finite = math.isfinite(norm)

@@ -22,7 +22,7 @@ from ..comm import Transport, to_device
 from ..errors import ZeroEngineError
 from ..offload import Medium, Pipeline, Store, held
 from ..partition import Degrees, ParamSlot, ShardSpan
-from ..runtime.gradients import UnitGradients
+from ..runtime import OutsideWrites, UnitGradients
 from .device import DeviceAdam, Verdict
 from .factory import add_param_group
 from .fused import FusedAdam, runs_fused
@@ -44,6 +44,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         gradients: every trainable unit's gradients, in forward order.
         publish: called with a unit right after its update: its parameters have new values on their owner.
         zero_grad: drops the gradients since the last step.
+        writes: what is written into the parameters beside the updates.
         moments_dtype: of Adam's moments; bf16 is rounded stochastically.
         homes: where each unit's states live, if not on the device.
         pipeline: what brings states that live elsewhere to the update.
@@ -59,12 +60,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         *,
         publish: Callable[[UnitGradients], None],
         zero_grad: Callable[[], None],
+        writes: OutsideWrites,
         moments_dtype: torch.dtype = torch.float32,
         homes: Sequence[Store | None] = (),
         pipeline: Pipeline | None = None,
         on_device: bool | None = None,
     ) -> None:
         self._transport, self._publish, self._zero_grad = transport, publish, zero_grad
+        self._writes = writes
         self._groups = _group_of_param(inner.param_groups)
         self.units = [
             UnitStates(number, grads, moments_dtype, home)
@@ -95,7 +98,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         wanted = (here and _served(self._computes_on)) if on_device is None else on_device
         self._device: DeviceAdam | None = None
         if here and wanted:
-            self._device = DeviceAdam(self, inner, self._groups, self.units, transport)
+            self._device = DeviceAdam(self, inner, self._groups, self.units, transport, writes)
 
     @property
     def _computes_on(self) -> torch.device:
@@ -132,10 +135,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The global norm of the summed gradients, and which parameters got any gradient on any rank.
 
         One collective of a float64 vector: the squared norm of this rank's slices, then a flag for each
-        parameter.
+        parameter, then what says whether the ranks wrote the same values from outside.
+
+        Raises:
+            DivergenceError: on every rank, where they did not. Nothing has changed.
         """
         flags = [float(used) for states in self.units for used in states.grads.used]
-        values = to_device([0.0, *flags], self._computes_on)
+        values = to_device([0.0, *flags, *self._writes.sums()], self._computes_on)
         world = self._transport.world_size
         for states in self.units:
             known = states.grads.squared_norm
@@ -146,6 +152,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for states in self.units:
             used.append([flag > 0 for flag in total[at : at + len(states.steps)]])
             at += len(states.steps)
+        self._writes.confirm(self._writes.suspects(total[at:]))
         return math.sqrt(total[0]) if total[0] >= 0 else math.nan, used
 
     def first_not_finite(self) -> str | None:
@@ -182,6 +189,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         assert self._device is not None
         return self._device.step(divisor, limit, skip, label, self._publish)
 
+    def reload_masters(self) -> None:
+        """Take what was written into low-precision parameters since the last step over into their masters."""
+        for states in self.units:
+            if states.may_be_written:
+                states.reload_master()
+
     def settle(self) -> None:
         """Returns with the step counts of ``units`` up to date: after ``issue`` they lag behind."""
         if self._device is not None:
@@ -191,6 +204,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self, on_shards: torch.optim.Optimizer, factor: float, used: Sequence[Sequence[bool]]
     ) -> None:
         """Any element-wise optimizer: its own ``step`` over parameters that are views of the shards."""
+        self.reload_masters()
         for mine, theirs in zip(on_shards.param_groups, self.param_groups, strict=True):
             mine.update({key: value for key, value in theirs.items() if key != "params"})
         for states, flags in zip(self.units, used, strict=True):
