@@ -5,8 +5,9 @@
 Every case runs in turn, round after round, and the table gives medians and minima over the rounds. The memory's
 bandwidth is measured in the same rounds by `ze_stream`, which reads and writes the same arrays as Adam does and
 computes next to nothing. Bytes are those that a step must move: gradient, and master and two moments in and out, the
-bf16 copy, and the gradient once more for the norm. Moments are fp32, save where a row says bf16. DeepSpeed's CPU Adam
-is there when deepspeed can be imported (`pip install .[bench]`).
+bf16 copy, and the gradient once more for the norm. Moments are fp32, save where a row says bf16. "Reads the copy" is
+Adam at stages 0 to 2, which also looks for values that were written into the copy. DeepSpeed's CPU Adam is there when
+deepspeed can be imported (`pip install .[bench]`).
 """
 
 from __future__ import annotations
@@ -104,6 +105,10 @@ def library_cases(b: Buffers) -> dict[str, Callable[[], object]]:
     def adam() -> None:
         ops.adam_step(b.param, b.grad, b.exp_avg, b.exp_avg_sq, low_precision=b.copy, **HYPER)
 
+    def adam_reloads() -> None:
+        arrays = (b.param, b.grad, b.exp_avg, b.exp_avg_sq)
+        ops.adam_step(*arrays, low_precision=b.copy, reload_written=True, **HYPER)
+
     exp_avg, exp_avg_sq = (b.array(b.param.numel(), torch.bfloat16) for _ in range(2))
 
     def adam_bf16() -> None:
@@ -112,6 +117,7 @@ def library_cases(b: Buffers) -> dict[str, Callable[[], object]]:
     return {
         "traffic of Adam": traffic,
         "zeroengine, Adam": adam,
+        "Adam, reads the copy": adam_reloads,
         "Adam, bf16 moments": adam_bf16,
         "zeroengine, norm": lambda: ops.squared_norm(b.grad),
     }

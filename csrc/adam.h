@@ -24,6 +24,7 @@ struct AdamArrays {
   void* exp_avg;
   void* exp_avg_sq;
   void* copy;
+  int32_t reload_written;  // see ze_adam_args
 };
 
 // ze_adam_args, folded into the factors that an element needs.

@@ -16,7 +16,7 @@
 extern "C" {
 #endif
 
-#define ZE_ABI_VERSION 3
+#define ZE_ABI_VERSION 4
 
 enum ze_dtype { ZE_F32 = 0, ZE_BF16 = 1, ZE_F16 = 2 };
 
@@ -41,13 +41,14 @@ struct ze_adam_args {
   int64_t offset; /* index of element 0 among those that share the seed, not negative */
   int32_t decoupled; /* 1: AdamW, param *= 1 - lr * weight_decay; 0: Adam, grad += weight_decay * param */
   int32_t maximize;
+  int32_t reload_written; /* 1: where copy is not param rounded, somebody wrote it: param = copy before the step */
 };
 
 /* One step of Adam (arXiv 1412.6980, algorithm 1) or AdamW (1711.05101) in one pass.
  *
  * param: float[n], exp_avg and exp_avg_sq: moments_dtype[n] (ZE_F32 or ZE_BF16), updated in place.
  * grad: grad_dtype[n], read only. copy: NULL, or copy_dtype[n] (ZE_BF16 or ZE_F16), receives the updated
- * param rounded to nearest even. All is computed in float; bf16 moments are rounded stochastically at the
+ * param rounded to nearest even; with reload_written it is read first, and compared by its bits. All is computed in float; bf16 moments are rounded stochastically at the
  * end, by bits that are a pure function of seed and offset + i: the expected value is the float, a bf16
  * value stays as it is, and a finite one stays finite. An element's result depends on that element alone:
  * neither on n, its alignment or its position beyond offset + i, nor on num_threads or the instruction

@@ -20,7 +20,7 @@
 extern "C" {
 #endif
 
-#define ZE_CUDA_ABI_VERSION 1
+#define ZE_CUDA_ABI_VERSION 2
 
 ZE_API int ze_cuda_abi_version(void);
 
@@ -77,10 +77,10 @@ ZE_API int ze_cuda_adam_prepare(int device, void* stream, const struct ze_cuda_s
                                 int64_t num_slots, const struct ze_cuda_factor* factor, void* runs);
 
 /* Updates one buffer as ze_adam does each of its segments, in one launch. `runs` are those of its segments,
- * num_tiles the sum of their ze_cuda_tiles. */
+ * num_tiles the sum of their ze_cuda_tiles. reload_written is that of ze_adam_args. */
 ZE_API int ze_cuda_adam_runs(int device, void* stream, float* param, const void* grad, int grad_dtype, void* exp_avg,
-                             void* exp_avg_sq, int moments_dtype, void* copy, int copy_dtype, const void* runs,
-                             int64_t num_runs, int64_t num_tiles);
+                             void* exp_avg_sq, int moments_dtype, void* copy, int copy_dtype, int reload_written,
+                             const void* runs, int64_t num_runs, int64_t num_tiles);
 
 struct ze_cuda_array {
   const void* data;

@@ -19,7 +19,7 @@ from .accumulation import Accumulation
 from .comm import Group, Transport
 from .errors import ZeroEngineError
 from .optim import ShardedOptimizer, UnitStates
-from .runtime import Gatherer, Reducer, Unit, owner_of
+from .runtime import Gatherer, OutsideWrites, Reducer, Unit, owner_of
 
 log = logging.getLogger("zeroengine")
 
@@ -41,6 +41,7 @@ class Access:
         gatherer: Gatherer,
         reducer: Reducer,
         optimizer: ShardedOptimizer,
+        writes: OutsideWrites,
         divisor: Callable[[], float],
         accumulation: Accumulation,
         end_backward: Callable[[], None],
@@ -49,7 +50,7 @@ class Access:
         self.gatherer = gatherer
         self._units, self._group, self._transport = units, group, transport
         self._reducer, self._divisor = reducer, divisor
-        self._optimizer, self._accumulation = optimizer, accumulation
+        self._optimizer, self._writes, self._accumulation = optimizer, writes, accumulation
         self._warned = False
 
     # -- for `gathered` ---------------------------------------------------------------------------
@@ -69,6 +70,7 @@ class Access:
         torch.autograd.graph.increment_version(unit.params)
         unit.take_from_full()
         unit.unset.clear()
+        self._writes.remember(unit)
         for states in self._optimizer.units:
             if states.unit is unit:
                 states.reload_master()
@@ -171,6 +173,8 @@ class Access:
         with self._agreeing("full_master", unit, index):
             states = self._states(unit)
         if states is not None:
+            if states.may_be_written:
+                states.reload_master()
             whole = self._part(unit, index, states.master)
             self._group.all_reduce(whole)
             return whole

@@ -22,6 +22,7 @@ from .comm import ChannelName, Group, check_same
 from .config import FLOATS, Config
 from .data import ResumableLoader
 from .errors import ZeroEngineError
+from .foreign_parameters import ForeignParameters
 from .late import Settled
 from .memory import Memory
 from .migration import engine_attribute, explains_arguments
@@ -37,7 +38,7 @@ from .optim import (
     redirect_calls,
 )
 from .partition import Degrees, UnitPlan, degrees_of_stage
-from .runtime import Gatherer, Reducer, Unit, UnitGradients, claim, eager, precision
+from .runtime import Gatherer, OutsideWrites, Reducer, Unit, UnitGradients, claim, eager, precision
 from .runtime.freed import Freed, return_freed_memory
 from .runtime.reserve import expected, needed, slots_needed
 from .same_inputs import InputComparison
@@ -144,6 +145,7 @@ class Engine:
             slots=slots,
         )
         self._backward.gatherer, self._backward.reducer = self.gatherer, self.reducer
+        self._writes = OutsideWrites(self._units, group)
         with group.agreeing("to initialize"):
             self.optimizer = ShardedOptimizer(
                 optimizer,
@@ -152,6 +154,7 @@ class Engine:
                 publish=self._published,
                 step=self._step_by_optimizer,
                 zero_grad=self.zero_grad,
+                writes=self._writes,
                 moments_dtype=FLOATS[config.optimizer_state_dtype],
                 homes=self._placement.optimizer,
                 pipeline=self._placement.pipeline,
@@ -168,6 +171,7 @@ class Engine:
             self._transport,
             self._let_peers_read,
         )
+        self._foreign = ForeignParameters(model, self._units, optimizer, self.rank)
         self._input_comparison = InputComparison(self._transport, self.device)
         redirect_calls(optimizer, self._step_by_optimizer, self.zero_grad)
         self._checkpoints: checkpoint.Checkpointer | None = None
@@ -179,6 +183,7 @@ class Engine:
             self.gatherer,
             self.reducer,
             self.optimizer,
+            self._writes,
             self._steps.divisor,
             self._accumulation,
             self._backward.end_if_over,
@@ -399,7 +404,8 @@ class Engine:
         Raises:
             ZeroEngineError: there was no backward since the last call, or ``optimizer.step()`` has ended this step, or
                 it is called inside ``gathered``, ``no_sync`` or the capture of a CUDA graph, or a backward of this
-                step has raised, or gradients overflow at the smallest loss scale.
+                step has raised, or gradients overflow at the smallest loss scale, or the model or the optimizer has
+                parameters that ``initialize`` was not given.
         """
         self._check_step("step()")
         if not self._accumulation.check_engine_step():
@@ -445,6 +451,7 @@ class Engine:
                 f"{call} inside `with zeroengine.gathered(...)`: the update would not reach the gathered values. Leave "
                 "the `with` first."
             )
+        self._foreign.check()
         self.reducer.finish()
 
     def _update(self, call: str) -> bool | Verdict:
@@ -455,6 +462,7 @@ class Engine:
         if call == ENGINE_STEP:
             self._steps.warn_of_unused_hooks()
         updates = self._steps.take()
+        self._writes.remember()
         self._placement.let_go()
         return updates
 
@@ -581,7 +589,12 @@ class Engine:
 
         Args:
             rank0_only: the other ranks return an empty dict and hold one unit at a time.
+
+        Raises:
+            ZeroEngineError: on every rank, where the model has parameters that ``initialize`` was not given.
         """
+        with self._group.agreeing("to collect the state dict"):
+            self._foreign.check()
         keep = self.rank == 0 or not rank0_only
         values: dict[nn.Parameter, torch.Tensor] = {}
         for unit in self._units:
@@ -673,6 +686,7 @@ class Engine:
         with self._group.agreeing("to save a checkpoint"):
             self._parking.check("save_checkpoint()")
             self._placement.check()
+            self._foreign.check()
             if self._accumulation.has_gradients:
                 raise ZeroEngineError(
                     "save_checkpoint() between the micro-steps of a step would lose their gradients: call it after a "
@@ -681,7 +695,7 @@ class Engine:
                     "engine.zero_grad()."
                 )
         self._steps.conclude()
-        self.gatherer.settle()
+        self._settle_parameters()
         self._checkpointer().save(directory, f"step-{self.global_steps}" if tag is None else tag, client_state)
 
     @returns_one_value(UNPACKED_CLIENT_STATE)
@@ -715,7 +729,9 @@ class Engine:
             CheckpointError: on every rank; the engine is as it was.
             DivergenceError: on every rank, where they name different folders or tags; the engine is as it was.
         """
-        self._parking.check("load_checkpoint()")
+        with self._group.agreeing("to load a checkpoint"):
+            self._parking.check("load_checkpoint()")
+            self._foreign.check()
         self._steps.conclude()
         self._backward.finish()
         self._settle_parameters()
@@ -764,7 +780,9 @@ class Engine:
         """
         from .checkpoint.weights import save
 
-        self.gatherer.settle()
+        with self._group.agreeing("to save weights"):
+            self._foreign.check()
+        self._settle_parameters()
         save(self._trained(), directory, dtype, shard_size)
 
     def load_weights(self, weights: checkpoint.Weights, *, strict: bool = True) -> checkpoint.Loaded:
@@ -790,6 +808,7 @@ class Engine:
 
         with self._group.agreeing("to load weights"):
             self._parking.check("load_weights()")
+            self._foreign.check()
             if self.gatherer.lent:
                 raise ZeroEngineError(
                     "load_weights() inside `with zeroengine.gathered(...)`: its end would write the old values back. "
@@ -802,9 +821,18 @@ class Engine:
         return found
 
     def _settle_parameters(self) -> None:
-        """Returns when nothing reads or writes them: they may be written from outside."""
+        """Return when nothing reads or writes parameters and masters, and masters are what the model computes with.
+
+        Call it on every rank, before they are saved or replaced.
+
+        Raises:
+            DivergenceError: on every rank, where the ranks wrote different values into the model.
+        """
         self.gatherer.settle()
         self._placement.settle()
+        self._writes.compare()
+        self.optimizer.reload_masters()
+        self._placement.let_go()
 
     def _trained(self) -> checkpoint.Trained:
         from .checkpoint import Trained
@@ -842,6 +870,7 @@ class Engine:
                 states.published.copy_(states.master)
             self._published(states.grads)
             self._placement.let_go(states.published, states.master)
+        self._writes.remember()
         self.gatherer.settle()
         self._transport.fence()
 

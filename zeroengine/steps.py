@@ -15,7 +15,7 @@ import torch
 
 from .comm import Transport
 from .config import Config
-from .errors import ZeroEngineError
+from .errors import DivergenceError, ZeroEngineError
 from .late import can_be_taken_back, reversibly
 from .optim import LossScaler, ScheduleGuard, ShardedOptimizer, Verdict, has_own_step_hooks
 from .runtime import Reducer
@@ -145,11 +145,16 @@ class Steps:
 
         Raises:
             ZeroEngineError: the gradient overflows at the smallest loss scale.
+            DivergenceError: the ranks wrote different values into the parameters.
         """
         limit = self._take_limit()
         if self._optimizer.on_device:
             return self._issue(limit)
-        norm, used = self._optimizer.norm_and_use(self._label(limit))
+        try:
+            norm, used = self._optimizer.norm_and_use(self._label(limit))
+        except DivergenceError:
+            self._reducer.reset()
+            raise
         divisor = self.divisor()
         self.norm = norm / divisor
         finite = math.isfinite(norm)

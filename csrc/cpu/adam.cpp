@@ -17,7 +17,7 @@ int ze_adam(float* param, const void* grad, int grad_dtype, void* exp_avg, void*
   if (moments_dtype != ZE_F32 && moments_dtype != ZE_BF16) return ZE_BAD_DTYPE;
   const ze::AdamFactors factors = ze::fold(*args);
   const uint64_t seed = ze::mix_seed(args->seed);
-  const ze::AdamArrays arrays = {param, grad, exp_avg, exp_avg_sq, copy};
+  const ze::AdamArrays arrays = {param, grad, exp_avg, exp_avg_sq, copy, args->reload_written};
   const auto adam = ze::kernels().adam[moments_dtype][grad_dtype][copy_dtype][args->decoupled != 0];
   const bool stream = n * 2 > kStreamBytes;
   ze::parallel_for(n, ze::kBlock, num_threads, [&](int64_t begin, int64_t end) {

@@ -67,6 +67,34 @@ using Beside = float[2][kBlock];
 inline float* in_float(float* array, Beside&, int64_t i) { return array + i; }
 inline float* in_float(bf16*, Beside& beside, int64_t i) { return beside[i / kBlock % 2]; }
 
+// [Note: Values written from outside] `copy` is `param` rounded, unless somebody wrote it since the last step: such an
+// element of param takes the copy's value. A comparison finds every write, however it was done, for 2 more bytes read.
+// A block without any stores nothing here; one that may have some is looked at again, element by element.
+//
+// The first look at bf16 does not round, which would take more instructions. As integers, a float and the bf16 that it
+// rounds to are at most 2^15 apart, half the distance of two bf16; those just as far apart are left to the second look.
+inline Bits distance(const float* param, const bf16* copy) {
+  return Vec::load(param).bits() - Vec::load(copy).bits() + Bits::fill(0x7fff);
+}
+inline Bits distance(const float* param, const fp16* copy) {
+  return Vec::load(param).rounded(copy).bits() ^ Vec::load(copy).bits();
+}
+constexpr uint32_t close(const bf16*) { return 0xfffe; }
+constexpr uint32_t close(const fp16*) { return 0; }
+
+template <class C>
+inline void reload_written(float* param, const C* copy) {
+  Bits furthest = Bits::fill(0);
+  for (int64_t i = 0; i < kBlock; i += Vec::kWidth) furthest = larger(furthest, distance(param + i, copy + i));
+  if (__builtin_expect(!any_above(furthest, close(copy)), 1)) return;
+  for (int64_t i = 0; i < kBlock; ++i) {
+    C rounded;
+    from_float(param[i], &rounded);
+    if (rounded.bits != copy[i].bits) param[i] = to_float(copy[i]);
+  }
+}
+inline void reload_written(float*, const none*) {}
+
 // [Note: Trailing stages] From gradient to copy an element passes a chain of some 90 cycles, too long for a CPU to keep
 // enough of them in flight. So Adam runs in three stages, each a block behind the one before: while a block waits for
 // its roots and quotients, the next one's moments and the last one's copy go ahead. What lies between is in L1.
@@ -111,16 +139,20 @@ inline void adam_copy(const float* param, C* copy) {
 
 template <bool kDecoupled, class G, class M, class C>
 void adam_partial(float* param, const G* grad, M* exp_avg, M* exp_avg_sq, C* copy, int64_t n, const AdamVecs& k,
-                  const RandomVecs& random, int64_t position) {
+                  const RandomVecs& random, int64_t position, bool reload) {
   float p[kBlock] = {};
   G g[kBlock] = {};
   M m[kBlock] = {}, v[kBlock] = {};
-  C c[kBlock];
+  C c[kBlock] = {};
   Beside new_avg, new_avg_sq;
   memcpy(p, param, n * sizeof(float));
   memcpy(m, exp_avg, n * sizeof(M));
   memcpy(v, exp_avg_sq, n * sizeof(M));
   memcpy(g, grad, n * sizeof(G));
+  if (reload) {
+    memcpy(c, copy, n * sizeof(C));
+    reload_written(p, c);
+  }
   float *m_new = in_float(m, new_avg, 0), *v_new = in_float(v, new_avg_sq, 0);
   adam_moments<kDecoupled>(p, g, m, v, m_new, v_new, k, random, position);
   adam_param<kDecoupled>(p, m_new, v_new, k);
@@ -133,19 +165,23 @@ void adam_partial(float* param, const G* grad, M* exp_avg, M* exp_avg_sq, C* cop
 
 template <bool kStream, bool kDecoupled, class G, class M, class C>
 void adam_range(float* param, const G* grad, M* exp_avg, M* exp_avg_sq, C* copy, int64_t n, const AdamFactors& factors,
-                const RandomVecs& random) {
+                const RandomVecs& random, bool reload) {
   const AdamVecs k(factors);
   Beside new_avg, new_avg_sq;
   int64_t first = 0;
   if constexpr (kStream) {  // streaming stores want whole, aligned cache lines
     first = int64_t(-uintptr_t(copy) % 64 / sizeof(C));
     if (first > n) first = n;
-    if (first) adam_partial<kDecoupled>(param, grad, exp_avg, exp_avg_sq, copy, first, k, random, 0);
+    if (first) adam_partial<kDecoupled>(param, grad, exp_avg, exp_avg_sq, copy, first, k, random, 0, reload);
   }
   const int64_t last = n - (n - first) % kBlock;
   for (int64_t i = first; i < last + 2 * kBlock; i += kBlock) {  // [Note: Trailing stages]
     if (i < last) {
       prefetch(param + i, grad + i, exp_avg + i, exp_avg_sq + i);
+      if (reload) {
+        prefetch(copy + i);
+        reload_written(param + i, copy + i);
+      }
       adam_moments<kDecoupled>(param + i, grad + i, exp_avg + i, exp_avg_sq + i, in_float(exp_avg, new_avg, i),
                                in_float(exp_avg_sq, new_avg_sq, i), k, random, i);
     }
@@ -156,7 +192,7 @@ void adam_range(float* param, const G* grad, M* exp_avg, M* exp_avg_sq, C* copy,
   }
   if (last < n)
     adam_partial<kDecoupled>(param + last, grad + last, exp_avg + last, exp_avg_sq + last, copy + last, n - last, k,
-                             random, last);
+                             random, last, reload);
   if constexpr (kStream) finish_streams();
 }
 
@@ -167,10 +203,11 @@ void adam(const AdamArrays& a, int64_t begin, int64_t end, const AdamFactors& k,
   M *exp_avg = (M*)a.exp_avg + begin, *exp_avg_sq = (M*)a.exp_avg_sq + begin;
   C* copy = (C*)a.copy + begin;
   const RandomVecs random(r, begin);
+  const bool reload = a.reload_written && !std::is_same_v<C, none>;
   if constexpr (!std::is_same_v<C, none>) {
-    if (stream) return adam_range<true, kDecoupled>(param, grad, exp_avg, exp_avg_sq, copy, end - begin, k, random);
+    if (stream) return adam_range<true, kDecoupled>(param, grad, exp_avg, exp_avg_sq, copy, end - begin, k, random, reload);
   }
-  adam_range<false, kDecoupled>(param, grad, exp_avg, exp_avg_sq, copy, end - begin, k, random);
+  adam_range<false, kDecoupled>(param, grad, exp_avg, exp_avg_sq, copy, end - begin, k, random, reload);
 }
 
 // One running sum for each position within a block, added up in order at the end. Narrow elements are widened

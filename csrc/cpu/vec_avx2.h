@@ -18,10 +18,16 @@ struct Bits {  // eight unsigned integers
 };
 
 inline Bits operator+(Bits a, Bits b) { return {_mm256_add_epi32(a.v, b.v)}; }
+inline Bits operator-(Bits a, Bits b) { return {_mm256_sub_epi32(a.v, b.v)}; }
 inline Bits operator^(Bits a, Bits b) { return {_mm256_xor_si256(a.v, b.v)}; }
 inline Bits operator&(Bits a, Bits b) { return {_mm256_and_si256(a.v, b.v)}; }
 inline Bits operator*(Bits a, Bits b) { return {_mm256_mullo_epi32(a.v, b.v)}; }
 inline Bits operator>>(Bits a, int n) { return {_mm256_srli_epi32(a.v, n)}; }
+inline Bits larger(Bits a, Bits b) { return {_mm256_max_epu32(a.v, b.v)}; }
+inline bool any_above(Bits a, uint32_t x) {  // whether any element is
+  const __m256i limit = Bits::fill(x).v;
+  return _mm256_movemask_epi8(_mm256_cmpeq_epi32(_mm256_max_epu32(a.v, limit), limit)) != -1;
+}
 
 struct Vec {
   static constexpr int64_t kWidth = 8;
@@ -34,6 +40,8 @@ struct Vec {
   }
   static Vec load(const fp16* x) { return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)x))}; }
 
+  Bits bits() const { return {_mm256_castps_si256(v)}; }
+  Vec rounded(const fp16*) const { return {_mm256_cvtph_ps(_mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT))}; }
   void store(float* y) const { _mm256_storeu_ps(y, v); }
   template <class T>
   void store(T* y) const { _mm_storeu_si128((__m128i*)y, narrow(y)); }

@@ -18,10 +18,13 @@ struct Bits {
 };
 
 inline Bits operator+(Bits a, Bits b) { return {_mm512_add_epi32(a.v, b.v)}; }
+inline Bits operator-(Bits a, Bits b) { return {_mm512_sub_epi32(a.v, b.v)}; }
 inline Bits operator^(Bits a, Bits b) { return {_mm512_xor_si512(a.v, b.v)}; }
 inline Bits operator&(Bits a, Bits b) { return {_mm512_and_si512(a.v, b.v)}; }
 inline Bits operator*(Bits a, Bits b) { return {_mm512_mullo_epi32(a.v, b.v)}; }
 inline Bits operator>>(Bits a, int n) { return {_mm512_srli_epi32(a.v, unsigned(n))}; }
+inline Bits larger(Bits a, Bits b) { return {_mm512_max_epu32(a.v, b.v)}; }
+inline bool any_above(Bits a, uint32_t x) { return _mm512_cmpgt_epu32_mask(a.v, Bits::fill(x).v) != 0; }
 
 struct Vec {
   static constexpr int64_t kWidth = 16;
@@ -34,6 +37,8 @@ struct Vec {
   }
   static Vec load(const fp16* x) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)x))}; }
 
+  Bits bits() const { return {_mm512_castps_si512(v)}; }
+  Vec rounded(const fp16*) const { return {_mm512_cvtph_ps(_mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT))}; }
   void store(float* y) const { _mm512_storeu_ps(y, v); }
   template <class T>
   void store(T* y) const { _mm256_storeu_si256((__m256i*)y, narrow(y)); }

@@ -15,10 +15,18 @@ struct Bits {
 };
 
 inline Bits operator+(Bits a, Bits b) { return {a.v + b.v}; }
+inline Bits operator-(Bits a, Bits b) { return {a.v - b.v}; }
 inline Bits operator^(Bits a, Bits b) { return {a.v ^ b.v}; }
 inline Bits operator&(Bits a, Bits b) { return {a.v & b.v}; }
 inline Bits operator*(Bits a, Bits b) { return {a.v * b.v}; }
 inline Bits operator>>(Bits a, int n) { return {a.v >> n}; }
+inline Bits larger(Bits a, Bits b) {
+  for (int i = 0; i < 4; ++i) a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i];
+  return a;
+}
+inline bool any_above(Bits a, uint32_t x) {
+  return a.v[0] > x || a.v[1] > x || a.v[2] > x || a.v[3] > x;
+}
 
 struct Vec {
   static constexpr int64_t kWidth = 4;
@@ -28,6 +36,16 @@ struct Vec {
   static Vec fill(float x) { return {Lanes{x, x, x, x}}; }
   template <class T>
   static Vec load(const T* x) { return {Lanes{to_float(x[0]), to_float(x[1]), to_float(x[2]), to_float(x[3])}}; }
+  Bits bits() const { return {(Bits::Lanes)v}; }
+  Vec rounded(const fp16*) const {
+    Vec result;
+    for (int i = 0; i < kWidth; ++i) {
+      fp16 y;
+      from_float(v[i], &y);
+      result.v[i] = to_float(y);
+    }
+    return result;
+  }
   template <class T>
   void store(T* y) const {
     for (int i = 0; i < kWidth; ++i) from_float(v[i], y + i);

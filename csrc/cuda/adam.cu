@@ -56,6 +56,29 @@ __device__ inline void update(float& param, G grad, M& exp_avg, M& exp_avg_sq, c
   param = p - k.step_size * m / denominator;
 }
 
+// "Values written from outside" in csrc/cpu/kernels.inl.h.
+__device__ inline void reload_element(float& param, uint16_t rounded, uint16_t copy, float value) {
+  param = rounded == copy ? param : value;
+}
+
+// `copy` as it was read, in whichever dtype it is.
+template <class C>
+__device__ inline void reload_pack(Pack<float, kPack>& p, const Pack<uint16_t, kPack>& copy) {
+  Pack<C, kPack> rounded;
+#pragma unroll
+  for (int j = 0; j < kPack; j += 2) from_floats(p.v[j], p.v[j + 1], rounded.v + j);
+#pragma unroll
+  for (int j = 0; j < kPack; ++j) reload_element(p.v[j], rounded.v[j].bits, copy.v[j], to_float(C{copy.v[j]}));
+}
+
+template <class C>
+__device__ inline void reload_one(float& param, const void* copy, int64_t i) {
+  const C written = static_cast<const C*>(copy)[i];
+  C rounded;
+  from_float(param, &rounded);
+  reload_element(param, rounded.bits, written.bits, to_float(written));
+}
+
 template <class C>
 __device__ inline void write_copy(const Pack<float, kPack>& p, void* copy, int64_t i) {
   Pack<C, kPack> c;
@@ -71,6 +94,7 @@ __device__ inline void update_tile(const AdamArrays& a, int copy_dtype, const Ad
   Pack<float, kPack> p[kPacks];
   Pack<G, kPack> g[kPacks];
   Pack<M, kPack> m[kPacks], v[kPacks];
+  Pack<uint16_t, kPack> c[kPacks];
   const int64_t first = origin + int64_t(threadIdx.x) * kPack;
 #pragma unroll
   for (int q = 0; q < kPacks; ++q) {  // all loads are on their way before the first one is used
@@ -79,10 +103,13 @@ __device__ inline void update_tile(const AdamArrays& a, int copy_dtype, const Ad
     g[q] = load<Pack<G, kPack>>(static_cast<const G*>(a.grad) + i);
     m[q] = load<Pack<M, kPack>>(static_cast<M*>(a.exp_avg) + i);
     v[q] = load<Pack<M, kPack>>(static_cast<M*>(a.exp_avg_sq) + i);
+    if (a.reload_written) c[q] = load<Pack<uint16_t, kPack>>(static_cast<uint16_t*>(a.copy) + i);
   }
 #pragma unroll
   for (int q = 0; q < kPacks; ++q) {
     const int64_t i = first + q * kThreads * kPack;
+    if (a.reload_written && copy_dtype == ZE_BF16) reload_pack<bf16>(p[q], c[q]);
+    if (a.reload_written && copy_dtype == ZE_F16) reload_pack<fp16>(p[q], c[q]);
 #pragma unroll
     for (int j = 0; j < kPack; ++j)
       update(p[q].v[j], g[q].v[j], m[q].v[j], v[q].v[j], run, random, uint32_t(i + j));
@@ -103,6 +130,8 @@ __device__ inline void update_singly(const AdamArrays& a, int copy_dtype, const 
     const uint64_t index = run.index + uint64_t(i);
     const Random random = random_of(run.mixed_seed, index >> 32, uint32_t(run.index));
     M *exp_avg = static_cast<M*>(a.exp_avg) + i, *exp_avg_sq = static_cast<M*>(a.exp_avg_sq) + i;
+    if (a.reload_written && copy_dtype == ZE_BF16) reload_one<bf16>(a.param[i], a.copy, i);
+    if (a.reload_written && copy_dtype == ZE_F16) reload_one<fp16>(a.param[i], a.copy, i);
     update(a.param[i], static_cast<const G*>(a.grad)[i], *exp_avg, *exp_avg_sq, run, random, uint32_t(i));
     if (copy_dtype == ZE_BF16) from_float(a.param[i], static_cast<bf16*>(a.copy) + i);
     if (copy_dtype == ZE_F16) from_float(a.param[i], static_cast<fp16*>(a.copy) + i);
@@ -158,7 +187,7 @@ __global__ void __launch_bounds__(kThreads)
     const ze_cuda_group g = groups[s.group];
     const int64_t step = steps[s.slot];
     const ze_adam_args args = {g.lr,    g.beta1, g.beta2,         g.eps,    g.weight_decay,   factor->factor,
-                               step,    s.seed + uint64_t(step),  s.offset, g.decoupled != 0, g.maximize != 0};
+                               step,    s.seed + uint64_t(step),  s.offset, g.decoupled != 0, g.maximize != 0, 0};
     runs[i] = run_from(args, s.begin, s.end, s.first_tile, !overflow && (!used || used[s.slot] > 0));
   }
 }
@@ -178,7 +207,7 @@ size_t size_of(int dtype) { return dtype == ZE_F32 ? 4 : 2; }
 
 int run_adam(int device, void* stream, AdamArrays a, int grad_dtype, int moments_dtype, int copy_dtype,
              const AdamRun* runs, int64_t num_runs, const AdamRun& one, int64_t num_tiles) {
-  if (!a.copy) copy_dtype = ZE_F32;
+  if (!a.copy) copy_dtype = ZE_F32, a.reload_written = 0;
   if (!known(grad_dtype) || !known(copy_dtype) || (a.copy && copy_dtype == ZE_F32)) return ZE_BAD_DTYPE;
   if (moments_dtype != ZE_F32 && moments_dtype != ZE_BF16) return ZE_BAD_DTYPE;
   decltype(&adam<float, float>) const kernels[2][3] = {
@@ -201,8 +230,8 @@ int ze_cuda_adam(int device, void* stream, float* param, const void* grad, int g
                  void* exp_avg_sq, int moments_dtype, void* copy, int copy_dtype, int64_t n, const ze_adam_args* args) {
   ZE_RETURN_IF(cudaSetDevice(device));
   const ze::AdamRun one = ze::run_from(*args, 0, n, 0, true);
-  return ze::run_adam(device, stream, {param, grad, exp_avg, exp_avg_sq, copy}, grad_dtype, moments_dtype, copy_dtype,
-                      nullptr, 0, one, ze_cuda_tiles(0, n));
+  return ze::run_adam(device, stream, {param, grad, exp_avg, exp_avg_sq, copy, args->reload_written}, grad_dtype,
+                      moments_dtype, copy_dtype, nullptr, 0, one, ze_cuda_tiles(0, n));
 }
 
 int ze_cuda_adam_prepare(int device, void* stream, const ze_cuda_segment* segments, int64_t num_segments,
@@ -214,9 +243,10 @@ int ze_cuda_adam_prepare(int device, void* stream, const ze_cuda_segment* segmen
 }
 
 int ze_cuda_adam_runs(int device, void* stream, float* param, const void* grad, int grad_dtype, void* exp_avg,
-                      void* exp_avg_sq, int moments_dtype, void* copy, int copy_dtype, const void* runs,
-                      int64_t num_runs, int64_t num_tiles) {
+                      void* exp_avg_sq, int moments_dtype, void* copy, int copy_dtype, int reload_written,
+                      const void* runs, int64_t num_runs, int64_t num_tiles) {
   ZE_RETURN_IF(cudaSetDevice(device));
-  return ze::run_adam(device, stream, {param, grad, exp_avg, exp_avg_sq, copy}, grad_dtype, moments_dtype, copy_dtype,
-                      static_cast<const ze::AdamRun*>(runs), num_runs, {}, num_runs ? num_tiles : 0);
+  return ze::run_adam(device, stream, {param, grad, exp_avg, exp_avg_sq, copy, reload_written}, grad_dtype,
+                      moments_dtype, copy_dtype, static_cast<const ze::AdamRun*>(runs), num_runs, {},
+                      num_runs ? num_tiles : 0);
 }

@@ -30,6 +30,30 @@ class Slope(nn.Module):
         return (self.weight * x).sum()
 
 
+class Scale(nn.Module):
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(numel))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.weight.mean() * x
+
+
+class TwoDtypes(nn.Module):
+    """Two units of one shape, which their dtypes pad to different lengths, and one that fills a bucket before them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low, self.wide, self.large = Scale(5000), Scale(5000), Scale(9000)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.large(self.wide(self.low(x))).float().sum()
+
+
+def input_of_step(step: int, rank: int) -> tuple[torch.Tensor]:
+    return (torch.full((8,), 1.0 + step + rank),)
+
+
 def by_name(name: str) -> Callable[[nn.Module], torch.optim.Optimizer]:
     more = {"weight_decay": 0.0} if name == "AdamW" else {}
     return lambda model: getattr(torch.optim, name)(model.parameters(), lr=1e-3, **more)
@@ -129,3 +153,16 @@ def test_sparse_gradients_of_embeddings_are_as_good_as_dense_ones() -> None:
 
 def dense() -> nn.Module:
     return TinyLM(tied=False)
+
+
+def test_units_of_two_dtypes_that_share_a_bucket_leave_no_padding_in_the_norm() -> None:
+    task = Task(factory=TwoDtypes, data=input_of_step, clip=1e-2)
+    more = BF16 | {
+        "keep_fp32_modules": ["wide"],
+        "communication_data_type": "fp32",
+        "units": ["low", "wide", "large"],
+        "comm": {"transport": "shm"},  # whose shards are whole pages, of more elements in bf16 than in fp32
+    }
+    for found in run_ranks(2, train_at, (0, 1, 2, 3), task, ordinary_loop, more):
+        for trained in found[1:]:
+            assert_same_bits(found[0], trained)

@@ -268,7 +268,7 @@ def test_wrong_tensors_are_named() -> None:
 def test_it_traces(moments: torch.dtype) -> None:
     state, compiled = (State(100, copy=torch.bfloat16, moments=moments) for _ in range(2))
     arguments = (state.param, state.grad, state.exp_avg, state.exp_avg_sq, state.copy)
-    torch.library.opcheck(adam._adam_step_op, (*arguments, 3, 1e-2, 0.9, 0.95, 1e-8, 0.1, True, 0.5, False, 5, 7))
+    torch.library.opcheck(adam._adam_step_op, (*arguments, 3, 1e-2, 0.9, 0.95, 1e-8, 0.1, True, 0.5, False, True, 5, 7))
     torch.compile(compiled.step, backend="aot_eager", fullgraph=True)()
     state.step()
     assert_same_bits(state, compiled)

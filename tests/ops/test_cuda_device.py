@@ -132,7 +132,7 @@ def test_large_offsets_are_reached() -> None:
 def test_the_op_is_registered_for_cuda() -> None:
     state = moved(State(100, copy=torch.bfloat16), "cuda")
     arguments = (state.param, state.grad, state.exp_avg, state.exp_avg_sq, state.copy)
-    torch.library.opcheck(adam._adam_step_op, (*arguments, 3, 1e-2, 0.9, 0.95, 1e-8, 0.1, True, 0.5, False, 5, 7))
+    torch.library.opcheck(adam._adam_step_op, (*arguments, 3, 1e-2, 0.9, 0.95, 1e-8, 0.1, True, 0.5, False, True, 5, 7))
 
 
 def test_what_cuda_refuses_is_an_error() -> None:

@@ -113,11 +113,14 @@ def check_same(got: State, want: State) -> None:
 
 
 def check_adam(gpu: Gpu, n: int, grad: torch.dtype, copy: torch.dtype | None, moments: torch.dtype) -> None:
-    for case, (decoupled, maximize) in enumerate([(True, False), (False, True)]):
+    for case, (decoupled, reload) in enumerate([(True, True), (False, True), (True, False)]):
         for skews in ([case] * 5, [0, 1, 2, 3, 1]):
             want = State(n, grad, copy, moments, index=2**32 - 1000, seed=n + case)
+            if want.copy is not None:
+                want.copy[::2] = want.param[::2]  # every other value was written
             got = gpu.state(want, skews)
-            options: dict[str, Any] = dict(grad_scale=0.37, decoupled=decoupled, maximize=maximize, seed=5)
+            options: dict[str, Any] = dict(grad_scale=0.37, decoupled=decoupled, maximize=case == 1, seed=5)
+            options["reload_written"] = reload
             want.step(**options)
             with gpu.serving():
                 got.step(**options)
@@ -207,7 +210,8 @@ def check_table(
                 factor = torch.tensor([0.37, 1.0, float(overflow)], dtype=torch.float64, device=device)
                 table.prepare(factor, torch.tensor(used[:slots], dtype=torch.float64, device=device))
                 for i, s in enumerate(states):
-                    table.update(i, s.param, s.grad, s.exp_avg, s.exp_avg_sq, s.copy)
+                    arrays = (s.param, s.grad, s.exp_avg, s.exp_avg_sq, s.copy)
+                    table.update(i, *arrays, reload_written=i % 2 == 0)
             tables.append(table)
     assert torch.equal(tables[0].steps, tables[1].steps.cpu())
     for x, y in zip(got, want, strict=True):

@@ -6,6 +6,7 @@ from zeroengine.ops.adam import adam_step
 from zeroengine.ops.cast import cast_copy
 from zeroengine.ops.factor import gradient_factor
 from zeroengine.ops.norm import squared_norm, squared_norms
+from zeroengine.ops.reload import reload_written
 from zeroengine.ops.table import AdamBuffer, AdamSegment, AdamTable
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "cuda_library",
     "gradient_factor",
     "library",
+    "reload_written",
     "set_cpu_isa",
     "squared_norm",
     "squared_norms",

@@ -18,7 +18,7 @@ from zeroengine.errors import ZeroEngineError
 from zeroengine.ops._library import AdamArgs
 from zeroengine.ops._loading import Signatures, open_library
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 PATH = Path(__file__).with_name("_cuda.so")
 RUN_BYTES = 80  # ZE_CUDA_RUN_BYTES
 GROUP_FIELDS = ("lr", "beta1", "beta2", "eps", "weight_decay", "decoupled", "maximize")  # of ze_cuda_group, doubles
@@ -64,7 +64,7 @@ _SIGNATURES: Signatures = {
         c_int,
         [*_ON_STREAM, c_void_p, c_int64, *[c_void_p] * 3, c_int64, *[c_void_p] * 2],
     ),
-    "ze_cuda_adam_runs": (c_int, [*_ON_STREAM, *_ADAM, c_void_p, c_int64, c_int64]),
+    "ze_cuda_adam_runs": (c_int, [*_ON_STREAM, *_ADAM, c_int, c_void_p, c_int64, c_int64]),
     "ze_cuda_squared_norm_workspace": (c_int64, [POINTER(CudaArray), c_int64]),
     "ze_cuda_squared_norm": (c_int, [*_ON_STREAM, POINTER(CudaArray), c_int64, *[c_void_p] * 2]),
     "ze_cuda_gradient_factor": (c_int, [*_ON_STREAM, *[c_void_p] * 2, *[c_double] * 2, c_int, c_void_p]),

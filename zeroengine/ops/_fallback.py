@@ -9,6 +9,7 @@ from torch.nn.functional import pad
 from zeroengine.ops._library import AdamArgs
 
 _CHUNK = 1 << 24  # elements in a temporary
+_CACHED = 1 << 16  # elements in a temporary that stays in a CPU's cache
 _SERIAL = 1 << 15  # torch sums so many on one thread, in a fixed order
 _VECTOR = 64  # no vector of torch's CPU kernels is longer; it rounds the rest of a tensor differently
 
@@ -17,6 +18,8 @@ def adam_step(
     param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, low_precision: Tensor | None, args: AdamArgs
 ) -> None:
     """`zeroengine.ops.adam_step` by torch's fused kernel."""
+    if args.reload_written and low_precision is not None:
+        reload_written(param, low_precision)
     for begin in range(0, param.numel(), _CHUNK):
         chunk = slice(begin, begin + _CHUNK)
         moments = [exp_avg[chunk].float(), exp_avg_sq[chunk].float()]  # themselves where they are float32
@@ -37,6 +40,15 @@ def adam_step(
             exp_avg_sq[chunk] = _round(moments[1], random >> 16 & 0xFFFF)
     if low_precision is not None:
         low_precision.copy_(param)
+
+
+def reload_written(param: Tensor, low_precision: Tensor) -> None:
+    """`zeroengine.ops.reload_written` by torch."""
+    size = _CACHED if param.device.type == "cpu" else _CHUNK
+    for wide, narrow in zip(param.split(size), low_precision.split(size), strict=True):
+        written = wide.to(narrow.dtype).view(torch.int16) != narrow.view(torch.int16)
+        if wide.device.type != "cpu" or written.any():  # on a GPU asking would wait
+            wide.copy_(torch.where(written, narrow.float(), wide))
 
 
 def _fused(arrays: list[Tensor], args: AdamArgs) -> None:

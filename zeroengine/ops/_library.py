@@ -17,7 +17,7 @@ import torch
 from zeroengine.errors import ZeroEngineError
 from zeroengine.ops._loading import Signatures, open_library
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 PATH = Path(__file__).with_name("_cpu.so")
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ISAS = ("avx512", "avx2", "portable")
@@ -33,6 +33,7 @@ class AdamArgs(ctypes.Structure):
         ("offset", c_int64),
         ("decoupled", c_int32),
         ("maximize", c_int32),
+        ("reload_written", c_int32),
     )
 
 

@@ -28,6 +28,7 @@ def adam_step(
     grad_scale: float = 1.0,
     maximize: bool = False,
     low_precision: Tensor | None = None,
+    reload_written: bool = False,
     seed: int = 0,
     offset: int = 0,
 ) -> None:
@@ -49,6 +50,9 @@ def adam_step(
         grad_scale: multiplies the gradient first. It carries 1/world, 1/loss-scale and the clip factor.
         maximize: ascend instead.
         low_precision: bfloat16 or float16, as long; receives the updated param, rounded to nearest even.
+        reload_written: first compare ``low_precision`` with param rounded. An element that differs was written from
+            outside since the last step: param takes its value, and is updated from there. Reads 2 more bytes an
+            element.
         seed: of the random bits that round bfloat16 moments, 0 to 2**63 - 1; another one at each step.
         offset: the index of element 0 among those that share the seed, not negative. The bits are a pure function of
             seed and index, so a piece that begins at element i of a buffer takes offset i.
@@ -82,6 +86,7 @@ def adam_step(
         decoupled,
         grad_scale,
         maximize,
+        reload_written and low_precision is not None,
         seed,
         offset,
     )
@@ -102,10 +107,13 @@ def _adam_step(
     decoupled: bool,
     grad_scale: float,
     maximize: bool,
+    reload_written: bool,
     seed: int,
     offset: int,
 ) -> None:
-    args = AdamArgs(lr, beta1, beta2, eps, weight_decay, grad_scale, step, seed, offset, decoupled, maximize)
+    args = AdamArgs(
+        lr, beta1, beta2, eps, weight_decay, grad_scale, step, seed, offset, decoupled, maximize, reload_written
+    )
     arrays = pointers(param, grad, exp_avg, exp_avg_sq, low_precision)
     device = param.device
     if (cuda := _cuda_library.cuda_library(device)) is not None:

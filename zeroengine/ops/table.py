@@ -161,8 +161,9 @@ class AdamTable:
         exp_avg: Tensor,
         exp_avg_sq: Tensor,
         low_precision: Tensor | None = None,
+        reload_written: bool = False,
     ) -> None:
-        """The step that was prepared, for one buffer. Tensors as in `adam_step`; between segments nothing is written.
+        """The step that was prepared, for one buffer. Arguments as in `adam_step`; between segments nothing is written.
 
         Raises:
             ZeroEngineError: a tensor of another shape, dtype, device or stride, or too short for the segments.
@@ -175,7 +176,7 @@ class AdamTable:
                 f"update: buffer {buffer} has {param.numel()} elements, but its segments end at {its.segments[-1].stop}"
             )
         if self._cuda is None:
-            self._update_on_host(its, **arrays)
+            self._update_on_host(its, reload_written, **arrays)
             return
         first, last = self._first_run[buffer : buffer + 2]
         _cuda_library.call(
@@ -183,12 +184,13 @@ class AdamTable:
             "ze_cuda_adam_runs",
             self.device,
             *pointers(param, grad, exp_avg, exp_avg_sq, low_precision),
+            reload_written,
             self._runs.data_ptr() + first * RUN_BYTES,
             last - first,
             self._num_tiles[buffer],
         )
 
-    def _update_on_host(self, buffer: AdamBuffer, **arrays: Tensor | None) -> None:
+    def _update_on_host(self, buffer: AdamBuffer, reload_written: bool, **arrays: Tensor | None) -> None:
         groups, steps, active = self._host
         for s in buffer.segments:
             if not active[s.slot]:
@@ -200,6 +202,7 @@ class AdamTable:
                 decoupled=bool(group["decoupled"]),
                 maximize=bool(group["maximize"]),
                 grad_scale=self._factor,
+                reload_written=reload_written,
                 step=steps[s.slot],
                 seed=buffer.seed + steps[s.slot],
                 offset=buffer.offset + s.start,

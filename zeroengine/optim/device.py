@@ -22,8 +22,9 @@ import torch
 
 from .. import ops
 from ..comm import HostCopy, Transport, span, to_device
+from ..errors import DivergenceError
 from ..ops import AdamBuffer, AdamSegment, AdamTable
-from ..runtime.gradients import UnitGradients
+from ..runtime import OutsideWrites, UnitGradients
 from .states import UnitStates
 
 
@@ -36,8 +37,8 @@ class Verdict:
         asked: called when its truth is first asked for.
     """
 
-    def __init__(self, values: HostCopy) -> None:
-        self._copy = values
+    def __init__(self, values: HostCopy, num_params: int = 0) -> None:
+        self._copy, self._num_params = values, num_params
         self.asked: Callable[[Verdict], None] | None = None
 
     @cached_property
@@ -70,7 +71,12 @@ class Verdict:
     @property
     def used(self) -> list[bool]:
         """Which parameters, over all units, got a gradient on any rank."""
-        return [flag > 0 for flag in self._values[3:]]
+        return [flag > 0 for flag in self._values[3 : 3 + self._num_params]]
+
+    @property
+    def write_sums(self) -> list[float]:
+        """``OutsideWrites.sums`` over the ranks."""
+        return self._values[3 + self._num_params :]
 
 
 class DeviceAdam:
@@ -81,6 +87,7 @@ class DeviceAdam:
         inner: the optimizer that says which of the two it is.
         group_of: from a parameter to its group's number.
         units: all on one device, none on disk.
+        writes: what is written beside the updates, to be compared over the ranks.
     """
 
     def __init__(
@@ -90,8 +97,9 @@ class DeviceAdam:
         group_of: dict[torch.Tensor, int],
         units: Sequence[UnitStates],
         transport: Transport,
+        writes: OutsideWrites,
     ) -> None:
-        self._optimizer, self._units, self._transport = optimizer, units, transport
+        self._optimizer, self._units, self._transport, self._writes = optimizer, units, transport, writes
         self._decoupled = isinstance(inner, torch.optim.AdamW)
         self._device = units[0].master.device
         self._counts = [0] * sum(len(states.steps) for states in units)  # as the table has them
@@ -115,36 +123,48 @@ class DeviceAdam:
         self.settle()
         self._follow_the_host()
         self._table.set_groups([self._hyperparameters(group) for group in self._optimizer.param_groups])
-        total = self._norm_and_use(label)
-        factor, used = ops.gradient_factor(total[0], divisor=divisor, limit=limit, skip=skip), total[1:]
-        self._verdict = verdict = Verdict(HostCopy(torch.cat([factor, used])))
-        self._table.prepare(factor, used)
+        count = len(self._counts)
+        total = self._sum_over_ranks(label)
+        factor = ops.gradient_factor(total[0], divisor=divisor, limit=limit, skip=skip)
+        self._verdict = verdict = Verdict(HostCopy(torch.cat([factor, total[1:]])), count)
+        self._table.prepare(factor, total[1 : 1 + count])
         for i, states in enumerate(self._units):
             published = states.published if states.mixed else None
             with span("update", states.unit.name):
-                self._table.update(i, states.master, states.gradient, *states.adam_moments(), published)
+                arrays = (states.master, states.gradient, *states.adam_moments(), published)
+                self._table.update(i, *arrays, reload_written=states.may_be_written)
             publish(states.grads)
         return verdict
 
     def norm(self, divisor: float, label: str) -> torch.Tensor:
         """Return the norm that ``step`` would find, 0-d float64 on the device."""
-        return ops.gradient_factor(self._norm_and_use(label)[0], divisor=divisor)[1]
+        return ops.gradient_factor(self._sum_over_ranks(label)[0], divisor=divisor)[1]
 
-    def _norm_and_use(self, label: str) -> torch.Tensor:
-        """The squared norm over all ranks, and for each parameter how many ranks have a gradient. 1-D float64."""
+    def _sum_over_ranks(self, label: str) -> torch.Tensor:
+        """Return the squared norm over all ranks, then the sums of ``_facts``. 1-D float64 on the device."""
         with span("norm"):
             world = self._transport.world_size
             norm = ops.squared_norms([states.gradient_for_norm(world) for states in self._units])
-            return self._transport.all_reduce_scalars(torch.cat([norm.view(1), self._use()]), label)
+            return self._transport.all_reduce_scalars(torch.cat([norm.view(1), self._facts()]), label)
 
     def settle(self) -> None:
-        """Returns with the host's step counts those of the device."""
+        """Returns with the host's step counts those of the device.
+
+        Raises:
+            DivergenceError: the ranks wrote different values before that step. It is known only now, so values that
+                one rank wrote and another was sent are refused, too: they cannot be compared any more.
+        """
         verdict, self._verdict = self._verdict, None
-        if verdict is not None and verdict:
+        if verdict is None:
+            return
+        if verdict:
             used = iter(verdict.used)
             for states in self._units:
                 states.steps = [step + next(used) for step in states.steps]
             self._counts = self._counts_of_the_host()
+        suspects = self._writes.suspects(verdict.write_sums)
+        if suspects:
+            raise DivergenceError(self._writes.message(suspects))
 
     def _counts_of_the_host(self) -> list[int]:
         return [step for states in self._units for step in states.steps]
@@ -155,8 +175,9 @@ class DeviceAdam:
             self._table.steps.copy_(to_device(counts, self._device, torch.int64))
             self._counts = counts
 
-    def _use(self) -> torch.Tensor:
-        flags = [float(used) for states in self._units for used in states.grads.used]
+    def _facts(self) -> torch.Tensor:
+        """What the ranks sum beside the norm: which parameters got a gradient, and what was written from outside."""
+        flags = [float(used) for states in self._units for used in states.grads.used] + self._writes.sums()
         if flags != self._flags:
             self._flags, self._flags_there = flags, to_device(flags, self._device)
         return self._flags_there

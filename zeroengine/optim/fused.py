@@ -165,7 +165,8 @@ class FusedAdam:
                 continue
             whole = sum(min(s.stop, stop) - max(s.start, start) for s in mine) == stop - start
             streams = [
-                Stream(tensor[start:stop], reads=i < 4 or not whole, writes=i != 1) for i, tensor in enumerate(tensors)
+                Stream(tensor[start:stop], reads=i < 4 or not whole or states.may_be_written, writes=i != 1)
+                for i, tensor in enumerate(tensors)
             ]
             yield Piece(streams, partial(self._compute, states, mine, factor, start, stop))
         yield Piece((), partial(self._land, states, publish))  # in the units' order: it may be a collective
@@ -200,6 +201,7 @@ class FusedAdam:
             grad_scale=factor,
             maximize=bool(group.get("maximize", False)),
             low_precision=None if part.published is None else part.published[where],
+            reload_written=states.may_be_written,
             seed=states.number << 32 | segment.step,
             offset=states.offset + start,
         )

@@ -21,7 +21,7 @@ from ..comm import Transport, to_device
 from ..errors import ZeroEngineError
 from ..offload import Medium, Pipeline, Store, held
 from ..partition import Degrees, ParamSlot, ShardSpan
-from ..runtime.gradients import UnitGradients
+from ..runtime import OutsideWrites, UnitGradients
 from .caller_optimizer import PartitionedStateDict, check_step_call, copy_without_parameters, load_hyperparameters
 from .device import DeviceAdam, Verdict
 from .factory import add_param_group
@@ -45,6 +45,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         publish: called with a unit right after its update: its parameters have new values on their owner.
         step: ends the step of the engine.
         zero_grad: drops the gradients since the last step.
+        writes: what is written into the parameters beside the updates.
         moments_dtype: of Adam's moments; bf16 is rounded stochastically.
         homes: where each unit's states live, if not on the device.
         pipeline: what brings states that live elsewhere to the update.
@@ -61,12 +62,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         publish: Callable[[UnitGradients], None],
         step: Callable[[], None],
         zero_grad: Callable[[], None],
+        writes: OutsideWrites,
         moments_dtype: torch.dtype = torch.float32,
         homes: Sequence[Store | None] = (),
         pipeline: Pipeline | None = None,
         on_device: bool | None = None,
     ) -> None:
-        self._transport, self._publish = transport, publish
+        self._transport, self._publish, self._writes = transport, publish, writes
         self._step, self._zero_grad = step, zero_grad
         self._groups = _group_of_param(inner.param_groups)
         self.units = [
@@ -98,7 +100,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         wanted = (here and _served(self._computes_on)) if on_device is None else on_device
         self._device: DeviceAdam | None = None
         if here and wanted:
-            self._device = DeviceAdam(self, inner, self._groups, self.units, transport)
+            self._device = DeviceAdam(self, inner, self._groups, self.units, transport, writes)
 
     @property
     def _computes_on(self) -> torch.device:
@@ -149,10 +151,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The global norm of the summed gradients, and which parameters got any gradient on any rank.
 
         One collective of a float64 vector: the squared norm of this rank's slices, then a flag for each
-        parameter.
+        parameter, then what says whether the ranks wrote the same values from outside.
+
+        Raises:
+            DivergenceError: on every rank, where they did not. Nothing has changed.
         """
         flags = [float(used) for states in self.units for used in states.grads.used]
-        values = to_device([0.0, *flags], self._computes_on)
+        values = to_device([0.0, *flags, *self._writes.sums()], self._computes_on)
         world = self._transport.world_size
         for states in self.units:
             known = states.grads.squared_norm
@@ -163,6 +168,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for states in self.units:
             used.append([flag > 0 for flag in total[at : at + len(states.steps)]])
             at += len(states.steps)
+        self._writes.confirm(self._writes.suspects(total[at:]))
         return math.sqrt(total[0]) if total[0] >= 0 else math.nan, used
 
     def norm(self, divisor: float, label: str) -> torch.Tensor:
@@ -206,6 +212,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         assert self._device is not None
         return self._device.step(divisor, limit, skip, label, self._publish)
 
+    def reload_masters(self) -> None:
+        """Take what was written into low-precision parameters since the last step over into their masters."""
+        for states in self.units:
+            if states.may_be_written:
+                states.reload_master()
+
     def settle(self) -> None:
         """Returns with the step counts of ``units`` up to date: after ``issue`` they lag behind."""
         if self._device is not None:
@@ -215,6 +227,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self, on_shards: torch.optim.Optimizer, factor: float, used: Sequence[Sequence[bool]]
     ) -> None:
         """Any element-wise optimizer: its own ``step`` over parameters that are views of the shards."""
+        self.reload_masters()
         for mine, theirs in zip(on_shards.param_groups, self.param_groups, strict=True):
             mine.update({key: value for key, value in theirs.items() if key != "params"})
         for states, flags in zip(self.units, used, strict=True):

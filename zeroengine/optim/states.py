@@ -89,9 +89,15 @@ class UnitStates:
         size = self.unit.layout.numel // world_size
         return kept[self.unit.rank * size : (self.unit.rank + 1) * size]
 
+    @property
+    def may_be_written(self) -> bool:
+        """Whether low-precision parameters can be written from outside, other than inside ``gathered``.
+
+        See "Values written into the model" in ``runtime/outside_writes.py``.
+        """
+        return self.mixed and not self.unit.transient
+
     def reload_master(self) -> None:
-        """Some of the published parameters were written from outside; the others keep their master's bits."""
+        """Take over published parameters that were written from outside; the others keep their master's bits."""
         if self.mixed:
-            published = self.published.to(self.master.device)
-            untouched = self.master.to(published.dtype) == published
-            self.master.copy_(torch.where(untouched, self.master, published))
+            ops.reload_written(self.master, self.published.to(self.master.device))

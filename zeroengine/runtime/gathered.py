@@ -7,11 +7,11 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
-import torch
 from torch import nn
 
 from ..errors import ZeroEngineError
 from ..migration import explains_arguments
+from .checksum import checksum
 from .gatherer import Gatherer
 from .released import OWNER
 from .unit import Unit
@@ -81,13 +81,13 @@ def gathered(module_or_params: nn.Module | nn.Parameter | Iterable[nn.Parameter]
         for unit in units:
             owner.gatherer.hold(unit)
             undo.callback(owner.gatherer.let_go, unit)
-        before = [_checksum(unit.full) for unit in units]
+        before = [checksum(unit.full) for unit in units]
         undo.pop_all()
     try:
         yield
     finally:
         refused = [name for unit in units for name in unit.adopt()]
-        changed = [_checksum(unit.full) != seen for unit, seen in zip(units, before, strict=True)]
+        changed = [checksum(unit.full) != seen for unit, seen in zip(units, before, strict=True)]
         for unit, writer in zip(units, owner.first_to_write(changed), strict=True):
             if writer >= 0:
                 owner.take_over(unit, writer)
@@ -97,18 +97,3 @@ def gathered(module_or_params: nn.Module | nn.Parameter | Iterable[nn.Parameter]
             f"gathered(): the shape of a parameter cannot change, but .data was replaced: {', '.join(refused)}. Change "
             "the model before initialize()."
         )
-
-
-def _checksum(flat: torch.Tensor) -> tuple[int, int]:
-    """Changes with any element that changes and, almost surely, with any reordering."""
-    words = flat.detach().view(torch.int16 if flat.element_size() == 2 else torch.int32)
-    weights = torch.arange(1, 4097, dtype=torch.int64, device=flat.device) * 0x9E3779B1 % 0x7FFFFFFF
-    total = first = 0
-    for start, piece in enumerate(words.split(1 << 20)):
-        wide = piece.to(torch.int64)
-        pad = -wide.numel() % weights.numel()
-        wide = torch.nn.functional.pad(wide, (0, pad)).view(-1, weights.numel())
-        rows = (wide * weights).sum(1)
-        first += int(wide.sum())
-        total += int((rows * torch.arange(1, rows.numel() + 1, device=rows.device)).sum()) * (2 * start + 1)
-    return first, total

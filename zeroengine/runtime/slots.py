@@ -8,18 +8,40 @@ from dataclasses import dataclass, field
 import torch
 
 from ..comm import Transport, Work
+from ..partition import FlatLayout
 from .gradients import UnitGradients, views_of
 from .landing import OnItsWay
 
 PATIENCE_S = 1.0
 
 
+@dataclass(frozen=True)
+class BucketLayout:
+    """Which elements of a bucket are padding. Two units whose layouts are equal may use one bucket in turn.
+
+    ``numel`` counts although it follows from the parameters for one dtype: a unit of another dtype pads its shards to
+    another length (``Transport.shard_align``), so equal parameters leave different padding at the end.
+    """
+
+    numel: int  # of the flat buffer, padding included
+    params: tuple[tuple[int, tuple[int, ...]], ...]  # offset and shape
+
+    @classmethod
+    def of(cls, layout: FlatLayout) -> BucketLayout:
+        """Return the bucket layout of a unit."""
+        return cls(layout.numel, tuple((slot.offset, slot.shape) for slot in layout.slots))
+
+
 @dataclass(eq=False)
 class Slot:
-    """Memory for one bucket on its way. Its padding is zero for units laid out as ``layout``."""
+    """Memory for one bucket on its way.
+
+    Its padding is zero for units of ``layout``: it was zeroed when that layout came, gradients are written into
+    ``views`` alone, and the ranks' paddings sum to zero. The norm counts on it, as it reads padding, too.
+    """
 
     memory: torch.Tensor
-    layout: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    layout: BucketLayout | None = None
     views: list[torch.Tensor] = field(default_factory=list)
     work: Work | None = None
     busy: bool = False
@@ -95,7 +117,7 @@ class Slots:
         if chosen is None:
             chosen = Slot(self._transport.empty(need, grads.reduce_dtype, "reduce"))
             self._slots.append(chosen)
-        layout = tuple((slot.offset, slot.shape) for slot in unit.layout.slots)
+        layout = BucketLayout.of(unit.layout)
         if chosen.layout != layout:
             chosen.memory[: unit.layout.numel].zero_()
             chosen.layout, chosen.views = layout, views_of(unit, chosen.memory)
