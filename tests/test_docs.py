@@ -21,6 +21,7 @@ import contextlib
 import importlib
 import inspect
 import io
+import json
 import multiprocessing
 import os
 import re
@@ -135,14 +136,14 @@ class Model(TinyLM):
 def assumed_names(page: str) -> dict[str, Any]:
     """Return what a page takes for granted: on every page a model and a data set; on some an engine, and its files.
 
-    The working folder has ``zero2.json`` and ``zero3.json``, from ``configs/``, and as ``ds.json`` the page's first
-    configuration.
+    The working folder has ``zero2.json`` and ``zero3.json``, from ``configs/``, the latter once more with manual
+    accumulation as ``manual.json``, and the page's first configuration as ``ds.json``.
     """
     torch.manual_seed(0)
     ids = torch.randint(VOCAB, (64, 9))
     dataset = TensorDataset(ids[:, :-1], ids[:, 1:])
     names = {"torch": torch, "zeroengine": zeroengine, "Path": Path, "Model": Model, "model": Model()}
-    names |= {"dataset": dataset, "epochs": 1}
+    names |= {"dataset": dataset, "epochs": 1, "windows": [[dataset[:8], dataset[8:16]], [dataset[16:24]]]}
     if page in ("docs/checkpoints.md", "docs/offload.md", "docs/birth.md", "docstrings"):
         engine = zeroengine.initialize(names["model"], config="zero3.json")
         loader = engine.dataloader(dataset)
@@ -200,6 +201,8 @@ def run_page(snippets: Sequence[Snippet], folder: Path, disk: Path) -> None:
 def prepare(folder: Path, page: str) -> Path:
     for stage in (2, 3):
         shutil.copy(ROOT / "configs" / f"zero{stage}.json", folder)
+    manual = json.loads((folder / "zero3.json").read_text()) | {"gradient_accumulation_steps": "manual"}
+    (folder / "manual.json").write_text(json.dumps(manual))
     for snippet in that_run("json").get(page, [])[:1]:
         (folder / "ds.json").write_text(snippet.code)
     return folder
