@@ -91,13 +91,13 @@ class Backward:
         Raises:
             ZeroEngineError: the gradient is of a loss that is not scaled.
         """
-        if not self.reducer.in_backward:
-            self._begin()
         if not self._by_engine:
             graph_task = torch._C._current_graph_task_id()
             if graph_task not in self._graph_tasks:
-                self._graph_tasks.add(graph_task)
+                self._graph_tasks.add(graph_task)  # if the backward is refused below it has failed, for it has begun
                 queue_callback(partial(self._graph_tasks.discard, graph_task))
+        if not self.reducer.in_backward:
+            self._begin()
         if self._scales and self._scaled is None:
             raise ZeroEngineError(
                 "loss.backward() without the loss scale that fp16 needs: call engine.backward(loss), or "

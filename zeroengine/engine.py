@@ -691,8 +691,7 @@ class Engine:
                 raise ZeroEngineError(
                     "save_checkpoint() between the micro-steps of a step would lose their gradients: call it after a "
                     "step() that updated. Where the last step of an epoch has fewer micro-steps, write "
-                    f"{MANUAL_MODE} in the configuration and end it with step(); or drop its gradients with "
-                    "engine.zero_grad()."
+                    f"{MANUAL_MODE} in the configuration and end it with step()."
                 )
         self._steps.conclude()
         self._settle_parameters()

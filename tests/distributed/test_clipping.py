@@ -132,8 +132,18 @@ def misuse() -> None:
     with pytest.raises(ZeroEngineError, match="clip after the last backward of a step"):
         engine.backward(engine(*batch(2, engine.rank)))
     assert engine.step(), "the refused backward has changed nothing"
-    engine.backward(engine(*batch(3, engine.rank)))
-    assert not engine.step()
+    for number in (3, 4):
+        engine.backward(engine(*batch(number, engine.rank)))
+        if number == 3:
+            assert not engine.step()
+    engine.clip_grad_norm_(1.0)
+    with pytest.raises(ZeroEngineError, match="clip after the last backward of a step"):
+        engine(*batch(5, engine.rank)).backward()  # part of its gradients has come when it is refused
+    with pytest.raises(ZeroEngineError, match=r"Call engine.zero_grad\(\)"):
+        engine.step()
+    engine.zero_grad()
+    assert all(param.grad is None for param in engine.module.parameters())
+    assert not engine.is_gradient_accumulation_boundary()
 
 
 def test_clipping_at_the_wrong_place_is_refused_and_changes_nothing() -> None:
