@@ -122,7 +122,8 @@ class Backward:
         if not self.reducer.in_backward:
             return  # of another model's loss, with all parameters here frozen meanwhile
         try:
-            self.reducer.end_backward()
+            with torch.inference_mode(False), torch.no_grad():  # a forward may end it, in whatever mode that is
+                self.reducer.end_backward()
         except BaseException:
             self._run_raised = True
             raise
