@@ -77,6 +77,7 @@ class Gatherer:
         self._graph_tasks: list[int] = []  # autograd's numbers of the backwards in progress, the outermost first
         self._unhooked: dict[Unit, None] = {}  # gathered for a use that no hook announced; released when the pass ends
         self._put_off: dict[Unit, None] = {}  # to release as soon as nobody shares their memory
+        self._kept_by_hooks: set[Unit] = set()  # units of which a graph keeps a parameter by hooks of the user's
         self._announced: set[Unit] = set()  # units of which it was said that they are put off
         self._order = VisitOrder()
         self._last_in_forward: Unit | None = None
@@ -159,6 +160,7 @@ class Gatherer:
         No forward is in progress: what one left behind that ended without a word, by Ctrl-C, is forgotten. Whoever
         still shares the memory of a unit keeps that memory and its present values.
         """
+        self._kept_by_hooks.clear()
         self.abandon_forward()
         for unit in self._units:
             if unit.state is State.GATHERING:
@@ -193,7 +195,7 @@ class Gatherer:
         if any(unit in forward.units for forward in self._forwards):
             return
         unit.release(self._resolve)
-        if unit.is_shared:
+        if unit in self._kept_by_hooks or unit.is_shared:
             self._put_off[unit] = None
         else:
             self._put_off.pop(unit, None)
@@ -205,9 +207,10 @@ class Gatherer:
         return list(self._put_off)
 
     def _release_put_off(self) -> None:
-        for unit in [unit for unit in self._put_off if unit.released and not unit.is_shared]:
-            del self._put_off[unit]
-            unit.free_full_buffer()
+        for unit in list(self._put_off):
+            if unit.released and unit not in self._kept_by_hooks and not unit.is_shared:
+                del self._put_off[unit]
+                unit.free_full_buffer()
 
     def _release_unhooked(self) -> None:
         units, self._unhooked = self._unhooked, {}
@@ -283,10 +286,10 @@ class Gatherer:
         if not (self._graph_tasks or self.lent):
             self._last_in_forward = self._order.last
             self._order.end_pass()
+        if not self._graph_tasks:
+            self._replace_saved(output, self._first_sequence_number, [*self._unhooked, *self._put_off])
         self._release_unhooked()
-        if self._put_off and not self._graph_tasks:
-            self._replace_saved(output, self._first_sequence_number, list(self._put_off))
-            self._release_put_off()
+        if not self._graph_tasks:
             self._announce_put_off()
 
     @contextmanager
@@ -334,7 +337,9 @@ class Gatherer:
 
     def _replace_saved(self, output: Any, first_sequence_number: int, units: list[Unit]) -> None:
         with_values = [unit for unit in units if unit.ready or unit in self._put_off]
-        replace_saved_views(tensors_in(output), first_sequence_number, with_values, self._read_saved_view)
+        self._kept_by_hooks |= replace_saved_views(
+            tensors_in(output), first_sequence_number, with_values, self._read_saved_view
+        )
 
     def _need(self, unit: Unit) -> None:
         """``ensure``, and start what came next the last time."""

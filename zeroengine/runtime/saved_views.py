@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import ZeroEngineError
+from .tree import leaves_in
 from .unit import Unit
 
 MAX_NODES = 20_000  # of one graph that are looked at
@@ -68,17 +69,24 @@ def replace_saved_views(
     first_sequence_number: int,
     units: Sequence[Unit],
     read: Callable[[SavedView], torch.Tensor],
-) -> None:
+) -> set[Unit]:
     """Let the graph behind ``outputs`` keep a ``SavedView`` of whatever it has saved of ``units``.
+
+    What is saved through other hooks stays as it is: those of a checkpoint, or of the user.
 
     Args:
         units: whose full buffers hold values.
         first_sequence_number: ``current_sequence_number()`` from before the forward. Nodes of before are left alone.
         read: gives the tensor back when backward needs it.
+
+    Returns:
+        The units of which such hooks keep a parameter itself. Nothing would tell that backward reads it.
     """
     ranges = [(unit.full.data_ptr(), unit.full.data_ptr() + unit.full.nbytes, unit) for unit in units]
     if not ranges:
-        return
+        return set()
+    unit_of = {id(param): unit for unit in units for param in unit.params}
+    kept_by_hooks: set[Unit] = set()
     pending = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     visited = set(pending)
     with torch._C.DisableTorchFunctionSubclass():  # a saved parameter may be released by now, and its class tells
@@ -89,12 +97,18 @@ def replace_saved_views(
             for name in _names_of_saved(type(node)):
                 value = getattr(node, name)
                 for saved in value if isinstance(value, (tuple, list)) else (value,):
-                    if saved is not None:
+                    if saved is None:
+                        continue
+                    if saved.unpack_hook is None:
                         _replace(saved, ranges, read)
+                    else:
+                        leaves = (unit_of.get(id(leaf)) for leaf in leaves_in(saved.data))
+                        kept_by_hooks.update(unit for unit in leaves if unit is not None)
             for following, _ in node.next_functions:
                 if following is not None and following not in visited:
                     visited.add(following)
                     pending.append(following)
+    return kept_by_hooks
 
 
 def _names_of_saved(node_class: type) -> tuple[str, ...]:
@@ -109,8 +123,6 @@ def _replace(
     ranges: Sequence[tuple[int, int, Unit]],
     read: Callable[[SavedView], torch.Tensor],
 ) -> None:
-    if saved.unpack_hook is not None:  # type: ignore[attr-defined]
-        return  # of a checkpoint, or the user's own
     try:
         tensor = saved.data  # type: ignore[attr-defined]
         address = 0 if tensor is None else tensor.data_ptr()
