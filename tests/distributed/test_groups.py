@@ -6,6 +6,7 @@ import gc
 import os
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -91,6 +92,32 @@ def test_an_engine_is_partitioned_over_the_ranks_of_its_process_group(
     found = run_ranks(4, in_pairs, transport, ranks)
     alone = [losses for _, _, losses in run_ranks(2, with_start, 3)]
     assert found == [alone[0], alone[0], alone[1], alone[1]]
+
+
+def beside_other_groups(root: str) -> list[float]:
+    """Two of three ranks, or all of two, which belong to different numbers of groups."""
+    rank, world_size = start(), dist.get_world_size()
+    pair, others = dist.new_group([0, 1]), [dist.new_group([0]), dist.new_group([0, world_size - 1])]
+    if rank == 2:
+        return []
+    losses = []
+    for name in ("a", "b"):
+        model, task = build(), Task(steps=2)
+        settings = config(3, optimizer=None, comm={"transport": "gloo"})
+        group = None if world_size == 2 else pair
+        engine = zeroengine.initialize(model, task.optimizer(model), settings, process_group=group)
+        losses, _ = ordinary_loop(task, engine)
+        engine.save_checkpoint(root, name)  # by a group of its own
+        engine.close()
+        if rank == 0 and world_size == 2:
+            dist.destroy_process_group(others.pop(0))
+    return losses
+
+
+def test_ranks_may_belong_to_groups_that_the_others_do_not(tmp_path: Path) -> None:
+    alone = [losses for _, _, losses in run_ranks(2, with_start)]
+    assert run_ranks(2, beside_other_groups, str(tmp_path / "all")) == alone
+    assert run_ranks(3, beside_other_groups, str(tmp_path / "some")) == [*alone, []]
 
 
 def deleted() -> None:

@@ -125,11 +125,7 @@ class Group:
 
     def like(self, backend: str) -> dist.ProcessGroup:
         """Another process group of the same ranks."""
-        group = dist.new_group(
-            dist.get_process_group_ranks(self.process_group), backend=backend, use_local_synchronization=True
-        )
-        assert isinstance(group, dist.ProcessGroup)
-        return group
+        return self._new_group(backend, timeout=None)
 
     def transport(self, kind: str, timeout: float, registered: bool | Literal["symmetric"] = False) -> Transport:
         """The fastest transport that all ranks can use.
@@ -147,14 +143,16 @@ class Group:
         if self.backend != "gloo":
             return self._native(timeout, registered)
         if self.device.type != "cpu":
-            return StagedTransport(GlooTransport(self._new_group(timeout), self._watch(timeout), timeout), self.device)
+            return StagedTransport(
+                GlooTransport(self._new_group(self.backend, timeout), self._watch(timeout), timeout), self.device
+            )
         if kind != "gloo":
             found = self._shared_memory(timeout)
             if not isinstance(found, str):
                 return found
             if kind == "shm":
                 raise ZeroEngineError(f'comm.transport "shm" cannot be used: {found}. Write "auto" or "gloo".')
-        return GlooTransport(self._new_group(timeout), self._watch(timeout), timeout)
+        return GlooTransport(self._new_group(self.backend, timeout), self._watch(timeout), timeout)
 
     def _shared_memory(self, timeout: float) -> shm.ShmTransport | str:
         addresses = self.exchange(shm.offer())
@@ -166,7 +164,7 @@ class Group:
         if self.backend == "fake":
             return NativeTransport(self.process_group, self.process_group, self.device, self.backend, None)
         later = timeout + LATER_S
-        gather, reduce = self._new_group(later), self._new_group(later)
+        gather, reduce = self._new_group(self.backend, later), self._new_group(self.backend, later)
         self._pools = {}
         if registered:
             for group in (gather, reduce):
@@ -195,11 +193,26 @@ class Group:
             for pool in self._pools.values():
                 pool.register()
 
-    def _new_group(self, timeout: float) -> dist.ProcessGroup:
+    def _new_group(self, backend: str, timeout: float | None) -> dist.ProcessGroup:
+        """Return another process group of the same ranks.
+
+        Args:
+            backend: of torch.distributed.
+            timeout: of its collectives, in seconds; None for torch's.
+        """
         ranks = dist.get_process_group_ranks(self.process_group)
-        group = dist.new_group(
-            ranks, timeout=timedelta(seconds=timeout), backend=self.backend, use_local_synchronization=True
-        )
+        some = len(ranks) < dist.get_world_size()  # the others do not take part in the call
+        alone: list[dist.ProcessGroup | None] = []
+        if some:
+            # Ranks find one another by the group's name, which torch then makes of the ranks and of how many groups
+            # this process belongs to. Who belongs to fewer joins groups of its own alone until this one is made.
+            num_groups = len(dist.distributed_c10d._world.pg_names)
+            for _ in range(max(self.exchange(num_groups, "to make a process group")) - num_groups):
+                alone.append(dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True))
+        limit = None if timeout is None else timedelta(seconds=timeout)
+        group = dist.new_group(ranks, timeout=limit, backend=backend, use_local_synchronization=some)
+        for other in alone:
+            dist.destroy_process_group(other)
         assert isinstance(group, dist.ProcessGroup)
         return group
 
