@@ -303,7 +303,7 @@ def test_wrong_uses_of_gathered_are_errors_on_every_rank() -> None:
         *by_stage, foreign, mixed = messages
         for shape, step in zip(by_stage[::2], by_stage[1::2], strict=True):
             assert "norm.weight (from (24,) to (25,))" in shape and "Change the model before initialize()" in shape
-            assert step.startswith("step() inside `with zeroengine.gathered(...)`")
+            assert step.startswith("engine.step() inside `with zeroengine.gathered(...)`")
         assert "that was passed to zeroengine.initialize()" in foreign
         assert "to different engines" in mixed
 
