@@ -80,9 +80,9 @@ class ForeignParameters:
         kind = type(self._optimizer).__name__
         if groups is not self._groups:
             raise ZeroEngineError(
-                f"the {kind} that was passed to initialize() has another list of param_groups now, as after its own "
-                "load_state_dict(): the engine goes on with the first one. Change hyperparameters in "
-                "engine.optimizer.param_groups, and load the optimizer's state with engine.load_checkpoint()."
+                f"the {kind} that was passed to initialize() has another list of param_groups now, while the engine goes "
+                "on with the first one. Change hyperparameters in engine.optimizer.param_groups, and load the "
+                "optimizer's state with engine.load_checkpoint()."
             )
         present = _grouped(groups)
         if all(len(now) == len(then) for now, then in zip_longest(present, self._grouped, fillvalue=())) and _same(
