@@ -80,8 +80,8 @@ class ForeignParameters:
         kind = type(self._optimizer).__name__
         if groups is not self._groups:
             raise ZeroEngineError(
-                f"the {kind} that was passed to initialize() has another list of param_groups now, while the engine goes "
-                "on with the first one. Change hyperparameters in engine.optimizer.param_groups, and load the "
+                f"the {kind} that was passed to initialize() has another list of param_groups now, while the engine "
+                "goes on with the first one. Change hyperparameters in engine.optimizer.param_groups, and load the "
                 "optimizer's state with engine.load_checkpoint()."
             )
         present = _grouped(groups)
