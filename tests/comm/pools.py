@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zeroengine.comm import Group, registered
+from zeroengine.comm import Group, native, registered
 from zeroengine.comm.registered import RegisteredPool
 from zeroengine.runtime import reserve
 
@@ -134,6 +134,26 @@ class Allocations(TorchDispatchMode):
         return result
 
 
+class GatherOfItsOwn:
+    """A gather over Gloo whose work holds no views of ``full``, as NCCL's holds none: these would share its memory."""
+
+    def __init__(self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, async_op: bool) -> None:
+        self._full: torch.Tensor | None = full
+        self._arrived = torch.empty_like(full)
+        work = dist.all_gather_into_tensor(self._arrived, shard, group=group, async_op=async_op)
+        assert work is not None
+        self._work = work
+
+    def wait(self) -> None:
+        self._work.wait()
+        if self._full is not None:
+            self._full.copy_(self._arrived)
+            self._full = None
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+
 @contextmanager
 def pretended(backend: type[Backend] = Backend, least: int = 512) -> Iterator[None]:
     """Every group's backend is NCCL as far as registration goes; Gloo moves the bytes.
@@ -156,6 +176,7 @@ def pretended(backend: type[Backend] = Backend, least: int = 512) -> Iterator[No
         return backends.setdefault(group.group_name, backend(f"group {len(backends)}"))
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "_all_gather", GatherOfItsOwn)
         patch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
         patch.setattr(torch.cuda, "MemPool", Pool)
         patch.setattr(torch.cuda, "use_mem_pool", use)

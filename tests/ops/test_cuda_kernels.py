@@ -470,7 +470,7 @@ def test_every_call_returns_what_cuda_said(emulated: Path) -> None:
         assert handle.ze_cuda_adam(device, None, None, None, 9, None, None, 0, None, 0, 0, args) == code
         assert handle.ze_cuda_squared_norm(device, None, array, 1, None, None) == code
         assert handle.ze_cuda_cast(device, None, copy, 1, 0, 1.0, 0) == code
-    assert handle.ze_cuda_adam_runs(0, None, None, None, 0, None, None, 2, None, 0, None, 0, 0) == -1
+    assert handle.ze_cuda_adam_runs(0, None, None, None, 0, None, None, 2, None, 0, 0, None, 0, 0) == -1
     for code, message in ((0, "success"), (-1, "dtype"), (35, "update the driver"), (209, "ZEROENGINE_CUDA_ARCHIT")):
         assert message in handle.ze_cuda_message(code).decode()
 
