@@ -289,6 +289,8 @@ def trained(stage: int, more: dict[str, Any]) -> tuple[list[float], float]:
         mean = loss.detach().double()
         dist.all_reduce(mean)
         found.append(mean.item() / dist.get_world_size())
+    # Nothing of NCCL's shares the memory of full buffers, or they would not be freed.
+    assert engine.memory().gathered == 0 and not engine.memory().put_off
     return found, engine.grad_norm
 
 

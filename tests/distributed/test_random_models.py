@@ -6,11 +6,11 @@ import math
 
 import pytest
 
-from .random_models import FEATURES, draw_features, random_recipe
-from .random_training import check, describe, train_plainly
+from .random_models.checking import check, describe
+from .random_models.features import FEATURES, draw_features, random_recipe
+from .random_models.training import train_plainly
 
-
-SHORT = range(40, 80)
+SHORT = range(160, 200)
 
 
 def assert_right(seeds: range) -> None:

@@ -54,7 +54,13 @@ def mamba() -> nn.Module:
 
 def clip() -> nn.Module:
     sides = {"hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": HEADS}
-    words = {"vocab_size": VOCAB, "max_position_embeddings": 16, "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0}
+    words = {
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 16,
+        "eos_token_id": 2,
+        "bos_token_id": 1,
+        "pad_token_id": 0,
+    }
     settings = transformers.CLIPConfig(
         text_config={**sides, **words, "projection_dim": 16},
         vision_config={**sides, "image_size": 16, "patch_size": 8, "projection_dim": 16},
@@ -66,7 +72,13 @@ def clip() -> nn.Module:
 def whisper() -> nn.Module:
     sides = {f"{side}_{what}": size for side in ("encoder", "decoder") for what, size in WHISPER_SIDE.items()}
     tokens = TOKENS | {"decoder_start_token_id": 1, "suppress_tokens": None, "begin_suppress_tokens": None}
-    sizes = {"d_model": WIDTH, "num_mel_bins": 8, "max_source_positions": 10, "max_target_positions": 16, "dropout": 0.0}
+    sizes = {
+        "d_model": WIDTH,
+        "num_mel_bins": 8,
+        "max_source_positions": 10,
+        "max_target_positions": 16,
+        "dropout": 0.0,
+    }
     return transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**tokens, **sides, **sizes))
 
 
