@@ -56,6 +56,7 @@ class Access:
     # -- for `gathered` ---------------------------------------------------------------------------
 
     def units_of(self, params: Iterable[nn.Parameter]) -> list[Unit]:
+        self._end_backward()  # what it has left to reduce comes before what the caller is about to exchange
         wanted = {id(param) for param in params}
         return [unit for unit in self._units if any(id(param) in wanted for param in unit.params)]
 

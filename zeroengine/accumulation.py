@@ -100,9 +100,13 @@ class Accumulation:
         self.backwards += 1
         self._new_backwards += 1
 
-    def fail_backward(self) -> None:
-        """Note a backward that raised: the step lacks its gradients, and those of earlier backwards were dropped."""
-        self.incomplete = self.incomplete or self.backwards > 0
+    def fail_backward(self, after_others: bool) -> None:
+        """Note a backward that raised: the step lacks its gradients, and those of earlier backwards were dropped.
+
+        Args:
+            after_others: whether others brought gradients that were not counted yet.
+        """
+        self.incomplete = self.incomplete or self.backwards > 0 or after_others
 
     def check_complete(self) -> None:
         """

@@ -39,6 +39,7 @@ class Backward:
         self._accumulation, self._begins = accumulation, begins
         self._by_engine = False  # whether ``run`` is under way
         self._run_raised = False
+        self._graph_task_ended = False  # whether one of them has, since the first gradient came
         self._graph_tasks: set[int] = set()  # of autograd: plain backwards that brought gradients and have not ended
         self._scaled: int | None = None  # autograd's number of the backward whose loss is scaled
 
@@ -95,7 +96,7 @@ class Backward:
             graph_task = torch._C._current_graph_task_id()
             if graph_task not in self._graph_tasks:
                 self._graph_tasks.add(graph_task)  # if the backward is refused below it has failed, for it has begun
-                queue_callback(partial(self._graph_tasks.discard, graph_task))
+                queue_callback(partial(self._end_graph_task, graph_task))
         if not self.reducer.in_backward:
             self._begin()
         if self._scales and self._scaled is None:
@@ -103,6 +104,10 @@ class Backward:
                 "loss.backward() without the loss scale that fp16 needs: call engine.backward(loss), or "
                 "engine.scale(loss).backward()"
             )
+
+    def _end_graph_task(self, graph_task: int) -> None:
+        self._graph_tasks.discard(graph_task)
+        self._graph_task_ended = True
 
     def enter_forward(self) -> None:
         """A forward of the whole model begins outside of any backward."""
@@ -113,6 +118,7 @@ class Backward:
     def _begin(self) -> None:
         wanted = self.reducer.wanted()
         self._begins(wanted)
+        self._graph_task_ended = False
         boundary = wanted and self._accumulation.begin_backward(stays_local=not self.reducer.syncing)
         if wanted:
             self.reducer.boundary = boundary
@@ -154,7 +160,7 @@ class Backward:
             self._run_raised = False
             self._graph_tasks.clear()
             self._scaled = None
-            self._accumulation.fail_backward()
+            self._accumulation.fail_backward(self._graph_task_ended)
             self.reducer.abandon()
             self.gatherer.abandon_backward()
 

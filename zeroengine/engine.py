@@ -456,7 +456,7 @@ class Engine:
 
     def _update(self, call: str) -> bool | Verdict:
         self._finish_gradients(call)
-        self.gatherer.settle()  # if it raises nothing has changed, and step() may be called again
+        self.gatherer.settle(before_update=True)  # if it raises nothing has changed, and step() may be called again
         self._accumulation.end_step(call)
         self._input_comparison.end_micro_step(True)
         if call == ENGINE_STEP:
@@ -487,9 +487,11 @@ class Engine:
         before, self.reducer.syncing = self.reducer.syncing, False
         try:
             yield
-            self._backward.end_if_over()
         finally:
-            self.reducer.syncing = before
+            try:
+                self._backward.end_if_over()
+            finally:
+                self.reducer.syncing = before
 
     def train(self, mode: bool = True) -> Engine:
         """Sets training mode, as ``nn.Module.train``."""
@@ -529,6 +531,7 @@ class Engine:
         with self._group.agreeing("to offload states", arguments) as every_rank:  # each may have a disk of its own
             path = self._parking.check_request(include, device, nvme_path, configured)
         check_same("offload_states()", every_rank)
+        self._backward.end_if_over()
         self._steps.conclude()  # it may ask for the gradients
         self.gatherer.settle()
         self.reducer.settle()

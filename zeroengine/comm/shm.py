@@ -103,6 +103,7 @@ class ShmTransport:
             return PagedBuffer(numel, dtype)
         buffer = MappedBuffer(self.lib, numel, dtype)
         self._mapped.add(buffer.tensor.data_ptr())
+        weakref.finalize(buffer, self._mapped.discard, buffer.tensor.data_ptr())
         return buffer
 
     def shard_align(self, dtype: torch.dtype) -> int:

@@ -154,20 +154,21 @@ class Gatherer:
         with span("gather", unit.name):
             unit.work = self._channel.all_gather(unit.full, unit.owned(unit.degrees.optimizer), unit.name)
 
-    def settle(self) -> None:
+    def settle(self, *, before_update: bool = False) -> None:
         """Before a step: return with no gather under way, and every unit released that the user has not gathered.
 
         No forward is in progress: what one left behind that ended without a word, by Ctrl-C, is forgotten. Whoever
         still shares the memory of a unit keeps that memory and its present values.
         """
-        self._kept_by_hooks.clear()
+        if before_update:
+            self._kept_by_hooks.clear()
         self.abandon_forward()
         for unit in self._units:
             if unit.state is State.GATHERING:
                 self.ensure(unit)
             unit.check()
             self._release(unit)
-            if unit in self._put_off and unit.released:
+            if unit in self._put_off and unit.released and unit not in self._kept_by_hooks:
                 self._announce_put_off()
                 unit.leave_full_buffer()
                 del self._put_off[unit]

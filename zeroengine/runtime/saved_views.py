@@ -95,7 +95,10 @@ def replace_saved_views(
             if node._sequence_nr() < first_sequence_number:  # type: ignore[attr-defined]
                 continue
             for name in _names_of_saved(type(node)):
-                value = getattr(node, name)
+                try:
+                    value = getattr(node, name)
+                except RuntimeError:
+                    continue  # a backward has freed it, such as torch.autograd.grad in this forward
                 for saved in value if isinstance(value, (tuple, list)) else (value,):
                     if saved is None:
                         continue
@@ -139,5 +142,6 @@ def _replace(
         return  # it was changed in place since it was saved, as backward will say
     offset = tensor.storage_offset()
     index = bisect_right(unit.layout.slots, offset, key=lambda slot: slot.offset) - 1
-    view = SavedView(unit, index, tensor.size(), tensor.stride(), offset, tensor._version)
+    version = unit.params[index]._version  # not the tensor's, for `.data` has a count of its own
+    view = SavedView(unit, index, tensor.size(), tensor.stride(), offset, version)
     saved.register_hooks(lambda _: view, read)  # type: ignore[attr-defined]
