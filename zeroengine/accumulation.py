@@ -47,6 +47,7 @@ class Accumulation:
         self._ended_micro_steps = 0  # calls of engine.step() since the last update
         self._new_backwards = 0  # since the last call of either step()
         self._passes = 0  # forwards followed by a backward since then
+        self._local_passes = 0  # of these, inside `no_sync`
         self._forward_since_backward = False
         self._last_update_by: str | None = None
         self._boundary: bool | None = None  # what set_gradient_accumulation_boundary said about this step
@@ -87,7 +88,8 @@ class Accumulation:
         self.check_complete()
         if self._forward_since_backward:
             self._forward_since_backward = False
-            self._passes += not stays_local
+            self._passes += 1
+            self._local_passes += stays_local
             self._warn_of_forgotten_step()
         if self._per_step is None:
             return self._boundary is True
@@ -125,12 +127,14 @@ class Accumulation:
         self._start_step()
 
     def _start_step(self) -> None:
-        self.backwards = self._new_backwards = self._ended_micro_steps = self._passes = 0
+        self.backwards = self._new_backwards = self._ended_micro_steps = 0
+        self._passes = self._local_passes = 0
         self.incomplete = False
         self._boundary = None
 
     def _warn_of_forgotten_step(self) -> None:
-        if self._per_step is None or self._warned or self._passes <= self._per_step + FORGOTTEN_AFTER:
+        num_passes = self._passes - self._local_passes
+        if self._per_step is None or self._warned or num_passes <= self._per_step + FORGOTTEN_AFTER:
             return
         self._warned = True
         if self._rank == 0:
@@ -138,7 +142,7 @@ class Accumulation:
                 "%d forwards and backwards without a step(): their gradients add up, and no parameter has changed "
                 "since. Call engine.step() after each micro-step, or optimizer.step() after every "
                 "gradient_accumulation_steps (%d) backwards. If adding up is what you want, write %s.",
-                self._passes,
+                num_passes,
                 self._per_step,
                 MANUAL_MODE,
             )
@@ -242,7 +246,7 @@ class Accumulation:
         """Count a call of `engine.step()` that does not update."""
         self.micro_steps += 1
         self._ended_micro_steps += 1
-        self._new_backwards = self._passes = 0
+        self._new_backwards = self._passes = self._local_passes = 0
 
     def end_step(self, call: str) -> None:
         """Count a call of `engine.step()` or `optimizer.step()` that updates."""
