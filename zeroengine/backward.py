@@ -39,7 +39,7 @@ class Backward:
         self._accumulation, self._begins = accumulation, begins
         self._by_engine = False  # whether ``run`` is under way
         self._run_raised = False
-        self._graph_task_ended = False  # whether one of them has, since the first gradient came
+        self._ended_graph_tasks: set[int] = set()  # of those, since the first gradient came
         self._graph_tasks: set[int] = set()  # of autograd: plain backwards that brought gradients and have not ended
         self._scaled: int | None = None  # autograd's number of the backward whose loss is scaled
 
@@ -107,7 +107,7 @@ class Backward:
 
     def _end_graph_task(self, graph_task: int) -> None:
         self._graph_tasks.discard(graph_task)
-        self._graph_task_ended = True
+        self._ended_graph_tasks.add(graph_task)
 
     def enter_forward(self) -> None:
         """A forward of the whole model begins outside of any backward."""
@@ -118,7 +118,7 @@ class Backward:
     def _begin(self) -> None:
         wanted = self.reducer.wanted()
         self._begins(wanted)
-        self._graph_task_ended = False
+        self._ended_graph_tasks.clear()
         boundary = wanted and self._accumulation.begin_backward(stays_local=not self.reducer.syncing)
         if wanted:
             self.reducer.boundary = boundary
@@ -157,10 +157,12 @@ class Backward:
             return
         self.end_if_over()
         if self._raised:
+            # Autograd numbers backwards as they begin, so one that ended before is no part of the one that raised.
+            after_others = any(ended < raised for ended in self._ended_graph_tasks for raised in self._graph_tasks)
             self._run_raised = False
             self._graph_tasks.clear()
             self._scaled = None
-            self._accumulation.fail_backward(self._graph_task_ended)
+            self._accumulation.fail_backward(after_others)
             self.reducer.abandon()
             self.gatherer.abandon_backward()
 
