@@ -8,6 +8,7 @@ import pytest
 
 from .random_models.checking import check, describe
 from .random_models.features import FEATURES, draw_features, random_recipe
+from .random_models.recipe import BlockSpec, Op, Recipe
 from .random_models.training import train_plainly
 
 SHORT = range(160, 200)
@@ -20,6 +21,38 @@ def assert_right(seeds: range) -> None:
 
 def test_random_models_train_as_plain_pytorch_and_the_same_at_every_stage() -> None:
     assert_right(SHORT)
+
+
+FAILED_ONCE = {
+    "a selective checkpoint of a block whose input is a Function's output": Recipe(
+        seed=1,
+        blocks=(BlockSpec(), BlockSpec(output="tuple")),
+        ops=(Op("block", 0, "reentrant"), Op("block", 1, "selective")),
+    ),
+    "a parameter in the hands of a saved-tensor hook, of a layer called past its block": Recipe(
+        seed=1,
+        blocks=(BlockSpec("direct"), BlockSpec("convolution")),
+        ops=(Op("block", 0), Op("block", 1, "saved by hooks of body")),
+    ),
+    "an evaluation in inference mode that ends a plain backward": Recipe(
+        seed=1,
+        ops=(Op("block", 0), Op("block", 1, skip=(0,))),
+        mode="two forwards, first first",
+        backward="plain",
+        evaluate="inference",
+        evaluate_when="before backward",
+    ),
+    "clipping after micro-steps in no_sync, before optimizer.step()": Recipe(
+        seed=1, loop="optimizer", steps=2, micro_steps=3, no_sync=True, clip=0.3
+    ),
+    "a view of a weight that one rank keeps": Recipe(seed=1, blocks=(BlockSpec("kept views"), BlockSpec())),
+}
+
+
+def test_recipes_that_failed_once() -> None:
+    wrong = check(list(FAILED_ONCE.values()))
+    names = [name for name, recipe in FAILED_ONCE.items() if recipe in wrong]
+    assert not wrong, f"{names}\n{describe(wrong)}"
 
 
 @pytest.mark.slow
@@ -35,7 +68,7 @@ def test_recipes_are_sound() -> None:
         drawn |= set(draw_features(seed))
         assert random_recipe(seed) == random_recipe(seed)
     assert drawn == set(FEATURES)
-    for seed in SHORT[::4]:
+    for seed in SHORT[::8]:
         first, second = train_plainly(random_recipe(seed)).values()
         assert all(map(math.isfinite, first.values + first.norms)) and all(first.norms)
         assert first.values != second.values and first.norms == second.norms
