@@ -45,6 +45,9 @@ FAILED_ONCE = {
     "clipping after micro-steps in no_sync, before optimizer.step()": Recipe(
         seed=1, loop="optimizer", steps=2, micro_steps=3, no_sync=True, clip=0.3
     ),
+    "a plain backward that raises after the backward of a reentrant checkpoint within it, and is repeated": Recipe(
+        seed=1, ops=(Op("block", 0), Op("block", 1, "reentrant")), backward="plain", fault="backward", fault_at=0
+    ),
     "a view of a weight that one rank keeps": Recipe(seed=1, blocks=(BlockSpec("kept views"), BlockSpec())),
 }
 

@@ -38,6 +38,22 @@ def eager(function: F) -> F:
 
 
 @contextlib.contextmanager
+def unrecorded() -> Iterator[None]:
+    """Run what is within unseen by a selective checkpoint, which counts operations in forward and in recomputation.
+
+    Gathers and hooks are none of the model's operations, and need not be the same in both.
+    """
+    if torch._C._len_torch_dispatch_stack():
+        from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+
+        if any(type(mode).__module__ == "torch.utils.checkpoint" for mode in _get_current_dispatch_mode_stack()):
+            with _disable_current_modes():
+                yield
+            return
+    yield
+
+
+@contextlib.contextmanager
 def untransformed() -> Iterator[None]:
     """Outside of the transforms of torch.func in progress, under which no tensor from outside may be written."""
     if torch._C._are_functorch_transforms_active():

@@ -27,7 +27,7 @@ from torch import nn
 from ..comm import Transport, span
 from ..errors import ReleasedParameterError, ZeroEngineError
 from .calls import Call, CallTracker, queue_callback
-from .eager import eager, untransformed
+from .eager import eager, unrecorded, untransformed
 from .saved_views import SavedView, current_sequence_number, replace_saved_views
 from .tree import tensors_in
 from .unit import State, Unit
@@ -105,7 +105,8 @@ class Gatherer:
             def hook(module: nn.Module, *args: Any) -> Any:
                 gatherer = me()
                 if gatherer is not None and (module is gatherer._model or module in gatherer._holders):
-                    getattr(gatherer, name)(module, *args)  # else a copy of the model, which took the hooks along
+                    with unrecorded():
+                        getattr(gatherer, name)(module, *args)  # else a copy of the model, which took the hooks along
 
             return hook
 
@@ -249,7 +250,8 @@ class Gatherer:
                 )
         if unit.transient:
             self._unhooked[unit] = None
-        self.ensure(unit)
+        with unrecorded():
+            self.ensure(unit)
 
     @eager
     def _read_saved(self, view: SavedView) -> torch.Tensor:
