@@ -129,7 +129,7 @@ class Engine:
             self._transport,
             prefetch_numel=zero.prefetch_bucket_size if zero.overlap_comm else 0,
             max_live_numel=zero.max_live_parameters,
-            finish_backward=self._backward.enter_forward,
+            enter_forward=self._backward.enter_forward,
         )
         self.reducer = Reducer(
             self._units,

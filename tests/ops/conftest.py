@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -12,12 +13,19 @@ from zeroengine.errors import ZeroEngineError
 
 @pytest.fixture(params=["avx512", "avx2", "portable"])
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    with instruction_set(request.param):
+        yield request.param
+
+
+@contextmanager
+def instruction_set(name: str) -> Iterator[None]:
+    """Run the CPU kernels by the instruction set ``name``, or skip the test where this CPU has none such."""
     if not ops.compiled():
         pytest.skip("zeroengine's CPU library was not built")
     before = ops.cpu_isa()
     try:
-        ops.set_cpu_isa(request.param)
+        ops.set_cpu_isa(name)
     except ZeroEngineError:
-        pytest.skip(f"this CPU has no {request.param}")
-    yield request.param
+        pytest.skip(f"this CPU has no {name}")
+    yield
     ops.set_cpu_isa(before)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.ops.conftest import instruction_set
 from tests.ops.test_adam import State, assert_same_bits
 from zeroengine import ops
-from zeroengine.errors import ZeroEngineError
 from zeroengine.ops import adam
 
 SIZES = [0, 1, 31, 32, 33, 257, 4099]
@@ -54,15 +54,8 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(adam, "library", lambda: None)
         yield request.param
         return
-    if not ops.compiled():
-        pytest.skip("zeroengine's CPU library was not built")
-    before = ops.cpu_isa()
-    try:
-        ops.set_cpu_isa(request.param)
-    except ZeroEngineError:
-        pytest.skip(f"this CPU has no {request.param}")
-    yield request.param
-    ops.set_cpu_isa(before)
+    with instruction_set(request.param):
+        yield request.param
 
 
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])

@@ -51,7 +51,7 @@ class Gatherer:
     Args:
         prefetch_numel: elements that may be gathered ahead of use.
         max_live_numel: elements of released units that may be whole at one time before prefetching stops.
-        finish_backward: called where no backward can be under way: the last one has ended, or raised.
+        enter_forward: called as a forward of the whole model begins outside of a backward, which has ended or raised.
     """
 
     def __init__(
@@ -62,14 +62,14 @@ class Gatherer:
         *,
         prefetch_numel: int,
         max_live_numel: int,
-        finish_backward: Callable[[], None],
+        enter_forward: Callable[[], None],
     ) -> None:
         self._units = list(units)
         self._transport, self._channel = transport, transport.gather
         stored = any(unit.stored is not None for unit in self._units)
         self._prefetch_numel = prefetch_numel if transport.overlaps or stored else 0
         self._max_live_numel = max_live_numel
-        self._finish_backward = finish_backward
+        self._enter_forward = enter_forward
         self._num_user_gathered: dict[Unit, int] = dict.fromkeys(self._units, 0)  # by ``gathered``
         self.lent = 0  # units in `gathered`: ranks may run different forwards, so no order is learnt or followed
         self._running = 0  # forwards of the whole model in progress
@@ -274,7 +274,7 @@ class Gatherer:
         if not self._enter_backward():
             if not self._running:
                 self.abandon_backward()
-                self._finish_backward()
+                self._enter_forward()
                 self._release_put_off()
             if not (self._running or self.lent):
                 self._order.start_pass()

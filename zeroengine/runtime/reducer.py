@@ -85,7 +85,7 @@ class Reducer:
         self._slots = Slots(transport, self.gradients)
         self._slots.make(slots or {})
         self._slot_of: dict[UnitGradients, Slot] = {}  # being filled
-        self._late = False
+        self._late = False  # a gradient came after its unit was reduced in this step
         self.syncing = True  # False inside no_sync: gradients stay on this rank
         self.boundary = True  # whether the micro-step in progress is the last before a step
         self.in_backward = False
