@@ -90,7 +90,7 @@ class Unit:
         self._stubs = [_stub(view) for view in self._views]
         self._required_grad = [param.requires_grad for param in self.params]
         self._storage: int = self.full.untyped_storage()._cdata
-        # Counted while the parameters are views of the full buffer, as they are whenever ``is_shared`` compares with it.
+        # Counted while the parameters are views of the full buffer, as they are when ``is_shared`` compares with it.
         self._num_own_tensors = torch._C._storage_Use_Count(self._storage)  # type: ignore[attr-defined]
         if self._buffer is not None:
             for param, stub in zip(self.params, self._stubs, strict=True):
