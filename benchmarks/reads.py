@@ -92,7 +92,7 @@ def measure(layers: int, rounds: int) -> dict[str, list[float]]:
         "plain forward and backward": lambda: without(False),
         "the same inside saved_tensors_hooks": lambda: without(True),
     }
-    found: dict[str, list[float]] = defaultdict(list)
+    measured: dict[str, list[float]] = defaultdict(list)
     for number in range(rounds + 1):
         for name, case in cases.items():
             clock.seconds.clear()
@@ -102,8 +102,8 @@ def measure(layers: int, rounds: int) -> dict[str, list[float]]:
             rows = {**clock.seconds, name: time.perf_counter() - begin}
             if number:  # the first one warms up
                 for row, seconds in rows.items():
-                    found[row].append(seconds / STEPS / layers * 1e6)
-    return found
+                    measured[row].append(seconds / STEPS / layers * 1e6)
+    return measured
 
 
 def main() -> None:

@@ -48,7 +48,7 @@ class Accumulation:
         self._new_backwards = 0  # since the last call of either step()
         self._passes = 0  # forwards followed by a backward since then
         self._local_passes = 0  # of these, inside `no_sync`
-        self._forward_since_backward = False
+        self._forwards = 0  # of the whole model since the last call of either step(), that no backward has followed
         self._last_update_by: str | None = None
         self._boundary: bool | None = None  # what set_gradient_accumulation_boundary said about this step
         self._warned = False
@@ -72,7 +72,7 @@ class Accumulation:
 
     def begin_forward(self) -> None:
         """Note a forward of the whole model that a backward may follow."""
-        self._forward_since_backward = True
+        self._forwards += 1
 
     def begin_backward(self, *, stays_local: bool = False) -> bool:
         """Count a backward that begins, and return whether its reduction may start at once.
@@ -86,8 +86,7 @@ class Accumulation:
             ZeroEngineError: gradients of this step are missing.
         """
         self.check_complete()
-        if self._forward_since_backward:
-            self._forward_since_backward = False
+        if self._forwards:
             self._passes += 1
             self._local_passes += stays_local
             self._warn_of_forgotten_step()
@@ -97,10 +96,18 @@ class Accumulation:
             return self.backwards + 1 >= self._per_step
         return self._ended_micro_steps + 1 == self._per_step
 
-    def end_backward(self) -> None:
-        """Count a backward that has produced gradients."""
-        self.backwards += 1
-        self._new_backwards += 1
+    def end_backward(self, num_graph_tasks: int = 1) -> None:
+        """Count a backward that has produced gradients.
+
+        Args:
+            num_graph_tasks: backwards of autograd's that it consists of. They are several calls of `loss.backward()`
+                where several forwards came before them, and backwards within one another where none did.
+        """
+        num_backwards = max(1, min(num_graph_tasks, self._forwards))
+        self._forwards = max(0, self._forwards - num_backwards)
+        self.backwards += num_backwards
+        self._new_backwards += num_backwards
+        self._passes += num_backwards - 1
 
     def fail_backward(self, after_others: bool) -> None:
         """Note a backward that raised: the step lacks its gradients, and those of earlier backwards were dropped.
@@ -109,6 +116,7 @@ class Accumulation:
             after_others: whether others brought gradients that were not counted yet.
         """
         self.incomplete = self.incomplete or self.backwards > 0 or after_others
+        self._forwards = 0
 
     def check_complete(self) -> None:
         """
@@ -128,7 +136,7 @@ class Accumulation:
 
     def _start_step(self) -> None:
         self.backwards = self._new_backwards = self._ended_micro_steps = 0
-        self._passes = self._local_passes = 0
+        self._forwards = self._passes = self._local_passes = 0
         self.incomplete = False
         self._boundary = None
 
@@ -160,7 +168,7 @@ class Accumulation:
         # Where optimizer.step() ends steps, the micro-step in progress is that of the last forward. Before the first
         # update two losses of one forward may still be a micro-step that engine.step() is going to end.
         ended = self.backwards if self._last_update_by == OPTIMIZER_STEP else self._passes
-        return ended + self._forward_since_backward >= self._per_step
+        return ended + bool(self._forwards) >= self._per_step
 
     def set_boundary(self, boundary: bool) -> None:
         """Say whether the next backward is the last one before an update, in manual accumulation.
@@ -246,7 +254,7 @@ class Accumulation:
         """Count a call of `engine.step()` that does not update."""
         self.micro_steps += 1
         self._ended_micro_steps += 1
-        self._new_backwards = self._passes = self._local_passes = 0
+        self._new_backwards = self._forwards = self._passes = self._local_passes = 0
 
     def end_step(self, call: str) -> None:
         """Count a call of `engine.step()` or `optimizer.step()` that updates."""

@@ -133,7 +133,7 @@ class Backward:
         except BaseException:
             self._run_raised = True
             raise
-        self._accumulation.end_backward()
+        self._accumulation.end_backward(len(self._ended_graph_tasks))
 
     @property
     def _raised(self) -> bool:

@@ -67,13 +67,13 @@ class ForeignParameters:
     def _check_model(self) -> None:
         if _same(self._parameters(), self._known_parameters) and _same(self._children(), self._known_children):
             return
-        found = list(_named_parameters(self._model))
-        foreign = [(name, param) for name, param in found if param not in self._names]
+        named = list(_named_parameters(self._model))
+        foreign = [(name, param) for name, param in named if param not in self._names]
         if foreign:
             raise ZeroEngineError(self._foreign_message(foreign))
         self._remember()
         if self._rank == 0:
-            self._note_changes(found)
+            self._note_changes(named)
 
     def _check_groups(self) -> None:
         groups = self._optimizer.param_groups

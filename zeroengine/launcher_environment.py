@@ -69,8 +69,8 @@ def _rank_of_slurm(environ: Mapping[str, str]) -> LaunchedRank | None:
         return None
     rank, world_size, local_rank = (int(environ[name]) for name in SLURM_NAMES[:3])
     counts, node = list(expand_counts(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))), environ.get("SLURM_NODEID", "")
-    here = counts[int(node)] if node.isdecimal() and int(node) < len(counts) else None
-    return LaunchedRank("srun", rank, world_size, local_rank, here)
+    local_world_size = counts[int(node)] if node.isdecimal() and int(node) < len(counts) else None
+    return LaunchedRank("srun", rank, world_size, local_rank, local_world_size)
 
 
 def torch_variables(
@@ -82,17 +82,17 @@ def torch_variables(
         address: of rank 0's node; else MASTER_ADDR, this node if all ranks are on it, or the first that Slurm names.
         port: of the store there; else MASTER_PORT, or one made of the job's id where 0.
     """
-    found = {"RANK": str(launched.rank), "WORLD_SIZE": str(launched.world_size)}
+    variables = {"RANK": str(launched.rank), "WORLD_SIZE": str(launched.world_size)}
     if launched.local_rank is not None:
-        found["LOCAL_RANK"] = str(launched.local_rank)
+        variables["LOCAL_RANK"] = str(launched.local_rank)
     if launched.local_world_size is not None:
-        found["LOCAL_WORLD_SIZE"] = str(launched.local_world_size)
+        variables["LOCAL_WORLD_SIZE"] = str(launched.local_world_size)
     address = address or environ.get("MASTER_ADDR") or _address(launched, environ)
     if address is not None:
-        found["MASTER_ADDR"] = address
-    job = _job(launched, environ)
-    found["MASTER_PORT"] = str(port or environ.get("MASTER_PORT") or FIRST_PORT + zlib.crc32(job.encode()) % NUM_PORTS)
-    return found
+        variables["MASTER_ADDR"] = address
+    port_of_job = FIRST_PORT + zlib.crc32(_job(launched, environ).encode()) % NUM_PORTS
+    variables["MASTER_PORT"] = str(port or environ.get("MASTER_PORT") or port_of_job)
+    return variables
 
 
 def _address(launched: LaunchedRank, environ: Mapping[str, str]) -> str | None:

@@ -17,7 +17,7 @@ from .comm import Transport
 from .config import Config
 from .errors import DivergenceError, ZeroEngineError
 from .late import can_be_taken_back, reversibly
-from .optim import LossScaler, ScheduleGuard, ShardedOptimizer, Verdict, has_own_step_hooks
+from .optim import GradientSummary, LossScaler, ScheduleGuard, ShardedOptimizer, Verdict, has_own_step_hooks
 from .runtime import Reducer
 
 log = logging.getLogger("zeroengine")
@@ -116,7 +116,13 @@ class Steps:
             0-d float64 on the device that the gradients are on.
         """
         self.settle()
-        norm = self._optimizer.norm(self.divisor(), self._label())
+        divisor = self.divisor()
+        if self._optimizer.on_device:
+            self._reduce_late_here()
+            norm = self._optimizer.norm(divisor, self._label())
+        else:
+            summary = self._summarise(self._label())
+            norm = torch.tensor(summary.norm / divisor, dtype=torch.float64, device=self._optimizer.computes_on)
         self._clip_once = min(max_norm, self._clip_once or math.inf)
         return norm
 
@@ -149,9 +155,10 @@ class Steps:
         """
         limit = self._take_limit()
         if self._optimizer.on_device:
+            self._reduce_late_here()
             return self._issue(limit)
         try:
-            norm, used = self._optimizer.norm_and_use(self._label(limit))
+            norm, used, _ = self._summarise(self._label(limit))
         except DivergenceError:
             self._reducer.reset()
             raise
@@ -167,6 +174,19 @@ class Steps:
         self._reducer.reset()
         self._count(updates, finite)
         return updates
+
+    def _summarise(self, label: str) -> GradientSummary:
+        """Return the summary of the gradients, once those that wait on some rank have been reduced."""
+        summary = self._optimizer.summarise(label, late=self._reducer.late)
+        if summary.any_late:
+            self._reducer.reduce_late()
+            summary = self._optimizer.summarise(label, late=False)
+        return summary
+
+    def _reduce_late_here(self) -> None:
+        """Reduce what waits on this rank, taking it that all ranks do: asking them would make the host wait."""
+        if self._reducer.late:
+            self._reducer.reduce_late()
 
     def _issue(self, limit: float) -> Verdict:
         """An update whose verdict is not known yet."""

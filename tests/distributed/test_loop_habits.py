@@ -21,8 +21,9 @@ from zeroengine import ZeroEngineError
 from zeroengine.optim.caller_optimizer import PartitionedStateDict
 from zeroengine.start import make_engine as make_engine_on
 
-from .models import batch, build
+from .models import TinyLM, batch, build
 from .ranks import run_ranks
+from .test_reads import BlockTwice
 from .training import Task, Trained, adamw, assert_close, assert_same_bits, make_engine, settings, start, train_plainly
 
 STAGES = (0, 1, 2, 3)
@@ -85,6 +86,41 @@ def test_optimizer_step_in_the_loop_trains_as_plain_pytorch(task: Task, use_engi
         assert_same_bits(found[0], found[1], "stages 0 and 1")
         assert_same_bits(found[2], found[3], "stages 2 and 3")
     for stage in (0, 2):
+        assert_close([found[stage] for found in ranks], train_plainly(task))
+
+
+def forwards_first(stages: Sequence[int], task: Task) -> list[Trained]:
+    """All forwards of a step, then all its backwards, then the step."""
+    start()
+    trained = []
+    for stage in stages:
+        model = build(task.factory)
+        optimizer = task.optimizer(model)
+        engine = make_engine_on(model, optimizer, settings(task, stage))
+        losses: list[float] = []
+        norms = []
+        for first in range(0, task.steps * task.micro_steps, task.micro_steps):
+            of_step = [engine(*task.data(first + i, engine.rank)) for i in range(task.micro_steps)]
+            for loss in of_step[:-1]:
+                loss.backward()
+            if task.factory is TinyLM:
+                with pytest.raises(ZeroEngineError, match="after 2 of 3 backwards"):
+                    optimizer.step()
+            of_step[-1].backward()
+            norms.append(engine.clip_grad_norm_(1e9).item())
+            optimizer.step()
+            optimizer.zero_grad()
+            losses += [loss.item() for loss in of_step]
+        trained.append(Trained(losses, norms, engine.full_state_dict()))
+        engine.close()
+    return trained
+
+
+@pytest.mark.parametrize("factory", [TinyLM, BlockTwice])
+def test_forwards_that_all_come_before_the_backwards_are_micro_steps(factory: Callable[[], nn.Module]) -> None:
+    task = Task(factory=factory, micro_steps=3, steps=3)
+    ranks = run_ranks(2, forwards_first, STAGES, task)
+    for stage in STAGES:
         assert_close([found[stage] for found in ranks], train_plainly(task))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -48,8 +49,8 @@ class ChunkedLoss(torch.autograd.Function):
     """Cross entropy by rows, whose backward computes each chunk again and runs a backward of its own for it."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, head: nn.Module, labels: torch.Tensor) -> torch.Tensor:
-        ctx.head, ctx.labels = head, labels
+    def forward(ctx: Any, x: torch.Tensor, head: nn.Module, labels: torch.Tensor, num_chunks: int) -> torch.Tensor:
+        ctx.head, ctx.labels, ctx.num_chunks = head, labels, num_chunks
         ctx.save_for_backward(x)
         with torch.no_grad():
             return F.cross_entropy(head(x), labels, reduction="sum") / labels.numel()
@@ -58,21 +59,37 @@ class ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
         (x,) = ctx.saved_tensors
         parts = []
-        for rows, labels in zip(x.detach().split(5), ctx.labels.split(5), strict=True):
+        for rows, labels in zip(x.detach().chunk(ctx.num_chunks), ctx.labels.chunk(ctx.num_chunks), strict=True):
             with torch.enable_grad():
                 rows.requires_grad_()
                 loss = F.cross_entropy(ctx.head(rows), labels, reduction="sum") / ctx.labels.numel()
             loss.backward(gradient)
             parts.append(rows.grad)
-        return torch.cat(parts), None, None
+        return torch.cat(parts), None, None, None
 
 
 class LossInChunks(TinyLM):
+    def num_chunks(self) -> int:
+        return 4
+
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         x = self.tok(ids)
         for block in self.blocks:
             x = block(x)
-        return ChunkedLoss.apply(self.norm(x).flatten(0, 1), self.head, labels.flatten())
+        return ChunkedLoss.apply(self.norm(x).flatten(0, 1), self.head, labels.flatten(), self.num_chunks())
+
+
+class LossInChunksByRank(LossInChunks):
+    """Of which the ranks make different numbers, and each rank another from step to step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def num_chunks(self) -> int:
+        self.calls += 1
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        return 1 + (self.calls + rank) % 4
 
 
 class Router(Block):
@@ -282,7 +299,7 @@ def test_reads_that_no_hook_announces_train_as_plain_pytorch(factory: Callable[[
 
 
 @TRANSPORTS
-@pytest.mark.parametrize("factory", [BlockTwice, LossInChunks])
+@pytest.mark.parametrize("factory", [BlockTwice, LossInChunks, LossInChunksByRank])
 def test_backwards_within_a_backward_lose_no_gradient(factory: Callable[[], nn.Module], transport: str) -> None:
     """From the first step on, in which nobody knows yet how many gradients each parameter gets."""
     for micro_steps in (1, 2):

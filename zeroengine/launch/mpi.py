@@ -23,9 +23,9 @@ def adapted(environ: Mapping[str, str], address: str | None = None, port: int = 
         raise LaunchError(
             "--launcher mpi: MPI has not started this process. Write mpirun -n 4 zero-launch --launcher mpi ..."
         )
-    found = torch_variables(launched, environ, address, port)
-    if "MASTER_ADDR" not in found:
+    variables = torch_variables(launched, environ, address, port)
+    if "MASTER_ADDR" not in variables:
         raise LaunchError(
             "--launcher mpi: on several hosts, where is rank 0? Add --master-addr with the first host's address"
         )
-    return found
+    return variables

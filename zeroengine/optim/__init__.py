@@ -6,10 +6,11 @@ from .factory import OptimizerLike, make_optimizer
 from .lion import Lion
 from .scaler import LossScaler
 from .schedules import LRSchedulerLike, ScheduleGuard, make_scheduler
-from .sharded import ShardedOptimizer, check_optimizer
+from .sharded import GradientSummary, ShardedOptimizer, check_optimizer
 from .states import UnitStates
 
 __all__ = [
+    "GradientSummary",
     "LRSchedulerLike",
     "Lion",
     "LossScaler",

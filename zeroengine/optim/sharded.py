@@ -12,7 +12,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,6 +30,14 @@ from .states import UnitStates
 
 # Optimizers whose update of an element looks at other elements: wrong on a shard.
 NOT_ELEMENTWISE = {"Adafactor", "Muon", "SparseAdam", "Shampoo", "LAMB", "Lamb", "LARS"}
+
+
+class GradientSummary(NamedTuple):
+    """What the ranks know together of the gradients that an update is to be made of."""
+
+    norm: float  # of the summed gradients, before any division
+    used: list[list[bool]]  # for each unit and parameter, whether any rank computed a gradient
+    any_late: bool  # whether gradients still wait on some rank, see ``Reducer.reduce_late``
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -97,18 +105,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for states in self.units:
                 states.adam_moments()
         here = fused and bool(self.units) and all(states.is_here for states in self.units)
-        wanted = (here and _served(self._computes_on)) if on_device is None else on_device
+        wanted = (here and _served(self.computes_on)) if on_device is None else on_device
         self._device: DeviceAdam | None = None
         if here and wanted:
             self._device = DeviceAdam(self, inner, self._groups, self.units, transport, writes)
 
     @property
-    def _computes_on(self) -> torch.device:
+    def computes_on(self) -> torch.device:
+        """The device that gradients are on when their norm is taken."""
         return self.units[0].unit.full.device if self.units else torch.device("cpu")
 
     @property
     def on_device(self) -> bool:
-        """Whether ``issue`` takes a step, rather than ``norm_and_use`` and ``update``."""
+        """Whether ``issue`` takes a step, rather than ``summarise`` and ``update``."""
         return self._device is not None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -147,36 +156,38 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # -- norm -------------------------------------------------------------------------------------
 
-    def norm_and_use(self, label: str = "norm") -> tuple[float, list[list[bool]]]:
-        """The global norm of the summed gradients, and which parameters got any gradient on any rank.
+    def summarise(self, label: str, *, late: bool) -> GradientSummary:
+        """Return the norm of the summed gradients, which parameters got any, and whether some are still to come.
 
-        One collective of a float64 vector: the squared norm of this rank's slices, then a flag for each
-        parameter, then what says whether the ranks wrote the same values from outside.
+        One collective of a float64 vector: the squared norm of this rank's slices, whether gradients wait on this rank,
+        then a flag for each parameter, then what says whether the ranks wrote the same values from outside.
+
+        Args:
+            label: names the collective; ranks that differ in it are refused.
+            late: whether gradients wait on this rank.
 
         Raises:
             DivergenceError: on every rank, where they did not. Nothing has changed.
         """
         flags = [float(used) for states in self.units for used in states.grads.used]
-        values = to_device([0.0, *flags, *self._writes.sums()], self._computes_on)
+        values = to_device([0.0, late, *flags, *self._writes.sums()], self.computes_on)
         world = self._transport.world_size
         for states in self.units:
             known = states.grads.squared_norm
             values[0] += _squared_norm(states.gradient_for_norm(world)) if known is None else known
         total = self._transport.all_reduce_scalars(values, label).tolist()
         self._transport.check_order()
-        used, at = [], 1
+        used, at = [], 2
         for states in self.units:
             used.append([flag > 0 for flag in total[at : at + len(states.steps)]])
             at += len(states.steps)
         self._writes.confirm(self._writes.suspects(total[at:]))
-        return math.sqrt(total[0]) if total[0] >= 0 else math.nan, used
+        return GradientSummary(math.sqrt(total[0]) if total[0] >= 0 else math.nan, used, total[1] > 0)
 
     def norm(self, divisor: float, label: str) -> torch.Tensor:
-        """Return the global norm of the summed gradients over ``divisor``, 0-d float64 on their device."""
-        if self._device is not None:
-            return self._device.norm(divisor, label)
-        norm, _ = self.norm_and_use(label)
-        return torch.tensor(norm / divisor, dtype=torch.float64, device=self._computes_on)
+        """Return the norm that ``issue`` would find, 0-d float64 on the device."""
+        assert self._device is not None
+        return self._device.norm(divisor, label)
 
     def first_not_finite(self) -> str | None:
         """The first parameter, in forward order, whose summed gradient is not finite; the same on every rank."""
@@ -190,7 +201,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             flags += bad
         names = [slot.name for states in self.units for slot in states.unit.layout.slots]
         total = self._transport.all_reduce_scalars(
-            torch.tensor(flags, dtype=torch.float64, device=self._computes_on), "where not finite"
+            torch.tensor(flags, dtype=torch.float64, device=self.computes_on), "where not finite"
         )
         return next((name for name, flag in zip(names, total.tolist(), strict=True) if flag), None)
 

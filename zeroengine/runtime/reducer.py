@@ -14,7 +14,8 @@ In one backward autograd adds up all that a parameter gets before it hands over 
 others: each reentrant checkpoint runs one of its own, and so does a Function whose backward calls ``torch.autograd``.
 A parameter that several of them use gets a gradient from each. So a unit is complete when as many gradients of each
 parameter have arrived as in the backward before. Those that come after it was sent all the same, as they do the first
-time, wait on this rank and are reduced with the next micro-step's, or before the update (``_reduce_late``).
+time, wait on this rank and are reduced with the next micro-step's, or before the update (``reduce_late``). No other
+rank knows of them (``late``), so whoever takes the step asks all ranks first.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class Reducer:
         self._slots = Slots(transport, self.gradients)
         self._slots.make(slots or {})
         self._slot_of: dict[UnitGradients, Slot] = {}  # being filled
-        self._late = False  # a gradient came after its unit was reduced in this step
+        self.late = False  # a gradient came after its unit was reduced in this step, and waits on this rank
         self.syncing = True  # False inside no_sync: gradients stay on this rank
         self.boundary = True  # whether the micro-step in progress is the last before a step
         self.in_backward = False
@@ -125,7 +126,7 @@ class Reducer:
         if param.grad is None:
             pass  # a Function gave None: torch calls its hooks all the same
         elif self._stays_local(grads):
-            self._late = self._late or grads.reduced
+            self.late = self.late or grads.reduced
             if grads.dtype is not param.dtype:
                 self._set_aside(grads, index, param)
         else:
@@ -268,19 +269,17 @@ class Reducer:
     # -- step -------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Returns with every gradient reduced into what this rank keeps."""
+        """Return with every gradient reduced into what this rank keeps, except those that are ``late``."""
         for grads in self._order:
             if not grads.reduced:  # all its micro-steps were inside no_sync
                 for index, param in enumerate(grads.unit.params):
                     if self._has_gradient(grads, index):
                         self._collect(grads, index, param)
                 self._reduce(grads)
-        if self._late:
-            self._reduce_late()
         self.settle()
 
-    def _reduce_late(self) -> None:
-        """Gradients of backwards that came after the reduce and were not reduced themselves."""
+    def reduce_late(self) -> None:
+        """Reduce the gradients that came after their unit was reduced. Call it on every rank if any rank has some."""
         self.settle()
         for grads in self._order:
             slot = self._slots.take(grads)
@@ -291,7 +290,8 @@ class Reducer:
                     slot.views[index].zero_()
             self._copy_together()
             self._send(slot, grads, grads.owned(grads.unit.degrees.optimizer), accumulate=True)
-        self._late = False
+        self.settle()
+        self.late = False
 
     # -- looking and surgery ----------------------------------------------------------------------
 
@@ -348,7 +348,7 @@ class Reducer:
             slot.busy = False
         self._slot_of.clear()
         self._bucket.clear()
-        self.in_backward = self._late = False
+        self.in_backward = self.late = False
         for grads in self.gradients:
             grads.num_pending = 0
             grads.local.clear()

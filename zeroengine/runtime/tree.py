@@ -31,11 +31,6 @@ def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
     return (leaf for leaf in leaves_in(tree) if isinstance(leaf, torch.Tensor))
 
 
-def may_hide_tensors(tree: Any) -> bool:
-    """Whether ``tree`` holds an object of a class that nobody here can look into."""
-    return any(not isinstance(leaf, (torch.Tensor, type(None), bool, int, float, str)) for leaf in leaves_in(tree))
-
-
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
     """Return ``tree`` with ``function`` applied to each tensor.
 
