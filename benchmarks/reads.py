@@ -4,8 +4,9 @@
 
 One process is rank 0 of 64 at stage 3 (torch's `fake` process group, whose collectives move nothing). The model is so
 narrow that nearly all of its time is the host's. In each round every case takes some steps in turn; the table gives
-medians over the rounds. The first three rows are parts of the engine's step, timed inside of it. The last rows put
-torch's own `saved_tensors_hooks` around the same model without an engine: what guarding by them would add.
+medians over the rounds. The first three rows are parts of the engine's step, timed inside of it. FSDP2's step is of the
+same model, sharded by block, with torch's fused AdamW. The last rows put torch's own `saved_tensors_hooks` around the
+same model without an engine: what guarding by them would add.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from workload import Transformer
 
@@ -75,6 +77,15 @@ def measure(layers: int, rounds: int) -> dict[str, list[float]]:
         },
     )
     plain = build()
+    sharded = build()
+    for block in (*sharded.blocks, sharded):
+        fully_shard(block)
+    optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-4, fused=True)
+
+    def with_fsdp2() -> None:
+        sharded(ids, ids).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
     def with_engine() -> None:
         engine.backward(engine(ids, ids))
@@ -89,6 +100,7 @@ def measure(layers: int, rounds: int) -> dict[str, list[float]]:
 
     cases = {
         "whole step of the engine": with_engine,
+        "whole step of FSDP2": with_fsdp2,
         "plain forward and backward": lambda: without(False),
         "the same inside saved_tensors_hooks": lambda: without(True),
     }

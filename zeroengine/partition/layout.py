@@ -12,6 +12,7 @@ All offsets and sizes count elements, not bytes.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -94,6 +95,14 @@ class FlatLayout:
     def param_numel(self) -> int:
         """Elements of the parameters themselves, without padding."""
         return sum(slot.numel for slot in self.slots)
+
+    @cached_property
+    def _offsets(self) -> list[int]:
+        return [slot.offset for slot in self.slots]
+
+    def slot_at(self, offset: int) -> int:
+        """Return the number of the slot that holds the element at ``offset`` of the flat buffer."""
+        return bisect_right(self._offsets, offset) - 1
 
     def shard_numel(self, degree: int) -> int:
         return self.numel // degree

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -12,6 +12,7 @@ import torch
 F = TypeVar("F", bound=Callable[..., Any])
 
 _dynamo = torch._C._dynamo.eval_frame
+_AS_IT_IS = nullcontext()
 
 
 def eager(function: F) -> F:
@@ -37,9 +38,8 @@ def eager(function: F) -> F:
     return functools.wraps(function)(run)  # type: ignore[return-value]
 
 
-@contextlib.contextmanager
-def unrecorded() -> Iterator[None]:
-    """Run what is within unseen by a selective checkpoint, which counts operations in forward and in recomputation.
+def unrecorded() -> AbstractContextManager[Any]:
+    """Return a context that a selective checkpoint does not see, which counts operations in forward and recomputation.
 
     Gathers and hooks are none of the model's operations, and need not be the same in both.
     """
@@ -47,19 +47,14 @@ def unrecorded() -> Iterator[None]:
         from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
         if any(type(mode).__module__ == "torch.utils.checkpoint" for mode in _get_current_dispatch_mode_stack()):
-            with _disable_current_modes():
-                yield
-            return
-    yield
+            return _disable_current_modes()
+    return _AS_IT_IS
 
 
-@contextlib.contextmanager
-def untransformed() -> Iterator[None]:
-    """Outside of the transforms of torch.func in progress, under which no tensor from outside may be written."""
+def untransformed() -> AbstractContextManager[Any]:
+    """Return a context outside of torch.func's transforms, in which no tensor from outside of them may be written."""
     if torch._C._are_functorch_transforms_active():
         from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-        with temporarily_clear_interpreter_stack():
-            yield
-    else:
-        yield
+        return temporarily_clear_interpreter_stack()
+    return _AS_IT_IS

@@ -69,6 +69,7 @@ class Gatherer:
         stored = any(unit.stored is not None for unit in self._units)
         self._prefetch_numel = prefetch_numel if transport.overlaps or stored else 0
         self._max_live_numel = max_live_numel
+        self._live_numel = sum(unit.layout.numel for unit in self._units if unit.transient)  # not released
         self._enter_forward = enter_forward
         self._num_user_gathered: dict[Unit, int] = dict.fromkeys(self._units, 0)  # by ``gathered``
         self.lent = 0  # units in `gathered`: ranks may run different forwards, so no order is learnt or followed
@@ -95,7 +96,7 @@ class Gatherer:
         self._handles = self._hook(model)
         for unit in self._units:
             if unit.transient:
-                unit.release(self._resolve)  # it was built without memory in its full buffer
+                self._mark_released(unit)  # it was built without memory in its full buffer
 
     def _hook(self, model: nn.Module) -> list[Any]:
         me = weakref.ref(self)
@@ -136,6 +137,7 @@ class Gatherer:
     def start(self, unit: Unit) -> None:
         """Issues the gather of a released unit."""
         if unit.state is State.RELEASED:
+            self._live_numel += unit.layout.numel
             with untransformed(), span("gather", unit.name):
                 unit.gather()
 
@@ -196,12 +198,16 @@ class Gatherer:
             return
         if any(unit in forward.units for forward in self._forwards):
             return
-        unit.release(self._resolve)
+        self._mark_released(unit)
         if unit in self._kept_by_hooks or unit.is_shared:
             self._put_off[unit] = None
         else:
             self._put_off.pop(unit, None)
             unit.free_full_buffer()
+
+    def _mark_released(self, unit: Unit) -> None:
+        self._live_numel -= unit.layout.numel
+        unit.release(self._resolve)
 
     def put_off(self) -> list[Unit]:
         """Return the units whose full buffers are not freed because somebody shares their memory."""
@@ -355,13 +361,16 @@ class Gatherer:
 
     def _prefetch(self) -> None:
         """Starts what comes next, up to the bounds on elements; the very next unit however large it is."""
-        live = sum(u.layout.numel for u in self._units if u.transient and not u.released)
-        ahead: dict[Unit, None] = {}
+        live_numel, ahead_numel = self._live_numel, 0
+        ahead: set[Unit] = set()
         for unit in self._order.upcoming():
-            ahead[unit] = None
-            live += unit.layout.numel if unit.released else 0
-            far = len(ahead) > 1 and sum(u.layout.numel for u in ahead) > self._prefetch_numel
-            if far or live > self._max_live_numel:
+            numel = unit.layout.numel
+            if unit not in ahead:
+                ahead.add(unit)
+                ahead_numel += numel
+            live_numel += numel if unit.released else 0
+            far = len(ahead) > 1 and ahead_numel > self._prefetch_numel
+            if far or live_numel > self._max_live_numel:
                 break
             if unit.released:
                 if self._transport.overlaps if unit.stored is None else unit.stored.gathers_ahead:

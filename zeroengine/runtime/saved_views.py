@@ -7,9 +7,9 @@ forward of a module has ended, the graph behind its outputs is walked, as far as
 that lies in a full buffer is given hooks (``SavedTensor.register_hooks``): the graph keeps a ``SavedView``, which takes
 no memory, and reading it gathers the unit.
 
-The usual way, ``torch.autograd.graph.saved_tensors_hooks`` around the forward, sees every tensor that is saved. But
-torch.func refuses to run inside of it, it takes autograd's check for changes in place from all saved tensors, and it
-costs more than twice the time, for all activations pass through it.
+The usual way, ``torch.autograd.graph.saved_tensors_hooks`` around the forward, costs the host less (docs/benchmarks.md)
+and sees every tensor that is saved. But torch.func refuses to run inside of it, and it takes autograd's check for
+changes in place from all activations.
 
 What the walk does not meet (graphs behind attributes, in objects of unknown classes, of torch.func) keeps its tensors.
 These share the memory of the full buffer, which is therefore not freed: see ``Unit.is_shared``.
@@ -17,9 +17,8 @@ These share the memory of the full buffer, which is therefore not freed: see ``U
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,8 +33,7 @@ current_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 _saved_names: dict[type, tuple[str, ...]] = {}  # by class of nodes: the attributes that are saved tensors
 
 
-@dataclass(frozen=True)
-class SavedView:
+class SavedView(NamedTuple):
     """A tensor within the full buffer of a unit, that autograd has saved.
 
     Sizes, strides and the offset count elements. ``version`` is autograd's count of changes in place of the parameter.
@@ -87,23 +85,26 @@ def replace_saved_views(
         return set()
     unit_of = {id(param): unit for unit in units for param in unit.params}
     kept_by_hooks: set[Unit] = set()
-    pending = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    pending: list[Any] = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     visited = set(pending)
     with torch._C.DisableTorchFunctionSubclass():  # a saved parameter may be released by now, and its class tells
         while pending and len(visited) < MAX_NODES:
             node = pending.pop()
-            if node._sequence_nr() < first_sequence_number:  # type: ignore[attr-defined]
+            if node._sequence_nr() < first_sequence_number:
                 continue
-            for name in _names_of_saved(type(node)):
+            names = _saved_names.get(type(node))
+            for name in _names_of_saved(type(node)) if names is None else names:
                 try:
                     value = getattr(node, name)
                 except RuntimeError:
                     continue  # a backward has freed it, such as torch.autograd.grad in this forward
-                for saved in value if isinstance(value, (tuple, list)) else (value,):
+                for saved in value if type(value) in (tuple, list) else (value,):
                     if saved is None:
                         continue
                     if saved.unpack_hook is None:
-                        _replace(saved, ranges, read)
+                        unit = _unit_at(saved, ranges)
+                        if unit is not None:
+                            _replace(saved, unit, read)
                     else:
                         leaves = (unit_of.get(id(leaf)) for leaf in leaves_in(saved.data))
                         kept_by_hooks.update(unit for unit in leaves if unit is not None)
@@ -115,33 +116,32 @@ def replace_saved_views(
 
 
 def _names_of_saved(node_class: type) -> tuple[str, ...]:
-    names = _saved_names.get(node_class)
-    if names is None:
-        names = _saved_names[node_class] = tuple(name for name in dir(node_class) if name.startswith("_raw_saved_"))
+    names = _saved_names[node_class] = tuple(name for name in dir(node_class) if name.startswith("_raw_saved_"))
     return names
 
 
-def _replace(
-    saved: torch._C._autograd.SavedTensor,
-    ranges: Sequence[tuple[int, int, Unit]],
-    read: Callable[[SavedView], torch.Tensor],
-) -> None:
+def _unit_at(saved: Any, ranges: Sequence[tuple[int, int, Unit]]) -> Unit | None:
+    """Return the unit in whose full buffer the saved tensor lies."""
     try:
-        tensor = saved.data  # type: ignore[attr-defined]
+        tensor = saved.data
         address = 0 if tensor is None else tensor.data_ptr()
     except RuntimeError:
-        return  # sparse, or of torch.func: it has no address
+        return None  # sparse, or of torch.func: it has no address
     for start, stop, unit in ranges:
-        if start <= address < stop and tensor.dtype is unit.dtype and not (tensor.is_conj() or tensor.is_neg()):
-            break
-    else:
-        return
+        if start <= address < stop:
+            plain = tensor.dtype is unit.dtype and not (tensor.is_conj() or tensor.is_neg())
+            return unit if plain else None
+    return None
+
+
+def _replace(saved: Any, unit: Unit, read: Callable[[SavedView], torch.Tensor]) -> None:
+    tensor = saved.data
     try:
-        saved.unpack()  # type: ignore[attr-defined]
+        saved.unpack()
     except RuntimeError:
         return  # it was changed in place since it was saved, as backward will say
     offset = tensor.storage_offset()
-    index = bisect_right(unit.layout.slots, offset, key=lambda slot: slot.offset) - 1
+    index = unit.layout.slot_at(offset)
     version = unit.params[index]._version  # not the tensor's, for `.data` has a count of its own
     view = SavedView(unit, index, tensor.size(), tensor.stride(), offset, version)
-    saved.register_hooks(lambda _: view, read)  # type: ignore[attr-defined]
+    saved.register_hooks(lambda _: view, read)

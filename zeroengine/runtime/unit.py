@@ -14,7 +14,7 @@ from ..errors import ZeroEngineError
 from ..offload import Store, StoredShards
 from ..partition import Degrees, FlatLayout, UnitPlan
 from .birth import become, detach
-from .released import ReleasedParameter, Resolver, swap_in, swap_out
+from .released import Resolver, is_released, swap_in, swap_out
 from .tape import Unset
 
 
@@ -188,7 +188,7 @@ class Unit:
     def expose(self) -> None:
         """The parameters are views into the full buffer, ready for use."""
         for param, view in zip(self.params, self._views, strict=True):
-            if isinstance(param, ReleasedParameter):
+            if is_released(param):
                 swap_in(param)
                 param.data = view
         self._required_grad = [param.requires_grad for param in self.params]
