@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from zeroengine.config import load
+from zeroengine.config import keys, load
+from zeroengine.config.optimizers import OPTIMIZER_TYPES
+from zeroengine.config.schedulers import SCHEDULER_TYPES
 from zeroengine.errors import ConfigError
 
 
@@ -40,6 +42,59 @@ def test_an_unknown_key_names_the_nearest_known_one(tree: dict[str, Any], neares
     message = complaint(tree)
     assert "unknown key" in message
     assert f"{nearest}?" in message
+
+
+def every_key_of_another_type() -> list[tuple[str, str, str, Any]]:
+    """Section, type, key and the key's value in a type that has it."""
+    cases = []
+    for section, types in (("optimizer", OPTIMIZER_TYPES), ("scheduler", SCHEDULER_TYPES)):
+        params = {kind: keys.siblings((section, "params", "x"), kind) or () for kind in types}
+        for kind in types:
+            others = {key for other in types for key in params[other]} - set(params[kind])
+            cases += [(section, kind, key, others) for key in sorted(others)]
+    return cases
+
+
+@pytest.mark.parametrize("section, kind, key, others", every_key_of_another_type())
+def test_a_key_of_another_type_names_the_types_that_take_it(section: str, kind: str, key: str, others: Any) -> None:
+    message = complaint({section: {"type": kind, "params": {key: 1}}})
+    if "is refused" in message or key == "adam_w_mode":
+        return
+    line = next(line for line in message.splitlines() if f"{section}.params.{key}" in line)
+    assert f"{kind} does not take it; " in line
+    assert f"mean {section}.params.{key}" not in line
+
+
+def test_a_misspelt_type_key_is_named() -> None:
+    assert complaint({"optimizer": {"typ": "AdamW"}}) == "optimizer.typ: unknown key. Did you mean optimizer.type?"
+    message = complaint({"optimizer": {"type": "AdmW", "params": {"lr": -1, "momentum": 0.9}}})
+    assert "Did you mean AdamW?" in message
+    assert "optimizer.params.lr: found -1" in message, "what is wrong besides is checked for the type that was meant"
+    assert "AdamW does not take it; SGD does" in message
+
+
+def test_contradictions_between_values_are_listed_beside_wrong_values() -> None:
+    message = complaint(
+        {
+            "fp16": {"enabled": True},
+            "bf16": {"enabled": True},
+            "gradient_clipping": -1,
+            "train_batch_size": 8,
+            "gradient_accumulation_steps": "manual",
+            "aio": {"block_size": 5000, "queue_depth": 0},
+            "zero_optimization": {"stage": 1, "offload_param": {"device": "cpu"}, "overlap_comm": 3},
+        }
+    )
+    for part in (
+        "6 problems",
+        "bf16 and fp16 are enabled",
+        "gradient_clipping: found -1",
+        'train_batch_size is 8, but gradient_accumulation_steps is "manual"',
+        "block_size 5000 is not a multiple",
+        "aio.queue_depth: found 0",
+        "zero_optimization.overlap_comm: found 3",
+    ):
+        assert part in message, message
 
 
 def test_an_unknown_key_near_nothing_lists_what_there_is() -> None:

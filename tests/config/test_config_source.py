@@ -73,7 +73,7 @@ def test_the_same_key_in_two_objects_is_no_repetition(tmp_path: Path) -> None:
         ("zero_optimization:\n\tstage: 1", "line 2, column 1"),
         ("zero_optimization:\n\tstage: 1", "indented with spaces"),
         ("units: [1", "line 1, column"),
-        ("a: &x\n  b: *x", "recursi"),
+        ("a: &x\n  b: *x", "contains itself"),
         ("- 1\n- 2", "the top level is [1, 2] (a list)"),
         ("just words", "the top level is"),
     ],

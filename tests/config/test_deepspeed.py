@@ -50,6 +50,46 @@ def test_no_key_is_both_honoured_and_not() -> None:
     assert set(deepspeed.ALIASES.values()) <= honoured
 
 
+def test_the_templates_of_accelerate_load() -> None:
+    """They say of AdamW that it is AdamW, and leave the numbers to the training script."""
+    params = {"lr": "auto", "weight_decay": "auto", "torch_adam": True, "adam_w_mode": True}
+    tree = {
+        "fp16": {"enabled": True, "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16},
+        "optimizer": {"type": "AdamW", "params": params},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": "auto", "total_num_steps": 100}},
+        "zero_optimization": {"stage": 1, "allgather_bucket_size": "auto", "reduce_bucket_size": "auto"},
+        "gradient_clipping": "auto",
+        "steps_per_print": 2000,
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "wall_clock_breakdown": False,
+    }
+    config = load(tree)
+    assert config.optimizer is not None and "adam_w_mode" not in config.optimizer.params
+    assert load(config.to_dict()).fingerprint() == config.fingerprint()
+    params["adam_w_mode"] = False
+    with pytest.raises(ConfigError, match=r'adam_w_mode is false, but the type AdamW .*; write "type": "Adam"'):
+        load(tree)
+
+
+def test_a_comment_is_ignored_with_a_notice() -> None:
+    tree = {"_comment": "x", "zero_optimization": {"_comment_stage": "y", "//": 3, "stage": 2}}
+    config = load(tree)
+    assert config.zero_optimization.stage == 2
+    assert [notice.split(" ")[0] for notice in config.notices] == [
+        "_comment",
+        "zero_optimization._comment_stage",
+        "zero_optimization.//",
+    ]
+
+
+def test_deepspeeds_own_clipping_is_pointed_out_where_every_key_is_shared() -> None:
+    shared = {"train_batch_size": 8, "zero_optimization": {"stage": 1}}
+    assert any("DeepSpeed 0.19.8 clips at 1.0" in notice for notice in load(shared).notices)
+    assert load(shared | {"gradient_clipping": 0.5}).notices == ()
+    assert load(shared | {"units": ["blocks.*"]}).notices == (), "a file for zeroengine"
+
+
 def notices(name: str) -> str:
     return "\n".join(load(FILES / name).notices)
 

@@ -75,7 +75,10 @@ def test_a_weight_decay_that_is_not_given_is_pointed_out() -> None:
         ({"type": "AdamW", "params": {"lr": "2e-5"}}, "write a number: 2e-5, without quotes"),
         ({"type": "AdamW", "params": {"max_grad_norm": 1}}, 'refused; write "gradient_clipping" at the top level'),
         ({"type": "AdamW", "params": {"amsgrad": True}}, "AMSGrad is not available"),
-        ({"type": "SGD", "params": {"betas": [0.9, 0.9]}}, "optimizer.params.betas: unknown key"),
+        (
+            {"type": "SGD", "params": {"betas": [0.9, 0.9]}},
+            "optimizer.params.betas: SGD does not take it; Adam, AdamW and Lion do",
+        ),
         ({"type": "SGD", "params": {"nesterov": True}}, 'write for example "momentum": 0.9'),
     ],
 )

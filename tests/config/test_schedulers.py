@@ -52,7 +52,10 @@ def test_auto_without_a_default_says_what_to_write() -> None:
         ({"type": "OneCycle"}, "scheduler.params: missing"),
         ({"type": "OneCycle", "params": {"cycle_min_lr": 1}}, "cycle_max_lr: missing; write the highest learning rate"),
         ({"type": "WarmupLR", "params": {"warmup_type": "cosine"}}, 'found "cosine" .*; write "log" or "linear"'),
-        ({"type": "WarmupLR", "params": {"total_num_steps": 3}}, "total_num_steps: unknown key"),
+        (
+            {"type": "WarmupLR", "params": {"total_num_steps": 3}},
+            "total_num_steps: WarmupLR does not take it; WarmupDecayLR and WarmupCosineLR do",
+        ),
         ({"type": "LRRangeTest", "params": {"lr_range_test_step_size": 0}}, "at least 1"),
         ({"type": "WarmupLR", "params": {"last_batch_iteration": 5}}, "refused; a schedule starts at 0"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from typing import Any
 
@@ -10,6 +11,7 @@ from zeroengine.errors import ConfigError
 
 TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 MANUAL = "manual"  # of STEPS: a step has as many backwards as come before it
+MAX_BATCH = 2**31 - 1
 FULL_VARIABLE = "ZEROENGINE_FULL_WORLD_SIZE"  # of an elastic run when all its nodes are there
 
 log = logging.getLogger("zeroengine")
@@ -26,10 +28,7 @@ def resolve(
     """
     if isinstance(steps, str):
         if train is not None:
-            raise ConfigError(
-                f'{source}: {TRAIN} is {train}, but {STEPS} is "{MANUAL}": each step has as many micro-steps as the '
-                f"training loop gives it. Remove {TRAIN} and write {MICRO}, or write a number for {STEPS}."
-            )
+            raise ConfigError(f"{source}: {manual_with_train(train)}.")
         return {TRAIN: None, MICRO: micro or 1, STEPS: steps}
     full = int(os.environ.get(FULL_VARIABLE) or world_size)
     if train and micro and steps and train == micro * steps * world_size:
@@ -46,7 +45,16 @@ def resolve(
         raise ConfigError(_contradiction(train, micro, steps, full, source))
     if full != world_size:
         micro, steps = _adapt(train, micro, steps, world_size, full, source)
+    if train > MAX_BATCH:
+        raise ConfigError(f"{source}: {TRAIN} would be {train}, more than the {MAX_BATCH} that can be. Lower {MICRO}.")
     return {TRAIN: train, MICRO: micro, STEPS: steps}
+
+
+def manual_with_train(train: int) -> str:
+    return (
+        f'{TRAIN} is {train}, but {STEPS} is "{MANUAL}": each step has as many micro-steps as the training loop gives '
+        f"it. Remove {TRAIN} and write {MICRO}, or write a number for {STEPS}"
+    )
 
 
 def _adapt(train: int, micro: int, steps: int, world_size: int, full: int, source: str) -> tuple[int, int]:
@@ -57,7 +65,7 @@ def _adapt(train: int, micro: int, steps: int, world_size: int, full: int, sourc
             f"{full}. Change {TRAIN} to a multiple of every number of ranks that --nnodes allows."
         )
     share = train // world_size
-    fitting = max(size for size in range(1, min(micro, share) + 1) if share % size == 0)
+    fitting = max(size for size in _divisors(share) if size <= micro)
     changes = [(STEPS, steps, share // fitting), (MICRO, micro, fitting)]
     if os.environ.get("RANK", "0") == "0":
         told = " and ".join(f"{name} is {new} instead of {old}" for name, old, new in changes if old != new)
@@ -74,12 +82,17 @@ def _divide(train: int, name: str, value: int, world_size: int, source: str) -> 
     choices = [f"{TRAIN} to {below} or {above}" if below else f"{TRAIN} to {above}"]
     if train % world_size == 0:
         share = train // world_size
-        nearest = min((d for d in range(1, share + 1) if share % d == 0), key=lambda d: (abs(d - value), d))
+        nearest = min(_divisors(share), key=lambda d: (abs(d - value), d))
         choices.append(f"{name} to {nearest}")
     raise ConfigError(
         f"{source}: {TRAIN} ({train}) is not a multiple of {name} ({value}) x {_ranks(world_size)} = {by}. "
         f"Change {', or '.join(choices)}."
     )
+
+
+def _divisors(number: int) -> list[int]:
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return [*small, *(number // d for d in small)]
 
 
 def _contradiction(train: int, micro: int, steps: int, world_size: int, source: str) -> str:

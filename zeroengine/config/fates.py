@@ -6,18 +6,21 @@ import json
 from typing import Any
 
 from zeroengine.config import deepspeed
-from zeroengine.config.messages import Problem, unknown_key
+from zeroengine.config.messages import Problem, unknown_keys
 from zeroengine.config.optimizers import is_import_path
 from zeroengine.config.source import KeyPath, Source, describe
 
+COMMENTS = ("_comment", "$comment", "//")  # what the key of a comment begins with
+
 
 class Fates:
-    """Sorts one source's keys; `problems` and `notices` grow as it does."""
+    """Sorts one source's keys; `problems`, `notices` and `comments` (notices of keys ignored) grow as it does."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
         self.problems: list[Problem] = []
         self.notices: list[str] = []
+        self.comments: list[str] = []
 
     def sort(self, tree: dict[str, Any], path: KeyPath = ()) -> dict[str, Any]:
         """Give the tree without the keys that are not ours."""
@@ -25,7 +28,9 @@ class Fates:
         for key, value in tree.items():
             here = (*path, str(key))
             row = deepspeed.TABLE.get(".".join(here))
-            if row is not None:
+            if here[-1].startswith(COMMENTS):
+                self.comments.append(f"{self._source.label(here)} is ignored: it is a comment.")
+            elif row is not None:
                 if not asleep(tree, path):
                     self._judge(row, here, value)
             elif here == ("optimizer", "params") and is_import_path(tree.get("type")):
@@ -38,13 +43,14 @@ class Fates:
 
     def _sort_block(self, here: KeyPath, value: Any) -> None:
         if isinstance(value, dict):
-            self.problems += [unknown_key((*here, str(key))) for key in self.sort(value, here)]
+            self.problems += unknown_keys((*here, str(key)) for key in self.sort(value, here))
         elif value is not None:
             self.problems.append(Problem(here, f"found {describe(value)}; write an object, {{...}}."))
 
     def _judge(self, row: deepspeed.Row, here: KeyPath, value: Any) -> None:
         if row.keys and isinstance(value, dict):
-            self.problems += [unknown_key((*here, str(key))) for key in value if key not in row.keys.split()]
+            known = row.keys.split()
+            self.problems += unknown_keys((*here, str(key)) for key in value if key not in known)
         if row.is_off(value):
             return
         if row.fate == deepspeed.REFUSED:

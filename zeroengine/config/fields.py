@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from annotated_types import Ge, Le, Lt
+from annotated_types import Ge, Gt, Le, Lt
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -87,10 +88,26 @@ def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _without_nul(path: str) -> str:
+    if "\0" in path:
+        raise ValueError("a path holds no NUL character; write the path of a folder")
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise ValueError("not text that can be encoded; write the path of a folder") from None
+    return path
+
+
+# Bounds far beyond use, so that arithmetic on what is written neither overflows nor takes for ever.
+MAX_COUNT = 10**15
+MAX_FLOAT = 3e38  # what fp32 holds
+
 WHOLE = BeforeValidator(_integral)
-Count = Annotated[int, Ge(0), WHOLE]
-Positive = Annotated[int, Ge(1), WHOLE]
-NonNegative = Annotated[float, Ge(0)]
+Count = Annotated[int, Ge(0), Le(MAX_COUNT), WHOLE]
+Positive = Annotated[int, Ge(1), Le(MAX_COUNT), WHOLE]
+NonNegative = Annotated[float, Ge(0), Le(MAX_FLOAT)]
+AboveZero = Annotated[float, Gt(0), Le(MAX_FLOAT)]
+Folder = Annotated[str, AfterValidator(_without_nul)]
 Fraction = Annotated[float, Ge(0), Le(1)]
 Decay = Annotated[float, Ge(0), Lt(1)]
 Betas = Annotated[tuple[Decay, Decay], BeforeValidator(_as_tuple)]

@@ -65,15 +65,21 @@ def _models(annotation: Any) -> Iterator[type[BaseModel]]:
             yield from _models(inner)
 
 
-def siblings(location: tuple[int | str, ...]) -> tuple[str, ...] | None:
-    """The keys beside an unknown one, where the location names the type of optimizer or scheduler."""
-    if len(location) < 3 or location[0] not in ("optimizer", "scheduler"):
+def siblings(path: KeyPath, kind: str | None) -> tuple[str, ...] | None:
+    """The keys beside one in the section of an optimizer or scheduler whose type is `kind`; None where it is None."""
+    if kind is None:
         return None
-    member = next(
-        model for model in _models(Config.model_fields[str(location[0])].annotation) if model.__name__ == location[1]
-    )
-    prefix = ".".join(str(part) for part in location[2:-1])
-    return _children(prefix, _fields(member, ""))
+    return _children(".".join(path[1:-1]), _fields(_types(path[0])[kind], ""))
+
+
+def types_that_take(path: KeyPath) -> list[str]:
+    """The types of optimizer or scheduler that have this key."""
+    inside = ".".join(path[1:])
+    return [name for name, model in _types(path[0]).items() if inside in _fields(model, "")]
+
+
+def _types(section: str) -> dict[str, type[BaseModel]]:
+    return {model.__name__: model for model in _models(Config.model_fields[section].annotation)}
 
 
 def nearest(path: KeyPath, siblings: tuple[str, ...] | None = None) -> str | None:
@@ -84,14 +90,20 @@ def nearest(path: KeyPath, siblings: tuple[str, ...] | None = None) -> str | Non
         return near_by[near]
     if name in SYNONYMS:
         return SYNONYMS[name]
-    elsewhere = {known.rpartition(".")[2]: known for known in reversed(known_paths())}
-    elsewhere = {leaf: known for leaf, known in elsewhere.items() if leaf not in ("enabled", "type", "params")}
+    elsewhere = _leaves()
     if name in elsewhere:
         return elsewhere[name]
     if near := close(name, near_by):
         return near_by[near]
     near = close(name, elsewhere, cutoff=0.8)
     return elsewhere[near] if near else None
+
+
+@cache
+def _leaves() -> dict[str, str]:
+    """The first known path that ends in each name."""
+    leaves = {known.rpartition(".")[2]: known for known in reversed(known_paths())}
+    return {leaf: known for leaf, known in leaves.items() if leaf not in ("enabled", "type", "params")}
 
 
 def beside(path: KeyPath, siblings: tuple[str, ...] | None = None) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from pydantic import ValidationError
 
 from zeroengine.config import deepspeed
 from zeroengine.config.fates import Fates, asleep
+from zeroengine.config.keys import close
 from zeroengine.config.messages import Problem, explain
 from zeroengine.config.model import Config
 from zeroengine.config.optimizers import OPTIMIZER_TYPES
@@ -21,6 +23,22 @@ from zeroengine.errors import ConfigError
 
 CONFIG_VARIABLE = "ZEROENGINE_CONFIG"
 OVERRIDES_VARIABLE = "ZEROENGINE_OVERRIDES"
+
+
+MAX_PASSES = 5  # a value, its section, what the section is in, and the configuration as a whole
+MAX_LISTED = 100  # problems in one error
+TYPES = {"optimizer": OPTIMIZER_TYPES, "scheduler": SCHEDULER_TYPES}
+DEEPSPEED_NEEDS = {"train_batch_size", "train_micro_batch_size_per_gpu"}  # one of them in every file of its own
+# Keys that DeepSpeed does not have: a file with one was written for zeroengine.
+OURS_ALONE = {
+    "$schema",
+    "checkpoint.async_save",
+    "checkpoint.keep",
+    "comm",
+    "keep_fp32_modules",
+    "optimizer_state_dtype",
+    "units",
+}
 
 
 def load(config: str | Path | Mapping[str, Any] | Config | None = None, overrides: Sequence[str] = ()) -> Config:
@@ -95,7 +113,7 @@ def _canonical(source: Source) -> None:
         source.spelling[new] = old
         for path in [path for path in source.places if path[: len(old)] == old]:
             source.places[new + path[len(old) :]] = source.places.pop(path)
-    for name, types in (("optimizer", OPTIMIZER_TYPES), ("scheduler", SCHEDULER_TYPES)):
+    for name, types in TYPES.items():
         section = tree.get(name)
         if isinstance(section, dict) and isinstance(section.get("type"), str):
             section["type"] = next((t for t in types if t.lower() == section["type"].lower()), section["type"])
@@ -104,16 +122,68 @@ def _canonical(source: Source) -> None:
 def _check(source: Source) -> Config:
     fates = Fates(source)
     rest = fates.sort(source.tree)
-    problems = fates.problems
-    try:
-        config = Config.model_validate(rest)
-    except ValidationError as error:
-        problems += explain(error, rest)
-    if problems:
+    config, problems = _validate(rest)
+    problems = [*fates.problems, *problems]
+    if problems or config is None:
         raise ConfigError(_report(source, problems))
     config._source = source.name
-    config._notices = (*fates.notices, *_default_notices(source, rest, config, bool(fates.notices)))
+    written = {".".join(path) for path in _paths(rest)}
+    may_be_deepspeeds = bool(fates.notices) or (bool(DEEPSPEED_NEEDS & written) and not OURS_ALONE & written)
+    config._notices = (*fates.comments, *fates.notices, *_default_notices(source, rest, config, may_be_deepspeeds))
     return config
+
+
+def _validate(tree: dict[str, Any]) -> tuple[Config | None, list[Problem]]:
+    """The configuration, or everything wrong with it.
+
+    What a section says as a whole is checked only once each of its values is right, and the configuration as a whole
+    after that. So what is wrong is taken out, and the rest is checked again.
+    """
+    problems: list[Problem] = []
+    tree = copy.deepcopy(tree)
+    for _ in range(MAX_PASSES):
+        try:
+            config = Config.model_validate(tree)
+        except ValidationError as error:
+            found = explain(error, tree)
+            problems += [new for new in found if not any(_follows(new, old) for old in problems)]
+            if not all([_correct(tree, problem.path) for problem in found]):
+                return None, problems
+        else:
+            return (None if problems else config), problems
+    return None, problems
+
+
+def _follows(new: Problem, old: Problem) -> bool:
+    """Whether something is wrong only because what was wrong there has been taken out."""
+    depth = min(len(new.path), len(old.path))
+    return new == old or (new.missing and new.path[:depth] == old.path[:depth])
+
+
+def _correct(tree: dict[str, Any], path: KeyPath) -> bool:
+    """Take out what is wrong; in its place put the type that was probably meant. Return whether anything changed."""
+    *above, name = path or ("",)
+    section: Any = tree
+    for key in above:
+        if not isinstance(section, dict) or key not in section:
+            return True  # it has been taken out with another
+        section = section[key]
+    if isinstance(section, list):
+        section.clear()
+        return True
+    if not isinstance(section, dict) or name not in section:
+        if not above:
+            return False
+        return _correct(tree, tuple(above))  # something is missing there
+    if len(above) == 1 and above[0] in TYPES and "type" not in section and name != "params":
+        section["type"] = section.pop(name)  # its name was misspelt
+        return True
+    meant = close(str(section[name]), TYPES[above[0]]) if above and name == "type" and above[0] in TYPES else None
+    if meant is not None and meant != section[name]:
+        section[name] = meant
+    else:
+        del section[name]
+    return True
 
 
 def _report(source: Source, problems: Sequence[Problem]) -> str:
@@ -123,17 +193,19 @@ def _report(source: Source, problems: Sequence[Problem]) -> str:
     lines = [f"{source.label(problem.path)}: {problem.text}" for problem in in_order]
     if len(lines) == 1:
         return f"{source.name}: {lines[0]}"
-    return "\n".join([f"{source.name}: {len(lines)} problems", *(f"  {line}" for line in lines)])
+    more = [f"and {len(lines) - MAX_LISTED} more"] if len(lines) > MAX_LISTED else []
+    shown = [*lines[:MAX_LISTED], *more]
+    return "\n".join([f"{source.name}: {len(lines)} problems", *(f"  {line}" for line in shown)])
 
 
-def _default_notices(source: Source, rest: dict[str, Any], config: Config, from_deepspeed: bool) -> Iterator[str]:
+def _default_notices(source: Source, rest: dict[str, Any], config: Config, may_be_deepspeeds: bool) -> Iterator[str]:
     """What "auto" became, and defaults that people may expect to be others."""
     written, values = Source("", rest), Source("", config.to_dict())
     autos = [path for path in _paths(rest) if written.get(path) == "auto" and values.get(path) not in (None, "auto")]
     if autos:
         chosen = (f"{'.'.join(source.spelling.get(path, path))} = {json.dumps(values.get(path))}" for path in autos)
         yield f'"auto" stands for the default: {", ".join(chosen)}.'
-    if from_deepspeed and "gradient_clipping" not in rest:
+    if may_be_deepspeeds and "gradient_clipping" not in rest:
         yield "gradient_clipping is not given: no clipping. DeepSpeed 0.19.8 clips at 1.0 there."
     if config.keep_fp32_modules and config.torch_autocast.enabled:
         yield "keep_fp32_modules has no effect under torch_autocast, which decides operation by operation."

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +17,7 @@ from zeroengine.config.schedulers import SCHEDULER_TYPES
 from zeroengine.config.source import KeyPath, describe
 
 _TYPES = {"optimizer": OPTIMIZER_TYPES, "scheduler": SCHEDULER_TYPES}
+_JSON_NUMBER = r"-?(0|[1-9]\d{0,20})(\.\d{1,20})?([eE][-+]?\d{1,3})?"
 _EXAMPLES = {
     "total_num_steps": "the number of steps (updates) of the whole run, such as 10000",
     "cycle_min_lr": "the lowest learning rate, such as 0.0001",
@@ -22,27 +26,57 @@ _EXAMPLES = {
 }
 
 
+MAX_SUGGESTIONS = 20  # unknown keys for which a nearest one is looked for
+MAX_KEY = 80  # characters of a key that may be near to another
+
+
 @dataclass(frozen=True)
 class Problem:
     path: KeyPath
     text: str
+    missing: bool = False  # something is not there
 
 
-def unknown_key(path: KeyPath, siblings: tuple[str, ...] | None = None) -> Problem:
-    """An unknown key, with the nearest known one. `siblings` are the keys beside it, where only some would fit."""
-    near = keys.nearest(path, siblings)
+def unknown_key(path: KeyPath, kind: str | None = None) -> Problem:
+    """An unknown key, with the nearest known one.
+
+    Args:
+        path: of the key.
+        kind: the type of the optimizer or scheduler that the key is in the section of, where that is known.
+    """
+    siblings = keys.siblings(path, kind)
+    if kind is not None and (others := keys.types_that_take(path)):
+        verb, known = "does" if len(others) == 1 else "do", ", ".join(siblings or ())
+        return Problem(path, f"{kind} does not take it; {_list(others)} {verb}. {kind} takes {known}.")
+    near = keys.nearest(path, siblings) if len(path[-1]) <= MAX_KEY else None
     if near:
         return Problem(path, f"unknown key. Did you mean {near}?")
     where = f"In {'.'.join(path[:-1])}" if len(path) > 1 else "At the top level"
     return Problem(path, f"unknown key. {where} there are {', '.join(keys.beside(path, siblings))}.")
 
 
+def unknown_keys(paths: Iterable[KeyPath]) -> list[Problem]:
+    """The first of many with the nearest known key, which takes a while to find."""
+    return [
+        unknown_key(path) if number < MAX_SUGGESTIONS else Problem(path, "unknown key.")
+        for number, path in enumerate(paths)
+    ]
+
+
+def _list(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
+
+
 def explain(error: ValidationError, tree: dict[str, Any]) -> list[Problem]:
     """One problem per pydantic error, in our words."""
-    problems = []
+    problems, num_unknown = [], 0
     for item in error.errors(include_url=False):
         path, found = _follow(item["loc"], tree)
-        problems.append(_problem(item, path, found))
+        num_unknown += item["type"] == "extra_forbidden"
+        if item["type"] == "extra_forbidden" and num_unknown > MAX_SUGGESTIONS:
+            problems.append(Problem(path, "unknown key."))
+        else:
+            problems.append(_problem(item, path, found))
     return list(dict.fromkeys(problems))
 
 
@@ -66,13 +100,18 @@ def _follow(location: tuple[int | str, ...], tree: Any) -> tuple[KeyPath, Any]:
 def _problem(item: Any, path: KeyPath, found: Any) -> Problem:
     kind, context = item["type"], item.get("ctx", {})
     if kind == "extra_forbidden":
-        return unknown_key(path, keys.siblings(item["loc"]))
+        location = item["loc"]
+        typed = len(location) >= 3 and location[0] in _TYPES
+        return unknown_key(path, str(location[1]) if typed else None)
     if kind == "invalid_key":
         return Problem(path, "keys are strings; put it in double quotes.")
     if kind == "missing":
         state = 'found "auto", which has no default here' if found == "auto" else "missing"
-        return Problem(path, f"{state}; write {_EXAMPLES.get(path[-1], 'a value')}.")
+        return Problem(path, f"{state}; write {_EXAMPLES.get(path[-1], 'a value')}.", missing=True)
     if kind in ("union_tag_not_found", "union_tag_invalid") and isinstance(found, dict):
+        typo = None if "type" in found else keys.close("type", [str(k) for k in found if k != "params"])
+        if typo is not None:
+            return Problem((*path, typo), f"unknown key. Did you mean {path[-1]}.type?")
         return Problem((*path, "type"), _unknown_type(path[-1], found.get("type")))
     if kind == "value_error":
         return Problem(path, f"{context['error']}.")
@@ -117,6 +156,7 @@ def _expected(kind: str, context: dict[str, Any], path: KeyPath, found: Any) -> 
         "finite_number": "a finite number",
         "bool_type": "true or false",
         "string_type": "a string",
+        "string_unicode": "text that can be encoded as UTF-8",
         "list_type": "a list, [...]",
         "tuple_type": "a list, [...]",
         "too_long": f"{context.get('max_length')} values",
@@ -127,6 +167,8 @@ def _expected(kind: str, context: dict[str, Any], path: KeyPath, found: Any) -> 
             number = float(found)
         except ValueError:
             return f"{text}{' without quotes' if found in ('true', 'false') else ''}"
-        fits = kind == "float_type" or (kind == "int_type" and number.is_integer())
-        return f"{text}: {found.strip()}, without quotes" if fits else text
+        fits = math.isfinite(number) and (kind == "float_type" or (kind == "int_type" and number.is_integer()))
+        plainly = json.dumps(int(number) if number.is_integer() and abs(number) < 1e15 else number)
+        written = found.strip() if re.fullmatch(_JSON_NUMBER, found.strip()) else plainly
+        return f"{text}: {written}, without quotes" if fits else text
     return text

@@ -12,7 +12,7 @@ from annotated_types import Ge, Gt, Le
 from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
 from zeroengine.config import batch
-from zeroengine.config.fields import AUTO, NULL, WHOLE, Auto, Count, NonNegative, Positive, Section
+from zeroengine.config.fields import AUTO, NULL, WHOLE, AboveZero, Auto, Count, NonNegative, Positive, Section
 from zeroengine.config.offload import Aio, OffloadOptimizer, OffloadParam
 from zeroengine.config.optimizers import OptimizerConfig
 from zeroengine.config.schedulers import SchedulerConfig
@@ -38,6 +38,7 @@ def _spelled(*names: str) -> BeforeValidator:
 
 
 FloatName = Annotated[Literal["fp32", "bf16", "fp16"], _spelled("fp32", "bf16", "fp16")]
+BatchSize = Annotated[int, Ge(1), Le(batch.MAX_BATCH), WHOLE]
 LowName = Annotated[Literal["bf16", "fp16"], _spelled("bf16", "fp16")]
 
 
@@ -93,7 +94,7 @@ class FP16(Section):
     """The first overflow to halve the scale is the how-manieth; counted anew when the scale doubles."""
     consecutive_hysteresis: bool = False
     """Count the hysteresis anew at every step without overflow, too."""
-    min_loss_scale: Annotated[float, Gt(0), AUTO] = 1.0
+    min_loss_scale: Annotated[AboveZero, AUTO] = 1.0
     """The smallest dynamic scale. An overflow there ends the run with an error."""
 
 
@@ -127,7 +128,7 @@ class Checkpoint(Section):
 class Comm(Section):
     """How ranks talk."""
 
-    timeout_seconds: Annotated[float, Gt(0)] = 600.0
+    timeout_seconds: Annotated[float, Gt(0), Le(1e8)] = 600.0
     """Seconds after which a stalled collective is an error that names the unit and the ranks."""
     transport: Literal["auto", "shm", "gloo"] = "auto"
     """On CPU: shared memory between the ranks of one machine, or Gloo. "auto": shared memory where it can be had."""
@@ -146,11 +147,11 @@ class Config(Section):
 
     schema_url: Annotated[str | None, Field(alias="$schema", exclude=True)] = None
     """The JSON Schema that editors check the file with, such as "./schema.json"."""
-    train_batch_size: Annotated[Positive, AUTO] = UNRESOLVED
+    train_batch_size: Annotated[BatchSize, AUTO] = UNRESOLVED
     """Samples per step over all ranks: micro-batch size x accumulation x ranks."""
-    train_micro_batch_size_per_gpu: Annotated[Positive, AUTO] = UNRESOLVED
+    train_micro_batch_size_per_gpu: Annotated[BatchSize, AUTO] = UNRESOLVED
     """Samples per micro-step and rank (a rank is a GPU or, on CPU, a process). 1 where nothing else tells."""
-    gradient_accumulation_steps: Annotated[Positive | Literal["manual"], AUTO] = UNRESOLVED
+    gradient_accumulation_steps: Annotated[BatchSize | Literal["manual"], AUTO] = UNRESOLVED
     """Micro-steps per step. 1 where nothing else tells. "manual": a step has as many backwards as come before it; their
     gradients add up in fp32, and only the mean over ranks is taken."""
     gradient_clipping: Annotated[NonNegative, AUTO] = 0.0
@@ -180,7 +181,7 @@ class Config(Section):
     """In bf16 and fp32: skip a step whose gradient is not finite. false: update with it, as plain PyTorch does."""
     prescale_gradients: Annotated[bool, AUTO] = False
     """Divide gradients by the number of ranks before they are summed, not after, so that fp16 sums overflow later."""
-    gradient_predivide_factor: Annotated[float, Gt(0), AUTO] = 1.0
+    gradient_predivide_factor: Annotated[AboveZero, AUTO] = 1.0
     """Without prescale_gradients: divide by this before the sum, and by the rest of the number of ranks after it."""
     steps_per_print: Annotated[Positive | None, BeforeValidator(_finite_or_never), AUTO] = None
     """Rank 0 prints its progress every so many steps; null: never."""
@@ -274,13 +275,20 @@ class Config(Section):
         return [name for name in ("bf16", "fp16", "torch_autocast") if getattr(self, name).enabled]
 
     @model_validator(mode="after")
-    def _one_precision(self) -> Config:
+    def _agrees(self) -> Config:
+        if contradictions := list(self._contradictions()):
+            raise ValueError("; and ".join(contradictions))
+        return self
+
+    def _contradictions(self) -> Iterator[str]:
+        """What no world size makes right."""
         if len(names := self._enabled()) > 1:
-            raise ValueError(
+            yield (
                 f"{' and '.join(names)} are enabled, and one of bf16, fp16 and torch_autocast can be; write "
                 f'"{names[-1]}": {{"enabled": false}}'
             )
-        return self
+        if self.gradient_accumulation_steps == batch.MANUAL and self.train_batch_size is not None:
+            yield batch.manual_with_train(self.train_batch_size)
 
     def to_dict(self) -> dict[str, Any]:
         """The values as JSON types. `load` takes them back."""

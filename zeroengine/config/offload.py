@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from annotated_types import Ge
+from annotated_types import Ge, Le
 from pydantic import model_validator
 
-from zeroengine.config.fields import AUTO, NULL, WHOLE, Fraction, Positive, Section
+from zeroengine.config.fields import AUTO, NULL, WHOLE, Folder, Fraction, Section
 
 BLOCK = 4096  # bytes; what aio.block_size is a multiple of
+MAX_BUFFERS = 1024
 
 
 class _Offload(Section):
     device: Annotated[Literal["none", "cpu", "nvme"], NULL] = "none"
     """none: on the device. cpu: in CPU memory, which on a machine without GPU is the same. nvme: in files."""
-    nvme_path: Annotated[str | None, AUTO] = None
+    nvme_path: Annotated[Folder | None, AUTO] = None
     """A folder on the disk that the states live on, for device "nvme". Each run has files of its own in it."""
     pin_memory: Annotated[bool, AUTO] = True
     """Page-locked CPU memory, which a GPU copies to and from while it computes."""
@@ -37,16 +38,16 @@ class OffloadOptimizer(_Offload):
 
     ratio: Annotated[Fraction, AUTO] = 1.0
     """How much of the optimizer is offloaded; the rest of it stays on the device. Cut at whole units."""
-    buffer_count: Annotated[int, Ge(3), WHOLE, AUTO] = 4
+    buffer_count: Annotated[int, Ge(3), Le(MAX_BUFFERS), WHOLE, AUTO] = 4
     """Buffers between disk and update: one is computed in, one written, the others read ahead."""
-    buffer_size: Annotated[Positive, AUTO] = 1 << 21
+    buffer_size: Annotated[int, Ge(1), Le(1 << 32), WHOLE, AUTO] = 1 << 21
     """Elements of the optimizer's shard in one buffer."""
 
 
 class OffloadParam(_Offload):
     """Where the parameter shards live, at stage 3."""
 
-    buffer_count: Annotated[int, Ge(2), WHOLE, AUTO] = 5
+    buffer_count: Annotated[int, Ge(2), Le(MAX_BUFFERS), WHOLE, AUTO] = 5
     """Shards on their way from disk to other ranks, at most."""
 
 
@@ -55,9 +56,9 @@ class Aio(Section):
 
     backend: Annotated[Literal["io_uring", "libaio", "threads"] | None, AUTO] = None
     """"auto": the first of these that works here."""
-    block_size: Annotated[Annotated[int, Ge(BLOCK), WHOLE] | None, AUTO] = None
+    block_size: Annotated[Annotated[int, Ge(BLOCK), Le(1 << 30), WHOLE] | None, AUTO] = None
     """Bytes in one request to the disk."""
-    queue_depth: Annotated[Positive | None, AUTO] = None
+    queue_depth: Annotated[Annotated[int, Ge(1), Le(1 << 15), WHOLE] | None, AUTO] = None
     """Requests under way at once."""
 
     @model_validator(mode="after")

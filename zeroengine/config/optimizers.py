@@ -10,9 +10,10 @@ import json
 import re
 from typing import Annotated, Any, Literal
 
+from annotated_types import Ge, Le
 from pydantic import Discriminator, Field, Tag, field_serializer, field_validator, model_validator
 
-from zeroengine.config.fields import AUTO, Betas, CheckedBy, Decay, NonNegative, Section
+from zeroengine.config.fields import AUTO, MAX_FLOAT, Betas, CheckedBy, Decay, NonNegative, Section
 
 IMPORT_PATH = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+"
 
@@ -33,12 +34,25 @@ class AdamParams(AdamWParams):
     """true: decoupled weight decay, the type comes out as AdamW. false: L2, as in torch.optim.Adam."""
 
 
+class AdamWParamsOfFile(AdamWParams):
+    adam_w_mode: Annotated[bool, Field(exclude=True)] = True
+    """true, as the type says; DeepSpeed's files have it."""
+
+    @model_validator(mode="after")
+    def _decouples(self) -> AdamWParamsOfFile:
+        if not self.adam_w_mode:
+            raise ValueError(
+                'adam_w_mode is false, but the type AdamW always decouples weight decay; write "type": "Adam" for L2'
+            )
+        return self
+
+
 class SGDParams(Section):
     lr: Annotated[NonNegative, AUTO] = 1e-3
     """Learning rate."""
     momentum: Annotated[Decay, AUTO] = 0.0
     """Momentum factor."""
-    dampening: Annotated[float, AUTO] = 0.0
+    dampening: Annotated[Annotated[float, Ge(-MAX_FLOAT), Le(MAX_FLOAT)], AUTO] = 0.0
     """Dampening for momentum."""
     weight_decay: Annotated[NonNegative, AUTO] = 0.0
     """L2 weight decay."""
@@ -55,7 +69,7 @@ class SGDParams(Section):
 class AdamW(Section):
     type: Literal["AdamW"]
     """Adam with decoupled weight decay."""
-    params: Annotated[dict[str, Any], CheckedBy(AdamWParams)] = AdamWParams().model_dump()
+    params: Annotated[dict[str, Any], CheckedBy(AdamWParamsOfFile)] = AdamWParams().model_dump()
     """Its hyperparameters."""
 
 
