@@ -429,6 +429,8 @@ class Engine:
         """
         self._parking.check(call)
         self._placement.check()
+        if self._checkpoints is not None:
+            self._checkpoints.check_not_half_loaded(call)
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise ZeroEngineError(
                 f"{call} inside the capture of a CUDA graph: what it does on the host (counters, schedule, which "

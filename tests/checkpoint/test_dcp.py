@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from zeroengine.checkpoint import dcp, metadata
-from zeroengine.checkpoint.checkpointer import cause
+from zeroengine.checkpoint.dcp import cause
 from zeroengine.checkpoint.entries import Entry
 from zeroengine.errors import CheckpointError
 from zeroengine.partition import Box

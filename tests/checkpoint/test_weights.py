@@ -316,6 +316,8 @@ def other_refusals(root: Path) -> list[str]:
         Path("/proc/self/cwd/w.safetensors"),
         7,
         {"tok.weight": torch.ones(2, 2).to_sparse()},
+        state_dict() | {"norm.weight": torch.ones(24, device="meta")},
+        state_dict() | {"norm.weight": torch.quantize_per_tensor(torch.ones(24), 0.1, 0, torch.qint8)},
         state_dict() | {"norm.bias": torch.ones(3)},
         root / "weights.safetensors" if rank == 0 else root / "nowhere.safetensors",
     ]
@@ -343,7 +345,9 @@ def test_ranks_that_do_not_agree_are_told(tmp_path: Path) -> None:
         "rank 0 has a path and rank 1 none: give all the same",
         "rank 1 finds other tensors in its files than rank 0",
         "load_weights() takes a file, a folder or a state dict, found int",
-        "the state dict holds sparse tensors",
+        "the state dict holds a tensor of layout torch.sparse_coo: weights are dense, as tensor.to_dense() gives",
+        "the state dict holds a tensor without values, on the meta device: load values into it first",
+        "the state dict holds a tensor that is quantized: weights are plain numbers, as tensor.dequantize() gives",
         "the state dict is another model's: norm.bias has shape (3,) there and (24,) here",
         "there is no ./nowhere.safetensors",
     ]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import logging
 import os
 import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,15 @@ from ..errors import CheckpointError
 from ..offload import aligned_empty
 from ..paths import checked_path
 from . import dcp
+from .inspect import is_plain
 from .progress import progress, releasing
-from .restore import Restored, restore
+from .restore import HalfLoadedError, Restored, restore
 from .state import SHOWN, Snapshot, Trained, snapshot
-from .store import FORMAT, MANIFEST, File, Manifest, Store, check_tag
+from .store import FORMAT, File, Manifest, Store, check_tag
 
 log = logging.getLogger("zeroengine")
+
+MAX_SEARCHES = 10  # for a checkpoint while another process removes those that are found
 
 
 class Checkpointer:
@@ -34,6 +38,7 @@ class Checkpointer:
         self._stores: dict[Path, Store] = {}
         self._saving: _Saving | None = None
         self._copy = torch.empty(0, dtype=torch.uint8, device="cpu")  # of the states, while the background writes them
+        self._half_loaded = False
         self._waiting: dict[str, tuple[Any, bool]] = {}  # loaded for objects that are not registered yet
 
     def save(self, folder: str | os.PathLike[str], tag: str, client_state: Any) -> None:
@@ -50,6 +55,7 @@ class Checkpointer:
         with self._group.agreeing("to save a checkpoint", arguments) as every:
             named = checked_path(folder, "save_checkpoint(directory)", CheckpointError)
             arguments |= {"directory": os.path.abspath(named), "tag": check_tag(tag)}
+            self.check_not_half_loaded("save_checkpoint()")
             found = snapshot(self._trained, client_state)
         check_same("save_checkpoint()", every)
         if self._gloo is None:
@@ -100,8 +106,13 @@ class Checkpointer:
             if tag is not None and not (isinstance(tag, str) and tag):
                 raise CheckpointError(f"load_checkpoint(tag): a tag is a folder's name; found {tag!r}")
         check_same("load_checkpoint()", every)
-        path, manifest = self.find(folder, tag, fallback=fallback)
-        restored = restore(self._trained, path, manifest, weights_only=weights_only, strict=strict)
+        with self._found(folder, tag, fallback=fallback) as (path, manifest):
+            try:
+                restored = restore(self._trained, path, manifest, weights_only=weights_only, strict=strict)
+            except HalfLoadedError:
+                self._half_loaded = True
+                raise
+        self._half_loaded = False
         self._waiting = {name: (state, restored.same_world) for name, state in restored.stateful.items()}
         for name in self._trained.stateful:
             self.hand_over(name)
@@ -140,38 +151,81 @@ class Checkpointer:
                 "are as they were."
             )
 
-    def find(self, folder: str | os.PathLike[str], tag: str | None, *, fallback: bool) -> tuple[Path, Manifest | None]:
-        """A whole checkpoint whose every file has its checksum: ``tag``, or the newest.
+    def check_not_half_loaded(self, call: str) -> None:
+        """
+        Raises:
+            CheckpointError: a load failed while the states were written, and none has succeeded since.
+        """
+        if self._half_loaded:
+            raise CheckpointError(
+                f"{call} after a load that failed half way: some states are the checkpoint's. Load a checkpoint that "
+                "is whole first."
+            )
+
+    @contextlib.contextmanager
+    def _found(
+        self, folder: str | os.PathLike[str], tag: str | None, *, fallback: bool
+    ) -> Iterator[tuple[Path, Manifest | None]]:
+        """A whole checkpoint whose every file has its checksum, ``tag`` or the newest, which nobody removes meanwhile.
 
         Args:
             fallback: where it is damaged, take the newest of the others that is whole.
 
-        Returns:
+        Yields:
             Its directory, and what it says of itself: None where plain PyTorch wrote it.
 
         Raises:
             CheckpointError: there is none.
         """
         self.wait()
-        store = Store(folder)
+        store, group = Store(folder), self._group
         plain = Path(folder) if tag is None else Path(folder) / tag
-        if all(self._group.exchange((plain / dcp.METADATA).is_file() and not (plain / MANIFEST).is_file())):
-            return plain, None
-        with self._group.agreeing("to find a checkpoint"):
-            tag = store.latest() if tag is None else tag
-        tag = self._group.exchange(tag)[0]
-        candidates = [tag]
-        if fallback:
-            tags = self._group.exchange(store.tags())[0]
-            candidates += [t for t in reversed(tags) if t != tag]
+        kinds: list[bool] = []
+        with group.agreeing("to find a checkpoint", kinds) as every:
+            kinds.append(not fallback and is_plain(plain))
+        if all(kind == [True] for kind in every):
+            yield plain, None
+            return
         problems: list[str] = []
-        for candidate in candidates:
-            found = self._damage(store, candidate)
-            if not found:
-                return store.checkpoint(candidate), store.manifest(candidate)
-            problems += found
+        what = "checkpoint"
+        for _ in range(MAX_SEARCHES):
+            candidates = self._candidates(store, tag, fallback, problems)
+            what = f"checkpoint {candidates[0]}"
+            for candidate in candidates:
+                with contextlib.ExitStack() as stack:
+                    identities: list[tuple[int, int] | None] = []
+                    if group.rank == 0:  # which is enough: a lock is seen by all that may remove something
+                        with contextlib.suppress(CheckpointError):
+                            stack.enter_context(store.held(candidate))
+                            identities.append(store.identity(candidate))
+                    identity = group.exchange(identities)[0]
+                    found = self._damage(store, candidate)
+                    if not found:
+                        yield store.checkpoint(candidate), store.manifest(candidate)
+                        return
+                    was_removed = group.exchange(_was_removed(store, candidate, identity))[0]
+                if was_removed and tag is None:
+                    problems = []
+                    break  # by another process, which has saved a newer one
+                problems += found
+            else:
+                break
         whole = "" if fallback else " load_checkpoint(..., fallback=True) takes the newest whole one before it."
-        raise CheckpointError(f"checkpoint {tag} is damaged: {'; '.join(problems[:SHOWN])}.{whole}")
+        raise CheckpointError(f"{what} is damaged: {'; '.join(dict.fromkeys(problems[:SHOWN]))}.{whole}")
+
+    def _candidates(self, store: Store, tag: str | None, fallback: bool, problems: list[str]) -> list[str]:
+        """The tags to try in turn, the same on every rank."""
+        with self._group.agreeing("to find a checkpoint"):
+            first = [tag] if tag is not None else []
+            if tag is None:
+                try:
+                    first = [store.latest()]
+                except CheckpointError as error:
+                    if not fallback or not store.tags():
+                        raise
+                    problems.append(str(error))
+            others = [other for other in reversed(store.tags()) if other not in first] if fallback else []
+        return self._group.exchange([*first, *others])[0]
 
     def _damage(self, store: Store, tag: str) -> list[str]:
         """What is wrong with a checkpoint. Each rank looks at its part of the files."""
@@ -189,6 +243,22 @@ class Checkpointer:
         finally:
             for store in self._stores.values():
                 store.close()
+
+
+def _was_removed(store: Store, tag: str, identity: Sequence[tuple[int, int] | None]) -> bool:
+    """Return whether another process has removed or replaced a checkpoint since it was found.
+
+    Args:
+        identity: what it was when it was held; empty if it could not be held.
+    """
+    if identity:
+        return store.identity(tag) != identity[0]
+    if store.identity(tag) is not None:
+        return True  # it was being removed, and another of its tag has come
+    try:
+        return store.latest() != tag
+    except CheckpointError:
+        return False
 
 
 class _Saving(threading.Thread):
@@ -213,7 +283,7 @@ class _Saving(threading.Thread):
         try:
             self._write(report)
         except BaseException as error:
-            self.error = cause(error)
+            self.error = dcp.cause(error)
             if self._rank == 0:
                 self.store.abandon(self.writing)
         finally:
@@ -232,20 +302,8 @@ class _Saving(threading.Thread):
                 manifest = Manifest(format=FORMAT, tag=self.tag, files=together, **snapshot.about)
                 self.store.commit(self.writing, manifest, self._keep)
             except Exception as caught:
-                error = cause(caught)
+                error = dcp.cause(caught)
                 self.store.abandon(self.writing)
         answer = [error]
         dist.broadcast_object_list(answer, group_src=0, group=self._group)
         self.error = answer[0]
-
-
-def cause(error: BaseException) -> str:
-    """The innermost reason: DCP wraps what a rank raised."""
-    failures = getattr(error, "failures", None)
-    if failures:
-        rank, (inner, _) = next(iter(failures.items()))
-        return f"rank {rank}: {cause(inner)}"
-    if isinstance(error, OSError) and error.strerror:
-        what = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror
-        return f"{what}{f' ({error.filename})' if error.filename else ''}"
-    return f"{type(error).__name__}: {error}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import enum
+import errno
 import io
 import mmap
 import os
@@ -84,12 +85,48 @@ def load(path: Path, metadata: Metadata, entries: Entries, objects: Iterable[str
     """Reads what ``entries`` have pieces for into them, cast to their dtypes, and gives the objects. Not a collective.
 
     Raises:
-        CheckpointError: part of an entry is not there.
+        CheckpointError: part of an entry is not there, or cannot be read, or an object could run code.
     """
-    planner = _LoadPlanner(entries, objects, metadata, report)
-    with _no_warning():
-        dcp.load({}, storage_reader=_Reader(path, metadata), planner=planner, no_dist=True)
+    return _load(path, metadata, _LoadPlanner(entries, objects, metadata, report))
+
+
+def check_readable(path: Path, metadata: Metadata, entries: Entries, report: Report) -> None:
+    """Read what ``load`` would, and keep nothing of it.
+
+    Raises:
+        CheckpointError: as ``load`` does.
+    """
+    _load(path, metadata, _Rehearsal(entries, (), metadata, report))
+
+
+def _load(path: Path, metadata: Metadata, planner: _LoadPlanner) -> dict[str, Any]:
+    try:
+        with _no_warning():
+            dcp.load({}, storage_reader=_Reader(path, metadata), planner=planner, no_dist=True)
+    except dcp.CheckpointException as error:  # no Exception: it would pass by whoever catches those
+        inner = innermost(error)
+        if isinstance(inner, CheckpointError) or not isinstance(inner, Exception):
+            raise inner from None
+        raise CheckpointError(f"{path} cannot be read: {cause(inner)}") from inner
     return planner.objects
+
+
+def innermost(error: BaseException) -> BaseException:
+    """What a rank raised, of what DCP makes of it."""
+    failures = getattr(error, "failures", None)
+    return innermost(next(iter(failures.values()))[0]) if failures else error
+
+
+def cause(error: BaseException) -> str:
+    """The innermost reason, in one line."""
+    failures = getattr(error, "failures", None)
+    if failures:
+        rank, (inner, _) = next(iter(failures.items()))
+        return f"rank {rank}: {cause(inner)}"
+    if isinstance(error, OSError) and error.strerror:
+        what = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror
+        return f"{what}{f' ({error.filename})' if error.filename else ''}"
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 @contextmanager
@@ -252,7 +289,14 @@ class _LoadPlanner(LoadPlanner):
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.objects[read_item.dest_index.fqn] = torch.load(value, map_location="cpu", weights_only=True)
+        name = read_item.dest_index.fqn
+        try:
+            self.objects[name] = torch.load(value, map_location="cpu", weights_only=True)
+        except Exception as error:
+            what = "holds more than tensors, numbers and strings, and could run code: it is refused"
+            if not isinstance(error, pickle.UnpicklingError) or "GLOBAL" not in str(error):
+                what = f"cannot be read: {cause(error)}"
+            raise CheckpointError(f"{name} in the checkpoint {what}") from error
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         tensor = self._pieces[read_item.dest_index]
@@ -262,6 +306,14 @@ class _LoadPlanner(LoadPlanner):
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         self._report(tensor.nbytes)
+
+
+class _Rehearsal(_LoadPlanner):
+    """Reads into memory that is thrown away."""
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        target = super().resolve_tensor(read_item)
+        return torch.empty(target.shape, dtype=target.dtype, device="cpu")
 
 
 def _read_object(name: str) -> list[ReadItem]:
@@ -322,4 +374,12 @@ def read_metadata(path: Path) -> Metadata:
         raise CheckpointError(f"{path / METADATA} cannot be read: {type(error).__name__}: {error}") from error
     if not isinstance(metadata, Metadata) or not metadata.storage_data:
         raise CheckpointError(f"{path / METADATA} is not a checkpoint's metadata")
+    for file in files_of(metadata):
+        if not isinstance(file, str) or os.path.basename(file) != file or file in ("", ".", ".."):
+            raise CheckpointError(f"{path / METADATA} names {file!r}, outside of the checkpoint: it is refused")
     return metadata
+
+
+def files_of(metadata: Metadata) -> set[str]:
+    """The names of the files that hold what ``metadata`` describes."""
+    return {getattr(info, "relative_path", None) for info in (metadata.storage_data or {}).values()}  # type: ignore[misc]

@@ -22,7 +22,7 @@ from ..errors import CheckpointError
 from ..optim import LossScaler
 from ..partition import Box, boxes_of_run, plain_name
 from . import dcp
-from .checkpointer import cause
+from .dcp import cause
 from .deepspeed_files import Files, check_out, files_of, find
 from .deepspeed_states import Place, RankState, cut, kept_of, places_of, read_states
 from .entries import MODEL, OPTIMIZER, Entry

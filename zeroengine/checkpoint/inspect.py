@@ -14,9 +14,9 @@ from typing import Any
 
 from ..errors import CheckpointError
 from ..paths import checked_path
-from .metadata import METADATA, read_metadata, tied
+from .metadata import EXTRA, METADATA, names_in, read_metadata, tied
 from .progress import progress
-from .store import LATEST, MANIFEST, Manifest, Store, check_tag
+from .store import LATEST, MANIFEST, Manifest, Store, check_tag, tag_of
 
 WHOLE, DAMAGED, UNFINISHED, UNCHECKED, PLAIN = "whole", "damaged", "unfinished", "not checked", "no checksums"
 THREADS = 4  # files hashed at a time
@@ -34,13 +34,29 @@ def find(folder: str | os.PathLike[str], tag: str | None) -> tuple[Path, Manifes
     """
     path = Path(os.path.abspath(checked_path(folder, "the folder of checkpoints", CheckpointError)))
     plain = path if tag is None else path / check_tag(tag)
-    if (plain / METADATA).is_file() and not (plain / MANIFEST).is_file():
+    if is_plain(plain):
         return plain, None
     store = Store(path)
     if tag is None and (path / MANIFEST).is_file():
         store, tag = Store(path.parent), path.name
     tag = store.latest() if tag is None else tag
     return store.checkpoint(tag), store.manifest(tag)
+
+
+def is_plain(path: Path) -> bool:
+    """Whether plain PyTorch wrote the checkpoint in the directory ``path``.
+
+    Raises:
+        CheckpointError: zeroengine did, and the manifest is missing.
+    """
+    if not (path / METADATA).is_file() or (path / MANIFEST).is_file():
+        return False
+    if any(name.startswith(EXTRA) for name in names_in(path)):
+        raise CheckpointError(
+            f"{path} is not whole: zeroengine wrote it, and {MANIFEST} is missing. Copy that file, too; or load "
+            "another checkpoint, with tag= or fallback=True."
+        )
+    return True
 
 
 @dataclass
@@ -111,14 +127,20 @@ def _scan(path: Path) -> list[Found]:
     if not path.is_dir():
         return []
     found = [one for entry in path.iterdir() if entry.is_dir() for one in _entry(path, entry)]
-    return sorted(found, key=lambda one: (one.manifest.step if one.manifest is not None else -1, one.seen, one.tag))
+    return sorted(found, key=_age)
+
+
+def _age(found: Found) -> tuple[int, str, float, str]:
+    """As ``Store.age``; first come those that do not say when they were saved."""
+    if found.manifest is None:
+        return -1, "", found.seen, found.tag
+    return found.manifest.sequence, found.manifest.saved_at, found.seen, found.tag
 
 
 def _entry(path: Path, entry: Path) -> Iterator[Found]:
     name = entry.name
     if name.startswith(".") and name.endswith(".writing"):
-        tag = name.removeprefix(".").removesuffix(".writing")
-        yield Found(tag, str(entry), UNFINISHED, _size(entry), seen=entry.stat().st_mtime)
+        yield Found(tag_of(name), str(entry), UNFINISHED, _size(entry), seen=entry.stat().st_mtime)
     elif name.startswith(".") and name.endswith(".replaced"):
         tag = name.removeprefix(".").removesuffix(".replaced")
         if not (path / tag).exists():  # its writer died between two renames: it counts
@@ -138,6 +160,10 @@ def _look(path: Path, tag: str) -> Found:
             found.verdict, found.problems = DAMAGED, [str(error)]
     elif (path / METADATA).is_file():
         found.verdict = PLAIN
+        try:
+            is_plain(path)
+        except CheckpointError as error:
+            found.verdict, found.problems = DAMAGED, [str(error)]
     else:
         found.verdict, found.problems = DAMAGED, [f"{path} has neither {MANIFEST} nor {METADATA}"]
     return found

@@ -10,14 +10,18 @@ import io
 import math
 import pickle
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
 from ..errors import CheckpointError
 
 METADATA = ".metadata"
+EXTRA = "zeroengine."  # what the names of objects begin with that only zeroengine reads
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -47,10 +51,32 @@ def read_metadata(path: Path) -> dict[str, Stored]:
     Raises:
         CheckpointError: there is no metadata, or it cannot be read, or part of a tensor is not there.
     """
-    try:
+
+    def read() -> dict[str, Stored]:
         tree = _Unpickler(io.BytesIO((path / METADATA).read_bytes())).load()
         known, places = tree.state_dict_metadata.items(), tree.storage_data
         return {name: _stored(name, item, places) for name, item in known if isinstance(item, _Tensor)}
+
+    return _reading(path, read)
+
+
+def names_in(path: Path) -> list[str]:
+    """The names of everything in the checkpoint directory ``path``, objects included.
+
+    Raises:
+        CheckpointError: there is no metadata, or it cannot be read.
+    """
+    return _reading(
+        path,
+        lambda: [
+            str(name) for name in _Unpickler(io.BytesIO((path / METADATA).read_bytes())).load().state_dict_metadata
+        ],
+    )
+
+
+def _reading(path: Path, read: Callable[[], T]) -> T:
+    try:
+        return read()
     except FileNotFoundError:
         raise CheckpointError(f"{path} holds no checkpoint: there is no {METADATA} file in it") from None
     except CheckpointError as error:

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ZeroEngineError
 from ..optim import UnitStates
 from ..optim.kept import Keys
 from ..partition import ShardSpan
 from . import dcp
 from .entries import MODEL, OPTIMIZER, Entries
+from .metadata import EXTRA, METADATA
 from .progress import progress, releasing
-from .state import EXTRA, SHOWN, Trained, param_groups, set_random_states, stateful_name
-from .store import Manifest
+from .state import SHOWN, Trained, param_groups, random_states, set_random_states, stateful_name
+from .store import MANIFEST, Manifest
+
+NEVER_NEGATIVE = {"lr", "initial_lr", "max_lr", "min_lr", "eps", "weight_decay", "momentum"}
 
 
 @dataclass(frozen=True)
@@ -42,12 +49,65 @@ def restore(trained: Trained, path: Path, manifest: Manifest | None, *, weights_
     Raises:
         CheckpointError: on every rank, before anything is changed: it does not fit.
     """
-    with trained.group.agreeing("to load a checkpoint"):
+    agreeing = trained.group.agreeing
+    with agreeing("to load a checkpoint"):
         plan = _plan(trained, path, manifest, weights_only=weights_only, strict=strict)
-    with trained.group.agreeing("to load a checkpoint"):
-        objects = _read(trained, path, plan)
+    with agreeing("to load a checkpoint"):
+        objects = dcp.load(path, plan.metadata, {}, plan.objects, lambda nbytes: None)
+        if manifest is None:  # no checksum has told that all can be read
+            _rehearse(trained, path, plan)
+    with _all_or_nothing(trained):
+        with agreeing("to load a checkpoint"), _as_checkpoint_errors():
+            _take_over(trained, manifest, plan, objects)
+        try:
+            with agreeing("to load a checkpoint"):
+                _read(trained, path, plan)
+        except CheckpointError as error:
+            raise HalfLoadedError(
+                f"{error}. It could be read a moment ago, and part of the engine's states have been overwritten: load "
+                "a checkpoint that is whole before training goes on."
+            ) from error
     trained.republish()
-    return _take_over(trained, manifest, plan, objects)
+    return _restored(trained, manifest, plan, objects)
+
+
+class HalfLoadedError(CheckpointError):
+    """A checkpoint that became unreadable while it was loaded."""
+
+
+@contextmanager
+def _all_or_nothing(trained: Trained) -> Iterator[None]:
+    """Put hyperparameters, schedule, loss scale and random states back if what is within raises."""
+    groups = [dict(group) for group in trained.optimizer.param_groups]
+    tensors = [
+        (value, value.clone()) for group in groups for value in group.values() if isinstance(value, torch.Tensor)
+    ]
+    scheduler = copy.deepcopy(trained.lr_scheduler.state_dict()) if trained.lr_scheduler is not None else None
+    scaler, random = copy.deepcopy(trained.scaler.state_dict()), random_states(trained.group.device)
+    try:
+        yield
+    except BaseException:
+        for group, before in zip(trained.optimizer.param_groups, groups, strict=True):
+            group.clear()
+            group.update(before)
+        for value, before_value in tensors:
+            value.copy_(before_value)
+        if scheduler is not None:
+            trained.lr_scheduler.load_state_dict(scheduler)
+        trained.scaler.load_state_dict(scaler)
+        set_random_states(random, trained.group.device)
+        raise
+
+
+@contextmanager
+def _as_checkpoint_errors() -> Iterator[None]:
+    """Raise whatever comes, such as from a schedule of the caller's, as a CheckpointError."""
+    try:
+        yield
+    except ZeroEngineError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"the checkpoint's state cannot be taken over: {dcp.cause(error)}") from error
 
 
 @dataclass(frozen=True)
@@ -67,6 +127,10 @@ class _Plan:
 def _plan(trained: Trained, path: Path, manifest: Manifest | None, *, weights_only: bool, strict: bool) -> _Plan:
     group, inventory = trained.group, trained.inventory
     metadata = dcp.read_metadata(path)
+    if manifest is not None:
+        unlisted = {METADATA, *dcp.files_of(metadata)} - manifest.files.keys()
+        if unlisted:
+            raise CheckpointError(f"{path} is damaged: its {MANIFEST} does not list {', '.join(sorted(unlisted)[:3])}")
     model = inventory.model(once=False)
     naming = Naming(metadata, model, inventory.aliases())
     naming.check_model(path, strict=strict)
@@ -87,8 +151,17 @@ def _plan(trained: Trained, path: Path, manifest: Manifest | None, *, weights_on
     return _Plan(metadata, naming, there, optimizer, objects, stateful, same_world, weights_only)
 
 
-def _read(trained: Trained, path: Path, plan: _Plan) -> dict[str, Any]:
-    """Fills this rank's part of the state, and gives the objects."""
+def _rehearse(trained: Trained, path: Path, plan: _Plan) -> None:
+    """Read all that ``_read`` will, where that can be told already: what the optimizer keeps is made by it."""
+    state = {} if plan.weights_only else trained.inventory.optimizer(once=False)
+    entries = plan.model | {plan.naming.state[name]: e for name, e in state.items() if name in plan.naming.state}
+    total = sum(entry.nbytes for entry in entries.values())
+    with progress(f"checking {path.name}", total, trained.group.rank == 0) as report:
+        dcp.check_readable(path, plan.metadata, entries, releasing(report, trained.let_go))
+
+
+def _read(trained: Trained, path: Path, plan: _Plan) -> None:
+    """Fills this rank's part of the state."""
     for states, span, keys in plan.optimizer:
         if keys:
             trained.kept.make(states, span, keys)
@@ -98,20 +171,19 @@ def _read(trained: Trained, path: Path, plan: _Plan) -> dict[str, Any]:
     entries = plan.model | {plan.naming.state[name]: e for name, e in state.items() if name in plan.naming.state}
     total = sum(entry.nbytes for entry in entries.values())
     with progress(f"loading {path.name}", total, trained.group.rank == 0) as report:
-        objects = dcp.load(path, plan.metadata, entries, plan.objects, releasing(report, trained.let_go))
+        dcp.load(path, plan.metadata, entries, (), releasing(report, trained.let_go))
     for states, span, keys in plan.optimizer:
         name = OPTIMIZER + states.unit.layout.slots[span.slot].name
         numbers = {key: state[f"{name}.{key}"].pieces[0][1] for key, (_, is_number) in keys.items() if is_number}
         if keys:
             trained.kept.take_numbers(states, span, numbers)
-    return objects
 
 
-def _take_over(trained: Trained, manifest: Manifest | None, plan: _Plan, objects: Mapping[str, Any]) -> Restored:
+def _take_over(trained: Trained, manifest: Manifest | None, plan: _Plan, objects: Mapping[str, Any]) -> None:
     """What is no tensor: hyperparameters, schedule, scaler, random states."""
-    client_state, group = objects.get(f"{EXTRA}client_state"), trained.group
+    group = trained.group
     if plan.weights_only:
-        return Restored(client_state, {}, {}, plan.same_world, plan.naming.missing)
+        return
     if manifest is not None:
         _set_groups(trained, manifest)
         if manifest.loss_scaler and trained.config.scales_loss:
@@ -120,6 +192,12 @@ def _take_over(trained: Trained, manifest: Manifest | None, plan: _Plan, objects
         trained.lr_scheduler.load_state_dict(objects[f"{EXTRA}lr_scheduler"])
     if f"{EXTRA}rank.{group.rank}" in objects:
         set_random_states(objects[f"{EXTRA}rank.{group.rank}"], group.device)
+
+
+def _restored(trained: Trained, manifest: Manifest | None, plan: _Plan, objects: Mapping[str, Any]) -> Restored:
+    client_state = objects.get(f"{EXTRA}client_state")
+    if plan.weights_only:
+        return Restored(client_state, {}, {}, plan.same_world, plan.naming.missing)
     steps = [int(max(states.steps, default=0)) for states in trained.optimizer.units]
     counters = manifest.counters if manifest is not None else {"global_steps": max(steps, default=0)}
     mine = plan.stateful
@@ -247,11 +325,36 @@ def _check_groups(trained: Trained, manifest: Manifest, path: Path) -> None:
             f"{path}: the optimizer's groups hold other parameters ({sizes}). Make the same groups, or load with "
             "weights_only=True."
         )
+    for group, saved in zip(trained.optimizer.param_groups, manifest.param_groups, strict=True):
+        for key, value in saved.items():
+            if key != "params" and not _fits(key, value, group.get(key)):
+                raise CheckpointError(
+                    f"{path} is damaged: its {MANIFEST} has {value!r} for the optimizer's {key}, which is "
+                    f"{group.get(key)!r} here"
+                )
+
+
+def _fits(key: str, saved: Any, present: Any) -> bool:
+    """Return whether a hyperparameter of a checkpoint can take the place of the present one."""
+    if isinstance(present, (tuple, list)):
+        return isinstance(saved, (tuple, list)) and len(saved) == len(present) and all(map(_is_number, saved))
+    if isinstance(present, bool):
+        return isinstance(saved, bool)
+    if isinstance(present, (int, float, torch.Tensor)):
+        return _is_number(saved) and not (key in NEVER_NEGATIVE and saved < 0)
+    return not (isinstance(saved, float) and math.isnan(saved))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _set_groups(trained: Trained, manifest: Manifest) -> None:
     """Hyperparameters are those of the checkpoint, as with ``torch.optim.Optimizer.load_state_dict``."""
     for group, saved in zip(trained.optimizer.param_groups, manifest.param_groups, strict=True):
         for key, value in saved.items():
-            if key != "params":
-                group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+            present = group.get(key)
+            if isinstance(present, torch.Tensor) and key != "params":
+                present.fill_(value)
+            elif key != "params":
+                group[key] = tuple(value) if isinstance(present, tuple) else value

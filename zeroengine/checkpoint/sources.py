@@ -46,10 +46,22 @@ def of_state_dict(state: Mapping[str, Any], where: str) -> Source:
             f"{where} holds {type(state[others[0]]).__name__} under {others[0]!r}: a state dict has names and tensors "
             "alone, as model.state_dict() gives"
         )
-    if any(value.layout is not torch.strided for value in tensors.values()):
-        raise CheckpointError(f"{where} holds sparse tensors: weights are dense")
+    for name, value in tensors.items():
+        if (what := _unreadable(value)) is not None:
+            raise CheckpointError(f"{where} holds a tensor {what} under {name!r}")
     specs = {name: Spec(tuple(value.shape), value.dtype) for name, value in tensors.items()}
     return Source(where, specs, lambda name, box: tensors[name][_slices(box)])
+
+
+def _unreadable(tensor: torch.Tensor) -> str | None:
+    """Why no box of the tensor can be copied."""
+    if tensor.is_meta:
+        return "without values, on the meta device: load values into it first"
+    if tensor.layout is not torch.strided:
+        return f"of layout {tensor.layout}: weights are dense, as tensor.to_dense() gives"
+    if tensor.is_quantized:
+        return "that is quantized: weights are plain numbers, as tensor.dequantize() gives"
+    return None
 
 
 def of_path(path: Path) -> Source:

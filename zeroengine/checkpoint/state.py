@@ -23,8 +23,8 @@ from ..optim import LossScaler, ShardedOptimizer
 from ..optim.kept import KeptState
 from ..runtime import Unit
 from .entries import MODEL, Entries, Entry, Inventory
+from .metadata import EXTRA
 
-EXTRA = "zeroengine."  # objects that only zeroengine reads
 SHOWN = 10  # of what is wrong
 
 
@@ -121,13 +121,20 @@ def snapshot(trained: Trained, client_state: Any) -> Snapshot:
         "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "versions": versions(),
         "counters": counters,
-        "param_groups": json.loads(json.dumps(groups, default=str)),
+        "param_groups": json.loads(json.dumps(groups, default=_as_number)),
         "loss_scaler": trained.scaler.state_dict() if trained.config.scales_loss else {},
         "config": trained.config.to_dict(),
     }
     entries = inventory.model(once=True) | inventory.optimizer(once=True)
     aliases = {MODEL + alias: MODEL + kept for alias, kept in inventory.aliases().items()}
     return Snapshot(entries, objects, aliases, about)
+
+
+def _as_number(value: Any) -> Any:
+    """A tensor of one element, such as a learning rate that a captured step reads, as a number; else as text."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    return str(value)
 
 
 def stateful_name(name: str, rank: int) -> str:

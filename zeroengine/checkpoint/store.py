@@ -3,34 +3,48 @@
     runs/a/
       latest                  the tag of the newest checkpoint
       step-200/               one checkpoint: a DCP checkpoint, and
-        zeroengine.json       what it is, with the size and checksum of every file
-      .step-300.writing/      one that is being written, or whose writer died
+        zeroengine.json       what it is, with the size and checksum of every file, and of itself
+      .step-300.1f3a.writing/ one that is being written, or whose writer died
       .step-200.replaced/     one that another of its tag is about to replace
       .lock                   held by the job that saves here
 
 A checkpoint is written beside, synced, and renamed; ``latest`` is moved last. So whatever happens, a tag names a
-whole checkpoint, and so does ``latest``.
+whole checkpoint, and so does ``latest``. Checkpoints are ordered by when they were saved (``Manifest.sequence``), not
+by their steps: after a return to an earlier checkpoint the steps begin again.
+
+[Note: Locks]
+The job that saves holds ``.lock``. It belongs to a run of a launcher: where a process of an earlier round of the same
+run still holds it, which cannot be ended because its node is frozen or out of reach, the later round puts a lock file
+of its own in its place. The earlier process finds that out before it renames anything (``_check_lock``).
+A reader holds ``zeroengine.json`` of the checkpoint that it reads, and nobody removes a checkpoint that is held. Where
+the file system has no locks, a reader finds out afterwards that the checkpoint has gone, and takes the next.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import re
+import secrets
 import shutil
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Annotated, Any
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, ValidationError
+from annotated_types import Ge, Le, MinLen
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import CheckpointError
 
 MANIFEST, LATEST, LOCK = "zeroengine.json", "latest", ".lock"
-FORMAT = 1
+CHECKSUM = "checksum"  # of the rest of the manifest
+FORMAT = 2  # 1 had neither checksum nor sequence
+MAX_TAG = 200  # characters: a directory's name has at most 255
 TAG = re.compile(r"[A-Za-z0-9][\w.+=@-]*")
 CHUNK = 1 << 22
 
@@ -38,38 +52,75 @@ CHUNK = 1 << 22
 class File(BaseModel):
     """A file of a checkpoint."""
 
-    bytes: int
-    xxh3: str
+    bytes: Annotated[int, Ge(0)]
+    xxh3: Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
 
 
 class Manifest(BaseModel):
-    """What a checkpoint is."""
+    """What a checkpoint is.
+
+    Attributes:
+        sequence: larger than that of every checkpoint that was in the folder when it was saved; 0 in format 1.
+    """
 
     model_config = ConfigDict(extra="ignore")
 
-    format: int
+    format: Annotated[int, Ge(1)]
     tag: str
-    step: int
-    stage: int
-    world_size: int
+    step: Annotated[int, Ge(0)]
+    stage: Annotated[int, Ge(0), Le(3)]
+    world_size: Annotated[int, Ge(1)]
     precision: str
     optimizer: str
     saved_at: str
+    sequence: Annotated[int, Ge(0)] = 0
     versions: dict[str, str]
-    counters: dict[str, int]
+    counters: dict[str, Annotated[int, Ge(0)]]
     param_groups: list[dict[str, Any]]
     loss_scaler: dict[str, Any]
     config: dict[str, Any]
-    files: dict[str, File]
+    files: Annotated[dict[str, File], MinLen(1)]
 
     @property
     def nbytes(self) -> int:
         return sum(file.bytes for file in self.files.values())
 
+    def to_json(self) -> str:
+        """The file's text, with a checksum of the rest in it."""
+        tree = json.loads(self.model_dump_json())
+        return json.dumps(tree | {CHECKSUM: _checksum_of_tree(tree)}, indent=1)
+
+
+def _parse(text: str) -> Manifest:
+    """
+    Raises:
+        ValueError: it is no manifest, or was changed.
+    """
+    tree = json.loads(text)
+    if not isinstance(tree, dict):
+        raise ValueError("it is no JSON object")
+    number = tree.get("format")
+    if isinstance(number, int) and number > FORMAT:
+        raise CheckpointError(
+            f"has format {number}; this version of zeroengine reads up to {FORMAT}: install a newer one"
+        )
+    expected = tree.pop(CHECKSUM, None)
+    if number != 1 and expected != _checksum_of_tree(tree):
+        raise ValueError("its checksum differs")
+    manifest = Manifest.model_validate(tree)
+    for name in manifest.files:
+        if os.path.basename(name) != name or name in ("", ".", ".."):
+            raise ValueError(f"it lists a file outside of the checkpoint, {name!r}")
+    return manifest
+
+
+def _checksum_of_tree(tree: dict[str, Any]) -> str:
+    return xxhash.xxh3_64(json.dumps(tree, sort_keys=True).encode()).hexdigest()
+
 
 def check_tag(tag: str) -> str:
     """Raises: CheckpointError: ``tag`` cannot name a folder."""
-    if not isinstance(tag, str) or not TAG.fullmatch(tag) or tag in (LATEST,):
+    if not isinstance(tag, str) or not TAG.fullmatch(tag) or tag in (LATEST,) or len(tag) > MAX_TAG:
         raise CheckpointError(
             f"a tag is a folder's name of letters, digits and ._+=@-, beginning with a letter or digit, such as "
             f'"step-1000"; found {tag!r}'
@@ -83,6 +134,7 @@ class Store:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._lock: IO[str] | None = None
+        self._run = _own_run()
 
     # -- looking ----------------------------------------------------------------------------------
 
@@ -92,12 +144,21 @@ class Store:
             raise CheckpointError(f"{self.path} is a file: checkpoints are kept in a folder")
         if not self.path.is_dir():
             return []
+        try:
+            names = [entry.name for entry in self.path.iterdir() if not entry.name.startswith(".")]
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
         found = []
-        for entry in self.path.iterdir():
-            if not entry.name.startswith(".") and (entry / MANIFEST).is_file():
-                with contextlib.suppress(CheckpointError):
-                    found.append((self.manifest(entry.name).step, (entry / MANIFEST).stat().st_mtime, entry.name))
-        return [tag for _, _, tag in sorted(found)]
+        for name in names:
+            with contextlib.suppress(CheckpointError, OSError):
+                if (self.path / name / MANIFEST).is_file():
+                    found.append((*self.age(name), name))
+        return [tag for *_, tag in sorted(found)]
+
+    def age(self, tag: str) -> tuple[int, str, float]:
+        """What checkpoints are ordered by: when they were saved."""
+        manifest = self.manifest(tag)
+        return manifest.sequence, manifest.saved_at, (self.checkpoint(tag) / MANIFEST).stat().st_mtime
 
     def latest(self) -> str:
         """The tag of the newest checkpoint.
@@ -106,7 +167,8 @@ class Store:
             CheckpointError: there is none.
         """
         try:
-            tag = (self.path / LATEST).read_text().strip()
+            with open(self.path / LATEST, "rb") as file:
+                return check_tag(file.read(2 * MAX_TAG).decode().strip())
         except FileNotFoundError:
             tags = self.tags()
             if tags:
@@ -120,7 +182,42 @@ class Store:
             raise CheckpointError(f"{where}. engine.save_checkpoint({str(self.path)!r}) writes one.") from None
         except NotADirectoryError:
             raise CheckpointError(f"{self.path} is a file: checkpoints are kept in a folder") from None
-        return tag
+        except (OSError, ValueError) as error:
+            what = error.strerror if isinstance(error, OSError) else str(error)
+            raise CheckpointError(
+                f"{self.path / LATEST} does not name a checkpoint ({what}): name one with tag=, or take the newest "
+                "that is whole with fallback=True"
+            ) from error
+
+    @contextlib.contextmanager
+    def held(self, tag: str) -> Iterator[None]:
+        """Keep a checkpoint from being removed meanwhile.
+
+        Raises:
+            CheckpointError: it is not there, or is being removed.
+        """
+        path = self.checkpoint(tag) / MANIFEST
+        try:
+            with open(path, "rb") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise CheckpointError(f"checkpoint {tag!r} in {self.path} is being removed") from None
+                except OSError:
+                    pass  # no locks on this file system
+                yield
+        except FileNotFoundError as error:
+            if error.filename != str(path):
+                raise
+            raise CheckpointError(f"checkpoint {tag!r} in {self.path} has just been removed") from None
+
+    def identity(self, tag: str) -> tuple[int, int] | None:
+        """What tells a checkpoint from another of its tag; None where there is none."""
+        try:
+            found = (self.checkpoint(tag) / MANIFEST).stat()
+        except (CheckpointError, OSError):
+            return None
+        return found.st_dev, found.st_ino
 
     def checkpoint(self, tag: str) -> Path:
         """The directory of a checkpoint that is there.
@@ -141,22 +238,20 @@ class Store:
     def manifest(self, tag: str) -> Manifest:
         path = self.checkpoint(tag) / MANIFEST
         try:
-            tree = json.loads(path.read_text())
-            if isinstance(tree, dict) and isinstance(tree.get("format"), int) and tree["format"] > FORMAT:
-                raise CheckpointError(
-                    f"{path} has format {tree['format']}; this version of zeroengine reads up to {FORMAT}: install a "
-                    "newer one"
-                )
-            return Manifest.model_validate(tree)
-        except (OSError, ValueError, ValidationError) as error:
-            if isinstance(error, CheckpointError):
-                raise
-            raise CheckpointError(f"{path} is damaged: {type(error).__name__}") from error
+            return _parse(path.read_text(encoding="utf-8"))
+        except CheckpointError as error:
+            raise CheckpointError(f"{path} {error}") from None
+        except ValidationError as error:
+            wrong = ", ".join(".".join(str(part) for part in item["loc"]) for item in error.errors()[:3])
+            raise CheckpointError(f"{path} is damaged: wrong or missing are {wrong}") from error
+        except (OSError, ValueError, RecursionError) as error:
+            what = error.strerror if isinstance(error, OSError) else str(error).partition("\n")[0]
+            raise CheckpointError(f"{path} is damaged: {what}") from error
 
     def damage(self, tag: str, files: Iterable[str], report: Callable[[int], None] = lambda n: None) -> list[str]:
         """What is wrong with some of a checkpoint's files: missing, of another size, or of another checksum."""
         path, manifest = self.checkpoint(tag), self.manifest(tag)
-        found = []
+        found: list[str] = []
         for name in files:
             expected = manifest.files[name]
             try:
@@ -178,25 +273,29 @@ class Store:
             CheckpointError: it cannot be written, or another job saves into it.
         """
         if self._lock is not None:
+            self._check_lock()
             return
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            lock = open(self.path / LOCK, "a+")
-        except FileExistsError:
+            lock = _open_lock(self.path / LOCK)
+        except (FileExistsError, NotADirectoryError):
             raise CheckpointError(f"{self.path} is a file: checkpoints are kept in a folder") from None
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be written: {error.strerror}") from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            lock.seek(0)
-            holder = lock.read().strip() or "another process"
+            holder, _, run = lock.read(1000).partition("\n")
             lock.close()
-            raise CheckpointError(
-                f"another job saves into {self.path} ({holder}): give each job a folder of its own"
-            ) from None
+            if not _is_earlier_round(run.strip(), self._run):
+                raise CheckpointError(
+                    f"another job saves into {self.path} ({holder or 'another process'}): give each job a folder of "
+                    "its own"
+                ) from None
+            lock = self._take_over_lock()
+        lock.seek(0)
         lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {os.uname().nodename}")
+        lock.write(f"process {os.getpid()} on {os.uname().nodename}\n{self._run}\n")
         lock.flush()
         self._lock = lock
         for entry in self.path.glob(".*.writing"):  # of writers that died
@@ -207,6 +306,31 @@ class Store:
                 shutil.rmtree(entry, ignore_errors=True)
             else:
                 entry.rename(self.path / tag)
+
+    def _take_over_lock(self) -> IO[str]:
+        """Put a lock of our own in the place of one that an earlier round of this run holds."""
+        new = self.path / f"{LOCK}.{secrets.token_hex(4)}"
+        lock = _open_lock(new)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        new.rename(self.path / LOCK)
+        return lock
+
+    def _check_lock(self) -> None:
+        """
+        Raises:
+            CheckpointError: a later round of this run has taken over the folder.
+        """
+        assert self._lock is not None
+        mine = os.fstat(self._lock.fileno())
+        try:
+            there = (self.path / LOCK).stat()
+        except OSError:
+            there = None
+        if there is None or (mine.st_dev, mine.st_ino) != (there.st_dev, there.st_ino):
+            raise CheckpointError(
+                f"{self.path} has been taken over by a later round of this run, or its {LOCK} file was removed: this "
+                "process saves there no more"
+            )
 
     def close(self) -> None:
         if self._lock is not None:
@@ -225,8 +349,7 @@ class Store:
                 f"the disk of {self.path} is full: the checkpoint takes {nbytes / 2**20:,.0f} MiB, "
                 f"{free / 2**20:,.0f} MiB are free"
             )
-        path = self.path / f".{check_tag(tag)}.writing"
-        shutil.rmtree(path, ignore_errors=True)
+        path = self.path / f".{check_tag(tag)}.{secrets.token_hex(4)}.writing"
         path.mkdir()
         return path
 
@@ -238,9 +361,13 @@ class Store:
 
     def commit(self, writing: Path, manifest: Manifest, keep: int | None) -> None:
         """Makes what was written the newest checkpoint; removes the oldest beyond ``keep``."""
+        before = [self.manifest(tag) for tag in self.tags()]
+        sequence = 1 + max((other.sequence for other in before), default=0)
+        manifest = manifest.model_copy(update={"sequence": sequence})
         with _synced(writing / MANIFEST) as file:
-            file.write(manifest.model_dump_json(indent=1))
+            file.write(manifest.to_json())
         sync_directory(writing)
+        self._check_lock()
         target = self.path / manifest.tag
         replaced = self._replaced(manifest.tag)
         if target.exists():
@@ -254,9 +381,59 @@ class Store:
         shutil.rmtree(replaced, ignore_errors=True)
         if keep is not None:
             for tag in [tag for tag in self.tags() if tag != manifest.tag][: -(keep - 1) or None]:
-                dying = self.path / f".{tag}.writing"
+                self._remove(tag)
+
+    def _remove(self, tag: str) -> None:
+        """Remove a checkpoint, unless somebody reads it: a later save will."""
+        try:
+            with open(self.path / tag / MANIFEST, "rb") as file:
+                with contextlib.suppress(OSError):  # no locks on this file system
+                    try:
+                        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    except BlockingIOError:
+                        return
+                dying = self.path / f".{tag}.{secrets.token_hex(4)}.writing"
                 (self.path / tag).rename(dying)
-                shutil.rmtree(dying, ignore_errors=True)
+        except FileNotFoundError:
+            return
+        shutil.rmtree(dying, ignore_errors=True)
+
+
+def tag_of(name: str) -> str:
+    """The tag of a checkpoint that is being written, from its directory's name."""
+    middle = name.removeprefix(".").removesuffix(".writing")
+    tag, _, token = middle.rpartition(".")
+    return tag if tag and re.fullmatch(r"[0-9a-f]{8}", token) else middle
+
+
+def _own_run() -> str:
+    """The launcher's run that this process belongs to, and the number of its round; "" where there is none."""
+    run, round_ = os.environ.get("TORCHELASTIC_RUN_ID", ""), os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    return f"run {run} round {round_}" if run not in ("", "none") and round_.isdecimal() else ""
+
+
+def _is_earlier_round(held_by: str, own: str) -> bool:
+    """Return whether the lock's holder, as it says, is of an earlier round of our own run."""
+    theirs, ours = (re.fullmatch(r"run (.*) round (\d+)", text) for text in (held_by, own))
+    return bool(theirs and ours and theirs[1] == ours[1] and int(theirs[2]) < int(ours[2]))
+
+
+def _open_lock(path: Path) -> IO[str]:
+    """Open a lock file, and nothing that a link or a device's name leads to.
+
+    Raises:
+        CheckpointError: it is none.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise CheckpointError(f"{path} is not a lock file ({error.strerror}): remove it") from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CheckpointError(f"{path} is not a lock file: remove it")
+    return os.fdopen(descriptor, "r+")
 
 
 def checksum(path: Path, report: Callable[[int], None] = lambda n: None) -> str:

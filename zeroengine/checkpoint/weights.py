@@ -122,10 +122,14 @@ def load(trained: Trained, given: Weights, strict: bool) -> Loaded:
     names, loaded = _match(*found, entries, trained.inventory.aliases(), strict)
     with group.agreeing("to load weights"):
         mine = 0 if from_rank_0 else sum(entries[name].nbytes for name in names)
+        specs = [found[1][there] for there in names.values()]
+        sizes = [min(math.prod(spec.shape), CHUNK) * spec.dtype.itemsize for spec in specs]
+        size = max(sizes) if from_rank_0 else 0  # one buffer, for the allocator may keep what many leave behind
+        buffer = torch.empty(size, dtype=torch.uint8, device=group.device)
         with progress("loading", mine, group.rank == 0 and not from_rank_0) as report:
             for name, there in names.items():
                 if from_rank_0:
-                    _receive(trained, entries[name], found[1][there], source, there)
+                    _receive(trained, entries[name], found[1][there], source, there, buffer)
                 else:
                     assert source is not None
                     _read(entries[name], source, there, report)
@@ -214,12 +218,14 @@ def _read(entry: Entry, source: Source, name: str, report: Callable[[int], None]
                 report(target.nbytes)
 
 
-def _receive(trained: Trained, entry: Entry, spec: hf.Spec, source: Source | None, name: str) -> None:
-    """This rank's boxes from rank 0, which sends the whole tensor to all."""
+def _receive(
+    trained: Trained, entry: Entry, spec: hf.Spec, source: Source | None, name: str, buffer: torch.Tensor
+) -> None:
+    """This rank's boxes from rank 0, which sends the whole tensor to all, by way of ``buffer``."""
     numel = math.prod(entry.shape)
     for first in range(0, numel, CHUNK):
         stop = min(first + CHUNK, numel)
-        values = torch.empty(stop - first, dtype=spec.dtype, device=trained.group.device)
+        values = buffer[: (stop - first) * spec.dtype.itemsize].view(spec.dtype)
         if trained.group.rank == 0:
             assert source is not None
             for part in boxes_of_run(entry.shape, first, stop):
