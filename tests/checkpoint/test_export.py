@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -395,11 +395,45 @@ def test_metadata_that_lies_is_refused(tmp_path: Path) -> None:
     def twist(metadata: Metadata) -> None:
         tensor = metadata.state_dict_metadata["model.w"]
         assert isinstance(tensor, TensorStorageMetadata)
+        tensor.size = torch.Size((2, 8))
         tensor.chunks[:] = [ChunkStorageMetadata(torch.Size((0, 0)), torch.Size((2, 8)))]
 
+    def empty(metadata: Metadata) -> None:
+        next(iter(metadata.storage_data.values())).length = 0
+
+    def overlap(metadata: Metadata) -> None:
+        tensor = metadata.state_dict_metadata["model.w"]
+        assert isinstance(tensor, TensorStorageMetadata)
+        half = torch.Size((2, 4))
+        places = [torch.Size((0, 0)), torch.Size((1, 0))]
+        tensor.chunks[:] = [ChunkStorageMetadata(place, half) for place in places]
+        place = next(iter(metadata.storage_data.values()))
+        metadata.storage_data.update({MetadataIndex("model.w", offsets): place for offsets in places})
+
+    refused(empty, "part of model.w is said to have 0 bytes")
+    refused(overlap, "part of model.w is missing: the checkpoint is incomplete")
     refused(move, "outside of the checkpoint")
     refused(grow, "part of model.w is missing: the checkpoint is incomplete")
     refused(twist, "does not hold what it is said to of model.w")
+
+
+def two_saves(root: Path) -> None:
+    start()
+    model = nn.Linear(300, 300)
+    engine = zeroengine.initialize(model, torch.optim.AdamW(model.parameters(), lr=0.1), {"steps_per_print": None})
+    for _ in range(2):
+        engine.backward(engine(torch.randn(2, 300)).square().mean())
+        engine.step()
+        engine.save_checkpoint(root)
+
+
+def test_a_file_that_another_checkpoint_has_under_the_same_name_is_refused(tmp_path: Path) -> None:
+    run_ranks(2, two_saves, tmp_path / "runs")
+    for name in ("__0_0.distcp", "__1_0.distcp"):
+        shutil.copy(tmp_path / "runs" / "step-1" / name, tmp_path / "runs" / "step-2" / name)
+        with pytest.raises(CheckpointError, match=r"has been changed: its checksum differs"):
+            export(tmp_path / "runs", tmp_path / "out", "step-2")
+    export(tmp_path / "runs", tmp_path / "out", "step-1")
 
 
 # -- whole or absent ------------------------------------------------------------------------------

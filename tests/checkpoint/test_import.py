@@ -11,13 +11,14 @@ import errno
 import importlib.util
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -36,6 +37,7 @@ from zeroengine.checkpoint import cli, dcp, deepspeed, pickled
 from zeroengine.checkpoint.inspect import look
 from zeroengine.checkpoint.metadata import read_metadata
 from zeroengine.checkpoint.store import Store
+from zeroengine.errors import CheckpointError
 
 from ..distributed.ranks import run_ranks
 from ..distributed.training import start
@@ -464,6 +466,62 @@ def test_what_torch_would_run_or_unpack_is_refused(tmp_path: Path, capsys: pytes
     with tarfile.open(path / STATES, "w") as archive:
         archive.add(path / RANK_0, "pickle")
     assert "tar archive" in refusal(capsys, path, tmp_path / "out")
+
+
+def test_archives_and_containers_that_are_more_than_they_look_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "ds"
+    write_run(path, 2, 1, [[(2,)]])
+    whole = (path / STATES).read_bytes()
+    with zipfile.ZipFile(path / STATES) as before, zipfile.ZipFile(tmp_path / "z", "w", zipfile.ZIP_DEFLATED) as after:
+        for info in before.infolist():
+            after.writestr(info.filename, before.read(info))
+        after.writestr("mp_rank_00_model_states/data/99", b"\0" * (1 << 26))
+    (path / STATES).write_bytes((tmp_path / "z").read_bytes())
+    assert "it is a compressed archive, which torch.save does not write" in refusal(capsys, path, tmp_path / "out")
+    (path / STATES).write_bytes(whole)
+    bomb: Any = [0] * 10
+    for _ in range(20):
+        bomb = [bomb] * 10
+    loop: list[Any] = []
+    loop.append(loop)
+    deep: list[Any] = []
+    for _ in range(300):
+        deep = [deep]
+    for value, message in ((bomb, "more than 50,000,000 values"), (loop, "contains itself"), (deep, "100 deep")):
+        rewrite(path / STATES, lambda tree, value=value: tree.update(epoch=value))
+        assert message in refusal(capsys, path, tmp_path / "out")
+
+
+def flips_of(path: Path, count: int, seed: int) -> Iterator[tuple[int, int]]:
+    chance = random.Random(seed)
+    return ((chance.randrange(path.stat().st_size), 1 << chance.randrange(8)) for _ in range(count))
+
+
+def test_a_flipped_bit_in_a_deepspeed_file_is_refused_or_changes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "ds"
+    write_run(path, 2, 1, [[(40, 5)]])
+    expected = whole_tensors(deepspeed.import_checkpoint(path, tmp_path / "expected").path)
+    refusals = 0
+    for file in (path / STATES, path / RANK_0):
+        whole = file.read_bytes()
+        for at, bit in flips_of(file, 40, seed=0):
+            content = bytearray(whole)
+            content[at] ^= bit
+            file.write_bytes(content)
+            try:
+                done = deepspeed.import_checkpoint(path, tmp_path / "out", force=True)
+            except CheckpointError:
+                refusals += 1
+            else:
+                found = whole_tensors(done.path)
+                assert found.keys() == expected.keys()
+                assert all(torch.equal(value, expected[name]) for name, value in found.items()), (file.name, at, bit)
+        file.write_bytes(whole)
+    assert refusals > 20, "the rest hit what separates the entries"
 
 
 def test_classes_of_others_are_stood_in_for(tmp_path: Path) -> None:

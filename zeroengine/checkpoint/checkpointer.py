@@ -22,7 +22,7 @@ from .inspect import is_plain
 from .progress import progress, releasing
 from .restore import HalfLoadedError, Restored, restore
 from .state import SHOWN, Snapshot, Trained, snapshot
-from .store import FORMAT, File, Manifest, Store, check_tag
+from .store import FORMAT, Manifest, Store, check_tag
 
 log = logging.getLogger("zeroengine")
 
@@ -291,14 +291,13 @@ class _Saving(threading.Thread):
 
     def _write(self, report: dcp.Report) -> None:
         snapshot = self.snapshot
-        sums = dcp.save(self.writing, snapshot.entries, snapshot.objects, snapshot.aliases, self._group, report)
-        mine = {name: ((self.writing / name).stat().st_size, total) for name, total in sums.items()}
+        mine = dcp.save(self.writing, snapshot.entries, snapshot.objects, snapshot.aliases, self._group, report)
         everyone: list[Any] = [None] * self._group.size()
         dist.all_gather_object(everyone, mine, group=self._group)
         error: str | None = None
         if self._rank == 0:
             try:
-                together = {n: File(bytes=size, xxh3=total) for found in everyone for n, (size, total) in found.items()}
+                together = {name: file for files in everyone for name, file in files.items()}
                 manifest = Manifest(format=FORMAT, tag=self.tag, files=together, **snapshot.about)
                 self.store.commit(self.writing, manifest, self._keep)
             except Exception as caught:

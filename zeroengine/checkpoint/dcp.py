@@ -44,6 +44,8 @@ from ..errors import CheckpointError
 from ..offload.sequential import SequentialFile, create
 from ..partition import Box
 from .entries import Entries
+from .metadata import Item, digest_of_items
+from .store import File
 
 METADATA = ".metadata"
 Report = Callable[[int], None]  # bytes since the last call
@@ -58,7 +60,7 @@ def save(
     group: dist.ProcessGroup | None,
     report: Report,
     read: Read | None = None,
-) -> dict[str, str]:
+) -> dict[str, File]:
     """Writes every rank's entries and objects into the new directory ``path``. A collective.
 
     Args:
@@ -68,7 +70,7 @@ def save(
         read: fills a tensor with the values of an entry's piece that is on the meta device, when it is written.
 
     Returns:
-        The checksum of each file that this rank wrote, by its name.
+        What the manifest says of each file that this rank wrote, by its name.
     """
     writer = _Writer(path, aliases, report)
     writer.per_thread_copy_ahead = 0  # one piece after the other: see `lookup_object`
@@ -78,7 +80,11 @@ def save(
             dcp.save({}, storage_writer=writer, planner=planner, no_dist=True)
     else:
         dcp.save({}, storage_writer=writer, planner=planner, process_group=group)
-    return writer.hashing.sums
+    found = {}
+    for name, total in writer.hashing.sums.items():
+        items = digest_of_items(path / name, writer.items[name]) if name in writer.items else None
+        found[name] = File(bytes=(path / name).stat().st_size, xxh3=total, items=items)
+    return found
 
 
 def load(path: Path, metadata: Metadata, entries: Entries, objects: Iterable[str], report: Report) -> dict[str, Any]:
@@ -182,6 +188,14 @@ class _Writer(dcp.FileSystemWriter):
         super().__init__(path, overwrite=False, sync_files=False)  # they are when they are closed
         self.fs = self.hashing = _HashingFileSystem(report)
         self._aliases = aliases
+        self.items: dict[str, list[Item]] = {}  # of the files that this rank wrote
+
+    def write_data(self, *args: Any, **kwargs: Any) -> Any:
+        results = super().write_data(*args, **kwargs)
+        for result in results.value():
+            place = result.storage_data
+            self.items.setdefault(place.relative_path, []).append(Item(place.offset, place.length))
+        return results
 
     def finish(self, metadata: Metadata, results: Any) -> None:
         found = [result for of_rank in results for result in of_rank]

@@ -29,7 +29,7 @@ from .entries import MODEL, OPTIMIZER, Entry
 from .pickled import load
 from .progress import progress
 from .state import EXTRA, Snapshot, storable, versions
-from .store import FORMAT, MANIFEST, TAG, File, Manifest, Store
+from .store import FORMAT, MANIFEST, TAG, Manifest, Store
 
 PIECE = 1 << 27  # bytes in memory at a time
 # Of the model's file, what DeepSpeed puts there; the rest is the user's client state.
@@ -377,8 +377,7 @@ def _write(snapshot: Snapshot, out: Path, tag: str, read: dcp.Read) -> Manifest:
         writing = store.begin(tag, snapshot.nbytes)
         try:
             with progress(f"importing {tag}", snapshot.nbytes) as report:
-                sums = dcp.save(writing, snapshot.entries, snapshot.objects, snapshot.aliases, None, report, read)
-            files = {name: File(bytes=(writing / name).stat().st_size, xxh3=total) for name, total in sums.items()}
+                files = dcp.save(writing, snapshot.entries, snapshot.objects, snapshot.aliases, None, report, read)
             manifest = Manifest(format=FORMAT, tag=tag, files=files, **snapshot.about)
             store.commit(writing, manifest, None)
         except BaseException as error:  # which DCP's own is

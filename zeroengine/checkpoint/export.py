@@ -16,7 +16,7 @@ import torch
 from ..errors import CheckpointError
 from . import hf, pieces
 from .inspect import find
-from .metadata import METADATA, Piece, Stored, read_metadata, tied
+from .metadata import METADATA, Item, Piece, Stored, digest_of_items, items_by_file, read_metadata, tied
 from .output import Output, parse_dtype, parse_size
 from .progress import progress
 from .store import Manifest, checksum
@@ -85,10 +85,12 @@ def export(
         for piece in stored[there].pieces:
             by_file.setdefault(piece.file, []).append(piece)
     checked = manifest if verify else None
+    items = items_by_file(path)
     for file in by_file:
         _check_file(path, file, checked)
     sources = [
-        _Source(path / file, pieces.locate(path / file, by_file[file]), checked, verify) for file in sorted(by_file)
+        _Source(path / file, pieces.locate(path / file, by_file[file]), items[file], checked, verify)
+        for file in sorted(by_file)
     ]
     writer = hf.Writer(output.begin(plan.nbytes), plan)
     try:
@@ -180,16 +182,23 @@ class _Source:
     """A file of the checkpoint, and what is wanted of it.
 
     Where most of it is wanted, all is read, and its checksum compared; else the checksums that the wanted pieces have
-    in the file itself. Those are slower, but optimizer state need not be read for them.
+    in the file itself. Those are slower, but optimizer state need not be read for them. The manifest's digest of all of
+    these tells a file that another checkpoint has under the same name.
     """
 
-    def __init__(self, path: Path, located: list[pieces.Located], manifest: Manifest | None, verify: bool) -> None:
+    def __init__(
+        self, path: Path, located: list[pieces.Located], items: list[Item], manifest: Manifest | None, verify: bool
+    ) -> None:
         self._path, self._located = path, located
         self._expected = None if manifest is None else manifest.files[path.name].xxh3
         wanted, size = sum(one.nbytes for one in located), path.stat().st_size
         self._check = "pieces" if verify else "nothing"
-        if self._expected is not None and (2 * wanted >= size or not all(one.crc or not one.nbytes for one in located)):
-            self._check = "file"
+        if manifest is not None:
+            digest = manifest.files[path.name].items
+            if digest is None or 2 * wanted >= size or not all(one.crc or not one.nbytes for one in located):
+                self._check = "file"
+            elif digest != digest_of_items(path, items):
+                raise _changed(path)
         self.nbytes = size if self._check == "file" else wanted
 
     def read(self, take: pieces.Take, report: Callable[[int], None]) -> None:

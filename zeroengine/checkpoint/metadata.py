@@ -6,14 +6,19 @@ built: a pickle is a program.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
+import os
 import pickle
+import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import IO, Any, NamedTuple, TypeVar
+
+import xxhash
 
 from ..errors import CheckpointError
 
@@ -22,6 +27,13 @@ EXTRA = "zeroengine."  # what the names of objects begin with that only zeroengi
 
 
 T = TypeVar("T")
+
+
+class Item(NamedTuple):
+    """Where one value lies in a file: its first byte, and how many they are."""
+
+    start: int
+    length: int
 
 
 @dataclass(frozen=True)
@@ -85,6 +97,64 @@ def _reading(path: Path, read: Callable[[], T]) -> T:
         raise CheckpointError(f"{path / METADATA} cannot be read: {type(error).__name__}: {error}") from error
 
 
+def items_by_file(path: Path) -> dict[str, list[Item]]:
+    """Where everything lies in the files of the checkpoint directory ``path``, objects included.
+
+    Raises:
+        CheckpointError: there is no metadata, or it cannot be read.
+    """
+
+    def read() -> dict[str, list[Item]]:
+        found: dict[str, list[Item]] = {}
+        for info in _Unpickler(io.BytesIO((path / METADATA).read_bytes())).load().storage_data.values():
+            found.setdefault(str(info.relative_path), []).append(Item(int(info.offset), int(info.length)))
+        return found
+
+    return _reading(path, read)
+
+
+def digest_of_items(path: Path, items: Iterable[Item]) -> str:
+    """Return a digest of the checksums (CRC-32) that the items of a file have in the file itself.
+
+    Each item is a zip archive, whose directory is all that is read.
+    """
+    total = xxhash.xxh3_64()
+    with open(path, "rb") as file:
+        for item in sorted(set(items)):
+            with contextlib.suppress(zipfile.BadZipFile):  # not of torch.save: its place alone counts
+                for info in zipfile.ZipFile(Window(file, item)).infolist():  # type: ignore[arg-type]
+                    total.update(f"{info.filename} {info.file_size} {info.CRC}\n".encode())
+            total.update(f"{item.start} {item.length}\n".encode())
+    return total.hexdigest()
+
+
+class Window(io.RawIOBase):
+    """An item of a file, as a file."""
+
+    def __init__(self, file: IO[bytes], item: Item) -> None:
+        self._file, self._start, self._length, self._at = file, item.start, item.length, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(self._length - self._at, 0)
+        self._file.seek(self._start + self._at)
+        data = self._file.read(left if size < 0 else min(size, left))
+        self._at += len(data)
+        return data
+
+
 def tied(tensors: Mapping[str, Stored], names: Iterable[str]) -> dict[str, str]:
     """Those of ``names`` that are stored under another name too, and the first name of each."""
     first: dict[Any, str] = {}
@@ -109,10 +179,30 @@ def _stored(name: str, tensor: _Tensor, places: Mapping[Any, Any]) -> Stored:
         if PurePosixPath(info.relative_path).name != info.relative_path:
             raise CheckpointError(f"{name} is said to lie in {info.relative_path!r}, outside of the checkpoint")
         place = (info.relative_path, int(info.offset), int(info.length))
+        if place[1] < 0 or place[2] <= 0:
+            raise CheckpointError(f"part of {name} is said to have {place[2]} bytes at {place[1]}: it is damaged")
         pieces.append(Piece(name, tuple(chunk.offsets), tuple(chunk.sizes), *place))
-    if sum(math.prod(piece.sizes) for piece in pieces) != math.prod(shape):
+    tiles = [(piece.offsets, piece.sizes) for piece in pieces]
+    if sum(math.prod(sizes) for _, sizes in tiles) != math.prod(shape) or not _tile(shape, tiles):
         raise CheckpointError(f"part of {name} is missing: the checkpoint is incomplete")
     return Stored(shape, str(tensor.properties.state[0]), tuple(pieces))
+
+
+def _tile(shape: tuple[int, ...], boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
+    """Return whether boxes (offsets and sizes) lie within ``shape`` and no two of them overlap."""
+    open_: list[tuple[tuple[int, ...], tuple[int, ...]]] = []  # those that reach as far as the present one's first row
+    for offsets, sizes in sorted(boxes):
+        if len(offsets) != len(shape) or len(sizes) != len(shape):
+            return False
+        if any(at < 0 or size < 0 or at + size > most for at, size, most in zip(offsets, sizes, shape, strict=True)):
+            return False
+        open_ = [box for box in open_ if not shape or box[0][0] + box[1][0] > offsets[0]]
+        for others, extents in open_:
+            dims = zip(offsets, sizes, others, extents, strict=True)
+            if all(at < other + extent and other < at + size for at, size, other, extent in dims):
+                return False
+        open_.append((offsets, sizes))
+    return True
 
 
 class _Record:

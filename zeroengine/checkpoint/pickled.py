@@ -13,10 +13,14 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
+from .progress import progress
 
 INERT = ("deepspeed", "argparse", "numpy")  # packages whose classes are stood in for; and these classes:
 INERT_CLASSES = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.device")
 ZIP = b"PK\x03\x04"
+CHUNK = 1 << 20  # bytes
+MAX_VALUES = 50_000_000
+MAX_DEPTH = 100
 
 
 class Inert:
@@ -138,7 +142,9 @@ def load(path: str | os.PathLike[str]) -> Any:
         with open(path, "rb") as file:
             mapped = file.read(len(ZIP)) == ZIP  # otherwise of torch before 1.6, or as DeepSpeed's config may ask
         _check_kind(path, mapped)
-        return torch.load(path, map_location="cpu", pickle_module=_Pickle, weights_only=False, mmap=mapped)
+        found = torch.load(path, map_location="cpu", pickle_module=_Pickle, weights_only=False, mmap=mapped)
+        check_size(found)
+        return found
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
     except OSError as error:
@@ -154,5 +160,65 @@ def _check_kind(path: str | os.PathLike[str], zipped: bool) -> None:
         with zipfile.ZipFile(path) as archive:
             if any(name.endswith("constants.pkl") for name in archive.namelist()):
                 raise CheckpointError("it is a TorchScript program: it is refused")
+            _check_archive(path, archive)
     elif tarfile.is_tarfile(path):
         raise CheckpointError("it is a tar archive: it is refused")
+
+
+def _check_archive(path: str | os.PathLike[str], archive: zipfile.ZipFile) -> None:
+    """Compare the checksum of each entry, which torch does not.
+
+    Raises:
+        CheckpointError: one differs, or the archive would unpack to more than it is.
+    """
+    entries, size = archive.infolist(), os.path.getsize(path)
+    if any(info.compress_type != zipfile.ZIP_STORED for info in entries):
+        raise CheckpointError("it is a compressed archive, which torch.save does not write: it is refused")
+    if sum(info.file_size for info in entries) > size:
+        raise CheckpointError("it is said to hold more bytes than it has: it is refused")
+    checked = [info for info in entries if info.CRC]  # 0: torch was told to leave it out
+    with progress(f"checking {os.path.basename(path)}", sum(info.file_size for info in checked)) as report:
+        for info in checked:
+            try:
+                with archive.open(info) as entry:
+                    while data := entry.read(CHUNK):
+                        report(len(data))
+            except zipfile.BadZipFile as error:
+                raise CheckpointError(f"it has been changed: {error}") from None
+
+
+def check_size(tree: Any) -> None:
+    """Refuse containers that hold themselves, or that are more when written out than any checkpoint holds.
+
+    Raises:
+        CheckpointError: they are.
+    """
+    sizes: dict[int, int] = {}  # of what has been looked at, written out
+    open_: set[int] = set()  # what contains the present one
+    pending: list[tuple[Any, bool]] = [(tree, False)]
+    while pending:
+        value, is_done = pending.pop()
+        children = _contained(value)
+        if is_done:
+            open_.discard(id(value))
+            sizes[id(value)] = 1 + sum(sizes.get(id(child), 1) for child in children)
+            if sizes[id(value)] > MAX_VALUES:
+                raise CheckpointError(f"it holds more than {MAX_VALUES:,} values: it is refused")
+        elif id(value) in open_:
+            raise CheckpointError("it holds a container that contains itself: it is refused")
+        elif children and id(value) not in sizes:
+            if len(open_) > MAX_DEPTH:
+                raise CheckpointError(f"it holds containers more than {MAX_DEPTH} deep: it is refused")
+            open_.add(id(value))
+            pending.append((value, True))
+            pending += [(child, False) for child in children]
+
+
+def _contained(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [*value.keys(), *value.values()]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return list(value)
+    if isinstance(value, Inert):
+        return [value.args, value.state]
+    return []

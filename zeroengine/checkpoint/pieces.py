@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 import xxhash
 
 from ..errors import CheckpointError
-from .metadata import Piece
+from .metadata import Item, Piece, Window
 
 CHUNK = 1 << 22  # bytes; a multiple of every dtype's size
 NUM_BUFFERS = 4  # of a chunk each
@@ -62,7 +62,7 @@ class Located:
 def locate(path: Path, pieces: Iterable[Piece]) -> list[Located]:
     """``pieces``, all of the file ``path``, in the order in which they lie there."""
     with open(path, "rb") as file:
-        found = [_locate(_Item(file, piece), piece) for piece in pieces]
+        found = [_locate(_Archive(file, Item(piece.start, piece.length)), piece) for piece in pieces]
     return sorted(found, key=lambda one: one.start)
 
 
@@ -153,31 +153,8 @@ def _filled(file: io.FileIO, path: Path, ranges: Iterable[_Range], total: Any) -
             yield first, filled.result()
 
 
-class _Item(io.RawIOBase):
-    """One item of a file, as a file."""
-
-    def __init__(self, file: IO[bytes], piece: Piece) -> None:
-        self._file, self._start, self._length, self._at = file, piece.start, piece.length, 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
-        return self._at
-
-    def read(self, size: int = -1) -> bytes:
-        left = self._length - self._at
-        self._file.seek(self._start + self._at)
-        data = self._file.read(left if size < 0 else min(size, left))
-        self._at += len(data)
-        return data
+class _Archive(Window):
+    """An item of a file, that is a zip archive."""
 
     def entry(self, info: zipfile.ZipInfo, length: int | None = None) -> tuple[int, bytes]:
         """Where an entry's content begins, and its content. Its checksum may be unset, which zipfile takes ill."""
@@ -223,7 +200,7 @@ def _plain_tensor(
     return key, dtype, offset, tuple(size)
 
 
-def _locate(item: _Item, piece: Piece) -> Located:
+def _locate(item: _Archive, piece: Piece) -> Located:
     try:
         archive = zipfile.ZipFile(item)
         entries = {info.filename.partition("/")[2]: info for info in archive.infolist()}

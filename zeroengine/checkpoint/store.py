@@ -54,6 +54,7 @@ class File(BaseModel):
 
     bytes: Annotated[int, Ge(0)]
     xxh3: Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
+    items: Annotated[str, Field(pattern="^[0-9a-f]{16}$")] | None = None  # see ``metadata.digest_of_items``
 
 
 class Manifest(BaseModel):
