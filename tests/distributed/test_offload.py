@@ -278,6 +278,40 @@ def test_too_little_room_is_an_error_at_the_start(tmp_path: Path) -> None:
         run_ranks(1, start_too_large, offloaded(2, tmp_path, OPTIMIZER))
 
 
+def room_and_use(path: Path) -> list[tuple[str, int, int, int]]:
+    """Of several shapes: how many files a rank's states take, the bytes that were asked for, and those that they use."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    found = []
+    for number, (stage, which) in enumerate([(1, OPTIMIZER), (2, OPTIMIZER), (3, OPTIMIZER), (3, PARAM), (3, BOTH)]):
+        for more in ({}, {"bf16": {"enabled": True}}, {"bf16": {"enabled": True}, "optimizer_state_dtype": "bf16"}):
+            model = torch.nn.Sequential(*(torch.nn.Linear(5 + number, 5 + number) for _ in range(3 + number)))
+            settings = offloaded(stage, path, which, **more)
+            settings["zero_optimization"] |= {"reduce_bucket_size": 100}
+            engine = zeroengine.initialize(model, config=settings)
+            for _ in range(2):
+                engine.backward(engine(torch.randn(2, 5 + number)).float().square().mean())
+                engine.step()
+            (disk,) = engine._placement.disks
+            found.append((f"{stage} {which} {more}", len(disk._folder._files), disk._file.nbytes, disk._end))
+            engine.close()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_room_that_is_asked_for_is_what_the_states_take(world_size: int, tmp_path: Path) -> None:
+    for of_rank in run_ranks(world_size, room_and_use, tmp_path):
+        for shape, num_files, asked, used in of_rank:
+            assert (num_files, asked) == (1, used), shape
+
+
+def test_memory_for_buffers_is_checked_at_the_start_on_a_cpu_too(tmp_path: Path) -> None:
+    settings = offloaded(2, tmp_path, OPTIMIZER)
+    settings["zero_optimization"]["offload_optimizer"] |= {"buffer_size": 1 << 32, "buffer_count": 1000}
+    with pytest.raises(RankFailed, match=r"GiB of CPU memory on this machine .* a smaller \"buffer_size\""):
+        run_ranks(1, train, settings, 1)
+
+
 def train_sgd(settings: dict[str, Any]) -> None:
     dist.init_process_group("gloo")
     model = build(TinyLM)

@@ -15,7 +15,7 @@ from ..comm import Transport
 from ..config import FLOATS, Config
 from ..config.offload import OffloadOptimizer, OffloadParam
 from ..errors import OffloadError
-from ..partition import Degrees, UnitPlan
+from ..partition import Degrees, FlatLayout, UnitPlan
 from .aio import DiskQueue
 from .copies import Copies, GPUCopies
 from .host import DeviceStore, DiskBehind, HostStore
@@ -112,14 +112,15 @@ def place(
     homes = _within_ratio([plan.numel for plan in trainable], zero.offload_optimizer.ratio)
     homes = [goes and optimizer_at is not None for goes in homes]
     expected: dict[str, int] = {}
+    shard_bytes = [
+        padded(_shard_numel(plan, degrees, degrees.parameters, transport) * plan.dtype.itemsize) if is_away else 0
+        for plan, is_away in zip(plans, away, strict=True)
+    ]
     if params_at is not None:
-        gone = (plan for plan, is_away in zip(plans, away, strict=True) if is_away)
-        nbytes = sum(padded(plan.numel // degrees.parameters * plan.dtype.itemsize) for plan in gone)
-        expected[params_at] = nbytes
+        expected[params_at] = sum(shard_bytes)
     if optimizer_at is not None:
         gone = (plan for plan, goes in zip(trainable, homes, strict=True) if goes)
-        leaves = can_leave(degrees, transport)
-        nbytes = sum(padded(plan.numel // degrees.optimizer * _optimizer_bytes(plan, config, leaves)) for plan in gone)
+        nbytes = sum(_optimizer_room(plan, degrees, config, transport) for plan in gone)
         expected[optimizer_at] = expected.get(optimizer_at, 0) + nbytes
     if not expected:
         return Placement((), (), [None] * len(plans), [None] * len(trainable), None)
@@ -137,8 +138,8 @@ def place(
     moved = max((_moved_bytes(plan, config, params_at, optimizer_at, copies) for plan in trainable), default=1)
     piece, count = max(zero.offload_optimizer.buffer_size // PIECE, 1) * PIECE, zero.offload_optimizer.buffer_count
     to_the_cpu = copies is None or optimizer_at is not None  # else the update is on the device, and shards come to it
-    if copies is not None:
-        check_room(expected.get(MEMORY, 0) + to_the_cpu * count * piece * moved)
+    slots = zero.offload_param.buffer_count * max(shard_bytes) if params_at not in (None, MEMORY) else 0
+    check_room(expected.get(MEMORY, 0) + to_the_cpu * count * piece * moved + slots)
     return Placement(
         tuple(disks.values()),
         tuple(stores.values()),
@@ -181,7 +182,7 @@ def check_room(nbytes: int) -> None:
         raise OffloadError(
             f"offloading takes {nbytes * ranks / 2**30:,.1f} GiB of CPU memory on this machine ({ranks} "
             f"{'ranks' if ranks > 1 else 'rank'}), and {left / 2**30:,.1f} GiB are left: offload less with "
-            '"ratio", use more machines, or write "device": "nvme"'
+            '"ratio" or a smaller "buffer_size", use more machines, or write "device": "nvme"'
         )
 
 
@@ -219,6 +220,24 @@ def open_disk(path: str, nbytes: int, config: Config, rank: int) -> DiskStore:
         config.aio.backend or found.backend,
     )
     return DiskStore(folder, queue, nbytes)
+
+
+def _shard_numel(plan: UnitPlan, degrees: Degrees, degree: int, transport: Transport) -> int:
+    """Elements of the shard that a rank owns of a state of ``degree``, padding included."""
+    shapes = ((name, tuple(param.shape)) for name, param in plan.params)
+    align = transport.shard_align(plan.dtype)
+    return FlatLayout.build(plan.name, shapes, degrees, transport.world_size, align).shard_numel(degree)
+
+
+def _optimizer_room(plan: UnitPlan, degrees: Degrees, config: Config, transport: Transport) -> int:
+    """Bytes that a unit's master, moments and gradients take in a store."""
+    numel = _shard_numel(plan, degrees, degrees.optimizer, transport)
+    mixed = plan.dtype in (torch.bfloat16, torch.float16)
+    nbytes = 2 * padded(numel * FLOATS[config.optimizer_state_dtype].itemsize) + mixed * padded(numel * 4)
+    if can_leave(degrees, transport):
+        gradients = _shard_numel(plan, degrees, degrees.gradients, transport)
+        nbytes += padded(gradients * config.accumulation_dtype(plan.dtype).itemsize)
+    return nbytes
 
 
 def _optimizer_bytes(plan: UnitPlan, config: Config, gradient: bool) -> int:
