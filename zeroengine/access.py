@@ -18,6 +18,7 @@ from torch import nn
 from .accumulation import Accumulation
 from .comm import Group, Transport
 from .errors import ZeroEngineError
+from .offload import populate
 from .optim import ShardedOptimizer, UnitStates
 from .runtime import Gatherer, OutsideWrites, Reducer, Unit, owner_of
 
@@ -193,6 +194,7 @@ class Access:
         self.gatherer.hold(unit)
         if states is not None:
             for where, part in self._owned(unit, index, value):
+                populate(states.master[where], write=True)
                 states.master[where].copy_(part)
         with torch.no_grad():
             param.copy_(value)  # what everybody computes with
@@ -257,6 +259,7 @@ class Access:
         value = torch.zeros(slot.shape, dtype=_wide(unit.dtype), device=self._group.device)
         if shard is not None and self._group.rank < unit.degrees.optimizer:  # these hold each shard once
             for where, part in self._owned(unit, index, value):
+                populate(shard[where])
                 part.copy_(shard[where])
         return value
 

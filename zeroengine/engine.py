@@ -27,7 +27,7 @@ from .late import Settled
 from .memory import Memory
 from .migration import engine_attribute, explains_arguments
 from .migration.names import UNPACKED_CLIENT_STATE, UNPACKED_ENGINE
-from .offload import Copies, Medium, Parking, Store, StoredShards, held, parking, place
+from .offload import Copies, Medium, Parking, Store, StoredShards, held, parking, place, populate
 from .oom import explaining_memory
 from .optim import (
     LossScaler,
@@ -871,6 +871,8 @@ class Engine:
         self._placement.settle()
         for states in self.optimizer.units:
             if states.mixed:
+                populate(states.master)
+                populate(states.published, write=True)
                 states.published.copy_(states.master)
             self._published(states.grads)
             self._placement.let_go(states.published, states.master)

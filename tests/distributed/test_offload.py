@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import os
@@ -279,7 +280,7 @@ def test_too_little_room_is_an_error_at_the_start(tmp_path: Path) -> None:
 
 
 def room_and_use(path: Path) -> list[tuple[str, int, int, int]]:
-    """Of several shapes: how many files a rank's states take, the bytes that were asked for, and those that they use."""
+    """Of several shapes: how many files a rank's states take, the bytes that were asked for, and those in use."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     found = []
@@ -405,3 +406,55 @@ def test_offload_states_says_what_to_write(arguments: dict[str, Any], message: s
     with pytest.raises(RankFailed, match=message) as caught:
         run_ranks(2, leave_wrongly, config(3), arguments)
     assert len(caught.value.failures) == 2
+
+
+def fail_under(disk: Any) -> None:
+    """A disk that cannot be read any more: what is beyond the end of a mapped file is SIGBUS, as an I/O error is."""
+    for file in disk._folder._files:
+        os.ftruncate(file.descriptors.buffered, 0)
+
+
+def use_in_place(settings: dict[str, Any], root: Path) -> list[str]:
+    """What the ways to use states in place say, each of an engine of its own."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    plain = zeroengine.initialize(build(TinyLM), config=settings)
+    take_steps(plain, range(1))
+    plain.save_checkpoint(root / "runs")
+    plain.save_weights(root / "out")
+    plain.close()
+    uses = {
+        "save": lambda engine, param: engine.save_checkpoint(root / "more"),
+        "load": lambda engine, param: engine.load_checkpoint(root / "runs"),
+        "save weights": lambda engine, param: engine.save_weights(root / "others"),
+        "load weights": lambda engine, param: engine.load_weights(root / "out"),
+        "master": lambda engine, param: zeroengine.full_master(param),
+        "set master": lambda engine, param: zeroengine.set_full_master(param, torch.zeros(param.shape)),
+        "moment": lambda engine, param: zeroengine.full_optimizer_state(param, "exp_avg"),
+        "set moment": lambda engine, param: zeroengine.set_full_optimizer_state(
+            param, "exp_avg", torch.zeros(param.shape)
+        ),
+    }
+    said = []
+    for use in uses.values():
+        engine = zeroengine.initialize(build(TinyLM), config=settings)
+        take_steps(engine, range(1))
+        for disk in engine._placement.disks:
+            fail_under(disk)
+        try:
+            use(engine, engine.module.blocks[0].up.weight)
+        except zeroengine.ZeroEngineError as error:  # else it needed nothing of the disk
+            said.append(str(error))
+        with contextlib.suppress(zeroengine.ZeroEngineError):
+            engine.close()
+    return said
+
+
+@pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("which", [OPTIMIZER, BOTH])
+def test_a_disk_that_fails_under_mapped_states_is_an_error_and_no_signal(
+    which: tuple[str, ...], precision: dict[str, Any], tmp_path: Path
+) -> None:
+    messages = run_ranks(1, use_in_place, offloaded(3, tmp_path, which, **precision), tmp_path)[0]
+    assert len(messages) >= (4 if which == OPTIMIZER and not precision else 8)
+    assert all("the disk fails" in message or "the file ends there" in message for message in messages), messages

@@ -41,6 +41,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from ..errors import CheckpointError
+from ..offload import populate
 from ..offload.sequential import SequentialFile, create
 from ..partition import Box
 from .entries import Entries
@@ -235,6 +236,7 @@ class _SavePlanner(dcp.DefaultSavePlanner):
         if index.offset is None:
             return self._objects[index.fqn]
         box, tensor = self._data[index]
+        populate(tensor)
         if tensor.is_cpu and tensor.is_contiguous():
             return _alone(tensor)
         made = self._empty(tensor.dtype, box)
@@ -316,7 +318,12 @@ class _LoadPlanner(LoadPlanner):
         tensor = self._pieces[read_item.dest_index]
         for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             tensor = tensor.narrow(dim, offset, length)
-        return tensor
+        return self.prepare(tensor)
+
+    def prepare(self, target: torch.Tensor) -> torch.Tensor:
+        """Return the memory that a part of a tensor is read into, given where it goes."""
+        populate(target, write=True)
+        return target
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         self._report(tensor.nbytes)
@@ -325,8 +332,7 @@ class _LoadPlanner(LoadPlanner):
 class _Rehearsal(_LoadPlanner):
     """Reads into memory that is thrown away."""
 
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        target = super().resolve_tensor(read_item)
+    def prepare(self, target: torch.Tensor) -> torch.Tensor:
         return torch.empty(target.shape, dtype=target.dtype, device="cpu")
 
 

@@ -14,6 +14,7 @@ import torch
 
 from ..comm import check_same
 from ..errors import CheckpointError
+from ..offload import populate
 from ..partition import Box, boxes_of_run
 from ..paths import checked_path
 from . import hf, sources
@@ -72,6 +73,7 @@ def save(trained: Trained, directory: str | os.PathLike[str], dtype: Any, shard_
                 for box, tensor in entry.pieces:
                     flat = tensor.reshape(-1)
                     for first in range(0, box.numel, CHUNK):
+                        populate(flat[first : first + CHUNK])
                         values = flat[first : first + CHUNK].cpu()
                         writer.write(name, box.offsets, box.sizes, first, values)
                         report(values.nbytes)
@@ -214,6 +216,7 @@ def _read(entry: Entry, source: Source, name: str, report: Callable[[int], None]
         for first in range(box.start, box.start + box.numel, CHUNK):
             for part in boxes_of_run(entry.shape, first, min(first + CHUNK, box.start + box.numel)):
                 target = _within(piece, box, part)
+                populate(target, write=True)
                 target.copy_(source.read(name, part))
                 report(target.nbytes)
 
@@ -233,7 +236,9 @@ def _receive(
         trained.group.broadcast(values.view(torch.uint8))
         for box, piece in entry.pieces:
             for part in boxes_of_run(entry.shape, max(first, box.start), min(stop, box.start + box.numel)):
-                _within(piece, box, part).copy_(values[part.start - first :][: part.numel].view(part.sizes))
+                target = _within(piece, box, part)
+                populate(target, write=True)
+                target.copy_(values[part.start - first :][: part.numel].view(part.sizes))
 
 
 def _within(piece: torch.Tensor, box: Box, part: Box) -> torch.Tensor:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .probe import Settings, tune
     from .shards import StoredShards
     from .store import DiskStore, Medium, Store, marking, padded
-    from .swap import SwapFile, SwapFolder, release_mapped
+    from .swap import SwapFile, SwapFolder, populate, release_mapped
 else:  # imported when first used: zero-io answers wrong requests without torch
     __getattr__, __dir__ = exports(
         __name__,
@@ -27,7 +27,7 @@ else:  # imported when first used: zero-io answers wrong requests without torch
         probe=["Settings", "tune"],
         shards=["StoredShards"],
         store=["DiskStore", "Medium", "Store", "marking", "padded"],
-        swap=["SwapFile", "SwapFolder", "release_mapped"],
+        swap=["SwapFile", "SwapFolder", "populate", "release_mapped"],
     )
 
 __all__ = [
@@ -53,6 +53,7 @@ __all__ = [
     "open_disk",
     "padded",
     "place",
+    "populate",
     "release_mapped",
     "tune",
 ]

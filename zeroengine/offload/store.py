@@ -5,8 +5,9 @@ Partitioning has no part in this.
 [Note: Two ways to the disk]
 The loops that read or write whole states (the update, gathers, gradients) move blocks between the files and
 buffers of theirs, past the page cache and beside the computation. Everything rare (checkpoints, inspection,
-surgery) uses the tensor that ``empty`` gave, which is part of a file, mapped. The kernel keeps both ways coherent
-as long as they do not touch one place at one time: what is under way is awaited before a mapped tensor is used.
+surgery) uses the tensor that ``empty`` gave, which is part of a file, mapped. It calls ``populate`` first, so that a
+disk that fails is an error and not a signal. The kernel keeps both ways coherent as long as they do not touch one place
+at one time: what is under way is awaited before a mapped tensor is used.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 from ..errors import ZeroEngineError
 from .aio import DiskQueue, aligned_empty, round_up
 from .copies import Transfer, Way
-from .swap import SwapFile, SwapFolder, release_mapped
+from .swap import SwapFile, SwapFolder, populate, release_mapped
 
 FILE = 1 << 26  # bytes of a further file, at least
 CHUNK = 1 << 22  # bytes of a mapped state that are in memory at once, while it is filled
@@ -160,6 +161,7 @@ class DiskStore:
     def fill(self, state: torch.Tensor, values: torch.Tensor) -> None:
         size = CHUNK // state.element_size()
         for part, its in zip(state.split(size), values.split(size), strict=True):
+            populate(part, write=True)
             part.copy_(its)
             self.let_go(part)
 

@@ -24,6 +24,8 @@ from .mounts import mount_of
 
 log = logging.getLogger("zeroengine")
 
+MADV_POPULATE_READ, MADV_POPULATE_WRITE = 22, 23  # of Linux 5.14; Python's mmap has no names for them
+
 _mapped: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
 """The mapping behind each tensor of `SwapFile.mapped`, by the address of the tensor's storage."""
 
@@ -202,6 +204,40 @@ class SwapFile:
         self._descriptors = None
 
 
+def populate(tensor: Tensor, *, write: bool = False) -> None:
+    """Bring a tensor of `SwapFile.mapped`, or a view of one, into memory before its values are used in place.
+
+    Using it would do the same, but where the disk fails that ends the process by SIGBUS. Other tensors are left alone.
+
+    Args:
+        write: whether the values are going to be written.
+
+    Raises:
+        OffloadError: the disk cannot be read.
+    """
+    mapping = _mapped.get(tensor.untyped_storage().data_ptr()) if tensor.device.type == "cpu" else None
+    if mapping is None or not tensor.numel():
+        return
+    first, last = _pages_of(tensor, mapping)
+    try:
+        mapping.madvise(MADV_POPULATE_WRITE if write else MADV_POPULATE_READ, first, last - first)
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            return  # of Linux before 5.14, which has no way to ask
+        raise OffloadError(
+            "states on NVMe cannot be read: the disk fails, or the file has lost its space (see dmesg). Replace the "
+            "disk, write another nvme_path, and load the last checkpoint"
+        ) from None
+
+
+def _pages_of(tensor: Tensor, mapping: mmap.mmap) -> tuple[int, int]:
+    """Return the bytes of the mapping, from the start of a page, that the tensor lies in."""
+    start = address_of(mapping)
+    first = (tensor.data_ptr() - start) // mmap.PAGESIZE * mmap.PAGESIZE
+    last = tensor.data_ptr() - start + (tensor.numel() and 1 + _last_element(tensor)) * tensor.element_size()
+    return first, last
+
+
 def release_mapped(tensor: Tensor) -> None:
     """Gives back the memory of a tensor of `SwapFile.mapped`, or of a view of one. The data stays; the next use reads
     it again.
@@ -213,9 +249,7 @@ def release_mapped(tensor: Tensor) -> None:
     mapping = _mapped.get(base)
     if mapping is None:
         raise OffloadError("release_mapped: this tensor is not one of SwapFile.mapped; pass what that returned")
-    start = address_of(mapping)
-    first = (tensor.data_ptr() - start) // mmap.PAGESIZE * mmap.PAGESIZE
-    last = tensor.data_ptr() - start + (tensor.numel() and 1 + _last_element(tensor)) * tensor.element_size()
+    first, last = _pages_of(tensor, mapping)
     if last > first:
         mapping.madvise(mmap.MADV_DONTNEED, first, last - first)
 

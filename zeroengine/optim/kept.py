@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..offload import populate
 from ..partition import ShardSpan
 from .sharded import ShardedOptimizer, UnitStates, as_tensor
 
@@ -71,6 +72,7 @@ class KeptState:
         if self._optimizer._on_shards is None:
             where = slice(span.shard_offset, span.shard_offset + span.numel)
             for moment in states.adam_moments():
+                populate(moment[where], write=True)
                 moment[where].zero_()
             states.steps[span.slot] = 0
         else:

@@ -19,7 +19,7 @@ import torch
 from .. import ops
 from ..comm import Transport, to_device
 from ..errors import ZeroEngineError
-from ..offload import Medium, Pipeline, Store, held
+from ..offload import Medium, Pipeline, Store, held, populate
 from ..partition import Degrees, ParamSlot, ShardSpan
 from ..runtime import OutsideWrites, UnitGradients
 from .caller_optimizer import PartitionedStateDict, check_step_call, copy_without_parameters, load_hyperparameters
@@ -197,6 +197,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             bad = [False] * len(layout.slots)
             for span in layout.spans(unit.rank, unit.degrees.optimizer):
                 gradient = states.gradient[span.shard_offset : span.shard_offset + span.numel]
+                populate(gradient)
                 bad[span.slot] = bad[span.slot] or not bool(torch.isfinite(gradient).all())
             flags += bad
         names = [slot.name for states in self.units for slot in states.unit.layout.slots]
@@ -288,7 +289,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def values(self, states: UnitStates, slot: ParamSlot, key: str) -> list[tuple[slice, torch.Tensor]]:
         """What is kept under ``key``: where in the shard, and the values."""
-        return [(where, as_tensor(kept[key])) for where, _, kept in self._kept(states, slot) if key in kept]
+        found = [(where, as_tensor(kept[key])) for where, _, kept in self._kept(states, slot) if key in kept]
+        for _, values in found:
+            populate(values)
+        return found
 
     def set_values(self, states: UnitStates, slot: ParamSlot, key: str, value: torch.Tensor) -> None:
         """Call it on every rank.
@@ -305,6 +309,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if not isinstance(mine, torch.Tensor):
                 kept[key] = type(mine)(value.item())
             elif tuple(mine.shape) == shape:
+                populate(mine, write=True)
                 mine.copy_(value[where].view(shape))
             else:
                 mine.copy_(value)

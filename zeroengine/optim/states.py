@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .. import ops
-from ..offload import Medium, Store, StoredShards, held
+from ..offload import Medium, Store, StoredShards, held, populate
 from ..runtime.gradients import UnitGradients
 from .segments import Segment
 
@@ -38,6 +38,7 @@ class UnitStates:
             self.master, unit.master = unit.master, None
         elif self.mixed:
             self.master = self._empty(torch.float32)
+            populate(self.master, write=True)
             self.master.copy_(self.published if unit.master is None else unit.master)
             unit.master = None
             if home is not None:
@@ -100,4 +101,5 @@ class UnitStates:
     def reload_master(self) -> None:
         """Take over published parameters that were written from outside; the others keep their master's bits."""
         if self.mixed:
+            populate(self.master, write=True)
             ops.reload_written(self.master, self.published.to(self.master.device))
