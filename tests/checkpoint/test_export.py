@@ -467,6 +467,54 @@ def test_a_failed_export_leaves_what_was_there(run: Path, tmp_path: Path, monkey
     assert [path.name for path in tmp_path.iterdir()] == ["out"] and files_of(tmp_path / "out") == before
 
 
+class Died(BaseException):
+    pass
+
+
+def test_an_export_that_dies_between_any_two_operations_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever comes first, the next export finds the old weights or the new ones, and the other files."""
+    real = {"rename": Path.rename, "fsync": os.fsync, "rmtree": shutil.rmtree}
+    for instant in range(30):
+        out, left = tmp_path / str(instant) / "out", [instant]
+        out.mkdir(parents=True)
+        (out / "config.json").write_text("{}")
+        (out / "model.safetensors").write_text("old")
+
+        def dying(name: str, left: list[int] = left) -> Any:
+            def operation(*args: Any, **kwargs: Any) -> Any:
+                left[0] -= 1
+                if left[0] < 0:
+                    raise Died
+                return real[name](*args, **kwargs)
+
+            return operation
+
+        output, died = Output(out), False
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "rename", dying("rename"))
+            patch.setattr(os, "fsync", dying("fsync"))
+            patch.setattr(shutil, "rmtree", dying("rmtree"))
+            try:
+                writing = output.begin(3)
+                (writing / "model.safetensors").write_text("new")
+                output.commit()
+            except Died:
+                died = True
+        output._unlock()  # as the kernel does
+        again = Output(out)
+        again.begin(3)
+        assert (out / "config.json").read_text() == "{}", instant
+        assert (out / "model.safetensors").read_text() in ("old", "new"), instant
+        again.abandon()
+        assert [entry.name for entry in out.parent.iterdir()] == ["out"], instant
+        if not died:
+            assert instant > 4, "it died nowhere"
+            return
+    raise AssertionError("the export never got through")
+
+
 def test_what_a_killed_export_left_is_cleared(run: Path, tmp_path: Path) -> None:
     export(run, tmp_path / "expected")
     (tmp_path / ".out.writing").mkdir()
