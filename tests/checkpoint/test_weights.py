@@ -19,6 +19,7 @@ import zeroengine
 from tests.emulated import a_real_gpu, cpu_alone
 from zeroengine.checkpoint import hf, sources
 from zeroengine.errors import CheckpointError, ZeroEngineError
+from zeroengine.partition import Box
 
 from ..distributed.models import batch, build
 from ..distributed.ranks import run_ranks
@@ -442,6 +443,25 @@ def test_a_failed_save_is_told_on_every_rank_and_leaves_what_was_there(tmp_path:
     for messages in run_ranks(2, fails_to_save, tmp_path):
         for wanted, message in zip(expected, messages, strict=True):
             assert wanted in message
+
+
+def read_cut_files(root: Path) -> list[str]:
+    """What reading says after the file has lost its end, which under a mapped file is what a failing disk is."""
+    save_file({"a": torch.ones(100_000), "b": torch.ones(100_000)}, root / "w.safetensors")
+    torch.save({"a": torch.ones(100_000), "b": torch.ones(100_000)}, root / "w.pt")
+    said = []
+    for name in ("w.safetensors", "w.pt"):
+        source = sources.of_path(root / name)
+        os.truncate(root / name, 4096)
+        with pytest.raises(CheckpointError) as caught:
+            source.read("b", Box((50_000,), (50_000,), 50_000)).clone()
+        said.append(str(caught.value))
+    return said
+
+
+def test_a_disk_that_fails_under_a_mapped_file_of_weights_is_an_error_and_no_signal(tmp_path: Path) -> None:
+    for name, message in zip(("w.safetensors", "w.pt"), run_ranks(1, read_cut_files, tmp_path)[0], strict=True):
+        assert message == f"{tmp_path / name} cannot be read: Input/output error"
 
 
 # -- memory ---------------------------------------------------------------------------------------

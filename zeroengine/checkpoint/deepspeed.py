@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
+from ..offload import populate_pages
 from ..optim import LossScaler
 from ..partition import Box, boxes_of_run, plain_name
 from . import dcp
@@ -338,6 +339,7 @@ class _Whole:
             part = run[max(start - first, 0) : max(stop - first, 0)]
             if part.numel():
                 at = max(first - start, 0)
+                populate_pages(part)  # it is mapped, and a disk that fails would be SIGBUS
                 into.view(-1)[at : at + part.numel()] = part
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
+from ..offload import populate_pages
 from ..partition import Box
 from .hf import NAMES, Spec
 from .metadata import METADATA
@@ -170,7 +171,7 @@ def _safetensors(path: Path) -> Source:
         where = _slices(box)
         found = slices[name][where] if where else file.get_tensor(name)
         assert isinstance(found, torch.Tensor)
-        return found
+        return _loaded(found, path)
 
     return Source(str(path), specs, read)
 
@@ -198,7 +199,17 @@ def _pickled(path: Path) -> Source:
         state = next((state[key] for key in WRAPPERS if isinstance(state.get(key), Mapping)), state)
     if not isinstance(state, Mapping) or not state:
         raise CheckpointError(f"{path} holds no state dict, but {type(state).__name__}")
-    return of_state_dict(state, str(path))
+    source = of_state_dict(state, str(path))
+    return Source(source.where, source.tensors, lambda name, box: _loaded(source.read(name, box), path))
+
+
+def _loaded(tensor: torch.Tensor, path: Path) -> torch.Tensor:
+    """Return part of a mapped file, once it is in memory: where the disk fails, using it would be SIGBUS."""
+    try:
+        populate_pages(tensor)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    return tensor
 
 
 def _slices(box: Box) -> tuple[slice, ...]:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .probe import Settings, tune
     from .shards import StoredShards
     from .store import DiskStore, Medium, Store, marking, padded
-    from .swap import SwapFile, SwapFolder, populate, release_mapped
+    from .swap import SwapFile, SwapFolder, populate, populate_pages, release_mapped
 else:  # imported when first used: zero-io answers wrong requests without torch
     __getattr__, __dir__ = exports(
         __name__,
@@ -27,7 +27,7 @@ else:  # imported when first used: zero-io answers wrong requests without torch
         probe=["Settings", "tune"],
         shards=["StoredShards"],
         store=["DiskStore", "Medium", "Store", "marking", "padded"],
-        swap=["SwapFile", "SwapFolder", "populate", "release_mapped"],
+        swap=["SwapFile", "SwapFolder", "populate", "populate_pages", "release_mapped"],
     )
 
 __all__ = [
@@ -54,6 +54,7 @@ __all__ = [
     "padded",
     "place",
     "populate",
+    "populate_pages",
     "release_mapped",
     "tune",
 ]

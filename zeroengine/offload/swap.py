@@ -7,6 +7,7 @@ the kernel takes the space back; there is nothing to clean up and nothing that a
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import logging
 import mmap
@@ -25,6 +26,7 @@ from .mounts import mount_of
 log = logging.getLogger("zeroengine")
 
 MADV_POPULATE_READ, MADV_POPULATE_WRITE = 22, 23  # of Linux 5.14; Python's mmap has no names for them
+_libc = ctypes.CDLL(None, use_errno=True)
 
 _mapped: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
 """The mapping behind each tensor of `SwapFile.mapped`, by the address of the tensor's storage."""
@@ -215,27 +217,33 @@ def populate(tensor: Tensor, *, write: bool = False) -> None:
     Raises:
         OffloadError: the disk cannot be read.
     """
-    mapping = _mapped.get(tensor.untyped_storage().data_ptr()) if tensor.device.type == "cpu" else None
-    if mapping is None or not tensor.numel():
+    if tensor.device.type != "cpu" or tensor.untyped_storage().data_ptr() not in _mapped:
         return
-    first, last = _pages_of(tensor, mapping)
     try:
-        mapping.madvise(MADV_POPULATE_WRITE if write else MADV_POPULATE_READ, first, last - first)
-    except OSError as error:
-        if error.errno == errno.EINVAL:
-            return  # of Linux before 5.14, which has no way to ask
+        populate_pages(tensor, write=write)
+    except OSError:
         raise OffloadError(
             "states on NVMe cannot be read: the disk fails, or the file has lost its space (see dmesg). Replace the "
             "disk, write another nvme_path, and load the last checkpoint"
         ) from None
 
 
-def _pages_of(tensor: Tensor, mapping: mmap.mmap) -> tuple[int, int]:
-    """Return the bytes of the mapping, from the start of a page, that the tensor lies in."""
-    start = address_of(mapping)
-    first = (tensor.data_ptr() - start) // mmap.PAGESIZE * mmap.PAGESIZE
-    last = tensor.data_ptr() - start + (tensor.numel() and 1 + _last_element(tensor)) * tensor.element_size()
-    return first, last
+def populate_pages(tensor: Tensor, *, write: bool = False) -> None:
+    """Bring the pages that a tensor lies in into memory: those of a mapped file are read now, or it is said why not.
+
+    Raises:
+        OSError: they cannot be. Linux before 5.14 cannot say so, and nothing is done.
+    """
+    if not tensor.numel():
+        return
+    start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    stop = tensor.data_ptr() + (1 + _last_element(tensor)) * tensor.element_size()
+    advice = MADV_POPULATE_WRITE if write else MADV_POPULATE_READ
+    if (
+        _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), advice)
+        and ctypes.get_errno() != errno.EINVAL
+    ):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 def release_mapped(tensor: Tensor) -> None:
@@ -249,7 +257,9 @@ def release_mapped(tensor: Tensor) -> None:
     mapping = _mapped.get(base)
     if mapping is None:
         raise OffloadError("release_mapped: this tensor is not one of SwapFile.mapped; pass what that returned")
-    first, last = _pages_of(tensor, mapping)
+    start = address_of(mapping)
+    first = (tensor.data_ptr() - start) // mmap.PAGESIZE * mmap.PAGESIZE
+    last = tensor.data_ptr() - start + (tensor.numel() and 1 + _last_element(tensor)) * tensor.element_size()
     if last > first:
         mapping.madvise(mmap.MADV_DONTNEED, first, last - first)
 
