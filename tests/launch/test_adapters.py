@@ -102,6 +102,15 @@ def test_mpi_s_environment_becomes_torch_s(environ: dict[str, str]) -> None:
     assert mpi.adapted(environ | {"PMI_ID": "x", "PMIX_NAMESPACE": "y"})["MASTER_PORT"] != found["MASTER_PORT"]
 
 
+def test_tasks_of_srun_are_ranks_without_tasks_per_node() -> None:
+    """What `srun -n 3` of Slurm 22.05 sets, where `--ntasks-per-node` was not given."""
+    text = "STEP_ID=0 STEP_NUM_TASKS=3 STEP_TASKS_PER_NODE=2,1 STEP_NODELIST=n[1-2] JOB_ID=2 PROCID=2 LOCALID=0"
+    environ = {f"SLURM_{word.split('=')[0]}": word.split("=")[1] for word in text.split()} | {"SLURM_NODEID": "1"}
+    found = mpi.adapted(environ)
+    assert found.items() >= {"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items()
+    assert found["MASTER_ADDR"] == "n1"
+
+
 def test_mpi_on_several_hosts_must_know_the_first() -> None:
     environ = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
     with pytest.raises(LaunchError, match="where is rank 0"):
