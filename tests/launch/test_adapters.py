@@ -81,10 +81,80 @@ def test_a_batch_script_repeats_the_command(script: Script, capfd: pytest.Captur
     assert main([*options, *arguments]) == 0
     text = capfd.readouterr().out
     assert "#SBATCH --nodes=3\n" in text and "#SBATCH --gpus-per-node=8\n" in text
-    assert "#SBATCH --time=1:00:00\n#SBATCH --partition=a b\n" in text
+    assert "#SBATCH --time=1:00:00 '--partition=a b'\n" in text
     shown = text.strip().splitlines()[-1].replace("exec ", "printf '%s\\0' ", 1)
     words = subprocess.run(["bash", "-c", shown], capture_output=True, text=True).stdout.split("\0")[:-1]
     assert words == [sys.executable, "-m", "zeroengine.launch.cli", *arguments]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "asked", "not_asked"),
+    [
+        ([], {"--exclusive", "--mem=0", "--requeue", "--open-mode=append", "--output=%x-%j.log"}, {"--no-kill"}),
+        (["--nnodes", "1:2"], {"--no-kill", "--nodes=2"}, set()),
+        (["--nnodes", "2:2"], set(), {"--no-kill"}),
+        (["--sbatch", "--mem 9G"], {"--exclusive"}, {"--mem=0"}),
+        (["--sbatch", "-c8"], set(), {"--exclusive", "--mem=0"}),
+        (["--sbatch", "--cpus-per-gpu=8"], set(), {"--exclusive", "--mem=0"}),
+        (["--sbatch", "--array 1-3"], {"--output=%x-%A_%a.log"}, {"--output=%x-%j.log"}),
+    ],
+)
+def test_a_batch_script_asks_for_all_that_the_ranks_need(
+    script: Script, capfd: pytest.CaptureFixture[str], arguments: list[str], asked: set[str], not_asked: set[str]
+) -> None:
+    options = ["--launcher", "slurm", "--submit", "--dry-run", "--cpu", "--nnodes", "2", *arguments]
+    assert main([*options, script("")]) == 0
+    lines = re.findall(r"^#SBATCH (.*)$", capfd.readouterr().out, re.MULTILINE)
+    words = {word for line in lines for word in shlex.split(line)}
+    assert asked <= words and not words & not_asked
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--sbatch", "--comment='a", "train.py"], "--sbatch --comment='a: no closing quotation"),
+        (["trian.py"], "trian.py: there is no such script. Did you mean train.py?"),
+        (["--config", "zero.json", "train.py"], "zero.json"),
+    ],
+)
+def test_a_wrong_request_is_not_submitted(
+    script: Script, capfd: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    script("")
+    assert main(["--launcher", "slurm", "--submit", "--cpu", "--nnodes", "2", *arguments]) == 2
+    assert message in capfd.readouterr().err and not Path("zero-launch.sbatch").exists()
+
+
+def fake_program(folder: Path, name: str, body: str) -> dict[str, str]:
+    """Put a program on PATH that plays a scheduler's part; returns the environment that has it."""
+    path = folder / "bin" / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    return {"PATH": f"{path.parent}{os.pathsep}{os.environ['PATH']}"}
+
+
+@pytest.mark.parametrize(
+    ("more", "number"),
+    [({}, "7"), ({"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}, "7_3")],
+    ids=["job", "task of an array, whose number may be the array's"],
+)
+def test_ranks_whose_time_is_over_are_requeued_and_not_restarted(
+    script: Script, tmp_path: Path, more: dict[str, str], number: str
+) -> None:
+    fake_program(tmp_path, "srun", 'while [ "$1" != sh ]; do shift; done\nexec "$@"')
+    environment = fake_program(tmp_path, "scontrol", 'echo "$@" >>scontrol')
+    environment |= {"SLURM_JOB_NODELIST": "n1", "SLURM_JOB_ID": "7", **more}
+    options = ["--launcher", "slurm", "--nproc", "1", "--cpu", "--max-restarts", "2"]
+    done = subprocess.run(
+        [*COMMAND, *options, script("print('started', flush=True)\nsys.exit(75)")],
+        capture_output=True,
+        text=True,
+        env=os.environ | environment,
+    )
+    assert (done.returncode, done.stdout.count("started")) == (75, 1), done.stderr
+    assert Path("scontrol").read_text() == f"requeue {number}\n"
+    assert "started again (exit code 75)" in done.stderr and f"Slurm is to start job {number} again" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from zeroengine.errors import LaunchError, ZeroEngineError
 from zeroengine.launch import environment, job, shells
 from zeroengine.launch.hosts import Host, limit, processes, read_hostfile, select
 from zeroengine.launch.options import check, parse
+from zeroengine.launch.rank import START_AGAIN
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -74,7 +75,7 @@ def local(options: argparse.Namespace) -> int:
             outcome = agent.run(request, pipes, rendezvous)
             console.finish()
         sys.stderr.write(report(outcome, console))
-        if not outcome.failures or outcome.interrupted or restart == options.max_restarts:
+        if not outcome.failures or outcome.is_final or restart == options.max_restarts:
             break
         print(f"zero-launch: restart {restart + 1} of {options.max_restarts}", file=sys.stderr, flush=True)
     return outcome.code
@@ -101,25 +102,38 @@ def in_slurm(options: argparse.Namespace) -> int:
 
     if not options.submit:
         hosts = select(slurm.allocated(os.environ), options.include, options.exclude)
-        return on_nodes(options, hosts, shells.srun())
+        code = on_nodes(options, hosts, shells.srun())
+        if code == START_AGAIN:
+            print(f"zero-launch: {slurm.requeue(os.environ)}", file=sys.stderr, flush=True)
+        return code
     nodes = options.nnodes or ""
-    high = nodes.rpartition(":")[2]
+    low, _, high = nodes.rpartition(":")
     if not high.isdecimal():
         raise LaunchError(f"--submit: on how many nodes? Write --nnodes 2, or a range; found {nodes or 'none'}")
+    (job.find_module if options.module else job.find_script)(options.script)
+    job.check_config(options.config, options.set)
     gpus = int(options.nproc) if options.nproc.isdecimal() and not options.cpu else None
     name = Path(options.script).stem
-    script = slurm.batch_script(name, int(high), gpus, shlex.split(options.sbatch), without_submit(options))
+    more, elastic = split_sbatch(options.sbatch), low not in ("", high)
+    script = slurm.batch_script(name, int(high), gpus, more, without_submit(options), elastic=elastic)
     print(script if options.dry_run else slurm.submit(script, Path(slurm.SCRIPT)))
     return 0
+
+
+def split_sbatch(text: str) -> list[str]:
+    """The words of `--sbatch`."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise LaunchError(
+            f"--sbatch {text}: {str(error).lower()}. Write options of sbatch, such as --sbatch '--time=8:00:00'"
+        ) from None
 
 
 def without_submit(options: argparse.Namespace) -> list[str]:
     """The command line as the batch script repeats it."""
     cut = len(options.argv) - len(options.arguments) - 1
     own, rest = options.argv[:cut], options.argv[cut:]
-    if "--sbatch" in own:
-        where = own.index("--sbatch")
-        del own[where : where + 2]
     return [word for word in own if word not in ("--submit", "--dry-run") and not word.startswith("--sbatch=")] + rest
 
 

@@ -95,11 +95,24 @@ def parser() -> Parser:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The options, with `script` (None where there is none) and its `arguments`."""
-    options = parser().parse_args(argv)
+    reader = parser()
+    argv = _with_sbatch_joined(argv, reader)
+    options = reader.parse_args(argv)
     words = options.command[options.command[:1] == ["--"] :]
     options.script, options.arguments = (words[0] if words else None), words[1:]
     options.argv = list(argv)
     return options
+
+
+def _with_sbatch_joined(argv: Sequence[str], reader: Parser) -> list[str]:
+    """`--sbatch --time=1:00:00` as `--sbatch=--time=1:00:00`: argparse takes no value that looks like an option."""
+    takes_value = {name for action in reader._actions if action.nargs is None for name in action.option_strings}
+    words, rest = [], list(argv)
+    while rest and rest[0].startswith("-") and rest[0] != "--":  # the script ends the options
+        word = rest.pop(0)
+        value = [rest.pop(0)] if word in takes_value and rest else []
+        words += [f"{word}={value[0]}"] if word == "--sbatch" and value else [word, *value]
+    return words + rest
 
 
 def check(options: argparse.Namespace) -> None:
