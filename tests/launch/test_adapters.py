@@ -213,6 +213,67 @@ print(total.item(), sys.argv[1:], os.environ["ZEROENGINE_OVERRIDES"])
     assert [rank.communicate()[0] for rank in ranks] == ["3.0 ['x y'] [\"a=1\"]\n"] * 2
 
 
+RAY = """
+import os, pickle, threading
+class Settings:
+    def __init__(self, **settings):
+        self.settings = settings
+FailureConfig = RunConfig = ScalingConfig = Settings
+class WorkerGroupError(Exception):
+    pass
+class TorchTrainer:
+    def __init__(self, train, train_loop_config, scaling_config, run_config):
+        self.train, self.config, self.workers = train, train_loop_config, scaling_config.settings["num_workers"]
+    def fit(self):
+        failures = {}
+        for rank in range(self.workers):
+            os.environ["RANK"] = str(rank)
+            try:
+                self.train(self.config)
+            except BaseException as error:
+                failures[rank] = pickle.loads(pickle.dumps(error))
+        self.error = WorkerGroupError("Training failed due to worker errors")
+        self.error.worker_failures = failures
+        if failures:
+            raise self.error
+        self.error = None
+        return self
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "err"),
+    [
+        ("sys.exit(0)", 0, ""),
+        ("sys.exit(rank * 7)", 7, "zero-launch: rank 1 failed (exit code 7)\n"),
+        (
+            "class Mine(Exception): pass\nif rank:\n    raise Mine('loss is nan')",
+            1,
+            "zero-launch: rank 1 failed (exit code 1)\n[rank 1] Traceback (most recent call last):\n"
+            '[rank 1]   File "{folder}/train.py", line 5, in <module>\n'
+            "[rank 1]     raise Mine('loss is nan')\n[rank 1] Mine: loss is nan\n",
+        ),
+    ],
+    ids=["success", "exit code", "exception"],
+)
+def test_a_script_that_fails_on_ray_is_reported_as_elsewhere(
+    script: Script, tmp_path: Path, body: str, code: int, err: str
+) -> None:
+    """With the script's traceback, and none of zero-launch's. A module plays the part of Ray Train."""
+    (tmp_path / "ray/train").mkdir(parents=True)
+    (tmp_path / "ray/__init__.py").write_text("")
+    (tmp_path / "ray/train/__init__.py").write_text(RAY)
+    (tmp_path / "ray/train/torch.py").write_text("from ray.train import TorchTrainer")
+    environment = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}", "COLUMNS": "80"}
+    done = subprocess.run(
+        [*COMMAND, "--launcher", "ray", "--nproc", "2", "--cpu", script(body)],
+        capture_output=True,
+        text=True,
+        env=os.environ | environment,
+    )
+    assert (done.returncode, done.stderr) == (code, err.format(folder=tmp_path))
+
+
 def manifest(capfd: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:
     assert main(["--launcher", "k8s", "--image", "i:1", *arguments, "/app/Train_LM.py", "a b"]) == 0
     tree: dict[str, object] = yaml.safe_load(capfd.readouterr().out)

@@ -55,7 +55,7 @@ def local(options: argparse.Namespace) -> int:
         bind=options.bind,
     )
     if options.dry_run:
-        print(request)
+        print(request.describe(options.port))
         return 0
     make_log_dir(options.log_dir)
 
@@ -166,7 +166,7 @@ def for_k8s(options: argparse.Namespace) -> int:
     words = [*(["-m"] if options.module else []), options.script, *options.arguments]
     name = options.script.rpartition(".")[2] if options.module else Path(options.script).stem
     nodes = options.nnodes or "1"
-    arguments = (options.kind, name, options.image, nodes, options.nproc, words, given)
+    arguments = (options.kind or "PyTorchJob", name, options.image, nodes, options.nproc, words, given)
     print(k8s.manifest(*arguments, cpu=options.cpu, restarts=options.max_restarts), end="")
     return 0
 
@@ -183,7 +183,9 @@ def on_ray(options: argparse.Namespace) -> int:
     given = job.environment(options.cpu, options.config, options.set) | environment.collect(options.env)
     words = [*(["-m"] if options.module else []), options.script, *options.arguments]
     if options.dry_run:
-        print(f"# Ray Train: {options.nproc} workers, each\n{shlex.join(words)}")
+        with_gpu = "" if options.cpu else ", with a GPU each"
+        print(f"# Ray Train: {options.nproc} workers{with_gpu}, max_failures={options.max_restarts}. In each:")
+        print(shlex.join(["env", *(f"{key}={value}" for key, value in given.items()), "python", *words]))
         return 0
     return ray.run(words, int(options.nproc), not options.cpu, given, options.max_restarts)
 

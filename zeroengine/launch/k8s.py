@@ -54,6 +54,11 @@ def manifest(
     if kind == "TrainJob":
         if low < high:
             raise LaunchError(f"--nnodes {nnodes}: a TrainJob has one number of nodes. Write --nnodes {high}")
+        if restarts:
+            raise LaunchError(
+                f"--max-restarts {restarts}: a TrainJob has no number of restarts, its runtime has (failurePolicy of "
+                "the TrainingRuntime's JobSet). Leave --max-restarts out, or write --kind PyTorchJob"
+            )
         trainer: dict[str, Any] = {"image": image, "command": command, "numNodes": high, "numProcPerNode": int(nproc)}
         trainer |= {"env": variables} if variables else {}
         trainer |= {"resourcesPerNode": resources} if resources else {}
