@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from zeroengine.errors import LaunchError
-from zeroengine.launch import bind, mpi, slurm
+from zeroengine.launch import bind, k8s, mpi, slurm
 from zeroengine.launch.cli import main
 from zeroengine.launch.hosts import Host
 from zeroengine.launcher_environment import expand_nodes
@@ -275,25 +277,53 @@ def test_a_script_that_fails_on_ray_is_reported_as_elsewhere(
 
 
 def manifest(capfd: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:
-    assert main(["--launcher", "k8s", "--image", "i:1", *arguments, "/app/Train_LM.py", "a b"]) == 0
+    assert main(["--launcher", "k8s", "--image", "i:1", *arguments, "/app/Train_LM.py", "a b", "$(A)"]) == 0
     tree: dict[str, object] = yaml.safe_load(capfd.readouterr().out)
     return tree
 
 
 def test_kubernetes_manifests(capfd: pytest.CaptureFixture[str]) -> None:
-    command = ["python", "-m", "torch.distributed.run", "/app/Train_LM.py", "a b"]
+    command = ["python", "-m", "torch.distributed.run", "/app/Train_LM.py", "a b", "$$$$(A)"]
     tree = manifest(capfd, "--nnodes", "3", "--nproc", "8", "--env", "A=it's\n$(x)", "--set", "a=1")
     assert (tree["kind"], tree["metadata"]) == ("PyTorchJob", {"name": "train-lm"})
     replicas = tree["spec"]["pytorchReplicaSpecs"]  # type: ignore[index]
     assert [(name, replicas[name]["replicas"]) for name in replicas] == [("Master", 1), ("Worker", 2)]
     container = replicas["Worker"]["template"]["spec"]["containers"][0]
     assert container["command"] == command and container["resources"] == {"limits": {"nvidia.com/gpu": 8}}
-    assert {v["name"]: v["value"] for v in container["env"]} == {"A": "it's\n$(x)", "ZEROENGINE_OVERRIDES": '["a=1"]'}
+    assert {v["name"]: v["value"] for v in container["env"]} == {"A": "it's\n$$(x)", "ZEROENGINE_OVERRIDES": '["a=1"]'}
 
     tree = manifest(capfd, "--nnodes", "2:3", "--nproc", "2", "--cpu", "--max-restarts", "4")
     assert tree["spec"]["elasticPolicy"]["minReplicas"] == 2  # type: ignore[index]
     tree = manifest(capfd, "--nnodes", "2", "--nproc", "2", "--kind", "TrainJob")
     assert tree["spec"]["trainer"]["numNodes"] == 2 and tree["spec"]["trainer"]["command"] == command  # type: ignore[index]
+
+
+def test_the_configuration_may_be_in_the_image_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    tree = manifest(capfd, "--nproc", "8", "--config", "/app/zero3.json")
+    template = tree["spec"]["pytorchReplicaSpecs"]["Master"]["template"]  # type: ignore[index]
+    assert {"name": "ZEROENGINE_CONFIG", "value": "/app/zero3.json"} in template["spec"]["containers"][0]["env"]
+    Path("zero.json").write_text('{"zero_optimization": {"stag": 3}}')
+    assert main(["--launcher", "k8s", "--image", "i", "--nproc", "8", "--config", "zero.json", "/app/train.py"]) == 2
+    assert "stage" in capfd.readouterr().err, "what can be read here is checked here"
+
+
+@pytest.mark.parametrize("kind", ["PyTorchJob", "TrainJob"])
+@settings(max_examples=60, deadline=None)
+@given(name=st.text(max_size=90), nodes=st.integers(1, 2000))
+def test_names_of_jobs_are_what_kubernetes_takes(kind: str, name: str, nodes: int) -> None:
+    """Of the services of all pods, too, which Kubeflow makes of it."""
+    label, _ = k8s.job_name(name, kind, nodes)
+    services = [f"{label}-worker-{nodes - 1}"] if kind == "PyTorchJob" else [f"{label}-node-0-{nodes - 1}"]
+    for text in (label, *services):
+        assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", text) and len(text) <= 63
+    assert label == k8s.job_name(label, kind, nodes)[0]
+
+
+def test_long_names_are_told_apart_and_said() -> None:
+    names = ["pretraining-of-a-language-model-with-a-very-long-name-in-its-script-" + end for end in ("a", "b")]
+    (one, notices), (other, _) = (k8s.job_name(name, "PyTorchJob", 2) for name in names)
+    assert one != other and "the job is called pretraining-of-a" in notices[0]
+    assert k8s.job_name("7b", "PyTorchJob", 2) == ("train-7b", [])
 
 
 @pytest.mark.parametrize(

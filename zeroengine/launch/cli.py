@@ -157,7 +157,8 @@ def for_k8s(options: argparse.Namespace) -> int:
     """A manifest; Kubernetes does the rest."""
     from zeroengine.launch import k8s
 
-    job.check_config(options.config, options.set)
+    here = options.config is not None and os.path.isfile(options.config)
+    job.check_config(options.config if here else None, options.set)  # else it is in the image alone
     given = environment.extra(options.env)
     if options.config is not None:
         given["ZEROENGINE_CONFIG"] = options.config  # as the image has it
@@ -167,7 +168,10 @@ def for_k8s(options: argparse.Namespace) -> int:
     name = options.script.rpartition(".")[2] if options.module else Path(options.script).stem
     nodes = options.nnodes or "1"
     arguments = (options.kind or "PyTorchJob", name, options.image, nodes, options.nproc, words, given)
-    print(k8s.manifest(*arguments, cpu=options.cpu, restarts=options.max_restarts), end="")
+    text, notices = k8s.manifest(*arguments, cpu=options.cpu, restarts=options.max_restarts)
+    for notice in notices:
+        print(f"zero-launch: {notice}", file=sys.stderr)
+    print(text, end="")
     return 0
 
 
