@@ -17,6 +17,7 @@ from pathlib import Path
 from zeroengine.errors import LaunchError, ZeroEngineError
 from zeroengine.launch import environment, job, shells
 from zeroengine.launch.hosts import Host, limit, processes, read_hostfile, select
+from zeroengine.launch.masking import is_secret, masked
 from zeroengine.launch.options import check, parse
 from zeroengine.launch.rank import START_AGAIN
 
@@ -115,8 +116,10 @@ def in_slurm(options: argparse.Namespace) -> int:
     gpus = int(options.nproc) if options.nproc.isdecimal() and not options.cpu else None
     name = Path(options.script).stem
     more, elastic = split_sbatch(options.sbatch), low not in ("", high)
-    script = slurm.batch_script(name, int(high), gpus, more, without_submit(options), elastic=elastic)
-    print(script if options.dry_run else slurm.submit(script, Path(slurm.SCRIPT)))
+    words, hidden = in_the_job(options)
+    slurm.check_export(more, hidden, os.environ)
+    script = slurm.batch_script(name, int(high), gpus, more, words, elastic=elastic)
+    print(script if options.dry_run else slurm.submit(script, Path(slurm.SCRIPT), hidden))
     return 0
 
 
@@ -130,11 +133,24 @@ def split_sbatch(text: str) -> list[str]:
         ) from None
 
 
-def without_submit(options: argparse.Namespace) -> list[str]:
-    """The command line as the batch script repeats it."""
+def in_the_job(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
+    """The command line as the batch script repeats it, and variables that sbatch hands over instead of its text.
+
+    The script is a file that stays, and Slurm keeps a copy: the values of variables that look secret are not in it.
+    """
     cut = len(options.argv) - len(options.arguments) - 1
-    own, rest = options.argv[:cut], options.argv[cut:]
-    return [word for word in own if word not in ("--submit", "--dry-run") and not word.startswith("--sbatch=")] + rest
+    own, words, hidden = iter(options.argv[:cut]), [], {}
+    for word in own:
+        option, equals, value = word.partition("=")
+        if option == "--env":
+            value = value if equals else next(own)
+            name, text = environment.parse(value, "--env", os.environ)
+            if is_secret(name, text):
+                value, hidden[name] = name, text
+            words += ["--env", value]
+        elif option not in ("--submit", "--dry-run", "--sbatch"):
+            words.append(word)
+    return words + options.argv[cut:], hidden
 
 
 def under_mpi(options: argparse.Namespace) -> int:
@@ -147,7 +163,7 @@ def under_mpi(options: argparse.Namespace) -> int:
         given["OMP_NUM_THREADS"] = job.threads(int(given["LOCAL_WORLD_SIZE"]))
     command = job.command(options.script, options.arguments, options.module)
     if options.dry_run:
-        print(shlex.join(["env", *(f"{key}={value}" for key, value in given.items()), *command]))
+        print(shlex.join(["env", *(f"{key}={value}" for key, value in masked(given).items()), *command]))
         return 0
     (job.find_module if options.module else job.find_script)(options.script)
     os.execve(command[0], command, os.environ | given)
@@ -189,7 +205,7 @@ def on_ray(options: argparse.Namespace) -> int:
     if options.dry_run:
         with_gpu = "" if options.cpu else ", with a GPU each"
         print(f"# Ray Train: {options.nproc} workers{with_gpu}, max_failures={options.max_restarts}. In each:")
-        print(shlex.join(["env", *(f"{key}={value}" for key, value in given.items()), "python", *words]))
+        print(shlex.join(["env", *(f"{key}={value}" for key, value in masked(given).items()), "python", *words]))
         return 0
     return ray.run(words, int(options.nproc), not options.cpu, given, options.max_restarts)
 

@@ -11,6 +11,7 @@ import yaml
 
 from zeroengine.errors import LaunchError
 from zeroengine.launch.hosts import limit
+from zeroengine.launch.masking import is_secret
 
 KINDS = ("PyTorchJob", "TrainJob")
 MAX_LABEL = 63
@@ -50,7 +51,17 @@ def manifest(
     if not 1 <= low <= high:
         limit([], nnodes)  # says what is wrong
     label, notices = job_name(name, kind, high)
-    variables = [{"name": key, "value": literal(value)} for key, value in environment.items()]
+    secret = f"{label}-env"
+    variables: list[dict[str, Any]] = []
+    for key, value in environment.items():
+        if is_secret(key, value):
+            notices.append(
+                f"{key} looks secret and is not in the manifest: the pods take it from the Secret {secret}. Make it "
+                f"with kubectl create secret generic {secret} --from-env-file=FILE, of a file with a line {key}=..."
+            )
+            variables.append({"name": key, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}})
+        else:
+            variables.append({"name": key, "value": literal(value)})
     resources = {} if cpu else {"limits": {"nvidia.com/gpu": int(nproc)}}
     # torchrun has a syntax of its own for ${local_rank}, in which $$ stands for $ as well.
     command = ["python", "-m", "torch.distributed.run", *(literal(word.replace("$", "$$")) for word in words)]

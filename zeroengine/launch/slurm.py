@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from zeroengine.errors import LaunchError
@@ -90,8 +92,32 @@ def _is_among(names: Sequence[str], options: Sequence[str]) -> bool:
     return any(word in names for word in words)
 
 
-def submit(script: str, path: Path) -> str:
+def check_export(options: Sequence[str], hidden: Iterable[str], environ: Mapping[str, str]) -> None:
+    """See that sbatch hands over variables whose values are not in the script.
+
+    Raises:
+        LaunchError: `--export` among its options, or SBATCH_EXPORT, keeps one of them back.
+    """
+    text, said = environ.get("SBATCH_EXPORT", "ALL"), "SBATCH_EXPORT="
+    for option, following in itertools.zip_longest(options, options[1:], fillvalue=""):
+        name, equals, value = option.partition("=")
+        if name == "--export":
+            text, said = (value if equals else following), "--sbatch --export="
+    exported = {word.partition("=")[0] for word in text.split(",")}
+    for name in hidden:
+        if not exported & {"ALL", name}:
+            names = [name, *(word for word in text.split(",") if word not in ("NONE", "NIL"))]
+            raise LaunchError(
+                f"{said}{text}: {name} looks secret, is therefore not written into the batch script, and would not "
+                f"reach the job. Write --export={','.join(names)}, or put it into .zero_env"
+            )
+
+
+def submit(script: str, path: Path, hidden: Mapping[str, str]) -> str:
     """Write the script and hand it to sbatch; returns what that says.
+
+    Args:
+        hidden: variables that the job finds in its environment, and nobody in the script.
 
     Raises:
         LaunchError: there is no sbatch, or it refuses.
@@ -99,7 +125,7 @@ def submit(script: str, path: Path) -> str:
     if shutil.which("sbatch") is None:
         raise LaunchError("--submit: there is no sbatch here. Log in to a machine of the cluster, or add --dry-run")
     path.write_text(script)
-    done = subprocess.run(["sbatch", str(path)], capture_output=True, text=True)
+    done = subprocess.run(["sbatch", str(path)], capture_output=True, text=True, env={**os.environ, **hidden})
     if done.returncode:
         raise LaunchError(f"--submit: sbatch refused {path}: {done.stderr.strip()}")
     return done.stdout.strip()
