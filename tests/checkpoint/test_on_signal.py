@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import zeroengine
+from zeroengine.checkpoint import on_signal
 from zeroengine.config import load
 from zeroengine.errors import ConfigError
 
@@ -18,24 +19,24 @@ from ..distributed.ranks import run_ranks
 from ..distributed.training import take_steps
 from .models import engine_at
 
-STEPS = 8
+MORE = 4  # steps after going on
 
 
 def settings(folder: Path, **more: Any) -> dict[str, Any]:
     return {"on_signal": "SIGUSR1", "directory": str(folder), **more}
 
 
-def train_until_signalled(folder: Path, to: dict[int, int], background: bool) -> tuple[object, int, list[float]]:
-    """Returns the exit code, the steps taken, and their losses. `to` has the step at which each rank is signalled."""
+def train_until_signalled(folder: Path, to: dict[int, int], background: bool, every: float) -> tuple[object, int]:
+    """Returns the exit code, and the steps taken. `to` has the step at which each rank is signalled."""
+    on_signal.EVERY_S = every
     engine = engine_at(2, checkpoint=settings(folder, async_save=background))
-    losses: list[float] = []
     try:
-        for step in range(STEPS):
+        for step in range(3 * on_signal.MOST_STEPS):
             if to.get(engine.rank) == step:
                 os.kill(os.getpid(), signal.SIGUSR1)
-            losses += take_steps(engine, range(step, step + 1))
+            take_steps(engine, range(step, step + 1))
     except SystemExit as end:
-        return end.code, engine.global_steps, losses
+        return end.code, engine.global_steps
     raise AssertionError("trained to the end")
 
 
@@ -43,27 +44,28 @@ def go_on(folder: Path) -> tuple[int, list[float]]:
     engine = engine_at(2, seed=9, checkpoint=settings(folder))
     engine.load_checkpoint(folder)
     begin = engine.global_steps
-    losses = take_steps(engine, range(begin, STEPS))
+    losses = take_steps(engine, range(begin, begin + MORE))
     engine.close()
     return begin, losses
 
 
-def reference() -> list[float]:
-    return take_steps(engine_at(2), range(STEPS))
+def reference(steps: int) -> list[float]:
+    return take_steps(engine_at(2), range(steps))
 
 
 @pytest.mark.parametrize(
-    ("world_size", "to", "background"),
-    [(2, {1: 2}, False), (2, {0: 2, 1: 3}, True), (1, {0: 2}, False)],
-    ids=["one rank hears it", "ranks hear it at different steps", "one rank alone"],
+    ("world_size", "to", "background", "every", "most"),
+    [(2, {1: 2}, False, 0, 2), (2, {0: 2, 1: 3}, True, 0, 2), (1, {0: 2}, False, 1, 1), (2, {1: 20}, False, 0.1, 110)],
+    ids=["one rank hears it", "ranks hear it at different steps", "one rank alone", "short steps"],
 )
 def test_training_goes_on_where_a_signal_ended_it(
-    tmp_path: Path, world_size: int, to: dict[int, int], background: bool
+    tmp_path: Path, world_size: int, to: dict[int, int], background: bool, every: float, most: int
 ) -> None:
-    ended = run_ranks(world_size, train_until_signalled, tmp_path / "runs/a", to, background)
-    codes, steps, _ = zip(*ended, strict=True)
-    assert set(codes) == {75} and len(set(steps)) == 1 and steps[0] <= 2 + 2
-    expected = run_ranks(world_size, reference)
+    """At most so many steps after the first of the ranks heard it."""
+    ended = run_ranks(world_size, train_until_signalled, tmp_path / "runs/a", to, background, every)
+    codes, steps = zip(*ended, strict=True)
+    assert set(codes) == {75} and len(set(steps)) == 1 and steps[0] <= min(to.values()) + most
+    expected = run_ranks(world_size, reference, steps[0] + MORE)
     for rank, (begin, losses) in enumerate(run_ranks(world_size, go_on, tmp_path / "runs/a")):
         assert begin == steps[0]
         assert losses == expected[rank][begin:]

@@ -1,10 +1,11 @@
 """Saves a checkpoint and ends the ranks when a signal says that their time is nearly over: `checkpoint.on_signal`.
 
 [Note: Agreement on a signal]
-Ranks get a signal at different moments, some perhaps never, and all must save after the same step. At the end of each
-step every rank begins a sum over ranks of whether it has had the signal, and takes in the sum that it began a step
-before. So all ranks learn at the same step that one of them had the signal, one step after that rank began to say so.
-The sum travels over Gloo beside the step in between, and nothing waits for it, unless a rank is a whole step behind.
+Ranks get a signal at different moments, some perhaps never, and all must save after the same step. At the end of some
+steps every rank begins a sum over ranks of whether it has had the signal, and takes it in at the end of the step after
+that. So all ranks learn at the same step that one of them had the signal. The sum travels over Gloo beside the step in
+between, and nothing waits for it, unless a rank is a whole step behind. Short steps need no sum each: rank 0, which
+knows how long they take, says in the sum how many steps later the next one begins.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import contextlib
 import logging
 import signal
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -29,6 +31,8 @@ from ..launch.rank import START_AGAIN
 from ..paths import checked_path
 
 log = logging.getLogger("zeroengine")
+EVERY_S = 1.0  # seconds between two sums, where steps are shorter
+MOST_STEPS = 100  # between two sums: steps may take longer from now on
 LAST_SUM = timedelta(seconds=5)  # for the other ranks to come to the end of the last step
 
 
@@ -56,7 +60,9 @@ class SaveOnSignal:
     def __init__(self, config: Config, group: Group) -> None:
         self._group, self._received = group, False
         self._number = signal.Signals[str(config.checkpoint.on_signal)]
-        self._sum: tuple[dist.Work, torch.Tensor] | None = None
+        self._sum: tuple[dist.Work, torch.Tensor] | None = None  # of how many have had it; steps to the next sum
+        self._steps_to_sum = self._steps = 1
+        self._began = time.monotonic()  # when the last sum did, `_steps` before
         with group.agreeing("to initialize"):
             self._directory = checked_path(config.checkpoint.directory, "checkpoint.directory")
             self._check()
@@ -99,17 +105,29 @@ class SaveOnSignal:
         if self._gloo is None:
             return self._received
         if self._sum is not None:
-            work, received = self._sum
+            work, values = self._sum
             with self._group.waiting("agree on a signal"):
                 work.wait()
             self._sum = None
-            if received.item():
+            received, self._steps_to_sum = values.tolist()
+            if received:
                 return True
-        received = torch.tensor([int(self._received)], device="cpu")
-        work = dist.all_reduce(received, group=self._gloo, async_op=True)
-        assert work is not None
-        self._sum = (work, received)
+        self._steps_to_sum -= 1
+        self._steps += 1
+        if self._steps_to_sum == 0:
+            steps = self._steps_between_sums() if self._group.rank == 0 else 0
+            values = torch.tensor([int(self._received), steps], device="cpu")
+            work = dist.all_reduce(values, group=self._gloo, async_op=True)
+            assert work is not None
+            self._sum = (work, values)
         return False
+
+    def _steps_between_sums(self) -> int:
+        """Return how many steps take EVERY_S, by those since the last sum."""
+        now = time.monotonic()
+        per_second = self._steps / max(now - self._began, 1e-9)
+        self._steps, self._began = 0, now
+        return max(1, min(MOST_STEPS, int(per_second * EVERY_S)))
 
     def save_and_exit(self, engine: Saves) -> None:
         """Save, and end this rank with an exit code that says so.

@@ -124,8 +124,8 @@ class Checkpoint(Section):
     async_save: Annotated[bool, AUTO] = False
     """Training goes on while a copy in CPU memory is written; the next save, or the exit, waits for it."""
     on_signal: Annotated[Literal["SIGUSR1", "SIGUSR2"] | None, AUTO] = None
-    """Where a rank gets this signal all ranks save in `directory`, after this step or one of the next two, and end with
-    exit code 75. null: the signal is left to the script."""
+    """Where a rank gets this signal all ranks save in `directory`, after the same step, about a second or two steps
+    later, and end with exit code 75. null: the signal is left to the script."""
     directory: Annotated[Folder | None, AUTO] = None
     """The folder that `on_signal` saves in, as `save_checkpoint(directory)` takes it."""
 
