@@ -18,6 +18,7 @@ from .access import Access
 from .accumulation import ENGINE_STEP, MANUAL_MODE, OPTIMIZER_STEP, Accumulation
 from .backward import Backward
 from .caller import returns_one_value
+from .checkpoint.on_signal import SaveOnSignal
 from .comm import ChannelName, Group, check_same
 from .config import FLOATS, Config
 from .data import ResumableLoader
@@ -175,6 +176,7 @@ class Engine:
         self._input_comparison = InputComparison(self._transport, self.device)
         redirect_calls(optimizer, self._step_by_optimizer, self.zero_grad)
         self._checkpoints: checkpoint.Checkpointer | None = None
+        self._on_signal = SaveOnSignal(config, group) if config.checkpoint.on_signal else None
         self._stateful: dict[str, Stateful] = {}
         self._access = Access(
             self._units,
@@ -466,6 +468,8 @@ class Engine:
         updates = self._steps.take()
         self._writes.remember()
         self._placement.let_go()
+        if self._on_signal is not None and self._on_signal.is_due():
+            self._on_signal.save_and_exit(self)
         return updates
 
     def _let_peers_read(self) -> None:
@@ -887,6 +891,8 @@ class Engine:
         called because of an error.
         """
         try:
+            if self._on_signal is not None:
+                self._on_signal.close()
             if self._checkpoints is not None:
                 self._checkpoints.close()
             self.gatherer.settle()

@@ -6,6 +6,8 @@ WORLD_SIZE, MASTER_ADDR and MASTER_PORT instead.
 
 from __future__ import annotations
 
+import itertools
+import os
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -104,27 +106,38 @@ def _address(launched: LaunchedRank, environ: Mapping[str, str]) -> str | None:
 
 
 def _job(launched: LaunchedRank, environ: Mapping[str, str]) -> str:
-    """What all ranks of the job know, and no other job on this node has."""
+    """Return what all ranks of the job know, and, as far as the launcher says, no other job on these nodes has."""
     named = next((environ[name] for name in JOBS if name in environ), None)
     if named is not None:
         return named
-    if "SLURM_JOB_ID" in environ:
-        return environ["SLURM_JOB_ID"] + (f".{environ['SLURM_STEP_ID']}" if launched.launcher == "srun" else "")
-    return f"hydra {_hydra_process()}"
+    if launched.launcher == "srun":
+        return f"{environ.get('SLURM_JOB_ID')}.{environ['SLURM_STEP_ID']}"
+    proxy, control_port = _hydra()
+    if control_port:
+        return f"hydra {control_port}"
+    if proxy and launched.local_world_size == launched.world_size:  # another node has another process
+        return f"hydra {proxy}"
+    return environ.get("SLURM_JOB_ID") or f"user {os.getuid()}"
 
 
-def _hydra_process() -> int:
-    """Return the process of MPICH's launcher on this node that started this one, or 0. It names no job."""
+def _hydra() -> tuple[int, str | None]:
+    """Return MPICH's process on this node that started this one, or 0, and where mpirun listens for it, or None.
+
+    MPICH gives its ranks no job id. Its process on each node is told on the command line to connect to
+    `--control-port host:port`, which is the same on all nodes, and no two jobs have one at the same time.
+    """
     pid = "self"
     while pid not in ("0", "1"):
         try:
-            status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-        except (OSError, ValueError):
-            return 0
-        if status["Name"].startswith("hydra"):
-            return int(status["Pid"])
+            lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+            status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+            if status["Name"].startswith("hydra"):
+                words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+                return int(status["Pid"]), dict(itertools.pairwise(words)).get("--control-port")
+        except OSError:
+            break
         pid = status["PPid"].strip()
-    return 0
+    return 0, None
 
 
 def expand_nodes(nodes: str) -> Iterator[str]:

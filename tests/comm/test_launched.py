@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -15,6 +18,7 @@ from zeroengine.launcher_environment import LaunchedRank, launched_rank, torch_v
 from ..distributed.ranks import run_ranks
 from ..distributed.training import Task, make_engine, ordinary_loop
 
+ROOT = Path(__file__).resolve().parents[2]
 TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -98,6 +102,30 @@ def test_jobs_and_steps_beside_each_other_have_ports_of_their_own() -> None:
     ports = [variables(environ)["MASTER_PORT"] for environ in environs]
     assert len(set(ports)) == len(ports)
     assert variables(slurm_step(0, 2, "2"))["MASTER_PORT"] == ports[0], "the same on all ranks"
+
+
+def test_ranks_of_mpich_on_several_nodes_share_a_port_and_jobs_do_not(tmp_path: Path) -> None:
+    """MPICH gives ranks no job id, and each node has a process of MPICH's, of which a script plays the part."""
+    proxy = tmp_path / "hydra_pmi_proxy"
+    proxy.write_text(f'#!/bin/sh\n{sys.executable} -c "$SHOW"\nexit 0\n')
+    proxy.chmod(0o755)
+    show = """
+import os
+from zeroengine.launcher_environment import launched_rank, torch_variables
+print(torch_variables(launched_rank(os.environ), os.environ)["MASTER_PORT"])
+"""
+
+    def port_on_node(node: int, *arguments: str, local: str = "1", **more: str) -> str:
+        ranks = {"PMI_RANK": str(node), "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": local}
+        environ = {"PATH": os.environ["PATH"], "SHOW": show, **ranks, **more}
+        done = subprocess.run([proxy, *arguments], cwd=ROOT, capture_output=True, text=True, env=environ)
+        return done.stdout.strip() or done.stderr
+
+    ports = [port_on_node(node, "--control-port", f"head:{job}") for job in (7, 8) for node in (0, 1)]
+    assert ports[0] == ports[1] != ports[2] == ports[3]
+    assert port_on_node(0, "--control-port", "head:7", SLURM_JOB_ID="1") == ports[0], "mpirun twice in an allocation"
+    assert port_on_node(0) == port_on_node(1), "without a word about the job"
+    assert port_on_node(0, local="2") != port_on_node(0, local="2"), "jobs on one node each"
 
 
 def trains_under(launcher: str) -> tuple[int, int, str | None, list[float]]:

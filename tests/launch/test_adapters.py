@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from zeroengine.errors import LaunchError
-from zeroengine.launch import bind, mpi, slurm
+from zeroengine.launch import bind, k8s, mpi, slurm
 from zeroengine.launch.cli import main
 from zeroengine.launch.hosts import Host
 from zeroengine.launcher_environment import expand_nodes
@@ -81,10 +83,80 @@ def test_a_batch_script_repeats_the_command(script: Script, capfd: pytest.Captur
     assert main([*options, *arguments]) == 0
     text = capfd.readouterr().out
     assert "#SBATCH --nodes=3\n" in text and "#SBATCH --gpus-per-node=8\n" in text
-    assert "#SBATCH --time=1:00:00\n#SBATCH --partition=a b\n" in text
+    assert "#SBATCH --time=1:00:00 '--partition=a b'\n" in text
     shown = text.strip().splitlines()[-1].replace("exec ", "printf '%s\\0' ", 1)
     words = subprocess.run(["bash", "-c", shown], capture_output=True, text=True).stdout.split("\0")[:-1]
     assert words == [sys.executable, "-m", "zeroengine.launch.cli", *arguments]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "asked", "not_asked"),
+    [
+        ([], {"--exclusive", "--mem=0", "--requeue", "--open-mode=append", "--output=%x-%j.log"}, {"--no-kill"}),
+        (["--nnodes", "1:2"], {"--no-kill", "--nodes=2"}, set()),
+        (["--nnodes", "2:2"], set(), {"--no-kill"}),
+        (["--sbatch", "--mem 9G"], {"--exclusive"}, {"--mem=0"}),
+        (["--sbatch", "-c8"], set(), {"--exclusive", "--mem=0"}),
+        (["--sbatch", "--cpus-per-gpu=8"], set(), {"--exclusive", "--mem=0"}),
+        (["--sbatch", "--array 1-3"], {"--output=%x-%A_%a.log"}, {"--output=%x-%j.log"}),
+    ],
+)
+def test_a_batch_script_asks_for_all_that_the_ranks_need(
+    script: Script, capfd: pytest.CaptureFixture[str], arguments: list[str], asked: set[str], not_asked: set[str]
+) -> None:
+    options = ["--launcher", "slurm", "--submit", "--dry-run", "--cpu", "--nnodes", "2", *arguments]
+    assert main([*options, script("")]) == 0
+    lines = re.findall(r"^#SBATCH (.*)$", capfd.readouterr().out, re.MULTILINE)
+    words = {word for line in lines for word in shlex.split(line)}
+    assert asked <= words and not words & not_asked
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--sbatch", "--comment='a", "train.py"], "--sbatch --comment='a: no closing quotation"),
+        (["trian.py"], "trian.py: there is no such script. Did you mean train.py?"),
+        (["--config", "zero.json", "train.py"], "zero.json"),
+    ],
+)
+def test_a_wrong_request_is_not_submitted(
+    script: Script, capfd: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    script("")
+    assert main(["--launcher", "slurm", "--submit", "--cpu", "--nnodes", "2", *arguments]) == 2
+    assert message in capfd.readouterr().err and not Path("zero-launch.sbatch").exists()
+
+
+def fake_program(folder: Path, name: str, body: str) -> dict[str, str]:
+    """Put a program on PATH that plays a scheduler's part; returns the environment that has it."""
+    path = folder / "bin" / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    return {"PATH": f"{path.parent}{os.pathsep}{os.environ['PATH']}"}
+
+
+@pytest.mark.parametrize(
+    ("more", "number"),
+    [({}, "7"), ({"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}, "7_3")],
+    ids=["job", "task of an array, whose number may be the array's"],
+)
+def test_ranks_whose_time_is_over_are_requeued_and_not_restarted(
+    script: Script, tmp_path: Path, more: dict[str, str], number: str
+) -> None:
+    fake_program(tmp_path, "srun", 'while [ "$1" != sh ]; do shift; done\nexec "$@"')
+    environment = fake_program(tmp_path, "scontrol", 'echo "$@" >>scontrol')
+    environment |= {"SLURM_JOB_NODELIST": "n1", "SLURM_JOB_ID": "7", **more}
+    options = ["--launcher", "slurm", "--nproc", "1", "--cpu", "--max-restarts", "2"]
+    done = subprocess.run(
+        [*COMMAND, *options, script("print('started', flush=True)\nsys.exit(75)")],
+        capture_output=True,
+        text=True,
+        env=os.environ | environment,
+    )
+    assert (done.returncode, done.stdout.count("started")) == (75, 1), done.stderr
+    assert Path("scontrol").read_text() == f"requeue {number}\n"
+    assert "started again (exit code 75)" in done.stderr and f"Slurm is to start job {number} again" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -100,6 +172,15 @@ def test_mpi_s_environment_becomes_torch_s(environ: dict[str, str]) -> None:
     assert found.items() >= {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items()
     assert found["MASTER_ADDR"] == "127.0.0.1" and 20000 <= int(found["MASTER_PORT"]) < 40000
     assert mpi.adapted(environ | {"PMI_ID": "x", "PMIX_NAMESPACE": "y"})["MASTER_PORT"] != found["MASTER_PORT"]
+
+
+def test_tasks_of_srun_are_ranks_without_tasks_per_node() -> None:
+    """What `srun -n 3` of Slurm 22.05 sets, where `--ntasks-per-node` was not given."""
+    text = "STEP_ID=0 STEP_NUM_TASKS=3 STEP_TASKS_PER_NODE=2,1 STEP_NODELIST=n[1-2] JOB_ID=2 PROCID=2 LOCALID=0"
+    environ = {f"SLURM_{word.split('=')[0]}": word.split("=")[1] for word in text.split()} | {"SLURM_NODEID": "1"}
+    found = mpi.adapted(environ)
+    assert found.items() >= {"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items()
+    assert found["MASTER_ADDR"] == "n1"
 
 
 def test_mpi_on_several_hosts_must_know_the_first() -> None:
@@ -134,26 +215,115 @@ print(total.item(), sys.argv[1:], os.environ["ZEROENGINE_OVERRIDES"])
     assert [rank.communicate()[0] for rank in ranks] == ["3.0 ['x y'] [\"a=1\"]\n"] * 2
 
 
+RAY = """
+import os, pickle, threading
+class Settings:
+    def __init__(self, **settings):
+        self.settings = settings
+FailureConfig = RunConfig = ScalingConfig = Settings
+class WorkerGroupError(Exception):
+    pass
+class TorchTrainer:
+    def __init__(self, train, train_loop_config, scaling_config, run_config):
+        self.train, self.config, self.workers = train, train_loop_config, scaling_config.settings["num_workers"]
+    def fit(self):
+        failures = {}
+        for rank in range(self.workers):
+            os.environ["RANK"] = str(rank)
+            try:
+                self.train(self.config)
+            except BaseException as error:
+                failures[rank] = pickle.loads(pickle.dumps(error))
+        self.error = WorkerGroupError("Training failed due to worker errors")
+        self.error.worker_failures = failures
+        if failures:
+            raise self.error
+        self.error = None
+        return self
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "err"),
+    [
+        ("sys.exit(0)", 0, ""),
+        ("sys.exit(rank * 7)", 7, "zero-launch: rank 1 failed (exit code 7)\n"),
+        (
+            "class Mine(Exception): pass\nif rank:\n    raise Mine('loss is nan')",
+            1,
+            "zero-launch: rank 1 failed (exit code 1)\n[rank 1] Traceback (most recent call last):\n"
+            '[rank 1]   File "{folder}/train.py", line 5, in <module>\n'
+            "[rank 1]     raise Mine('loss is nan')\n[rank 1] Mine: loss is nan\n",
+        ),
+    ],
+    ids=["success", "exit code", "exception"],
+)
+def test_a_script_that_fails_on_ray_is_reported_as_elsewhere(
+    script: Script, tmp_path: Path, body: str, code: int, err: str
+) -> None:
+    """With the script's traceback, and none of zero-launch's. A module plays the part of Ray Train."""
+    (tmp_path / "ray/train").mkdir(parents=True)
+    (tmp_path / "ray/__init__.py").write_text("")
+    (tmp_path / "ray/train/__init__.py").write_text(RAY)
+    (tmp_path / "ray/train/torch.py").write_text("from ray.train import TorchTrainer")
+    environment = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}", "COLUMNS": "80"}
+    done = subprocess.run(
+        [*COMMAND, "--launcher", "ray", "--nproc", "2", "--cpu", script(body)],
+        capture_output=True,
+        text=True,
+        env=os.environ | environment,
+    )
+    assert (done.returncode, done.stderr) == (code, err.format(folder=tmp_path))
+
+
 def manifest(capfd: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:
-    assert main(["--launcher", "k8s", "--image", "i:1", *arguments, "/app/Train_LM.py", "a b"]) == 0
+    assert main(["--launcher", "k8s", "--image", "i:1", *arguments, "/app/Train_LM.py", "a b", "$(A)"]) == 0
     tree: dict[str, object] = yaml.safe_load(capfd.readouterr().out)
     return tree
 
 
 def test_kubernetes_manifests(capfd: pytest.CaptureFixture[str]) -> None:
-    command = ["python", "-m", "torch.distributed.run", "/app/Train_LM.py", "a b"]
+    command = ["python", "-m", "torch.distributed.run", "/app/Train_LM.py", "a b", "$$$$(A)"]
     tree = manifest(capfd, "--nnodes", "3", "--nproc", "8", "--env", "A=it's\n$(x)", "--set", "a=1")
     assert (tree["kind"], tree["metadata"]) == ("PyTorchJob", {"name": "train-lm"})
     replicas = tree["spec"]["pytorchReplicaSpecs"]  # type: ignore[index]
     assert [(name, replicas[name]["replicas"]) for name in replicas] == [("Master", 1), ("Worker", 2)]
     container = replicas["Worker"]["template"]["spec"]["containers"][0]
     assert container["command"] == command and container["resources"] == {"limits": {"nvidia.com/gpu": 8}}
-    assert {v["name"]: v["value"] for v in container["env"]} == {"A": "it's\n$(x)", "ZEROENGINE_OVERRIDES": '["a=1"]'}
+    assert {v["name"]: v["value"] for v in container["env"]} == {"A": "it's\n$$(x)", "ZEROENGINE_OVERRIDES": '["a=1"]'}
 
     tree = manifest(capfd, "--nnodes", "2:3", "--nproc", "2", "--cpu", "--max-restarts", "4")
     assert tree["spec"]["elasticPolicy"]["minReplicas"] == 2  # type: ignore[index]
     tree = manifest(capfd, "--nnodes", "2", "--nproc", "2", "--kind", "TrainJob")
     assert tree["spec"]["trainer"]["numNodes"] == 2 and tree["spec"]["trainer"]["command"] == command  # type: ignore[index]
+
+
+def test_the_configuration_may_be_in_the_image_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    tree = manifest(capfd, "--nproc", "8", "--config", "/app/zero3.json")
+    template = tree["spec"]["pytorchReplicaSpecs"]["Master"]["template"]  # type: ignore[index]
+    assert {"name": "ZEROENGINE_CONFIG", "value": "/app/zero3.json"} in template["spec"]["containers"][0]["env"]
+    Path("zero.json").write_text('{"zero_optimization": {"stag": 3}}')
+    assert main(["--launcher", "k8s", "--image", "i", "--nproc", "8", "--config", "zero.json", "/app/train.py"]) == 2
+    assert "stage" in capfd.readouterr().err, "what can be read here is checked here"
+
+
+@pytest.mark.parametrize("kind", ["PyTorchJob", "TrainJob"])
+@settings(max_examples=60, deadline=None)
+@given(name=st.text(max_size=90), nodes=st.integers(1, 2000))
+def test_names_of_jobs_are_what_kubernetes_takes(kind: str, name: str, nodes: int) -> None:
+    """Of the services of all pods, too, which Kubeflow makes of it."""
+    label, _ = k8s.job_name(name, kind, nodes)
+    services = [f"{label}-worker-{nodes - 1}"] if kind == "PyTorchJob" else [f"{label}-node-0-{nodes - 1}"]
+    for text in (label, *services):
+        assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", text) and len(text) <= 63
+    assert label == k8s.job_name(label, kind, nodes)[0]
+
+
+def test_long_names_are_told_apart_and_said() -> None:
+    names = ["pretraining-of-a-language-model-with-a-very-long-name-in-its-script-" + end for end in ("a", "b")]
+    (one, notices), (other, _) = (k8s.job_name(name, "PyTorchJob", 2) for name in names)
+    assert one != other and "the job is called pretraining-of-a" in notices[0]
+    assert k8s.job_name("7b", "PyTorchJob", 2) == ("train-7b", [])
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def test_the_lines_of_a_dry_run_survive_a_shell_on_both_sides(
     ways = Request(
         [Host("a", 1)], 1, Shell(("sh", "-c")), str(show.parent), show.name, arguments, environment=variables
     )
-    for lines in (describe(ways), str(job.Job(1, job.command(show.name, arguments, False), variables))):
+    for lines in (describe(ways), job.Job(1, job.command(show.name, arguments, False), variables).describe()):
         line = lines.partition(", which starts\n")[2] or lines
         subprocess.run(["sh", "-c", line], check=True)
         assert given_to(0) == [arguments, variables]

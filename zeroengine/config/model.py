@@ -12,7 +12,7 @@ from annotated_types import Ge, Gt, Le
 from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
 from zeroengine.config import batch
-from zeroengine.config.fields import AUTO, NULL, WHOLE, AboveZero, Auto, Count, NonNegative, Positive, Section
+from zeroengine.config.fields import AUTO, NULL, WHOLE, AboveZero, Auto, Count, Folder, NonNegative, Positive, Section
 from zeroengine.config.offload import Aio, OffloadOptimizer, OffloadParam
 from zeroengine.config.optimizers import OptimizerConfig
 from zeroengine.config.schedulers import SchedulerConfig
@@ -123,6 +123,17 @@ class Checkpoint(Section):
     """The newest checkpoints that stay in a folder; null: all of them."""
     async_save: Annotated[bool, AUTO] = False
     """Training goes on while a copy in CPU memory is written; the next save, or the exit, waits for it."""
+    on_signal: Annotated[Literal["SIGUSR1", "SIGUSR2"] | None, AUTO] = None
+    """Where a rank gets this signal all ranks save in `directory`, after the same step, about a second or two steps
+    later, and end with exit code 75. null: the signal is left to the script."""
+    directory: Annotated[Folder | None, AUTO] = None
+    """The folder that `on_signal` saves in, as `save_checkpoint(directory)` takes it."""
+
+    @model_validator(mode="after")
+    def _has_a_folder(self) -> Checkpoint:
+        if self.on_signal and not self.directory:
+            raise ValueError('on_signal needs a folder to save in; write "directory": "runs/a" beside it')
+        return self
 
 
 class Comm(Section):

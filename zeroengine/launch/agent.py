@@ -25,6 +25,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Signa
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from zeroengine.errors import LaunchError
+from zeroengine.launch import signals
 from zeroengine.launch.console import STDERR, STDOUT
 from zeroengine.launch.guard import MARK, Guard
 from zeroengine.launch.job import Job
@@ -71,7 +72,8 @@ def run(job: Job, pipes: Pipes, rendezvous: Rendezvous, orders: Orders | None = 
         streams = Streams(job, pipes, Path(folder), {MARK: launch_id})
         agent = Agent(job, streams, rendezvous, orders or Alone())
         try:
-            agent.run()
+            with signals.passed_on(agent.pass_on):
+                agent.run()
             return Outcome(agent.failures())
         except SignalException as stop:
             return Outcome(agent.failures(), interrupted=stop.sigval)
@@ -134,6 +136,10 @@ class Agent(LocalElasticAgent):
         """The ranks that failed by themselves, the first to fail first."""
         found = filter(None, (process.failure() for process in self._processes))
         return tuple(sorted(found, key=lambda failure: failure.time))
+
+    def pass_on(self, number: signal.Signals) -> None:
+        """Send a signal to the ranks that still run. See `signals.py`."""
+        signals.send((process.pid for process in self._processes if process.poll() is None), number)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
         pids: dict[int, int] = super()._start_workers(worker_group)

@@ -17,7 +17,9 @@ from pathlib import Path
 from zeroengine.errors import LaunchError, ZeroEngineError
 from zeroengine.launch import environment, job, shells
 from zeroengine.launch.hosts import Host, limit, processes, read_hostfile, select
+from zeroengine.launch.masking import is_secret, masked
 from zeroengine.launch.options import check, parse
+from zeroengine.launch.rank import START_AGAIN
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -54,7 +56,7 @@ def local(options: argparse.Namespace) -> int:
         bind=options.bind,
     )
     if options.dry_run:
-        print(request)
+        print(request.describe(options.port))
         return 0
     make_log_dir(options.log_dir)
 
@@ -74,7 +76,7 @@ def local(options: argparse.Namespace) -> int:
             outcome = agent.run(request, pipes, rendezvous)
             console.finish()
         sys.stderr.write(report(outcome, console))
-        if not outcome.failures or outcome.interrupted or restart == options.max_restarts:
+        if not outcome.failures or outcome.is_final or restart == options.max_restarts:
             break
         print(f"zero-launch: restart {restart + 1} of {options.max_restarts}", file=sys.stderr, flush=True)
     return outcome.code
@@ -101,26 +103,54 @@ def in_slurm(options: argparse.Namespace) -> int:
 
     if not options.submit:
         hosts = select(slurm.allocated(os.environ), options.include, options.exclude)
-        return on_nodes(options, hosts, shells.srun())
+        code = on_nodes(options, hosts, shells.srun())
+        if code == START_AGAIN:
+            print(f"zero-launch: {slurm.requeue(os.environ)}", file=sys.stderr, flush=True)
+        return code
     nodes = options.nnodes or ""
-    high = nodes.rpartition(":")[2]
+    low, _, high = nodes.rpartition(":")
     if not high.isdecimal():
         raise LaunchError(f"--submit: on how many nodes? Write --nnodes 2, or a range; found {nodes or 'none'}")
+    (job.find_module if options.module else job.find_script)(options.script)
+    job.check_config(options.config, options.set)
     gpus = int(options.nproc) if options.nproc.isdecimal() and not options.cpu else None
     name = Path(options.script).stem
-    script = slurm.batch_script(name, int(high), gpus, shlex.split(options.sbatch), without_submit(options))
-    print(script if options.dry_run else slurm.submit(script, Path(slurm.SCRIPT)))
+    more, elastic = split_sbatch(options.sbatch), low not in ("", high)
+    words, hidden = in_the_job(options)
+    slurm.check_export(more, hidden, os.environ)
+    script = slurm.batch_script(name, int(high), gpus, more, words, elastic=elastic)
+    print(script if options.dry_run else slurm.submit(script, Path(slurm.SCRIPT), hidden))
     return 0
 
 
-def without_submit(options: argparse.Namespace) -> list[str]:
-    """The command line as the batch script repeats it."""
+def split_sbatch(text: str) -> list[str]:
+    """The words of `--sbatch`."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise LaunchError(
+            f"--sbatch {text}: {str(error).lower()}. Write options of sbatch, such as --sbatch '--time=8:00:00'"
+        ) from None
+
+
+def in_the_job(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
+    """The command line as the batch script repeats it, and variables that sbatch hands over instead of its text.
+
+    The script is a file that stays, and Slurm keeps a copy: the values of variables that look secret are not in it.
+    """
     cut = len(options.argv) - len(options.arguments) - 1
-    own, rest = options.argv[:cut], options.argv[cut:]
-    if "--sbatch" in own:
-        where = own.index("--sbatch")
-        del own[where : where + 2]
-    return [word for word in own if word not in ("--submit", "--dry-run") and not word.startswith("--sbatch=")] + rest
+    own, words, hidden = iter(options.argv[:cut]), [], {}
+    for word in own:
+        option, equals, value = word.partition("=")
+        if option == "--env":
+            value = value if equals else next(own)
+            name, text = environment.parse(value, "--env", os.environ)
+            if is_secret(name, text):
+                value, hidden[name] = name, text
+            words += ["--env", value]
+        elif option not in ("--submit", "--dry-run", "--sbatch"):
+            words.append(word)
+    return words + options.argv[cut:], hidden
 
 
 def under_mpi(options: argparse.Namespace) -> int:
@@ -133,7 +163,7 @@ def under_mpi(options: argparse.Namespace) -> int:
         given["OMP_NUM_THREADS"] = job.threads(int(given["LOCAL_WORLD_SIZE"]))
     command = job.command(options.script, options.arguments, options.module)
     if options.dry_run:
-        print(shlex.join(["env", *(f"{key}={value}" for key, value in given.items()), *command]))
+        print(shlex.join(["env", *(f"{key}={value}" for key, value in masked(given).items()), *command]))
         return 0
     (job.find_module if options.module else job.find_script)(options.script)
     os.execve(command[0], command, os.environ | given)
@@ -143,7 +173,8 @@ def for_k8s(options: argparse.Namespace) -> int:
     """A manifest; Kubernetes does the rest."""
     from zeroengine.launch import k8s
 
-    job.check_config(options.config, options.set)
+    here = options.config is not None and os.path.isfile(options.config)
+    job.check_config(options.config if here else None, options.set)  # else it is in the image alone
     given = environment.extra(options.env)
     if options.config is not None:
         given["ZEROENGINE_CONFIG"] = options.config  # as the image has it
@@ -152,8 +183,11 @@ def for_k8s(options: argparse.Namespace) -> int:
     words = [*(["-m"] if options.module else []), options.script, *options.arguments]
     name = options.script.rpartition(".")[2] if options.module else Path(options.script).stem
     nodes = options.nnodes or "1"
-    arguments = (options.kind, name, options.image, nodes, options.nproc, words, given)
-    print(k8s.manifest(*arguments, cpu=options.cpu, restarts=options.max_restarts), end="")
+    arguments = (options.kind or "PyTorchJob", name, options.image, nodes, options.nproc, words, given)
+    text, notices = k8s.manifest(*arguments, cpu=options.cpu, restarts=options.max_restarts)
+    for notice in notices:
+        print(f"zero-launch: {notice}", file=sys.stderr)
+    print(text, end="")
     return 0
 
 
@@ -169,7 +203,9 @@ def on_ray(options: argparse.Namespace) -> int:
     given = job.environment(options.cpu, options.config, options.set) | environment.collect(options.env)
     words = [*(["-m"] if options.module else []), options.script, *options.arguments]
     if options.dry_run:
-        print(f"# Ray Train: {options.nproc} workers, each\n{shlex.join(words)}")
+        with_gpu = "" if options.cpu else ", with a GPU each"
+        print(f"# Ray Train: {options.nproc} workers{with_gpu}, max_failures={options.max_restarts}. In each:")
+        print(shlex.join(["env", *(f"{key}={value}" for key, value in masked(given).items()), "python", *words]))
         return 0
     return ray.run(words, int(options.nproc), not options.cpu, given, options.max_restarts)
 

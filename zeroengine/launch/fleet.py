@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import queue
 import signal
@@ -11,7 +12,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 
 from zeroengine.errors import LaunchError
-from zeroengine.launch import preflight, versions
+from zeroengine.launch import preflight, signals, versions
 from zeroengine.launch.console import Console
 from zeroengine.launch.hosts import Host
 from zeroengine.launch.link import Events, Link
@@ -50,12 +51,15 @@ class Fleet:
         self._told: set[preflight.Problem] = set()  # of nodes that came back
         self._handlers: dict[int, signal._HANDLER] = {}
         self._over = threading.Event()
+        self._to_pass_on: queue.SimpleQueue[signal.Signals] = queue.SimpleQueue()
+        self._passing_on = contextlib.ExitStack()
         self.links: list[Link] = []
 
     def __enter__(self) -> Fleet:
         for number in SIGNALS:
             self._handlers[number] = signal.getsignal(number)
             signal.signal(number, self._interrupted)
+        self._passing_on.enter_context(signals.passed_on(self._to_pass_on.put))
         self.links = [self._connect(host) for host in self._request.hosts]
         threading.Thread(target=self._beat, name="zero-launch beat", daemon=True).start()
         return self
@@ -72,6 +76,7 @@ class Fleet:
             link.kill()
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
+        self._passing_on.close()
 
     def present(self) -> list[Link]:
         return [link for link in self.links if link.lost is None]
@@ -185,6 +190,12 @@ class Fleet:
         self._signal = self._signal or signal.Signals(number)
 
     def _drain(self) -> None:
+        while not self._to_pass_on.empty():
+            number, running = self._to_pass_on.get(), [link for link in self.links if link.running]
+            for link in running:
+                link.send({"do": "signal", "signal": int(number)})
+            if not running:
+                self.say(f"{number.name} came while no rank was running, and is forgotten")
         try:
             self._take(*self._events.get(timeout=TICK))
         except queue.Empty:  # only then do we know what has been heard

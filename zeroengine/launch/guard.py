@@ -79,7 +79,8 @@ def signal_process(pid: int, number: int) -> None:
 
 
 def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+    ends, tells = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT), (signal.SIGUSR1, signal.SIGUSR2)
+    for number in (*ends, *tells):  # schedulers send some of them to all processes of a job
         signal.signal(number, signal.SIG_IGN)
     sys.stdin.buffer.read()
     _, launch_id, folder = sys.argv

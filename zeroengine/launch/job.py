@@ -32,10 +32,15 @@ class Job:
     command: tuple[str, ...]  # what each rank executes, the interpreter first
     environment: dict[str, str]  # what every rank is given on top of the launcher's own environment
 
-    def __str__(self) -> str:
-        """The run as lines for a shell, a rank each: started side by side they are the run."""
-        with socket.create_server((HOST, 0)) as server:
-            port = server.getsockname()[1]
+    def describe(self, port: int = 0) -> str:
+        """The run as lines for a shell, a rank each: started side by side they are the run.
+
+        Args:
+            port: of the ranks' store; a free one where 0.
+        """
+        if not port:
+            with socket.create_server((HOST, 0)) as server:
+                port = server.getsockname()[1]
         lines = []
         for rank in range(self.nproc):
             own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.nproc, "LOCAL_WORLD_SIZE": self.nproc}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,8 +11,10 @@ import yaml
 
 from zeroengine.errors import LaunchError
 from zeroengine.launch.hosts import limit
+from zeroengine.launch.masking import is_secret
 
 KINDS = ("PyTorchJob", "TrainJob")
+MAX_LABEL = 63
 
 
 def manifest(
@@ -24,8 +27,8 @@ def manifest(
     environment: Mapping[str, str],
     cpu: bool = False,
     restarts: int = 0,
-) -> str:
-    """YAML for `kubectl apply -f -`.
+) -> tuple[str, list[str]]:
+    """YAML for `kubectl apply -f -`, and what the user should know about it.
 
     Args:
         kind: `PyTorchJob` of Kubeflow's training operator, or `TrainJob` of Kubeflow Trainer 2.
@@ -47,18 +50,34 @@ def manifest(
     low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= low <= high:
         limit([], nnodes)  # says what is wrong
-    label = re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-") or "train"
-    variables = [{"name": key, "value": value} for key, value in environment.items()]
+    label, notices = job_name(name, kind, high)
+    secret = f"{label}-env"
+    variables: list[dict[str, Any]] = []
+    for key, value in environment.items():
+        if is_secret(key, value):
+            notices.append(
+                f"{key} looks secret and is not in the manifest: the pods take it from the Secret {secret}. Make it "
+                f"with kubectl create secret generic {secret} --from-env-file=FILE, of a file with a line {key}=..."
+            )
+            variables.append({"name": key, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}})
+        else:
+            variables.append({"name": key, "value": literal(value)})
     resources = {} if cpu else {"limits": {"nvidia.com/gpu": int(nproc)}}
-    command = ["python", "-m", "torch.distributed.run", *words]
+    # torchrun has a syntax of its own for ${local_rank}, in which $$ stands for $ as well.
+    command = ["python", "-m", "torch.distributed.run", *(literal(word.replace("$", "$$")) for word in words)]
     if kind == "TrainJob":
         if low < high:
             raise LaunchError(f"--nnodes {nnodes}: a TrainJob has one number of nodes. Write --nnodes {high}")
+        if restarts:
+            raise LaunchError(
+                f"--max-restarts {restarts}: a TrainJob has no number of restarts, its runtime has (failurePolicy of "
+                "the TrainingRuntime's JobSet). Leave --max-restarts out, or write --kind PyTorchJob"
+            )
         trainer: dict[str, Any] = {"image": image, "command": command, "numNodes": high, "numProcPerNode": int(nproc)}
         trainer |= {"env": variables} if variables else {}
         trainer |= {"resourcesPerNode": resources} if resources else {}
         body: dict[str, Any] = {"runtimeRef": {"name": "torch-distributed"}, "trainer": trainer}
-        return _dump("trainer.kubeflow.org/v1alpha1", kind, label, body)
+        return _dump("trainer.kubeflow.org/v1alpha1", kind, label, body), notices
     container = {"name": "pytorch", "image": image, "command": command, "env": variables, "resources": resources}
     container["volumeMounts"] = [{"name": "shm", "mountPath": "/dev/shm"}]
     pod = {
@@ -79,7 +98,32 @@ def manifest(
         body["pytorchReplicaSpecs"] = {"Master": {"replicas": 1, "template": {"spec": pod}}}
         if high > 1:
             body["pytorchReplicaSpecs"]["Worker"] = {"replicas": high - 1, "template": {"spec": pod}}
-    return _dump("kubeflow.org/v1", kind, label, body)
+    return _dump("kubeflow.org/v1", kind, label, body), notices
+
+
+def job_name(name: str, kind: str, nodes: int) -> tuple[str, list[str]]:
+    """Make a name that Kubernetes takes of a script's, and say so where it is not recognised easily.
+
+    Kubeflow names the service of each pod after the job. That is a label of DNS (RFC 1035): 63 characters at most,
+    small letters, digits and hyphens, with a letter first.
+    """
+    label = re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-")
+    if not label[:1].isalpha():
+        label = f"train-{label}".strip("-")
+    last_pod = f"-worker-{nodes - 1}" if kind == "PyTorchJob" else f"-node-0-{nodes - 1}"
+    longest = MAX_LABEL - len(last_pod)
+    if len(label) <= longest:
+        return label, []
+    different = f"-{zlib.crc32(label.encode()):08x}"  # two long names may begin alike
+    short = label[: longest - len(different)].rstrip("-") + different
+    return short, [
+        f"the job is called {short}: Kubernetes leaves {longest} characters for the name, {name} is too long"
+    ]
+
+
+def literal(text: str) -> str:
+    """The text where Kubernetes would put variables in place of $(NAME), and $ in place of $$."""
+    return text.replace("$", "$$")
 
 
 class _Dumper(yaml.SafeDumper):

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from zeroengine.errors import LaunchError, ZeroEngineError
-from zeroengine.launch import agent, bind, job, network, versions, worker
+from zeroengine.launch import agent, bind, job, network, signals, versions, worker
 from zeroengine.launch.pipes import Pipes
 from zeroengine.launch.rank import GRACE, Outcome
 from zeroengine.launch.rendezvous import Place, Rendezvous
@@ -57,6 +57,8 @@ class Told:
     def _take(self, message: Message) -> None:
         if message["do"] == "stop":
             self._stop = signal.Signals(message["signal"])
+        elif message["do"] == "signal":
+            os.kill(os.getpid(), message["signal"])  # the main thread passes it on
         elif message["do"] == "release":
             self._released.set()
         elif message["do"] != "beat":
@@ -178,6 +180,7 @@ def main() -> None:
     writer = Writer(fd, MARK)
     for number in agent.SIGNALS:
         signal.signal(number, interrupted)
+    signals.ignore()
     told = Told(writer)
     node = Node(told, writer)
     while (message := told.next()) is not None:

@@ -12,6 +12,31 @@ from zeroengine.launch import bind
 from zeroengine.launch.wire import SILENCE
 
 LAUNCHERS = ("local", "ssh", "slurm", "mpi", "k8s", "ray")
+# The launchers under which an option has an effect, where it is not all of them.
+HONOURED_BY = {
+    "nproc": ("local", "ssh", "slurm", "k8s", "ray"),
+    "bind": ("local", "ssh", "slurm"),
+    "max_restarts": ("local", "ssh", "slurm", "k8s", "ray"),
+    "hostfile": ("ssh",),
+    "include": ("ssh", "slurm"),
+    "exclude": ("ssh", "slurm"),
+    "nnodes": ("ssh", "slurm", "k8s"),
+    "master_addr": ("ssh", "slurm", "mpi"),
+    "port": ("local", "ssh", "slurm", "mpi"),
+    "ssh": ("ssh",),
+    "node_timeout": ("ssh", "slurm"),
+    "submit": ("slurm",),
+    "sbatch": ("slurm",),
+    "image": ("k8s",),
+    "kind": ("k8s",),
+    "log_dir": ("local", "ssh", "slurm"),
+}
+# Who does instead what an option is for.
+INSTEAD = {
+    "mpi": "mpirun does that, with options of its own (see mpirun --help)",
+    "k8s": "Kubernetes does that: edit the manifest",
+    "ray": "Ray does that",
+}
 USAGE = "zero-launch [options] script.py [arguments of the script]"
 EXAMPLES = """\
 examples:
@@ -80,7 +105,7 @@ def parser() -> Parser:
         help="further options of sbatch, such as '--time=8:00:00 --partition=gpu'",
     )
     add("--image", metavar="NAME", help="k8s: the container image, with torch, zeroengine and the script")
-    add("--kind", choices=("PyTorchJob", "TrainJob"), default="PyTorchJob", help="k8s: of the manifest")
+    add("--kind", choices=("PyTorchJob", "TrainJob"), help="k8s: of the manifest (default: PyTorchJob)")
 
     add = parser.add_argument_group("output").add_argument
     add(
@@ -95,11 +120,24 @@ def parser() -> Parser:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The options, with `script` (None where there is none) and its `arguments`."""
-    options = parser().parse_args(argv)
+    reader = parser()
+    argv = _with_sbatch_joined(argv, reader)
+    options = reader.parse_args(argv)
     words = options.command[options.command[:1] == ["--"] :]
     options.script, options.arguments = (words[0] if words else None), words[1:]
     options.argv = list(argv)
     return options
+
+
+def _with_sbatch_joined(argv: Sequence[str], reader: Parser) -> list[str]:
+    """`--sbatch --time=1:00:00` as `--sbatch=--time=1:00:00`: argparse takes no value that looks like an option."""
+    takes_value = {name for action in reader._actions if action.nargs is None for name in action.option_strings}
+    words, rest = [], list(argv)
+    while rest and rest[0].startswith("-") and rest[0] != "--":  # the script ends the options
+        word = rest.pop(0)
+        value = [rest.pop(0)] if word in takes_value and rest else []
+        words += [f"{word}={value[0]}"] if word == "--sbatch" and value else [word, *value]
+    return words + rest
 
 
 def check(options: argparse.Namespace) -> None:
@@ -117,18 +155,32 @@ def check(options: argparse.Namespace) -> None:
         raise LaunchError(
             "--hostfile has no meaning with --launcher slurm, which knows the hosts. Leave one of them out"
         )
-    if launcher not in ("ssh", "slurm"):
-        for name in ("hostfile", "include", "exclude", "ssh"):
-            if getattr(options, name):
-                raise LaunchError(f"--{name} has no meaning with --launcher {launcher}. Leave one of them out")
     if launcher != "slurm" and (options.submit or options.sbatch):
         raise LaunchError(f"{'--submit is' if options.submit else '--sbatch is'} for Slurm. Add --launcher slurm")
-    if launcher == "local" and options.nnodes not in (None, "1"):
-        raise LaunchError(f"--nnodes {options.nnodes}: on which hosts? Name a file of them with --hostfile")
+    if options.sbatch and not options.submit:
+        raise LaunchError("--sbatch has options for the job that --submit makes. Add --submit, or leave --sbatch out")
+    if launcher == "local" and options.nnodes is not None:
+        if options.nnodes != "1":
+            raise LaunchError(f"--nnodes {options.nnodes}: on which hosts? Name a file of them with --hostfile")
+        options.nnodes = None
     if not 0 <= options.port < 1 << 16:
         raise LaunchError(f"--port {options.port}: ports go from 1 to 65535. Leave --port out for a free one")
     if options.max_restarts < 0:
         raise LaunchError(f"--max-restarts {options.max_restarts}: write 0 for none, or a positive number")
     if not options.node_timeout >= 5:
         raise LaunchError(f"--node-timeout {options.node_timeout:g}: nodes speak every 2 s; write 5 or more")
+    _check_honoured(options, launcher)
     options.launcher = launcher
+
+
+def _check_honoured(options: argparse.Namespace, launcher: str) -> None:
+    """
+    Raises:
+        LaunchError: an option that is given has no effect under the launcher.
+    """
+    reader = parser()
+    for name, launchers in HONOURED_BY.items():
+        if launcher not in launchers and getattr(options, name) != reader.get_default(name):
+            option = f"--{name.replace('_', '-')}"
+            instead = f": {INSTEAD[launcher]}" if launcher in INSTEAD else ""
+            raise LaunchError(f"{option} has no meaning with --launcher {launcher}{instead}. Leave one of them out")

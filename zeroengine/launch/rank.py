@@ -14,6 +14,9 @@ TICK = 0.02  # seconds between two looks while ranks are being stopped
 GRACE = 3.0  # seconds after which a rank that is still there is sent SIGKILL
 HEARING = 5.0  # seconds that the other ranks may run on after one has died without a word
 INSIST = 1.0  # seconds after which a rank that did not heed SIGINT is sent SIGTERM
+# The exit code, EX_TEMPFAIL of sysexits.h, of ranks that have saved what they need to go on and ended because their
+# time is over: to be started again by whoever gave them the time. See `zeroengine/checkpoint/on_signal.py`.
+START_AGAIN = 75
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,11 @@ class Outcome:
     failures: tuple[Failure, ...] = ()  # the first to fail first, without the ranks that were stopped for it
     interrupted: signal.Signals | None = None  # the signal that ended the launcher
     lost: tuple[str, ...] = ()  # a sentence for each node that left before the run was over
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the ranks are not to be started again here, however many restarts are left."""
+        return self.interrupted is not None or self.code == START_AGAIN
 
     @property
     def code(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 from zeroengine.launch.console import Console
-from zeroengine.launch.rank import Failure, Outcome
+from zeroengine.launch.rank import START_AGAIN, Failure, Outcome
 
 OTHERS = 4  # so many of the other failures are named
 
@@ -20,6 +20,8 @@ def report(outcome: Outcome, console: Console) -> str:
     if not outcome.failures:
         return "".join(f"{line}\n" for line in nodes)
     first, *others = outcome.failures
+    if first.code == START_AGAIN and not first.text:
+        return f"zero-launch: the ranks have ended to be started again (exit code {START_AGAIN})\n"
     lines = [f"zero-launch: {other.who} failed as well: {describe(other)}" for other in others[:OTHERS]]
     if len(others) > OTHERS:
         lines.append(f"zero-launch: and {len(others) - OTHERS} more ranks")

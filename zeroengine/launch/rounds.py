@@ -63,7 +63,7 @@ class Rounds:
             outcome = Outcome(end.failures, lost=tuple(map(_loss, end.lost)))
             # What fails when a node is lost fails for that reason, and in an elastic run that is nobody's fault.
             counts = (bool(end.lost) and not request.elastic) or (bool(end.failures) and not end.lost)
-            if counts and restarts == request.restarts:
+            if counts and (outcome.is_final or restarts == request.restarts):
                 return outcome
             restarts += counts
             if outcome.code:
