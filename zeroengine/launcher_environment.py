@@ -30,6 +30,9 @@ LOCAL_RANK_NAMES = (
 # Of a step's task. The shell of an allocation has some of SLURM_*, and of these at most a step of one task.
 SLURM_NAMES = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_ID")
 JOBS = ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "PMI_JOBID")
+# The exit code, EX_TEMPFAIL of sysexits.h, of ranks that have saved what they need to go on and ended because their
+# time is over: to be started again by whoever gave them the time. See `checkpoint/on_signal.py`.
+START_AGAIN = 75
 FIRST_PORT, NUM_PORTS = 20000, 12000  # below the ports that Linux gives to outgoing connections
 
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from ..comm import Group
 from ..config import Config
 from ..errors import CheckpointError, ZeroEngineError
-from ..launch.rank import START_AGAIN
+from ..launcher_environment import START_AGAIN
 from ..paths import checked_path
 
 log = logging.getLogger("zeroengine")

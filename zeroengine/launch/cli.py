@@ -19,7 +19,7 @@ from zeroengine.launch import environment, job, shells
 from zeroengine.launch.hosts import Host, limit, processes, read_hostfile, select
 from zeroengine.launch.masking import is_secret, masked
 from zeroengine.launch.options import check, parse
-from zeroengine.launch.rank import START_AGAIN
+from zeroengine.launcher_environment import START_AGAIN
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -10,13 +10,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from zeroengine.launcher_environment import START_AGAIN
+
 TICK = 0.02  # seconds between two looks while ranks are being stopped
 GRACE = 3.0  # seconds after which a rank that is still there is sent SIGKILL
 HEARING = 5.0  # seconds that the other ranks may run on after one has died without a word
 INSIST = 1.0  # seconds after which a rank that did not heed SIGINT is sent SIGTERM
-# The exit code, EX_TEMPFAIL of sysexits.h, of ranks that have saved what they need to go on and ended because their
-# time is over: to be started again by whoever gave them the time. See `zeroengine/checkpoint/on_signal.py`.
-START_AGAIN = 75
 
 
 @dataclass(frozen=True)

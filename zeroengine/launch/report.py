@@ -5,7 +5,8 @@ from __future__ import annotations
 import signal
 
 from zeroengine.launch.console import Console
-from zeroengine.launch.rank import START_AGAIN, Failure, Outcome
+from zeroengine.launch.rank import Failure, Outcome
+from zeroengine.launcher_environment import START_AGAIN
 
 OTHERS = 4  # so many of the other failures are named
 
