@@ -48,7 +48,8 @@ class Accumulation:
         self._new_backwards = 0  # since the last call of either step()
         self._passes = 0  # forwards followed by a backward since then
         self._local_passes = 0  # of these, inside `no_sync`
-        self._forwards = 0  # of the whole model since the last call of either step(), that no backward has followed
+        self._forwards = 0  # of the whole model since the last backward began
+        self._forwards_before_backward = 0  # and before that backward, since the one before it
         self._last_update_by: str | None = None
         self._boundary: bool | None = None  # what set_gradient_accumulation_boundary said about this step
         self._warned = False
@@ -86,7 +87,8 @@ class Accumulation:
             ZeroEngineError: gradients of this step are missing.
         """
         self.check_complete()
-        if self._forwards:
+        self._forwards_before_backward, self._forwards = self._forwards, 0
+        if self._forwards_before_backward:
             self._passes += 1
             self._local_passes += stays_local
             self._warn_of_forgotten_step()
@@ -96,15 +98,14 @@ class Accumulation:
             return self.backwards + 1 >= self._per_step
         return self._ended_micro_steps + 1 == self._per_step
 
-    def end_backward(self, num_graph_tasks: int = 1) -> None:
+    def end_backward(self, num_calls: int = 1) -> None:
         """Count a backward that has produced gradients.
 
         Args:
-            num_graph_tasks: backwards of autograd's that it consists of. They are several calls of `loss.backward()`
-                where several forwards came before them, and backwards within one another where none did.
+            num_calls: how many calls of `loss.backward()` it was, with no forward in between. They are as many
+                micro-steps where as many forwards came before them, and several losses of one micro-step otherwise.
         """
-        num_backwards = max(1, min(num_graph_tasks, self._forwards))
-        self._forwards = max(0, self._forwards - num_backwards)
+        num_backwards = max(1, min(num_calls, self._forwards_before_backward))
         self.backwards += num_backwards
         self._new_backwards += num_backwards
         self._passes += num_backwards - 1
@@ -116,7 +117,6 @@ class Accumulation:
             after_others: whether others brought gradients that were not counted yet.
         """
         self.incomplete = self.incomplete or self.backwards > 0 or after_others
-        self._forwards = 0
 
     def check_complete(self) -> None:
         """
@@ -136,7 +136,7 @@ class Accumulation:
 
     def _start_step(self) -> None:
         self.backwards = self._new_backwards = self._ended_micro_steps = 0
-        self._forwards = self._passes = self._local_passes = 0
+        self._passes = self._local_passes = 0
         self.incomplete = False
         self._boundary = None
 
@@ -254,7 +254,7 @@ class Accumulation:
         """Count a call of `engine.step()` that does not update."""
         self.micro_steps += 1
         self._ended_micro_steps += 1
-        self._new_backwards = self._forwards = self._passes = self._local_passes = 0
+        self._new_backwards = self._passes = self._local_passes = 0
 
     def end_step(self, call: str) -> None:
         """Count a call of `engine.step()` or `optimizer.step()` that updates."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,6 +16,7 @@ from .optim import LossScaler
 from .runtime import Gatherer, Reducer, eager
 from .runtime.calls import queue_callback
 
+_RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__  # by which all calls of autograd go
 BY_ENGINE = -1  # no number of autograd's
 
 
@@ -40,6 +43,7 @@ class Backward:
         self._by_engine = False  # whether ``run`` is under way
         self._run_raised = False
         self._ended_graph_tasks: set[int] = set()  # of those, since the first gradient came
+        self._num_calls = 0  # of these, that are within no other backward
         self._graph_tasks: set[int] = set()  # of autograd: plain backwards that brought gradients and have not ended
         self._scaled: int | None = None  # autograd's number of the backward whose loss is scaled
 
@@ -108,6 +112,7 @@ class Backward:
     def _end_graph_task(self, graph_task: int) -> None:
         self._graph_tasks.discard(graph_task)
         self._ended_graph_tasks.add(graph_task)
+        self._num_calls += _is_outermost()
 
     def enter_forward(self) -> None:
         """A forward of the whole model begins outside of any backward."""
@@ -119,6 +124,7 @@ class Backward:
         wanted = self.reducer.wanted()
         self._begins(wanted)
         self._ended_graph_tasks.clear()
+        self._num_calls = 0
         boundary = wanted and self._accumulation.begin_backward(stays_local=not self.reducer.syncing)
         if wanted:
             self.reducer.boundary = boundary
@@ -133,7 +139,7 @@ class Backward:
         except BaseException:
             self._run_raised = True
             raise
-        self._accumulation.end_backward(len(self._ended_graph_tasks))
+        self._accumulation.end_backward(self._num_calls)
 
     @property
     def _raised(self) -> bool:
@@ -170,3 +176,17 @@ class Backward:
         """Drop the gradients of the step in progress, and start it anew."""
         self._accumulation.drop()
         self.reducer.abandon()
+
+
+def _is_outermost() -> bool:
+    """Return whether the backward of autograd's that ends now is within no other. Call it as its last callback.
+
+    A backward within another is called by a node of that one, in the thread that runs the node: in the thread that called
+    the outer backward, whose call is further up then, or in one of autograd's own, which Python has not started.
+    """
+    frame, num_calls = sys._getframe(), 0
+    while frame is not None:
+        num_calls += frame.f_code is _RUN_BACKWARD
+        frame = frame.f_back  # type: ignore[assignment]
+    is_autograds = isinstance(threading.current_thread(), threading._DummyThread)
+    return num_calls < (1 if is_autograds else 2)
