@@ -181,8 +181,8 @@ class Backward:
 def _is_outermost() -> bool:
     """Return whether the backward of autograd's that ends now is within no other. Call it as its last callback.
 
-    A backward within another is called by a node of that one, in the thread that runs the node: in the thread that called
-    the outer backward, whose call is further up then, or in one of autograd's own, which Python has not started.
+    A backward within another is called by a node of that one, in the thread that runs the node: in the thread that
+    called the outer backward, whose call is further up then, or in one of autograd's own, which Python has not started.
     """
     frame, num_calls = sys._getframe(), 0
     while frame is not None:

@@ -790,6 +790,8 @@ class Engine:
 
         with self._group.agreeing("to save weights"):
             self._foreign.check()
+            if self._checkpoints is not None:
+                self._checkpoints.check_not_half_loaded("save_weights()")
         self._settle_parameters()
         save(self._trained(), directory, dtype, shard_size)
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -135,6 +136,7 @@ def damaged_plain(root: Path) -> None:
     for name in ("short", "pickle"):
         assert "cannot be read" in refused(engine, root / name) or "refused" in refused(engine, root / name)
     assert "outside of the checkpoint: it is refused" in refused(engine, root / "elsewhere")
+    engine.load_checkpoint(root / "plain", fallback=True)
     engine.load_checkpoint(root / "plain")
     engine.close()
 
@@ -217,6 +219,90 @@ def failing_schedule(root: Path) -> None:
 
 def test_a_schedule_that_one_rank_cannot_load_leaves_all_ranks_as_they_were(tmp_path: Path) -> None:
     run_ranks(2, failing_schedule, tmp_path)
+
+
+def odd_values(root: Path) -> None:
+    engine = engine_at(1)
+    odd = {
+        "names": ("a", "b"),
+        "some": (None, 1e-3),
+        "flags": [True, False],
+        "nested": ((0.9, 0.95), 0.99),
+        "limit": float("inf"),
+        "rates": torch.tensor([1.0, 2.0]),
+        "number": numpy.float32(0.5),
+        "foreach": None,
+        "absent": None,
+    }
+    for group in engine.optimizer.param_groups:
+        group.update(odd)
+    engine.save_checkpoint(root, "a")
+    for group in engine.optimizer.param_groups:
+        group.update({"foreach": True, "absent": 1.0, "rates": torch.zeros(2), "number": 3.0, "limit": 0.0})
+    engine.load_checkpoint(root, "a")
+    for group in engine.optimizer.param_groups:
+        assert (group["number"], group["limit"], group["rates"].tolist()) == (0.5, float("inf"), [1.0, 2.0])
+    take_steps(engine, range(1))
+    engine.close()
+
+
+def test_hyperparameters_of_any_kind_come_back(tmp_path: Path) -> None:
+    run_ranks(2, odd_values, tmp_path)
+
+
+def replaced_meanwhile(root: Path) -> None:
+    engine = engine_at(2)
+    take_steps(engine, range(1))
+    engine.save_checkpoint(root, "best")
+    real = checkpointer.restore.__globals__["_read"]
+
+    def replace(*args: Any) -> None:
+        real(*args)
+        if engine.rank == 0:  # another process saves the same tag
+            (root / "best").rename(root / "before")
+            shutil.copytree(root / "before", root / "best")
+
+    checkpointer.restore.__globals__["_read"] = replace
+    with pytest.raises(CheckpointError, match="was replaced while it was read: load it again"):
+        engine.load_checkpoint(root, "best")
+    checkpointer.restore.__globals__["_read"] = real
+    with pytest.raises(CheckpointError, match="after a load that failed half way"):
+        engine.save_weights(root / "out")
+    engine.load_checkpoint(root, "best", weights_only=True)
+    with pytest.raises(CheckpointError, match="after a load that failed half way"):
+        engine.save_checkpoint(root, "other")
+    engine.load_checkpoint(root, "best")
+    engine.save_checkpoint(root, "other")
+    engine.close()
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_not_trained_on(tmp_path: Path) -> None:
+    run_ranks(2, replaced_meanwhile, tmp_path)
+
+
+class Bare:
+    """A schedule that has no state."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    def step(self) -> None: ...
+
+
+def bare_schedule(root: Path) -> None:
+    engine = engine_at(1)
+    take_steps(engine, range(1))
+    engine.save_checkpoint(root / "runs")
+    engine.close()
+    model = build(Model, seed=4)
+    settings = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}
+    engine = zeroengine.initialize(model, adamw(model), settings, lr_scheduler=Bare)
+    engine.load_checkpoint(root / "runs", weights_only=True)
+    engine.close()
+
+
+def test_a_schedule_without_state_is_no_hindrance(tmp_path: Path) -> None:
+    run_ranks(1, bare_schedule, tmp_path)
 
 
 def tensor_rate(root: Path) -> None:
@@ -386,7 +472,7 @@ def hold_until_told(folder: Path, ready: Any, leave: Any, answer: Any) -> None:
         answer.put(str(error))
     else:
         answer.put("saved")
-    assert not writing.exists()
+    answer.put(writing.exists())
 
 
 def test_a_later_round_of_a_run_takes_the_folder_over_from_a_frozen_one(
@@ -408,6 +494,7 @@ def test_a_later_round_of_a_run_takes_the_folder_over_from_a_frozen_one(
     write(store, "ours")
     leave.set()
     assert "taken over by a later round of this run" in answer.get(timeout=30)
+    assert answer.get(timeout=30) is False, "what it had begun to write is cleared"
     frozen.join()
     assert store.tags() == ["ours"]
     write(store, "more")

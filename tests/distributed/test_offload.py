@@ -308,9 +308,15 @@ def test_the_room_that_is_asked_for_is_what_the_states_take(world_size: int, tmp
 
 def test_memory_for_buffers_is_checked_at_the_start_on_a_cpu_too(tmp_path: Path) -> None:
     settings = offloaded(2, tmp_path, OPTIMIZER)
-    settings["zero_optimization"]["offload_optimizer"] |= {"buffer_size": 1 << 32, "buffer_count": 1000}
+    settings["zero_optimization"]["offload_optimizer"] |= {"buffer_size": 1 << 30}
+    run_ranks(1, train, settings, 1)  # no buffer is larger than a shard
     with pytest.raises(RankFailed, match=r"GiB of CPU memory on this machine .* a smaller \"buffer_size\""):
-        run_ranks(1, train, settings, 1)
+        run_ranks(1, start_with_many, settings)
+
+
+def start_with_many(settings: dict[str, Any]) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = "100000000"
+    train(settings, 1)
 
 
 def train_sgd(settings: dict[str, Any]) -> None:
@@ -414,6 +420,11 @@ def fail_under(disk: Any) -> None:
         os.ftruncate(file.descriptors.buffered, 0)
 
 
+def use_gradient(engine: zeroengine.Engine, param: torch.nn.Parameter) -> None:
+    engine.backward(engine(*batch(1, 0)))
+    zeroengine.set_full_gradient(param, torch.zeros(param.shape))
+
+
 def use_in_place(settings: dict[str, Any], root: Path) -> list[str]:
     """What the ways to use states in place say, each of an engine of its own."""
     if not dist.is_initialized():
@@ -430,6 +441,7 @@ def use_in_place(settings: dict[str, Any], root: Path) -> list[str]:
         "load weights": lambda engine, param: engine.load_weights(root / "out"),
         "master": lambda engine, param: zeroengine.full_master(param),
         "set master": lambda engine, param: zeroengine.set_full_master(param, torch.zeros(param.shape)),
+        "gradient": use_gradient,
         "moment": lambda engine, param: zeroengine.full_optimizer_state(param, "exp_avg"),
         "set moment": lambda engine, param: zeroengine.set_full_optimizer_state(
             param, "exp_avg", torch.zeros(param.shape)

@@ -20,9 +20,9 @@ from ..paths import checked_path
 from . import dcp
 from .inspect import is_plain
 from .progress import progress, releasing
-from .restore import HalfLoadedError, Restored, restore
+from .restore import HalfLoadedError, Restored, as_checkpoint_errors, restore
 from .state import SHOWN, Snapshot, Trained, snapshot
-from .store import FORMAT, Manifest, Store, check_tag
+from .store import FORMAT, File, Manifest, Store, check_tag
 
 log = logging.getLogger("zeroengine")
 
@@ -106,16 +106,24 @@ class Checkpointer:
             if tag is not None and not (isinstance(tag, str) and tag):
                 raise CheckpointError(f"load_checkpoint(tag): a tag is a folder's name; found {tag!r}")
         check_same("load_checkpoint()", every)
-        with self._found(folder, tag, fallback=fallback) as (path, manifest):
-            try:
+        try:
+            with self._found(folder, tag, fallback=fallback) as (path, manifest):
                 restored = restore(self._trained, path, manifest, weights_only=weights_only, strict=strict)
-            except HalfLoadedError:
-                self._half_loaded = True
-                raise
-        self._half_loaded = False
+        except HalfLoadedError:
+            self._half_loaded = True
+            raise
+        self._half_loaded = self._half_loaded and weights_only
         self._waiting = {name: (state, restored.same_world) for name, state in restored.stateful.items()}
-        for name in self._trained.stateful:
-            self.hand_over(name)
+        try:
+            with self._group.agreeing("to load a checkpoint"), as_checkpoint_errors():
+                for name in self._trained.stateful:
+                    self.hand_over(name)
+        except CheckpointError as error:
+            self._half_loaded = True
+            raise HalfLoadedError(
+                f"{error}. A registered object did not take its state, and the engine's has been loaded: load again, "
+                "or another checkpoint, before training goes on."
+            ) from error
         return restored
 
     def hand_over(self, name: str) -> None:
@@ -182,7 +190,12 @@ class Checkpointer:
         plain = Path(folder) if tag is None else Path(folder) / tag
         kinds: list[bool] = []
         with group.agreeing("to find a checkpoint", kinds) as every:
-            kinds.append(not fallback and is_plain(plain))
+            try:
+                kinds.append(is_plain(plain))
+            except CheckpointError:
+                if not fallback:
+                    raise
+                kinds.append(False)
         if all(kind == [True] for kind in every):
             yield plain, None
             return
@@ -190,7 +203,7 @@ class Checkpointer:
         what = "checkpoint"
         for _ in range(MAX_SEARCHES):
             candidates = self._candidates(store, tag, fallback, problems)
-            what = f"checkpoint {candidates[0]}"
+            what = f"checkpoint {candidates[0]}" if candidates else f"every checkpoint in {folder}"
             for candidate in candidates:
                 with contextlib.ExitStack() as stack:
                     identities: list[tuple[int, int] | None] = []
@@ -201,7 +214,15 @@ class Checkpointer:
                     identity = group.exchange(identities)[0]
                     found = self._damage(store, candidate)
                     if not found:
-                        yield store.checkpoint(candidate), store.manifest(candidate)
+                        manifests: list[Manifest] = []
+                        with group.agreeing("to find a checkpoint"):
+                            manifests.append(store.manifest(candidate))
+                        yield store.checkpoint(candidate), manifests[0]
+                        if group.exchange(_was_removed(store, candidate, identity))[0]:
+                            raise HalfLoadedError(
+                                f"checkpoint {candidate} in {folder} was replaced while it was read: load it again "
+                                "before training goes on"
+                            )
                         return
                     was_removed = group.exchange(_was_removed(store, candidate, identity))[0]
                 if was_removed and tag is None:
@@ -291,11 +312,18 @@ class _Saving(threading.Thread):
 
     def _write(self, report: dcp.Report) -> None:
         snapshot = self.snapshot
-        mine = dcp.save(self.writing, snapshot.entries, snapshot.objects, snapshot.aliases, self._group, report)
+        written = dcp.save(self.writing, snapshot.entries, snapshot.objects, snapshot.aliases, self._group, report)
+        mine: dict[str, File] | str
+        try:
+            mine = dcp.describe(self.writing, written)
+        except Exception as caught:
+            mine = f"rank {self._rank}: {dcp.cause(caught)}"
         everyone: list[Any] = [None] * self._group.size()
         dist.all_gather_object(everyone, mine, group=self._group)
-        error: str | None = None
-        if self._rank == 0:
+        error: str | None = next((answer for answer in everyone if isinstance(answer, str)), None)
+        if self._rank == 0 and error is not None:
+            self.store.abandon(self.writing)
+        elif self._rank == 0:
             try:
                 together = {name: file for files in everyone for name, file in files.items()}
                 manifest = Manifest(format=FORMAT, tag=self.tag, files=together, **snapshot.about)

@@ -49,6 +49,7 @@ from .metadata import Item, digest_of_items
 from .store import File
 
 METADATA = ".metadata"
+Written = dict[str, tuple[str, "list[Item] | None"]]  # by name of the file: its checksum, and where its items are
 Report = Callable[[int], None]  # bytes since the last call
 Read = Callable[[str, Box, torch.Tensor], None]
 
@@ -61,7 +62,7 @@ def save(
     group: dist.ProcessGroup | None,
     report: Report,
     read: Read | None = None,
-) -> dict[str, File]:
+) -> Written:
     """Writes every rank's entries and objects into the new directory ``path``. A collective.
 
     Args:
@@ -71,7 +72,7 @@ def save(
         read: fills a tensor with the values of an entry's piece that is on the meta device, when it is written.
 
     Returns:
-        What the manifest says of each file that this rank wrote, by its name.
+        What this rank wrote: see ``describe``.
     """
     writer = _Writer(path, aliases, report)
     writer.per_thread_copy_ahead = 0  # one piece after the other: see `lookup_object`
@@ -81,11 +82,23 @@ def save(
             dcp.save({}, storage_writer=writer, planner=planner, no_dist=True)
     else:
         dcp.save({}, storage_writer=writer, planner=planner, process_group=group)
-    found = {}
-    for name, total in writer.hashing.sums.items():
-        items = digest_of_items(path / name, writer.items[name]) if name in writer.items else None
-        found[name] = File(bytes=(path / name).stat().st_size, xxh3=total, items=items)
-    return found
+    return {name: (total, writer.items.get(name)) for name, total in writer.hashing.sums.items()}
+
+
+def describe(path: Path, written: Written) -> dict[str, File]:
+    """Return what the manifest says of the files that ``save`` has written on this rank, by name. No collective.
+
+    Raises:
+        OSError: one cannot be read.
+    """
+    return {
+        name: File(
+            bytes=(path / name).stat().st_size,
+            xxh3=total,
+            items=None if items is None else digest_of_items(path / name, items),
+        )
+        for name, (total, items) in written.items()
+    }
 
 
 def load(path: Path, metadata: Metadata, entries: Entries, objects: Iterable[str], report: Report) -> dict[str, Any]:

@@ -379,7 +379,8 @@ def _write(snapshot: Snapshot, out: Path, tag: str, read: dcp.Read) -> Manifest:
         writing = store.begin(tag, snapshot.nbytes)
         try:
             with progress(f"importing {tag}", snapshot.nbytes) as report:
-                files = dcp.save(writing, snapshot.entries, snapshot.objects, snapshot.aliases, None, report, read)
+                written = dcp.save(writing, snapshot.entries, snapshot.objects, snapshot.aliases, None, report, read)
+            files = dcp.describe(writing, written)
             manifest = Manifest(format=FORMAT, tag=tag, files=files, **snapshot.about)
             store.commit(writing, manifest, None)
         except BaseException as error:  # which DCP's own is

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from .inspect import find
 from .metadata import METADATA, Item, Piece, Stored, digest_of_items, items_by_file, read_metadata, tied
 from .output import Output, parse_dtype, parse_size
 from .progress import progress
-from .store import Manifest, checksum
+from .store import Manifest, Store, checksum, tag_of
 
 MODEL = "model."
 
@@ -68,6 +69,21 @@ def export(
     target, most = parse_dtype(dtype), parse_size(shard_size)
     to = None if target is None else getattr(torch, target)
     path, manifest = find(folder, tag)
+    with Store(path.parent).held(tag_of(path.name)) if manifest is not None else nullcontext():
+        return _export(path, manifest, out, to, most, force=force, verify=verify, prefix=prefix)
+
+
+def _export(
+    path: Path,
+    manifest: Manifest | None,
+    out: str | os.PathLike[str],
+    to: torch.dtype | None,
+    most: int,
+    *,
+    force: bool,
+    verify: bool,
+    prefix: str | None,
+) -> Exported:
     output = Output(out)
     output.check(force=force, apart_from=[path])
     if manifest is not None and verify:

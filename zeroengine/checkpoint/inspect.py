@@ -142,7 +142,7 @@ def _entry(path: Path, entry: Path) -> Iterator[Found]:
     if name.startswith(".") and name.endswith(".writing"):
         yield Found(tag_of(name), str(entry), UNFINISHED, _size(entry), seen=entry.stat().st_mtime)
     elif name.startswith(".") and name.endswith(".replaced"):
-        tag = name.removeprefix(".").removesuffix(".replaced")
+        tag = tag_of(name)
         if not (path / tag).exists():  # its writer died between two renames: it counts
             yield _look(entry, tag)
     elif not name.startswith(".") and any(

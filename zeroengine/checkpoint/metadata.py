@@ -11,6 +11,7 @@ import io
 import math
 import os
 import pickle
+import re
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -190,13 +191,16 @@ def _stored(name: str, tensor: _Tensor, places: Mapping[Any, Any]) -> Stored:
 
 def _tile(shape: tuple[int, ...], boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
     """Return whether boxes (offsets and sizes) lie within ``shape`` and no two of them overlap."""
-    open_: list[tuple[tuple[int, ...], tuple[int, ...]]] = []  # those that reach as far as the present one's first row
-    for offsets, sizes in sorted(boxes):
+    boxes = [box for box in boxes if 0 not in box[1]]
+    cuts = [len({offsets[dim] for offsets, _ in boxes if dim < len(offsets)}) for dim in range(len(shape))]
+    along = cuts.index(max(cuts)) if cuts else 0  # the dimension that is cut most often
+    open_: list[tuple[tuple[int, ...], tuple[int, ...]]] = []  # those that reach as far as the present one begins
+    for offsets, sizes in sorted(boxes, key=lambda box: box[0][along : along + 1]):
         if len(offsets) != len(shape) or len(sizes) != len(shape):
             return False
         if any(at < 0 or size < 0 or at + size > most for at, size, most in zip(offsets, sizes, shape, strict=True)):
             return False
-        open_ = [box for box in open_ if not shape or box[0][0] + box[1][0] > offsets[0]]
+        open_ = [box for box in open_ if not shape or box[0][along] + box[1][along] > offsets[along]]
         for others, extents in open_:
             dims = zip(offsets, sizes, others, extents, strict=True)
             if all(at < other + extent and other < at + size for at, size, other, extent in dims):
@@ -259,13 +263,13 @@ _KNOWN: dict[str, dict[str, Any]] = {
     "pathlib": dict.fromkeys(["Path", "PosixPath"], PurePosixPath),
     "pathlib._local": dict.fromkeys(["Path", "PosixPath"], PurePosixPath),  # of Python 3.13
 }
-_DTYPES = ("float", "bfloat", "int", "uint", "bool", "complex")
+_DTYPE = re.compile(r"[a-z]+[0-9a-z_]*")  # a name is all that becomes of it
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         found = _KNOWN.get(module, {}).get(name)
-        if found is None and module == "torch" and name.startswith(_DTYPES):
+        if found is None and module == "torch" and _DTYPE.fullmatch(name):
             return name
         if found is None:
             raise CheckpointError(f"its {METADATA} file holds {module}.{name}, which no checkpoint does: it is refused")

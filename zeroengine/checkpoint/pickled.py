@@ -211,7 +211,10 @@ def check_size(tree: Any) -> None:
                 raise CheckpointError(f"it holds containers more than {MAX_DEPTH} deep: it is refused")
             open_.add(id(value))
             pending.append((value, True))
-            pending += [(child, False) for child in children]
+            pending += [(child, False) for child in children if isinstance(child, _CONTAINERS)]
+
+
+_CONTAINERS = (dict, list, tuple, set, frozenset, Inert)
 
 
 def _contained(value: Any) -> list[Any]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,18 +57,27 @@ def restore(trained: Trained, path: Path, manifest: Manifest | None, *, weights_
         objects = dcp.load(path, plan.metadata, {}, plan.objects, lambda nbytes: None)
         if manifest is None:  # no checksum has told that all can be read
             _rehearse(trained, path, plan)
-    with _all_or_nothing(trained):
-        with agreeing("to load a checkpoint"), _as_checkpoint_errors():
-            _take_over(trained, manifest, plan, objects)
+    undo: list[Callable[[], None]] = []
+    try:
+        with agreeing("to load a checkpoint"), as_checkpoint_errors():
+            if not weights_only:
+                _remember(trained, undo)
+                _take_over(trained, manifest, plan, objects)
         try:
-            with agreeing("to load a checkpoint"):
+            with agreeing("to load a checkpoint"), as_checkpoint_errors():
                 _read(trained, path, plan)
-        except CheckpointError as error:
+            with agreeing("to load a checkpoint"), as_checkpoint_errors():
+                trained.republish()
+        except ZeroEngineError as error:
             raise HalfLoadedError(
                 f"{error}. It could be read a moment ago, and part of the engine's states have been overwritten: load "
                 "a checkpoint that is whole before training goes on."
             ) from error
-    trained.republish()
+    except BaseException:
+        for action in reversed(undo):
+            with contextlib.suppress(Exception):  # of a schedule of the caller's: what came first is what counts
+                action()
+        raise
     return _restored(trained, manifest, plan, objects)
 
 
@@ -75,32 +85,35 @@ class HalfLoadedError(CheckpointError):
     """A checkpoint that became unreadable while it was loaded."""
 
 
-@contextmanager
-def _all_or_nothing(trained: Trained) -> Iterator[None]:
-    """Put hyperparameters, schedule, loss scale and random states back if what is within raises."""
+def _remember(trained: Trained, undo: list[Callable[[], None]]) -> None:
+    """Fill ``undo`` with what puts hyperparameters, schedule, loss scale and random states back, the last one first."""
+    random, scaler = random_states(trained.group.device), copy.deepcopy(trained.scaler.state_dict())
     groups = [dict(group) for group in trained.optimizer.param_groups]
     tensors = [
         (value, value.clone()) for group in groups for value in group.values() if isinstance(value, torch.Tensor)
     ]
-    scheduler = copy.deepcopy(trained.lr_scheduler.state_dict()) if trained.lr_scheduler is not None else None
-    scaler, random = copy.deepcopy(trained.scaler.state_dict()), random_states(trained.group.device)
-    try:
-        yield
-    except BaseException:
+
+    def put_groups_back() -> None:
         for group, before in zip(trained.optimizer.param_groups, groups, strict=True):
             group.clear()
             group.update(before)
         for value, before_value in tensors:
             value.copy_(before_value)
-        if scheduler is not None:
-            trained.lr_scheduler.load_state_dict(scheduler)
-        trained.scaler.load_state_dict(scaler)
-        set_random_states(random, trained.group.device)
-        raise
+
+    undo.append(lambda: set_random_states(random, trained.group.device))
+    undo.append(lambda: trained.scaler.load_state_dict(scaler))
+    undo.append(put_groups_back)  # after the schedule, which may write rates
+    scheduler = trained.lr_scheduler
+    if hasattr(scheduler, "state_dict"):
+        try:
+            before = copy.deepcopy(scheduler.state_dict())
+        except Exception:
+            return  # it cannot be copied, and so not be put back
+        undo.append(lambda: scheduler.load_state_dict(before))
 
 
 @contextmanager
-def _as_checkpoint_errors() -> Iterator[None]:
+def as_checkpoint_errors() -> Iterator[None]:
     """Raise whatever comes, such as from a schedule of the caller's, as a CheckpointError."""
     try:
         yield
@@ -254,7 +267,11 @@ class Naming:
     @property
     def missing(self) -> list[str]:
         """Parameters and buffers that the checkpoint does not hold."""
-        return [name.removeprefix(MODEL) for name in self._entries if name not in self.model]
+        return [
+            name.removeprefix(MODEL)
+            for name, entry in self._entries.items()
+            if name not in self.model and 0 not in entry.shape
+        ]
 
     def check_model(self, path: Path, *, strict: bool) -> None:
         """Whether the checkpoint's model is this one.
@@ -268,7 +285,7 @@ class Naming:
                 shape = tuple(self._there[self.model[name]].size)
                 if shape != entry.shape:
                     problems.append(f"{name.removeprefix(MODEL)} has shape {shape} there and {entry.shape} here")
-            elif strict:
+            elif strict and 0 not in entry.shape:
                 problems.append(f"{name.removeprefix(MODEL)} is not in the checkpoint")
         if strict:
             problems += [f"{name} is not in the model" for name in self.unknown]
@@ -335,18 +352,20 @@ def _check_groups(trained: Trained, manifest: Manifest, path: Path) -> None:
 
 
 def _fits(key: str, saved: Any, present: Any) -> bool:
-    """Return whether a hyperparameter of a checkpoint can take the place of the present one."""
-    if isinstance(present, (tuple, list)):
+    """Return whether a well-known hyperparameter of a checkpoint can take the place of the present one."""
+    if key == "betas" and isinstance(present, (tuple, list)):
         return isinstance(saved, (tuple, list)) and len(saved) == len(present) and all(map(_is_number, saved))
-    if isinstance(present, bool):
-        return isinstance(saved, bool)
-    if isinstance(present, (int, float, torch.Tensor)):
-        return _is_number(saved) and not (key in NEVER_NEGATIVE and saved < 0)
-    return not (isinstance(saved, float) and math.isnan(saved))
+    if key in NEVER_NEGATIVE and (isinstance(present, (int, float)) or _is_scalar(present)):
+        return _is_number(saved) and saved >= 0
+    return True
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() == 1
 
 
 def _set_groups(trained: Trained, manifest: Manifest) -> None:
@@ -355,6 +374,6 @@ def _set_groups(trained: Trained, manifest: Manifest) -> None:
         for key, value in saved.items():
             present = group.get(key)
             if isinstance(present, torch.Tensor) and key != "params":
-                present.fill_(value)
+                present.copy_(torch.as_tensor(value))
             elif key != "params":
                 group[key] = tuple(value) if isinstance(present, tuple) else value

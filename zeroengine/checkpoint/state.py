@@ -131,10 +131,8 @@ def snapshot(trained: Trained, client_state: Any) -> Snapshot:
 
 
 def _as_number(value: Any) -> Any:
-    """A tensor of one element, such as a learning rate that a captured step reads, as a number; else as text."""
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value.item()
-    return str(value)
+    """A tensor, such as a learning rate that a captured step reads, or a number of NumPy's as plain numbers."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def stateful_name(name: str, rank: int) -> str:

@@ -5,7 +5,7 @@
       step-200/               one checkpoint: a DCP checkpoint, and
         zeroengine.json       what it is, with the size and checksum of every file, and of itself
       .step-300.1f3a.writing/ one that is being written, or whose writer died
-      .step-200.replaced/     one that another of its tag is about to replace
+      .step-200.90c4.replaced/ one that another of its tag is about to replace
       .lock                   held by the job that saves here
 
 A checkpoint is written beside, synced, and renamed; ``latest`` is moved last. So whatever happens, a tag names a
@@ -31,6 +31,7 @@ import re
 import secrets
 import shutil
 import stat
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Annotated, Any
@@ -44,7 +45,8 @@ from ..errors import CheckpointError
 MANIFEST, LATEST, LOCK = "zeroengine.json", "latest", ".lock"
 CHECKSUM = "checksum"  # of the rest of the manifest
 FORMAT = 2  # 1 had neither checksum nor sequence
-MAX_TAG = 200  # characters: a directory's name has at most 255
+MAX_NAME = 255  # characters of a directory's name
+MAX_TAG = 200  # of a new tag, which has more around it while it is written
 TAG = re.compile(r"[A-Za-z0-9][\w.+=@-]*")
 CHUNK = 1 << 22
 
@@ -64,7 +66,7 @@ class Manifest(BaseModel):
         sequence: larger than that of every checkpoint that was in the folder when it was saved; 0 in format 1.
     """
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="ignore", ser_json_inf_nan="constants")
 
     format: Annotated[int, Ge(1)]
     tag: str
@@ -121,7 +123,7 @@ def _checksum_of_tree(tree: dict[str, Any]) -> str:
 
 def check_tag(tag: str) -> str:
     """Raises: CheckpointError: ``tag`` cannot name a folder."""
-    if not isinstance(tag, str) or not TAG.fullmatch(tag) or tag in (LATEST,) or len(tag) > MAX_TAG:
+    if not isinstance(tag, str) or not TAG.fullmatch(tag) or tag in (LATEST,) or len(tag) > MAX_NAME:
         raise CheckpointError(
             f"a tag is a folder's name of letters, digits and ._+=@-, beginning with a letter or digit, such as "
             f'"step-1000"; found {tag!r}'
@@ -199,18 +201,13 @@ class Store:
         """
         path = self.checkpoint(tag) / MANIFEST
         try:
-            with open(path, "rb") as file:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    raise CheckpointError(f"checkpoint {tag!r} in {self.path} is being removed") from None
-                except OSError:
-                    pass  # no locks on this file system
-                yield
-        except FileNotFoundError as error:
-            if error.filename != str(path):
-                raise
-            raise CheckpointError(f"checkpoint {tag!r} in {self.path} has just been removed") from None
+            file = open(path, "rb")
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        with file:
+            if not _lock_file(file, fcntl.LOCK_SH):
+                raise CheckpointError(f"checkpoint {tag!r} in {self.path} is being removed")
+            yield
 
     def identity(self, tag: str) -> tuple[int, int] | None:
         """What tells a checkpoint from another of its tag; None where there is none."""
@@ -227,8 +224,8 @@ class Store:
             CheckpointError: it is not.
         """
         path = self.path / check_tag(tag)
-        if not path.exists() and self._replaced(tag).exists():  # its writer died between two renames
-            path = self._replaced(tag)
+        if not path.exists() and (replaced := self._replaced(tag)):  # its writer died between two renames
+            path = replaced[-1]
         if not (path / MANIFEST).is_file():
             tags = self.tags()
             there = f"there are: {', '.join(tags[-10:])}" if tags else "there is none"
@@ -283,37 +280,40 @@ class Store:
             raise CheckpointError(f"{self.path} is a file: checkpoints are kept in a folder") from None
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be written: {error.strerror}") from error
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        if not _lock_file(lock, fcntl.LOCK_EX):
             holder, _, run = lock.read(1000).partition("\n")
             lock.close()
             if not _is_earlier_round(run.strip(), self._run):
                 raise CheckpointError(
                     f"another job saves into {self.path} ({holder or 'another process'}): give each job a folder of "
                     "its own"
-                ) from None
+                )
             lock = self._take_over_lock()
         lock.seek(0)
         lock.truncate(0)
         lock.write(f"process {os.getpid()} on {os.uname().nodename}\n{self._run}\n")
         lock.flush()
         self._lock = lock
+        _open_stores.add(self)
         for entry in self.path.glob(".*.writing"):  # of writers that died
             shutil.rmtree(entry, ignore_errors=True)
-        for entry in self.path.glob(".*.replaced"):
-            tag = entry.name.removeprefix(".").removesuffix(".replaced")
-            if (self.path / tag).exists():
-                shutil.rmtree(entry, ignore_errors=True)
+        for entry in sorted(self.path.glob(".*.replaced"), key=_modified, reverse=True):
+            if (self.path / tag_of(entry.name)).exists():
+                self._remove(entry)
             else:
-                entry.rename(self.path / tag)
+                entry.rename(self.path / tag_of(entry.name))
 
     def _take_over_lock(self) -> IO[str]:
         """Put a lock of our own in the place of one that an earlier round of this run holds."""
         new = self.path / f"{LOCK}.{secrets.token_hex(4)}"
         lock = _open_lock(new)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        new.rename(self.path / LOCK)
+        try:
+            _lock_file(lock, fcntl.LOCK_EX)
+            new.rename(self.path / LOCK)
+        except OSError as error:
+            lock.close()
+            new.unlink(missing_ok=True)
+            raise CheckpointError(f"{self.path / LOCK} cannot be replaced: {error.strerror}") from error
         return lock
 
     def _check_lock(self) -> None:
@@ -335,8 +335,11 @@ class Store:
 
     def close(self) -> None:
         if self._lock is not None:
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._lock, fcntl.LOCK_UN)  # a process that was forked may have it open still
             self._lock.close()
             self._lock = None
+        _open_stores.discard(self)
 
     def begin(self, tag: str, nbytes: int) -> Path:
         """A new directory to write into.
@@ -350,12 +353,16 @@ class Store:
                 f"the disk of {self.path} is full: the checkpoint takes {nbytes / 2**20:,.0f} MiB, "
                 f"{free / 2**20:,.0f} MiB are free"
             )
-        path = self.path / f".{check_tag(tag)}.{secrets.token_hex(4)}.writing"
+        if len(check_tag(tag)) > MAX_TAG:
+            raise CheckpointError(f"a tag has at most {MAX_TAG} characters; found {len(tag)}")
+        path = self.path / f".{tag}.{secrets.token_hex(4)}.writing"
         path.mkdir()
         return path
 
-    def _replaced(self, tag: str) -> Path:
-        return self.path / f".{tag}.replaced"
+    def _replaced(self, tag: str) -> list[Path]:
+        """Directories of checkpoints that another of their tag has replaced, or was about to; the last one last."""
+        found = [entry for entry in self.path.glob(".*.replaced") if tag_of(entry.name) == tag]
+        return sorted(found, key=_modified)
 
     def abandon(self, writing: Path) -> None:
         shutil.rmtree(writing, ignore_errors=True)
@@ -370,7 +377,7 @@ class Store:
         sync_directory(writing)
         self._check_lock()
         target = self.path / manifest.tag
-        replaced = self._replaced(manifest.tag)
+        replaced = self.path / f".{manifest.tag}.{secrets.token_hex(4)}.replaced"
         if target.exists():
             target.rename(replaced)
         writing.rename(target)
@@ -379,30 +386,64 @@ class Store:
             file.write(manifest.tag + "\n")
         (self.path / f".{LATEST}.new").rename(self.path / LATEST)
         sync_directory(self.path)
-        shutil.rmtree(replaced, ignore_errors=True)
+        if replaced.exists():
+            self._remove(replaced)
         if keep is not None:
             for tag in [tag for tag in self.tags() if tag != manifest.tag][: -(keep - 1) or None]:
-                self._remove(tag)
+                self._remove(self.path / tag)
 
-    def _remove(self, tag: str) -> None:
-        """Remove a checkpoint, unless somebody reads it: a later save will."""
+    def _remove(self, path: Path) -> None:
+        """Remove the directory of a checkpoint, unless somebody reads it: a later save, or job, will."""
+        dying = self.path / f".{tag_of(path.name)}.{secrets.token_hex(4)}.writing"
         try:
-            with open(self.path / tag / MANIFEST, "rb") as file:
-                with contextlib.suppress(OSError):  # no locks on this file system
-                    try:
-                        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    except BlockingIOError:
-                        return
-                dying = self.path / f".{tag}.{secrets.token_hex(4)}.writing"
-                (self.path / tag).rename(dying)
+            with open(path / MANIFEST, "r+b") as file:  # NFS locks for one's own use only what is open for writing
+                if not _lock_file(file, fcntl.LOCK_EX):
+                    return
+                path.rename(dying)
         except FileNotFoundError:
+            if path.exists():
+                path.rename(dying)  # it has no manifest, so nobody reads it
+        except OSError:
             return
         shutil.rmtree(dying, ignore_errors=True)
 
 
+_open_stores: weakref.WeakSet[Store] = weakref.WeakSet()  # that hold a lock
+
+
+def _forget_locks() -> None:
+    """In a process that was forked, such as a DataLoader's worker: the lock is its parent's alone."""
+    for store in list(_open_stores):
+        lock, store._lock = store._lock, None
+        if lock is not None:
+            lock.close()
+    _open_stores.clear()
+
+
+os.register_at_fork(after_in_child=_forget_locks)
+
+
+def _lock_file(file: IO[Any], kind: int) -> bool:
+    """Lock a file without waiting. Return False where another has it; True also where there are no locks."""
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+    return True
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
 def tag_of(name: str) -> str:
-    """The tag of a checkpoint that is being written, from its directory's name."""
-    middle = name.removeprefix(".").removesuffix(".writing")
+    """The tag of a checkpoint that is being written or has been replaced, from its directory's name."""
+    if not name.startswith("."):
+        return name
+    middle = name.removeprefix(".").removesuffix(".writing").removesuffix(".replaced")
     tag, _, token = middle.rpartition(".")
     return tag if tag and re.fullmatch(r"[0-9a-f]{8}", token) else middle
 
@@ -434,7 +475,7 @@ def _open_lock(path: Path) -> IO[str]:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise CheckpointError(f"{path} is not a lock file: remove it")
-    return os.fdopen(descriptor, "r+")
+    return os.fdopen(descriptor, "r+", errors="replace")
 
 
 def checksum(path: Path, report: Callable[[int], None] = lambda n: None) -> str:

@@ -34,12 +34,19 @@ class Fates:
                 if not asleep(tree, path):
                     self._judge(row, here, value)
             elif here == ("optimizer", "params") and is_import_path(tree.get("type")):
-                rest[key] = value  # the class says what it takes
+                rest[key] = self._without_comments(value, here)  # the class says what it takes
             elif not path and key in deepspeed.BLOCKS:
                 self._sort_block(here, value)
             else:
                 rest[key] = self.sort(value, here) if isinstance(value, dict) else value
         return rest
+
+    def _without_comments(self, params: Any, path: KeyPath) -> Any:
+        if not isinstance(params, dict):
+            return params
+        for key in [key for key in params if str(key).startswith(COMMENTS)]:
+            self.comments.append(f"{self._source.label((*path, str(key)))} is ignored: it is a comment.")
+        return {key: value for key, value in params.items() if not str(key).startswith(COMMENTS)}
 
     def _sort_block(self, here: KeyPath, value: Any) -> None:
         if isinstance(value, dict):

@@ -99,7 +99,7 @@ def _without_nul(path: str) -> str:
 
 
 # Bounds far beyond use, so that arithmetic on what is written neither overflows nor takes for ever.
-MAX_COUNT = 10**15
+MAX_COUNT = 2**63 - 1
 MAX_FLOAT = 3e38  # what fp32 holds
 
 WHOLE = BeforeValidator(_integral)

@@ -18,7 +18,7 @@ from zeroengine.config.messages import Problem, explain
 from zeroengine.config.model import Config
 from zeroengine.config.optimizers import OPTIMIZER_TYPES
 from zeroengine.config.schedulers import SCHEDULER_TYPES
-from zeroengine.config.source import KeyPath, Source, describe, override, read_dict, read_file
+from zeroengine.config.source import KeyPath, Source, describe, override, printable, read_dict, read_file
 from zeroengine.errors import ConfigError
 
 CONFIG_VARIABLE = "ZEROENGINE_CONFIG"
@@ -67,10 +67,12 @@ def _environment_overrides() -> list[str]:
         return []
     try:
         overrides = json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         overrides = None
     if not isinstance(overrides, list) or not all(isinstance(item, str) for item in overrides):
-        raise ConfigError(f'{OVERRIDES_VARIABLE} is {text!r}; write a JSON list such as ["zero_optimization.stage=3"].')
+        raise ConfigError(
+            f'{OVERRIDES_VARIABLE} is {printable(text)!r}; write a JSON list such as ["zero_optimization.stage=3"].'
+        )
     return overrides
 
 
@@ -146,7 +148,7 @@ def _validate(tree: dict[str, Any]) -> tuple[Config | None, list[Problem]]:
             config = Config.model_validate(tree)
         except ValidationError as error:
             found = explain(error, tree)
-            problems += [new for new in found if not any(_follows(new, old) for old in problems)]
+            problems += [new for new in found if not any(_follows(new, old) for old in list(problems))]
             if not all([_correct(tree, problem.path) for problem in found]):
                 return None, problems
         else:
@@ -155,9 +157,10 @@ def _validate(tree: dict[str, Any]) -> tuple[Config | None, list[Problem]]:
 
 
 def _follows(new: Problem, old: Problem) -> bool:
-    """Whether something is wrong only because what was wrong there has been taken out."""
+    """Whether something may be wrong only because what was wrong there has been taken out."""
     depth = min(len(new.path), len(old.path))
-    return new == old or (new.missing and new.path[:depth] == old.path[:depth])
+    of_one_place = depth > 0 and new.path[:depth] == old.path[:depth]
+    return new == old or (of_one_place and (new.missing or (new.of_section and len(new.path) < len(old.path))))
 
 
 def _correct(tree: dict[str, Any], path: KeyPath) -> bool:

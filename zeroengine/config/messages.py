@@ -35,6 +35,7 @@ class Problem:
     path: KeyPath
     text: str
     missing: bool = False  # something is not there
+    of_section: bool = False  # the values of a section contradict one another
 
 
 def unknown_key(path: KeyPath, kind: str | None = None) -> Problem:
@@ -112,9 +113,9 @@ def _problem(item: Any, path: KeyPath, found: Any) -> Problem:
         typo = None if "type" in found else keys.close("type", [str(k) for k in found if k != "params"])
         if typo is not None:
             return Problem((*path, typo), f"unknown key. Did you mean {path[-1]}.type?")
-        return Problem((*path, "type"), _unknown_type(path[-1], found.get("type")))
+        return Problem((*path, "type"), _unknown_type(path[-1], found.get("type")), missing="type" not in found)
     if kind == "value_error":
-        return Problem(path, f"{context['error']}.")
+        return Problem(path, f"{context['error']}.", of_section=isinstance(found, dict))
     return Problem(path, f"found {describe(found)}; write {_expected(kind, context, path, found)}.")
 
 

@@ -139,7 +139,7 @@ class Checkpoint(Section):
 class Comm(Section):
     """How ranks talk."""
 
-    timeout_seconds: Annotated[float, Gt(0), Le(1e8)] = 600.0
+    timeout_seconds: Annotated[float, Gt(0), Le(1e9)] = 600.0
     """Seconds after which a stalled collective is an error that names the unit and the ranks."""
     transport: Literal["auto", "shm", "gloo"] = "auto"
     """On CPU: shared memory between the ranks of one machine, or Gloo. "auto": shared memory where it can be had."""

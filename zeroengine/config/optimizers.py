@@ -35,7 +35,7 @@ class AdamParams(AdamWParams):
 
 
 class AdamWParamsOfFile(AdamWParams):
-    adam_w_mode: Annotated[bool, Field(exclude=True)] = True
+    adam_w_mode: Annotated[bool, AUTO, Field(exclude=True)] = True
     """true, as the type says; DeepSpeed's files have it."""
 
     @model_validator(mode="after")

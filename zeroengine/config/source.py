@@ -265,7 +265,7 @@ def _parse_yaml(text: str, name: str) -> tuple[Any, dict[KeyPath, int]]:
     whole = r"(?:0|[1-9][0-9_]*)"
     for kind, pattern in (
         ("int", rf"[-+]?{whole}\Z"),
-        ("float", rf"[-+]?(?:{whole}(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?\Z|[-+]?\.(?:inf|Inf)\Z|\.(?:nan|NaN)\Z"),
+        ("float", rf"[-+]?(?:{whole}(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?\Z|[-+]?\.(?:inf|Inf|INF)\Z|\.(?:nan|NaN|NAN)\Z"),
     ):
         Loader.add_implicit_resolver(f"tag:yaml.org,2002:{kind}", re.compile(pattern), list("-+0123456789."))
     lines: dict[KeyPath, int] = {}

@@ -136,10 +136,12 @@ def place(
     if copies is not None:
         moved_from.append(DeviceStore(copies, tuple(stores.values())))
     moved = max((_moved_bytes(plan, config, params_at, optimizer_at, copies) for plan in trainable), default=1)
-    piece, count = max(zero.offload_optimizer.buffer_size // PIECE, 1) * PIECE, zero.offload_optimizer.buffer_count
+    largest = max((_shard_numel(plan, degrees, degrees.optimizer, transport) for plan in trainable), default=1)
+    numel = min(zero.offload_optimizer.buffer_size, -(-largest // PIECE) * PIECE)  # no piece is longer than a shard
+    piece, count = max(numel // PIECE, 1) * PIECE, zero.offload_optimizer.buffer_count
     to_the_cpu = copies is None or optimizer_at is not None  # else the update is on the device, and shards come to it
     slots = zero.offload_param.buffer_count * max(shard_bytes) if params_at not in (None, MEMORY) else 0
-    check_room(expected.get(MEMORY, 0) + to_the_cpu * count * piece * moved + slots)
+    check_room(expected.get(MEMORY, 0) + to_the_cpu * count * piece * moved + slots, on_disk=MEMORY not in expected)
     return Placement(
         tuple(disks.values()),
         tuple(stores.values()),
@@ -172,17 +174,22 @@ def _moved_bytes(
     return max(moved + (_optimizer_bytes(plan, config, gradient=False) if on_disk else 0), 1)
 
 
-def check_room(nbytes: int) -> None:
+def check_room(nbytes: int, *, on_disk: bool) -> None:
     """
+    Args:
+        nbytes: of CPU memory, on each rank.
+        on_disk: whether the states themselves are on a disk already.
+
     Raises:
         OffloadError: there is less CPU memory left than all ranks of this machine will take.
     """
     ranks, left = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), available_memory()
     if nbytes * ranks > left:
+        other = "" if on_disk else ', or write "device": "nvme"'
         raise OffloadError(
             f"offloading takes {nbytes * ranks / 2**30:,.1f} GiB of CPU memory on this machine ({ranks} "
             f"{'ranks' if ranks > 1 else 'rank'}), and {left / 2**30:,.1f} GiB are left: offload less with "
-            '"ratio" or a smaller "buffer_size", use more machines, or write "device": "nvme"'
+            f'"ratio", with smaller units, or with a smaller "buffer_size" or "buffer_count", use more machines{other}'
         )
 
 

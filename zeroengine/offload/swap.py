@@ -26,6 +26,7 @@ from .mounts import mount_of
 log = logging.getLogger("zeroengine")
 
 MADV_POPULATE_READ, MADV_POPULATE_WRITE = 22, 23  # of Linux 5.14; Python's mmap has no names for them
+DISK_ERRORS = (errno.EFAULT, errno.EIO, 133)  # 133: EHWPOISON, that the memory fails; others are no reason to stop
 _libc = ctypes.CDLL(None, use_errno=True)
 
 _mapped: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
@@ -232,7 +233,7 @@ def populate_pages(tensor: Tensor, *, write: bool = False) -> None:
     """Bring the pages that a tensor lies in into memory: those of a mapped file are read now, or it is said why not.
 
     Raises:
-        OSError: they cannot be. Linux before 5.14 cannot say so, and nothing is done.
+        OSError: they cannot be. Linux before 5.14 cannot say so.
     """
     if not tensor.numel():
         return

@@ -137,9 +137,9 @@ class Gatherer:
     def start(self, unit: Unit) -> None:
         """Issues the gather of a released unit."""
         if unit.state is State.RELEASED:
-            self._live_numel += unit.layout.numel
             with untransformed(), span("gather", unit.name):
                 unit.gather()
+            self._live_numel += unit.layout.numel
 
     def ensure(self, unit: Unit) -> None:
         """Returns with ``unit`` ready."""

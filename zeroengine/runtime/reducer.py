@@ -30,7 +30,7 @@ from torch import nn
 
 from ..comm import Transport, Work, span
 from ..errors import ZeroEngineError
-from ..offload import Store
+from ..offload import Store, populate
 from .casting import CastCopies
 from .eager import eager
 from .gradients import UnitGradients
@@ -333,6 +333,7 @@ class Reducer:
             for span in unit.layout.spans(unit.rank, unit.degrees.optimizer):
                 if span.slot == index:
                     part = flat[span.param_offset : span.param_offset + span.numel]
+                    populate(mine[span.shard_offset : span.shard_offset + span.numel], write=True)
                     mine[span.shard_offset : span.shard_offset + span.numel].copy_(part)
             return
         grads.written[index] = False
