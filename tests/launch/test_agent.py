@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 
 import pytest
@@ -162,6 +163,15 @@ print("attempt", attempt)
         "[rank 1] ValueError: attempt 1",
         "zero-launch: restart 2 of 2",
     ]
+
+
+def test_a_restart_uses_the_port_of_the_round_before(launch: Launch, script: Script) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    body = "sys.exit(3 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' else print(os.environ['MASTER_PORT']))"
+    result = launch("--port", str(port), "--max-restarts", "1", script(body))
+    assert result.code == 0, result.err
+    assert sorted(result.out.splitlines()) == [f"[rank 0] {port}", f"[rank 1] {port}"]
 
 
 # Both ranks have printed before one fails.

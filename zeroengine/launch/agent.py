@@ -82,6 +82,7 @@ def run(job: Job, pipes: Pipes, rendezvous: Rendezvous, orders: Orders | None = 
             raise LaunchError(f"torch elastic cannot bring the ranks together on {address}: {error}") from error
         finally:
             ignore_signals()
+            rendezvous.close()
 
 
 class Streams(LogsSpecs):
