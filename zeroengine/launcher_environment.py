@@ -6,6 +6,8 @@ WORLD_SIZE, MASTER_ADDR and MASTER_PORT instead.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +30,7 @@ LOCAL_RANK_NAMES = (
 # Of a step's task. The shell of an allocation has some of SLURM_*, and of these at most a step of one task.
 SLURM_NAMES = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_ID")
 JOBS = ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "PMI_JOBID")
+STEP_FILE = "ZEROENGINE_STEP_FILE"  # where a rank tells zero-launch that it has taken a step in this round
 FIRST_PORT, NUM_PORTS = 20000, 12000  # below the ports that Linux gives to outgoing connections
 
 
@@ -40,6 +43,14 @@ class LaunchedRank:
     world_size: int
     local_rank: int | None = None  # on this node; None where the launcher does not say
     local_world_size: int | None = None
+
+
+def report_step() -> None:
+    """Tell zero-launch, where it started this process, that a step was taken. Calls after the first do nothing."""
+    path = os.environ.pop(STEP_FILE, None)
+    if path is not None:
+        with contextlib.suppress(OSError):  # the round is being ended
+            open(path, "w").close()
 
 
 def launched_rank(environ: Mapping[str, str]) -> LaunchedRank | None:

@@ -174,6 +174,22 @@ def test_a_restart_uses_the_port_of_the_round_before(launch: Launch, script: Scr
     assert sorted(result.out.splitlines()) == [f"[rank 0] {port}", f"[rank 1] {port}"]
 
 
+def test_zero_launch_knows_that_a_step_was_taken(launch: Launch, script: Script) -> None:
+    body = """
+import torch, zeroengine
+from zeroengine.launcher_environment import STEP_FILE
+path = os.environ[STEP_FILE]
+config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
+engine = zeroengine.initialize(torch.nn.Linear(4, 4), config=config)
+for _ in range(2):
+    print(os.path.exists(path))
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    engine.step()
+"""
+    result = launch("--nproc", "1", script(body))
+    assert result.out.splitlines() == ["[rank 0] False", "[rank 0] True"], result.err
+
+
 # Both ranks have printed before one fails.
 LATE = """
 print('out', rank)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from zeroengine.launch import rounds
 from zeroengine.launch.cli import main
 
 from .conftest import Launch, Result, Script, Start
@@ -21,17 +22,19 @@ from .processes import is_alive, wait_for
 from .test_death import STUBBORN, pids
 
 # Takes the last two words, host and command; knows two hosts that cannot be reached, one that is down while there is a
-# file of that name, and one whose clock is an hour ahead.
+# file of that name, one whose clock is an hour ahead, and some that cannot connect to others.
 CONNECTION = """#!/bin/sh
 while [ $# -gt 2 ]; do shift; done
 case $1 in
 refused) echo "ssh: connect to host refused port 22: Connection refused" >&2; exit 255;;
 nowhere) echo "ssh: Could not resolve hostname nowhere: Name or service not known" >&2; exit 255;;
 ahead) later=later;;
+cut*) cut=cut;;
 esac
 [ -e "down-$1" ] && { echo "ssh: connect to host $1 port 22: Connection refused" >&2; exit 255; }
 echo "Welcome to $1!"
-exec env -i PYTHONPATH="$later" PATH="$PATH" HOME="$HOME" SSH_CONNECTION="127.0.0.1 1 127.0.0.1 22" sh -c "$2"
+export SSH_CONNECTION="127.0.0.1 1 127.0.0.1 22"
+exec env -i CUT="$cut" PYTHONPATH="$later" PATH="$PATH" HOME="$HOME" SSH_CONNECTION="$SSH_CONNECTION" sh -c "$2"
 """
 WAITING = """
 with open(f'part{rank}', 'w') as file: file.write(str(os.getpid()))
@@ -277,6 +280,72 @@ def test_an_elastic_run_goes_on_without_a_node(fleet: Launch, script: Script) ->
     assert result.code == 0
     assert sorted(result.out.splitlines()) == ["[a:0] 0 2 4", "[a:1] 1 2 4"]
     assert "zero-launch: refused is left out: ssh: connect to host refused port 22: Connection refused" in result.err
+
+
+@pytest.fixture
+def cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes whose name begins with cut connect to nobody."""
+    (tmp_path / "patch").mkdir()
+    (tmp_path / "patch/sitecustomize.py").write_text("""
+import os, socket
+def refuse(*_, **__): raise OSError(113, 'No route to host')
+if os.environ.get('CUT'): socket.create_connection = refuse
+""")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}/patch:{os.environ['PYTHONPATH']}")
+
+
+@pytest.mark.usefixtures("cut_off")
+def test_an_elastic_run_goes_on_without_a_node_that_cannot_reach_the_first(fleet: Launch, script: Script) -> None:
+    hosts = "a slots=1\ncut slots=1\nb slots=1\n"
+    result = fleet("--nnodes", "2:3", script("print(os.environ['WORLD_SIZE'])"), hosts=hosts)
+    assert result.code == 0, result.err
+    assert sorted(result.out.splitlines()) == ["[a:0] 2", "[b:1] 2"]
+    assert re.search(
+        r"cut was lost: .* on the first node cannot be reached \(No route to host\) \(rank 1\)", result.err
+    )
+    refused = fleet(script("open('started', 'w')"), hosts=hosts)
+    assert refused.code == 2 and not Path("started").exists()
+    assert re.search(r"1 of 3 nodes cannot take part:\n  cut  .*No route to host", refused.err)
+
+
+@pytest.mark.usefixtures("cut_off")
+def test_an_elastic_run_leaves_the_first_node_out_if_the_others_cannot_reach_it(fleet: Launch, script: Script) -> None:
+    hosts = "a slots=1\ncut1 slots=1\ncut2 slots=1\n"
+    result = fleet("--nnodes", "1:3", "--max-idle-rounds", "1", script("open('started', 'w')"), hosts=hosts)
+    assert result.code == 1 and not Path("started").exists()
+    assert "zero-launch: a was lost: 2 of 2 nodes cannot reach it: 127.0.0.1 port" in result.err
+
+
+def test_a_run_that_loses_its_nodes_in_every_round_ends(fleet: Launch, script: Script) -> None:
+    body = "open(f'round{os.environ[\"TORCHELASTIC_RESTART_COUNT\"]}', 'a')\n"
+    body += "os.kill(os.getppid(), signal.SIGKILL)\ntime.sleep(60)"
+    result = fleet("--nnodes", "1:2", "--max-idle-rounds", "2", script(body), hosts="a slots=1\nb slots=1\n")
+    assert result.code == 1
+    assert sorted(path.name for path in Path().glob("round*")) == ["round0", "round1"]
+    assert "no step was taken in that round; the next one begins in 1 s" in result.err
+    assert "nodes were lost in 2 rounds in a row before a step was taken" in result.err
+
+
+@pytest.mark.slow  # test_lost_nodes has the arithmetic
+def test_a_node_that_was_lost_twice_is_put_aside(
+    fleet: Launch, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And rounds in which a step was taken are not idle ones."""
+    monkeypatch.setattr(rounds, "STEADY", 0.0)
+    body = """
+from zeroengine.launcher_environment import report_step
+count = int(os.environ['TORCHELASTIC_RESTART_COUNT'])
+if os.environ['ZEROENGINE_HOST'] == 'b':
+    report_step()
+    time.sleep(1)
+    os.kill(os.getppid(), signal.SIGKILL)
+time.sleep(60 if count < 3 else 5)
+print(count)
+"""
+    result = fleet("--nnodes", "1:2", "--max-idle-rounds", "1", script(body), hosts="a slots=1\nb slots=1\n")
+    assert (result.code, result.out) == (0, "[a:0] 3\n"), result.err
+    assert result.err.count("b was lost: ") == 2 and result.err.count("b is back") == 1
+    assert "b was lost again: it is put aside for 10 minutes" in result.err
 
 
 @pytest.mark.slow  # test_cli and test_quoting have shorter forms

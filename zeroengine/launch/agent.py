@@ -32,6 +32,7 @@ from zeroengine.launch.pipes import Pipes
 from zeroengine.launch.rank import HEARING, Failure, Outcome, RankProcess, stop_all
 from zeroengine.launch.rendezvous import Rendezvous
 from zeroengine.launch.worker import FAILURE_FILE
+from zeroengine.launcher_environment import STEP_FILE
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 POLL = 0.05  # seconds between two looks at the workers
@@ -43,6 +44,9 @@ class Orders(Protocol):
     def check(self) -> None:
         """Raises SignalException where the ranks are to be ended."""
 
+    def stepped(self) -> None:
+        """Tell the launcher that a rank here has taken a step in this round."""
+
     def finished(self) -> None:
         """All ranks here have succeeded: returns when those of all other nodes have."""
 
@@ -51,6 +55,8 @@ class Alone:
     """There is no launcher elsewhere."""
 
     def check(self) -> None: ...
+
+    def stepped(self) -> None: ...
 
     def finished(self) -> None: ...
 
@@ -92,6 +98,7 @@ class Streams(LogsSpecs):
         super().__init__()
         self._pipes, self._folder = pipes, folder
         self._environment = job.environment | environment
+        self.step_file = folder / "step"  # there once any rank has taken a step
 
     @property
     def root_log_dir(self) -> str:
@@ -105,6 +112,7 @@ class Streams(LogsSpecs):
         for rank, environment in envs.items():
             environment.update(self._environment | self._pipes.environment(rank))
             environment[FAILURE_FILE] = str(self.failure_file(rank))
+            environment[STEP_FILE] = str(self.step_file)
         return LogsDest(
             stdouts={rank: self._pipes.path(rank, STDOUT) for rank in envs},
             stderrs={rank: self._pipes.path(rank, STDERR) for rank in envs},
@@ -130,6 +138,7 @@ class Agent(LocalElasticAgent):
         self._remaining_restarts = 0
         self._streams, self._orders, self._place = streams, orders, rendezvous.place
         self._processes: list[RankProcess] = []
+        self._stepped = False
 
     def failures(self) -> tuple[Failure, ...]:
         """The ranks that failed by themselves, the first to fail first."""
@@ -162,6 +171,9 @@ class Agent(LocalElasticAgent):
         know where that was.
         """
         self._orders.check()
+        if not self._stepped and self._streams.step_file.exists():
+            self._stepped = True
+            self._orders.stepped()
         running = [process for process in self._processes if process.poll() is None]
         failed = [process for process in self._processes if process.failed]
         explained = any(process.explained for process in failed)

@@ -206,6 +206,7 @@ def on_nodes(options: argparse.Namespace, hosts: Sequence[Host], shell: shells.S
         port=options.port,
         bind=options.bind,
         restarts=options.max_restarts,
+        idle_rounds=options.max_idle_rounds,
         silence=options.node_timeout,
         run_id=uuid.uuid4().hex,
     )

@@ -14,7 +14,7 @@ from zeroengine.errors import LaunchError
 from zeroengine.launch import preflight, versions
 from zeroengine.launch.console import Console
 from zeroengine.launch.hosts import Host
-from zeroengine.launch.link import Events, Link
+from zeroengine.launch.link import RETRY, Events, Link
 from zeroengine.launch.rank import GRACE
 from zeroengine.launch.request import Request
 from zeroengine.launch.wire import BEAT, Message, to_bytes
@@ -24,7 +24,6 @@ TICK = 0.1  # seconds between two looks at clocks and signals
 CONNECT = 30.0  # seconds for a connection, from nothing to a Python that speaks
 PREPARE = 120.0  # seconds for that Python to import torch from a cold disk
 ANSWER = 20.0  # seconds for a short answer
-RETRY = 3.0  # seconds between two attempts to reach a node that was lost
 
 
 class Stopped(Exception):
@@ -95,11 +94,10 @@ class Fleet:
             self._drain()
         return True
 
-    def ask(self, links: Sequence[Link], message: Message) -> bool:
-        """Have all of them do something short; False where a node was lost meanwhile.
+    def ask(self, links: Sequence[Link], message: Message) -> dict[Link, str]:
+        """Have all of them do something short; returns those that cannot, each with what it says.
 
-        Raises:
-            LaunchError: a node that cannot; with what it says.
+        A node that does not answer in time is lost.
         """
         for link in links:
             link.answer = None
@@ -108,10 +106,7 @@ class Fleet:
             for link in links:
                 if not link.answer:
                     link.lose(f"no answer within {ANSWER:.0f} s")
-        said = [(link.host.label, link.answer["text"]) for link in links if link.answer and "text" in link.answer]
-        if said:
-            raise preflight.table(said, len(self.links))
-        return all(link.lost is None for link in links)
+        return {link: link.answer["text"] for link in links if link.answer and "text" in link.answer}
 
     def check(self) -> None:
         """See that the nodes can take part. In an elastic run those that cannot be reached are left out.
@@ -145,7 +140,7 @@ class Fleet:
             candidate = self._returning.get(index)
             if link.lost is None:
                 continue
-            if candidate is None and now > link.lost_at + RETRY:
+            if candidate is None and now > link.retry_at:
                 link.kill()
                 self._returning[index] = self._connect(link.host)
             elif candidate is not None and (candidate.lost or (candidate.facts and self._problems(candidate))):
@@ -154,9 +149,14 @@ class Fleet:
                         self._told.add(problem)
                         self.say(f"{problem[0]} is back, and cannot take part: {problem[1]}")
                 candidate.kill()
-                link.lost_at = now
+                link.retry_after(RETRY)
                 del self._returning[index]
         return any(candidate.facts is not None and not candidate.lost for candidate in self._returning.values())
+
+    def retry_now(self) -> None:
+        """Nodes that were put aside may come back: the run cannot go on without them."""
+        for link in self.links:
+            link.retry_after(min(RETRY, link.retry_at - time.monotonic()))
 
     def take_back(self) -> None:
         """Nodes that are back take their places."""
@@ -219,6 +219,8 @@ class Fleet:
             link.answer = message
         elif kind == "output" and link.running:
             self._console.feed(link.first_rank + message["rank"], message["target"], to_bytes(message["data"]))
+        elif kind == "stepped":
+            link.stepped = True
         elif kind == "finished":
             link.finished = True
         elif kind == "ended":

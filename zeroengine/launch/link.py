@@ -17,6 +17,7 @@ from zeroengine.launch.hosts import Host
 from zeroengine.launch.shells import Shell
 from zeroengine.launch.wire import MARK, Message, Writer, decode
 
+RETRY = 3.0  # seconds between two attempts to reach a node that was lost
 QUOTED = 5  # lines of what ssh said that are kept
 LAST_WORDS_S = 1.0  # for what it said at its end to arrive; a process that it leaves behind may keep the pipe open
 
@@ -32,6 +33,7 @@ class Link:
         clock: seconds that its `time.monotonic` is behind this one's, by the quickest message: one that is on its way
             for long makes it seem to be further behind.
         lost: why the node is not there any more, in words; None while it is.
+        retry_at: `time.monotonic` before which a lost node is not connected to again.
         running: whether its ranks run now.
     """
 
@@ -43,7 +45,7 @@ class Link:
         self.facts: Message | None = None
         self.answer: Message | None = None
         self.lost: str | None = None
-        self.lost_at = 0.0
+        self.retry_at = 0.0
         self.running = False
         self.begin(0, 0)
         self._shell = shell
@@ -76,6 +78,7 @@ class Link:
         """Before a round, in which the node has these ranks."""
         self.first_rank, self.nproc = first_rank, nproc
         self.ended: Message | None = None  # how its ranks ended
+        self.stepped = False  # one of them has taken a step
         self.finished = False  # all of them well, and the others are waited for
         self.stopped = False  # told to end them
 
@@ -86,8 +89,12 @@ class Link:
     def lose(self, why: str) -> None:
         """From now on the node is not there; its end of the connection, if any, will end its ranks."""
         if self.lost is None:
-            self.lost, self.lost_at = why, time.monotonic()
+            self.lost = why
+            self.retry_after(RETRY)
             self.close()
+
+    def retry_after(self, seconds: float) -> None:
+        self.retry_at = time.monotonic() + seconds
 
     def close(self) -> None:
         """End the connection. The node's side ends what runs there."""

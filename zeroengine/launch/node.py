@@ -49,6 +49,9 @@ class Told:
         if self._stop is not None:
             raise SignalException("the launcher said so", self._stop)
 
+    def stepped(self) -> None:
+        self._writer.send({"is": "stepped"})
+
     def finished(self) -> None:
         self._writer.send({"is": "finished"})
         while not self._released.wait(agent.POLL):

@@ -9,6 +9,7 @@ from pathlib import Path
 from zeroengine.cli import Parser
 from zeroengine.errors import LaunchError
 from zeroengine.launch import bind
+from zeroengine.launch.request import IDLE_ROUNDS
 from zeroengine.launch.wire import SILENCE
 
 LAUNCHERS = ("local", "ssh", "slurm", "mpi", "k8s", "ray")
@@ -51,6 +52,13 @@ def parser() -> Parser:
         type=int,
         default=0,
         help="start the ranks again after a failure, N times at most",
+    )
+    add(
+        "--max-idle-rounds",
+        metavar="N",
+        type=int,
+        default=IDLE_ROUNDS,
+        help="an elastic run ends when nodes were lost in so many rounds in a row before a step was taken (3)",
     )
     add("-m", "--module", action="store_true", help="the script is a module's name, as with python -m")
 
@@ -129,6 +137,8 @@ def check(options: argparse.Namespace) -> None:
         raise LaunchError(f"--port {options.port}: ports go from 1 to 65535. Leave --port out for a free one")
     if options.max_restarts < 0:
         raise LaunchError(f"--max-restarts {options.max_restarts}: write 0 for none, or a positive number")
+    if options.max_idle_rounds < 1:
+        raise LaunchError(f"--max-idle-rounds {options.max_idle_rounds}: write 1 or more")
     if not options.node_timeout >= 5:
         raise LaunchError(f"--node-timeout {options.node_timeout:g}: nodes speak every 2 s; write 5 or more")
     options.launcher = launcher

@@ -11,6 +11,8 @@ from zeroengine.launch.link import Link
 from zeroengine.launch.shells import Shell
 from zeroengine.launch.wire import SILENCE, Message
 
+IDLE_ROUNDS = 3
+
 
 @dataclass(frozen=True)
 class Request:
@@ -33,6 +35,7 @@ class Request:
     port: int = 0
     bind: str | None = None
     restarts: int = 0
+    idle_rounds: int = IDLE_ROUNDS  # so many rounds in a row without a step end an elastic run
     silence: float = SILENCE
     run_id: str = "none"
 
