@@ -92,7 +92,7 @@ def listen(port: int) -> socket.socket:
 def over_ssh(options: argparse.Namespace) -> int:
     """Ranks on the hosts of a file."""
     hosts = select(read_hostfile(options.hostfile), options.include, options.exclude)
-    return on_nodes(options, hosts, shells.ssh(options.ssh))
+    return on_nodes(options, hosts, shells.ssh(options.ssh, options.connect_timeout))
 
 
 def in_slurm(options: argparse.Namespace) -> int:
@@ -208,6 +208,9 @@ def on_nodes(options: argparse.Namespace, hosts: Sequence[Host], shell: shells.S
         restarts=options.max_restarts,
         idle_rounds=options.max_idle_rounds,
         silence=options.node_timeout,
+        connect_timeout=options.connect_timeout,
+        import_timeout=options.import_timeout,
+        fan_out=options.fan_out,
         run_id=uuid.uuid4().hex,
     )
     if options.dry_run:

@@ -24,7 +24,7 @@ from zeroengine.launch import agent, bind, job, network, versions, worker
 from zeroengine.launch.pipes import Pipes
 from zeroengine.launch.rank import GRACE, Outcome
 from zeroengine.launch.rendezvous import Place, Rendezvous
-from zeroengine.launch.wire import BEAT, MARK, SILENCE, Message, Writer, decode, to_text
+from zeroengine.launch.wire import BEAT, MARK, SILENCE, Lines, Message, Writer, decode, to_text
 
 LAST_WORDS = 2 * GRACE + 2.0  # seconds for an orderly end once the launcher is gone
 
@@ -70,14 +70,13 @@ class Told:
             self._messages.put(message)
 
     def _listen(self) -> None:
-        unfinished = b""
+        lines = Lines()
         try:
             while select.select([0], [], [], self._silence)[0]:
                 data = os.read(0, 1 << 16)
                 if not data:
                     break
-                *lines, unfinished = (unfinished + data).split(b"\n")
-                for line in lines:
+                for line in lines.feed(data):
                     self._take(decode(line))
         finally:
             self._gone, self._stop = True, signal.SIGTERM

@@ -9,7 +9,7 @@ from pathlib import Path
 from zeroengine.cli import Parser
 from zeroengine.errors import LaunchError
 from zeroengine.launch import bind
-from zeroengine.launch.request import IDLE_ROUNDS
+from zeroengine.launch.request import CONNECT, FAN_OUT, IDLE_ROUNDS, IMPORT
 from zeroengine.launch.wire import SILENCE
 
 LAUNCHERS = ("local", "ssh", "slurm", "mpi", "k8s", "ray")
@@ -80,6 +80,21 @@ def parser() -> Parser:
         default=SILENCE,
         help="silence after which a node is given up (10)",
     )
+    add(
+        "--connect-timeout",
+        metavar="SECONDS",
+        type=float,
+        default=CONNECT,
+        help="for a connection to a node (30)",
+    )
+    add(
+        "--import-timeout",
+        metavar="SECONDS",
+        type=float,
+        default=IMPORT,
+        help="for a node's Python to import torch (120)",
+    )
+    add("--fan-out", metavar="N", type=int, default=FAN_OUT, help="connect to so many nodes at a time (64)")
     add("--submit", action="store_true", help="slurm: write a batch script of this command and submit it")
     add(
         "--sbatch",
@@ -137,6 +152,11 @@ def check(options: argparse.Namespace) -> None:
         raise LaunchError(f"--port {options.port}: ports go from 1 to 65535. Leave --port out for a free one")
     if options.max_restarts < 0:
         raise LaunchError(f"--max-restarts {options.max_restarts}: write 0 for none, or a positive number")
+    for name in ("connect_timeout", "import_timeout"):
+        if not getattr(options, name) > 0:
+            raise LaunchError(f"--{name.replace('_', '-')} {getattr(options, name):g}: write a number of seconds")
+    if options.fan_out < 1:
+        raise LaunchError(f"--fan-out {options.fan_out}: write 1 or more")
     if options.max_idle_rounds < 1:
         raise LaunchError(f"--max-idle-rounds {options.max_idle_rounds}: write 1 or more")
     if not options.node_timeout >= 5:
