@@ -9,6 +9,8 @@ import re
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -187,6 +189,26 @@ def test_a_silent_node_is_named(started: Start, script: Script, tmp_path: Path) 
         with contextlib.suppress(ProcessLookupError):  # the launcher has ended the connection
             os.kill(node, signal.SIGKILL)
     wait_for(lambda: not any(map(is_alive, pids(tmp_path))), 10)
+
+
+def test_a_flood_of_output_does_not_hide_a_lost_node(started: Start, script: Script, tmp_path: Path) -> None:
+    """Not even where the screen is slow."""
+    flood = "while rank == 0: sys.stdout.write('x' * 200 + '\\n')\ntime.sleep(600)"
+    launcher = started("--node-timeout", "5", script(WAITING.replace("time.sleep(600)\n", flood)))
+    assert launcher.stdout is not None and launcher.stderr is not None
+    screen = launcher.stdout.fileno()
+    threading.Thread(target=lambda: [time.sleep(0.05) for _ in iter(lambda: os.read(screen, 1 << 16), b"")]).start()
+    node = node_of(tmp_path, 1)
+    time.sleep(2)  # until everything between the rank and the screen is full
+    os.kill(node, signal.SIGSTOP)
+    began = time.monotonic()
+    try:
+        assert launcher.wait(60) == 1
+        assert time.monotonic() - began < 25, "5 s of silence, and what it takes to end the ranks and to print the rest"
+        assert "b was lost: no sign of life for 5 s" in launcher.stderr.read()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(node, signal.SIGKILL)
 
 
 def test_when_a_node_leaves_an_elastic_run_the_others_go_on(started: Start, script: Script, tmp_path: Path) -> None:
