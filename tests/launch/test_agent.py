@@ -165,6 +165,20 @@ print("attempt", attempt)
     ]
 
 
+def test_the_store_of_a_run_on_one_machine_is_on_loopback_alone(launch: Launch, script: Script) -> None:
+    body = """
+port = f"{int(os.environ['MASTER_PORT']):04X}"
+lines = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/net/{name}")]
+listening = {words[1] for words in lines if words[3] == "0A"}
+print({address for address in listening if address.endswith(f":{port}")} == {f"0100007F:{port}"})
+"""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    for options in ([], ["--port", str(port)]):
+        result = launch(*options, script(body))
+        assert sorted(result.out.splitlines()) == ["[rank 0] True", "[rank 1] True"], result.err
+
+
 def test_a_restart_uses_the_port_of_the_round_before(launch: Launch, script: Script) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

@@ -36,8 +36,8 @@ class Channel:
     target: int  # where the launcher prints it: STDOUT or STDERR
     is_terminal: bool
     prefix: bytes
-    # What came after the last line's end, a carriage return's leftovers cut off; of a terminal, with its prefix. An array,
-    # so that a line that comes in many pieces is put together in linear time.
+    # What came after the last line's end, in its last version; of a terminal, with its prefix. An array, so that a line
+    # that comes in many pieces is put together in linear time.
     unfinished: bytearray = field(default_factory=bytearray)
     since: float = field(default_factory=time.monotonic)  # when that began
     last: bytes = b"\n"  # of a terminal: a line's end, a carriage return, or b"" within a line
@@ -60,7 +60,7 @@ class Channel:
         return out
 
     def _add(self, data: bytes) -> None:
-        """To a pipe's unfinished line, of which the last version is kept; carriage returns at its end may yet be one."""
+        """To a pipe's unfinished line, in its last version. Carriage returns at the end may belong to the line's end."""
         body = data.rstrip(b"\r")
         if body:
             if b"\r" in body or self.unfinished.endswith(b"\r"):

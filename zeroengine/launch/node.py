@@ -104,7 +104,10 @@ class Node:
         connection = os.environ.get("SSH_CONNECTION", "").split()
         reached_at = connection[2] if len(connection) == 4 else None
         address = message["address"] or network.own_address(reached_at, message["others"])
-        self._listener = network.listen(message["port"])
+        host = ""
+        if not message["others"] and not message["address"]:  # then nobody else is to reach it
+            host = address = job.HOST
+        self._listener = network.listen(message["port"], host)
         port: int = self._listener.getsockname()[1]
         if message["address"]:
             try:
