@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import tempfile
 import time
 import uuid
@@ -35,6 +36,7 @@ from zeroengine.launch.worker import FAILURE_FILE
 from zeroengine.launcher_environment import STEP_FILE
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+REAP = 10.0  # seconds between two looks at processes that the ranks have left behind and that have ended
 POLL = 0.05  # seconds between two looks at the workers
 
 
@@ -73,9 +75,9 @@ def run(job: Job, pipes: Pipes, rendezvous: Rendezvous, orders: Orders | None = 
 
     launch_id = uuid.uuid4().hex
     folder = tempfile.mkdtemp(prefix="zero-launch-")
-    with handlers_kept(), Guard(launch_id, folder):
+    with handlers_kept(), reported(Guard(launch_id, folder)) as guard:
         streams = Streams(job, pipes, Path(folder), {MARK: launch_id})
-        agent = Agent(job, streams, rendezvous, orders or Alone())
+        agent = Agent(job, streams, rendezvous, orders or Alone(), guard)
         try:
             agent.run()
             return Outcome(agent.failures())
@@ -123,7 +125,7 @@ class Streams(LogsSpecs):
 class Agent(LocalElasticAgent):
     """torch elastic's agent for one node, with a record of how each rank ended."""
 
-    def __init__(self, job: Job, streams: Streams, rendezvous: Rendezvous, orders: Orders) -> None:
+    def __init__(self, job: Job, streams: Streams, rendezvous: Rendezvous, orders: Orders, guard: Guard) -> None:
         spec = WorkerSpec(
             role="zeroengine",
             local_world_size=job.nproc,
@@ -139,6 +141,7 @@ class Agent(LocalElasticAgent):
         self._streams, self._orders, self._place = streams, orders, rendezvous.place
         self._processes: list[RankProcess] = []
         self._stepped = False
+        self._guard, self._reaped_at = guard, time.monotonic()
 
     def failures(self) -> tuple[Failure, ...]:
         """The ranks that failed by themselves, the first to fail first."""
@@ -171,6 +174,9 @@ class Agent(LocalElasticAgent):
         know where that was.
         """
         self._orders.check()
+        if time.monotonic() > self._reaped_at + REAP:
+            self._guard.reap([process.pid for process in self._processes])
+            self._reaped_at = time.monotonic()
         if not self._stepped and self._streams.step_file.exists():
             self._stepped = True
             self._orders.stepped()
@@ -186,6 +192,15 @@ class Agent(LocalElasticAgent):
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
         stop_all(self._processes, death_sig)
         super()._shutdown(death_sig, *args, **kwargs)  # newer torch passes a timeout
+
+
+@contextmanager
+def reported(guard: Guard) -> Iterator[Guard]:
+    """The guard for a `with` block, and at its end a line about processes that it could not end."""
+    with guard:
+        yield guard
+    if guard.left:
+        sys.stderr.write(f"zero-launch: processes of the run that cannot be ended: {guard.left}\n")
 
 
 @contextmanager

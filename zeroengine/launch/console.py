@@ -60,7 +60,7 @@ class Channel:
         return out
 
     def _add(self, data: bytes) -> None:
-        """To a pipe's unfinished line, in its last version. Carriage returns at the end may belong to the line's end."""
+        """To a pipe's unfinished line, in its last version. Carriage returns at the end may end the line."""
         body = data.rstrip(b"\r")
         if body:
             if b"\r" in body or self.unfinished.endswith(b"\r"):
