@@ -379,12 +379,12 @@ import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 total = torch.tensor([rank + 1.0])
 dist.all_reduce(total)
-print(total.item(), sys.argv[1], os.environ["TOKEN"], os.environ["ZEROENGINE_OVERRIDES"])
+print(total.item(), sys.argv[1], os.environ["WORDS"], os.environ["ZEROENGINE_OVERRIDES"])
 """
     options = [
         "--dry-run",
         "--env",
-        "TOKEN=it's\n$(id)",
+        "WORDS=it's\n$(id)",
         "--set",
         "a=b c",
         "--port",

@@ -124,19 +124,26 @@ def in_slurm(options: argparse.Namespace) -> int:
         raise LaunchError(f"--submit: on how many nodes? Write --nnodes 2, or a range; found {nodes or 'none'}")
     gpus = int(options.nproc) if options.nproc.isdecimal() and not options.cpu else None
     name = Path(options.script).stem
-    script = slurm.batch_script(name, int(high), gpus, shlex.split(options.sbatch), without_submit(options))
-    print(script if options.dry_run else slurm.submit(script, Path(slurm.SCRIPT)))
+    words, secrets = without_submit(options)
+    script = slurm.batch_script(name, int(high), gpus, shlex.split(options.sbatch), words)
+    if options.dry_run:
+        print(script)
+        return 0
+    os.environ.update(secrets)  # sbatch hands its environment on to the job
+    print(slurm.submit(script, Path(slurm.SCRIPT)))
     return 0
 
 
-def without_submit(options: argparse.Namespace) -> list[str]:
-    """The command line as the batch script repeats it."""
+def without_submit(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
+    """The command line as the batch script repeats it, and the variables whose values are kept out of it."""
     cut = len(options.argv) - len(options.arguments) - 1
     own, rest = options.argv[:cut], options.argv[cut:]
     if "--sbatch" in own:
         where = own.index("--sbatch")
         del own[where : where + 2]
-    return [word for word in own if word not in ("--submit", "--dry-run") and not word.startswith("--sbatch=")] + rest
+    own = [word for word in own if word not in ("--submit", "--dry-run") and not word.startswith("--sbatch=")]
+    own, secrets = environment.split_secrets(own)
+    return own + rest, secrets
 
 
 def under_mpi(options: argparse.Namespace) -> int:
@@ -149,7 +156,7 @@ def under_mpi(options: argparse.Namespace) -> int:
         given["OMP_NUM_THREADS"] = job.threads(int(given["LOCAL_WORLD_SIZE"]))
     command = job.command(options.script, options.arguments, options.module)
     if options.dry_run:
-        print(shlex.join(["env", *(f"{key}={value}" for key, value in given.items()), *command]))
+        print(shlex.join(["env", *(f"{key}={value}" for key, value in environment.masked(given).items()), *command]))
         return 0
     (job.find_module if options.module else job.find_script)(options.script)
     os.execve(command[0], command, os.environ | given)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 
 from zeroengine.launch import job
+from zeroengine.launch.environment import masked
 from zeroengine.launch.hosts import Host, processes
 from zeroengine.launch.request import Request
 
@@ -28,7 +29,7 @@ def describe(request: Request) -> str:
                 "ZEROENGINE_HOST": host.label,
             }
             devices = _devices(host)
-            given = {**own, **devices, **request.environment, **request.ranks_environment}
+            given = {**own, **devices, **masked(request.environment), **request.ranks_environment}
             words = [f"{key}={value}" for key, value in given.items()]
             command = job.command(request.target, request.arguments, request.module)
             line = f"cd {shlex.quote(request.folder)} && exec env {shlex.join([*words, *command])}"

@@ -24,6 +24,12 @@ FORWARDED = (
 )
 FILE = ".zero_env"
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+MASK = "***"
+SECRET = re.compile(  # the end of a word of the name: WANDB_API_KEY, PGPASSWORD, but not TOKENIZERS_PARALLELISM
+    r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|PASS|PWD|CREDENTIAL|AUTH|COOKIE|PRIVATE|SIGNATURE)S?\d*(_|$)"
+)
+FOLDERS = ("PWD", "OLDPWD")
+LOGIN = re.compile(r"(?<=://)([^/@\s:]*):[^/@\s]+(?=@)")  # in a URL
 
 
 def collect(options: Sequence[str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -47,6 +53,39 @@ def extra(options: Sequence[str], environ: Mapping[str, str] = os.environ) -> di
         name, value = parse(option, f"--env {option.partition('=')[0]}", environ)
         found[name] = value
     return found
+
+
+def looks_secret(name: str) -> bool:
+    """Whether the name of a variable says that its value is not to be shown."""
+    return name.upper() not in FOLDERS and SECRET.search(name.upper()) is not None
+
+
+def shown(name: str, value: str) -> str:
+    """The value of a variable for a screen, a log or a file that others may read: masked where it looks secret."""
+    return MASK if looks_secret(name) else LOGIN.sub(rf"\1:{MASK}", value)
+
+
+def masked(environment: Mapping[str, str]) -> dict[str, str]:
+    """A copy to be shown; see `shown`."""
+    return {name: shown(name, value) for name, value in environment.items()}
+
+
+def split_secrets(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """zero-launch's own options with `--env NAME` for each `--env NAME=VALUE` that looks secret, and these variables.
+
+    The line that is left takes them from the environment in which it is executed.
+    """
+    kept: list[str] = []
+    secrets: dict[str, str] = {}
+    for index, word in enumerate(words):
+        text = word.removeprefix("--env=")
+        is_value = text != word or (index > 0 and words[index - 1] == "--env")
+        name, equals, value = text.partition("=")
+        if is_value and equals and shown(name, value) != value:
+            secrets[name] = value
+            word = word.removesuffix(f"={value}")
+        kept.append(word)
+    return kept, secrets
 
 
 def parse_file(path: Path, environ: Mapping[str, str]) -> dict[str, str]:
