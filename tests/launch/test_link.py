@@ -83,11 +83,12 @@ for late in (3.0, 0.0, 5.0):
 def test_a_message_is_found_behind_text_without_a_line_s_end(connections: Connections) -> None:
     """As a .bashrc may print it."""
     message = MARK.decode() + '{"is": "hello"}'
-    broken = MARK.decode() + "{"
-    link = connect(connections, f"printf 'no end '; echo {shlex.quote(message)}; echo {shlex.quote(broken)}")
+    broken = [MARK.decode() + rest for rest in ("{", "5", "{}", '{"do": "beat"}')]
+    lines = "".join(f"; echo {shlex.quote(line)}" for line in [message, *broken])
+    link = connect(connections, f"printf 'no end '{lines}")
     assert take(connections, "text")["text"] == "no end"
     assert take(connections, "hello")["is"] == "hello"
-    assert take(connections, "text")["text"] == broken
+    assert [take(connections, "text")["text"] for _ in broken] == broken
     link.kill()
 
 

@@ -119,7 +119,7 @@ class Connection:
         """A message begins anywhere in a line: what a login script prints may have no end of its own."""
         text, mark, rest = line.partition(MARK)
         try:
-            message = decode(rest) if mark else None
+            message = decode(rest, "is") if mark else None
         except ValueError:  # something else was printed in the midst of it
             text, message = line, None
         if text.strip():

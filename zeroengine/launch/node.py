@@ -77,7 +77,7 @@ class Told:
                 if not data:
                     break
                 for line in lines.feed(data):
-                    self._take(decode(line))
+                    self._take(decode(line, "do"))
         finally:
             self._gone, self._stop = True, signal.SIGTERM
             self._messages.put(None)

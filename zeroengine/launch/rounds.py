@@ -30,6 +30,7 @@ from zeroengine.launch.request import Request
 
 END = 2 * GRACE + 4.0  # seconds for a node's ranks to end
 STEADY = 60.0  # seconds that a round is left alone before a node that is back interrupts it
+NAMED = 16  # nodes that are named one by one
 RETURN = 60.0  # seconds that a run which needs a lost node waits for it
 
 
@@ -92,7 +93,8 @@ class Rounds:
                 self._pause()
             if not self._assemble():
                 return outcome
-            names = ", ".join(link.host.label for link in self._fleet.present())
+            present = [link.host.label for link in self._fleet.present()]
+            names = ", ".join(present) if len(present) <= NAMED else f"{len(present)} nodes"
             self._fleet.say(f"{f'restart {restarts} of {request.restarts}' if counts else 'going on'} with {names}")
 
     def _made_progress(self, members: Sequence[Link], began: float) -> bool:

@@ -21,8 +21,17 @@ def encode(message: Message) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 
-def decode(line: bytes) -> Message:
-    message: Message = json.loads(line)
+def decode(line: bytes, kind: str) -> Message:
+    """
+    Args:
+        kind: `is` for what a node says, `do` for what the launcher does.
+
+    Raises:
+        ValueError: the line is no message.
+    """
+    message = json.loads(line)
+    if not isinstance(message, dict) or kind not in message:
+        raise ValueError(f"not a message: {line[:80]!r}")
     return message
 
 
