@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import platform
 import re
 import signal
 import subprocess
@@ -32,6 +33,7 @@ refused) echo "ssh: connect to host refused port 22: Connection refused" >&2; ex
 nowhere) echo "ssh: Could not resolve hostname nowhere: Name or service not known" >&2; exit 255;;
 ahead) later=later;;
 cut*) cut=cut;;
+dies) printf '\\001zero-launch {"is": "hello", "python": "%s", "time": 0, "address": null}\\n' "$VERSION"; exit 255;;
 esac
 [ -e "down-$1" ] && { echo "ssh: connect to host $1 port 22: Connection refused" >&2; exit 255; }
 echo "Welcome to $1!"
@@ -302,6 +304,18 @@ def test_an_elastic_run_goes_on_without_a_node(fleet: Launch, script: Script) ->
     assert result.code == 0
     assert sorted(result.out.splitlines()) == ["[a:0] 0 2 4", "[a:1] 1 2 4"]
     assert "zero-launch: refused is left out: ssh: connect to host refused port 22: Connection refused" in result.err
+
+
+def test_a_node_that_is_lost_before_it_has_answered_is_left_out_of_an_elastic_run(
+    fleet: Launch, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VERSION", platform.python_version())
+    hosts = "a slots=1\ndies slots=1\n"
+    result = fleet("--nnodes", "1:2", script("print(os.environ['WORLD_SIZE'])"), hosts=hosts)
+    assert (result.code, result.out) == (0, "[a:0] 1\n"), result.err
+    assert "zero-launch: dies is left out: its connection ended (exit code 255)" in result.err
+    refused = fleet(script(""), hosts=hosts)
+    assert refused.code == 2 and "  dies  its connection ended (exit code 255)" in refused.err
 
 
 @pytest.fixture

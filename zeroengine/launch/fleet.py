@@ -114,7 +114,7 @@ class Fleet:
         return {link: link.answer["text"] for link in links if link.answer and "text" in link.answer}
 
     def check(self) -> None:
-        """See that the nodes can take part. In an elastic run those that cannot be reached are left out.
+        """See that the nodes can take part. In an elastic run those that do not answer are left out.
 
         Raises:
             LaunchError: all that is wrong, in one table.
@@ -124,7 +124,8 @@ class Fleet:
             if link.facts is not None and link.facts["config_error"]:
                 raise LaunchError(link.facts["config_error"])
         found = {link: self._problems(link) for link in self.links}
-        absent = [link for link in self.links if link.hello is None]
+        absent = [link for link in self.links if link.facts is None and found[link] == [(link.host.label, link.lost)]]
+        absent = [link for link in absent if not link.refused]
         wrong = any(found[link] for link in self.links if link not in absent)
         if wrong or len(self.links) - len(absent) < self._request.least:
             raise preflight.table([problem for problems in found.values() for problem in problems], len(self.links))
@@ -237,6 +238,7 @@ class Fleet:
         elif kind == "facts":
             link.facts = message
         elif kind == "problem" and (link.facts is None or link.running):
+            link.refused = link.facts is None
             link.lose(message["text"])
         elif kind in ("answer", "problem"):
             link.answer = message

@@ -23,6 +23,7 @@ class Link:
     Attributes:
         began: `time.monotonic` of `connect`; None before.
         lost: why the node is not there any more, in words; None while it is.
+        refused: whether it is lost because it lacks something, and not because it does not answer.
         retry_at: `time.monotonic` before which a lost node is not connected to again.
         running: whether its ranks run now.
     """
@@ -34,6 +35,7 @@ class Link:
         self.facts: Message | None = None
         self.answer: Message | None = None
         self.lost: str | None = None
+        self.refused = False
         self.retry_at = 0.0
         self.running = False
         self.begin(0, 0)
