@@ -6,6 +6,7 @@ WORLD_SIZE, MASTER_ADDR and MASTER_PORT instead.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
@@ -33,6 +34,7 @@ JOBS = ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "PMI_JOBID")
 # The exit code, EX_TEMPFAIL of sysexits.h, of ranks that have saved what they need to go on and ended because their
 # time is over: to be started again by whoever gave them the time. See `checkpoint/on_signal.py`.
 START_AGAIN = 75
+STEP_FILE = "ZEROENGINE_STEP_FILE"  # where a rank tells zero-launch that it has taken a step in this round
 FIRST_PORT, NUM_PORTS = 20000, 12000  # below the ports that Linux gives to outgoing connections
 
 
@@ -45,6 +47,14 @@ class LaunchedRank:
     world_size: int
     local_rank: int | None = None  # on this node; None where the launcher does not say
     local_world_size: int | None = None
+
+
+def report_step() -> None:
+    """Tell zero-launch, where it started this process, that a step was taken. Calls after the first do nothing."""
+    path = os.environ.pop(STEP_FILE, None)
+    if path is not None:
+        with contextlib.suppress(OSError):  # the round is being ended
+            open(path, "w").close()
 
 
 def launched_rank(environ: Mapping[str, str]) -> LaunchedRank | None:

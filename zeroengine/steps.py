@@ -17,6 +17,7 @@ from .comm import Transport
 from .config import Config
 from .errors import DivergenceError, ZeroEngineError
 from .late import can_be_taken_back, reversibly
+from .launcher_environment import report_step
 from .optim import GradientSummary, LossScaler, ScheduleGuard, ShardedOptimizer, Verdict, has_own_step_hooks
 from .runtime import Reducer
 
@@ -265,6 +266,7 @@ class Steps:
         """Counts a step, and steps the schedule unless it has been ``scheduled``."""
         if updates:
             self.taken += 1
+            report_step()
             if not scheduled:
                 self._step_schedule()
             self._print_progress()

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -70,6 +71,44 @@ def test_what_a_rank_said_before_it_ended_is_still_told() -> None:
     assert second.ask(places[1], 0.5) == dict(enumerate(places))
     assert second.ask(places[1], 0.5, again=True) == {0: None, 1: places[1]}
     assert second.ask(places[1], 0.5) == {0: None, 1: places[1]}, "it did not answer the alarm before this one"
+
+
+class CountingStore:
+    """Counts the requests to a store."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store, self.requests = store, 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.requests += 1
+        return getattr(self._store, name)
+
+
+def ask_all(boards: list[Board], patience: float) -> list[Any]:
+    """What each learns where all but the last ask at the same time."""
+    with ThreadPoolExecutor(len(boards)) as threads:
+        asked = [threads.submit(board.ask, Place(True, GATHER), patience) for board in boards[:-1]]
+        while not all(question.done() for question in asked):
+            boards[-1].answer(lambda: Place(False, REDUCE))
+            time.sleep(0.05)
+    return [question.result() for question in asked]
+
+
+def test_a_report_to_all_ranks_takes_a_few_requests_of_each() -> None:
+    store, ranks = CountingStore(dist.HashStore()), 48
+    boards = [Board(store, rank, [""] * ranks) for rank in range(ranks)]  # type: ignore[arg-type]
+    found = ask_all(boards, 10.0)
+    everywhere = dict.fromkeys(range(ranks - 1), Place(True, GATHER)) | {ranks - 1: Place(False, REDUCE)}
+    assert found == [everywhere] * (ranks - 1)
+    assert store.requests < 10 * ranks
+
+
+def test_a_report_does_not_end_with_the_rank_that_was_to_write_it() -> None:
+    store = dist.HashStore()
+    store.add("reader/1", 1)  # rank 0 has begun to, and ended
+    boards = [Board(store, rank, [""] * 4) for rank in range(1, 4)]
+    everywhere = {0: None, 1: Place(True, GATHER), 2: Place(True, GATHER), 3: Place(False, REDUCE)}
+    assert ask_all(boards, 0.5) == [everywhere] * 2
 
 
 # -- operations that nobody waits for -----------------------------------------------------------------

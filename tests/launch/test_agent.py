@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 
 import pytest
@@ -162,6 +163,45 @@ print("attempt", attempt)
         "[rank 1] ValueError: attempt 1",
         "zero-launch: restart 2 of 2",
     ]
+
+
+def test_the_store_of_a_run_on_one_machine_is_on_loopback_alone(launch: Launch, script: Script) -> None:
+    body = """
+port = f"{int(os.environ['MASTER_PORT']):04X}"
+lines = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/net/{name}")]
+listening = {words[1] for words in lines if words[3] == "0A"}
+print({address for address in listening if address.endswith(f":{port}")} == {f"0100007F:{port}"})
+"""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    for options in ([], ["--port", str(port)]):
+        result = launch(*options, script(body))
+        assert sorted(result.out.splitlines()) == ["[rank 0] True", "[rank 1] True"], result.err
+
+
+def test_a_restart_uses_the_port_of_the_round_before(launch: Launch, script: Script) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    body = "sys.exit(3 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' else print(os.environ['MASTER_PORT']))"
+    result = launch("--port", str(port), "--max-restarts", "1", script(body))
+    assert result.code == 0, result.err
+    assert sorted(result.out.splitlines()) == [f"[rank 0] {port}", f"[rank 1] {port}"]
+
+
+def test_zero_launch_knows_that_a_step_was_taken(launch: Launch, script: Script) -> None:
+    body = """
+import torch, zeroengine
+from zeroengine.launcher_environment import STEP_FILE
+path = os.environ[STEP_FILE]
+config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
+engine = zeroengine.initialize(torch.nn.Linear(4, 4), config=config)
+for _ in range(2):
+    print(os.path.exists(path))
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    engine.step()
+"""
+    result = launch("--nproc", "1", script(body))
+    assert result.out.splitlines() == ["[rank 0] False", "[rank 0] True"], result.err
 
 
 # Both ranks have printed before one fails.

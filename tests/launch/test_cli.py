@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shlex
 import socket
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 from zeroengine.launch import job
 from zeroengine.launch.cli import main
 
-from .conftest import Script
+from .conftest import COMMAND, Script
 
 Refuse = Callable[..., str]
 
@@ -102,6 +103,16 @@ def test_more_processes_than_gpus_are_refused(refuse: Refuse, monkeypatch: pytes
     )
     assert job.count_processes("auto", cpu=False) == 2
     assert job.count_processes("3", cpu=True) == 3
+
+
+@pytest.mark.parametrize("closed", ["0<&-", "1>&-", "2>&-", "0<&- 1>&- 2>&-"])
+def test_closed_standard_descriptors_change_nothing(script: Script, closed: str) -> None:
+    name = script("print('out')\nprint('err', file=sys.stderr)\nsys.exit(3)")
+    command = f"{shlex.join(COMMAND)} --cpu --nproc 1 {name} {closed}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 3
+    assert "1>&-" in closed or done.stdout == "[rank 0] out\n"
+    assert "2>&-" in closed or "rank 0 failed (exit code 3)" in done.stderr
 
 
 def test_dry_run_lines_are_the_run(

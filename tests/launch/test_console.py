@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import subprocess
+import time
 
 import pytest
 from hypothesis import given
@@ -54,6 +55,22 @@ def test_a_terminal_line_begins_with_its_prefix(written: bytes, drawn: bytes) ->
         terminal = channel()
         out = b"".join(terminal.drawn(written[i : i + size]) for i in range(0, len(written), size))
         assert out == drawn
+
+
+@given(st.lists(st.sampled_from([b"a", b"bc", b"\n", b"\r", b"\r\n"])))
+def test_a_pipe_prints_the_same_however_the_output_is_cut(parts: list[bytes]) -> None:
+    whole, pieces = channel(), channel()
+    out = b"".join(map(pieces.lines, parts))
+    assert out + pieces.flush() == whole.lines(b"".join(parts)) + whole.flush()
+
+
+def test_a_long_line_takes_time_proportional_to_its_length() -> None:
+    """64 MiB in pieces as they are read, to a pipe and to a terminal."""
+    for print_ in (channel().lines, channel().drawn):
+        began = time.monotonic()
+        length = sum(len(print_(b"x" * (1 << 16))) for _ in range(1000)) + len(print_(b"\n"))
+        assert length >= 1000 << 16
+        assert time.monotonic() - began < 5.0
 
 
 @given(st.lists(st.sampled_from([b"a", b"\n", b"\r", b"\x1b[2K", b"\x1b[1m", b"\x1b", "é".encode()])))

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
+
+from zeroengine.launch import guard
+from zeroengine.launch.guard import LOOK
 
 from .conftest import Launch, Script, Start
 from .processes import is_alive, wait_for
@@ -65,3 +71,47 @@ def test_a_failure_leaves_nothing(launch: Launch, script: Script, tmp_path: Path
 def test_a_success_leaves_nothing(launch: Launch, script: Script, tmp_path: Path) -> None:
     assert launch(script(STUBBORN)).code == 0
     assert len(pids(tmp_path)) == 4 and not any(map(is_alive, pids(tmp_path)))
+
+
+# Each rank starts a daemon: an empty environment, a session of its own, and no parent.
+ESCAPED = """
+line = f'echo $$ >part{rank}; mv part{rank} pids{rank}; exec sleep 600'
+subprocess.run(['setsid', '-f', 'env', '-i', 'PATH=/usr/bin:/bin', 'sh', '-c', line])
+while not os.path.exists(f'pids{rank}'): time.sleep(0.01)
+"""
+
+
+def test_a_daemon_with_an_environment_of_its_own_does_not_survive_the_run(
+    launch: Launch, script: Script, tmp_path: Path
+) -> None:
+    bystander = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    try:
+        assert launch(script(ESCAPED)).code == 0
+        assert len(pids(tmp_path)) == 2 and not any(map(is_alive, pids(tmp_path)))
+        assert bystander.poll() is None, "what was there before the run is none of its processes"
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+def test_a_daemon_does_not_survive_a_launcher_that_is_killed(started: Start, script: Script, tmp_path: Path) -> None:
+    launcher = started(script(ESCAPED + "time.sleep(600)"))
+    time.sleep(2 * LOOK)
+    assert len(pids(tmp_path)) == 2 and all(map(is_alive, pids(tmp_path)))
+    launcher.kill()
+    wait_for(lambda: not any(map(is_alive, pids(tmp_path))), 10)
+
+
+def test_what_cannot_be_ended_is_said(
+    launch: Launch, script: Script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As another user's process, for which a guard stands that may send no signals."""
+    patched = (tmp_path / "guard.py").absolute()
+    source = Path(guard.__file__).read_text()
+    patched.write_text(source.replace("os.kill(pid, number)", "raise PermissionError"))
+    monkeypatch.setattr(guard, "__file__", str(patched))
+    result = launch(script(ESCAPED))
+    escaped = ", ".join(f"{pid} (sleep)" for pid in sorted(pids(tmp_path)))
+    for pid in pids(tmp_path):
+        os.kill(pid, signal.SIGKILL)
+    assert result.code == 0 and f"zero-launch: processes of the run that cannot be ended: {escaped}\n" in result.err

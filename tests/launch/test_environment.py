@@ -14,9 +14,12 @@ from hypothesis import strategies as st
 
 from zeroengine.errors import LaunchError
 from zeroengine.launch import bootstrap
+from zeroengine.launch.cli import main
 from zeroengine.launch.environment import collect
 from zeroengine.launch.shells import Shell
 from zeroengine.launch.wire import encode
+
+from .conftest import Script
 
 NASTY = st.text(
     st.one_of(st.sampled_from("'\"\\ $`(){};&|<>*?~!#\n\r\té\udc80"), st.characters(exclude_characters="\0"))
@@ -91,3 +94,19 @@ def _encodes(value: str) -> bool:
 def test_the_starter_names_the_interpreter_safely() -> None:
     line = Shell(("ssh", "{host}")).starter("a")[-1]
     assert line.startswith(f"exec {sys.executable} ") and "\n" not in line
+
+
+@pytest.mark.parametrize(
+    "options",
+    [[], ["--hostfile", "hosts"], ["--launcher", "mpi"], "--launcher slurm --submit --nnodes 2".split()],
+)
+def test_a_dry_run_shows_no_secret(
+    options: list[str], script: Script, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"):
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(int("SIZE" in name)))
+    Path(".zero_env").write_text("API_KEY=hush\nPLAIN=plain\n")
+    Path("hosts").write_text("a slots=1\n")
+    assert main(["--dry-run", "--cpu", *options, "--env", "HF_TOKEN=hush", "--env", "OTHER=other", script("")]) == 0
+    out = capfd.readouterr().out
+    assert "hush" not in out and "HF_TOKEN" in out and "OTHER=other" in out

@@ -5,15 +5,19 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import platform
 import re
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from zeroengine.launch import rounds
 from zeroengine.launch.cli import main
 
 from .conftest import Launch, Result, Script, Start
@@ -21,17 +25,20 @@ from .processes import is_alive, wait_for
 from .test_death import STUBBORN, pids
 
 # Takes the last two words, host and command; knows two hosts that cannot be reached, one that is down while there is a
-# file of that name, and one whose clock is an hour ahead.
+# file of that name, one whose clock is an hour ahead, and some that cannot connect to others.
 CONNECTION = """#!/bin/sh
 while [ $# -gt 2 ]; do shift; done
 case $1 in
 refused) echo "ssh: connect to host refused port 22: Connection refused" >&2; exit 255;;
 nowhere) echo "ssh: Could not resolve hostname nowhere: Name or service not known" >&2; exit 255;;
 ahead) later=later;;
+cut*) cut=cut;;
+dies) printf '\\001zero-launch {"is": "hello", "python": "%s", "time": 0, "address": null}\\n' "$VERSION"; exit 255;;
 esac
 [ -e "down-$1" ] && { echo "ssh: connect to host $1 port 22: Connection refused" >&2; exit 255; }
 echo "Welcome to $1!"
-exec env -i PYTHONPATH="$later" PATH="$PATH" HOME="$HOME" SSH_CONNECTION="127.0.0.1 1 127.0.0.1 22" sh -c "$2"
+export SSH_CONNECTION="127.0.0.1 1 127.0.0.1 22"
+exec env -i CUT="$cut" PYTHONPATH="$later" PATH="$PATH" HOME="$HOME" SSH_CONNECTION="$SSH_CONNECTION" sh -c "$2"
 """
 WAITING = """
 with open(f'part{rank}', 'w') as file: file.write(str(os.getpid()))
@@ -186,6 +193,26 @@ def test_a_silent_node_is_named(started: Start, script: Script, tmp_path: Path) 
     wait_for(lambda: not any(map(is_alive, pids(tmp_path))), 10)
 
 
+def test_a_flood_of_output_does_not_hide_a_lost_node(started: Start, script: Script, tmp_path: Path) -> None:
+    """Not even where the screen is slow."""
+    flood = "while rank == 0: sys.stdout.write('x' * 200 + '\\n')\ntime.sleep(600)"
+    launcher = started("--node-timeout", "5", script(WAITING.replace("time.sleep(600)\n", flood)))
+    assert launcher.stdout is not None and launcher.stderr is not None
+    screen = launcher.stdout.fileno()
+    threading.Thread(target=lambda: [time.sleep(0.05) for _ in iter(lambda: os.read(screen, 1 << 16), b"")]).start()
+    node = node_of(tmp_path, 1)
+    time.sleep(2)  # until everything between the rank and the screen is full
+    os.kill(node, signal.SIGSTOP)
+    began = time.monotonic()
+    try:
+        assert launcher.wait(60) == 1
+        assert time.monotonic() - began < 25, "5 s of silence, and what it takes to end the ranks and to print the rest"
+        assert "b was lost: no sign of life for 5 s" in launcher.stderr.read()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(node, signal.SIGKILL)
+
+
 def test_when_a_node_leaves_an_elastic_run_the_others_go_on(started: Start, script: Script, tmp_path: Path) -> None:
     body = "if os.environ['WORLD_SIZE'] == '1': sys.exit(print('alone', os.environ['ZEROENGINE_FULL_WORLD_SIZE']))\n"
     launcher = started("--nnodes", "1:2", script(body + WAITING))
@@ -279,6 +306,84 @@ def test_an_elastic_run_goes_on_without_a_node(fleet: Launch, script: Script) ->
     assert "zero-launch: refused is left out: ssh: connect to host refused port 22: Connection refused" in result.err
 
 
+def test_a_node_that_is_lost_before_it_has_answered_is_left_out_of_an_elastic_run(
+    fleet: Launch, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VERSION", platform.python_version())
+    hosts = "a slots=1\ndies slots=1\n"
+    result = fleet("--nnodes", "1:2", script("print(os.environ['WORLD_SIZE'])"), hosts=hosts)
+    assert (result.code, result.out) == (0, "[a:0] 1\n"), result.err
+    assert "zero-launch: dies is left out: its connection ended (exit code 255)" in result.err
+    refused = fleet(script(""), hosts=hosts)
+    assert refused.code == 2 and "  dies  its connection ended (exit code 255)" in refused.err
+
+
+@pytest.fixture
+def cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes whose name begins with cut connect to nobody."""
+    (tmp_path / "patch").mkdir()
+    (tmp_path / "patch/sitecustomize.py").write_text("""
+import os, socket
+def refuse(*_, **__): raise OSError(113, 'No route to host')
+if os.environ.get('CUT'): socket.create_connection = refuse
+""")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}/patch:{os.environ['PYTHONPATH']}")
+
+
+@pytest.mark.usefixtures("cut_off")
+def test_an_elastic_run_goes_on_without_a_node_that_cannot_reach_the_first(fleet: Launch, script: Script) -> None:
+    hosts = "a slots=1\ncut slots=1\nb slots=1\n"
+    result = fleet("--nnodes", "2:3", script("print(os.environ['WORLD_SIZE'])"), hosts=hosts)
+    assert result.code == 0, result.err
+    assert sorted(result.out.splitlines()) == ["[a:0] 2", "[b:1] 2"]
+    assert re.search(
+        r"cut was lost: .* on the first node cannot be reached \(No route to host\) \(rank 1\)", result.err
+    )
+    refused = fleet(script("open('started', 'w')"), hosts=hosts)
+    assert refused.code == 2 and not Path("started").exists()
+    assert re.search(r"1 of 3 nodes cannot take part:\n  cut  .*No route to host", refused.err)
+
+
+@pytest.mark.usefixtures("cut_off")
+def test_an_elastic_run_leaves_the_first_node_out_if_the_others_cannot_reach_it(fleet: Launch, script: Script) -> None:
+    hosts = "a slots=1\ncut1 slots=1\ncut2 slots=1\n"
+    result = fleet("--nnodes", "1:3", "--max-idle-rounds", "1", script("open('started', 'w')"), hosts=hosts)
+    assert result.code == 1 and not Path("started").exists()
+    assert "zero-launch: a was lost: 2 of 2 nodes cannot reach it: 127.0.0.1 port" in result.err
+
+
+def test_a_run_that_loses_its_nodes_in_every_round_ends(fleet: Launch, script: Script) -> None:
+    body = "open(f'round{os.environ[\"TORCHELASTIC_RESTART_COUNT\"]}', 'a')\n"
+    body += "os.kill(os.getppid(), signal.SIGKILL)\ntime.sleep(60)"
+    result = fleet("--nnodes", "1:2", "--max-idle-rounds", "2", script(body), hosts="a slots=1\nb slots=1\n")
+    assert result.code == 1
+    assert sorted(path.name for path in Path().glob("round*")) == ["round0", "round1"]
+    assert "no step was taken in that round; the next one begins in 1 s" in result.err
+    assert "nodes were lost in 2 rounds in a row before a step was taken" in result.err
+
+
+@pytest.mark.slow  # test_lost_nodes has the arithmetic
+def test_a_node_that_was_lost_twice_is_put_aside(
+    fleet: Launch, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And rounds in which a step was taken are not idle ones."""
+    monkeypatch.setattr(rounds, "STEADY", 0.0)
+    body = """
+from zeroengine.launcher_environment import report_step
+count = int(os.environ['TORCHELASTIC_RESTART_COUNT'])
+if os.environ['ZEROENGINE_HOST'] == 'b':
+    report_step()
+    time.sleep(1)
+    os.kill(os.getppid(), signal.SIGKILL)
+time.sleep(60 if count < 3 else 5)
+print(count)
+"""
+    result = fleet("--nnodes", "1:2", "--max-idle-rounds", "1", script(body), hosts="a slots=1\nb slots=1\n")
+    assert (result.code, result.out) == (0, "[a:0] 3\n"), result.err
+    assert result.err.count("b was lost: ") == 2 and result.err.count("b is back") == 1
+    assert "b was lost again: it is put aside for 10 minutes" in result.err
+
+
 @pytest.mark.slow  # test_cli and test_quoting have shorter forms
 def test_dry_run_lines_are_the_run(
     capfd: pytest.CaptureFixture[str], arguments: Callable[..., list[str]], script: Script
@@ -288,12 +393,12 @@ import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 total = torch.tensor([rank + 1.0])
 dist.all_reduce(total)
-print(total.item(), sys.argv[1], os.environ["TOKEN"], os.environ["ZEROENGINE_OVERRIDES"])
+print(total.item(), sys.argv[1], os.environ["WORDS"], os.environ["ZEROENGINE_OVERRIDES"])
 """
     options = [
         "--dry-run",
         "--env",
-        "TOKEN=it's\n$(id)",
+        "WORDS=it's\n$(id)",
         "--set",
         "a=b c",
         "--port",

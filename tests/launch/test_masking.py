@@ -10,14 +10,15 @@ import pytest
 import yaml
 
 from zeroengine.launch.cli import main
-from zeroengine.launch.masking import is_secret
+from zeroengine.launch.masking import is_secret, masked
 
 from .conftest import COMMAND, Script
 
 
 @pytest.mark.parametrize(
     "name",
-    "HF_TOKEN WANDB_API_KEY AWS_SECRET_ACCESS_KEY PGPASSWORD MY_PASSWD github_pat DB_CREDENTIALS OPENAI_APIKEY".split(),
+    "HF_TOKEN WANDB_API_KEY AWS_SECRET_ACCESS_KEY PGPASSWORD MY_PASSWD github_pat DB_CREDENTIALS OPENAI_APIKEY "
+    "MYSQL_PWD APIKEY2 SECRETS TOKEN_B".split(),
 )
 def test_names_tell_secrets(name: str) -> None:
     assert is_secret(name)
@@ -27,6 +28,11 @@ def test_names_tell_secrets(name: str) -> None:
 def test_other_names_do_not(name: str) -> None:
     assert not is_secret(name)
     assert is_secret(name, "http://user:word@proxy:3128") and not is_secret(name, "http://proxy:3128")
+
+
+def test_a_login_in_an_address_is_masked() -> None:
+    shown = masked({"PROXY": "http://me:hush@proxy:80/", "URL": "http://proxy:80/a@b", "API_KEY": "hush"})
+    assert shown == {"PROXY": "http://me:***@proxy:80/", "URL": "http://proxy:80/a@b", "API_KEY": "***"}
 
 
 @pytest.fixture

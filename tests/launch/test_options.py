@@ -34,6 +34,10 @@ VALUES = {
     "port": ["--port", "29511"],
     "ssh": ["--ssh", "ssh -p 2222"],
     "node_timeout": ["--node-timeout", "20"],
+    "max_idle_rounds": ["--max-idle-rounds", "5"],
+    "connect_timeout": ["--connect-timeout", "40"],
+    "import_timeout": ["--import-timeout", "200"],
+    "fan_out": ["--fan-out", "8"],
     "submit": ["--submit", "--nnodes", "1"],
     "sbatch": ["--sbatch", "--time=5"],
     "image": ["--image", "other:2"],
@@ -52,9 +56,10 @@ REQUESTS = {
     "ray": ["--nproc", "2"],
 }
 # What shows when ranks run, and not in a dry run: other tests see it.
+OF_NODES = ("node_timeout", "bind", "max_idle_rounds", "connect_timeout", "import_timeout", "fan_out")
 WHEN_RUN = {
     *((request, option) for request in ("local", *ON_NODES) for option in ("max_restarts", "log_dir")),
-    *((request, option) for request in ON_NODES for option in ("node_timeout", "bind")),
+    *((request, option) for request in ON_NODES for option in OF_NODES),
     ("local", "nnodes"),  # 1, which it is
 }
 ENVIRONMENT = {

@@ -18,6 +18,8 @@ after the timeout a rank asks where the others are, and goes on waiting as long 
 
 from __future__ import annotations
 
+import datetime
+import itertools
 import json
 import logging
 import os
@@ -41,6 +43,9 @@ log = logging.getLogger("zeroengine")
 
 POLL_S = 0.5
 ANSWER_S = 4.0
+READER_POLL_S = 0.1
+READER_SHARE = 0.75  # of the patience, in which answers are waited for; the rest is for the report to reach all
+PUBLISH_S = 1.0  # more for the next reader, where one has ended
 RECENT_S = 20.0  # while what was answered still says something
 LINGER_S = 1.0
 LAST_CHANCE_S = 2.0  # for a rank to raise the error of a stall by itself
@@ -120,22 +125,33 @@ class Record:
             return self._under_way[0] if self._under_way else None
 
 
+Answers = dict[int, tuple[int, Place]]  # by rank: which alarm it answered, and where it was
+
+
 class Board:
-    """Where the ranks raise alarms and answer them: the process group's store, through a client of its own."""
+    """Where the ranks raise alarms and answer them: the process group's store, through a client of its own.
+
+    [Note: One reader for each alarm]
+    Ranks that notice a stall together share one alarm, and the first of them reads the answers for all, so that the
+    number of requests grows with the number of ranks and not with its square. The keys, for alarm n:
+
+    - ``alarm``: the number of alarms so far;
+    - ``reader/n``: how many ranks wanted to read the answers; the first to add to it does. Where it has ended before it
+      has published them, the first to add to ``reader/n/1`` does, and so on;
+    - ``answers/n``: a line for each rank that has answered;
+    - ``report/n``: all answers, published by the reader. A later question begins the next alarm.
+    """
 
     def __init__(self, store: dist.Store, rank: int, hosts: Sequence[str]) -> None:
         self.rank, self.hosts = rank, hosts
         self._store = store
-        self._answered, self._answered_at = 0, 0.0  # how many alarms, and when the last (time.monotonic)
+        self._answered, self._answered_at = 0, 0.0  # which alarm, and when (time.monotonic)
         self._lock = threading.Lock()
 
     def answer(self, place: Callable[[], Place]) -> None:
         """To an alarm, where there is a new one; looks for the place only then."""
         with self._lock:
-            alarms = self._store.add("alarm", 0)
-            if alarms > self._answered:
-                self._answered, self._answered_at = alarms, time.monotonic()
-                self._store.set(f"at/{self.rank}", json.dumps([alarms, *place()]))
+            self._answer_alarm(self._store.add("alarm", 0), place)
 
     def ask(self, own: Place, patience: float = ANSWER_S, again: bool = False) -> dict[int, Place | None] | None:
         """Where each rank is, None for those that do not answer in time; None where the store does not.
@@ -144,30 +160,80 @@ class Board:
             again: whether each must answer now. Else what it answered to another a moment ago counts, where it does not
                 answer again: it may have ended over what it was told.
         """
-        places: dict[int, Place | None] = dict.fromkeys(range(len(self.hosts)))
-        places[self.rank] = own
-        deadline = time.monotonic() + patience
         try:
             with self._lock:
                 earlier = self._answered if time.monotonic() < self._answered_at + RECENT_S else 0
-                alarm = self._store.add("alarm", 1)
-            while None in places.values() and time.monotonic() < deadline:
-                self.answer(lambda: own)  # to others who ask at the same time
-                self._take(places, alarm)
-                time.sleep(0.05)
-            if earlier and not again:
-                self._take(places, earlier)
+                alarm = max(1, self._store.add("alarm", 0))
+                while self._store.check([f"report/{alarm}"]):
+                    alarm += 1
+                reads = self._store.add(f"reader/{alarm}", 1) == 1
+                if reads:
+                    self._store.set("alarm", str(alarm))
+                self._answer_alarm(alarm, lambda: own)
+            answers = self._read(alarm, earlier, patience) if reads else self._await_report(alarm, earlier, patience)
         except RuntimeError:
             return None
-        return places
+        oldest = alarm if again else earlier or alarm
+        places: dict[int, Place | None] = dict.fromkeys(range(len(self.hosts)))
+        places |= {rank: place for rank, (number, place) in answers.items() if number >= oldest}
+        return {**places, self.rank: own}
 
-    def _take(self, places: dict[int, Place | None], alarm: int) -> None:
-        """The answers to that alarm or a later one."""
-        for rank in [rank for rank, place in places.items() if place is None]:
+    def _answer_alarm(self, alarm: int, place: Callable[[], Place]) -> None:
+        if alarm > self._answered:
+            self._answered, self._answered_at = alarm, time.monotonic()
+            self._store.append(f"answers/{alarm}", json.dumps([self.rank, *place()]) + "\n")  # type: ignore[attr-defined]
+
+    def _read(self, alarm: int, earlier: int, patience: float) -> Answers:
+        """Wait for the answers, and publish them; of ranks that do not answer, those to alarms from `earlier` on."""
+        deadline = time.monotonic() + READER_SHARE * patience
+        lines = b""
+        while lines.count(b"\n") < len(self.hosts) and time.monotonic() < deadline:
+            time.sleep(READER_POLL_S)
             with self._lock:
-                found = json.loads(self._store.get(f"at/{rank}")) if self._store.check([f"at/{rank}"]) else [0]
-            if found[0] >= alarm:
-                places[rank] = Place(*found[1:])
+                lines = self._store.get(f"answers/{alarm}")
+        answers: Answers = {}
+        for number in range(earlier or alarm, alarm + 1):
+            with self._lock:
+                key = f"answers/{number}"
+                lines = self._store.get(key) if self._store.check([key]) else b""
+            answers |= {rank: (number, Place(*place)) for rank, *place in map(json.loads, lines.splitlines())}
+        groups: dict[tuple[int, Place], list[int]] = {}
+        for rank, answer in answers.items():
+            groups.setdefault(answer, []).append(rank)
+        report = [[number, *place, ranks] for (number, place), ranks in groups.items()]
+        with self._lock:
+            self._store.set(f"report/{alarm}", json.dumps(report))
+        return answers
+
+    def _await_report(self, alarm: int, earlier: int, patience: float) -> Answers:
+        """What the reader has published; where it has ended without that, read in its stead."""
+        key = f"report/{alarm}"
+        for attempt in itertools.count(1):
+            if self._is_published(key, patience):
+                with self._lock:
+                    report = json.loads(self._store.get(key))
+                answers: Answers = {}
+                for number, *place, ranks in report:
+                    answers |= dict.fromkeys(ranks, (number, Place(*place)))
+                return answers
+            patience = PUBLISH_S
+            with self._lock:
+                reads = self._store.add(f"reader/{alarm}/{attempt}", 1) == 1
+                if reads:
+                    self._store.set("alarm", str(alarm))  # which the one before may not have come to
+            if reads:
+                break
+        return self._read(alarm, earlier, PUBLISH_S)
+
+    def _is_published(self, key: str, seconds: float) -> bool:
+        """Wait for the key: one request, where asking again and again would be dozens from each rank."""
+        try:
+            with self._lock:
+                self._store.wait([key], datetime.timedelta(seconds=seconds))
+        except RuntimeError:
+            with self._lock:
+                return self._store.check([key])  # raises where the store is gone
+        return True
 
     def report(self, own: Place) -> str:
         """Where each rank is, in one sentence; waits a few seconds for the answers."""

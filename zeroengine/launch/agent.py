@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import tempfile
 import time
 import uuid
@@ -33,8 +34,10 @@ from zeroengine.launch.pipes import Pipes
 from zeroengine.launch.rank import HEARING, Failure, Outcome, RankProcess, stop_all
 from zeroengine.launch.rendezvous import Rendezvous
 from zeroengine.launch.worker import FAILURE_FILE
+from zeroengine.launcher_environment import STEP_FILE
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+REAP = 10.0  # seconds between two looks at processes that the ranks have left behind and that have ended
 POLL = 0.05  # seconds between two looks at the workers
 
 
@@ -44,6 +47,9 @@ class Orders(Protocol):
     def check(self) -> None:
         """Raises SignalException where the ranks are to be ended."""
 
+    def stepped(self) -> None:
+        """Tell the launcher that a rank here has taken a step in this round."""
+
     def finished(self) -> None:
         """All ranks here have succeeded: returns when those of all other nodes have."""
 
@@ -52,6 +58,8 @@ class Alone:
     """There is no launcher elsewhere."""
 
     def check(self) -> None: ...
+
+    def stepped(self) -> None: ...
 
     def finished(self) -> None: ...
 
@@ -68,9 +76,9 @@ def run(job: Job, pipes: Pipes, rendezvous: Rendezvous, orders: Orders | None = 
 
     launch_id = uuid.uuid4().hex
     folder = tempfile.mkdtemp(prefix="zero-launch-")
-    with handlers_kept(), Guard(launch_id, folder):
+    with handlers_kept(), reported(Guard(launch_id, folder)) as guard:
         streams = Streams(job, pipes, Path(folder), {MARK: launch_id})
-        agent = Agent(job, streams, rendezvous, orders or Alone())
+        agent = Agent(job, streams, rendezvous, orders or Alone(), guard)
         try:
             with signals.passed_on(agent.pass_on):
                 agent.run()
@@ -84,6 +92,7 @@ def run(job: Job, pipes: Pipes, rendezvous: Rendezvous, orders: Orders | None = 
             raise LaunchError(f"torch elastic cannot bring the ranks together on {address}: {error}") from error
         finally:
             ignore_signals()
+            rendezvous.close()
 
 
 class Streams(LogsSpecs):
@@ -93,6 +102,7 @@ class Streams(LogsSpecs):
         super().__init__()
         self._pipes, self._folder = pipes, folder
         self._environment = job.environment | environment
+        self.step_file = folder / "step"  # there once any rank has taken a step
 
     @property
     def root_log_dir(self) -> str:
@@ -106,6 +116,7 @@ class Streams(LogsSpecs):
         for rank, environment in envs.items():
             environment.update(self._environment | self._pipes.environment(rank))
             environment[FAILURE_FILE] = str(self.failure_file(rank))
+            environment[STEP_FILE] = str(self.step_file)
         return LogsDest(
             stdouts={rank: self._pipes.path(rank, STDOUT) for rank in envs},
             stderrs={rank: self._pipes.path(rank, STDERR) for rank in envs},
@@ -116,7 +127,7 @@ class Streams(LogsSpecs):
 class Agent(LocalElasticAgent):
     """torch elastic's agent for one node, with a record of how each rank ended."""
 
-    def __init__(self, job: Job, streams: Streams, rendezvous: Rendezvous, orders: Orders) -> None:
+    def __init__(self, job: Job, streams: Streams, rendezvous: Rendezvous, orders: Orders, guard: Guard) -> None:
         spec = WorkerSpec(
             role="zeroengine",
             local_world_size=job.nproc,
@@ -131,6 +142,8 @@ class Agent(LocalElasticAgent):
         self._remaining_restarts = 0
         self._streams, self._orders, self._place = streams, orders, rendezvous.place
         self._processes: list[RankProcess] = []
+        self._stepped = False
+        self._guard, self._reaped_at = guard, time.monotonic()
 
     def failures(self) -> tuple[Failure, ...]:
         """The ranks that failed by themselves, the first to fail first."""
@@ -167,6 +180,12 @@ class Agent(LocalElasticAgent):
         know where that was.
         """
         self._orders.check()
+        if time.monotonic() > self._reaped_at + REAP:
+            self._guard.reap([process.pid for process in self._processes])
+            self._reaped_at = time.monotonic()
+        if not self._stepped and self._streams.step_file.exists():
+            self._stepped = True
+            self._orders.stepped()
         running = [process for process in self._processes if process.poll() is None]
         failed = [process for process in self._processes if process.failed]
         explained = any(process.explained for process in failed)
@@ -179,6 +198,15 @@ class Agent(LocalElasticAgent):
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
         stop_all(self._processes, death_sig)
         super()._shutdown(death_sig, *args, **kwargs)  # newer torch passes a timeout
+
+
+@contextmanager
+def reported(guard: Guard) -> Iterator[Guard]:
+    """The guard for a `with` block, and at its end a line about processes that it could not end."""
+    with guard:
+        yield guard
+    if guard.left:
+        sys.stderr.write(f"zero-launch: processes of the run that cannot be ended: {guard.left}\n")
 
 
 @contextmanager

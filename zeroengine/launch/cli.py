@@ -24,6 +24,7 @@ from zeroengine.launcher_environment import START_AGAIN
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit code: that of the first rank that failed, or 2 for a wrong request."""
+    open_standard_descriptors()
     try:
         return launch(parse(sys.argv[1:] if argv is None else argv))
     except ZeroEngineError as error:
@@ -31,6 +32,20 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:  # before any rank was started
         return 128 + signal.SIGINT
+
+
+def open_standard_descriptors() -> None:
+    """Open /dev/null for stdin, stdout and stderr that are closed, before other files or sockets get their numbers."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
 
 
 def launch(options: argparse.Namespace) -> int:
@@ -71,7 +86,7 @@ def local(options: argparse.Namespace) -> int:
     for restart in range(options.max_restarts + 1):
         console.assign([f"rank {rank:>{width}}" for rank in range(request.nproc)], terminal=True)
         place = Place(request.nproc, job.HOST, options.port, restart=restart, run_id=run_id)
-        rendezvous = Rendezvous(place, listen(options.port) if options.port else None)
+        rendezvous = Rendezvous(place, listen(options.port))
         with Pipes(request.nproc, console.feed, console.flush, console.terminals()) as pipes:
             outcome = agent.run(request, pipes, rendezvous)
             console.finish()
@@ -83,10 +98,11 @@ def local(options: argparse.Namespace) -> int:
 
 
 def listen(port: int) -> socket.socket:
+    """Where the store of a run on this machine alone is served: nobody else can reach it there."""
     from zeroengine.launch import network
 
     try:
-        return network.listen(port)
+        return network.listen(port, job.HOST)
     except OSError as error:
         raise LaunchError(str(error)) from None
 
@@ -94,7 +110,7 @@ def listen(port: int) -> socket.socket:
 def over_ssh(options: argparse.Namespace) -> int:
     """Ranks on the hosts of a file."""
     hosts = select(read_hostfile(options.hostfile), options.include, options.exclude)
-    return on_nodes(options, hosts, shells.ssh(options.ssh))
+    return on_nodes(options, hosts, shells.ssh(options.ssh, options.connect_timeout))
 
 
 def in_slurm(options: argparse.Namespace) -> int:
@@ -242,7 +258,11 @@ def on_nodes(options: argparse.Namespace, hosts: Sequence[Host], shell: shells.S
         port=options.port,
         bind=options.bind,
         restarts=options.max_restarts,
+        idle_rounds=options.max_idle_rounds,
         silence=options.node_timeout,
+        connect_timeout=options.connect_timeout,
+        import_timeout=options.import_timeout,
+        fan_out=options.fan_out,
         run_id=uuid.uuid4().hex,
     )
     if options.dry_run:

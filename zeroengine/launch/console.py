@@ -21,6 +21,7 @@ COLOURS = (36, 35, 33, 32, 34, 31)
 ERASE = b"\r\x1b[K"
 RESTORE = b"\x1b[0m\x1b[?25h"  # plain colours and a visible cursor, after a progress bar that was cut short
 HOLD = 10.0  # seconds that a pipe's unfinished line is held back
+REDRAWN = 65536  # bytes of a terminal's unfinished line that are drawn again after another line
 TAIL = 8192  # bytes of each rank's stderr kept for the report
 CONTROL = rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|[^\[\n\r\x1b])"
 TOKEN = re.compile(rb"\n|\r|" + CONTROL + rb"|[^\n\r\x1b]+|\x1b")
@@ -35,7 +36,9 @@ class Channel:
     target: int  # where the launcher prints it: STDOUT or STDERR
     is_terminal: bool
     prefix: bytes
-    unfinished: bytes = b""  # what came after the last line's end; of a terminal, with its prefix
+    # What came after the last line's end, in its last version; of a terminal, with its prefix. An array, so that a line
+    # that comes in many pieces is put together in linear time.
+    unfinished: bytearray = field(default_factory=bytearray)
     since: float = field(default_factory=time.monotonic)  # when that began
     last: bytes = b"\n"  # of a terminal: a line's end, a carriage return, or b"" within a line
     cut: bytes = b""  # of a terminal: the beginning of a control sequence
@@ -44,16 +47,30 @@ class Channel:
     def lines(self, data: bytes) -> bytes:
         """What a pipe's new data complete: lines, prefixed, each in its last version."""
         began = bool(self.unfinished)
-        *whole, rest = (self.unfinished + data).split(b"\n")
-        body = rest.rstrip(b"\r")
-        self.unfinished = last_version(body) + rest[len(body) :]
+        *whole, rest = data.split(b"\n")
+        out = b""
+        if whole:
+            self._add(whole[0])
+            lines = [bytes(self.unfinished), *whole[1:]]
+            self.unfinished = bytearray()
+            out = b"".join(self.prefix + last_version(line) + b"\n" for line in lines)
+        self._add(rest)
         if whole or not began:
             self.since = time.monotonic()
-        return b"".join(self.prefix + last_version(line) + b"\n" for line in whole)
+        return out
+
+    def _add(self, data: bytes) -> None:
+        """To a pipe's unfinished line, in its last version. Carriage returns at the end may end the line."""
+        body = data.rstrip(b"\r")
+        if body:
+            if b"\r" in body or self.unfinished.endswith(b"\r"):
+                self.unfinished.clear()
+            self.unfinished += last_version(body)
+        self.unfinished += data[len(body) :]
 
     def flush(self) -> bytes:
         """A pipe's unfinished line, as a line."""
-        line, self.unfinished = last_version(self.unfinished), b""
+        line, self.unfinished = last_version(bytes(self.unfinished)), bytearray()
         return self.prefix + line + b"\n" if line else b""
 
     def drawn(self, data: bytes) -> bytes:
@@ -68,15 +85,17 @@ class Channel:
         for token in TOKEN.findall(data[: len(data) - len(self.cut)]):
             if token == b"\n":
                 out += self.prefix + token if self.last == b"\n" else token
-                self.unfinished, self.last = b"", token
+                self.unfinished, self.last = bytearray(), token
             elif token == b"\r":
                 out, self.last = out + token, token
             elif self.last and token[:1] == b"\x1b" and token[-1:] != b"m":
                 out += token
             else:
                 if self.last:
-                    self.unfinished, self.last, token = b"", b"", self.prefix + token
-                out, self.unfinished = out + token, self.unfinished + token
+                    self.unfinished, self.last, token = bytearray(), b"", self.prefix + token
+                out += token
+                self.unfinished += token
+                del self.unfinished[:-REDRAWN]
         return out
 
 
@@ -119,7 +138,7 @@ class Console:
             if channel.is_terminal:
                 if everything:
                     self._write(channel.target, b"\n" * bool(channel.unfinished) + RESTORE)
-                    channel.unfinished = b""
+                    channel.unfinished = bytearray()
             elif channel.unfinished and (everything or time.monotonic() - channel.since > HOLD):
                 self._print(channel, channel.flush())
 
@@ -170,9 +189,10 @@ class Console:
 
     def _write(self, target: int, data: bytes) -> None:
         """Write all of it. Where nobody reads any more (a closed pipe or terminal), end the run."""
-        while data and not self._lost:
+        rest = memoryview(data)
+        while rest and not self._lost:
             try:
-                data = data[os.write(target, data) :]
+                rest = rest[os.write(target, rest) :]
             except BlockingIOError:
                 time.sleep(0.01)
             except OSError:

@@ -6,6 +6,7 @@ import shlex
 
 from zeroengine.launch import job
 from zeroengine.launch.hosts import Host, processes
+from zeroengine.launch.masking import masked
 from zeroengine.launch.request import Request
 
 PORT = 29500  # stands for the free port that a real run finds
@@ -28,7 +29,7 @@ def describe(request: Request) -> str:
                 "ZEROENGINE_HOST": host.label,
             }
             devices = _devices(host)
-            given = {**own, **devices, **request.environment, **request.ranks_environment}
+            given = {**own, **devices, **masked(request.environment), **request.ranks_environment}
             words = [f"{key}={value}" for key, value in given.items()]
             command = job.command(request.target, request.arguments, request.module)
             line = f"cd {shlex.quote(request.folder)} && exec env {shlex.join([*words, *command])}"

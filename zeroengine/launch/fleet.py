@@ -6,26 +6,24 @@ import contextlib
 import math
 import queue
 import signal
-import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from types import FrameType
 
 from zeroengine.errors import LaunchError
 from zeroengine.launch import preflight, signals, versions
+from zeroengine.launch.connections import DESCRIPTORS, TICK, Connections, allow_descriptors
 from zeroengine.launch.console import Console
 from zeroengine.launch.hosts import Host
-from zeroengine.launch.link import Events, Link
+from zeroengine.launch.link import RETRY, Link
 from zeroengine.launch.rank import GRACE
 from zeroengine.launch.request import Request
-from zeroengine.launch.wire import BEAT, Message, to_bytes
+from zeroengine.launch.wire import Message, to_bytes
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-TICK = 0.1  # seconds between two looks at clocks and signals
-CONNECT = 30.0  # seconds for a connection, from nothing to a Python that speaks
-PREPARE = 120.0  # seconds for that Python to import torch from a cold disk
+MANY = 100  # events that are taken between two looks at what is waited for
 ANSWER = 20.0  # seconds for a short answer
-RETRY = 3.0  # seconds between two attempts to reach a node that was lost
 
 
 class Stopped(Exception):
@@ -36,7 +34,7 @@ class Stopped(Exception):
 
 
 class Fleet:
-    """The nodes, for a `with` block: connects to all of them at once, and at its end leaves nothing there.
+    """The nodes, for a `with` block: connects to them, many at a time, and at its end leaves nothing there.
 
     Attributes:
         links: one for each host of the request; of a lost node, what is known about it.
@@ -45,27 +43,32 @@ class Fleet:
     def __init__(self, request: Request, console: Console) -> None:
         self._request, self._console = request, console
         self._wanted: Message = {"folder": request.folder, "environment": request.environment}
-        self._events: Events[tuple[Link, Message]] = queue.Queue(1000)
+        self._waiting: deque[Link] = deque()  # that are still to be connected to
+        self._looked = 0.0  # when the clocks were looked at last
         self._signal: signal.Signals | None = None
         self._returning: dict[int, Link] = {}  # new connections to hosts that were lost
         self._told: set[preflight.Problem] = set()  # of nodes that came back
         self._handlers: dict[int, signal._HANDLER] = {}
-        self._over = threading.Event()
+        self._over = False
         self._to_pass_on: queue.SimpleQueue[signal.Signals] = queue.SimpleQueue()
         self._passing_on = contextlib.ExitStack()
         self.links: list[Link] = []
 
     def __enter__(self) -> Fleet:
+        count = len(self._request.hosts)
+        allow_descriptors(DESCRIPTORS * count, f"{count} nodes")
+        self._connections = Connections()
         for number in SIGNALS:
             self._handlers[number] = signal.getsignal(number)
             signal.signal(number, self._interrupted)
         self._passing_on.enter_context(signals.passed_on(self._to_pass_on.put))
         self.links = [self._connect(host) for host in self._request.hosts]
-        threading.Thread(target=self._beat, name="zero-launch beat", daemon=True).start()
+        self._connect_waiting()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._over.set()
+        self._over = True
+        self._waiting.clear()
         links = self._all()
         for link in links:
             link.close()
@@ -74,6 +77,7 @@ class Fleet:
             self._drain()
         for link in links:
             link.kill()
+        self._connections.close()
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._passing_on.close()
@@ -100,11 +104,10 @@ class Fleet:
             self._drain()
         return True
 
-    def ask(self, links: Sequence[Link], message: Message) -> bool:
-        """Have all of them do something short; False where a node was lost meanwhile.
+    def ask(self, links: Sequence[Link], message: Message) -> dict[Link, str]:
+        """Have all of them do something short; returns those that cannot, each with what it says.
 
-        Raises:
-            LaunchError: a node that cannot; with what it says.
+        A node that does not answer in time is lost.
         """
         for link in links:
             link.answer = None
@@ -113,13 +116,10 @@ class Fleet:
             for link in links:
                 if not link.answer:
                     link.lose(f"no answer within {ANSWER:.0f} s")
-        said = [(link.host.label, link.answer["text"]) for link in links if link.answer and "text" in link.answer]
-        if said:
-            raise preflight.table(said, len(self.links))
-        return all(link.lost is None for link in links)
+        return {link: link.answer["text"] for link in links if link.answer and "text" in link.answer}
 
     def check(self) -> None:
-        """See that the nodes can take part. In an elastic run those that cannot be reached are left out.
+        """See that the nodes can take part. In an elastic run those that do not answer are left out.
 
         Raises:
             LaunchError: all that is wrong, in one table.
@@ -129,7 +129,8 @@ class Fleet:
             if link.facts is not None and link.facts["config_error"]:
                 raise LaunchError(link.facts["config_error"])
         found = {link: self._problems(link) for link in self.links}
-        absent = [link for link in self.links if link.hello is None]
+        absent = [link for link in self.links if link.facts is None and found[link] == [(link.host.label, link.lost)]]
+        absent = [link for link in absent if not link.refused]
         wrong = any(found[link] for link in self.links if link not in absent)
         if wrong or len(self.links) - len(absent) < self._request.least:
             raise preflight.table([problem for problems in found.values() for problem in problems], len(self.links))
@@ -150,7 +151,7 @@ class Fleet:
             candidate = self._returning.get(index)
             if link.lost is None:
                 continue
-            if candidate is None and now > link.lost_at + RETRY:
+            if candidate is None and now > link.retry_at:
                 link.kill()
                 self._returning[index] = self._connect(link.host)
             elif candidate is not None and (candidate.lost or (candidate.facts and self._problems(candidate))):
@@ -159,9 +160,14 @@ class Fleet:
                         self._told.add(problem)
                         self.say(f"{problem[0]} is back, and cannot take part: {problem[1]}")
                 candidate.kill()
-                link.lost_at = now
+                link.retry_after(RETRY)
                 del self._returning[index]
         return any(candidate.facts is not None and not candidate.lost for candidate in self._returning.values())
+
+    def retry_now(self) -> None:
+        """Nodes that were put aside may come back: the run cannot go on without them."""
+        for link in self.links:
+            link.retry_after(min(RETRY, link.retry_at - time.monotonic()))
 
     def take_back(self) -> None:
         """Nodes that are back take their places."""
@@ -176,44 +182,62 @@ class Fleet:
         return [*self.links, *self._returning.values()]
 
     def _connect(self, host: Host) -> Link:
-        return Link(host, self._request.shell, self._wanted, self._events)
+        link = Link(host, self._request.shell, self._wanted, self._connections)
+        self._waiting.append(link)
+        return link
+
+    def _connect_waiting(self) -> None:
+        """Connect to those that wait for it, while not too many others are being connected to."""
+        if self._waiting:
+            connecting = sum(link.is_connecting for link in self._all())
+            while self._waiting and connecting < self._request.fan_out:
+                link = self._waiting.popleft()
+                link.connect()
+                connecting += link.is_connecting
 
     def _problems(self, link: Link) -> list[preflight.Problem]:
         return preflight.problems(link, versions.installed(), self._request.nproc)
-
-    def _beat(self) -> None:
-        while not self._over.wait(BEAT):
-            for link in self._all():
-                link.send({"do": "beat"})
 
     def _interrupted(self, number: int, _: FrameType | None) -> None:
         self._signal = self._signal or signal.Signals(number)
 
     def _drain(self) -> None:
+        """Take what has come, or wait a moment for it; look at the clocks now and then, however much comes."""
         while not self._to_pass_on.empty():
             number, running = self._to_pass_on.get(), [link for link in self.links if link.running]
             for link in running:
                 link.send({"do": "signal", "signal": int(number)})
             if not running:
                 self.say(f"{number.name} came while no rank was running, and is forgotten")
+        timeout: float | None = TICK
         try:
-            self._take(*self._events.get(timeout=TICK))
-        except queue.Empty:  # only then do we know what has been heard
+            for _ in range(MANY):
+                owner, message, size = self._connections.events.get(timeout is not None, timeout)
+                assert isinstance(owner, Link)
+                self._take(owner, message)
+                owner.taken(size)
+                timeout = None
+        except queue.Empty:
+            pass
+        if time.monotonic() > self._looked + TICK:
             self._console.flush()
             for link in self._all():
                 self._listen_for(link)
+            self._looked = time.monotonic()
+        self._connect_waiting()
 
     def _listen_for(self, link: Link) -> None:
         """Give the node up if it has been silent for too long."""
-        now, silence = time.monotonic(), self._request.silence
-        if link.lost is not None:
+        now, request = time.monotonic(), self._request
+        silence, connect, prepare = request.silence, request.connect_timeout, request.import_timeout
+        if link.lost is not None or link.began is None:
             return
         if link.hello is None:
-            if now - link.began > CONNECT:
-                link.lose(f"{self._request.shell.name} does not connect within {CONNECT:.0f} s")
+            if now - link.began > connect:
+                link.lose(f"{request.shell.name} does not connect within {connect:g} s (--connect-timeout)")
         elif link.facts is None:
-            if now - link.hello["at"] > PREPARE:
-                link.lose(f"does not answer within {PREPARE:.0f} s")
+            if now - link.hello["at"] > prepare:
+                link.lose(f"its Python has not imported torch within {prepare:g} s (--import-timeout)")
         elif now - link.heard > silence:
             link.lose(f"no sign of life for {silence:.0f} s: the node or its network is down")
 
@@ -225,16 +249,19 @@ class Fleet:
         elif kind == "facts":
             link.facts = message
         elif kind == "problem" and (link.facts is None or link.running):
+            link.refused = link.facts is None
             link.lose(message["text"])
         elif kind in ("answer", "problem"):
             link.answer = message
         elif kind == "output" and link.running:
             self._console.feed(link.first_rank + message["rank"], message["target"], to_bytes(message["data"]))
+        elif kind == "stepped":
+            link.stepped = True
         elif kind == "finished":
             link.finished = True
         elif kind == "ended":
             link.ended = message
         elif kind == "gone":
             link.lose(link.why_gone(message["code"]))
-        elif kind == "text" and link.facts is not None and not self._over.is_set():
+        elif kind == "text" and link.facts is not None and not self._over:
             self._console.say(f"[{link.host.label}] {message['text']}\n")

@@ -18,6 +18,7 @@ from pathlib import Path
 from zeroengine.errors import LaunchError
 from zeroengine.launch import worker
 from zeroengine.launch.bind import shares
+from zeroengine.launch.masking import masked
 
 HOST = "127.0.0.1"
 CPU_PROCESSES = 2  # what `--nproc auto` means on a machine without a GPU
@@ -33,7 +34,7 @@ class Job:
     environment: dict[str, str]  # what every rank is given on top of the launcher's own environment
 
     def describe(self, port: int = 0) -> str:
-        """The run as lines for a shell, a rank each: started side by side they are the run.
+        """The run as lines for a shell, a rank each: started side by side they are the run, but for masked secrets.
 
         Args:
             port: of the ranks' store; a free one where 0.
@@ -44,7 +45,7 @@ class Job:
         lines = []
         for rank in range(self.nproc):
             own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.nproc, "LOCAL_WORLD_SIZE": self.nproc}
-            variables = own | {"MASTER_ADDR": HOST, "MASTER_PORT": port} | self.environment
+            variables = own | {"MASTER_ADDR": HOST, "MASTER_PORT": port} | masked(self.environment)
             lines.append(" ".join(f"{key}={shlex.quote(str(value))}" for key, value in variables.items()))
             lines[-1] += f" {shlex.join(self.command)}"
         return "\n".join(lines)

@@ -1,143 +1,133 @@
-"""The launcher's connection to one node: a process such as ssh, and what has come over it so far."""
+"""One node as the launcher sees it: what has come over its connection so far."""
 
 from __future__ import annotations
 
 import math
-import os
-import queue
 import signal
 import subprocess
-import threading
 import time
-from collections import deque
 from pathlib import Path
 
 from zeroengine.launch import bootstrap
+from zeroengine.launch.connections import Connection, Connections
 from zeroengine.launch.hosts import Host
 from zeroengine.launch.shells import Shell
-from zeroengine.launch.wire import MARK, Message, Writer, decode
+from zeroengine.launch.wire import Message, encode
 
-QUOTED = 5  # lines of what ssh said that are kept
-LAST_WORDS_S = 1.0  # for what it said at its end to arrive; a process that it leaves behind may keep the pipe open
-
-# A link and what came over it. Bounded: where the screen is slow, the ranks wait as they do for any slow terminal.
-Events = queue.Queue
+RETRY = 3.0  # seconds between two attempts to reach a node that was lost
 
 
 class Link:
-    """One node as the launcher sees it. Only the launcher's main thread uses it; readers of its own put into `events`.
+    """One node as the launcher sees it. Only the launcher's main thread uses it.
 
     Attributes:
-        heard: `time.monotonic` of the last sign of life.
-        clock: seconds that its `time.monotonic` is behind this one's, by the quickest message: one that is on its way
-            for long makes it seem to be further behind.
+        began: `time.monotonic` of `connect`; None before.
         lost: why the node is not there any more, in words; None while it is.
+        refused: whether it is lost because it lacks something, and not because it does not answer.
+        retry_at: `time.monotonic` before which a lost node is not connected to again.
         running: whether its ranks run now.
     """
 
-    def __init__(self, host: Host, shell: Shell, wanted: Message, events: Events[tuple[Link, Message]]) -> None:
+    def __init__(self, host: Host, shell: Shell, wanted: Message, connections: Connections) -> None:
         self.host = host
-        self.began = self.heard = time.monotonic()
-        self.clock = math.inf
+        self.began: float | None = None
         self.hello: Message | None = None
         self.facts: Message | None = None
         self.answer: Message | None = None
         self.lost: str | None = None
-        self.lost_at = 0.0
+        self.refused = False
+        self.retry_at = 0.0
         self.running = False
         self.begin(0, 0)
-        self._shell = shell
-        self._said: deque[str] = deque(maxlen=QUOTED)
-        self._process = subprocess.Popen(
-            shell.starter(host.name),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is ours to pass on
-        )
-        assert self._process.stdin is not None
-        self._writer = Writer(os.dup(self._process.stdin.fileno()))
-        self._process.stdin.close()
-        self._readers = [
-            threading.Thread(target=read, args=(events,), name=f"zero-launch {host.name}", daemon=True)
-            for read in (self._read_errors, self._read_messages)
-        ]
-        for reader in self._readers:
-            reader.start()
-        source = Path(bootstrap.__file__).read_text()
-        self._writer.write(f"exec({source!r})\n".encode())
-        self._writer.send(wanted)
+        self._shell, self._wanted, self._connections = shell, wanted, connections
+        self._connection: Connection | None = None
+
+    @property
+    def heard(self) -> float:
+        """See `Connection`."""
+        return self._connection.heard if self._connection else math.inf
+
+    @property
+    def clock(self) -> float:
+        """See `Connection`."""
+        return self._connection.clock if self._connection else math.inf
+
+    @property
+    def is_connecting(self) -> bool:
+        return self.began is not None and self.hello is None and self.lost is None
 
     @property
     def ranks(self) -> range:
         return range(self.first_rank, self.first_rank + self.nproc)
 
+    def connect(self) -> None:
+        """Start the process that connects to the node, and send it what a node begins with."""
+        self.began = time.monotonic()
+        try:
+            self._connection = self._connections.connect(self, self._shell.starter(self.host.name))
+        except OSError as error:
+            self.lose(f"{self._shell.name} cannot be started: {error.strerror}")
+            return
+        source = Path(bootstrap.__file__).read_text()
+        self._connections.send(self._connection, f"exec({source!r})\n".encode() + encode(self._wanted))
+
     def begin(self, first_rank: int, nproc: int) -> None:
         """Before a round, in which the node has these ranks."""
         self.first_rank, self.nproc = first_rank, nproc
         self.ended: Message | None = None  # how its ranks ended
+        self.stepped = False  # one of them has taken a step
         self.finished = False  # all of them well, and the others are waited for
         self.stopped = False  # told to end them
 
     def send(self, message: Message) -> None:
-        if self.lost is None:
-            self._writer.send(message)
+        if self.lost is None and self._connection is not None:
+            self._connections.send(self._connection, encode(message))
+
+    def taken(self, size: int) -> None:
+        """So many bytes of what came over the connection have been dealt with."""
+        if self._connection is not None:
+            self._connections.taken(self._connection, size)
 
     def lose(self, why: str) -> None:
         """From now on the node is not there; its end of the connection, if any, will end its ranks."""
         if self.lost is None:
-            self.lost, self.lost_at = why, time.monotonic()
-            self.close()
+            self.lost = why
+            self.retry_after(RETRY)
+            if self._connection is not None:
+                self._connections.end(self._connection, flush=False)
+
+    def retry_after(self, seconds: float) -> None:
+        self.retry_at = time.monotonic() + seconds
 
     def close(self) -> None:
         """End the connection. The node's side ends what runs there."""
-        self._writer.close()
+        if self._connection is not None:
+            self._connections.end(self._connection)
 
     def kill(self, patience: float = 0.0) -> None:
         """After `patience` seconds for it to end by itself, end the connecting process."""
+        if self._connection is None:
+            return
         self.close()
+        process = self._connection.process
         try:
-            self._process.wait(patience)
+            process.wait(patience)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            process.kill()
+            process.wait()
+        self._connections.drop(self._connection)
 
     def is_connected(self) -> bool:
-        return self._process.poll() is None
+        return self._connection is not None and self._connection.process.poll() is None
 
     def why_gone(self, code: int) -> str:
         """A sentence about a connection that has ended by itself."""
-        said = " / ".join(self._said)
+        said = " / ".join(self._connection.said) if self._connection else ""
         if self.hello is None:
             if code == 127 and self._shell.name == "ssh":
                 return f"there is no such Python: {said}"
             return said or f"{self._shell.name} ended with {_ending(code)}"
         return f"its connection ended ({_ending(code)})" + (f": {said}" if said else "")
-
-    def _read_messages(self, events: Events[tuple[Link, Message]]) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self.heard = time.monotonic()
-            if line.startswith(MARK):
-                message = decode(line[len(MARK) :])
-                if "clock" in message:
-                    self.clock = min(self.clock, self.heard - message["clock"])
-                if message["is"] != "beat":
-                    message["at"] = self.heard
-                    events.put((self, message))
-            elif line.strip():
-                events.put((self, {"is": "text", "text": line.decode(errors="replace").rstrip()}))
-        code = self._process.wait()
-        self._readers[0].join(LAST_WORDS_S)
-        events.put((self, {"is": "gone", "code": code}))
-
-    def _read_errors(self, events: Events[tuple[Link, Message]]) -> None:
-        assert self._process.stderr is not None
-        for line in self._process.stderr:
-            text = line.decode(errors="replace").rstrip()
-            if text:
-                self._said.append(text)
-                events.put((self, {"is": "text", "text": text}))
 
 
 def _ending(code: int) -> str:

@@ -5,18 +5,27 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-WORDS = frozenset("AUTH CREDENTIAL CREDENTIALS KEY KEYS PASS PASSPHRASE PASSWORDS PAT SECRETS".split())
-ENDS = ("APIKEY", "PASSWD", "PASSWORD", "SECRET", "TOKEN")  # as in PGPASSWORD
-IN_URL = re.compile(r"://[^/\s:@]*:[^/\s@]+@")  # https://user:password@proxy
 MASK = "***"
+FOLDERS = ("PWD", "OLDPWD")
+WORDS = re.compile(  # the end of a word of the name: WANDB_API_KEY and PGPASSWORD, but not TOKENIZERS_PARALLELISM
+    r"((?<![A-Z])(KEY|PASS|AUTH|PAT|COOKIE|PRIVATE|SIGNATURE|CREDENTIAL)|APIKEY|OAUTH|TOKEN|SECRET|PASSWORD|PASSWD|"
+    r"PASSPHRASE|PWD)S?\d*(_|$)"
+)
+IN_URL = re.compile(r"(://[^/\s:@]*):[^/\s@]+@")  # https://user:password@proxy
 
 
 def is_secret(name: str, value: str = "") -> bool:
-    """Whether a variable looks secret: a word of its name says so, or its value is a URL with a password."""
-    words = name.upper().split("_")
-    return any(word in WORDS or word.endswith(ENDS) for word in words) or bool(IN_URL.search(value))
+    """Return whether a variable looks secret: its name says so, or its value is a URL with a password."""
+    return _has_secret_name(name) or bool(IN_URL.search(value))
 
 
 def masked(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables as they may be shown."""
-    return {name: MASK if value and is_secret(name, value) else value for name, value in environment.items()}
+    """Return the variables as they may be shown."""
+    return {
+        name: MASK if value and _has_secret_name(name) else IN_URL.sub(rf"\1:{MASK}@", value)
+        for name, value in environment.items()
+    }
+
+
+def _has_secret_name(name: str) -> bool:
+    return name.upper() not in FOLDERS and WORDS.search(name.upper()) is not None

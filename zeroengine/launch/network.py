@@ -15,16 +15,16 @@ SIOCGIFADDR = 0x8915
 TIMEOUT = 5.0  # seconds for a connection to the first node
 
 
-def listen(port: int) -> socket.socket:
-    """A socket that listens on every address of this node, at any free port for 0.
+def listen(port: int, host: str = "") -> socket.socket:
+    """A socket that listens on every address of this node, or on an IPv4 one alone, at any free port for 0.
 
     Raises:
         OSError: the port is in use; the message says so.
     """
-    both = socket.has_dualstack_ipv6()
+    both = not host and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     try:
-        return socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=1024)
+        return socket.create_server((host, port), family=family, dualstack_ipv6=both, backlog=1024)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise OSError(f"port {port} is in use. Choose another with --port, or leave --port out") from None

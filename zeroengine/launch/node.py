@@ -24,7 +24,7 @@ from zeroengine.launch import agent, bind, job, network, signals, versions, work
 from zeroengine.launch.pipes import Pipes
 from zeroengine.launch.rank import GRACE, Outcome
 from zeroengine.launch.rendezvous import Place, Rendezvous
-from zeroengine.launch.wire import BEAT, MARK, SILENCE, Message, Writer, decode, to_text
+from zeroengine.launch.wire import BEAT, MARK, SILENCE, Lines, Message, Writer, decode, to_text
 
 LAST_WORDS = 2 * GRACE + 2.0  # seconds for an orderly end once the launcher is gone
 
@@ -49,6 +49,9 @@ class Told:
         if self._stop is not None:
             raise SignalException("the launcher said so", self._stop)
 
+    def stepped(self) -> None:
+        self._writer.send({"is": "stepped"})
+
     def finished(self) -> None:
         self._writer.send({"is": "finished"})
         while not self._released.wait(agent.POLL):
@@ -69,15 +72,14 @@ class Told:
             self._messages.put(message)
 
     def _listen(self) -> None:
-        unfinished = b""
+        lines = Lines()
         try:
             while select.select([0], [], [], self._silence)[0]:
                 data = os.read(0, 1 << 16)
                 if not data:
                     break
-                *lines, unfinished = (unfinished + data).split(b"\n")
-                for line in lines:
-                    self._take(decode(line))
+                for line in lines.feed(data):
+                    self._take(decode(line, "do"))
         finally:
             self._gone, self._stop = True, signal.SIGTERM
             self._messages.put(None)
@@ -104,7 +106,10 @@ class Node:
         connection = os.environ.get("SSH_CONNECTION", "").split()
         reached_at = connection[2] if len(connection) == 4 else None
         address = message["address"] or network.own_address(reached_at, message["others"])
-        self._listener = network.listen(message["port"])
+        host = ""
+        if not message["others"] and not message["address"]:  # then nobody else is to reach it
+            host = address = job.HOST
+        self._listener = network.listen(message["port"], host)
         port: int = self._listener.getsockname()[1]
         if message["address"]:
             try:

@@ -9,6 +9,7 @@ from pathlib import Path
 from zeroengine.cli import Parser
 from zeroengine.errors import LaunchError
 from zeroengine.launch import bind
+from zeroengine.launch.request import CONNECT, FAN_OUT, IDLE_ROUNDS, IMPORT
 from zeroengine.launch.wire import SILENCE
 
 LAUNCHERS = ("local", "ssh", "slurm", "mpi", "k8s", "ray")
@@ -25,6 +26,10 @@ HONOURED_BY = {
     "port": ("local", "ssh", "slurm", "mpi"),
     "ssh": ("ssh",),
     "node_timeout": ("ssh", "slurm"),
+    "max_idle_rounds": ("ssh", "slurm"),
+    "connect_timeout": ("ssh", "slurm"),
+    "import_timeout": ("ssh", "slurm"),
+    "fan_out": ("ssh", "slurm"),
     "submit": ("slurm",),
     "sbatch": ("slurm",),
     "image": ("k8s",),
@@ -77,6 +82,13 @@ def parser() -> Parser:
         default=0,
         help="start the ranks again after a failure, N times at most",
     )
+    add(
+        "--max-idle-rounds",
+        metavar="N",
+        type=int,
+        default=IDLE_ROUNDS,
+        help="an elastic run ends when nodes were lost in so many rounds in a row before a step was taken (3)",
+    )
     add("-m", "--module", action="store_true", help="the script is a module's name, as with python -m")
 
     add = parser.add_argument_group("the nodes").add_argument
@@ -97,6 +109,21 @@ def parser() -> Parser:
         default=SILENCE,
         help="silence after which a node is given up (10)",
     )
+    add(
+        "--connect-timeout",
+        metavar="SECONDS",
+        type=float,
+        default=CONNECT,
+        help="for a connection to a node (30)",
+    )
+    add(
+        "--import-timeout",
+        metavar="SECONDS",
+        type=float,
+        default=IMPORT,
+        help="for a node's Python to import torch (120)",
+    )
+    add("--fan-out", metavar="N", type=int, default=FAN_OUT, help="connect to so many nodes at a time (64)")
     add("--submit", action="store_true", help="slurm: write a batch script of this command and submit it")
     add(
         "--sbatch",
@@ -167,6 +194,13 @@ def check(options: argparse.Namespace) -> None:
         raise LaunchError(f"--port {options.port}: ports go from 1 to 65535. Leave --port out for a free one")
     if options.max_restarts < 0:
         raise LaunchError(f"--max-restarts {options.max_restarts}: write 0 for none, or a positive number")
+    for name in ("connect_timeout", "import_timeout"):
+        if not getattr(options, name) > 0:
+            raise LaunchError(f"--{name.replace('_', '-')} {getattr(options, name):g}: write a number of seconds")
+    if options.fan_out < 1:
+        raise LaunchError(f"--fan-out {options.fan_out}: write 1 or more")
+    if options.max_idle_rounds < 1:
+        raise LaunchError(f"--max-idle-rounds {options.max_idle_rounds}: write 1 or more")
     if not options.node_timeout >= 5:
         raise LaunchError(f"--node-timeout {options.node_timeout:g}: nodes speak every 2 s; write 5 or more")
     _check_honoured(options, launcher)

@@ -31,7 +31,11 @@ class Place:
 
 
 class Rendezvous(RendezvousHandler):
-    """See torch's `RendezvousHandler`. With `listener`, a bound socket, the store is served on it."""
+    """See torch's `RendezvousHandler`. With `listener`, a bound socket, the store is served on it.
+
+    Only this object holds the store: `close` ends it and frees its port, which the next round may need. The agent,
+    which stays alive in reference cycles of its own, is given a store of this process alone.
+    """
 
     def __init__(self, place: Place, listener: socket.socket | None = None) -> None:
         self.place = place
@@ -44,14 +48,20 @@ class Rendezvous(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         place, port = self.place, self.place.port
-        self._store = dist.HashStore()  # the launcher has told us all that agents tell each other through theirs
         if place.node == 0:
             fd = None if self._listener is None else self._listener.detach()
             self._store = dist.TCPStore(
                 place.address, port, None, True, PATIENCE, wait_for_workers=False, master_listen_fd=fd
             )
             port = self._store.port
-        return RendezvousInfo(self._store, place.node, place.nodes, RendezvousStoreInfo(place.address, port))
+        alone = dist.HashStore()  # the launcher has told us all that agents tell each other through theirs
+        return RendezvousInfo(alone, place.node, place.nodes, RendezvousStoreInfo(place.address, port))
+
+    def close(self) -> None:
+        """End the store, once no rank needs it any more."""
+        self._store = None
+        if self._listener is not None:
+            self._listener.close()  # where the store was never started
 
     def get_backend(self) -> str:
         return "zero-launch"

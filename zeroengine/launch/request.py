@@ -11,6 +11,11 @@ from zeroengine.launch.link import Link
 from zeroengine.launch.shells import Shell
 from zeroengine.launch.wire import SILENCE, Message
 
+IDLE_ROUNDS = 3
+CONNECT = 30.0  # seconds for a connection, from nothing to a Python that speaks
+IMPORT = 120.0  # seconds for that Python to import torch from a cold disk
+FAN_OUT = 64  # nodes that are connected to at a time
+
 
 @dataclass(frozen=True)
 class Request:
@@ -33,7 +38,11 @@ class Request:
     port: int = 0
     bind: str | None = None
     restarts: int = 0
+    idle_rounds: int = IDLE_ROUNDS  # so many rounds in a row without a step end an elastic run
     silence: float = SILENCE
+    connect_timeout: float = CONNECT
+    import_timeout: float = IMPORT
+    fan_out: int = FAN_OUT
     run_id: str = "none"
 
     @property

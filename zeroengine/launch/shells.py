@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import shutil
@@ -15,7 +16,6 @@ EXAMPLE = "Write a command such as --ssh 'ssh -p 2222 -i key'"
 SSH = ("ssh", "-T", "-x", "-a")
 SSH_OPTIONS = {
     "BatchMode": "yes",  # a question that nobody can answer is a failure
-    "ConnectTimeout": "10",
     "ServerAliveInterval": "5",
     "ServerAliveCountMax": "3",
     "LogLevel": "ERROR",
@@ -54,8 +54,11 @@ class Shell:
         return self.command(host, f"exec {shlex.quote(sys.executable)} -u -c {shlex.quote(STARTER)}")
 
 
-def ssh(command: str | None = None) -> Shell:
+def ssh(command: str | None = None, timeout: float = 30.0) -> Shell:
     """Plain ssh, or what `--ssh` says instead, such as `ssh -p 2222 -i key`.
+
+    Args:
+        timeout: seconds for a connection; ssh is given a third of it to reach the host, so that it can say why not.
 
     Raises:
         LaunchError: that is no command.
@@ -66,7 +69,8 @@ def ssh(command: str | None = None) -> Shell:
         raise LaunchError(f"--ssh {command}: {str(error).lower()}. {EXAMPLE}") from None
     if not words:
         raise LaunchError(f"--ssh: an empty command. {EXAMPLE}")
-    options = [word for key, value in SSH_OPTIONS.items() for word in ("-o", f"{key}={value}")]
+    given = {**SSH_OPTIONS, "ConnectTimeout": str(math.ceil(timeout / 3))}
+    options = [word for key, value in given.items() for word in ("-o", f"{key}={value}")]
     return Shell((*words, *options, "--", "{host}"))
 
 

@@ -21,8 +21,17 @@ def encode(message: Message) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 
-def decode(line: bytes) -> Message:
-    message: Message = json.loads(line)
+def decode(line: bytes, kind: str) -> Message:
+    """
+    Args:
+        kind: `is` for what a node says, `do` for what the launcher does.
+
+    Raises:
+        ValueError: the line is no message.
+    """
+    message = json.loads(line)
+    if not isinstance(message, dict) or kind not in message:
+        raise ValueError(f"not a message: {line[:80]!r}")
     return message
 
 
@@ -35,6 +44,23 @@ def to_bytes(text: str) -> bytes:
     return text.encode("latin-1")
 
 
+class Lines:
+    """Cuts a stream into lines, in time proportional to its length however long they are."""
+
+    def __init__(self) -> None:
+        self._unfinished: list[bytes] = []
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The lines that the data complete, without their ends."""
+        *lines, rest = data.split(b"\n")
+        if lines:
+            lines[0] = b"".join([*self._unfinished, lines[0]])
+            self._unfinished.clear()
+        if rest:
+            self._unfinished.append(rest)
+        return lines
+
+
 class Writer:
     """The sending end, for several threads. What nobody reads any more is dropped: the receiving end will notice."""
 
@@ -45,10 +71,11 @@ class Writer:
         self.write(self._mark + encode(message))
 
     def write(self, data: bytes) -> None:
+        rest = memoryview(data)
         try:
             with self._lock:
-                while data:
-                    data = data[os.write(self._fd, data) :]
+                while rest:
+                    rest = rest[os.write(self._fd, rest) :]
         except OSError:
             pass
 
