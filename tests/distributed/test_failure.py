@@ -28,7 +28,7 @@ from .ranks import run_ranks
 from .test_parameters import Net, Skipping, features
 from .training import start
 
-UNIT = r"(blocks\.\d|rest|norm)"
+UNIT = r"(blocks\.\d|rest|norm|compare inputs)"  # where the ranks meet, of whose inputs the first three are compared
 PATIENCE = 3.0  # seconds: comm.timeout_seconds where the test waits for it
 SOON = 30.0  # seconds: well within LONG, with room for a busy machine
 LONG = 300.0
