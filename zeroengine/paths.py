@@ -23,3 +23,8 @@ def checked_path(path: object, argument: str, error: type[ZeroEngineError] = Zer
     if not name.strip():
         raise error(f"{argument} is a path, such as 'runs/a', and is empty here. For the working folder write '.'")
     return name
+
+
+def is_file_name(name: object) -> bool:
+    """Return whether ``name`` names something within a folder, and leads nowhere else."""
+    return isinstance(name, str) and os.path.basename(name) == name and name not in ("", ".", "..")

@@ -36,6 +36,7 @@ from zeroengine.errors import CheckpointError
 from ..distributed.models import batch
 from ..distributed.ranks import run_ranks
 from ..distributed.training import start
+from .dying import Died, dying_after
 from .models import engine_at
 from .test_interop import theirs
 
@@ -467,35 +468,18 @@ def test_a_failed_export_leaves_what_was_there(run: Path, tmp_path: Path, monkey
     assert [path.name for path in tmp_path.iterdir()] == ["out"] and files_of(tmp_path / "out") == before
 
 
-class Died(BaseException):
-    pass
-
-
 def test_an_export_that_dies_between_any_two_operations_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever comes first, the next export finds the old weights or the new ones, and the other files."""
-    real = {"rename": Path.rename, "fsync": os.fsync, "rmtree": shutil.rmtree}
     for instant in range(30):
-        out, left = tmp_path / str(instant) / "out", [instant]
+        out = tmp_path / str(instant) / "out"
         out.mkdir(parents=True)
         (out / "config.json").write_text("{}")
         (out / "model.safetensors").write_text("old")
 
-        def dying(name: str, left: list[int] = left) -> Any:
-            def operation(*args: Any, **kwargs: Any) -> Any:
-                left[0] -= 1
-                if left[0] < 0:
-                    raise Died
-                return real[name](*args, **kwargs)
-
-            return operation
-
         output, died = Output(out), False
-        with monkeypatch.context() as patch:
-            patch.setattr(Path, "rename", dying("rename"))
-            patch.setattr(os, "fsync", dying("fsync"))
-            patch.setattr(shutil, "rmtree", dying("rmtree"))
+        with dying_after(instant, monkeypatch):
             try:
                 writing = output.begin(3)
                 (writing / "model.safetensors").write_text("new")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing as mp
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,8 @@ import pytest
 
 from zeroengine.checkpoint.store import FORMAT, LATEST, MANIFEST, File, Manifest, Store, check_tag, checksum
 from zeroengine.errors import CheckpointError
+
+from .dying import Died, dying_after
 
 
 def write(store: Store, tag: str, step: int = 0, content: bytes = b"x" * 100, keep: int | None = None) -> None:
@@ -50,35 +50,16 @@ def test_a_tag_can_be_written_again(tmp_path: Path) -> None:
     assert store.damage("best", ["data"]) == []
 
 
-class Died(BaseException):
-    pass
-
-
 @pytest.mark.parametrize("again", [False, True], ids=["another tag", "the same tag"])
 def test_a_writer_that_dies_between_any_two_operations_leaves_a_whole_checkpoint(
     again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever comes first, the checkpoint before is there, or the new one."""
-    real = {"rename": Path.rename, "fsync": os.fsync, "rmtree": shutil.rmtree}
     for instant in range(30):
         folder = tmp_path / str(instant)
         store = Store(folder)
         write(store, "one", 1, b"first")
-        left = [instant]
-
-        def dying(name: str, left: list[int] = left) -> Any:
-            def operation(*args: Any, **kwargs: Any) -> Any:
-                left[0] -= 1
-                if left[0] < 0:
-                    raise Died
-                return real[name](*args, **kwargs)
-
-            return operation
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Path, "rename", dying("rename"))
-            patch.setattr(os, "fsync", dying("fsync"))
-            patch.setattr(shutil, "rmtree", dying("rmtree"))
+        with dying_after(instant, monkeypatch):
             try:
                 write(store, "one" if again else "two", 2, b"second", keep=1)
             except Died:

@@ -44,6 +44,7 @@ from ..errors import CheckpointError
 from ..offload import populate
 from ..offload.sequential import SequentialFile, create
 from ..partition import Box
+from ..paths import is_file_name
 from .entries import Entries
 from .metadata import Item, digest_of_items
 from .store import File
@@ -408,7 +409,7 @@ def read_metadata(path: Path) -> Metadata:
     if not isinstance(metadata, Metadata) or not metadata.storage_data:
         raise CheckpointError(f"{path / METADATA} is not a checkpoint's metadata")
     for file in files_of(metadata):
-        if not isinstance(file, str) or os.path.basename(file) != file or file in ("", ".", ".."):
+        if not is_file_name(file):
             raise CheckpointError(f"{path / METADATA} names {file!r}, outside of the checkpoint: it is refused")
     return metadata
 

@@ -131,10 +131,10 @@ def _scan(path: Path) -> list[Found]:
 
 
 def _age(found: Found) -> tuple[int, str, float, str]:
-    """As ``Store.age``; first come those that do not say when they were saved."""
+    """As ``Store.tags``; first come those that do not say when they were saved."""
     if found.manifest is None:
         return -1, "", found.seen, found.tag
-    return found.manifest.sequence, found.manifest.saved_at, found.seen, found.tag
+    return *found.manifest.order, found.seen, found.tag
 
 
 def _entry(path: Path, entry: Path) -> Iterator[Found]:

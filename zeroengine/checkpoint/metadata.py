@@ -14,20 +14,18 @@ import pickle
 import re
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, NamedTuple, TypeVar
+from typing import IO, Any, NamedTuple
 
 import xxhash
 
 from ..errors import CheckpointError
+from ..paths import is_file_name
 
 METADATA = ".metadata"
 EXTRA = "zeroengine."  # what the names of objects begin with that only zeroengine reads
-
-
-T = TypeVar("T")
 
 
 class Item(NamedTuple):
@@ -64,13 +62,9 @@ def read_metadata(path: Path) -> dict[str, Stored]:
     Raises:
         CheckpointError: there is no metadata, or it cannot be read, or part of a tensor is not there.
     """
-
-    def read() -> dict[str, Stored]:
-        tree = _Unpickler(io.BytesIO((path / METADATA).read_bytes())).load()
+    with _unpickled(path) as tree:
         known, places = tree.state_dict_metadata.items(), tree.storage_data
         return {name: _stored(name, item, places) for name, item in known if isinstance(item, _Tensor)}
-
-    return _reading(path, read)
 
 
 def names_in(path: Path) -> list[str]:
@@ -79,17 +73,15 @@ def names_in(path: Path) -> list[str]:
     Raises:
         CheckpointError: there is no metadata, or it cannot be read.
     """
-    return _reading(
-        path,
-        lambda: [
-            str(name) for name in _Unpickler(io.BytesIO((path / METADATA).read_bytes())).load().state_dict_metadata
-        ],
-    )
+    with _unpickled(path) as tree:
+        return [str(name) for name in tree.state_dict_metadata]
 
 
-def _reading(path: Path, read: Callable[[], T]) -> T:
+@contextlib.contextmanager
+def _unpickled(path: Path) -> Iterator[Any]:
+    """Yield the metadata of a checkpoint directory; whatever goes wrong with it within is a CheckpointError."""
     try:
-        return read()
+        yield _Unpickler(io.BytesIO((path / METADATA).read_bytes())).load()
     except FileNotFoundError:
         raise CheckpointError(f"{path} holds no checkpoint: there is no {METADATA} file in it") from None
     except CheckpointError as error:
@@ -104,14 +96,11 @@ def items_by_file(path: Path) -> dict[str, list[Item]]:
     Raises:
         CheckpointError: there is no metadata, or it cannot be read.
     """
-
-    def read() -> dict[str, list[Item]]:
-        found: dict[str, list[Item]] = {}
-        for info in _Unpickler(io.BytesIO((path / METADATA).read_bytes())).load().storage_data.values():
-            found.setdefault(str(info.relative_path), []).append(Item(int(info.offset), int(info.length)))
-        return found
-
-    return _reading(path, read)
+    items: dict[str, list[Item]] = {}
+    with _unpickled(path) as tree:
+        for info in tree.storage_data.values():
+            items.setdefault(str(info.relative_path), []).append(Item(int(info.offset), int(info.length)))
+    return items
 
 
 def digest_of_items(path: Path, items: Iterable[Item]) -> str:
@@ -177,7 +166,7 @@ def _stored(name: str, tensor: _Tensor, places: Mapping[Any, Any]) -> Stored:
             raise CheckpointError(f"part of {name} is missing: the checkpoint is incomplete")
         if getattr(info, "transform_descriptors", None):
             raise CheckpointError(f"{name} is compressed ({', '.join(info.transform_descriptors)}): not supported")
-        if PurePosixPath(info.relative_path).name != info.relative_path:
+        if not is_file_name(info.relative_path):
             raise CheckpointError(f"{name} is said to lie in {info.relative_path!r}, outside of the checkpoint")
         place = (info.relative_path, int(info.offset), int(info.length))
         if place[1] < 0 or place[2] <= 0:

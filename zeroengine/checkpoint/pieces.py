@@ -106,6 +106,19 @@ def read(
 _Range = tuple["Located | None", int, int]  # of what, from byte, to byte
 
 
+def read_at(file: io.FileIO, path: Path, into: memoryview, at: int) -> None:
+    """Fill ``into`` with the bytes of the file that begin at byte ``at``.
+
+    Raises:
+        CheckpointError: the file ends before.
+    """
+    while into:
+        count = os.preadv(file.fileno(), [into], at)
+        if not count:
+            raise CheckpointError(f"{path} is cut short")
+        into, at = into[count:], at + count
+
+
 def _ranges(located: Iterable[Located], size: int | None) -> Iterator[_Range]:
     """The file's chunks, in order: those of each piece and, where ``size`` is given, what lies between and behind."""
     at = 0
@@ -129,14 +142,9 @@ def _filled(file: io.FileIO, path: Path, ranges: Iterable[_Range], total: Any) -
     ahead: deque[tuple[_Range, Future[memoryview]]] = deque()
 
     def fill(view: memoryview, at: int) -> memoryview:
-        left = view
-        while left:
-            count = os.preadv(file.fileno(), [left], at)
-            if not count:
-                raise CheckpointError(f"{path} is cut short")
-            left, at = left[count:], at + count
+        read_at(file, path, view, at)
         if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file.fileno(), at, AHEAD, os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(file.fileno(), at + len(view), AHEAD, os.POSIX_FADV_WILLNEED)
         if total is not None:
             total.update(view)
         return view

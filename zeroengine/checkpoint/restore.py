@@ -166,11 +166,20 @@ def _plan(trained: Trained, path: Path, manifest: Manifest | None, *, weights_on
 
 def _rehearse(trained: Trained, path: Path, plan: _Plan) -> None:
     """Read all that ``_read`` will, where that can be told already: what the optimizer keeps is made by it."""
-    state = {} if plan.weights_only else trained.inventory.optimizer(once=False)
-    entries = plan.model | {plan.naming.state[name]: e for name, e in state.items() if name in plan.naming.state}
-    total = sum(entry.nbytes for entry in entries.values())
+    entries, total = _entries(plan, _optimizer_state(trained, plan))
     with progress(f"checking {path.name}", total, trained.group.rank == 0) as report:
         dcp.check_readable(path, plan.metadata, entries, releasing(report, trained.let_go))
+
+
+def _optimizer_state(trained: Trained, plan: _Plan) -> Entries:
+    """Return what the optimizer keeps now, by its names here; nothing where the weights alone are loaded."""
+    return {} if plan.weights_only else trained.inventory.optimizer(once=False)
+
+
+def _entries(plan: _Plan, state: Entries) -> tuple[Entries, int]:
+    """Return what is read, by its names in the checkpoint, and how many bytes these are."""
+    entries = plan.model | {plan.naming.state[name]: e for name, e in state.items() if name in plan.naming.state}
+    return entries, sum(entry.nbytes for entry in entries.values())
 
 
 def _read(trained: Trained, path: Path, plan: _Plan) -> None:
@@ -180,9 +189,8 @@ def _read(trained: Trained, path: Path, plan: _Plan) -> None:
             trained.kept.make(states, span, keys)
         else:
             trained.kept.clear(states, span)
-    state = {} if plan.weights_only else trained.inventory.optimizer(once=False)
-    entries = plan.model | {plan.naming.state[name]: e for name, e in state.items() if name in plan.naming.state}
-    total = sum(entry.nbytes for entry in entries.values())
+    state = _optimizer_state(trained, plan)
+    entries, total = _entries(plan, state)
     with progress(f"loading {path.name}", total, trained.group.rank == 0) as report:
         dcp.load(path, plan.metadata, entries, (), releasing(report, trained.let_go))
     for states, span, keys in plan.optimizer:

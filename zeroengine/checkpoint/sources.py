@@ -18,6 +18,7 @@ from ..offload import populate_pages
 from ..partition import Box
 from .hf import NAMES, Spec
 from .metadata import METADATA
+from .pieces import read_at
 from .store import LATEST, MANIFEST
 
 SAFETENSORS, PICKLES = (".safetensors",), (".pt", ".bin", ".pth", ".ckpt")
@@ -176,13 +177,8 @@ def _safetensors(path: Path) -> Source:
         dtype = specs[name].dtype
         values = torch.empty(box.numel, dtype=dtype, device="cpu")
         at = 8 + length + header[name]["data_offsets"][0] + box.start * dtype.itemsize
-        left: memoryview = memoryview(values.view(torch.uint8).numpy())  # type: ignore[arg-type]
         try:
-            while left:
-                count = os.preadv(file.fileno(), [left], at)
-                if not count:
-                    raise CheckpointError(f"{path} is cut short")
-                left, at = left[count:], at + count
+            read_at(file, path, memoryview(values.view(torch.uint8).numpy()), at)  # type: ignore[arg-type]
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
         return values.view(box.sizes)

@@ -41,6 +41,7 @@ from annotated_types import Ge, Le, MinLen
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import CheckpointError
+from ..paths import is_file_name
 
 MANIFEST, LATEST, LOCK = "zeroengine.json", "latest", ".lock"
 CHECKSUM = "checksum"  # of the rest of the manifest
@@ -88,6 +89,11 @@ class Manifest(BaseModel):
     def nbytes(self) -> int:
         return sum(file.bytes for file in self.files.values())
 
+    @property
+    def order(self) -> tuple[int, str]:
+        """What checkpoints of a folder are ordered by: when they were saved."""
+        return self.sequence, self.saved_at
+
     def to_json(self) -> str:
         """The file's text, with a checksum of the rest in it."""
         tree = json.loads(self.model_dump_json())
@@ -112,7 +118,7 @@ def _parse(text: str) -> Manifest:
         raise ValueError("its checksum differs")
     manifest = Manifest.model_validate(tree)
     for name in manifest.files:
-        if os.path.basename(name) != name or name in ("", ".", ".."):
+        if not is_file_name(name):
             raise ValueError(f"it lists a file outside of the checkpoint, {name!r}")
     return manifest
 
@@ -143,6 +149,10 @@ class Store:
 
     def tags(self) -> list[str]:
         """Every whole checkpoint, oldest first."""
+        return [tag for *_, tag in self._by_age()]
+
+    def _by_age(self) -> list[tuple[int, str, float, str]]:
+        """Return of every whole checkpoint when it was saved, as they are ordered, and its tag; the oldest first."""
         if self.path.is_file():
             raise CheckpointError(f"{self.path} is a file: checkpoints are kept in a folder")
         if not self.path.is_dir():
@@ -155,13 +165,8 @@ class Store:
         for name in names:
             with contextlib.suppress(CheckpointError, OSError):
                 if (self.path / name / MANIFEST).is_file():
-                    found.append((*self.age(name), name))
-        return [tag for *_, tag in sorted(found)]
-
-    def age(self, tag: str) -> tuple[int, str, float]:
-        """What checkpoints are ordered by: when they were saved."""
-        manifest = self.manifest(tag)
-        return manifest.sequence, manifest.saved_at, (self.checkpoint(tag) / MANIFEST).stat().st_mtime
+                    found.append((*self.manifest(name).order, (self.path / name / MANIFEST).stat().st_mtime, name))
+        return sorted(found)
 
     def latest(self) -> str:
         """The tag of the newest checkpoint.
@@ -369,9 +374,8 @@ class Store:
 
     def commit(self, writing: Path, manifest: Manifest, keep: int | None) -> None:
         """Makes what was written the newest checkpoint; removes the oldest beyond ``keep``."""
-        before = [self.manifest(tag) for tag in self.tags()]
-        sequence = 1 + max((other.sequence for other in before), default=0)
-        manifest = manifest.model_copy(update={"sequence": sequence})
+        before = self._by_age()
+        manifest = manifest.model_copy(update={"sequence": 1 + (before[-1][0] if before else 0)})
         with _synced(writing / MANIFEST) as file:
             file.write(manifest.to_json())
         sync_directory(writing)
@@ -389,7 +393,7 @@ class Store:
         if replaced.exists():
             self._remove(replaced)
         if keep is not None:
-            for tag in [tag for tag in self.tags() if tag != manifest.tag][: -(keep - 1) or None]:
+            for tag in [tag for *_, tag in before if tag != manifest.tag][: -(keep - 1) or None]:
                 self._remove(self.path / tag)
 
     def _remove(self, path: Path) -> None:

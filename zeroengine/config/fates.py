@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from zeroengine.config import deepspeed
 from zeroengine.config.messages import Problem, unknown_keys
 from zeroengine.config.optimizers import is_import_path
-from zeroengine.config.source import KeyPath, Source, describe
+from zeroengine.config.source import KeyPath, Source, as_json, describe
 
 COMMENTS = ("_comment", "$comment", "//")  # what the key of a comment begins with
 
@@ -61,7 +60,7 @@ class Fates:
         if row.is_off(value):
             return
         if row.fate == deepspeed.REFUSED:
-            shown = "" if isinstance(value, dict) else f"the value {json.dumps(value, default=repr)} is "
+            shown = "" if isinstance(value, dict) else f"the value {as_json(value) or 'given'} is "
             self.problems.append(Problem(here, f"{shown}refused; {row.why}."))
         else:
             self.notices.append(f"{self._source.label(here)} has no effect: {row.why}.")

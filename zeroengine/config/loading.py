@@ -148,7 +148,7 @@ def _validate(tree: dict[str, Any]) -> tuple[Config | None, list[Problem]]:
             config = Config.model_validate(tree)
         except ValidationError as error:
             found = explain(error, tree)
-            problems += [new for new in found if not any(_follows(new, old) for old in list(problems))]
+            problems += [new for new in found if not any(_follows(new, old) for old in problems)]
             if not all([_correct(tree, problem.path) for problem in found]):
                 return None, problems
         else:
