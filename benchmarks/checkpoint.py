@@ -84,10 +84,10 @@ def machine(folder: Path) -> str:
 def make_checkpoint(folder: Path, gib: float, optimizer: bool) -> None:
     """A checkpoint as ``engine.save_checkpoint`` writes it, without the memory for the model: an embedding of an
     eighth, blocks for the rest, every tensor the same 64 MiB of noise over and over."""
-    from zeroengine.checkpoint import dcp
+    from zeroengine.checkpoint import dcp_io
+    from zeroengine.checkpoint.directory import FORMAT, File, Manifest, Store
     from zeroengine.checkpoint.entries import MODEL, OPTIMIZER, Entry
-    from zeroengine.checkpoint.store import FORMAT, File, Manifest, Store
-    from zeroengine.partition import Box
+    from zeroengine.partition.boxes import Box
 
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -110,7 +110,7 @@ def make_checkpoint(folder: Path, gib: float, optimizer: bool) -> None:
     store = Store(folder)
     store.open()
     writing = store.begin("big", 0)
-    sums = dcp.save(writing, entries, {}, {}, dist.group.WORLD, lambda n: None)
+    sums = dcp_io.save(writing, entries, {}, {}, dist.group.WORLD, lambda n: None)
     files = {name: File(bytes=(writing / name).stat().st_size, xxh3=total) for name, total in sums.items()}
     facts: dict[str, object] = dict(step=1, stage=0, world_size=1, precision="float32", optimizer="AdamW", saved_at="")
     empty: dict[str, object] = dict(versions={}, counters={}, param_groups=[], loss_scaler={}, config={})

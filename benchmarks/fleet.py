@@ -22,12 +22,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from zeroengine.launch import rounds, versions
-from zeroengine.launch.console import Console
-from zeroengine.launch.fleet import Fleet
-from zeroengine.launch.hosts import Host
-from zeroengine.launch.request import FAN_OUT, Request
-from zeroengine.launch.shells import Shell
+from zeroengine.launch.cluster import restart_loop, versions
+from zeroengine.launch.cluster.hosts import Host
+from zeroengine.launch.cluster.nodes import Fleet
+from zeroengine.launch.cluster.request import FAN_OUT, Request
+from zeroengine.launch.cluster.shells import Shell
+from zeroengine.launch.local.console import Console
 
 STAND_IN = """
 import json, os, select, sys, time
@@ -83,7 +83,7 @@ def stand_ins(nodes: int, fan_out: int) -> None:
             fleet.check()
             connected = time.monotonic()
             descriptors, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
-            outcome = rounds.Rounds(request, fleet, console).run()
+            outcome = restart_loop.Rounds(request, fleet, console).run()
             ended = time.monotonic()
         closed = time.monotonic()
         os.dup2(screen, 1)

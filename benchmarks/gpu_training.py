@@ -55,9 +55,9 @@ def fake_ranks() -> None:
     """This process is rank 0 of 64, whose collectives move nothing; torch's fake gather would copy a shard 64 times."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from zeroengine.comm import native
+    from zeroengine.comm.transports import nccl
 
-    native._all_gather = native._reduce_scatter = lambda *_, **__: None
+    nccl._all_gather = nccl._reduce_scatter = lambda *_, **__: None
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
 
 

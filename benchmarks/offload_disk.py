@@ -25,9 +25,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from zeroengine.offload.aio import Descriptors, DiskQueue, Transfer, aligned_empty
-from zeroengine.offload.cli import parse_size
-from zeroengine.offload.mounts import mount_of
+from zeroengine.cli.zero_io import parse_size
+from zeroengine.disk.mounts import mount_of
+from zeroengine.disk.queue import Descriptors, DiskQueue, Transfer, aligned_empty
 from zeroengine.ops import _aio_library as _aio
 
 PIECE = 128 << 20

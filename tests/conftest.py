@@ -20,7 +20,7 @@ if wanted() == "emulated":
 import torch
 
 from tests.distributed import ranks
-from zeroengine.offload.mounts import mount_of
+from zeroengine.disk.mounts import mount_of
 
 if wanted() == "emulated":
     emulate_gpu()

@@ -45,15 +45,22 @@ import zeroengine
 from tests.distributed.models import VOCAB, TinyLM
 from tests.distributed.ranks import RankFailed, run_ranks
 from tests.emulated import cpu_alone
+from zeroengine.cli import launch_options as launch_options
 from zeroengine.config import load
-from zeroengine.launch import options as launch_options
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "examples" / "README.md"]
 LANGUAGES = ("python", "json", "yaml", "bash", "console", "text", "dockerfile")
 MARK = re.compile(r"no-run: \S.*")
 RAISES = re.compile(r"#\s*(\w+Error): ")
-MODULES_WITH_DOCSTRINGS = ("engine", "birth", "access", "data", "start", "runtime.gathered")
+MODULES_WITH_DOCSTRINGS = (
+    "deferred_init.meta_init",
+    "engine.dataloader",
+    "engine.engine",
+    "engine.full_values",
+    "engine.gathered",
+    "engine.initialize",
+)
 
 
 @dataclass(frozen=True)
@@ -250,7 +257,7 @@ def run_docstrings(snippets: Sequence[Snippet], folder: Path) -> None:
 
 def test_code_in_docstrings_runs(tmp_path: Path) -> None:
     snippets = list(docstrings())
-    assert {"engine: Engine", "birth: meta_init"} <= {snippet.page for snippet in snippets}
+    assert {"engine.engine: Engine", "deferred_init.meta_init: meta_init"} <= {snippet.page for snippet in snippets}
     run_ranks(1, run_docstrings, snippets, prepare(tmp_path, ""))
 
 

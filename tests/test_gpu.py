@@ -20,12 +20,12 @@ from tests.distributed.models import TinyLM, batch, build, config
 from tests.distributed.ranks import run_ranks
 from tests.emulated import wanted
 from tests.ops.cuda import need_library, no_waiting
-from zeroengine.comm import Group
-from zeroengine.comm.base import ResizableBuffer
+from zeroengine.comm.group import Group
+from zeroengine.comm.interfaces import ResizableBuffer
+from zeroengine.engine.duplicate_inputs import InputComparison
+from zeroengine.engine.initialize import make_engine
+from zeroengine.engine.memory import STATES
 from zeroengine.errors import DivergenceError
-from zeroengine.memory import STATES
-from zeroengine.same_inputs import InputComparison
-from zeroengine.start import make_engine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib
 import sys
-from typing import TYPE_CHECKING
-
-from .lazy import exports
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .access import (
+    from zeroengine.deferred_init.meta_init import meta_init
+    from zeroengine.engine.engine import Engine
+    from zeroengine.engine.full_values import (
         full_gradient,
         full_master,
         full_optimizer_state,
@@ -17,9 +17,10 @@ if TYPE_CHECKING:
         set_full_master,
         set_full_optimizer_state,
     )
-    from .birth import meta_init
-    from .engine import Engine
-    from .errors import (
+    from zeroengine.engine.gathered import gathered
+    from zeroengine.engine.initialize import initialize
+    from zeroengine.engine.memory import Memory
+    from zeroengine.errors import (
         CheckpointError,
         ConfigError,
         DivergenceError,
@@ -27,20 +28,11 @@ if TYPE_CHECKING:
         ReleasedParameterError,
         ZeroEngineError,
     )
-    from .memory import Memory
-    from .runtime.gathered import gathered
-    from .start import initialize
-else:  # imported when first used: the commands that need no torch start without it
-
-    def _of_another_library(name: str) -> str | None:
-        from .migration import module_attribute
-
-        return module_attribute(name)
-
-    __getattr__, __dir__ = exports(
-        __name__,
-        _of_another_library,
-        access=[
+else:  # Names are imported when they are first used, so the commands that need no torch start without it.
+    _MODULES = {
+        "zeroengine.deferred_init.meta_init": ["meta_init"],
+        "zeroengine.engine.engine": ["Engine"],
+        "zeroengine.engine.full_values": [
             "full_gradient",
             "full_master",
             "full_optimizer_state",
@@ -48,9 +40,10 @@ else:  # imported when first used: the commands that need no torch start without
             "set_full_master",
             "set_full_optimizer_state",
         ],
-        birth=["meta_init"],
-        engine=["Engine"],
-        errors=[
+        "zeroengine.engine.gathered": ["gathered"],
+        "zeroengine.engine.initialize": ["initialize"],
+        "zeroengine.engine.memory": ["Memory"],
+        "zeroengine.errors": [
             "CheckpointError",
             "ConfigError",
             "DivergenceError",
@@ -58,10 +51,22 @@ else:  # imported when first used: the commands that need no torch start without
             "ReleasedParameterError",
             "ZeroEngineError",
         ],
-        memory=["Memory"],
-        runtime=["gathered"],
-        start=["initialize"],
-    )
+    }
+    _MODULE_OF_NAME = {name: module for module, names in _MODULES.items() for name in names}
+
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULE_OF_NAME:
+            from zeroengine.migration.messages import module_attribute
+
+            hint = module_attribute(name)
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{f'. {hint}' if hint else ''}")
+        value = getattr(importlib.import_module(_MODULE_OF_NAME[name]), name)
+        globals()[name] = value
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_MODULE_OF_NAME})
+
 
 __version__ = "0.1.0"
 __all__ = [
@@ -85,4 +90,4 @@ __all__ = [
 ]
 
 if "torch" in sys.modules:  # a training script: it loads the engine here, not in the midst of its own start
-    importlib.import_module(".start", __name__)
+    importlib.import_module("zeroengine.engine.initialize")

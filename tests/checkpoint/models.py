@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 import zeroengine
-
-from ..distributed.models import TinyLM, build, config
-from ..distributed.training import start
+from tests.distributed.models import TinyLM, build, config
+from tests.distributed.training import start
 
 
 class Model(TinyLM):

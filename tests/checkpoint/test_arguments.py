@@ -11,12 +11,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from zeroengine.checkpoint.cli import export, import_deepspeed, inspect
+from tests.checkpoint.models import engine_at
+from tests.distributed.ranks import run_ranks
+from tests.distributed.training import take_steps
+from zeroengine.cli.checkpoint_commands import export, import_deepspeed, inspect
 from zeroengine.errors import ZeroEngineError
-
-from ..distributed.ranks import run_ranks
-from ..distributed.training import take_steps
-from .models import engine_at
 
 Refused = dict[str, tuple[str, str]]  # by case: the class and the text of its error
 

@@ -21,16 +21,16 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import zeroengine
-from zeroengine.checkpoint import checkpointer, state
-from zeroengine.checkpoint.store import LATEST, LOCK, MANIFEST, Manifest, Store
+from tests.checkpoint.models import Model, adamw, engine_at
+from tests.checkpoint.test_directory import write
+from tests.checkpoint.test_engine_checkpoints import fingerprint, refused
+from tests.distributed.models import build
+from tests.distributed.ranks import run_ranks
+from tests.distributed.training import Task, start, take_steps
+from zeroengine.checkpoint import manager
+from zeroengine.checkpoint import snapshot as state
+from zeroengine.checkpoint.directory import LATEST, LOCK, MANIFEST, Manifest, Store
 from zeroengine.errors import CheckpointError
-
-from ..distributed.models import build
-from ..distributed.ranks import run_ranks
-from ..distributed.training import Task, start, take_steps
-from .models import Model, adamw, engine_at
-from .test_engine_checkpoints import fingerprint, refused
-from .test_store import write
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -254,7 +254,7 @@ def replaced_meanwhile(root: Path) -> None:
     engine = engine_at(2)
     take_steps(engine, range(1))
     engine.save_checkpoint(root, "best")
-    real = checkpointer.restore.__globals__["_read"]
+    real = manager.restore.__globals__["_read"]
 
     def replace(*args: Any) -> None:
         real(*args)
@@ -262,10 +262,10 @@ def replaced_meanwhile(root: Path) -> None:
             (root / "best").rename(root / "before")
             shutil.copytree(root / "before", root / "best")
 
-    checkpointer.restore.__globals__["_read"] = replace
+    manager.restore.__globals__["_read"] = replace
     with pytest.raises(CheckpointError, match="was replaced while it was read: load it again"):
         engine.load_checkpoint(root, "best")
-    checkpointer.restore.__globals__["_read"] = real
+    manager.restore.__globals__["_read"] = real
     with pytest.raises(CheckpointError, match="after a load that failed half way"):
         engine.save_weights(root / "out")
     engine.load_checkpoint(root, "best", weights_only=True)
@@ -367,17 +367,17 @@ def fails_while_writing(root: Path) -> None:
     engine = engine_at(1)
     take_steps(engine, range(1))
     engine.save_checkpoint(root, "a")
-    real = checkpointer.restore.__globals__["_read"]
+    real = manager.restore.__globals__["_read"]
 
     def breaks(*args: Any) -> None:
         if engine.rank == 1:
             raise CheckpointError("gone")
         real(*args)
 
-    checkpointer.restore.__globals__["_read"] = breaks
+    manager.restore.__globals__["_read"] = breaks
     with pytest.raises(CheckpointError, match="load a checkpoint that is whole before training goes on"):
         engine.load_checkpoint(root, "a")
-    checkpointer.restore.__globals__["_read"] = real
+    manager.restore.__globals__["_read"] = real
     with pytest.raises(CheckpointError, match="after a load that failed half way"):
         take_steps(engine, range(1))
     engine.zero_grad()

@@ -13,13 +13,12 @@ import torch
 from torch import nn
 
 import zeroengine
-from zeroengine.checkpoint.store import MANIFEST, Store
+from tests.checkpoint.models import engine_at, momentum
+from tests.distributed.models import TinyLM
+from tests.distributed.ranks import run_ranks
+from tests.distributed.training import Task, make_engine, take_steps
+from zeroengine.checkpoint.directory import MANIFEST, Store
 from zeroengine.errors import CheckpointError
-
-from ..distributed.models import TinyLM
-from ..distributed.ranks import run_ranks
-from ..distributed.training import Task, make_engine, take_steps
-from .models import engine_at, momentum
 
 
 def fingerprint(engine: zeroengine.Engine) -> Any:

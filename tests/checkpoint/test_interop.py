@@ -14,12 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import zeroengine
+from tests.checkpoint.test_matrix import train, whole_state
+from tests.distributed.models import TinyLM, batch, build
+from tests.distributed.ranks import run_ranks
+from tests.distributed.training import Task, adamw, make_engine, start
 from tests.emulated import cpu_alone
-
-from ..distributed.models import TinyLM, batch, build
-from ..distributed.ranks import run_ranks
-from ..distributed.training import Task, adamw, make_engine, start
-from .test_matrix import train, whole_state
 
 KEYS = ("exp_avg", "exp_avg_sq", "step")
 

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 
 import zeroengine
-from zeroengine.checkpoint.store import Store
-
-from ..distributed.ranks import run_ranks
-from ..distributed.training import take_steps
-from .models import engine_at
+from tests.checkpoint.models import engine_at
+from tests.distributed.ranks import run_ranks
+from tests.distributed.training import take_steps
+from zeroengine.checkpoint.directory import Store
 
 STEPS = 400
 

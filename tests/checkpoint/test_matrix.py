@@ -11,11 +11,10 @@ import pytest
 import torch
 
 import zeroengine
-
-from ..distributed.models import batch
-from ..distributed.ranks import run_ranks
-from ..distributed.training import take_steps
-from .models import adamw, engine_at, momentum
+from tests.checkpoint.models import adamw, engine_at, momentum
+from tests.distributed.models import batch
+from tests.distributed.ranks import run_ranks
+from tests.distributed.training import take_steps
 
 STAGES = (0, 1, 2, 3)
 PRECISIONS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}

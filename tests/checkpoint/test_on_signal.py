@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 
 import zeroengine
+from tests.checkpoint.models import engine_at
+from tests.distributed.ranks import run_ranks
+from tests.distributed.training import take_steps
 from zeroengine.checkpoint import on_signal
 from zeroengine.config import load
 from zeroengine.errors import ConfigError
-
-from ..distributed.ranks import run_ranks
-from ..distributed.training import take_steps
-from .models import engine_at
 
 MORE = 4  # steps after going on
 

@@ -10,7 +10,7 @@ import torch
 
 from zeroengine.config import load
 from zeroengine.errors import ConfigError
-from zeroengine.optim import Lion
+from zeroengine.optim.lion import Lion
 
 
 def optimizer(kind: str, **params: Any) -> Any:

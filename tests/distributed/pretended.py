@@ -14,8 +14,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zeroengine.offload import aligned_empty
-from zeroengine.offload.copies import Way
+from zeroengine.disk.queue import aligned_empty
+from zeroengine.offload.device_copies import Way
 
 EMPTY = torch.empty(0)
 LOCK = threading.RLock()  # a disk's thread waits for copies, too

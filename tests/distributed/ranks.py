@@ -24,7 +24,7 @@ _PRELOADED = [
     "tests.emulated.first",
     "torch._dynamo",
     "torch.distributed",
-    "zeroengine.engine",
+    "zeroengine.engine.engine",
     "pytest",
     "tests.distributed.models",
 ]

@@ -12,11 +12,10 @@ import torch
 from torch import nn
 
 import zeroengine
-
-from .models import WIDTH, batch, build
-from .ranks import run_ranks
-from .test_parameters import Net, features
-from .training import (
+from tests.distributed.models import WIDTH, batch, build
+from tests.distributed.ranks import run_ranks
+from tests.distributed.test_parameters import Net, features
+from tests.distributed.training import (
     Task,
     Train,
     Trained,

@@ -12,12 +12,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import zeroengine
+from tests.distributed.models import WIDTH, Block, TinyLM, batch, build, config
+from tests.distributed.ranks import run_ranks
+from tests.distributed.training import Task, make_engine, ordinary_loop, start
 from zeroengine import ZeroEngineError
-from zeroengine.start import check_one_device
-
-from .models import WIDTH, Block, TinyLM, batch, build, config
-from .ranks import run_ranks
-from .training import Task, make_engine, ordinary_loop, start
+from zeroengine.engine.initialize import check_one_device
 
 
 def adamw(params: Any, **more: Any) -> torch.optim.Optimizer:

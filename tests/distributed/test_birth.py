@@ -11,19 +11,18 @@ import torch
 import torch.distributed as dist
 
 import zeroengine
-from zeroengine import birth
-
-from ..test_birth import BIG, BLOCKS, Big, Peak
-from .models import TinyLM, batch, build, config
-from .ranks import run_ranks
-from .test_offload import BOTH, offloaded
+from tests.deferred_init.test_meta_init import BIG, BLOCKS, Big, Peak
+from tests.distributed.models import TinyLM, batch, build, config
+from tests.distributed.ranks import run_ranks
+from tests.distributed.test_offload import BOTH, offloaded
+from zeroengine.deferred_init import meta_init
 
 
 def train(all_settings: list[dict[str, Any]], under_meta_init: bool) -> list[Any]:
     """Ranks other than 0 draw other values: those of rank 0 win."""
     dist.init_process_group("gloo")
     rank, found = dist.get_rank(), []
-    birth.ROOM = 0
+    meta_init.ROOM = 0
     for settings in all_settings:
         if under_meta_init:
             torch.manual_seed(rank)

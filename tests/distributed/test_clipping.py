@@ -11,12 +11,21 @@ import pytest
 import torch
 
 import zeroengine
+from tests.distributed.models import batch, build
+from tests.distributed.ranks import RankFailed, run_ranks
+from tests.distributed.training import (
+    Task,
+    Trained,
+    adamw,
+    assert_close,
+    assert_same_bits,
+    make_engine,
+    settings,
+    start,
+    train_plainly,
+)
 from zeroengine import ZeroEngineError
-from zeroengine.start import make_engine as make_engine_on
-
-from .models import batch, build
-from .ranks import RankFailed, run_ranks
-from .training import Task, Trained, adamw, assert_close, assert_same_bits, make_engine, settings, start, train_plainly
+from zeroengine.engine.initialize import make_engine as make_engine_on
 
 STAGES = (0, 1, 2, 3)
 LIMIT = 0.5

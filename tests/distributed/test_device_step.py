@@ -15,12 +15,11 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LambdaLR, SequentialLR
 
 import zeroengine
+from tests.distributed.models import TinyLM, batch, build, config
+from tests.distributed.ranks import run_ranks
+from tests.distributed.training import start
 from zeroengine import ZeroEngineError
-from zeroengine.start import make_engine
-
-from .models import TinyLM, batch, build, config
-from .ranks import run_ranks
-from .training import start
+from zeroengine.engine.initialize import make_engine
 
 STAGES = (0, 1, 2, 3)
 NAN, INF = float("nan"), float("inf")

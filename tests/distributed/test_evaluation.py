@@ -10,12 +10,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zeroengine
-from tests.emulated import cpu_alone
-
-from .models import TinyLM, batch, build
-from .ranks import run_ranks
-from .test_parameters import Net, features
-from .training import (
+from tests.distributed.models import TinyLM, batch, build
+from tests.distributed.ranks import run_ranks
+from tests.distributed.test_parameters import Net, features
+from tests.distributed.training import (
     Task,
     Trained,
     assert_same_bits,
@@ -26,6 +24,7 @@ from .training import (
     start,
     train_at,
 )
+from tests.emulated import cpu_alone
 
 BOTH = pytest.mark.parametrize("transport", ["shm", "gloo"])
 

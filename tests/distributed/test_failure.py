@@ -19,14 +19,13 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroengine
+from tests.distributed.models import TinyLM, batch, build, config
+from tests.distributed.ranks import run_ranks
+from tests.distributed.test_parameters import Net, Skipping, features
+from tests.distributed.training import start
 from tests.emulated import cpu_alone, need_transport
 from zeroengine import DivergenceError
-from zeroengine.comm import Group
-
-from .models import TinyLM, batch, build, config
-from .ranks import run_ranks
-from .test_parameters import Net, Skipping, features
-from .training import start
+from zeroengine.comm.group import Group
 
 UNIT = r"(blocks\.\d|rest|norm|compare inputs)"  # where the ranks meet, of whose inputs the first three are compared
 PATIENCE = 3.0  # seconds: comm.timeout_seconds where the test waits for it

@@ -8,11 +8,19 @@ from typing import Any
 import pytest
 
 import zeroengine
+from tests.distributed.models import build
+from tests.distributed.ranks import run_ranks
+from tests.distributed.training import (
+    Task,
+    Trained,
+    assert_close,
+    assert_same_bits,
+    ordinary_loop,
+    settings,
+    train_at,
+    train_plainly,
+)
 from zeroengine.ops import _library
-
-from .models import build
-from .ranks import run_ranks
-from .training import Task, Trained, assert_close, assert_same_bits, ordinary_loop, settings, train_at, train_plainly
 
 
 def without_library(task: Task, more: dict[str, Any]) -> tuple[list[Trained], str]:

@@ -14,11 +14,10 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import zeroengine
+from tests.distributed.models import WIDTH, TinyLM, batch, config
+from tests.distributed.ranks import run_ranks
+from tests.distributed.training import Task, adamw, make_engine, settings, start, take_steps
 from zeroengine import ZeroEngineError
-
-from .models import WIDTH, TinyLM, batch, config
-from .ranks import run_ranks
-from .training import Task, adamw, make_engine, settings, start, take_steps
 
 
 def untied() -> nn.Module:

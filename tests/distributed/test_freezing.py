@@ -9,11 +9,19 @@ import torch
 from torch import nn
 
 import zeroengine
+from tests.distributed.models import TinyLM, build
+from tests.distributed.ranks import run_ranks
+from tests.distributed.training import (
+    Task,
+    Trained,
+    adamw,
+    assert_close,
+    assert_same_bits,
+    make_engine,
+    settings,
+    start,
+)
 from zeroengine import ZeroEngineError
-
-from .models import TinyLM, build
-from .ranks import run_ranks
-from .training import Task, Trained, adamw, assert_close, assert_same_bits, make_engine, settings, start
 
 STAGES = (0, 1, 2, 3)
 # In which steps what is frozen: a unit, parts of others, the first and the last parameter.

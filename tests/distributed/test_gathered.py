@@ -11,12 +11,11 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroengine
+from tests.distributed.models import TinyLM, batch, build
+from tests.distributed.ranks import run_ranks
+from tests.distributed.test_parameters import Net, features
+from tests.distributed.training import Task, make_engine, start
 from zeroengine import ReleasedParameterError, ZeroEngineError, gathered
-
-from .models import TinyLM, batch, build
-from .ranks import run_ranks
-from .test_parameters import Net, features
-from .training import Task, make_engine, start
 
 STAGES = (0, 1, 2, 3)
 BOTH = pytest.mark.parametrize("transport", ["shm", "gloo"])

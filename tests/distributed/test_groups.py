@@ -14,11 +14,10 @@ import torch
 import torch.distributed as dist
 
 import zeroengine
+from tests.distributed.models import TinyLM, batch, build, config
+from tests.distributed.ranks import run_ranks
+from tests.distributed.training import Task, make_engine, ordinary_loop, start
 from tests.emulated import cpu_alone
-
-from .models import TinyLM, batch, build, config
-from .ranks import run_ranks
-from .training import Task, make_engine, ordinary_loop, start
 
 
 def without_start() -> tuple[bool, int, list[float]]:

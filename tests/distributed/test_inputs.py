@@ -11,12 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from zeroengine.runtime.tree import tensors_in
-
-from .models import WIDTH, Block
-from .ranks import run_ranks
-from .test_parameters import Adapted, Net, features
-from .training import Task, check_every_stage, make_engine, start
+from tests.distributed.models import WIDTH, Block
+from tests.distributed.ranks import run_ranks
+from tests.distributed.test_parameters import Adapted, Net, features
+from tests.distributed.training import Task, check_every_stage, make_engine, start
+from zeroengine.utils.tensor_tree import tensors_in
 
 
 class Pair(NamedTuple):

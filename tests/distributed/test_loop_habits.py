@@ -17,14 +17,23 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import zeroengine
+from tests.distributed.models import TinyLM, batch, build
+from tests.distributed.ranks import run_ranks
+from tests.distributed.test_reads import BlockTwice
+from tests.distributed.training import (
+    Task,
+    Trained,
+    adamw,
+    assert_close,
+    assert_same_bits,
+    make_engine,
+    settings,
+    start,
+    train_plainly,
+)
 from zeroengine import ZeroEngineError
+from zeroengine.engine.initialize import make_engine as make_engine_on
 from zeroengine.optim.caller_optimizer import PartitionedStateDict
-from zeroengine.start import make_engine as make_engine_on
-
-from .models import TinyLM, batch, build
-from .ranks import run_ranks
-from .test_reads import BlockTwice
-from .training import Task, Trained, adamw, assert_close, assert_same_bits, make_engine, settings, start, train_plainly
 
 STAGES = (0, 1, 2, 3)
 

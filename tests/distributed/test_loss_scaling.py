@@ -14,14 +14,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 
 import zeroengine
-from zeroengine import ZeroEngineError
-from zeroengine.optim import LossScaler
-
-from .models import TinyLM, batch, build
-from .ranks import run_ranks
-from .test_accumulation import Penalised, features
-from .test_mixed_precision import Slope
-from .training import (
+from tests.distributed.models import TinyLM, batch, build
+from tests.distributed.ranks import run_ranks
+from tests.distributed.test_accumulation import Penalised, features
+from tests.distributed.test_mixed_precision import Slope
+from tests.distributed.training import (
     Task,
     adamw,
     assert_close,
@@ -33,6 +30,8 @@ from .training import (
     train_at,
     train_plainly,
 )
+from zeroengine import ZeroEngineError
+from zeroengine.optim.loss_scaler import LossScaler
 
 STAGES = (0, 1, 2, 3)
 

@@ -9,12 +9,19 @@ import pytest
 import torch
 from torch import nn
 
+from tests.distributed.models import TinyLM
+from tests.distributed.ranks import run_ranks
+from tests.distributed.test_parameters import Skipping, skipping_on_all_ranks
+from tests.distributed.training import (
+    Task,
+    assert_same_bits,
+    check_every_stage,
+    make_engine,
+    ordinary_loop,
+    start,
+    train_at,
+)
 from tests.emulated import a_real_gpu
-
-from .models import TinyLM
-from .ranks import run_ranks
-from .test_parameters import Skipping, skipping_on_all_ranks
-from .training import Task, assert_same_bits, check_every_stage, make_engine, ordinary_loop, start, train_at
 
 BF16 = {"bf16": {"enabled": True}}
 

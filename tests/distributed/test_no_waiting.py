@@ -24,15 +24,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zeroengine
+from tests.distributed.models import TinyLM, batch, build, config
+from tests.distributed.ranks import run_ranks
+from tests.distributed.training import take_steps
 from tests.ops import cuda
 from zeroengine import ops
-from zeroengine.comm import native
+from zeroengine.comm.transports import nccl
+from zeroengine.engine.initialize import make_engine
 from zeroengine.runtime.unit import Unit
-from zeroengine.start import make_engine
-
-from .models import TinyLM, batch, build, config
-from .ranks import run_ranks
-from .training import take_steps
 
 UNITS = ["tok", "blocks.*", "norm", "head"]  # each used once in a forward
 NAMES = ["tok", "blocks.0", "blocks.1", "blocks.2", "norm", "head"]
@@ -169,9 +168,9 @@ class Trace:
         for name in NAMES:
             module = model.get_submodule(name)
             module.register_forward_hook(lambda *_, n=name: self.events.append(f"compute {n}"), prepend=True)
-        self.spy(native.NativeChannel, "all_gather", lambda channel, full, shard, label: f"gather {label}")
-        self.spy(native.NativeChannel, "reduce_scatter", lambda channel, shard, full, label, *_: f"reduce {label}")
-        self.spy(native.NativeTransport, "all_reduce_scalars", lambda transport, values, label: f"sum {label}")
+        self.spy(nccl.NativeChannel, "all_gather", lambda channel, full, shard, label: f"gather {label}")
+        self.spy(nccl.NativeChannel, "reduce_scatter", lambda channel, shard, full, label, *_: f"reduce {label}")
+        self.spy(nccl.NativeTransport, "all_reduce_scalars", lambda transport, values, label: f"sum {label}")
         self.spy(Unit, "expose", lambda unit: f"ready {unit.name}")
         self.spy(Unit, "release", lambda unit, resolver: f"release {unit.name}")
         self.spy(ops.AdamTable, "prepare", lambda *_: "prepare")

@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 
 import zeroengine
-from zeroengine.comm.local import LocalTransport
+from tests.distributed.models import TinyLM, batch, build, config
+from tests.distributed.ranks import RankFailed, run_ranks
+from tests.distributed.training import take_steps
+from zeroengine.comm.transports.single_process import LocalTransport
 from zeroengine.config import load
-from zeroengine.offload import place
+from zeroengine.offload.placement import place
 from zeroengine.ops import _aio_library
-from zeroengine.partition import cut_units, degrees_of_stage
-
-from .models import TinyLM, batch, build, config
-from .ranks import RankFailed, run_ranks
-from .training import take_steps
+from zeroengine.partition.cut import cut_units
+from zeroengine.partition.degrees import degrees_of_stage
 
 OPTIMIZER, BOTH = ("offload_optimizer",), ("offload_optimizer", "offload_param")
 PARAM = ("offload_param",)

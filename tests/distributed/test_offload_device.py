@@ -21,19 +21,21 @@ import torch
 from torch import nn
 
 import zeroengine
+from tests.distributed.models import TinyLM, batch, build, config
+from tests.distributed.pretended import Apart, ApartMode, LateCopies
+from tests.distributed.ranks import RankFailed, run_ranks
+from tests.distributed.training import start, take_steps
 from zeroengine import ops
-from zeroengine.comm import Group
-from zeroengine.comm import native as native_module
-from zeroengine.comm.native import NativeTransport
-from zeroengine.offload import DiskQueue, DiskStore, SwapFolder, placement
-from zeroengine.offload.host import DiskBehind
+from zeroengine.comm.group import Group
+from zeroengine.comm.transports import nccl as native_module
+from zeroengine.comm.transports.nccl import NativeTransport
+from zeroengine.disk.queue import DiskQueue
+from zeroengine.disk.swap_files import SwapFolder
+from zeroengine.engine.initialize import make_engine
+from zeroengine.offload import placement
+from zeroengine.offload.disk_store import DiskStore
+from zeroengine.offload.host_store import DiskBehind
 from zeroengine.ops import _aio_library
-from zeroengine.start import make_engine
-
-from .models import TinyLM, batch, build, config
-from .pretended import Apart, ApartMode, LateCopies
-from .ranks import RankFailed, run_ranks
-from .training import start, take_steps
 
 CPU, NVME = {"device": "cpu"}, {"device": "nvme"}
 OPTIMIZER = {"offload_optimizer": CPU}

@@ -9,10 +9,9 @@ import torch
 from torch import nn
 
 import zeroengine
-
-from .models import batch, build
-from .ranks import run_ranks
-from .training import (
+from tests.distributed.models import batch, build
+from tests.distributed.ranks import run_ranks
+from tests.distributed.training import (
     Task,
     adamw,
     assert_same_bits,

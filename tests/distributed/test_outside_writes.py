@@ -12,12 +12,11 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroengine
+from tests.distributed.models import TinyLM, batch, build
+from tests.distributed.ranks import run_ranks
+from tests.distributed.training import Task, adamw, make_engine, settings, start, take_steps
 from zeroengine import DivergenceError
-from zeroengine.start import make_engine as make_engine_with
-
-from .models import TinyLM, batch, build
-from .ranks import run_ranks
-from .training import Task, adamw, make_engine, settings, start, take_steps
+from zeroengine.engine.initialize import make_engine as make_engine_with
 
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}

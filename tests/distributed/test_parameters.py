@@ -10,12 +10,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import zeroengine
+from tests.distributed.models import WIDTH, Block, TinyLM, batch, build
+from tests.distributed.ranks import run_ranks
+from tests.distributed.training import Task, adamw, check_every_stage, make_engine, ordinary_loop, settings, start
 from tests.emulated import a_real_gpu
-from zeroengine.optim.fused import SEGMENT_TABLES
-
-from .models import WIDTH, Block, TinyLM, batch, build
-from .ranks import run_ranks
-from .training import Task, adamw, check_every_stage, make_engine, ordinary_loop, settings, start
+from zeroengine.optim.backends.host_adam import SEGMENT_TABLES
 
 
 def features(step: int, rank: int) -> tuple[torch.Tensor]:

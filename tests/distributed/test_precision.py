@@ -10,12 +10,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import zeroengine
-from tests.emulated import cpu_alone
-
-from .models import TinyLM, batch, build
-from .ranks import run_ranks
-from .test_mixed_precision import BF16, Slope
-from .training import (
+from tests.distributed.models import TinyLM, batch, build
+from tests.distributed.ranks import run_ranks
+from tests.distributed.test_mixed_precision import BF16, Slope
+from tests.distributed.training import (
     Task,
     Trained,
     adamw,
@@ -27,6 +25,7 @@ from .training import (
     train_at,
     train_plainly,
 )
+from tests.emulated import cpu_alone
 
 STAGES = (0, 1, 2, 3)
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 10}}

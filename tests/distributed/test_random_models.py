@@ -6,10 +6,10 @@ import math
 
 import pytest
 
-from .random_models.checking import check, describe
-from .random_models.features import FEATURES, draw_features, random_recipe
-from .random_models.recipe import BlockSpec, Op, Recipe
-from .random_models.training import train_plainly
+from tests.distributed.random_models.checking import check, describe
+from tests.distributed.random_models.features import FEATURES, draw_features, random_recipe
+from tests.distributed.random_models.recipe import BlockSpec, Op, Recipe
+from tests.distributed.random_models.training import train_plainly
 
 SHORT = range(160, 200)
 

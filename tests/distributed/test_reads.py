@@ -15,10 +15,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import zeroengine
-
-from .models import WIDTH, Block, TinyLM, batch, build
-from .ranks import run_ranks
-from .training import (
+from tests.distributed.models import WIDTH, Block, TinyLM, batch, build
+from tests.distributed.ranks import run_ranks
+from tests.distributed.training import (
     Task,
     Train,
     Trained,

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 
 import zeroengine
-from tests.comm.pools import Place, Pool, pretended
+from tests.comm.transports.pools import Place, Pool, pretended
+from tests.distributed.models import batch, build, config
+from tests.distributed.ranks import run_ranks
+from tests.distributed.training import start
 from tests.emulated import cpu_alone
-from zeroengine.offload.parking import STATES
-from zeroengine.start import make_engine
-
-from .models import batch, build, config
-from .ranks import run_ranks
-from .training import start
+from zeroengine.engine.initialize import make_engine
+from zeroengine.offload.offload_states import STATES
 
 pytestmark = cpu_alone("where memory would lie is modelled")
 PRECISIONS: dict[str, dict[str, Any]] = {

@@ -14,11 +14,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import zeroengine
-from zeroengine.same_inputs import MICRO_STEPS, checksum, same_ranks, tensor_checksum
-
-from .models import WIDTH, Block, batch, build, config
-from .ranks import run_ranks
-from .training import start
+from tests.distributed.models import WIDTH, Block, batch, build, config
+from tests.distributed.ranks import run_ranks
+from tests.distributed.training import start
+from zeroengine.engine.duplicate_inputs import MICRO_STEPS, checksum, same_ranks, tensor_checksum
 
 CPU = torch.device("cpu")
 

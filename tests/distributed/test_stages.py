@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 
 import zeroengine
-
-from .models import TinyLM, batch, build, config, plain_losses
-from .ranks import run_ranks
+from tests.distributed.models import TinyLM, batch, build, config, plain_losses
+from tests.distributed.ranks import run_ranks
 
 STEPS = 20
 

@@ -15,10 +15,9 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zeroengine
-from zeroengine.comm import native
-
-from .models import TinyLM, batch, build, config
-from .ranks import run_ranks
+from tests.distributed.models import TinyLM, batch, build, config
+from tests.distributed.ranks import run_ranks
+from zeroengine.comm.transports import nccl
 
 UNITS = ["tok", "blocks.*", "norm", "head"]  # each used once in a forward
 
@@ -44,8 +43,8 @@ def spying() -> Iterator[list[Sent]]:
         return collective
 
     with (
-        mock.patch.object(native, "_all_gather", spy("gather", native._all_gather, 0)),
-        mock.patch.object(native, "_reduce_scatter", spy("reduce-scatter", native._reduce_scatter, 1)),
+        mock.patch.object(nccl, "_all_gather", spy("gather", nccl._all_gather, 0)),
+        mock.patch.object(nccl, "_reduce_scatter", spy("reduce-scatter", nccl._reduce_scatter, 1)),
         mock.patch.object(dist, "all_reduce", spy("all-reduce", dist.all_reduce, 0)),
     ):
         yield seen

@@ -15,12 +15,11 @@ from torch.distributed.tensor import Replicate, Shard, distribute_module, distri
 from torch.nn.parallel import DistributedDataParallel
 
 import zeroengine
+from tests.distributed.models import TinyLM, build, config
+from tests.distributed.ranks import run_ranks
+from tests.distributed.training import start
 from tests.emulated import cpu_alone
 from zeroengine import ZeroEngineError
-
-from .models import TinyLM, build, config
-from .ranks import run_ranks
-from .training import start
 
 
 def message(model: Any, **more: Any) -> str:

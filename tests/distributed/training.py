@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroengine
-
-from .models import TinyLM, batch, build, config
-from .ranks import run_ranks
+from tests.distributed.models import TinyLM, batch, build, config
+from tests.distributed.ranks import run_ranks
 
 Data = Callable[[int, int], tuple[Any, ...]]  # (micro-step, rank) to the arguments of the model
 

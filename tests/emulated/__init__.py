@@ -56,7 +56,7 @@ def load() -> None:
 
 def emulate_gpu() -> None:
     """torch has a GPU from now on, but no NCCL."""
-    from . import gpu
+    from tests.emulated import gpu
 
     gpu.install()
     over_gloo()

@@ -29,7 +29,16 @@ TINY = [
 def train(stage: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     settings = (f"zero_optimization.stage={stage}", "optimizer.params.lr=0.01", "scheduler.params.warmup_num_steps=5")
     settings += ("zero_optimization.stage3_param_persistence_threshold=0",)
-    command = [sys.executable, "-m", "zeroengine.launch.cli", "--nproc", "2", "--cpu", "--config", "configs/zero2.json"]
+    command = [
+        sys.executable,
+        "-m",
+        "zeroengine.cli.zero_launch",
+        "--nproc",
+        "2",
+        "--cpu",
+        "--config",
+        "configs/zero2.json",
+    ]
     command += [word for setting in settings for word in ("--set", setting)]
     command += ["examples/train_lm.py", *TINY, *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from zeroengine.launch.cli import main
+from tests.launch.processes import wait_for
+from zeroengine.cli.zero_launch import main
 
-from .processes import wait_for
-
-COMMAND = [sys.executable, "-m", "zeroengine.launch.cli"]
+COMMAND = [sys.executable, "-m", "zeroengine.cli.zero_launch"]
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .processes import is_alive, wait_for
+from tests.launch.processes import is_alive, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
-LAUNCH = [sys.executable, "-m", "zeroengine.launch.cli"]
+LAUNCH = [sys.executable, "-m", "zeroengine.cli.zero_launch"]
 _numbers = itertools.count()  # of rigs in this process
 SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
 SSHD_CONFIG = """\
@@ -104,7 +104,7 @@ class Machine:
 
     def ranks(self) -> list[int]:
         """The processes there that are ranks."""
-        return [pid for pid in self.pids() if b"launch/worker.py" in command_of(pid)]
+        return [pid for pid in self.pids() if b"launch/local/worker.py" in command_of(pid)]
 
     def kill_all(self) -> None:
         """As if its power had failed, but for the network and sshd itself."""

@@ -12,16 +12,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from zeroengine.launch import job
-from zeroengine.launch.cli import main
-from zeroengine.launch.dryrun import describe
-from zeroengine.launch.environment import FORWARDED, collect
-from zeroengine.launch.hosts import Host
-from zeroengine.launch.request import Request
-from zeroengine.launch.shells import Shell
-
-from .conftest import Script
-from .test_fleet import CONNECTION
+from tests.launch.cluster.test_nodes import CONNECTION
+from tests.launch.conftest import Script
+from zeroengine.cli.zero_launch import main
+from zeroengine.launch.cluster.dry_run import describe
+from zeroengine.launch.cluster.environment import FORWARDED, collect
+from zeroengine.launch.cluster.hosts import Host
+from zeroengine.launch.cluster.request import Request
+from zeroengine.launch.cluster.shells import Shell
+from zeroengine.launch.local import job
 
 NASTY = st.text(
     st.one_of(
@@ -118,7 +117,7 @@ raise SystemExit("the end")
     Path(".zero_env").write_text("HIDDEN\n")
     environment = {**os.environ, "SECRET": secret, "HIDDEN": hidden}
     options = ["--hostfile", "hosts", "--ssh", str(connect), "--cpu", "--log-dir", "logs"]
-    command = [sys.executable, "-m", "zeroengine.launch.cli", *options, script(body)]
+    command = [sys.executable, "-m", "zeroengine.cli.zero_launch", *options, script(body)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 1 and done.stdout.count("False True False False") == 2, done
     logs = [path.read_text() for path in (tmp_path / "logs").iterdir()]

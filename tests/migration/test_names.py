@@ -15,13 +15,12 @@ from torch import nn
 
 import zeroengine
 import zeroengine.comm
+from tests.distributed.models import TinyLM, build, config
+from tests.distributed.ranks import run_ranks
 from zeroengine import ZeroEngineError
 from zeroengine.config.keys import honoured_paths
 from zeroengine.migration.__main__ import tables
 from zeroengine.migration.names import ARGUMENTS, ENGINE, IN_THE_CONFIGURATION, MODULE, Counterpart
-
-from ..distributed.models import TinyLM, build, config
-from ..distributed.ranks import run_ranks
 
 # What scripts and trainers use of DeepSpeed's engine, beside what is called the same.
 USUAL = """

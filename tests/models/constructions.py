@@ -13,10 +13,10 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from ..distributed import test_accumulation, test_evaluation, test_inputs, test_parameters
-from ..distributed.models import WIDTH, Block, TinyLM, batch
-from ..distributed.test_parameters import Adapted, Net, features, momentum, trainable_only
-from ..distributed.training import adamw
+from tests.distributed import test_accumulation, test_evaluation, test_inputs, test_parameters
+from tests.distributed.models import WIDTH, Block, TinyLM, batch
+from tests.distributed.test_parameters import Adapted, Net, features, momentum, trainable_only
+from tests.distributed.training import adamw
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,11 @@ import torch
 from torch import nn
 
 import zeroengine
-
-from ..distributed import test_evaluation, test_inputs, test_parameters
-from ..distributed.models import TinyLM, batch, build
-from ..distributed.ranks import run_ranks
-from ..distributed.test_parameters import features, trainable_only
-from ..distributed.training import Task, Trained, adamw, assert_same_bits, settings, start
+from tests.distributed import test_evaluation, test_inputs, test_parameters
+from tests.distributed.models import TinyLM, batch, build
+from tests.distributed.ranks import run_ranks
+from tests.distributed.test_parameters import features, trainable_only
+from tests.distributed.training import Task, Trained, adamw, assert_same_bits, settings, start
 
 STEPS = 4
 Backend = Callable[[Any, Any], Any]

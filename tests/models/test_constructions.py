@@ -13,14 +13,13 @@ import torch
 from torch import nn
 
 import zeroengine
+from tests.distributed.models import build
+from tests.distributed.ranks import run_ranks
+from tests.distributed.test_evaluation import record
+from tests.distributed.test_parameters import Net
+from tests.distributed.training import Task, Trained, assert_close, assert_same_bits, make_engine, start
+from tests.models.constructions import TABLE, Construction, loss_of
 from zeroengine import ZeroEngineError
-
-from ..distributed.models import build
-from ..distributed.ranks import run_ranks
-from ..distributed.test_evaluation import record
-from ..distributed.test_parameters import Net
-from ..distributed.training import Task, Trained, assert_close, assert_same_bits, make_engine, start
-from .constructions import TABLE, Construction, loss_of
 
 STAGES = (0, 1, 2, 3)
 PRECISIONS: dict[str, Any] = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}

@@ -12,14 +12,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import zeroengine
-from zeroengine import ZeroEngineError
-
-from ..distributed.models import WIDTH, Block, batch, build
-from ..distributed.ranks import run_ranks
-from ..distributed.test_accumulation import backwards, by_pairs, plain_backwards
-from ..distributed.test_evaluation import record
-from ..distributed.test_parameters import Net, features
-from ..distributed.training import (
+from tests.distributed.models import WIDTH, Block, batch, build
+from tests.distributed.ranks import run_ranks
+from tests.distributed.test_accumulation import backwards, by_pairs, plain_backwards
+from tests.distributed.test_evaluation import record
+from tests.distributed.test_parameters import Net, features
+from tests.distributed.training import (
     Task,
     Trained,
     adamw,
@@ -30,6 +28,7 @@ from ..distributed.training import (
     settings,
     start,
 )
+from zeroengine import ZeroEngineError
 
 STAGES = (0, 1, 2, 3)
 BOTH = pytest.mark.parametrize("transport", ["shm", "gloo"])

@@ -11,11 +11,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zeroengine
-
-from ..distributed.models import build, config
-from ..distributed.ranks import run_ranks
-from ..distributed.training import adamw, start
-from .test_transformers import HEADS, TOKENS, VOCAB, WIDTH, gpt2, images, llama, quietly, t5, text, vit
+from tests.distributed.models import build, config
+from tests.distributed.ranks import run_ranks
+from tests.distributed.training import adamw, start
+from tests.models.test_transformers import HEADS, TOKENS, VOCAB, WIDTH, gpt2, images, llama, quietly, t5, text, vit
 
 transformers = pytest.importorskip("transformers")
 

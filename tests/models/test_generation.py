@@ -9,11 +9,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests.distributed.models import VOCAB, WIDTH, batch, build
+from tests.distributed.ranks import run_ranks
+from tests.distributed.training import Task, make_engine, start, take_steps
 from zeroengine import gathered
-
-from ..distributed.models import VOCAB, WIDTH, batch, build
-from ..distributed.ranks import run_ranks
-from ..distributed.training import Task, make_engine, start, take_steps
 
 STAGES = (0, 1, 2, 3)
 END = 7

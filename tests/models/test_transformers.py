@@ -13,19 +13,10 @@ import torch
 from torch import nn
 
 import zeroengine
+from tests.distributed.models import build
+from tests.distributed.ranks import run_ranks
+from tests.distributed.training import Task, Trained, assert_close, assert_same_bits, make_engine, start, train_at
 from zeroengine import ZeroEngineError, gathered
-
-from ..distributed.models import build
-from ..distributed.ranks import run_ranks
-from ..distributed.training import (
-    Task,
-    Trained,
-    assert_close,
-    assert_same_bits,
-    make_engine,
-    start,
-    train_at,
-)
 
 pytest.importorskip("transformers")
 

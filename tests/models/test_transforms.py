@@ -11,13 +11,12 @@ import torch
 from torch import nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, stack_module_state, vjp, vmap
 
+from tests.distributed.models import build
+from tests.distributed.ranks import run_ranks
+from tests.distributed.test_parameters import Net, features
+from tests.distributed.training import Task, check_every_stage, make_engine, start, take_steps
 from tests.emulated import need_transport
 from zeroengine import ReleasedParameterError, gathered
-
-from ..distributed.models import build
-from ..distributed.ranks import run_ranks
-from ..distributed.test_parameters import Net, features
-from ..distributed.training import Task, check_every_stage, make_engine, start, take_steps
 
 STAGES = (0, 1, 2, 3)
 BOTH = pytest.mark.parametrize("transport", ["shm", pytest.param("gloo", marks=pytest.mark.slow)])

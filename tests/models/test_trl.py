@@ -18,11 +18,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zeroengine
-
-from ..distributed.models import config
-from ..distributed.ranks import run_ranks
-from ..distributed.training import start
-from .test_transformers import quietly
+from tests.distributed.models import config
+from tests.distributed.ranks import run_ranks
+from tests.distributed.training import start
+from tests.models.test_transformers import quietly
 
 pytest.importorskip("trl")
 pytest.importorskip("peft")

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from zeroengine.optim import Lion
+from zeroengine.optim.lion import Lion
 
 
 def test_steps_follow_algorithm_2() -> None:

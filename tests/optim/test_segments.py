@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroengine.optim.segments import Segment, segments_of
-from zeroengine.partition import FlatLayout, degrees_of_stage
+from zeroengine.partition.degrees import degrees_of_stage
+from zeroengine.partition.layout import FlatLayout
 
 UNITS = st.lists(
     st.tuples(st.integers(0, 200), st.integers(0, 2), st.booleans(), st.integers(0, 1)), min_size=1, max_size=8

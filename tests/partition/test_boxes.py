@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroengine.partition import Box, boxes_of_run
+from zeroengine.partition.boxes import Box, boxes_of_run
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4)
 

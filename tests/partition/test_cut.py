@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from zeroengine import ZeroEngineError
-from zeroengine.partition import UnitPlan, cut_units
-from zeroengine.partition.cut import LARGE_PARAM, REST_UNIT
+from zeroengine.partition.cut import LARGE_PARAM, REST_UNIT, UnitPlan, cut_units
 
 
 class Block(nn.Module):

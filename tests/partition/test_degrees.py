@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zeroengine import ZeroEngineError
-from zeroengine.partition import STAGES, Degrees, degrees_of_stage
+from zeroengine.partition.degrees import STAGES, Degrees, degrees_of_stage
 
 
 @pytest.mark.parametrize(

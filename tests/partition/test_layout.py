@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroengine import ZeroEngineError
-from zeroengine.partition import STAGES, Degrees, FlatLayout, degrees_of_stage, round_up
-from zeroengine.partition.layout import PARAM_ALIGN, SHARD_ALIGN
+from zeroengine.partition.degrees import STAGES, Degrees, degrees_of_stage
+from zeroengine.partition.layout import PARAM_ALIGN, SHARD_ALIGN, FlatLayout, round_up
 
 SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=6)
 

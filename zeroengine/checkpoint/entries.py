@@ -15,10 +15,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ..optim import ShardedOptimizer, UnitStates
-from ..optim.kept import KeptState
-from ..partition import Box, ShardSpan, boxes_of_run, plain_name
-from ..runtime import Unit
+from zeroengine.optim.backends.kept import KeptState
+from zeroengine.optim.sharded_optimizer import ShardedOptimizer
+from zeroengine.optim.unit_state import UnitStates
+from zeroengine.partition.boxes import Box, boxes_of_run
+from zeroengine.partition.cut import plain_name
+from zeroengine.partition.layout import ShardSpan
+from zeroengine.runtime.unit import Unit
 
 MODEL, OPTIMIZER = "model.", "optimizer.state."
 

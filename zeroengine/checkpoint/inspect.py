@@ -12,11 +12,11 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError
-from ..paths import checked_path
-from .metadata import EXTRA, METADATA, names_in, read_metadata, tied
-from .progress import progress
-from .store import LATEST, MANIFEST, Manifest, Store, check_tag, tag_of
+from zeroengine.checkpoint.dcp_metadata import EXTRA, METADATA, names_in, read_metadata, tied
+from zeroengine.checkpoint.directory import LATEST, MANIFEST, Manifest, Store, check_tag, tag_of
+from zeroengine.errors import CheckpointError
+from zeroengine.utils.paths import checked_path
+from zeroengine.utils.progress import progress
 
 WHOLE, DAMAGED, UNFINISHED, UNCHECKED, PLAIN = "whole", "damaged", "unfinished", "not checked", "no checksums"
 THREADS = 4  # files hashed at a time

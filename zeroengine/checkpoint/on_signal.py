@@ -24,11 +24,11 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from ..comm import Group
-from ..config import Config
-from ..errors import CheckpointError, ZeroEngineError
-from ..launcher_environment import START_AGAIN
-from ..paths import checked_path
+from zeroengine.comm.group import Group
+from zeroengine.config import Config
+from zeroengine.errors import CheckpointError, ZeroEngineError
+from zeroengine.utils.launcher_environment import START_AGAIN
+from zeroengine.utils.paths import checked_path
 
 log = logging.getLogger("zeroengine")
 EVERY_S = 1.0  # seconds between two sums, where steps are shorter

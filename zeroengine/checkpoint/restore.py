@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from ..errors import CheckpointError, ZeroEngineError
-from ..optim import UnitStates
-from ..optim.kept import Keys
-from ..partition import ShardSpan
-from . import dcp
-from .entries import MODEL, OPTIMIZER, Entries
-from .metadata import EXTRA, METADATA
-from .progress import progress, releasing
-from .state import SHOWN, Trained, param_groups, random_states, set_random_states, stateful_name
-from .store import MANIFEST, Manifest
+from zeroengine.checkpoint import dcp_io
+from zeroengine.checkpoint.dcp_metadata import EXTRA, METADATA
+from zeroengine.checkpoint.directory import MANIFEST, Manifest
+from zeroengine.checkpoint.entries import MODEL, OPTIMIZER, Entries
+from zeroengine.checkpoint.snapshot import SHOWN, Trained, param_groups, random_states, set_random_states, stateful_name
+from zeroengine.errors import CheckpointError, ZeroEngineError
+from zeroengine.optim.backends.kept import Keys
+from zeroengine.optim.unit_state import UnitStates
+from zeroengine.partition.layout import ShardSpan
+from zeroengine.utils.progress import progress, releasing
 
 NEVER_NEGATIVE = {"lr", "initial_lr", "max_lr", "min_lr", "eps", "weight_decay", "momentum"}
 
@@ -54,7 +54,7 @@ def restore(trained: Trained, path: Path, manifest: Manifest | None, *, weights_
     with agreeing("to load a checkpoint"):
         plan = _plan(trained, path, manifest, weights_only=weights_only, strict=strict)
     with agreeing("to load a checkpoint"):
-        objects = dcp.load(path, plan.metadata, {}, plan.objects, lambda nbytes: None)
+        objects = dcp_io.load(path, plan.metadata, {}, plan.objects, lambda nbytes: None)
         if manifest is None:  # no checksum has told that all can be read
             _rehearse(trained, path, plan)
     undo: list[Callable[[], None]] = []
@@ -120,7 +120,7 @@ def as_checkpoint_errors() -> Iterator[None]:
     except ZeroEngineError:
         raise
     except Exception as error:
-        raise CheckpointError(f"the checkpoint's state cannot be taken over: {dcp.cause(error)}") from error
+        raise CheckpointError(f"the checkpoint's state cannot be taken over: {dcp_io.cause(error)}") from error
 
 
 @dataclass(frozen=True)
@@ -139,9 +139,9 @@ class _Plan:
 
 def _plan(trained: Trained, path: Path, manifest: Manifest | None, *, weights_only: bool, strict: bool) -> _Plan:
     group, inventory = trained.group, trained.inventory
-    metadata = dcp.read_metadata(path)
+    metadata = dcp_io.read_metadata(path)
     if manifest is not None:
-        unlisted = {METADATA, *dcp.files_of(metadata)} - manifest.files.keys()
+        unlisted = {METADATA, *dcp_io.files_of(metadata)} - manifest.files.keys()
         if unlisted:
             raise CheckpointError(f"{path} is damaged: its {MANIFEST} does not list {', '.join(sorted(unlisted)[:3])}")
     model = inventory.model(once=False)
@@ -168,7 +168,7 @@ def _rehearse(trained: Trained, path: Path, plan: _Plan) -> None:
     """Read all that ``_read`` will, where that can be told already: what the optimizer keeps is made by it."""
     entries, total = _entries(plan, _optimizer_state(trained, plan))
     with progress(f"checking {path.name}", total, trained.group.rank == 0) as report:
-        dcp.check_readable(path, plan.metadata, entries, releasing(report, trained.let_go))
+        dcp_io.check_readable(path, plan.metadata, entries, releasing(report, trained.let_go))
 
 
 def _optimizer_state(trained: Trained, plan: _Plan) -> Entries:
@@ -192,7 +192,7 @@ def _read(trained: Trained, path: Path, plan: _Plan) -> None:
     state = _optimizer_state(trained, plan)
     entries, total = _entries(plan, state)
     with progress(f"loading {path.name}", total, trained.group.rank == 0) as report:
-        dcp.load(path, plan.metadata, entries, (), releasing(report, trained.let_go))
+        dcp_io.load(path, plan.metadata, entries, (), releasing(report, trained.let_go))
     for states, span, keys in plan.optimizer:
         name = OPTIMIZER + states.unit.layout.slots[span.slot].name
         numbers = {key: state[f"{name}.{key}"].pieces[0][1] for key, (_, is_number) in keys.items() if is_number}

@@ -1,31 +1,16 @@
-"""Process groups, the transports between ranks, and what happens when ranks diverge."""
+"""Process groups, the transports between ranks, and the watchdog that tells when ranks diverge.
+
+- ``group``: finds or starts the process group, compares what the ranks bring, and chooses a transport.
+- ``launched_ranks``: joins the ranks that mpirun or srun started.
+- ``interfaces``: what the rest of the program sees of a transport.
+- ``transports``: one file for each way of moving bytes.
+- ``rank_order_sum``: sums that have the same bits on every transport.
+- ``watchdog``: says which ranks stalled or diverged, and where.
+"""
 
 from typing import TYPE_CHECKING, NoReturn
 
-from ..migration import comm_attribute
-from .base import Buffer, ChannelName, Transport, Work
-from .crossing import HostCopy, to_device
-from .group import Group, as_process_group, backend_of, check_same, default_device
-from .launched import join_launched_ranks
-from .registered import LEAST_SYMMETRIC
-from .span import span
-
-__all__ = [
-    "LEAST_SYMMETRIC",
-    "Buffer",
-    "ChannelName",
-    "Group",
-    "HostCopy",
-    "Transport",
-    "Work",
-    "as_process_group",
-    "backend_of",
-    "check_same",
-    "default_device",
-    "join_launched_ranks",
-    "span",
-    "to_device",
-]
+from zeroengine.migration.messages import comm_attribute
 
 if not TYPE_CHECKING:
 

@@ -14,16 +14,16 @@ from typing import Literal, TypeVar
 import torch
 import torch.distributed as dist
 
-from ..errors import DivergenceError, ZeroEngineError
-from . import shm
-from .base import ChannelName, Transport
-from .gloo import GlooTransport
-from .launched import has_peers
-from .local import LocalTransport
-from .native import NativeTransport
-from .registered import RegisteredPool
-from .staged import StagedTransport
-from .watchdog import Watchdog, own_host
+from zeroengine.comm.interfaces import ChannelName, Transport
+from zeroengine.comm.launched_ranks import has_peers
+from zeroengine.comm.transports import shared_memory
+from zeroengine.comm.transports.gloo import GlooTransport
+from zeroengine.comm.transports.host_staged import StagedTransport
+from zeroengine.comm.transports.nccl import NativeTransport
+from zeroengine.comm.transports.nccl_memory_pool import RegisteredPool
+from zeroengine.comm.transports.single_process import LocalTransport
+from zeroengine.comm.watchdog import Watchdog, own_host
+from zeroengine.errors import DivergenceError, ZeroEngineError
 
 T = TypeVar("T")
 SHOWN = 3  # values, and ranks of each, in a message about ranks that differ
@@ -154,9 +154,9 @@ class Group:
                 raise ZeroEngineError(f'comm.transport "shm" cannot be used: {found}. Write "auto" or "gloo".')
         return GlooTransport(self._new_group(self.backend, timeout), self._watch(timeout), timeout)
 
-    def _shared_memory(self, timeout: float) -> shm.ShmTransport | str:
-        addresses = self.exchange(shm.offer())
-        found = shm.connect(self.rank, addresses, timeout)
+    def _shared_memory(self, timeout: float) -> shared_memory.ShmTransport | str:
+        addresses = self.exchange(shared_memory.offer())
+        found = shared_memory.connect(self.rank, addresses, timeout)
         reasons = [r for r in self.exchange(found if isinstance(found, str) else None) if r is not None]
         return reasons[0] if reasons else found
 

@@ -36,8 +36,8 @@ from typing import NamedTuple, NoReturn
 
 import torch.distributed as dist
 
-from ..errors import DivergenceError
-from .base import Done, Work
+from zeroengine.comm.interfaces import Done, Work
+from zeroengine.errors import DivergenceError
 
 log = logging.getLogger("zeroengine")
 

@@ -6,7 +6,8 @@ import argparse
 import json
 import sys
 
-from zeroengine.config import load, reference
+from zeroengine.config import reference
+from zeroengine.config.loading import load
 from zeroengine.errors import ConfigError
 
 

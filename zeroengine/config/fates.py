@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from zeroengine.config import deepspeed
+from zeroengine.config import deepspeed_keys
 from zeroengine.config.messages import Problem, unknown_keys
 from zeroengine.config.optimizers import is_import_path
 from zeroengine.config.source import KeyPath, Source, as_json, describe
@@ -26,7 +26,7 @@ class Fates:
         rest: dict[str, Any] = {}
         for key, value in tree.items():
             here = (*path, str(key))
-            row = deepspeed.TABLE.get(".".join(here))
+            row = deepspeed_keys.TABLE.get(".".join(here))
             if here[-1].startswith(COMMENTS):
                 self.comments.append(f"{self._source.label(here)} is ignored: it is a comment.")
             elif row is not None:
@@ -34,7 +34,7 @@ class Fates:
                     self._judge(row, here, value)
             elif here == ("optimizer", "params") and is_import_path(tree.get("type")):
                 rest[key] = self._without_comments(value, here)  # the class says what it takes
-            elif not path and key in deepspeed.BLOCKS:
+            elif not path and key in deepspeed_keys.BLOCKS:
                 self._sort_block(here, value)
             else:
                 rest[key] = self.sort(value, here) if isinstance(value, dict) else value
@@ -53,13 +53,13 @@ class Fates:
         elif value is not None:
             self.problems.append(Problem(here, f"found {describe(value)}; write an object, {{...}}."))
 
-    def _judge(self, row: deepspeed.Row, here: KeyPath, value: Any) -> None:
+    def _judge(self, row: deepspeed_keys.Row, here: KeyPath, value: Any) -> None:
         if row.keys and isinstance(value, dict):
             known = row.keys.split()
             self.problems += unknown_keys((*here, str(key)) for key in value if key not in known)
         if row.is_off(value):
             return
-        if row.fate == deepspeed.REFUSED:
+        if row.fate == deepspeed_keys.REFUSED:
             shown = "" if isinstance(value, dict) else f"the value {as_json(value) or 'given'} is "
             self.problems.append(Problem(here, f"{shown}refused; {row.why}."))
         else:

@@ -11,7 +11,7 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from zeroengine.config import deepspeed
+from zeroengine.config import deepspeed_keys
 from zeroengine.config.fields import CheckedBy
 from zeroengine.config.model import Config
 from zeroengine.config.source import KeyPath
@@ -36,7 +36,7 @@ SYNONYMS = {
 @cache
 def known_paths() -> tuple[str, ...]:
     """Every key path that may be written: ours, second spellings, and DeepSpeed's others."""
-    return tuple(dict.fromkeys([*honoured_paths(), *deepspeed.ALIASES, *deepspeed.TABLE]))
+    return tuple(dict.fromkeys([*honoured_paths(), *deepspeed_keys.ALIASES, *deepspeed_keys.TABLE]))
 
 
 def honoured_paths() -> list[str]:
@@ -110,7 +110,7 @@ def beside(path: KeyPath, siblings: tuple[str, ...] | None = None) -> list[str]:
     """The keys that could stand in an unknown one's place: ours, or else those of DeepSpeed's block."""
     parent = ".".join(path[:-1])
     names = siblings or _children(parent)
-    others = {*deepspeed.TABLE, *deepspeed.ALIASES}
+    others = {*deepspeed_keys.TABLE, *deepspeed_keys.ALIASES}
     return [name for name in names if f"{parent}.{name}".lstrip(".") not in others] or list(names)
 
 
@@ -121,6 +121,6 @@ def close(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
 
 
 def _children(parent: str, paths: Iterable[str] | None = None) -> tuple[str, ...]:
-    if paths is None and (row := deepspeed.TABLE.get(parent)) and row.keys:
+    if paths is None and (row := deepspeed_keys.TABLE.get(parent)) and row.keys:
         return tuple(row.keys.split())
     return tuple(path.rpartition(".")[2] for path in paths or known_paths() if path.rpartition(".")[0] == parent)

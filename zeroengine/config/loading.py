@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from zeroengine.config import deepspeed
+from zeroengine.config import deepspeed_keys
 from zeroengine.config.fates import Fates, asleep
 from zeroengine.config.keys import close
 from zeroengine.config.messages import Problem, explain
@@ -56,7 +56,7 @@ def load(config: str | Path | Mapping[str, Any] | Config | None = None, override
     _canonical(source)
     for text in overrides:
         key, equals, value = text.partition("=")
-        override(source, deepspeed.ALIASES.get(key.strip(), key) + equals + value)
+        override(source, deepspeed_keys.ALIASES.get(key.strip(), key) + equals + value)
     _canonical(source)
     return _check(source)
 
@@ -101,7 +101,7 @@ def _canonical(source: Source) -> None:
     tree = source.tree
     if isinstance(tree.get("zero_optimization"), bool):
         tree["zero_optimization"] = {"stage": int(tree["zero_optimization"])}
-    for written, canonical in deepspeed.ALIASES.items():
+    for written, canonical in deepspeed_keys.ALIASES.items():
         old, new = tuple(written.split(".")), tuple(canonical.split("."))
         section, home = source.get(old[:-1]), source.get(new[:-1])
         if not isinstance(section, dict) or old[-1] not in section or not isinstance(home, dict):

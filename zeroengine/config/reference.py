@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from zeroengine.config import deepspeed
+from zeroengine.config import deepspeed_keys
 from zeroengine.config.keys import checked_models
 from zeroengine.config.model import Config
 from zeroengine.config.optimizers import ByImportPath
@@ -21,13 +21,13 @@ def json_schema() -> Schema:
     schema = Config.model_json_schema()
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "zeroengine configuration"
-    for written, canonical in deepspeed.ALIASES.items():
+    for written, canonical in deepspeed_keys.ALIASES.items():
         *path, name = canonical.split(".")
         *beside, spelling = written.split(".")
         for home in _sections(schema, schema, path):
             for section in _sections(schema, schema, beside):
                 section["properties"][spelling] = home["properties"][name]
-    for row in deepspeed.TABLE.values():
+    for row in deepspeed_keys.TABLE.values():
         *path, name = row.path.split(".")
         for section in _sections(schema, schema, path):
             section["properties"][name] = _row_schema(row)
@@ -57,14 +57,14 @@ def _sections(root: Schema, schema: Schema, path: list[str]) -> Iterator[Schema]
         yield from _sections(root, schema["properties"].setdefault(path[0], block), path[1:])
 
 
-def _row_schema(row: deepspeed.Row) -> Schema:
-    if row.fate == deepspeed.NO_EFFECT:
+def _row_schema(row: deepspeed_keys.Row) -> Schema:
+    if row.fate == deepspeed_keys.NO_EFFECT:
         return {"description": f"No effect: {row.why}."}
     if row.path.startswith(("bf16.", "fp16.")):
         return {"description": f"Refused: {row.why}."}  # but of no account where that precision is off
     silent: list[Schema] = [{"enum": ["auto", *(value for value in row.off if not isinstance(value, list))]}]
     if row.switch:
-        silent.append({"type": "object", "properties": {row.switch: {"enum": list(deepspeed.OFF)}}})
+        silent.append({"type": "object", "properties": {row.switch: {"enum": list(deepspeed_keys.OFF)}}})
     else:
         silent.append({"type": "object", "maxProperties": 0})
     return {"description": f"Refused: {row.why}.", "anyOf": silent}
@@ -73,7 +73,7 @@ def _row_schema(row: deepspeed.Row) -> Schema:
 def honoured_table() -> str:
     """Markdown: every key of our models, its default, and its docstring."""
     second: dict[str, list[str]] = {}
-    for written, canonical in deepspeed.ALIASES.items():
+    for written, canonical in deepspeed_keys.ALIASES.items():
         beside = written.rpartition(".")[0] == canonical.rpartition(".")[0]
         second.setdefault(canonical, []).append(written.rpartition(".")[2] if beside else written)
     rows = ["| key | default | meaning |", "|---|---|---|"]
@@ -86,7 +86,7 @@ def honoured_table() -> str:
 def fates_table() -> str:
     """Markdown: DeepSpeed's other keys, and what becomes of each."""
     rows = ["| DeepSpeed key | here | why | silent where |", "|---|---|---|---|"]
-    for row in deepspeed.TABLE.values():
+    for row in deepspeed_keys.TABLE.values():
         silent = ", ".join(f"`{json.dumps(value)}`" for value in row.off)
         rows.append(f"| `{row.path}` | {row.fate} | {row.why} | {silent} |")
     return "\n".join(rows)

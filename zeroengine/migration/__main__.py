@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from .names import ARGUMENTS, DEEPSPEED, ENGINE, MODULE, Counterpart
+from zeroengine.migration.names import ARGUMENTS, DEEPSPEED, ENGINE, MODULE, Counterpart
 
 
 def tables() -> Iterator[str]:

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-from ..errors import ZeroEngineError
-from .names import ARGUMENTS, COMM, DEEPSPEED, ENGINE, ENGINE_PREFIXES, MODULE
+from zeroengine.errors import ZeroEngineError
+from zeroengine.migration.names import ARGUMENTS, COMM, DEEPSPEED, ENGINE, ENGINE_PREFIXES, MODULE
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -34,14 +34,14 @@ def engine_attribute(name: str, engine: object) -> str:
 @functools.cache  # code that looks for an attribute of another library's engine may do so in every step
 def _configured(name: str) -> str | None:
     """Return where the configuration has what DeepSpeed's engine has as a method ``name``, or why it has not."""
-    from ..config import deepspeed
-    from ..config.keys import honoured_paths
+    from zeroengine.config import deepspeed_keys
+    from zeroengine.config.keys import honoured_paths
 
     for path in (name, f"zero_optimization.{name.removeprefix('zero_')}" if name.startswith("zero_") else name):
         if path in honoured_paths():
             return f"Write engine.config.{path}"
-        if path in deepspeed.TABLE:
-            return f"Of {path} in the configuration: {deepspeed.TABLE[path].why}"
+        if path in deepspeed_keys.TABLE:
+            return f"Of {path} in the configuration: {deepspeed_keys.TABLE[path].why}"
     return None
 
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .aio import aligned_empty
-from .copies import Copies, Transfer
-from .store import Home, marking, padded
+from zeroengine.disk.queue import aligned_empty
+from zeroengine.offload.device_copies import Copies, Transfer
+from zeroengine.offload.disk_store import Home, marking, padded
 
 
 @dataclass(frozen=True)

@@ -11,19 +11,21 @@ from pathlib import Path
 
 import torch
 
-from ..comm import Transport
-from ..config import FLOATS, Config
-from ..config.offload import OffloadOptimizer, OffloadParam
-from ..errors import OffloadError
-from ..partition import Degrees, FlatLayout, UnitPlan
-from .aio import DiskQueue
-from .copies import Copies, GPUCopies
-from .host import DeviceStore, DiskBehind, HostStore
-from .pipeline import Home, Pipeline
-from .probe import Settings, tune
-from .shards import StoredShards
-from .store import DiskStore, Store, padded
-from .swap import SwapFolder
+from zeroengine.comm.interfaces import Transport
+from zeroengine.config import FLOATS, Config
+from zeroengine.config.offload import OffloadOptimizer, OffloadParam
+from zeroengine.disk.probe import Settings, tune
+from zeroengine.disk.queue import DiskQueue
+from zeroengine.disk.swap_files import SwapFolder
+from zeroengine.errors import OffloadError
+from zeroengine.offload.device_copies import Copies, GPUCopies
+from zeroengine.offload.disk_store import DiskStore, Store, padded
+from zeroengine.offload.host_store import DeviceStore, DiskBehind, HostStore
+from zeroengine.offload.offloaded_shards import StoredShards
+from zeroengine.offload.pipeline import Home, Pipeline
+from zeroengine.partition.cut import UnitPlan
+from zeroengine.partition.degrees import Degrees
+from zeroengine.partition.layout import FlatLayout
 
 WORTH_TUNING = 1 << 28  # bytes of states
 PIECE = 4096  # what buffers hold a multiple of, in elements

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ZeroEngineError
+from zeroengine.errors import ZeroEngineError
 
 REPLACED = ("step", "zero_grad", "load_state_dict")  # attributes that wrappers and `redirect_calls` put on an instance
 _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")

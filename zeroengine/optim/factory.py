@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config import Config
-from ..errors import ZeroEngineError
-from .lion import Lion
+from zeroengine.config import Config
+from zeroengine.errors import ZeroEngineError
+from zeroengine.optim.lion import Lion
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..partition import FlatLayout
+from zeroengine.partition.layout import FlatLayout
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ..errors import ZeroEngineError
+from zeroengine.errors import ZeroEngineError
 
 LARGE_PARAM = 1 << 20  # elements: an embedding or a head of this size is a unit of its own
 REST_UNIT = 1 << 22  # elements: what is left is grouped up to this size

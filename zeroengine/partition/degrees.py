@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ..errors import ZeroEngineError
+from zeroengine.errors import ZeroEngineError
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..errors import ZeroEngineError
-from .degrees import Degrees
+from zeroengine.errors import ZeroEngineError
+from zeroengine.partition.degrees import Degrees
 
 PARAM_ALIGN = 32  # a parameter starts on a cache line and at a vector load, in fp32 and in bf16
 SHARD_ALIGN = 64  # so does a shard, and no two ranks write to one cache line

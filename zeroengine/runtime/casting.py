@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .. import ops
+from zeroengine import ops
 
 TOGETHER = 64  # tensors: what a launch takes
 BYTES_TOGETHER = 1 << 24  # that gradients wait with at most, in memory that is theirs beside the bucket

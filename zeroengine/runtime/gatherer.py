@@ -24,14 +24,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..comm import Transport, span
-from ..errors import ReleasedParameterError, ZeroEngineError
-from .calls import Call, CallTracker, queue_callback
-from .eager import eager, unrecorded, untransformed
-from .saved_views import SavedView, current_sequence_number, replace_saved_views
-from .tree import tensors_in
-from .unit import State, Unit
-from .visit_order import VisitOrder
+from zeroengine.comm.interfaces import Transport
+from zeroengine.errors import ReleasedParameterError, ZeroEngineError
+from zeroengine.runtime.autograd_tracking import Call, CallTracker, queue_callback
+from zeroengine.runtime.saved_views import SavedView, current_sequence_number, replace_saved_views
+from zeroengine.runtime.unit import State, Unit
+from zeroengine.runtime.visit_order import VisitOrder
+from zeroengine.utils.compiler_disable import eager, unrecorded, untransformed
+from zeroengine.utils.profiling import profile_range
+from zeroengine.utils.tensor_tree import tensors_in
 
 log = logging.getLogger("zeroengine")
 
@@ -137,7 +138,7 @@ class Gatherer:
     def start(self, unit: Unit) -> None:
         """Issues the gather of a released unit."""
         if unit.state is State.RELEASED:
-            with untransformed(), span("gather", unit.name):
+            with untransformed(), profile_range("gather", unit.name):
                 unit.gather()
             self._live_numel += unit.layout.numel
 
@@ -147,14 +148,14 @@ class Gatherer:
             return
         self.start(unit)
         assert unit.work is not None
-        with untransformed(), span("await", unit.name):
+        with untransformed(), profile_range("await", unit.name):
             unit.work.wait()
             unit.expose()
 
     def refresh(self, unit: Unit) -> None:
         """After a publish: issues the gather of a unit that is never released. Awaited at its next use."""
         unit.guard(self._resolve)
-        with span("gather", unit.name):
+        with profile_range("gather", unit.name):
             unit.work = self._channel.all_gather(unit.full, unit.owned(unit.degrees.optimizer), unit.name)
 
     def settle(self, *, before_update: bool = False) -> None:

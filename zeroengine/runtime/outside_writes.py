@@ -22,10 +22,10 @@ from operator import attrgetter
 
 import torch
 
-from ..comm import Group
-from ..errors import DivergenceError
-from .checksum import checksum
-from .unit import Unit
+from zeroengine.comm.group import Group
+from zeroengine.errors import DivergenceError
+from zeroengine.runtime.unit import Unit
+from zeroengine.utils.checksum import checksum
 
 SHOWN = 5  # names in a message
 

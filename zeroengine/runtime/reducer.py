@@ -28,16 +28,18 @@ from itertools import zip_longest
 import torch
 from torch import nn
 
-from ..comm import Transport, Work, span
-from ..errors import ZeroEngineError
-from ..offload import Store, populate
-from .casting import CastCopies
-from .eager import eager
-from .gradients import UnitGradients
-from .landing import Landings
-from .released import gradient_of
-from .slots import Slot, Slots, SummedWork
-from .unit import Unit
+from zeroengine.comm.interfaces import Transport, Work
+from zeroengine.disk.swap_files import populate
+from zeroengine.errors import ZeroEngineError
+from zeroengine.offload.disk_store import Store
+from zeroengine.runtime.buckets import Slot, Slots, SummedWork
+from zeroengine.runtime.casting import CastCopies
+from zeroengine.runtime.offloaded_gradients import Landings
+from zeroengine.runtime.released_parameter import gradient_of
+from zeroengine.runtime.unit import Unit
+from zeroengine.runtime.unit_gradients import UnitGradients
+from zeroengine.utils.compiler_disable import eager
+from zeroengine.utils.profiling import profile_range
 
 
 class Reducer:
@@ -220,7 +222,7 @@ class Reducer:
     def _flush(self) -> None:
         bucket, self._bucket = self._bucket, []
         for grads in bucket:
-            with span("reduce", grads.unit.name):
+            with profile_range("reduce", grads.unit.name):
                 self._reduce(grads)
 
     def _reduce(self, grads: UnitGradients) -> None:

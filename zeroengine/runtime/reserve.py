@@ -1,4 +1,7 @@
-"""How many bytes of symmetric memory training needs at one time. See the note in ``comm/registered.py``."""
+"""How many bytes of symmetric memory training needs at one time.
+
+See the note in ``comm/transports/nccl_memory_pool.py``.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,14 @@ from dataclasses import dataclass
 
 import torch
 
-from ..comm import LEAST_SYMMETRIC, ChannelName, Transport
-from ..config import Config
-from ..offload import Placement, can_leave
-from ..partition import Degrees, FlatLayout, UnitPlan, round_up
-from .slots import slot_numel
+from zeroengine.comm.interfaces import ChannelName, Transport
+from zeroengine.comm.transports.nccl_memory_pool import LEAST_SYMMETRIC
+from zeroengine.config import Config
+from zeroengine.offload.placement import Placement, can_leave
+from zeroengine.partition.cut import UnitPlan
+from zeroengine.partition.degrees import Degrees
+from zeroengine.partition.layout import FlatLayout, round_up
+from zeroengine.runtime.buckets import slot_numel
 
 ROUNDING = 512  # bytes, of torch's allocator
 SLACK = 16 * LEAST_SYMMETRIC  # holes that are too small for anything

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import ZeroEngineError
-from .tree import leaves_in
-from .unit import Unit
+from zeroengine.errors import ZeroEngineError
+from zeroengine.runtime.unit import Unit
+from zeroengine.utils.tensor_tree import leaves_in
 
 MAX_NODES = 20_000  # of one graph that are looked at
 

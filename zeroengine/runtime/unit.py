@@ -8,14 +8,17 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from .. import ops
-from ..comm import Buffer, Transport, Work
-from ..errors import ZeroEngineError
-from ..offload import Store, StoredShards
-from ..partition import Degrees, FlatLayout, UnitPlan
-from .birth import become, detach
-from .released import Resolver, is_released, swap_in, swap_out
-from .tape import Unset
+from zeroengine import ops
+from zeroengine.comm.interfaces import Buffer, Transport, Work
+from zeroengine.deferred_init.parameter import become, detach
+from zeroengine.deferred_init.trace import Unset
+from zeroengine.errors import ZeroEngineError
+from zeroengine.offload.disk_store import Store
+from zeroengine.offload.offloaded_shards import StoredShards
+from zeroengine.partition.cut import UnitPlan
+from zeroengine.partition.degrees import Degrees
+from zeroengine.partition.layout import FlatLayout
+from zeroengine.runtime.released_parameter import Resolver, is_released, swap_in, swap_out
 
 
 class State(enum.Enum):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .unit import Unit
+from zeroengine.runtime.unit import Unit
 
 Visit = tuple[bool, Unit, int]  # in backward; a unit; its number among the unit's visits in this pass
 

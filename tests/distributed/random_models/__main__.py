@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-from .checking import STAGES, check, describe, reduce
-from .features import random_recipe
-from .training import train_plainly
+from tests.distributed.random_models.checking import STAGES, check, describe, reduce
+from tests.distributed.random_models.features import random_recipe
+from tests.distributed.random_models.training import train_plainly
 
 
 def main() -> None:

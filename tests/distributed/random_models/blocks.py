@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .bodies import BODIES
-from .recipe import LENGTH, BlockSpec
+from tests.distributed.random_models.bodies import BODIES
+from tests.distributed.random_models.recipe import LENGTH, BlockSpec
 
 
 @dataclass

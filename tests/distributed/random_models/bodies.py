@@ -8,7 +8,7 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
-from .functions import AttributeLinear, AttributeViewLinear, SavedLinear
+from tests.distributed.random_models.functions import AttributeLinear, AttributeViewLinear, SavedLinear
 
 
 class MLP(nn.Module):

@@ -12,7 +12,7 @@ from torch.func import grad, vmap
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from .functions import AttributeLinear, AttributeViewLinear, Recompute, SavedLinear
+from tests.distributed.random_models.functions import AttributeLinear, AttributeViewLinear, Recompute, SavedLinear
 
 Function = Callable[[torch.Tensor], Any]
 

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from ..ranks import RankFailed, run_ranks
-from ..training import start
-from .micro_steps import SEVERAL_BACKWARDS, Trace
-from .recipe import Op, Recipe
-from .training import train_by_engine, train_plainly
+from tests.distributed.random_models.micro_steps import SEVERAL_BACKWARDS, Trace
+from tests.distributed.random_models.recipe import Op, Recipe
+from tests.distributed.random_models.training import train_by_engine, train_plainly
+from tests.distributed.ranks import RankFailed, run_ranks
+from tests.distributed.training import start
 
 STAGES = (0, 1, 2, 3)
 

@@ -6,12 +6,18 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from .blocks import OUTPUTS
-from .bodies import BODIES, FUNC_BODIES, ONCE_DIFFERENTIABLE, OPAQUE_TO_FUNC, PLAIN_BODIES
-from .calls import DIRECT_CALLS, NON_REENTRANT, REENTRANT
-from .micro_steps import SEVERAL_BACKWARDS
-from .model import HAND_TIED
-from .recipe import BlockSpec, Op, Recipe
+from tests.distributed.random_models.blocks import OUTPUTS
+from tests.distributed.random_models.bodies import (
+    BODIES,
+    FUNC_BODIES,
+    ONCE_DIFFERENTIABLE,
+    OPAQUE_TO_FUNC,
+    PLAIN_BODIES,
+)
+from tests.distributed.random_models.calls import DIRECT_CALLS, NON_REENTRANT, REENTRANT
+from tests.distributed.random_models.micro_steps import SEVERAL_BACKWARDS
+from tests.distributed.random_models.model import HAND_TIED
+from tests.distributed.random_models.recipe import BlockSpec, Op, Recipe
 
 
 class Draft:

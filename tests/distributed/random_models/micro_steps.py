@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .recipe import LENGTH, VOCAB, Recipe
-from .trainers import Trainer
+from tests.distributed.random_models.recipe import LENGTH, VOCAB, Recipe
+from tests.distributed.random_models.trainers import Trainer
 
 
 @dataclass

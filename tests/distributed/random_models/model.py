@@ -10,10 +10,10 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from .blocks import Block, Positions, unpack
-from .calls import BLOCK_CALLS, DIRECT_CALLS
-from .functions import ChunkedCrossEntropy, FaultInBackward, FusedCrossEntropy
-from .recipe import LENGTH, VOCAB, Op, Recipe
+from tests.distributed.random_models.blocks import Block, Positions, unpack
+from tests.distributed.random_models.calls import BLOCK_CALLS, DIRECT_CALLS
+from tests.distributed.random_models.functions import ChunkedCrossEntropy, FaultInBackward, FusedCrossEntropy
+from tests.distributed.random_models.recipe import LENGTH, VOCAB, Op, Recipe
 
 
 class RandomModel(nn.Module):

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 import zeroengine
-
-from .model import RandomModel
-from .recipe import Recipe
+from tests.distributed.random_models.model import RandomModel
+from tests.distributed.random_models.recipe import Recipe
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.05),

@@ -6,12 +6,12 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..training import start
-from .bodies import PLAIN_BODIES
-from .micro_steps import MicroStep, Trace
-from .model import RandomModel
-from .recipe import Recipe
-from .trainers import ByEngine, Plain, Trainer
+from tests.distributed.random_models.bodies import PLAIN_BODIES
+from tests.distributed.random_models.micro_steps import MicroStep, Trace
+from tests.distributed.random_models.model import RandomModel
+from tests.distributed.random_models.recipe import Recipe
+from tests.distributed.random_models.trainers import ByEngine, Plain, Trainer
+from tests.distributed.training import start
 
 
 class PlannedFault(RuntimeError):

@@ -1,0 +1,110 @@
+"""`zero-io`: what it prints, what it writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import ROOT
+from zeroengine.cli.zero_io import main
+from zeroengine.disk import probe
+from zeroengine.disk.probe import Settings, candidates
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """zero-io that takes no time; gives its exit code, output and errors."""
+    monkeypatch.setattr(probe, "TRY_SECONDS", 0)
+    monkeypatch.setattr(probe, "DEPTHS", (1, 2))
+    monkeypatch.setattr(probe, "BLOCKS", (1 << 18, 1 << 20))
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        return main([str(argument) for argument in arguments]), *capsys.readouterr()
+
+    return call
+
+
+def settings_of(tree: dict[str, Any]) -> Settings:
+    return Settings(**tree)
+
+
+def test_it_shows_the_disk_every_try_and_what_to_write(run: Run, disk: Path) -> None:
+    before = os.listdir(disk)
+    code, out, err = run(disk, "--size", "8MiB")
+    assert (code, err) == (0, "") and os.listdir(disk) == before
+    assert out.startswith(f"{os.path.realpath(disk)}: ") and "direct I/O" in out
+    rows = re.findall(r"^(io_uring|libaio|threads) +(\d+) +([\d,]+) +[\d.]+ +[\d.]+ +[\d.]+", out, re.MULTILINE)
+    assert [(name, int(depth), int(block.replace(",", ""))) for name, depth, block in rows] == [
+        (one.backend, one.queue_depth, one.block_size) for one in candidates()
+    ]
+    assert out.count("best") == 1
+    chosen = json.loads("{" + out.splitlines()[-1] + "}")
+    assert settings_of(chosen["aio"]) in candidates()
+
+
+def test_it_prints_json_for_programs(run: Run, disk: Path) -> None:
+    code, out, _ = run(disk, "--size", "8MiB", "--json")
+    tree = json.loads(out)
+    assert code == 0 and settings_of(tree["aio"]) in candidates()
+    assert len(tree["tried"]) == len(candidates()) and tree["best"] in tree["tried"]
+    assert all(tree["best"][f"{name}_gb_s"] > 0 for name in ("read", "write", "both"))
+    assert tree["disk"]["path"] == os.path.realpath(disk)
+
+
+def test_it_puts_the_settings_into_a_configuration(run: Run, disk: Path, tmp_path: Path) -> None:
+    config = tmp_path / "ds.json"
+    config.write_text('{"zero_optimization": {"stage": 3}, "aio": {"thread_count": 1, "queue_depth": 99999}, "x": 1}')
+    config.chmod(0o640)
+    code, out, err = run(disk, "--size", "8MiB", "--json", "--write-config", config)
+    assert code == 0 and err == f'zero-io: "aio" is now in {config}\n'
+    assert json.loads(config.read_text()) == {
+        "zero_optimization": {"stage": 3},
+        "aio": {"thread_count": 1} | json.loads(out)["aio"],
+        "x": 1,
+    }
+    assert list(json.loads(config.read_text())) == ["zero_optimization", "aio", "x"]
+    assert config.stat().st_mode & 0o777 == 0o640 and os.listdir(tmp_path) == ["ds.json"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{disk}/nowhere"], "nvme_path {disk}/nowhere does not exist: write a folder on a local disk"),
+        (["{disk}/file"], "nvme_path {disk}/file is a file: write a folder"),
+        (["{disk}", "--size", "big"], "--size big: write a size such as 1GB"),
+        (["{disk}", "--size", "0GB"], "--size 0GB: write a size such as 1GB"),
+        (["{disk}", "--size", "9000000GB"], "are needed: make room"),
+        (
+            ["{disk}", "--write-config", "{disk}/no.json"],
+            "--write-config {disk}/no.json: it cannot be read (No such file",
+        ),
+        (["{disk}", "--write-config", "{disk}/file"], "--write-config {disk}/file: it is no JSON object; run without"),
+        ([], "the following arguments are required: PATH. Usage: zero-io PATH"),
+        (["{disk}", "--sise", "1GB"], "unrecognized arguments: --sise 1GB. Usage: zero-io PATH"),
+    ],
+)
+def test_wrong_requests_are_refused_in_one_line(run: Run, disk: Path, arguments: list[str], message: str) -> None:
+    (disk / "file").write_text("[1]")
+    code, out, err = run(*(argument.format(disk=disk) for argument in arguments))
+    assert (code, out) == (2, "") and err.startswith("zero-io: ") and err.count("\n") == 1
+    assert message.format(disk=disk) in err
+
+
+def test_it_is_a_command_of_a_checkout(disk: Path) -> None:
+    environment = os.environ | {"ZEROENGINE_PYTHON": sys.executable}
+    environment.pop("PYTHONPATH", None)
+    command = [ROOT / "bin" / "zero-io", disk / "nowhere"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 2 and done.stdout == "" and "does not exist" in done.stderr

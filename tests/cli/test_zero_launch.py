@@ -1,0 +1,187 @@
+"""The command line: what it refuses and how, and what it says without running anything."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.launch.conftest import COMMAND, Script
+from zeroengine.cli.zero_launch import main
+from zeroengine.launch.local import job
+
+Refuse = Callable[..., str]
+
+
+@pytest.fixture
+def refuse(capfd: pytest.CaptureFixture[str], script: Script) -> Refuse:
+    """Run zero-launch with a request it refuses; returns its one message."""
+    script("raise AssertionError('was started')")
+
+    def run(*arguments: str) -> str:
+        assert main(list(arguments)) == 2
+        out, err = capfd.readouterr()
+        assert out == "" and err.startswith("zero-launch: ")
+        return err.removeprefix("zero-launch: ").strip()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["trian.py"], "trian.py: there is no such script. Did you mean train.py?"),
+        (["nowhere/train.py"], "nowhere/train.py: there is no such script, nor a folder nowhere"),
+        (["."], ". is a folder: name the script in it, for instance train.py"),
+        (["-m", "jsn.tool"], "-m jsn.tool: there is no module jsn. Did you mean json?"),
+        (["-m", "json.tol"], "-m json.tol: there is no module json.tol. Did you mean json.tool?"),
+        (["-m", "json"], "-m json: a package without a __main__.py cannot be run; name a module in it"),
+        (["-m", "a/b.py"], "-m a/b.py: -m takes a module's name. Write -m a.b, or leave -m out"),
+        (["--nproc", "0", "train.py"], "--nproc 0: at least one process is needed. Write --nproc 2, or --nproc auto"),
+        (["--nproc", "-1", "train.py"], "--nproc -1: at least one process is needed. Write --nproc 2, or --nproc auto"),
+        (
+            ["--nproc", "9999999", "--cpu", "train.py"],
+            "--nproc 9999999: at most 4096 processes fit on a node. Write --nproc 2, or --nproc auto",
+        ),
+        (["--nproc", "two", "train.py"], "--nproc two: not a number. Write --nproc 2, or --nproc auto"),
+        (
+            ["--set", "stage", "train.py"],
+            "--set stage: not of the form KEY=VALUE. Write --set zero_optimization.stage=3",
+        ),
+        (["--log-dir", "train.py", "train.py"], "--log-dir train.py: cannot be made a folder for logs (File exists)"),
+    ],
+)
+def test_wrong_requests_are_refused_with_the_remedy(refuse: Refuse, arguments: list[str], message: str) -> None:
+    assert refuse(*arguments) == message
+
+
+@pytest.mark.parametrize("arguments", [[], ["--nporc", "2", "train.py"], ["--nproc"]])
+def test_wrong_usage_shows_the_right_one(refuse: Refuse, arguments: list[str]) -> None:
+    message = refuse(*arguments)
+    assert "zero-launch [options] script.py" in message and "\n" not in message
+
+
+def test_a_port_in_use_is_refused(refuse: Refuse) -> None:
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        message = refuse("--nproc", "1", "--cpu", "--port", str(port), "train.py")
+    assert message == f"port {port} is in use. Choose another with --port, or leave --port out"
+
+
+def test_a_wrong_configuration_is_refused(refuse: Refuse, tmp_path: Path) -> None:
+    (tmp_path / "zero.json").write_text('{"zero_optimization": {"stage": 2}}')
+    assert "zer.json" in refuse("--config", "zer.json", "train.py")
+    message = refuse("--config", "zero.json", "--set", "zero_optimization.stag=3", "train.py")
+    assert "stag" in message and "stage" in message
+
+
+def test_more_processes_than_files_may_be_open_are_refused(refuse: Refuse) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        message = refuse("--nproc", "80", "--cpu", "train.py")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert message == (
+        "the output of 80 ranks needs 320 open files (Too many open files). Allow more (ulimit -n), or start fewer"
+    )
+
+
+def test_more_processes_than_gpus_are_refused(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "count_gpus", lambda: 2)
+    assert refuse("--nproc", "3", "train.py") == (
+        "--nproc 3: only 2 GPUs are visible, and each process needs its own."
+        " Write --nproc 2, make more visible (CUDA_VISIBLE_DEVICES), or add --cpu"
+    )
+    assert job.count_processes("auto", cpu=False) == 2
+    assert job.count_processes("3", cpu=True) == 3
+
+
+@pytest.mark.parametrize("closed", ["0<&-", "1>&-", "2>&-", "0<&- 1>&- 2>&-"])
+def test_closed_standard_descriptors_change_nothing(script: Script, closed: str) -> None:
+    name = script("print('out')\nprint('err', file=sys.stderr)\nsys.exit(3)")
+    command = f"{shlex.join(COMMAND)} --cpu --nproc 1 {name} {closed}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 3
+    assert "1>&-" in closed or done.stdout == "[rank 0] out\n"
+    assert "2>&-" in closed or "rank 0 failed (exit code 3)" in done.stderr
+
+
+def test_dry_run_lines_are_the_run(
+    capfd: pytest.CaptureFixture[str], script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Started side by side in a shell, they do what zero-launch would have done."""
+    body = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.tensor([rank + 1.0])
+dist.all_reduce(total)
+print(total.item(), sys.argv[1], os.environ["ZEROENGINE_OVERRIDES"])
+"""
+    arguments = ["--nproc", "2", "--cpu", "--dry-run", "--set", "a=b c", script(body), "x $y"]
+    assert main(arguments) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["RANK=0", "RANK=1"]
+    shells = [subprocess.Popen(line, shell=True, stdout=subprocess.PIPE, text=True) for line in lines]
+    assert [shell.communicate()[0] for shell in shells] == ['3.0 x $y ["a=b c"]\n'] * 2
+
+
+def test_omp_num_threads_is_shared_out_unless_set(monkeypatch: pytest.MonkeyPatch, script: Script) -> None:
+    name = script("")
+    monkeypatch.setattr(job, "count_cores", lambda: 12)
+    assert job.build(name, [], nproc="4", cpu=True).environment["OMP_NUM_THREADS"] == "3"
+    assert job.build(name, [], nproc="16", cpu=True).environment["OMP_NUM_THREADS"] == "1"
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert "OMP_NUM_THREADS" not in job.build(name, [], nproc="4", cpu=True).environment
+
+
+def test_modules_run_as_with_python(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack/__init__.py").write_text("")
+    (tmp_path / "pack/__main__.py").write_text(
+        "import sys; from . import __name__ as n; print(n, sys.argv, sys.path[0])"
+    )
+    assert main(["--nproc", "1", "--cpu", "-m", "pack", "-x"]) == 0
+    expected = subprocess.run([sys.executable, "-m", "pack", "-x"], capture_output=True, text=True).stdout
+    assert capfd.readouterr().out == f"[rank 0] {expected}"
+
+
+def test_scripts_run_as_with_python(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    body = """
+import pickle, sys
+class A: x: int = 0
+print(__name__, __file__, sys.argv, sys.path[0], pickle.dumps(A()), A.__annotations__)
+"""
+    (tmp_path / "folder/train.py").write_text(body)
+    assert main(["--nproc", "1", "--cpu", "folder/train.py", "-x"]) == 0
+    expected = subprocess.run([sys.executable, "folder/train.py", "-x"], capture_output=True, text=True).stdout
+    assert capfd.readouterr().out == f"[rank 0] {expected}"
+
+
+def test_help_and_version(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    assert end.value.code == 0 and "zero-launch --nproc 4" in capfd.readouterr().out
+    assert main(["--version"]) == 0
+    assert "torch" in capfd.readouterr().out
+
+
+def test_the_command_works_from_a_checkout(tmp_path: Path, script: Script) -> None:
+    command = Path(__file__).resolve().parents[2] / "bin/zero-launch"
+    environment = os.environ | {"ZEROENGINE_PYTHON": sys.executable}
+    environment.pop("PYTHONPATH")
+    done = subprocess.run(
+        [command, "--nproc", "1", "--cpu", script("import zeroengine; print(zeroengine.__name__)")],
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    assert (done.returncode, done.stdout) == (0, "[rank 0] zeroengine\n"), done.stderr

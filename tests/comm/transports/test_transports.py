@@ -1,0 +1,264 @@
+"""Every transport moves the same bytes and adds in the same order, however its operations are awaited."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.ranks import RankFailed, run_ranks
+from zeroengine.comm.group import Group
+from zeroengine.comm.interfaces import ChannelName, Transport
+from zeroengine.comm.rank_order_sum import sum_in_rank_order
+from zeroengine.comm.transports.host_staged import StagedTransport
+from zeroengine.comm.transports.single_process import LocalTransport
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+KINDS = pytest.mark.parametrize("kind", ["shm", "gloo", "staged"])
+
+
+def transport_of(kind: str, timeout: float = 60.0) -> Transport:
+    dist.init_process_group("gloo")
+    if kind == "staged":  # as for a GPU, on a second place in the CPU's memory
+        return StagedTransport(Group(None, CPU).transport("gloo", timeout), CPU)
+    return Group(None, CPU).transport(kind, timeout)
+
+
+def values(seed: int, rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """What ``rank`` sends in operation ``seed``: any rank can tell."""
+    generator = torch.Generator().manual_seed(97 * seed + rank)
+    return torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def summed(pieces: list[torch.Tensor]) -> torch.Tensor:
+    """In rank order; low precision in fp32, rounded once."""
+    wide = torch.float64 if pieces[0].dtype is torch.float64 else torch.float32
+    total = pieces[0].to(wide)
+    for piece in pieces[1:]:
+        total = total + piece.to(wide)
+    return total.to(pieces[0].dtype)
+
+
+class Script:
+    """Operations in an order that all ranks share, awaited in an order of the rank's own."""
+
+    def __init__(self, transport: Transport, seed: int) -> None:
+        self.transport, self.seed = transport, seed
+        self.rank, self.size = transport.rank, transport.world_size
+        self.shared = random.Random(seed)
+        self.own = random.Random(1000 * seed + self.rank)
+        self.open: list[tuple[Any, Any, torch.Tensor, torch.Tensor]] = []  # channel, work, result, expected
+        self.accumulators: dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.number = 0
+
+    def run(self, operations: int) -> None:
+        for _ in range(operations):
+            self.number += 1
+            operation = self.shared.choice([self.gather, self.scatter, self.accumulate, self.all_reduce, self.scalars])
+            operation(self.shared.choice([1, 7, 64, 1000, 33_333]), self.shared.choice(DTYPES))
+            while len(self.open) > self.own.randrange(8):
+                self.finish(self.own.randrange(len(self.open)))
+        while self.open:
+            self.finish(self.own.randrange(len(self.open)))
+
+    def finish(self, index: int) -> None:
+        _, work, result, expected = self.open.pop(index)
+        work.wait()
+        assert work.is_completed()
+        if expected is not None:
+            assert torch.equal(result, expected)
+
+    def sent(self, numel: int, dtype: torch.dtype, channel: ChannelName) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        everyone = [values(self.number, rank, numel, dtype) for rank in range(self.size)]
+        return self.transport.empty(numel, dtype, channel).copy_(everyone[self.rank]), everyone
+
+    def mine(self, everyone: list[torch.Tensor]) -> torch.Tensor:
+        return summed([piece.chunk(self.size)[self.rank] for piece in everyone])
+
+    def gather(self, numel: int, dtype: torch.dtype) -> None:
+        shard, everyone = self.sent(numel, dtype, "gather")
+        full = self.transport.empty(numel * self.size, dtype, "gather")
+        if self.shared.random() < 0.5:  # the shard is this rank's part of the result
+            full.chunk(self.size)[self.rank].copy_(shard)
+            shard = full.chunk(self.size)[self.rank]
+        work = self.transport.gather.all_gather(full, shard, f"unit {self.number}")
+        self.open.append((self.transport.gather, work, full, torch.cat(everyone)))
+
+    def scatter(self, numel: int, dtype: torch.dtype) -> None:
+        full, everyone = self.sent(numel * self.size, dtype, "reduce")
+        in_place = self.shared.random() < 0.5
+        shard = full.chunk(self.size)[self.rank] if in_place else torch.empty(numel, dtype=dtype)
+        work = self.transport.reduce.reduce_scatter(shard, full, f"unit {self.number}")
+        self.open.append((self.transport.reduce, work, shard, self.mine(everyone)))
+
+    def accumulate(self, numel: int, dtype: torch.dtype) -> None:
+        """Two operations into one shard under way at a time; the second adds."""
+        shard, parts = torch.full((numel,), 7.0, dtype=dtype), []
+        for second in (False, True):
+            self.number += 1
+            full, everyone = self.sent(numel * self.size, dtype, "reduce")
+            parts.append([piece.chunk(self.size)[self.rank] for piece in everyone])
+            work = self.transport.reduce.reduce_scatter(shard, full, f"unit {self.number}", accumulate=second)
+            wide = torch.float64 if dtype is torch.float64 else torch.float32
+            expected = None
+            if second:
+                first = summed(parts[0]).to(wide)
+                added = sum((p.to(wide) for p in parts[1][1:]), parts[1][0].to(wide))
+                expected = (first + added).to(dtype)
+            self.open.append((self.transport.reduce, work, shard, expected))
+
+    def all_reduce(self, numel: int, dtype: torch.dtype) -> None:
+        full, everyone = self.sent(numel * self.size, dtype, "reduce")
+        self.transport.reduce.all_reduce(full, f"unit {self.number}").wait()  # in one order on all ranks
+        assert torch.equal(full, summed(everyone))
+
+    def scalars(self, numel: int, dtype: torch.dtype) -> None:
+        numel = min(numel, 100)
+        everyone = [values(self.number, rank, numel, torch.float64) for rank in range(self.size)]
+        found = self.transport.all_reduce_scalars(everyone[self.rank].clone(), "norm")
+        assert torch.equal(found, summed(everyone))
+
+
+def run_scripts(kind: str) -> None:
+    transport = transport_of(kind)
+    assert transport.name == {"staged": "gloo"}.get(kind, kind)
+    for seed in range(4):
+        Script(transport, seed).run(25)
+    transport.close()
+
+
+@KINDS
+def test_operations_of_any_kind_size_and_dtype_awaited_in_any_order(kind: str) -> None:
+    run_ranks(3, run_scripts, kind)
+
+
+def reuse_memory(kind: str) -> int:
+    """One buffer sent over and over, as soon as it may be written again."""
+    transport = transport_of(kind)
+    numel, size = 30_000, transport.world_size
+    full = transport.empty(numel * size, torch.float32, "reduce")
+    shards = [torch.empty(numel) for _ in range(40)]
+    works, waits = [], 0
+    for step, shard in enumerate(shards):
+        full.copy_(values(step, transport.rank, numel * size, torch.float32))
+        works.append(transport.reduce.reduce_scatter(shard, full, f"unit {step}"))
+        while not transport.reduce.reusable(works[-1], 0.01):
+            waits += 1
+    for work in works:
+        work.wait()
+    for step, shard in enumerate(shards):
+        pieces = [values(step, rank, numel * size, torch.float32).chunk(size)[transport.rank] for rank in range(size)]
+        assert torch.equal(shard, summed(pieces)), step
+    return waits
+
+
+@KINDS
+def test_memory_that_is_reusable_may_be_written_while_peers_are_behind(kind: str) -> None:
+    run_ranks(3, reuse_memory, kind)
+
+
+def gather_again(kind: str) -> None:
+    """A full buffer that is released, gathered after an update, and written to."""
+    transport = transport_of(kind)
+    for dtype in (torch.float32, torch.bfloat16):
+        numel = transport.shard_align(dtype) * 3
+        buffer = transport.buffer(numel * transport.world_size, dtype)
+        views = buffer.tensor.split(numel)
+        shard = transport.empty(numel, dtype, "gather")
+        assert buffer.nbytes() == buffer.tensor.nbytes
+        buffer.free()
+        for step in range(3):
+            assert buffer.nbytes() == 0
+            shard.copy_(values(step, transport.rank, numel, dtype))
+            buffer.prepare()
+            transport.gather.all_gather(buffer.tensor, shard, "unit").wait()
+            assert buffer.nbytes() == buffer.tensor.nbytes
+            for rank, view in enumerate(views):
+                assert torch.equal(view, values(step, rank, numel, dtype))
+            buffer.tensor.fill_(transport.rank)  # stays with this rank
+            transport.all_reduce_scalars(torch.zeros(1, dtype=torch.float64), "norm")
+            assert torch.equal(shard, values(step, transport.rank, numel, dtype))
+            assert torch.equal(buffer.tensor, torch.full_like(buffer.tensor, transport.rank))
+            buffer.free()
+
+
+@KINDS
+def test_a_released_buffer_shows_new_values_at_the_next_gather_and_its_writes_stay_local(kind: str) -> None:
+    run_ranks(2, gather_again, kind)
+
+
+def many_operations() -> None:
+    """More than a ring of records holds, with a rank that is slow to take part, and names that are long."""
+    transport = transport_of("shm")
+    shards = [transport.empty(8, torch.float32, "gather").fill_(step) for step in range(600)]
+    fulls = [torch.empty(8 * transport.world_size) for _ in shards]
+    works = [
+        transport.gather.all_gather(f, s, f"{'x' * 150} {i}")
+        for i, (f, s) in enumerate(zip(fulls, shards, strict=True))
+    ]
+    for step, (work, full) in enumerate(zip(works, fulls, strict=True)):
+        work.wait()
+        assert full.eq(step).all()
+    transport.all_reduce_scalars(torch.zeros(1, dtype=torch.float64), "norm")
+
+
+def test_more_operations_may_be_under_way_than_a_ring_holds() -> None:
+    run_ranks(2, many_operations)
+
+
+def ask_for_shm() -> None:
+    from unittest import mock
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    with (
+        mock.patch("zeroengine.comm.transports.shared_memory.offer", lambda: None)
+        if rank == 1
+        else mock.patch("os.getppid")
+    ):
+        group = Group(None, CPU)
+        assert group.transport("auto", 30.0).name == "gloo"
+        group.transport("shm", 30.0)
+
+
+def test_all_ranks_use_gloo_where_one_cannot_share_memory_and_asking_for_it_is_an_error() -> None:
+    with pytest.raises(RankFailed) as failed:
+        run_ranks(2, ask_for_shm)
+    for kind, message, _ in failed.value.failures.values():
+        assert kind == "ZeroEngineError"
+        assert 'comm.transport "shm" cannot be used: ' in message and 'Write "auto" or "gloo".' in message
+
+
+def test_one_rank_alone_moves_nothing() -> None:
+    transport = LocalTransport(CPU)
+    shard = torch.arange(5.0)
+    full = transport.empty(5, torch.float32, "reduce")
+    transport.gather.all_gather(full, shard, "unit").wait()
+    assert torch.equal(full, shard)
+    transport.reduce.reduce_scatter(full, shard, "unit", accumulate=True).wait()
+    assert torch.equal(full, 2 * shard)
+    transport.reduce.all_reduce(full, "unit").wait()
+    assert torch.equal(full, 2 * shard)
+    assert transport.all_reduce_scalars(shard.double(), "norm").tolist() == shard.tolist()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("numel", [0, 1, 17, 40_000])
+def test_sums_run_in_rank_order_and_round_once(dtype: torch.dtype, accumulate: bool, numel: int) -> None:
+    pieces = [values(3, rank, numel, dtype) for rank in range(5)]
+    before = values(4, 0, numel, dtype)
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    total = pieces[0].to(wide)
+    for piece in pieces[1:]:
+        total = total + piece.to(wide)
+    expected = ((total + before.to(wide)) if accumulate else total).to(dtype)
+    for into_a_piece in (False, True):
+        copies = [piece.clone() for piece in pieces]
+        target = copies[2] if into_a_piece and not accumulate else before.clone()
+        sum_in_rank_order(target, copies, accumulate)
+        assert torch.equal(target, expected)

@@ -1,0 +1,36 @@
+"""Folders for states on a disk, and a test once for each backend that this machine has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from zeroengine.disk.swap_files import SwapFolder
+from zeroengine.ops import _aio_library as _aio
+
+
+@pytest.fixture(autouse=True)
+def whole() -> Iterator[None]:
+    """No fault outlives its test."""
+    if not _aio.PATH.exists():
+        pytest.skip("zeroengine's disk library was not built")
+    yield
+    _aio.set_fault("none")
+
+
+@pytest.fixture(params=["io_uring", "libaio", "threads"])
+def backend(request: pytest.FixtureRequest) -> str:
+    if reason := _aio.unavailable(request.param):
+        pytest.skip(f"this machine has no {request.param}: {reason}")
+    return request.param
+
+
+@pytest.fixture(params=[True, False], ids=["direct", "buffered"])
+def folder(request: pytest.FixtureRequest, disk: Path) -> Iterator[SwapFolder]:
+    folder = SwapFolder(disk, rank=0, direct=request.param)
+    if folder.direct != request.param:
+        pytest.skip("this disk has no direct I/O")
+    yield folder
+    folder.close()

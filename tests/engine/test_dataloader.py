@@ -1,0 +1,164 @@
+"""The data loader: every sample once an epoch, and a position that survives a checkpoint on any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import Dataset, DistributedSampler, IterableDataset
+
+import zeroengine
+from tests.distributed.ranks import run_ranks
+from tests.distributed.training import Task, make_engine
+from zeroengine.engine.dataloader import ResumableLoader
+
+
+class Numbers(Dataset[int]):
+    def __init__(self, numel: int) -> None:
+        self.numel = numel
+
+    def __len__(self) -> int:
+        return self.numel
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def loaders(numel: int, world_size: int, batch_size: int, **more: Any) -> list[ResumableLoader]:
+    settings = {"shuffle": more.pop("shuffle", True), "seed": 3, "options": more}
+    return [ResumableLoader(Numbers(numel), rank, world_size, batch_size, **settings) for rank in range(world_size)]
+
+
+def taken(loader: Any, batches: int | None = None) -> list[int]:
+    found: list[int] = []
+    for number, batch in enumerate(loader):
+        found += batch.tolist()
+        if number + 1 == batches:
+            break
+    return found
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_epoch_is_every_sample_once_in_another_order_each_time(workers: int) -> None:
+    ranks = loaders(50, 2, 5, num_workers=workers)
+    epochs = [sorted(x for loader in ranks for x in taken(loader)) for _ in range(2)]
+    assert epochs == [list(range(50))] * 2
+    again = loaders(50, 2, 5)
+    first, second = taken(again[0]), taken(again[0])
+    assert sorted(first) != first and first != second
+    assert first == taken(loaders(50, 2, 5)[0]), "the same seed, the same order"
+    assert taken(loaders(50, 2, 5, shuffle=False)[1])[:3] == [1, 3, 5]
+    assert [len(loader) for loader in loaders(57, 2, 5)] == [5, 5], "as many batches on every rank"
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 3), (3, 1), (1, 4)])
+def test_no_sample_is_lost_or_repeated_by_a_resume_on_another_number_of_ranks(before: int, after: int) -> None:
+    numel, batch = 120, 2
+    seen: list[int] = []
+    for loader in (ranks := loaders(numel, before, batch)):
+        assert len(taken(loader)) == numel // before  # an epoch goes by
+        seen += taken(loader, 5)
+    state = ranks[0].state_dict()
+    assert all(loader.state_dict() == state for loader in ranks)
+    for loader in loaders(numel, after, batch):
+        loader.load_state_dict(state)
+        assert loader.epoch == 1
+        seen += taken(loader)
+        assert loader.epoch == 2
+    left = (numel - 5 * batch * before) // (batch * after) * batch * after
+    assert len(seen) == len(set(seen)) == 5 * batch * before + left
+    assert left + 5 * batch * before > numel - batch * after, "but for what fills no batch"
+
+
+class PerRank:
+    def __init__(self) -> None:
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def save(folder: Path) -> list[int]:
+    engine = make_engine(Task(), 2)
+    loader, own = engine.dataloader(Numbers(40)), PerRank()
+    engine.register_stateful("own", own)
+    own.at = 10 + engine.rank
+    seen = taken(loader, 3)
+    engine.save_checkpoint(folder)
+    return seen
+
+
+def resume(folder: Path, registered_first: bool) -> tuple[list[int], int]:
+    engine = make_engine(Task(), 1)
+    own = PerRank()
+    if registered_first:
+        loader = engine.dataloader(Numbers(40))
+        engine.register_stateful("own", own)
+    engine.load_checkpoint(folder)
+    if not registered_first:
+        loader = engine.dataloader(Numbers(40))
+        engine.register_stateful("own", own)
+    return taken(loader), own.at
+
+
+@pytest.mark.parametrize("registered_first", [True, False])
+def test_the_position_is_part_of_a_checkpoint(registered_first: bool, tmp_path: Path) -> None:
+    seen = [x for found in run_ranks(2, save, tmp_path) for x in found]
+    same = run_ranks(2, resume, tmp_path, registered_first)
+    assert sorted(seen + [x for found, _ in same for x in found]) == list(range(40))
+    assert [at for _, at in same] == [10, 11]
+    (other,) = run_ranks(1, resume, tmp_path, registered_first)
+    assert sorted(seen + other[0]) == list(range(40))
+    assert other[1] == 0, "what each rank has of its own says nothing to another number of ranks"
+
+
+def through_torchdata(folder: Path, resumes: bool) -> list[int]:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    engine = make_engine(Task(), 2)
+    sampler: DistributedSampler[int] = DistributedSampler(Numbers(40), engine.world_size, engine.rank, seed=3)
+    loader = StatefulDataLoader(Numbers(40), batch_size=2, sampler=sampler)
+    engine.register_stateful("data", loader)
+    if resumes:
+        engine.load_checkpoint(folder)
+        return taken(loader)
+    seen = taken(loader, 3)
+    engine.save_checkpoint(folder)
+    return seen
+
+
+def test_torchdata_s_loader_goes_on_where_it_was(tmp_path: Path) -> None:
+    pytest.importorskip("torchdata")
+    before = run_ranks(2, through_torchdata, tmp_path, False)
+    after = run_ranks(2, through_torchdata, tmp_path, True)
+    assert all(len(seen) == 6 for seen in before), "in the middle of an epoch"
+    assert sorted(x for seen in before + after for x in seen) == list(range(40))
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+def wrong() -> None:
+    engine = make_engine(Task(), 0)
+    with pytest.raises(zeroengine.ZeroEngineError, match=r"Stream has none\. For a stream use torchdata"):
+        engine.dataloader(Stream())
+    with pytest.raises(zeroengine.ZeroEngineError, match="3 samples are too few for one micro-batch of 2 on each of 2"):
+        engine.dataloader(Numbers(3))
+    with pytest.raises(zeroengine.ZeroEngineError, match="chooses batch_size itself"):
+        engine.dataloader(Numbers(30), batch_size=4)
+    with pytest.raises(zeroengine.ZeroEngineError, match=r"an object with state_dict\(\) and load_state_dict"):
+        engine.register_stateful("y", 3)  # type: ignore[arg-type]
+    engine.register_stateful("x", PerRank())
+    with pytest.raises(zeroengine.ZeroEngineError, match="'x' is taken"):
+        engine.register_stateful("x", PerRank())
+
+
+def test_wrong_input() -> None:
+    run_ranks(2, wrong)

@@ -1,0 +1,117 @@
+"""What an engine shows of itself."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+
+import zeroengine
+from tests.distributed.models import ADAMW, batch, build, config
+from tests.distributed.ranks import run_ranks
+from tests.distributed.training import start
+
+
+def attributes() -> None:
+    rank = start()
+    model = build()
+    settings = zeroengine.config.load(config(2, gradient_accumulation_steps=2))
+    engine = zeroengine.initialize(model, config=settings, lr_scheduler=torch.optim.lr_scheduler.ConstantLR)
+    assert engine.module is model and engine.device == next(model.parameters()).device
+    assert (engine.rank, engine.world_size) == (rank, 2)
+    assert isinstance(engine.optimizer, torch.optim.Optimizer)
+    assert isinstance(engine.lr_scheduler, torch.optim.lr_scheduler.ConstantLR)
+    assert engine.config.train_batch_size == 2 * 2 * 2, "resolved"
+    assert engine.optimizer.param_groups[0]["betas"] == ADAMW["betas"]
+    counts = []
+    for step in range(4):
+        counts.append((engine.micro_steps, engine.global_steps, engine.is_gradient_accumulation_boundary()))
+        loss = engine.forward(*batch(step, rank))
+        engine.backward(loss)
+        engine.step()
+    assert counts == [(0, 0, False), (1, 0, True), (2, 1, False), (3, 1, True)]
+    assert isinstance(engine.grad_norm, float) and engine.grad_norm > 0 and engine.skipped_steps == 0
+
+
+def test_the_engine_shows_what_it_works_with_and_how_far_it_is() -> None:
+    run_ranks(2, attributes)
+
+
+def printed() -> tuple[str, list[str]]:
+    rank = start()
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zeroengine").addHandler(handler)
+    settings = config(1, steps_per_print=2, dump_state=True, wall_clock_breakdown=True)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        engine = zeroengine.initialize(build(), config=settings)
+        for step in range(5):
+            loss = engine(*batch(step, rank))
+            engine.backward(loss * (float("nan") if step == 1 else 1.0))
+            engine.step()
+        engine.close()  # on a GPU nobody has looked at the last step yet
+    return out.getvalue(), records
+
+
+def test_rank_0_prints_its_progress_the_configuration_and_what_it_ignores() -> None:
+    (text, records), (other_text, other_records) = run_ranks(2, printed)
+    assert other_text == "" and other_records == [], "the other ranks are quiet"
+    lines = text.splitlines()
+    assert any(line.split()[:2] == ["zero_optimization.stage", "1"] for line in lines)
+    assert any(line.split()[:2] == ["train_batch_size", "4"] for line in lines), "the resolved values"
+    assert [line.split(":")[0] for line in lines if line.startswith("step")] == ["step 2", "step 4"]
+    assert any("lr 0.003, grad norm " in line for line in lines)
+    assert any("wall_clock_breakdown" in record for record in records)
+    assert "step 2 skipped: the gradient of tok.weight is not finite" in records, "the first in forward order"
+
+
+def tables() -> str:
+    start()
+    engine = zeroengine.initialize(build(), config=config(3, bf16={"enabled": True}))
+    memory = engine.memory()
+    assert memory.total == memory.states + memory.buckets + memory.gathered
+    assert memory.states == memory.parameters + memory.gradients + memory.master + memory.optimizer
+    with zeroengine.gathered(engine.module):
+        assert engine.memory().gathered > 0
+    return str(memory)
+
+
+def test_the_memory_prints_as_a_table() -> None:
+    lines = run_ranks(2, tables)[0].splitlines()
+    assert lines[0] in ("on cpu", "on cuda:0")
+    assert [line.split()[0] for line in lines[1:]] == [
+        "parameters", "gradients", "master", "optimizer", "buckets", "gathered", "total"
+    ]  # fmt: skip
+    assert all(line.endswith("MiB") for line in lines[1:])
+
+
+class Returns(nn.Module):
+    """What a model returns is what the engine returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, *, flag: Any = None) -> dict[str, Any]:
+        return {"loss": self.linear(x).sum(), "flag": flag, "module": self}
+
+
+def returned() -> None:
+    start()
+    model = Returns()
+    engine = zeroengine.initialize(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), {"zero_optimization": {"stage": 3}}
+    )
+    found = engine(torch.ones(1, 3), flag="kept")
+    assert found["flag"] == "kept" and found["module"] is model
+    engine.backward(found["loss"])
+    assert engine.step() is True
+
+
+def test_the_engine_passes_arguments_and_results_on() -> None:
+    run_ranks(2, returned)

@@ -1,0 +1,61 @@
+"""Where memory runs out, the error says what zeroengine holds of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zeroengine
+from tests.distributed.models import build, config
+from tests.distributed.ranks import run_ranks
+from tests.distributed.training import start
+
+
+class Exhausting(nn.Module):
+    """Runs out of memory in forward or in backward."""
+
+    where = "nowhere"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.run_out("forward")
+        y = self.linear(x)
+        y.register_hook(lambda grad: self.run_out("backward"))
+        return y.sum()
+
+    def run_out(self, where: str) -> None:
+        if self.where == where:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def runs_out(stage: int, more: dict[str, Any]) -> tuple[list[str], bool]:
+    start()
+    engine = zeroengine.initialize(build(Exhausting), config=config(stage, **more))
+    found = []
+    for where in ("forward", "backward"):
+        engine.module.where = where
+        with pytest.raises(torch.OutOfMemoryError) as error:
+            engine.backward(engine(torch.ones(2, 64)))
+        found.append(str(error.value))
+    engine.module.where = "nowhere"
+    engine.backward(engine(torch.ones(2, 64)))
+    return found, bool(engine.step())
+
+
+def test_out_of_memory_says_what_is_held_and_what_would_take_less() -> None:
+    for messages, trains_on in run_ranks(2, runs_out, 2, {}):
+        for message in messages:
+            assert message.startswith("CUDA out of memory. Tried to allocate 2.00 GiB.\n\nzeroengine holds, on cpu\n")
+            assert "\nparameters " in message and "\ntotal " in message
+            assert '"zero_optimization": {"stage": 3}, or "bf16": {"enabled": true}, or a smaller' in message
+            assert message.endswith('"offload_optimizer": {"device": "nvme", "nvme_path": "/a/folder"}}.')
+        assert trains_on
+    (messages, _), _ = run_ranks(2, runs_out, 3, {"bf16": {"enabled": True}})
+    assert "What takes less: a smaller micro-batch" in messages[0], "nothing that is on already"
+    assert '"offload_param": {"device": "nvme"' in messages[0]

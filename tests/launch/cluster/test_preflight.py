@@ -1,0 +1,67 @@
+"""What a node's answers mean before anything is started."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from zeroengine.launch.cluster.hosts import Host
+from zeroengine.launch.cluster.preflight import clock_warning, problems, table
+
+OWN = {"Python": "3.11.7", "torch": "2.13.0", "zeroengine": "0.1.0 (sources aa)"}
+
+
+def node(
+    slots: int | None = None, lost: str | None = None, python: str = "3.11.7", ahead: float = 0.0, **facts: Any
+) -> Any:
+    hello = {"python": python, "time": time.time() + ahead, "at": time.monotonic()}
+    found = {"versions": OWN, "gpus": 0, "missing": [], **facts}
+    return SimpleNamespace(host=Host("me@b", slots), lost=lost, hello=hello, facts=found)
+
+
+@pytest.mark.parametrize(
+    ("answers", "nproc", "expected"),
+    [
+        ({}, "auto", []),
+        ({"python": "3.11.9"}, "auto", []),
+        ({"python": "3.12.1", "lost": "zeroengine cannot be imported"}, "auto", ["Python 3.12.1, and 3.11.7 here"]),
+        ({"lost": "Connection refused"}, "auto", ["Connection refused"]),
+        (
+            {
+                "versions": {**OWN, "torch": "2.12.0", "zeroengine": "0.1.0 (sources bb)"},
+                "missing": ["t.py: not there"],
+            },
+            "auto",
+            [
+                "torch 2.12.0, and 2.13.0 here",
+                "zeroengine 0.1.0 (sources bb), and 0.1.0 (sources aa) here",
+                "t.py: not there",
+            ],
+        ),
+        ({"slots": 4, "gpus": 2}, "auto", ["4 slots in the hostfile, but 2 GPUs"]),
+        ({"slots": 2, "gpus": 2}, "auto", []),
+        ({"slots": 4, "gpus": 0}, "4", []),
+        ({"gpus": 2}, "4", ["--nproc 4, but 2 GPUs; --cpu uses none"]),
+    ],
+)
+def test_all_that_keeps_a_node_out_is_named(answers: dict[str, Any], nproc: str, expected: list[str]) -> None:
+    assert problems(node(**answers), OWN, nproc) == [("b", text) for text in expected]
+
+
+def test_a_table_names_each_host_once() -> None:
+    found = [("a", "one"), ("a", "two"), ("long", "three")]
+    assert str(table(found, 3)).splitlines() == [
+        "2 of 3 nodes cannot take part:",
+        "  a     one",
+        "        two",
+        "  long  three",
+    ]
+
+
+def test_only_a_clock_far_off_is_a_warning() -> None:
+    assert clock_warning(node()) is None and clock_warning(node(ahead=-20)) is None
+    assert "the clock of b is 1.0 h ahead of this one" in str(clock_warning(node(ahead=3599)))
+    assert "the clock of b is 2.0 min behind this one" in str(clock_warning(node(ahead=-120)))

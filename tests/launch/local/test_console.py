@@ -1,0 +1,111 @@
+"""What a rank's bytes become on the screen."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import subprocess
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.launch.conftest import COMMAND, Script
+from zeroengine.launch.local.console import STDOUT, Channel
+
+
+def channel() -> Channel:
+    return Channel(0, STDOUT, False, b"> ")
+
+
+@pytest.mark.parametrize(
+    ("written", "printed"),
+    [
+        (b"one\ntwo\n", b"> one\n> two\n"),
+        (b"\n", b"> \n"),
+        (b"unfinished", b"> unfinished\n"),
+        (b"windows\r\n", b"> windows\n"),
+        (b"\r10%\r50%\r100%\n", b"> 100%\n"),
+        (b"10%\r50%\r", b"> 50%\n"),
+        (b"", b""),
+    ],
+)
+def test_a_pipe_prints_whole_lines_in_their_last_version(written: bytes, printed: bytes) -> None:
+    for size in (1, 2, 3, 100):
+        pipe = channel()
+        out = b"".join(pipe.lines(written[i : i + size]) for i in range(0, len(written), size))
+        assert out + pipe.flush() == printed
+
+
+@pytest.mark.parametrize(
+    ("written", "drawn"),
+    [
+        (b"one\n\ntwo", b"> one\n> \n> two"),
+        (b"\r10%\r20%\n", b"\r> 10%\r> 20%\n"),
+        (b"\r\x1b[2K\x1b[31mbar\x1b[0m", b"\r\x1b[2K> \x1b[31mbar\x1b[0m"),
+        (b"one\r\ntwo\r\n", b"> one\r\n> two\r\n"),
+        (b"\x1b[?25l\x1b[1A\x1b[2Kup", b"\x1b[?25l\x1b[1A\x1b[2K> up"),
+    ],
+)
+def test_a_terminal_line_begins_with_its_prefix(written: bytes, drawn: bytes) -> None:
+    for size in (1, 2, 3, 100):
+        terminal = channel()
+        out = b"".join(terminal.drawn(written[i : i + size]) for i in range(0, len(written), size))
+        assert out == drawn
+
+
+@given(st.lists(st.sampled_from([b"a", b"bc", b"\n", b"\r", b"\r\n"])))
+def test_a_pipe_prints_the_same_however_the_output_is_cut(parts: list[bytes]) -> None:
+    whole, pieces = channel(), channel()
+    out = b"".join(map(pieces.lines, parts))
+    assert out + pieces.flush() == whole.lines(b"".join(parts)) + whole.flush()
+
+
+def test_a_long_line_takes_time_proportional_to_its_length() -> None:
+    """64 MiB in pieces as they are read, to a pipe and to a terminal."""
+    for print_ in (channel().lines, channel().drawn):
+        began = time.monotonic()
+        length = sum(len(print_(b"x" * (1 << 16))) for _ in range(1000)) + len(print_(b"\n"))
+        assert length >= 1000 << 16
+        assert time.monotonic() - began < 5.0
+
+
+@given(st.lists(st.sampled_from([b"a", b"\n", b"\r", b"\x1b[2K", b"\x1b[1m", b"\x1b", "é".encode()])))
+def test_a_terminal_loses_nothing(parts: list[bytes]) -> None:
+    terminal = channel()
+    out = b"".join(terminal.drawn(part) for part in parts) + terminal.cut
+    assert out.replace(b"> ", b"") == b"".join(parts)
+
+
+def test_rank_0_has_a_terminal_where_the_launcher_has(script: Script) -> None:
+    """Its width leaves room for the prefix, and another rank's line does not break its progress bar."""
+    body = """
+if rank == 0:
+    print(sys.stdout.isatty(), os.get_terminal_size(1).columns, os.environ["COLUMNS"])
+    print("\\r50%", end="")
+    while not os.path.exists("said"): time.sleep(0.01)
+    time.sleep(0.3)
+    print("\\r100%")
+else:
+    time.sleep(0.5)
+    print("from one", sys.stdout.isatty())
+    open("said", "w").close()
+"""
+    master, slave = pty.openpty()
+    command = [*COMMAND, "--nproc", "2", "--cpu", script(body)]
+    environment = os.environ | {"NO_COLOR": "1"}
+    with subprocess.Popen(["stty", "cols", "60"], stdin=slave) as stty:
+        stty.wait()
+    with subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=environment) as launcher:
+        os.close(slave)
+        screen = b""
+        while True:
+            try:
+                screen += os.read(master, 4096)
+            except OSError:
+                break
+    assert launcher.returncode == 0
+    text = re.sub(r"\x1b\[\?25h|\x1b\[0m", "", screen.decode()).replace("\r\n", "\n")
+    assert text == ("[rank 0] True 51 51\n\r[rank 0] 50%\r\x1b[K[rank 1] from one False\n[rank 0] 50%\r[rank 0] 100%\n")

@@ -1,0 +1,86 @@
+"""Where the backward of a call reaches its inputs, and that no unit waits longer than that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+import zeroengine
+from tests.distributed.models import WIDTH, Block
+from tests.distributed.test_parameters import Net, features
+from tests.distributed.training import Task, check_every_stage, ordinary_loop
+from zeroengine.runtime import graph
+from zeroengine.runtime.graph import last_nodes
+
+
+def names(nodes: Any) -> list[str]:
+    return sorted(node.name() for node in nodes)
+
+
+def test_the_last_nodes_are_those_of_this_call_that_add_to_an_input() -> None:
+    x = torch.ones(3, requires_grad=True).exp()
+    context, leaf = torch.ones(3, requires_grad=True).sin(), torch.ones(3, requires_grad=True)
+    unread = torch.ones(3, requires_grad=True).cos()
+    first = x.tanh() * context + leaf.abs()
+    second = (first.sigmoid() - context).sqrt() * context.square()
+    found = last_nodes([first, context, unread], [second, context])
+    assert [names(nodes) for nodes in found] == [["SigmoidBackward0"], ["PowBackward0", "SubBackward0"], []]
+    found = last_nodes([x, context, leaf, context], [first])
+    assert [names(nodes) for nodes in found] == [
+        ["TanhBackward0"],
+        ["MulBackward0"],
+        ["AbsBackward0"],
+        ["MulBackward0"],
+    ]
+
+
+def test_a_graph_too_large_to_look_at_gives_nothing(monkeypatch: Any) -> None:
+    monkeypatch.setattr(graph, "MAX_NODES", 5)
+    x = torch.ones(3, requires_grad=True).exp()
+    assert last_nodes([x], [x.sin().cos()]) != [set()]
+    y = x
+    for _ in range(9):
+        y = y.sin()
+    assert last_nodes([x], [y]) == [set()]
+
+
+class Crossed(Block):
+    def forward(self, x: torch.Tensor, context: torch.Tensor, *, scale: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        return super().forward(x + self.norm(context) * scale), scale
+
+
+class SharedInputs(Net):
+    """Every block takes what the stem gave, as decoders take the encoder's output, and a leaf."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Crossed() for _ in range(6))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        context = x = self.stem(x)
+        scale = self.scale * 1
+        for block in self.blocks:
+            x, scale = block(x, context, scale=scale)
+        return self.loss(x)
+
+
+def watched(task: Task, engine: zeroengine.Engine) -> Any:
+    most = 0
+
+    def look(*_: Any) -> None:
+        nonlocal most
+        most = max(most, engine.memory().gathered)
+
+    for param in engine.module.parameters():
+        param.register_post_accumulate_grad_hook(look)
+    found = ordinary_loop(task, engine)
+    sizes = sorted(4 * unit.layout.numel for unit in engine._units)
+    assert most <= sum(sizes[-2:]) + sizes[0]
+    return found
+
+
+def test_units_whose_calls_share_inputs_are_released_one_by_one_in_backward() -> None:
+    check_every_stage(Task(SharedInputs, features), loop=watched)

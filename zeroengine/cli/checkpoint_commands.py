@@ -1,0 +1,234 @@
+"""The commands `zero-export`, `zero-import` and `zero-inspect`.
+
+What needs torch is imported once the request is known to be right.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from zeroengine.cli.parser import Parser, run
+from zeroengine.errors import CheckpointError
+from zeroengine.weights.output_folder import DTYPES, Output, parse_dtype, parse_size
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from zeroengine.checkpoint.inspect import Folder, Tensor
+
+EXPORT = "zero-export DIR OUT [options]"
+EXPORT_EXAMPLES = """\
+examples:
+  zero-export runs/a weights                      the newest checkpoint of runs/a, in fp32
+  zero-export runs/a weights --tag step-200 --dtype bf16 --shard-size 2GB
+"""
+IMPORT = "zero-import DEEPSPEED_DIR OUT [options]"
+IMPORT_EXAMPLES = """\
+examples:
+  zero-import runs/ds runs/a                      the newest checkpoint of runs/ds, into the new folder runs/a
+  zero-import runs/ds runs/a --tag global_step200
+Then engine.load_checkpoint("runs/a") goes on where DeepSpeed was, at any stage and number of ranks.
+"""
+INSPECT = "zero-inspect DIR [options]"
+INSPECT_EXAMPLES = """\
+examples:
+  zero-inspect runs/a                             every checkpoint, and whether it is whole
+  zero-inspect runs/a --tag step-200 --tensors    the tensors in one of them
+The exit code is 1 where something is damaged.
+"""
+
+
+def export(argv: list[str] | None = None) -> int:
+    """`zero-export`; returns its exit code."""
+    return run("zero-export", lambda: _export(argv))
+
+
+def _export(argv: list[str] | None) -> int:
+    about = "Write a checkpoint's weights as safetensors, sharded and with an index, as Hugging Face loads them."
+    command = Parser("zero-export", EXPORT, about, EXPORT_EXAMPLES)
+    add = command.add_argument
+    add("dir", metavar="DIR", help="a folder of checkpoints, or one checkpoint; also of torch Distributed Checkpoint")
+    add("out", metavar="OUT", help="the folder to write")
+    add("--tag", metavar="TAG", help="which checkpoint (default: the newest)")
+    add("--dtype", metavar="DTYPE", help=f"{', '.join(DTYPES)} (default: as saved; parameters are fp32)")
+    add("--shard-size", metavar="SIZE", default="5GB", help="of a file at most: 5GB (default), 500MB, 2GiB, ...")
+    add("--force", action="store_true", help="replace the weights in OUT; other files there stay")
+    add("--no-verify", action="store_true", help="do not compare checksums")
+    add("--prefix", metavar="TEXT", help="what stands before parameter names in DIR (default: found out)")
+    options = command.parse_args(argv)
+    parse_dtype(options.dtype)
+    parse_size(options.shard_size)
+    from zeroengine.checkpoint.inspect import find
+
+    path, _ = find(options.dir, options.tag)
+    Output(options.out).check(force=options.force, apart_from=[path])
+
+    import torch
+
+    from zeroengine.weights import export as out
+
+    torch.set_num_threads(1)  # the disk is what there is to wait for
+    done = out.export(
+        options.dir,
+        options.out,
+        options.tag,
+        dtype=options.dtype,
+        shard_size=options.shard_size,
+        force=options.force,
+        verify=not options.no_verify,
+        prefix=options.prefix,
+    )
+    also = f" and {_count(done.tied, 'tied name')}" if done.tied else ""
+    print(
+        f"{options.out}: {_count(done.tensors, 'tensor')}{also} of {done.source.name} in {_count(done.files, 'file')}, "
+        f"{_bytes(done.nbytes)}"
+    )
+    return 0
+
+
+def import_deepspeed(argv: list[str] | None = None) -> int:
+    """`zero-import`; returns its exit code."""
+    return run("zero-import", lambda: _import(argv))
+
+
+def _import(argv: list[str] | None) -> int:
+    about = "Turn a checkpoint of DeepSpeed's ZeRO stages 1 to 3 into one that engine.load_checkpoint resumes from."
+    command = Parser("zero-import", IMPORT, about, IMPORT_EXAMPLES)
+    add = command.add_argument
+    add("dir", metavar="DEEPSPEED_DIR", help="what DeepSpeed's save_checkpoint wrote, or the folder of one tag in it")
+    add("out", metavar="OUT", help="the folder of checkpoints to write")
+    add("--tag", metavar="TAG", help="which checkpoint (default: the newest)")
+    add("--force", action="store_true", help="add to the checkpoints in OUT, and replace the one of the same tag")
+    options = command.parse_args(argv)
+    from zeroengine.integrations.deepspeed import checkpoint_files as files
+
+    files.files_of(files.find(options.dir, options.tag))
+    files.check_out(options.out, options.dir, force=options.force)
+
+    from zeroengine.integrations.deepspeed import checkpoint_import
+
+    done = checkpoint_import.import_checkpoint(options.dir, options.out, options.tag, force=options.force)
+    for note in done.notes:
+        print(f"zero-import: left out: {note}", file=sys.stderr)
+    made = done.manifest
+    also = f" and {_count(done.tied, 'tied name')}" if done.tied else ""
+    print(
+        f"{done.path}: {_count(done.tensors, 'tensor')}{also} and the state of {made.optimizer} at step {made.step}, "
+        f"{_bytes(made.nbytes)}, of {done.source} (stage {made.stage}, {_count(made.world_size, 'rank')}, DeepSpeed "
+        f"{made.versions['deepspeed']})"
+    )
+    return 0
+
+
+def inspect(argv: list[str] | None = None) -> int:
+    """`zero-inspect`; returns its exit code."""
+    return run("zero-inspect", lambda: _inspect(argv))
+
+
+def _inspect(argv: list[str] | None) -> int:
+    about = "Show what is in a folder of checkpoints, and whether it is whole."
+    command = Parser("zero-inspect", INSPECT, about, INSPECT_EXAMPLES)
+    add = command.add_argument
+    add("dir", metavar="DIR", help="a folder of checkpoints, or one checkpoint")
+    add("--tag", metavar="TAG", help="this checkpoint alone")
+    add("--tensors", action="store_true", help="list the tensors of a checkpoint: of TAG, or of the newest")
+    add("--json", action="store_true", help="print JSON")
+    add("--no-verify", action="store_true", help="do not read the files: compare sizes alone")
+    options = command.parse_args(argv)
+    from zeroengine.checkpoint.inspect import find, look, tensors
+
+    folder = look(options.dir, options.tag, verify=not options.no_verify)
+    listed: list[Tensor] | None = None
+    if options.tensors:
+        try:
+            listed = tensors(find(options.dir, options.tag)[0])
+        except CheckpointError as error:  # shown as well: what else there is
+            folder.problems.append(str(error))
+    if options.json:
+        tree: dict[str, Any] = {
+            "directory": str(folder.path),
+            "problems": folder.problems,
+            "checkpoints": [found.to_dict() for found in folder.checkpoints],
+        }
+        if listed is not None:
+            tree["tensors"] = [dataclasses.asdict(tensor) for tensor in listed]
+        print(json.dumps(tree, indent=1))
+    else:
+        _print(_checkpoints(folder))
+        for problem in [*folder.problems, *(f"{f.tag}: {p}" for f in folder.checkpoints for p in f.problems)]:
+            print(problem)
+        if listed is not None:
+            _print(_tensors(listed))
+    return int(folder.damaged)
+
+
+COLOURS = {"whole": "green", "damaged": "bold red", "unfinished": "yellow"}
+
+
+def _checkpoints(folder: Folder) -> Table:
+    from rich.text import Text
+
+    table = _table("tag", "step", "stage", "ranks", "precision", "optimizer", "size", "saved at", "versions", "state")
+    for found in folder.checkpoints:
+        about = found.manifest
+        facts, versions = ["", "", "", "", ""], ""
+        if about is not None:
+            facts = [str(about.step), str(about.stage), str(about.world_size), about.precision, about.optimizer]
+            versions = ", ".join(f"{name} {version}" for name, version in about.versions.items())
+        when = found.saved_at.removesuffix("+00:00").replace("T", " ")
+        state = Text(found.verdict, COLOURS.get(found.verdict, "")) + Text(", latest" if found.latest else "")
+        table.add_row(*map(Text, [found.tag, *facts, _bytes(found.nbytes), when, versions]), state)
+    return table
+
+
+def _tensors(listed: list[Tensor]) -> Table:
+    from rich.text import Text
+
+    table = _table("tensor", "shape", "dtype", "size")
+    for tensor in listed:
+        shape = " x ".join(str(size) for size in tensor.shape) or "scalar"
+        size = f"is {tensor.tied_to}" if tensor.tied_to is not None else _bytes(tensor.nbytes)
+        table.add_row(Text(tensor.name), shape, tensor.dtype, Text(size))
+    table.add_row(
+        _count(len(listed), "tensor"), "", "", _bytes(sum(tensor.nbytes for tensor in listed if tensor.tied_to is None))
+    )
+    return table
+
+
+def _table(*columns: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for column in columns:
+        table.add_column(column, justify="right" if column in ("step", "stage", "ranks", "size") else "left")
+    return table
+
+
+def _print(table: Table) -> None:
+    """On a narrow terminal without the columns that say least: --json has them."""
+    from rich.console import Console
+    from rich.measure import Measurement
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=10_000)  # a line stays a line
+    wide = console.options.update(max_width=10_000)
+    for spare in ("versions", "optimizer"):
+        if Measurement.get(console, wide, table).maximum > console.width:
+            table.columns = [column for column in table.columns if column.header != spare]
+    console.print(table)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def _bytes(number: float) -> str:
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while number >= 1024 and len(units) > 1:
+        number, units = number / 1024, units[1:]
+    return f"{number:.{0 if units[0] == 'B' else 1}f} {units[0]}"

@@ -1,0 +1,220 @@
+"""zero-launch's command line."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from zeroengine.cli.parser import Parser
+from zeroengine.errors import LaunchError
+from zeroengine.launch.cluster.protocol import SILENCE
+from zeroengine.launch.cluster.request import CONNECT, FAN_OUT, IDLE_ROUNDS, IMPORT
+from zeroengine.launch.local import core_binding
+
+LAUNCHERS = ("local", "ssh", "slurm", "mpi", "k8s", "ray")
+# The launchers under which an option has an effect, where it is not all of them.
+HONOURED_BY = {
+    "nproc": ("local", "ssh", "slurm", "k8s", "ray"),
+    "bind": ("local", "ssh", "slurm"),
+    "max_restarts": ("local", "ssh", "slurm", "k8s", "ray"),
+    "hostfile": ("ssh",),
+    "include": ("ssh", "slurm"),
+    "exclude": ("ssh", "slurm"),
+    "nnodes": ("ssh", "slurm", "k8s"),
+    "master_addr": ("ssh", "slurm", "mpi"),
+    "port": ("local", "ssh", "slurm", "mpi"),
+    "ssh": ("ssh",),
+    "node_timeout": ("ssh", "slurm"),
+    "max_idle_rounds": ("ssh", "slurm"),
+    "connect_timeout": ("ssh", "slurm"),
+    "import_timeout": ("ssh", "slurm"),
+    "fan_out": ("ssh", "slurm"),
+    "submit": ("slurm",),
+    "sbatch": ("slurm",),
+    "image": ("k8s",),
+    "kind": ("k8s",),
+    "log_dir": ("local", "ssh", "slurm"),
+}
+# Who does instead what an option is for.
+INSTEAD = {
+    "mpi": "mpirun does that, with options of its own (see mpirun --help)",
+    "k8s": "Kubernetes does that: edit the manifest",
+    "ray": "Ray does that",
+}
+USAGE = "zero-launch [options] script.py [arguments of the script]"
+EXAMPLES = """\
+examples:
+  zero-launch train.py                                   a process per GPU, or two on the CPU
+  zero-launch --nproc 4 --config zero3.json train.py     four processes; initialize() reads zero3.json
+  zero-launch --set zero_optimization.stage=3 train.py   one value of the configuration, replaced
+  zero-launch -m package.train --epochs 3                a module, as with python -m
+  zero-launch --hostfile hosts train.py                  on every host of the file, over ssh
+  zero-launch --hostfile hosts --nnodes 2:3 train.py     going on while two of them are there
+"""
+
+
+def parser() -> Parser:
+    about = "Start a script in several processes, one rank each, on this machine or on several."
+    parser = Parser("zero-launch", USAGE, about, EXAMPLES)
+    add = parser.add_argument_group("the run").add_argument
+    add(
+        "--nproc",
+        metavar="N",
+        default="auto",
+        help="processes a node: a number, or auto (its slots, else its GPUs, else 2)",
+    )
+    add("--cpu", action="store_true", help="use no GPU, even where there are some")
+    add("--config", metavar="FILE", help="the configuration that zeroengine.initialize reads, JSON or YAML")
+    add("--set", metavar="KEY=VALUE", action="append", default=[], help="replace one value of it; may be repeated")
+    add(
+        "--env",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="a variable for every rank; NAME for its value here",
+    )
+    add("--bind", choices=core_binding.KINDS, help="give each rank cores of its own, or those of one NUMA node")
+    add(
+        "--max-restarts",
+        metavar="N",
+        type=int,
+        default=0,
+        help="start the ranks again after a failure, N times at most",
+    )
+    add(
+        "--max-idle-rounds",
+        metavar="N",
+        type=int,
+        default=IDLE_ROUNDS,
+        help="an elastic run ends when nodes were lost in so many rounds in a row before a step was taken (3)",
+    )
+    add("-m", "--module", action="store_true", help="the script is a module's name, as with python -m")
+
+    add = parser.add_argument_group("the nodes").add_argument
+    add("--launcher", choices=LAUNCHERS, help="how to get there (default: ssh with a hostfile, else local)")
+    add("--hostfile", metavar="FILE", help="a line for each host: name slots=N")
+    add("--include", metavar="HOSTS", help="only these hosts and slots, as in host1:0,2@host2")
+    add("--exclude", metavar="HOSTS", help="not these")
+    add("--nnodes", metavar="N|MIN:MAX", help="nodes; with a range the run goes on while MIN of them are there")
+    add(
+        "--master-addr", metavar="ADDR", help="where the other nodes reach the first one (default: its address for ssh)"
+    )
+    add("--port", "--master-port", metavar="PORT", type=int, default=0, help="of the store there (default: a free one)")
+    add("--ssh", metavar="COMMAND", help="instead of plain ssh, such as 'ssh -p 2222 -i key'")
+    add(
+        "--node-timeout",
+        metavar="SECONDS",
+        type=float,
+        default=SILENCE,
+        help="silence after which a node is given up (10)",
+    )
+    add(
+        "--connect-timeout",
+        metavar="SECONDS",
+        type=float,
+        default=CONNECT,
+        help="for a connection to a node (30)",
+    )
+    add(
+        "--import-timeout",
+        metavar="SECONDS",
+        type=float,
+        default=IMPORT,
+        help="for a node's Python to import torch (120)",
+    )
+    add("--fan-out", metavar="N", type=int, default=FAN_OUT, help="connect to so many nodes at a time (64)")
+    add("--submit", action="store_true", help="slurm: write a batch script of this command and submit it")
+    add(
+        "--sbatch",
+        metavar="OPTIONS",
+        default="",
+        help="further options of sbatch, such as '--time=8:00:00 --partition=gpu'",
+    )
+    add("--image", metavar="NAME", help="k8s: the container image, with torch, zeroengine and the script")
+    add("--kind", choices=("PyTorchJob", "TrainJob"), help="k8s: of the manifest (default: PyTorchJob)")
+
+    add = parser.add_argument_group("output").add_argument
+    add(
+        "--log-dir", metavar="DIR", type=Path, help="also write each rank's output to DIR/rank0.log, DIR/rank1.log, ..."
+    )
+    add("--dry-run", action="store_true", help="print what would be started, per rank, and start nothing")
+    add("--version", action="store_true", help="print the versions of zeroengine, torch and Python")
+    # One for the script and its arguments: argparse drops a -- between two.
+    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The options, with `script` (None where there is none) and its `arguments`."""
+    reader = parser()
+    argv = _with_sbatch_joined(argv, reader)
+    options = reader.parse_args(argv)
+    words = options.command[options.command[:1] == ["--"] :]
+    options.script, options.arguments = (words[0] if words else None), words[1:]
+    options.argv = list(argv)
+    return options
+
+
+def _with_sbatch_joined(argv: Sequence[str], reader: Parser) -> list[str]:
+    """`--sbatch --time=1:00:00` as `--sbatch=--time=1:00:00`: argparse takes no value that looks like an option."""
+    takes_value = {name for action in reader._actions if action.nargs is None for name in action.option_strings}
+    words, rest = [], list(argv)
+    while rest and rest[0].startswith("-") and rest[0] != "--":  # the script ends the options
+        word = rest.pop(0)
+        value = [rest.pop(0)] if word in takes_value and rest else []
+        words += [f"{word}={value[0]}"] if word == "--sbatch" and value else [word, *value]
+    return words + rest
+
+
+def check(options: argparse.Namespace) -> None:
+    """Options that make no sense, alone or together.
+
+    Raises:
+        LaunchError: with the remedy.
+    """
+    launcher = options.launcher or ("ssh" if options.hostfile else "local")
+    if options.script is None:
+        raise LaunchError(f"there is no script to run. Write {USAGE}")
+    if launcher == "ssh" and options.hostfile is None:
+        raise LaunchError("--launcher ssh: which hosts? Name a file of them with --hostfile")
+    if launcher == "slurm" and options.hostfile:
+        raise LaunchError(
+            "--hostfile has no meaning with --launcher slurm, which knows the hosts. Leave one of them out"
+        )
+    if launcher != "slurm" and (options.submit or options.sbatch):
+        raise LaunchError(f"{'--submit is' if options.submit else '--sbatch is'} for Slurm. Add --launcher slurm")
+    if options.sbatch and not options.submit:
+        raise LaunchError("--sbatch has options for the job that --submit makes. Add --submit, or leave --sbatch out")
+    if launcher == "local" and options.nnodes is not None:
+        if options.nnodes != "1":
+            raise LaunchError(f"--nnodes {options.nnodes}: on which hosts? Name a file of them with --hostfile")
+        options.nnodes = None
+    if not 0 <= options.port < 1 << 16:
+        raise LaunchError(f"--port {options.port}: ports go from 1 to 65535. Leave --port out for a free one")
+    if options.max_restarts < 0:
+        raise LaunchError(f"--max-restarts {options.max_restarts}: write 0 for none, or a positive number")
+    for name in ("connect_timeout", "import_timeout"):
+        if not getattr(options, name) > 0:
+            raise LaunchError(f"--{name.replace('_', '-')} {getattr(options, name):g}: write a number of seconds")
+    if options.fan_out < 1:
+        raise LaunchError(f"--fan-out {options.fan_out}: write 1 or more")
+    if options.max_idle_rounds < 1:
+        raise LaunchError(f"--max-idle-rounds {options.max_idle_rounds}: write 1 or more")
+    if not options.node_timeout >= 5:
+        raise LaunchError(f"--node-timeout {options.node_timeout:g}: nodes speak every 2 s; write 5 or more")
+    _check_honoured(options, launcher)
+    options.launcher = launcher
+
+
+def _check_honoured(options: argparse.Namespace, launcher: str) -> None:
+    """
+    Raises:
+        LaunchError: an option that is given has no effect under the launcher.
+    """
+    reader = parser()
+    for name, launchers in HONOURED_BY.items():
+        if launcher not in launchers and getattr(options, name) != reader.get_default(name):
+            option = f"--{name.replace('_', '-')}"
+            instead = f": {INSTEAD[launcher]}" if launcher in INSTEAD else ""
+            raise LaunchError(f"{option} has no meaning with --launcher {launcher}{instead}. Leave one of them out")

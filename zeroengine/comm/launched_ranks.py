@@ -1,0 +1,71 @@
+"""Which ranks a process joins: what its environment says, as torchrun and zero-launch or as mpirun and srun set it."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import torch.distributed as dist
+
+from zeroengine.errors import ZeroEngineError
+from zeroengine.utils.launcher_environment import LaunchedRank, launched_rank, torch_variables
+
+log = logging.getLogger("zeroengine")
+
+
+def has_peers() -> bool:
+    """Return whether torch.distributed's variables say that this process is one rank of several.
+
+    Raises:
+        ZeroEngineError: some of the variables are missing.
+    """
+    given = [name for name in ("RANK", "WORLD_SIZE") if os.environ.get(name)]
+    if not given or os.environ.get("WORLD_SIZE") == "1":
+        return False
+    needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in needed if not os.environ.get(name)]
+    if missing:
+        raise ZeroEngineError(
+            f"the environment has {' and '.join(given)}, and not {', '.join(missing)}: which ranks does this "
+            "process belong to? Start the script with zero-launch or torchrun, which set all of them; or set all; or "
+            "none, for one process alone."
+        )
+    return True
+
+
+def join_launched_ranks() -> None:
+    """Set torch.distributed's variables from mpirun's or srun's, where they started several processes.
+
+    Without this each process would train a copy of its own. Nothing is done where torch.distributed runs already or
+    has its variables. The shell of a Slurm allocation is no rank: only the tasks of a step are.
+
+    Raises:
+        ZeroEngineError: nothing says where rank 0 is, or some of torch.distributed's variables are missing.
+    """
+    if dist.is_initialized() or has_peers() or os.environ.get("WORLD_SIZE"):
+        return
+    launched = launched_rank(os.environ)
+    if launched is None or launched.world_size == 1:
+        return
+    variables = torch_variables(launched, os.environ)
+    if "MASTER_ADDR" not in variables:
+        raise ZeroEngineError(_unreachable(launched))
+    os.environ.update(variables)
+    if launched.rank == 0:
+        log.warning(
+            "training on the %d processes that %s started, as one run, through %s:%s. For a run of its own in each "
+            "process set RANK=0 and WORLD_SIZE=1.",
+            launched.world_size,
+            launched.launcher,
+            variables["MASTER_ADDR"],
+            variables["MASTER_PORT"],
+        )
+
+
+def _unreachable(launched: LaunchedRank) -> str:
+    return (
+        f"{launched.launcher} started {launched.world_size} processes, and nothing says on which host rank 0 is. Write "
+        f"{launched.launcher} -n {launched.world_size} zero-launch --launcher mpi --master-addr HOST train.py with "
+        "the first host's address, or set MASTER_ADDR and MASTER_PORT. For a run of its own in each process set "
+        "RANK=0 and WORLD_SIZE=1."
+    )

@@ -1,0 +1,39 @@
+"""Sums in rank order, the same bits whichever transport brought the pieces."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+
+from zeroengine import ops
+
+
+def sum_in_rank_order(target: torch.Tensor, pieces: Sequence[torch.Tensor], accumulate: bool) -> None:
+    """``target`` = (or +=) ``pieces[0] + pieces[1] + ...``; low precision adds in fp32 and rounds once.
+
+    All are 1-D and of one length; ``target`` may be one of the pieces.
+    """
+    lib = ops.library()
+    source = pieces[0].dtype
+    if (
+        lib is not None
+        and target.device.type == "cpu"
+        and target.dtype in ops.DTYPE_CODES
+        and source in ops.DTYPE_CODES
+    ):
+        local = (ctypes.c_void_p * len(pieces))(*(p.data_ptr() for p in pieces))
+        none = ctypes.c_void_p()
+        lib.ze_sum(
+            *(target.data_ptr(), ops.DTYPE_CODES[target.dtype], accumulate, target.numel()),
+            *(ops.DTYPE_CODES[source], len(pieces), local, none, none),
+        )
+        return
+    wide = torch.float32 if source in (torch.bfloat16, torch.float16) else source
+    total = pieces[0].to(wide, copy=True)
+    for piece in pieces[1:]:
+        total.add_(piece)
+    if accumulate:
+        total.add_(target)
+    target.copy_(total)

@@ -1,0 +1,212 @@
+"""The transport over Gloo: direct exchange of slices, and local sums in rank order.
+
+Gloo's own reduce-scatter moves twice the bytes it needs; sending each peer its slice and adding what
+arrives was two to three times faster than Gloo's native collectives at 4 to 128 MiB on 2 and 4 ranks.
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from zeroengine.comm.interfaces import Buffer, ChannelName, ResizableBuffer, Work, refill
+from zeroengine.comm.rank_order_sum import sum_in_rank_order
+from zeroengine.comm.watchdog import Watchdog
+
+
+class GlooWork:
+    """Sends and receives under way.
+
+    Gloo cannot tell whether one is done, and a wait that times out is the end of its process group: so whoever
+    wants to wait for a while only leaves the waiting to a thread.
+    """
+
+    def __init__(
+        self, channel: GlooChannel, what: str, works: list[dist.Work], finish: Callable[[], None] | None
+    ) -> None:
+        self._channel, self._what, self._works, self._finish = channel, what, works, finish
+        self._waiter: threading.Thread | None = None
+        self._error: RuntimeError | None = None
+
+    def wait(self) -> None:
+        with self._channel.watchdog.guard(self._what):
+            if self._waiter is None:
+                self._wait_for_works()
+            else:
+                self._waiter.join()
+            if self._error is not None:
+                raise self._error
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            finish()
+
+    def wait_at_most(self, seconds: float) -> bool:
+        """Whether it is done by then."""
+        if seconds > 0 and self._works and self._waiter is None:
+            self._waiter = threading.Thread(target=self._wait_for_works, name="zeroengine-gloo", daemon=True)
+            self._waiter.start()
+        if self._waiter is not None:
+            self._waiter.join(seconds)
+        if not self.is_completed():
+            return False
+        self.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        return not self._works
+
+    def _wait_for_works(self) -> None:
+        try:
+            for work in self._works:
+                work.wait(self._channel.timeout)
+        except RuntimeError as error:
+            self._error = error
+        self._works = []
+
+
+class ThenGather:
+    """The second half of an all-reduce starts when the first is awaited."""
+
+    def __init__(self, first: Work, second: Callable[[], Work]) -> None:
+        self._first, self._second = first, second
+        self._gather: Work | None = None
+
+    def wait(self) -> None:
+        if self._gather is None:
+            self._first.wait()
+            self._gather = self._second()
+        self._gather.wait()
+
+    def wait_at_most(self, seconds: float) -> bool:
+        return self.is_completed()
+
+    def is_completed(self) -> bool:
+        return self._gather is not None and self._gather.is_completed()
+
+
+class GlooChannel:
+    """See ``base.Channel``."""
+
+    def __init__(self, name: str, group: dist.ProcessGroup, watchdog: Watchdog, timeout: timedelta) -> None:
+        self._name, self._group = name, group
+        self.watchdog, self.timeout = watchdog, timeout
+        self._rank, self._size = group.rank(), group.size()
+        self._seq = 0
+        self._spare: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+        self._writers: dict[int, GlooWork] = {}  # address of a sum to the operation that writes it last
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Work:
+        slices = list(full.chunk(self._size))
+        if slices[self._rank].data_ptr() != shard.data_ptr():
+            slices[self._rank].copy_(shard)
+        return self._exchange("gather", label, [shard] * self._size, slices)
+
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool = False) -> Work:
+        sent = list(full.chunk(self._size))
+        key = (shard.numel(), full.dtype)
+        spare = self._spare.setdefault(key, [])
+        arrived = spare.pop() if spare else full.new_empty((self._size - 1) * shard.numel())
+        pieces = list(arrived.chunk(self._size - 1))
+        pieces.insert(self._rank, sent[self._rank])
+
+        before = self._writers.get(shard.data_ptr())
+
+        def finish() -> None:
+            if accumulate and before is not None:
+                before.wait()  # operations may be awaited in any order, but these sums build on one another
+            sum_in_rank_order(shard, pieces, accumulate)
+            spare.append(arrived)
+
+        work = self._writers[shard.data_ptr()] = self._exchange("reduce", label, sent, pieces, finish)
+        return work
+
+    def all_reduce(self, full: torch.Tensor, label: str) -> Work:
+        mine = full.chunk(self._size)[self._rank]
+        self._seq += 1
+        number = self._seq  # of the second half, fixed now: waits may come in another order
+        first = self.reduce_scatter(mine, full, label)
+
+        def second() -> Work:
+            slices = list(full.chunk(self._size))
+            return self._exchange("gather", label, [mine] * self._size, slices, number=number)
+
+        return ThenGather(first, second)
+
+    def reusable(self, work: Work, patience: float) -> bool:
+        assert isinstance(work, (GlooWork, ThenGather))
+        return work.wait_at_most(patience)
+
+    def _exchange(
+        self,
+        kind: str,
+        label: str,
+        sent: list[torch.Tensor],
+        received: list[torch.Tensor],
+        finish: Callable[[], None] | None = None,
+        number: int = 0,
+    ) -> GlooWork:
+        """Sends ``sent[r]`` to each peer r and receives ``received[r]`` from it.
+
+        The tag holds the operation's place and name, so different operations never match one another:
+        they stall, and the watchdog reports.
+        """
+        if not number:
+            self._seq += 1
+            number = self._seq
+        what = f"{kind} {label} (number {number})"
+        self.watchdog.record(what)
+        tag = zlib.crc32(f"{self._name} {what}".encode()) & 0x3FFFFFFF
+        works: list[dist.Work] = []
+        with self.watchdog.guard(what):
+            for step in range(1, self._size):
+                to, source = (self._rank + step) % self._size, (self._rank - step) % self._size
+                works.append(self._group.recv([received[source]], source, tag))
+                works.append(self._group.send([sent[to]], to, tag))
+        return GlooWork(self, what, works, finish)
+
+
+class GlooTransport:
+    """See ``base.Transport``."""
+
+    name = "gloo"
+    overlaps = True
+
+    def __init__(self, group: dist.ProcessGroup, watchdog: Watchdog, timeout: float) -> None:
+        limit = timedelta(seconds=timeout)
+        self.rank, self.world_size = group.rank(), group.size()
+        self._watchdog = watchdog
+        self.gather = GlooChannel("gather", group, watchdog, limit)
+        self.reduce = GlooChannel("reduce", group, watchdog, limit)
+
+    def empty(self, numel: int, dtype: torch.dtype, channel: ChannelName, *, sent: bool = True) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, device="cpu")
+
+    def refill(self, tensor: torch.Tensor, channel: ChannelName | None) -> None:
+        refill(tensor)
+
+    def buffer(self, numel: int, dtype: torch.dtype, *, copied: bool = False) -> Buffer:
+        return ResizableBuffer(self.empty(numel, dtype, "gather"))
+
+    def shard_align(self, dtype: torch.dtype) -> int:
+        return 1
+
+    def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
+        arrived = torch.empty(self.world_size * values.numel(), dtype=values.dtype, device="cpu")
+        out = torch.empty_like(values)
+        self.reduce.all_gather(arrived, values, label).wait()
+        sum_in_rank_order(out, list(arrived.chunk(self.world_size)), accumulate=False)
+        return out
+
+    def check_order(self) -> None: ...
+
+    def fence(self) -> None: ...
+
+    def progress(self) -> None: ...
+
+    def close(self) -> None:
+        self._watchdog.close()

@@ -1,0 +1,128 @@
+"""The transport for a GPU's tensors where the process group is for CPUs: through host memory.
+
+Each operation waits for the GPU, so it is slow. It lets ranks share a GPU, which NCCL refuses, and gives the bits of
+the transport that it goes through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from zeroengine.comm.interfaces import Buffer, Channel, ChannelName, ResizableBuffer, Transport, Work, refill
+
+
+class StagedWork:
+    """An operation in host memory; ``arrive`` takes its result to the device, behind the operation ``before`` it.
+
+    Attributes:
+        free: whether what was sent may be written at once.
+    """
+
+    def __init__(
+        self, inner: Work, arrive: Callable[[], object], *, free: bool = False, before: Work | None = None
+    ) -> None:
+        self.inner, self.free = inner, free
+        self._arrive: Callable[[], object] | None = arrive
+        self._before = before
+
+    def wait(self) -> None:
+        arrive, self._arrive = self._arrive, None
+        before, self._before = self._before, None
+        if arrive is not None:
+            if before is not None:
+                before.wait()
+            self.inner.wait()
+            arrive()
+
+    def is_completed(self) -> bool:
+        return self._arrive is None
+
+
+class StagedChannel:
+    """See ``base.Channel``."""
+
+    def __init__(self, inner: Channel) -> None:
+        self._inner = inner
+        self._writers: dict[int, StagedWork] = {}  # address of a sum to the operation that writes it last
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Work:
+        there = _host_empty(full, full.dtype)
+        inner = self._inner.all_gather(there, _on_host(shard), label)
+        apart = shard.untyped_storage().data_ptr() != full.untyped_storage().data_ptr()
+        return StagedWork(inner, partial(full.copy_, there), free=apart)
+
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool = False) -> Work:
+        mine = _host_empty(shard, torch.promote_types(shard.dtype, torch.float32) if accumulate else shard.dtype)
+        inner = self._inner.reduce_scatter(mine, _on_host(full), label)
+
+        def arrive() -> None:
+            if accumulate:
+                mine.add_(_on_host(shard))
+            shard.copy_(mine)
+
+        before = self._writers.get(shard.data_ptr()) if accumulate else None
+        work = self._writers[shard.data_ptr()] = StagedWork(inner, arrive, before=before)
+        return work
+
+    def all_reduce(self, full: torch.Tensor, label: str) -> Work:
+        there = _on_host(full)
+        return StagedWork(self._inner.all_reduce(there, label), partial(full.copy_, there))
+
+    def reusable(self, work: Work, patience: float) -> bool:
+        """What is sent is a copy. It counts as much, so that no more of them are under way than buckets would be."""
+        assert isinstance(work, StagedWork)
+        if work.free or work.is_completed():
+            return True
+        if not patience or not self._inner.reusable(work.inner, patience):
+            return False
+        work.wait()
+        return True
+
+
+class StagedTransport:
+    """See ``base.Transport``."""
+
+    overlaps = True
+
+    def __init__(self, inner: Transport, device: torch.device) -> None:
+        self._inner, self._device = inner, device
+        self.name, self.rank, self.world_size = inner.name, inner.rank, inner.world_size
+        self.gather, self.reduce = StagedChannel(inner.gather), StagedChannel(inner.reduce)
+
+    def empty(self, numel: int, dtype: torch.dtype, channel: ChannelName, *, sent: bool = True) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, device=self._device)
+
+    def refill(self, tensor: torch.Tensor, channel: ChannelName | None) -> None:
+        refill(tensor)
+
+    def buffer(self, numel: int, dtype: torch.dtype, *, copied: bool = False) -> Buffer:
+        return ResizableBuffer(self.empty(numel, dtype, "gather"))
+
+    def shard_align(self, dtype: torch.dtype) -> int:
+        return self._inner.shard_align(dtype)
+
+    def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
+        return self._inner.all_reduce_scalars(_on_host(values), label).to(self._device)
+
+    def check_order(self) -> None:
+        self._inner.check_order()
+
+    def fence(self) -> None:
+        self._inner.fence()
+
+    def progress(self) -> None:
+        self._inner.progress()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def _host_empty(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(like.shape, dtype=dtype, device="cpu")
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    return _host_empty(tensor, tensor.dtype).copy_(tensor)

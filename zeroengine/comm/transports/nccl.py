@@ -1,0 +1,192 @@
+"""The transport over a backend's own collectives: NCCL, and torch's ``fake`` for counting."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from zeroengine.comm.interfaces import Buffer, ChannelName, Done, ResizableBuffer, Work, refill
+from zeroengine.comm.transports.nccl_memory_pool import RegisteredPool
+from zeroengine.comm.watchdog import Watchdog
+from zeroengine.errors import DivergenceError
+from zeroengine.utils.host_copies import HostCopy, to_device
+
+# torch 2.13 renamed these.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class ArrivingWork:
+    """A reduce-scatter into a spare buffer, added or copied to the shard when awaited."""
+
+    def __init__(self, work: Work, shard: torch.Tensor, arrived: torch.Tensor, accumulate: bool) -> None:
+        self._work, self._shard, self._accumulate = work, shard, accumulate
+        self._arrived: torch.Tensor | None = arrived
+
+    def wait(self) -> None:
+        arrived, self._arrived = self._arrived, None
+        if arrived is not None:
+            self._work.wait()
+            if self._accumulate:
+                self._shard.add_(arrived)
+            else:
+                self._shard.copy_(arrived)
+            arrived.untyped_storage().resize_(0)  # whoever looks after the work still holds the tensor
+
+    def is_completed(self) -> bool:
+        return self._arrived is None or self._work.is_completed()
+
+
+class NativeChannel:
+    """See ``base.Channel``. ``pool`` is where its memory comes from, if not from torch's own."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        watchdog: Watchdog | None,
+        pool: RegisteredPool | None = None,
+    ) -> None:
+        self._group, self._device, self._watchdog, self._pool = group, device, watchdog, pool
+        self._symmetric = pool is not None and pool.symmetric
+        self._seq = 0
+        self.order = 0  # a checksum of every operation so far, compared at each step
+        self.last = "nothing yet"
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Uninitialised memory, 1-D, to send from and to receive into."""
+        if self._pool is None:
+            return torch.empty(numel, dtype=dtype, device=self._device)
+        return self._pool.empty(numel, dtype)
+
+    def refill(self, tensor: torch.Tensor) -> None:
+        """The same for a tensor whose storage was emptied."""
+        if self._pool is None:
+            refill(tensor)
+        else:
+            self._pool.refill(tensor)
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Work:
+        self.record(f"gather {label}", full, shard)
+        return self.issue(lambda: _all_gather(full, shard, group=self._group, async_op=True))
+
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool = False) -> Work:
+        direct = not accumulate and shard.dtype is full.dtype
+        target = shard if direct else self.empty(shard.numel(), full.dtype)
+        self.record(f"reduce {label}", full, target)
+        work = self.issue(lambda: _reduce_scatter(target, full, group=self._group, async_op=True))
+        return work if direct else ArrivingWork(work, shard, target, accumulate)
+
+    def all_reduce(self, full: torch.Tensor, label: str) -> Work:
+        self.record(f"reduce {label}", full)
+        return self.issue(lambda: dist.all_reduce(full, group=self._group, async_op=True))
+
+    def reusable(self, work: Work, patience: float) -> bool:
+        """With patience the caller's stream is ordered behind ``work``, and the host goes on at once.
+
+        Without it the answer depends on how far the device is, unless all ranks are to use the same memory.
+        """
+        if not patience:
+            return not self._symmetric and work.is_completed()
+        work.wait()
+        return True
+
+    def record(self, what: str, full: torch.Tensor | None = None, shard: torch.Tensor | None = None) -> None:
+        """Before an operation is issued. ``full`` must lie alike on all ranks, ``shard`` be in the same segment."""
+        self._seq += 1
+        self.last = f"{what} (number {self._seq})"
+        if self._pool is not None and self._symmetric:
+            lies = [None if tensor is None else self._pool.place(tensor) for tensor in (full, shard)]
+            what = f"{what} {lies[0]} {lies[1] and lies[1][0]}"
+        self.order = zlib.crc32(what.encode(), self.order)
+
+    def issue(self, run: Callable[[], Work | None]) -> Work:
+        """What ``run`` issues is the operation recorded last."""
+        return (run() or Done()) if self._watchdog is None else self._watchdog.issue(self.last, run)
+
+
+@dataclass(frozen=True)
+class _Orders:
+    """What the ranks had run when they last met."""
+
+    summed: HostCopy
+    mine: tuple[float, float]
+    at: str
+
+
+class NativeTransport:
+    """See ``base.Transport``. ``pools`` are where memory for collectives comes from, if not from torch's own.
+
+    The orders of all ranks travel with ``all_reduce_scalars``. They are compared later, by ``check_order`` or when the
+    ranks next meet, so that nobody waits for a device.
+    """
+
+    overlaps = True
+
+    def __init__(
+        self,
+        gather: dist.ProcessGroup,
+        reduce: dist.ProcessGroup,
+        device: torch.device,
+        name: str,
+        watchdog: Watchdog | None,
+        pools: Mapping[ChannelName, RegisteredPool] | None = None,
+    ) -> None:
+        self.name = name
+        self._pools = pools or {}
+        self.rank, self.world_size = gather.rank(), gather.size()
+        self._device, self._group, self._watchdog = device, reduce, watchdog
+        self.gather = NativeChannel(gather, device, watchdog, self._pools.get("gather"))
+        self.reduce = NativeChannel(reduce, device, watchdog, self._pools.get("reduce"))
+        self._symmetric = any(pool.symmetric for pool in self._pools.values())
+        self._orders: _Orders | None = None  # not compared yet
+
+    def empty(self, numel: int, dtype: torch.dtype, channel: ChannelName, *, sent: bool = True) -> torch.Tensor:
+        return (self.gather if channel == "gather" else self.reduce).empty(numel, dtype)
+
+    def refill(self, tensor: torch.Tensor, channel: ChannelName | None) -> None:
+        if channel is None:
+            refill(tensor)
+        else:
+            (self.gather if channel == "gather" else self.reduce).refill(tensor)
+
+    def buffer(self, numel: int, dtype: torch.dtype, *, copied: bool = False) -> Buffer:
+        return ResizableBuffer(self.gather.empty(numel, dtype), self.gather.refill)
+
+    def shard_align(self, dtype: torch.dtype) -> int:
+        return 1
+
+    def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
+        self.check_order()
+        self.reduce.record(label)
+        mine = (float(self.gather.order), float(self.reduce.order))
+        sent = torch.cat([values, to_device(mine, values.device, values.dtype)])
+        self.reduce.issue(lambda: dist.all_reduce(sent, group=self._group, async_op=True)).wait()
+        if self.name != "fake":
+            self._orders = _Orders(HostCopy(sent[-2:]), mine, f"{self.gather.last}, {self.reduce.last}")
+        return sent[:-2]
+
+    def check_order(self) -> None:
+        orders = self._orders
+        if orders is not None and orders.summed.read() != [self.world_size * order for order in orders.mine]:
+            raise DivergenceError(
+                f"the ranks have run different units since the start: rank {self.rank} was at {orders.at}. Every rank "
+                "must run the same modules in the same order."
+                + ' With "register_buffers": "symmetric" their memory may differ, too: write true.'
+                * self._symmetric
+            )
+        self._orders = None
+
+    def fence(self) -> None: ...
+
+    def progress(self) -> None: ...
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+        if self._watchdog is not None:
+            self._watchdog.close()

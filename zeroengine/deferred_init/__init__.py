@@ -1,0 +1,1 @@
+"""Models that are built without memory and given their values unit by unit in ``initialize``."""

@@ -1,0 +1,1 @@
+"""Asynchronous direct I/O, which offload and checkpoints both stand on. Knows nothing of models or ranks."""

@@ -1,0 +1,1 @@
+"""The Engine and what only the engine uses: initialize, step, backward, full values, the memory report."""

@@ -1,0 +1,263 @@
+"""Counts the backwards and micro-steps of the step in progress, and says which call may end it.
+
+[Note: Who ends a step]
+Two habits end a step, and each keeps its own count:
+
+- `engine.step()` after every micro-step, as in DeepSpeed. The `gradient_accumulation_steps`-th call updates.
+- `optimizer.step()` once, after `gradient_accumulation_steps` backwards, as in plain PyTorch. It always updates.
+
+A step belongs to one of the two; both calls in one step are an error. With `"gradient_accumulation_steps": "manual"`
+nothing is counted: either call updates after any number of backwards, unless the caller has said
+`set_gradient_accumulation_boundary(False)`, after which `engine.step()` ends a micro-step, as in DeepSpeed.
+
+Until the first update nobody knows which habit the loop has. Nothing but the start of the reduction depends on the
+guess: gradients that were not reduced by a backward are reduced when the step ends.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from zeroengine.errors import ZeroEngineError
+
+ENGINE_STEP, OPTIMIZER_STEP = "engine.step()", "optimizer.step()"
+MANUAL_MODE = '"gradient_accumulation_steps": "manual"'
+FORGOTTEN_AFTER = 8  # forwards and backwards beyond gradient_accumulation_steps without a step
+
+log = logging.getLogger("zeroengine")
+
+
+class Accumulation:
+    """The progress of one step, from its first backward to its update.
+
+    Args:
+        micro_steps_per_step: `gradient_accumulation_steps`; None in manual accumulation.
+        rank: rank 0 logs the warning about a forgotten step.
+
+    Attributes:
+        micro_steps: micro-steps taken in the whole run.
+        backwards: backwards since the last update that produced gradients.
+        incomplete: whether a backward raised after others of the same step, so that gradients are missing.
+    """
+
+    def __init__(self, micro_steps_per_step: int | None, rank: int) -> None:
+        self.micro_steps = self.backwards = 0
+        self.incomplete = False
+        self._per_step, self._rank = micro_steps_per_step, rank
+        self._ended_micro_steps = 0  # calls of engine.step() since the last update
+        self._new_backwards = 0  # since the last call of either step()
+        self._passes = 0  # forwards followed by a backward since then
+        self._local_passes = 0  # of these, inside `no_sync`
+        self._forwards = 0  # of the whole model since the last backward began
+        self._forwards_before_backward = 0  # and before that backward, since the one before it
+        self._last_update_by: str | None = None
+        self._boundary: bool | None = None  # what set_gradient_accumulation_boundary said about this step
+        self._warned = False
+
+    @property
+    def has_new_gradients(self) -> bool:
+        """Whether gradients have come since the last call of either `step()`."""
+        return self._new_backwards > 0
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether the step in progress has any gradients, or has lost some."""
+        return self.backwards > 0 or self._ended_micro_steps > 0 or self.incomplete
+
+    @property
+    def has_earlier_micro_steps(self) -> bool:
+        """Whether `engine.step()` has ended a micro-step of the step in progress."""
+        return self._ended_micro_steps > 0
+
+    # -- forwards and backwards -------------------------------------------------------------------
+
+    def begin_forward(self) -> None:
+        """Note a forward of the whole model that a backward may follow."""
+        self._forwards += 1
+
+    def begin_backward(self, *, stays_local: bool = False) -> bool:
+        """Count a backward that begins, and return whether its reduction may start at once.
+
+        That is a hint: what is not reduced by a backward is reduced at the end of the step.
+
+        Args:
+            stays_local: whether it is inside `no_sync`, where gradients add up on purpose.
+
+        Raises:
+            ZeroEngineError: gradients of this step are missing.
+        """
+        self.check_complete()
+        self._forwards_before_backward, self._forwards = self._forwards, 0
+        if self._forwards_before_backward:
+            self._passes += 1
+            self._local_passes += stays_local
+            self._warn_of_forgotten_step()
+        if self._per_step is None:
+            return self._boundary is True
+        if self._last_update_by == OPTIMIZER_STEP:
+            return self.backwards + 1 >= self._per_step
+        return self._ended_micro_steps + 1 == self._per_step
+
+    def end_backward(self, num_calls: int = 1) -> None:
+        """Count a backward that has produced gradients.
+
+        Args:
+            num_calls: how many calls of `loss.backward()` it was, with no forward in between. They are as many
+                micro-steps where as many forwards came before them, and several losses of one micro-step otherwise.
+        """
+        num_backwards = max(1, min(num_calls, self._forwards_before_backward))
+        self.backwards += num_backwards
+        self._new_backwards += num_backwards
+        self._passes += num_backwards - 1
+
+    def fail_backward(self, after_others: bool) -> None:
+        """Note a backward that raised: the step lacks its gradients, and those of earlier backwards were dropped.
+
+        Args:
+            after_others: whether others brought gradients that were not counted yet.
+        """
+        self.incomplete = self.incomplete or self.backwards > 0 or after_others
+
+    def check_complete(self) -> None:
+        """
+        Raises:
+            ZeroEngineError: a backward of this step raised after others, so gradients of the step are missing.
+        """
+        if self.incomplete:
+            raise ZeroEngineError(
+                "a backward raised in the middle of a step, and the gradients that the step had before were dropped "
+                "with its own. Call engine.zero_grad() on every rank, and repeat the step from its first micro-step."
+            )
+
+    def drop(self) -> None:
+        """Go back to the start of the step in progress: its gradients have been dropped."""
+        self.micro_steps -= self._ended_micro_steps
+        self._start_step()
+
+    def _start_step(self) -> None:
+        self.backwards = self._new_backwards = self._ended_micro_steps = 0
+        self._passes = self._local_passes = 0
+        self.incomplete = False
+        self._boundary = None
+
+    def _warn_of_forgotten_step(self) -> None:
+        num_passes = self._passes - self._local_passes
+        if self._per_step is None or self._warned or num_passes <= self._per_step + FORGOTTEN_AFTER:
+            return
+        self._warned = True
+        if self._rank == 0:
+            log.warning(
+                "%d forwards and backwards without a step(): their gradients add up, and no parameter has changed "
+                "since. Call engine.step() after each micro-step, or optimizer.step() after every "
+                "gradient_accumulation_steps (%d) backwards. If adding up is what you want, write %s.",
+                num_passes,
+                self._per_step,
+                MANUAL_MODE,
+            )
+
+    # -- the boundary -----------------------------------------------------------------------------
+
+    def is_boundary(self) -> bool:
+        """Return whether the micro-step in progress ends with an update."""
+        if self._per_step is None:
+            return self._boundary is not False
+        if self._ended_micro_steps + 1 == self._per_step:
+            return True
+        if self._ended_micro_steps or self._last_update_by == ENGINE_STEP:
+            return False
+        # Where optimizer.step() ends steps, the micro-step in progress is that of the last forward. Before the first
+        # update two losses of one forward may still be a micro-step that engine.step() is going to end.
+        ended = self.backwards if self._last_update_by == OPTIMIZER_STEP else self._passes
+        return ended + bool(self._forwards) >= self._per_step
+
+    def set_boundary(self, boundary: bool) -> None:
+        """Say whether the next backward is the last one before an update, in manual accumulation.
+
+        Raises:
+            ZeroEngineError: micro-steps are counted.
+        """
+        if self._per_step is not None:
+            raise ZeroEngineError(
+                f"set_gradient_accumulation_boundary(): gradient_accumulation_steps is {self._per_step}, and the "
+                f"engine counts. Write {MANUAL_MODE} in the configuration to set boundaries yourself."
+            )
+        self._boundary = bool(boundary)
+
+    def check_boundary(self, call: str) -> None:
+        """
+        Raises:
+            ZeroEngineError: there are no gradients, or the step in progress does not end here.
+        """
+        self.check_complete()
+        if not self.has_new_gradients:
+            raise ZeroEngineError(f"{call} without backward(): call it between the last backward of a step and step()")
+        if not self.is_boundary():
+            raise ZeroEngineError(
+                f"{call} before the last backward of a step: further gradients are to come. Call it where "
+                "engine.is_gradient_accumulation_boundary() is true."
+            )
+
+    # -- the end of a step ------------------------------------------------------------------------
+
+    def check_engine_step(self) -> bool:
+        """Return whether `engine.step()` updates now, rather than ending a micro-step.
+
+        Raises:
+            ZeroEngineError: there was no backward, or `optimizer.step()` has ended this step.
+        """
+        self.check_complete()
+        if not self.has_new_gradients:
+            self._check_other_call(ENGINE_STEP, OPTIMIZER_STEP)
+            raise ZeroEngineError("step() without backward(): call engine.backward(loss) (or loss.backward()) first")
+        if self._per_step is None:
+            return self._boundary is not False
+        return self._ended_micro_steps + 1 >= self._per_step
+
+    def check_optimizer_step(self) -> None:
+        """
+        Raises:
+            ZeroEngineError: it is too early for an update, or `engine.step()` ends steps in this loop.
+        """
+        self.check_complete()
+        if not self.backwards:
+            self._check_other_call(OPTIMIZER_STEP, ENGINE_STEP)
+            raise ZeroEngineError(
+                "optimizer.step() without backward(): call engine.backward(loss) (or loss.backward()) first"
+            )
+        if self._ended_micro_steps:
+            raise ZeroEngineError(
+                f"optimizer.step() in a step of which engine.step() has ended {self._ended_micro_steps} micro-steps. "
+                "Keep one of the two calls: engine.step() after each backward, or optimizer.step() once a step."
+            )
+        if self._per_step is None:
+            if self._boundary is False:
+                raise ZeroEngineError(
+                    "optimizer.step() after engine.set_gradient_accumulation_boundary(False): set it to True before "
+                    "the last backward of a step"
+                )
+        elif self.backwards < self._per_step:
+            raise ZeroEngineError(
+                f"optimizer.step() after {self.backwards} of {self._per_step} backwards: gradient_accumulation_steps "
+                f"is {self._per_step}. Call it once, after the last of them; or call engine.step() after each backward "
+                f"instead; or write {MANUAL_MODE} in the configuration, and a step has as many backwards as you "
+                "choose."
+            )
+
+    def _check_other_call(self, call: str, other: str) -> None:
+        if self._last_update_by == other:
+            raise ZeroEngineError(
+                f"{call} after {other}, with no backward in between: {other} has already ended the step. Keep one of "
+                "the two calls in the loop."
+            )
+
+    def end_micro_step(self) -> None:
+        """Count a call of `engine.step()` that does not update."""
+        self.micro_steps += 1
+        self._ended_micro_steps += 1
+        self._new_backwards = self._passes = self._local_passes = 0
+
+    def end_step(self, call: str) -> None:
+        """Count a call of `engine.step()` or `optimizer.step()` that updates."""
+        self.micro_steps += 1 if call == ENGINE_STEP or self._per_step is None else self._per_step
+        self._last_update_by = call
+        self._start_step()

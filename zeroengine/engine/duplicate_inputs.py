@@ -1,0 +1,210 @@
+"""A warning where ranks train on the same samples, as they do where each has an ordinary ``DataLoader``.
+
+Nothing fails then: all ranks compute the same gradient, and the work of all but one is wasted.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroengine.comm.interfaces import Transport
+from zeroengine.utils.compiler_disable import eager
+from zeroengine.utils.host_copies import HostCopy, to_device
+from zeroengine.utils.tensor_tree import leaves_in
+
+log = logging.getLogger("zeroengine")
+
+MICRO_STEPS = 3  # whose inputs are compared
+MAX_ELEMENTS = 1 << 20  # of a tensor that are looked at, evenly spread over a larger one
+MAX_RANKS_SHOWN = 8
+CHECKSUM_BITS = 51  # the sum of two is exact in float64
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}  # by bytes of an element
+STRIDE, FACTOR = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9  # odd, and below 2**63
+
+
+class InputComparison:
+    """Compares the first inputs of training over the ranks, once, and warns where ranks were given the same.
+
+    [Note: No rank waits]
+    Inputs in a device's memory are summed up there. The checksums of all ranks travel in one small collective, in the
+    first update that has ``MICRO_STEPS`` micro-steps behind it. Whether a rank takes part depends on the number of its
+    steps alone, not on what it saw in its forwards, so ranks that call different things still meet. The host looks at
+    the result a step later on a GPU, where it is there by then, and at once on CPU.
+
+    Args:
+        transport: what the engine's ranks talk by.
+        device: where the model computes.
+    """
+
+    def __init__(self, transport: Transport, device: torch.device) -> None:
+        self._transport, self._device = transport, device
+        self._is_recording = transport.world_size > 1 and transport.name != "fake"  # there the other ranks do not exist
+        self._checksums: list[Checksum | None] = []  # of the micro-steps that have ended
+        self._checksum: Checksum | None = None  # of the one in progress
+        self._summed: HostCopy | None = None  # the checksums of all ranks, not looked at yet
+
+    @eager
+    def observe(self, inputs: Any) -> None:
+        """Take in the inputs of a forward of the whole model. The first of a micro-step count.
+
+        Args:
+            inputs: tensors in nested containers.
+        """
+        if not self._is_recording or self._checksum is not None or not torch.is_grad_enabled():
+            return
+        if len(self._checksums) < MICRO_STEPS and not self._is_transformed():
+            self._checksum = checksum(inputs, self._device)
+
+    def end_micro_step(self, updates: bool) -> None:
+        """Take in the end of a micro-step, on every rank. With ``updates`` no other collective may be under way.
+
+        Args:
+            updates: whether the micro-step ends with an update.
+        """
+        if self._summed is not None:
+            self._report(self._summed)
+            self._summed = None
+        if not self._is_recording:
+            return
+        self._checksums.append(self._checksum)
+        self._checksum = None
+        if updates and len(self._checksums) >= MICRO_STEPS:
+            self._is_recording = False
+            summed = HostCopy(self._transport.all_reduce_scalars(self._own_row(), "compare inputs"))
+            if self._device.type == "cpu":
+                self._report(summed)
+            else:
+                self._summed = summed
+
+    def _is_transformed(self) -> bool:
+        """Return whether values cannot be read: inside torch.func, or while a CUDA graph is captured."""
+        if torch._C._are_functorch_transforms_active():
+            return True
+        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def _own_row(self) -> torch.Tensor:
+        """Return a float64 vector of ``MICRO_STEPS`` elements for each rank, with this rank's checksums and zeros.
+
+        The sum over ranks has all of them. A checksum is never 0, which stands for inputs that cannot be compared.
+        """
+        checksums, first = self._checksums[:MICRO_STEPS], self._transport.rank * MICRO_STEPS
+        row = [0.0] * (self._transport.world_size * MICRO_STEPS)
+        row[first : first + MICRO_STEPS] = [0.0 if found is None else float(found.on_host) for found in checksums]
+        values = to_device(row, self._device)
+        for place, found in enumerate(checksums, first):
+            if found is not None and found.on_device is not None:
+                values[place] += found.on_device
+        return values
+
+    def _report(self, summed: HostCopy) -> None:
+        groups = same_ranks(summed.read()) if self._transport.rank == 0 else []
+        if not groups:
+            return
+        everybody = len(groups[0]) == self._transport.world_size
+        who = "all ranks" if everybody else " and on ".join(f"ranks {_listed(ranks)}" for ranks in groups)
+        log.warning(
+            "the inputs are the same on %s in the first %d micro-steps: these ranks compute the same gradients, and "
+            "all but one do so in vain. Let each rank read its own part of the data: engine.dataloader(dataset), or "
+            "DataLoader(dataset, sampler=DistributedSampler(dataset, engine.world_size, engine.rank), ...).",
+            who,
+            MICRO_STEPS,
+        )
+
+
+@dataclass(frozen=True)
+class Checksum:
+    """Of the inputs of one forward: the sum of both parts.
+
+    Attributes:
+        on_host: of shapes, dtypes, numbers and what lies in CPU memory; positive, of ``CHECKSUM_BITS`` bits.
+        on_device: of what lies in the device's memory, float64, 0-d; None where nothing does.
+    """
+
+    on_host: int
+    on_device: torch.Tensor | None
+
+
+def checksum(inputs: Any, device: torch.device) -> Checksum | None:
+    """Return the checksum of tensors and numbers in nested containers, without waiting for ``device``.
+
+    None where there is nothing to compare: no tensor with a dimension, since one number may well be the same on all
+    ranks; or an object or a tensor whose values cannot be seen.
+    """
+    texts: list[str] = []
+    on_host, on_device = 0, None
+    has_data = False
+    for place, leaf in enumerate(leaves_in(inputs)):
+        if isinstance(leaf, torch.Tensor):
+            if not _is_readable(leaf, device):
+                return None
+            texts.append(f"{tuple(leaf.shape)} {leaf.dtype}")
+            has_data = has_data or leaf.dim() > 0
+            part = tensor_checksum(leaf) * (2 * place + 1)
+            if leaf.device.type == "cpu":
+                on_host += int(part)
+            else:
+                on_device = part if on_device is None else on_device + part
+        elif isinstance(leaf, (type(None), bool, int, float, str)):
+            texts.append(repr(leaf))
+        else:
+            return None
+    if not has_data:
+        return None
+    on_host = (on_host + zlib.crc32("\n".join(texts).encode())) % (1 << CHECKSUM_BITS) | 1
+    return Checksum(on_host, None if on_device is None else _shortened(on_device).double())
+
+
+def _is_readable(tensor: torch.Tensor, device: torch.device) -> bool:
+    return (
+        type(tensor) in (torch.Tensor, nn.Parameter)
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not tensor.is_quantized
+        and (tensor.device.type == "cpu" or tensor.device == device)
+    )
+
+
+def tensor_checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an int64 of ``CHECKSUM_BITS`` bits, 0-d, where ``tensor`` is.
+
+    It changes, almost surely, with any element that changes and any two that change places.
+    """
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    flat = flat[:: max(1, -(-flat.numel() // MAX_ELEMENTS))].contiguous()
+    words = flat.view(INTEGERS[flat.dtype.itemsize]).to(torch.int64)
+    # Each word is mixed with its place (as splitmix64 mixes a counter), so that the sum depends on the order.
+    mixed = words + torch.arange(1, words.numel() + 1, device=words.device) * STRIDE
+    mixed = (mixed ^ (mixed >> 30)) * FACTOR
+    return _shortened((mixed ^ (mixed >> 27)).sum())
+
+
+def _shortened(value: torch.Tensor) -> torch.Tensor:
+    return value & ((1 << CHECKSUM_BITS) - 1)
+
+
+def same_ranks(checksums: Sequence[float]) -> list[list[int]]:
+    """Return the groups of two and more ranks that were given the same inputs, the largest first.
+
+    A rank whose inputs are the same in every micro-step is in none: they are constants, or one batch on purpose.
+
+    Args:
+        checksums: ``MICRO_STEPS`` of each rank, in rank order; 0 where inputs cannot be compared.
+    """
+    groups: dict[tuple[float, ...], list[int]] = {}
+    for rank in range(len(checksums) // MICRO_STEPS):
+        row = tuple(checksums[rank * MICRO_STEPS : (rank + 1) * MICRO_STEPS])
+        if all(row) and len(set(row)) > 1:
+            groups.setdefault(row, []).append(rank)
+    return sorted((ranks for ranks in groups.values() if len(ranks) > 1), key=len, reverse=True)
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:MAX_RANKS_SHOWN]))
+    return f"{shown} and {len(ranks) - MAX_RANKS_SHOWN} more" if len(ranks) > MAX_RANKS_SHOWN else shown

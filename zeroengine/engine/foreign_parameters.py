@@ -1,0 +1,167 @@
+"""Find parameters that came into the model, or into the optimizer, after ``initialize``.
+
+The engine trains and saves the parameters that it was given. A parameter that is registered later belongs to no unit:
+it would get a gradient that nobody reduces, no update, and no place in a checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, zip_longest
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroengine.errors import ZeroEngineError
+from zeroengine.partition.cut import plain_name
+from zeroengine.runtime.unit import Unit
+
+log = logging.getLogger("zeroengine")
+
+SHOWN = 5  # names in a message
+
+_parameters_of = attrgetter("_parameters")
+_children_of = attrgetter("_modules")
+_values_of: Any = dict.values
+
+
+class ForeignParameters:
+    """Compares the model and the optimizer with what ``initialize`` was given.
+
+    The comparison runs at every step, so it is one pass over references in C: about 0.1 us for each module and
+    parameter. Names are looked up only where something differs.
+
+    Args:
+        model: the engine's module.
+        units: all of the engine's.
+        optimizer: the one that was handed in, or built from the configuration.
+        rank: of this process; rank 0 writes the notices.
+    """
+
+    def __init__(self, model: nn.Module, units: Iterable[Unit], optimizer: torch.optim.Optimizer, rank: int) -> None:
+        self._model, self._optimizer, self._rank = model, optimizer, rank
+        self._names: dict[nn.Parameter, str] = {
+            param: slot.name for unit in units for param, slot in zip(unit.params, unit.layout.slots, strict=True)
+        }
+        self._original = dict(_named_parameters(model))
+        self._groups = optimizer.param_groups
+        self._grouped = _grouped(self._groups)
+        self._noted: dict[str, str] = {}  # of changes without new parameters, by the parameter's name at first
+        self._remember()
+
+    def check(self) -> None:
+        """Compare model and optimizer with what ``initialize`` was given. Communicates with no other rank.
+
+        A structural change that brings no new parameter is noted once in the log: a parameter that was removed, tied
+        to another, or is registered under another name.
+
+        Raises:
+            ZeroEngineError: the model has a parameter that is not the engine's, or the optimizer has other groups.
+        """
+        self._check_model()
+        self._check_groups()
+
+    def _check_model(self) -> None:
+        if _same(self._parameters(), self._known_parameters) and _same(self._children(), self._known_children):
+            return
+        named = list(_named_parameters(self._model))
+        foreign = [(name, param) for name, param in named if param not in self._names]
+        if foreign:
+            raise ZeroEngineError(self._foreign_message(foreign))
+        self._remember()
+        if self._rank == 0:
+            self._note_changes(named)
+
+    def _check_groups(self) -> None:
+        groups = self._optimizer.param_groups
+        kind = type(self._optimizer).__name__
+        if groups is not self._groups:
+            raise ZeroEngineError(
+                f"the {kind} that was passed to initialize() has another list of param_groups now, while the engine "
+                "goes on with the first one. Change hyperparameters in engine.optimizer.param_groups, and load the "
+                "optimizer's state with engine.load_checkpoint()."
+            )
+        present = _grouped(groups)
+        if all(len(now) == len(then) for now, then in zip_longest(present, self._grouped, fillvalue=())) and _same(
+            list(chain.from_iterable(present)), list(chain.from_iterable(self._grouped))
+        ):
+            return
+        before, after = _group_of(self._grouped), _group_of(present)
+        moved = [param for param in after | before if after.get(param) != before.get(param)]
+        if not moved and len(present) == len(self._grouped):  # another order within a group
+            self._grouped = present
+            return
+        names = _listed([self._names.get(p, f"a parameter of shape {tuple(p.shape)}") for p in moved])
+        raise ZeroEngineError(
+            f"the param_groups of the {kind} changed after initialize(): they hold other parameters "
+            f"({names or 'an empty group'}). The engine cannot follow: masters and moments belong to the groups of "
+            "that time. Put every parameter into its group before initialize(); the hyperparameters of a group may "
+            "change at any time."
+        )
+
+    def _remember(self) -> None:
+        # A ScriptModule keeps its parameters in C++, and they stay what they were.
+        self._known_modules = [m for m in self._model.modules() if not isinstance(m, torch.jit.ScriptModule)]
+        self._known_parameters = self._parameters()
+        self._known_children = self._children()
+
+    def _parameters(self) -> list[nn.Parameter | None]:
+        return list(chain.from_iterable(map(_values_of, map(_parameters_of, self._known_modules))))
+
+    def _children(self) -> list[nn.Module | None]:
+        return list(chain.from_iterable(map(_values_of, map(_children_of, self._known_modules))))
+
+    def _foreign_message(self, foreign: Sequence[tuple[str, nn.Parameter]]) -> str:
+        names = _listed([f"{name} ({'replaced' if name in self._original else 'added'})" for name, _ in foreign])
+        return (
+            f"parameters of the model that are not those of initialize(): {names}. The engine neither trains nor saves "
+            "them. Change the model before initialize(): add heads and adapters there, and load with assign=True "
+            "there. To write values into a model that has an engine, use engine.load_weights(), or write in place "
+            "inside `with zeroengine.gathered(module):`. A module that is not to be trained with this model can be "
+            "kept out of it, in a plain list."
+        )
+
+    def _note_changes(self, found: Sequence[tuple[str, nn.Parameter]]) -> None:
+        names: dict[nn.Parameter, list[str]] = {}
+        for name, param in found:
+            names.setdefault(param, []).append(name)
+        changes = {}
+        for param, name in self._names.items():
+            if param not in names:
+                changes[name] = f"{name} is not part of it any more"
+            elif name not in names[param]:
+                changes[name] = f"{name} is {names[param][0]} now"
+        notes = [note for name, note in changes.items() if self._noted.get(name) != note]
+        self._noted = changes
+        if notes:
+            log.warning(
+                "the model changed after initialize(): %s. Memory stays as it was, and checkpoints go by the names "
+                "of initialize().",
+                _listed(notes),
+            )
+
+
+def _named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield every place of every parameter, by its name without what torch.compile adds."""
+    for name, param in model.named_parameters(remove_duplicate=False):
+        yield plain_name(name), param
+
+
+def _grouped(groups: Sequence[dict[str, Any]]) -> list[list[nn.Parameter]]:
+    return [list(group["params"]) for group in groups]
+
+
+def _group_of(groups: Sequence[Sequence[nn.Parameter]]) -> dict[nn.Parameter, int]:
+    return {param: index for index, group in enumerate(groups) for param in group}
+
+
+def _same(first: Sequence[object], second: Sequence[object]) -> bool:
+    return len(first) == len(second) and all(map(is_, first, second))
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{', '.join(names[:SHOWN])}{more}"

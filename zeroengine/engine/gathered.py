@@ -1,0 +1,99 @@
+"""Whole parameters inside a ``with``, on every rank, written back at its end."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
+
+from torch import nn
+
+from zeroengine.errors import ZeroEngineError
+from zeroengine.migration.messages import explains_arguments
+from zeroengine.runtime.gatherer import Gatherer
+from zeroengine.runtime.released_parameter import OWNER
+from zeroengine.runtime.unit import Unit
+from zeroengine.utils.checksum import checksum
+
+
+class Owner(Protocol):
+    """What an engine lends to ``gathered``."""
+
+    gatherer: Gatherer
+
+    def first_to_write(self, changed: Sequence[bool]) -> list[int]:
+        """For each flag the lowest rank that raised it, or -1. A collective."""
+
+    def take_over(self, unit: Unit, writer: int) -> None:
+        """The whole ``unit`` that rank ``writer`` holds becomes everybody's. A collective."""
+
+    def units_of(self, params: Iterable[nn.Parameter]) -> list[Unit]: ...
+
+    def note_gradient_read(self) -> None:
+        """Somebody has looked for ``grad`` of a released parameter and found None."""
+
+
+def owner_of(param: nn.Parameter) -> Owner | None:
+    reference = param.__dict__.get(OWNER)
+    return reference() if reference is not None else None
+
+
+def claim(params: Iterable[nn.Parameter], owner: Owner) -> None:
+    for param in params:
+        param.__dict__[OWNER] = weakref.ref(owner)
+
+
+@explains_arguments
+@contextlib.contextmanager
+def gathered(module_or_params: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> Iterator[None]:
+    """Gives whole parameters inside the ``with``, at every stage; what is written to them is kept.
+
+    Enter and leave it on every rank, with the same parameters. Where ranks wrote different values, those of
+    the lowest rank that wrote are kept on all. Inside, ranks may run different numbers of forwards. Parameters still
+    require gradients there: to write in place enter ``torch.no_grad()`` as well, as for any parameter.
+
+    Args:
+        module_or_params: a module (all parameters below it), one parameter, or several.
+
+    Raises:
+        ZeroEngineError: the parameters belong to no engine, or were given another shape inside.
+    """
+    if isinstance(module_or_params, nn.Module):
+        params = list(module_or_params.parameters())
+    elif isinstance(module_or_params, nn.Parameter):
+        params = [module_or_params]
+    else:
+        params = list(module_or_params)
+    owners = {owner_of(param) for param in params}
+    if len(owners) != 1 or None in owners:
+        if not params:
+            yield
+            return
+        raise ZeroEngineError(
+            "gathered() takes a module or parameters of one model that was passed to zeroengine.initialize(); "
+            "some of these belong to none, or to different engines"
+        )
+    owner = owners.pop()
+    assert owner is not None
+    units = owner.units_of(params)
+    with contextlib.ExitStack() as undo:
+        for unit in units:
+            owner.gatherer.hold(unit)
+            undo.callback(owner.gatherer.let_go, unit)
+        before = [checksum(unit.full) for unit in units]
+        undo.pop_all()
+    try:
+        yield
+    finally:
+        refused = [name for unit in units for name in unit.adopt()]
+        changed = [checksum(unit.full) != seen for unit, seen in zip(units, before, strict=True)]
+        for unit, writer in zip(units, owner.first_to_write(changed), strict=True):
+            if writer >= 0:
+                owner.take_over(unit, writer)
+            owner.gatherer.let_go(unit)
+    if refused:
+        raise ZeroEngineError(
+            f"gathered(): the shape of a parameter cannot change, but .data was replaced: {', '.join(refused)}. Change "
+            "the model before initialize()."
+        )

@@ -1,0 +1,152 @@
+"""From a model and a configuration to an engine: what every rank checks before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zeroengine.comm.group import Group, as_process_group, backend_of, default_device
+from zeroengine.comm.launched_ranks import join_launched_ranks
+from zeroengine.config import Config, load
+from zeroengine.deferred_init import meta_init
+from zeroengine.engine import mixed_precision
+from zeroengine.engine.engine import Engine
+from zeroengine.engine.gathered import owner_of
+from zeroengine.engine.rank_agreement import check_agreement
+from zeroengine.engine.wrapped_models import check_undistributed
+from zeroengine.errors import ZeroEngineError
+from zeroengine.migration.messages import explains_arguments
+from zeroengine.offload.device_copies import Copies
+from zeroengine.optim.factory import OptimizerLike, make_optimizer
+from zeroengine.optim.lr_schedules import LRSchedulerLike
+from zeroengine.optim.sharded_optimizer import check_optimizer
+from zeroengine.partition.cut import cut_units
+from zeroengine.partition.degrees import degrees_of_stage
+
+
+@explains_arguments
+def initialize(
+    model: nn.Module,
+    optimizer: OptimizerLike = None,
+    config: str | Path | Mapping[str, Any] | Config | None = None,
+    *,
+    lr_scheduler: LRSchedulerLike = None,
+    process_group: dist.ProcessGroup | dist.DeviceMesh | None = None,
+) -> Engine:
+    """Partitions ``model`` and its optimizer over the data-parallel ranks, and returns the engine that trains it.
+
+    Call it on every rank, with the same arguments. It starts torch.distributed where nobody has (NCCL on CUDA,
+    Gloo on CPU) over the ranks that zero-launch, torchrun, mpirun or srun started, or for this process alone; takes
+    rank 0's parameters and buffers; and keeps the model's ``nn.Parameter`` objects with their shapes and names.
+
+    Args:
+        model: any module with parameters, ordinary or built under ``meta_init``; in bf16 or fp16 mixed precision its
+            floating parameters take that dtype, and the fp32 master its values from before.
+        optimizer: a ``torch.optim`` optimizer over the model's parameters, a callable that takes parameters, or
+            None to build what the configuration says. Adam and AdamW run on the fused kernel; any element-wise
+            optimizer works.
+        config: a JSON or YAML file, a dict, or None for the file that zero-launch names.
+        lr_scheduler: a torch scheduler over the optimizer, or a callable that makes one; ``Engine.step`` steps it after
+            each update, and its own ``step`` raises until ``Engine.close``.
+        process_group: the ranks to partition over, as a process group or a ``DeviceMesh`` of one dimension, such as
+            ``mesh["dp"]``; all of them where None.
+
+    Raises:
+        ZeroEngineError: wrong input, on every rank, with what to write instead.
+    """
+    return make_engine(model, optimizer, config, lr_scheduler, process_group)
+
+
+def make_engine(
+    model: nn.Module,
+    optimizer: OptimizerLike,
+    config: str | Path | Mapping[str, Any] | Config | None,
+    lr_scheduler: LRSchedulerLike = None,
+    process_group: dist.ProcessGroup | dist.DeviceMesh | None = None,
+    *,
+    on_device: bool | None = None,
+    copies: Copies | None = None,
+) -> Engine:
+    """``initialize``. ``on_device`` is that of ``ShardedOptimizer``, ``copies`` that of ``place``."""
+    join_launched_ranks()
+    ranks = as_process_group(process_group)
+    group = Group(ranks, _device_of(model, ranks))
+    with group.agreeing("to initialize"):
+        if isinstance(model, Engine):
+            raise ZeroEngineError("initialize() takes a torch.nn.Module, found an Engine, which initialize() returned")
+        if not isinstance(model, nn.Module) and isinstance(optimizer, nn.Module):
+            raise ZeroEngineError(
+                f"initialize(model, optimizer, config) takes the model first; found {type(model).__name__}, and the "
+                "model second, as DeepSpeed has it after args"
+            )
+        if not isinstance(model, nn.Module):
+            raise ZeroEngineError(f"initialize() takes a torch.nn.Module, found {type(model).__name__}")
+        check_undistributed(model)
+        _check_unclaimed(model)
+        check_one_device(model)
+        meta_init.check_outside()
+        settings = config if isinstance(config, Config) else load(config)
+        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+        settings = settings.resolve(world_size=group.world_size, model_dtype=dtype)
+        for low in (settings.low_precision, settings.autocast_dtype):
+            if low is not None:
+                mixed_precision.check_supported(low, group.device)
+        plans = cut_units(
+            model,
+            patterns=settings.units,
+            compute_dtype=settings.low_precision,
+            keep_fp32=mixed_precision.fp32_params(model, settings),
+        )
+        rule = make_optimizer(optimizer, model, settings)
+        check_optimizer(rule, degrees_of_stage(settings.zero_optimization.stage, group.world_size))
+        meta_init.check_optimizer(rule)
+        meta_init.complete(model)
+    check_agreement(group, settings, model, plans, rule)
+    return Engine(model, rule, settings, group, plans, lr_scheduler, on_device=on_device, copies=copies)
+
+
+def _device_of(model: nn.Module, process_group: dist.ProcessGroup | None) -> torch.device:
+    """The model's own GPU if it is on one; else a GPU where there are any, unless the process group is for CPUs.
+
+    Of a model without values torch's default device says where it is to be.
+    """
+    devices = {param.device for param in model.parameters()} if isinstance(model, nn.Module) else set()
+    if devices == {torch.device("meta")}:
+        devices = {torch.get_default_device()}
+    gpu = next((device for device in devices if device.type == "cuda"), None)
+    if gpu is not None:
+        return gpu
+    if dist.is_initialized() and torch.cuda.is_available() and backend_of(process_group, "cuda") != "nccl":
+        return torch.device("cpu")
+    return default_device()
+
+
+def check_one_device(model: nn.Module) -> None:
+    """
+    Raises:
+        ZeroEngineError: parameters that have values are on several devices.
+    """
+    first: dict[torch.device, str] = {}  # a parameter on each device
+    for name, param in model.named_parameters():
+        if not param.is_meta:
+            first.setdefault(param.device, name)
+    if len(first) > 1:
+        where = ", ".join(f"{name} on {device}" for device, name in first.items())
+        raise ZeroEngineError(
+            f"the model's parameters are on several devices: {where}. A rank computes on one: move all of them there "
+            'before initialize(), such as model.to("cuda"), or leave all on the CPU for initialize() to move.'
+        )
+
+
+def _check_unclaimed(model: nn.Module) -> None:
+    for name, param in model.named_parameters():
+        if owner_of(param) is not None:
+            raise ZeroEngineError(
+                f"parameter {name} already belongs to an engine: initialize() takes a model once. Use the engine that "
+                "the first call returned, or build the model anew."
+            )

@@ -1,0 +1,179 @@
+"""What computes where and in which dtype: inputs at the root, modules that keep fp32, buffers, autocast."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroengine.config import FLOATS, Config
+from zeroengine.errors import ZeroEngineError
+from zeroengine.partition.cut import plain_name
+from zeroengine.utils.compiler_disable import eager
+from zeroengine.utils.tensor_tree import map_tensors
+
+
+def check_supported(dtype: torch.dtype, device: torch.device) -> None:
+    """Whether torch computes in ``dtype`` on ``device``, by trying.
+
+    Raises:
+        ZeroEngineError: it does not.
+    """
+    try:
+        x = torch.ones(2, 2, dtype=dtype, device=device, requires_grad=True)
+        (x @ x).float().sum().backward()
+    except RuntimeError as error:
+        raise ZeroEngineError(
+            f"torch {torch.__version__} does not compute in {str(dtype)[6:]} on {device.type}: {error}. Write another "
+            'precision, such as "bf16": {"enabled": true}, or none for fp32.'
+        ) from error
+
+
+def fp32_params(model: nn.Module, config: Config) -> set[nn.Parameter]:
+    """The parameters that keep fp32: those of ``fp32_modules``."""
+    return {param for module in fp32_modules(model, config) for param in module.parameters()}
+
+
+def fp32_modules(model: nn.Module, config: Config) -> list[nn.Module]:
+    """The outermost modules that keep fp32 under bf16 or fp16.
+
+    Those that ``keep_fp32_modules`` matches by qualified name or class name (``fnmatch``). BatchNorm: torch takes its
+    fp32 running statistics with fp32 weights alone, and in low precision they would hardly move. And a module that
+    shares a parameter with one of these: an embedding whose head does.
+
+    Raises:
+        ZeroEngineError: a pattern matches no module.
+    """
+    modules = {plain_name(name): module for name, module in model.named_modules() if plain_name(name)}
+    kept = _matching(modules, config.keep_fp32_modules or ())
+    if config.low_precision is None:
+        return []
+    if config.data_types.buffer_dtype in (None, "fp32"):
+        kept |= {name for name, module in modules.items() if _keeps_statistics(module)}
+    params = {param for name in kept for param in modules[name].parameters()}
+    kept |= {
+        name
+        for name, module in modules.items()
+        if not list(module.children()) and any(param in params for param in module.parameters(recurse=False))
+    }
+    return [module for name, module in modules.items() if name in kept and not _is_below(name, kept)]
+
+
+def _matching(modules: dict[str, nn.Module], patterns: Sequence[str]) -> set[str]:
+    """The names of what matches; of a container, which is never called itself, those of what it holds."""
+    found: set[str] = set()
+    for pattern in patterns:
+        matches = {
+            name
+            for name, module in modules.items()
+            if fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(type(module).__name__, pattern)
+        }
+        if not matches:
+            kinds = ", ".join(dict.fromkeys(type(module).__name__ for module in modules.values()))
+            raise ZeroEngineError(
+                f"keep_fp32_modules: the pattern {pattern!r} matches no module, by name or class. Names are like "
+                f"{', '.join(list(modules)[:8]) or 'none'}; classes are {kinds or 'none'}."
+            )
+        found |= matches
+    containers = {name for name in found if isinstance(modules[name], (nn.ModuleList, nn.ModuleDict))}
+    below = {name for name in modules if _is_below(name, containers)}
+    return {name for name in found | below if not isinstance(modules[name], (nn.ModuleList, nn.ModuleDict))}
+
+
+def _is_below(name: str, names: set[str]) -> bool:
+    parts = name.split(".")
+    return any(".".join(parts[:n]) in names for n in range(1, len(parts)))
+
+
+def _keeps_statistics(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None
+
+
+def install(model: nn.Module, config: Config, device: torch.device) -> None:
+    """Puts the hooks on ``model`` that make it compute as configured.
+
+    On a GPU tensors in CPU memory among the root's inputs are copied there. In mixed precision floating inputs of the
+    root are cast to its dtype; modules that keep fp32 take fp32 and give the lower dtype back. ``torch_autocast`` is
+    entered around the root's forward.
+    """
+    low = config.low_precision
+    if low is not None:
+        _map_inputs(model, to(low))
+        for module in fp32_modules(model, config):
+            _map_inputs(module, to(torch.float32))
+            module.register_forward_hook(_giving(low))
+    if device.type != "cpu":
+        _map_inputs(model, moved_to(device))  # before the cast, which the device then does
+    autocast = config.autocast_dtype
+    if autocast is not None:
+        contexts: list[Any] = []
+
+        @eager
+        def enter(module: nn.Module, args: Any) -> None:
+            contexts.append(torch.autocast(device.type, autocast))
+            contexts[-1].__enter__()
+
+        @eager
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            if contexts:
+                contexts.pop().__exit__(None, None, None)
+
+        model.register_forward_pre_hook(enter, prepend=True)
+        model.register_forward_hook(leave, always_call=True)
+
+
+def _map_inputs(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Apply ``function`` to every tensor that ``module`` is called with, before the hooks that are there already."""
+
+    def replace(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return map_tensors(function, args), map_tensors(function, kwargs)
+
+    module.register_forward_pre_hook(replace, prepend=True, with_kwargs=True)
+
+
+def _giving(dtype: torch.dtype) -> Any:
+    def cast(module: nn.Module, args: Any, output: Any) -> Any:
+        return map_tensors(to(dtype), output)
+
+    return cast
+
+
+def to(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A cast of floating tensors; others stay as they are."""
+    return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def moved_to(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function that copies tensors in CPU memory to ``device``; others stay where they are.
+
+    The host does not wait for the device: torch stages memory that is not page-locked before the call returns, and
+    copies memory that is (``pin_memory=True``) beside the computation.
+    """
+    return lambda tensor: tensor.to(device, non_blocking=True) if tensor.device.type == "cpu" else tensor
+
+
+def prepare_buffers(
+    model: nn.Module, config: Config, device: torch.device, synchronise: Callable[[torch.Tensor], None]
+) -> None:
+    """Buffers on the device, with rank 0's values. Modules that share one go on sharing it.
+
+    Floating ones take ``buffer_dtype``, else keep their own; in modules that keep fp32 they are fp32.
+
+    Args:
+        synchronise: makes a tensor the same on all ranks.
+    """
+    name = config.data_types.buffer_dtype
+    wide = {buffer for module in fp32_modules(model, config) for buffer in module.buffers()}
+    moved: dict[torch.Tensor, torch.Tensor] = {}
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer not in moved:
+                there = buffer.to(device)
+                dtype = torch.float32 if buffer in wide else FLOATS[name] if name is not None else there.dtype
+                moved[buffer] = to(dtype)(there).contiguous()  # an expanded one has less memory than elements
+                synchronise(moved[buffer])
+            if buffer is not None:
+                module._buffers[key] = moved[buffer]

@@ -1,0 +1,55 @@
+"""Models that another library has distributed already: each is refused with the model to pass instead."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from torch import nn
+
+from zeroengine.errors import ZeroEngineError
+
+# Classes by module and name, so that none of these modules is imported for the question, and the call that makes them.
+WRAPPERS = {
+    ("torch.nn.parallel", "DistributedDataParallel"): "DistributedDataParallel(...)",
+    ("torch.nn.parallel", "DataParallel"): "DataParallel(...)",
+    ("torch.distributed", "FullyShardedDataParallel"): "FullyShardedDataParallel(...)",
+    ("torch.distributed", "ReplicateModule"): "replicate(...)",
+    ("torch.distributed", "DDP"): "replicate(...)",
+    ("torch.distributed", "FSDPModule"): "fully_shard(...)",
+    ("deepspeed", "DeepSpeedEngine"): "deepspeed.initialize(...)",
+}
+
+
+def check_undistributed(model: nn.Module) -> None:
+    """Check that no module of ``model`` is wrapped for data parallelism, and that no parameter is a DTensor.
+
+    Raises:
+        ZeroEngineError: the first one that is, and what to pass.
+    """
+    for name, module in model.named_modules():
+        for wrapper in _wrappers(module):
+            where = f"the module {name}" if name else "the model"
+            raise ZeroEngineError(
+                f"{where} was passed through {wrapper}, which distributes it already. zeroengine partitions parameters "
+                f"and reduces gradients itself: leave {wrapper} out, and write zeroengine.initialize(model, ...) with "
+                "the plain module"
+            )
+    tensors = sys.modules.get("torch.distributed.tensor")
+    if tensors is None:  # then nobody has made a DTensor
+        return
+    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in named:
+            if isinstance(tensor, tensors.DTensor):
+                raise ZeroEngineError(
+                    f"{kind} {name} is a DTensor ({', '.join(map(str, tensor.placements))} over {tensor.device_mesh}): "
+                    "it is distributed already, and tensor parallelism beside zeroengine is not supported. Pass the "
+                    "model with plain tensors, as it was before parallelize_module() or distribute_tensor()"
+                )
+
+
+def _wrappers(module: nn.Module) -> Iterator[str]:
+    for cls in type(module).__mro__:
+        for (package, name), call in WRAPPERS.items():
+            if cls.__name__ == name and cls.__module__.startswith(package):
+                yield call

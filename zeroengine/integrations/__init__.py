@@ -1,0 +1,1 @@
+"""Other libraries: their checkpoints, names and trainers."""

@@ -1,0 +1,1 @@
+"""DeepSpeed checkpoints, read with neither DeepSpeed nor a GPU."""

@@ -1,0 +1,147 @@
+"""The files of a DeepSpeed ZeRO checkpoint: where they are, and whether they are of a kind to import. Needs no torch.
+
+runs/a/
+  latest                                             the tag of the newest checkpoint
+  global_step200/
+    mp_rank_00_model_states.pt                       stages 1 and 2: 16-bit weights, buffers, counters
+    zero_pp_rank_0_mp_rank_00_model_states.pt        stage 3: the same of each rank, weights partitioned
+    bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt   each rank's fp32 weights and optimizer state; no bf16_
+                                                     before it except where training is in bf16
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from zeroengine.checkpoint.directory import LATEST, MANIFEST
+from zeroengine.errors import CheckpointError
+from zeroengine.utils.paths import checked_path
+
+OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
+MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+# What is beside these files where DeepSpeed did more than ZeRO.
+UNSUPPORTED = (
+    (re.compile(r"(layer_\d+_)?expert_\d+_.*|expp_rank_.*"), "a mixture of experts (MoE)"),
+    (re.compile(r"layer_\d+-.*"), "a pipeline-parallel model"),
+    (re.compile(r".*mp_rank_(?!0+_)\d+_.*"), "a tensor- or pipeline-parallel model"),
+    (re.compile(r"offloaded_tensors"), "a run whose optimizer state was on NVMe"),
+)
+
+
+@dataclass(frozen=True)
+class Files:
+    """The files of one checkpoint, by rank; ``model`` has rank 0 alone at stages 1 and 2."""
+
+    path: Path
+    model: dict[int, Path]
+    optimizer: dict[int, Path]
+
+    def check(self, kind: str, world_size: int) -> None:
+        """Whether each of ``world_size`` ranks has its file, and nobody else.
+
+        Raises:
+            CheckpointError: which are missing, or too many.
+        """
+        found: dict[int, Path] = getattr(self, kind)
+        example = next(iter(found.values())).name
+        missing = [re.sub(r"pp_rank_\d+", f"pp_rank_{r}", example) for r in range(world_size) if r not in found]
+        if missing:
+            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+            raise CheckpointError(
+                f"{self.path} is of {world_size} ranks and lacks {', '.join(missing[:3])}{more}: copy the files of "
+                "every rank into it"
+            )
+        spare = [path.name for rank, path in sorted(found.items()) if rank >= world_size]
+        if spare:
+            raise CheckpointError(f"{self.path} is of {world_size} ranks, and {spare[0]} of another run: remove it")
+
+
+def find(directory: str | os.PathLike[str], tag: str | None) -> Path:
+    """The folder of a DeepSpeed checkpoint: ``tag`` of ``directory``, or the newest, or ``directory`` itself.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    path = Path(os.path.abspath(checked_path(directory, "the folder of DeepSpeed's checkpoint", CheckpointError)))
+    if not path.is_dir():
+        state = "is a file" if path.exists() else "does not exist"
+        raise CheckpointError(f"{path} {state}: name the folder that DeepSpeed's save_checkpoint wrote")
+    if (path / MANIFEST).is_file() or next(path.glob(f"*/{MANIFEST}"), None) is not None:
+        raise CheckpointError(f"{path} holds checkpoints of zeroengine already: engine.load_checkpoint loads them")
+    tags = sorted((entry.name for entry in path.iterdir() if entry.is_dir() and is_checkpoint(entry)), key=_natural)
+    if tag is None:
+        if is_checkpoint(path):
+            return path
+        try:
+            tag = (path / LATEST).read_text().strip()
+        except (OSError, UnicodeDecodeError):
+            if not tags:
+                raise CheckpointError(f"{path} holds no DeepSpeed checkpoint") from None
+            raise CheckpointError(f"{path} has no file {LATEST!r}: choose with --tag, of {', '.join(tags)}") from None
+    found = path / tag
+    if not tag or not found.is_dir():
+        there = f"there are: {', '.join(tags[-10:])}" if tags else "there is none"
+        raise CheckpointError(f"checkpoint {tag!r} in {path} does not exist; {there}")
+    return found
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether it is the folder of one DeepSpeed checkpoint."""
+    return (path / "zero").is_dir() or any(path.glob("*_states.pt"))
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """``global_step9`` before ``global_step10``."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def files_of(path: Path) -> Files:
+    """The files of the checkpoint in ``path``.
+
+    Raises:
+        CheckpointError: it is none, or of a kind that cannot be imported.
+    """
+    model: dict[int, Path] = {}
+    optimizer: dict[int, Path] = {}
+    for entry in sorted(path.iterdir()):
+        for pattern, what in UNSUPPORTED:
+            if pattern.fullmatch(entry.name):
+                raise CheckpointError(f"{path} is of {what}, which zero-import does not read: it holds {entry.name}")
+        for pattern, found in ((MODEL, model), (OPTIMIZER, optimizer)):
+            match = pattern.fullmatch(entry.name)
+            if match is None:
+                continue
+            rank = int(match[1] or 0)
+            if rank in found:
+                raise CheckpointError(f"{path} has {found[rank].name} and {entry.name}, of two runs: remove one")
+            found[rank] = entry
+    if not optimizer and (path / "zero").is_dir():
+        raise CheckpointError(f"{path} is a universal checkpoint: import the ZeRO checkpoint that it was made from")
+    if not optimizer and not model:
+        raise CheckpointError(f"{path} holds no DeepSpeed checkpoint: there is no *_states.pt file in it")
+    if not optimizer:
+        raise CheckpointError(
+            f"{path} has no *_optim_states.pt files: it was saved at ZeRO stage 0, or they were not copied with it. "
+            "engine.load_weights takes weights alone."
+        )
+    if 0 not in model:
+        raise CheckpointError(f"{path} lacks the model's states, mp_rank_00_model_states.pt at stages 1 and 2")
+    return Files(path, model, optimizer)
+
+
+def check_out(out: str | os.PathLike[str], source: str | os.PathLike[str], *, force: bool) -> None:
+    """Raises: CheckpointError: ``out`` cannot be made, or holds what would be lost."""
+    out, source = Path(checked_path(out, "the folder of checkpoints to write", CheckpointError)), Path(source)
+    mine, theirs = Path(os.path.realpath(out)), Path(os.path.realpath(source))
+    if mine == theirs or mine in theirs.parents or theirs in mine.parents:
+        raise CheckpointError(f"{out} and {source} are one in the other: name a folder apart")
+    if out.exists() and not out.is_dir():
+        raise CheckpointError(f"{out} is a file: checkpoints are kept in a folder")
+    there = [entry for entry in out.iterdir() if not entry.name.startswith(".")] if out.is_dir() else []
+    if there and not force:
+        raise CheckpointError(f"{out} is there already: name another folder, or add to it with --force")
+    if any(is_checkpoint(entry) for entry in there):
+        raise CheckpointError(f"{out} holds checkpoints of DeepSpeed: name another folder")

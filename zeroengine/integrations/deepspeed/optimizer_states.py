@@ -1,0 +1,262 @@
+"""What DeepSpeed's ranks keep of the optimizer, and where each parameter lies in it.
+
+[Note: DeepSpeed's flat vectors]
+Every rank's file holds one vector of fp32 weights for each optimizer group (stages 1 and 2) or sub-group of one (stage
+3), and for each vector the optimizer's state, as long as it. With two ranks, parameters a of 5 and b of 4 elements:
+
+    stages 1, 2    rank 0: a a a a a     rank 1: b b b b .      one row, cut; the padding is at its end
+    stage 3        rank 0: a a a b b     rank 1: a a . b b      each parameter cut by itself, and padded
+
+``param_shapes`` names the parameters of each vector in their order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zeroengine.errors import CheckpointError
+from zeroengine.integrations.deepspeed.checkpoint_files import Files
+from zeroengine.partition.layout import ShardSpan
+from zeroengine.utils.safe_pickle import Inert, load
+
+Shapes = Mapping[str, tuple[int, ...]]  # of parameters, by name
+
+
+@dataclass(frozen=True)
+class Place:
+    """Elements of a parameter, and the vector of a rank in which they lie."""
+
+    rank: int
+    vector: int
+    span: ShardSpan
+
+
+@dataclass(frozen=True)
+class RankState:
+    """What one rank's file holds.
+
+    Attributes:
+        weights: the vectors, in fp32.
+        states: of each vector, what the optimizer keeps of it by name.
+        group_of: of each vector, the index of its optimizer group.
+        groups: the optimizer's groups: hyperparameters.
+        paddings: of each vector, the elements at its end that ``weights`` lack.
+        gaps: of each vector, the elements left free after each of its parameters.
+        scaler: the loss scaler's attributes.
+    """
+
+    stage: int
+    world_size: int
+    weights: list[torch.Tensor]
+    states: list[Mapping[str, Any]]
+    group_of: list[int]
+    groups: list[Mapping[str, Any]]
+    paddings: list[int]
+    gaps: list[list[int]] | None
+    scaler: Mapping[str, Any]
+
+
+def read_states(files: Files) -> list[RankState]:
+    """Of every rank.
+
+    Raises:
+        CheckpointError: files are missing, damaged, or of a kind that is not supported.
+    """
+    first = min(files.optimizer)
+    found = {first: _read(files, first)}
+    files.check("optimizer", found[first].world_size)
+    states = [found.get(rank) or _read(files, rank) for rank in range(found[first].world_size)]
+    for rank, state in enumerate(states):
+        if (state.stage, state.world_size, len(state.weights)) != (
+            states[0].stage,
+            states[0].world_size,
+            len(states[0].weights),
+        ):
+            raise CheckpointError(
+                f"{files.path} holds files of several runs: {files.optimizer[rank].name} is of stage {state.stage} and "
+                f"{state.world_size} ranks, {files.optimizer[0].name} of {states[0].stage} and {states[0].world_size}"
+            )
+    return states
+
+
+def _read(files: Files, rank: int) -> RankState:
+    path = files.optimizer[rank]
+    tree = load(path)
+    try:
+        state = tree["optimizer_state_dict"]
+        scaler = state.get("loss_scaler")
+        scaler = scaler.state if isinstance(scaler, Inert) and isinstance(scaler.state, dict) else {}
+        return (_of_stage_3 if "fp32_flat_groups" in state else _of_row)(state, scaler)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path} {error}") from None
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} is not what DeepSpeed writes at ZeRO stages 1 to 3: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _of_row(state: Mapping[str, Any], scaler: Mapping[str, Any]) -> RankState:
+    """Of stages 1 and 2, and of stage 1 with fp32 gradients, which has a class and a state of its own."""
+    weights = list(state["single_partition_of_fp32_groups"])
+    base, counts = state["base_optimizer_state"], state["partition_count"]
+    if isinstance(base, list):
+        raise CheckpointError("was saved with zero_optimization.elastic_checkpoint, which zero-import does not read")
+    counts = counts if isinstance(counts, list) else [counts]
+    groups = list(base["param_groups"])
+    if len(set(counts)) > 1 or any(group.get("moe") for group in groups):
+        raise CheckpointError("is of a mixture of experts (MoE), which zero-import does not read")
+    return RankState(
+        stage=_stage(state["zero_stage"]) if "zero_stage" in state else 1,
+        world_size=int(counts[0]),
+        weights=weights,
+        states=[base["state"].get(group["params"][0], {}) for group in groups],
+        group_of=list(range(len(weights))),
+        groups=groups,
+        paddings=list(state.get("group_paddings") or [0] * len(weights)),
+        gaps=state.get("param_alignment_paddings"),
+        scaler=scaler,
+    )
+
+
+def _of_stage_3(state: Mapping[str, Any], scaler: Mapping[str, Any]) -> RankState:
+    weights, base = list(state["fp32_flat_groups"]), state["optimizer_state_dict"]
+    if "ds_zero_partition_groups" in state:
+        raise CheckpointError("is of a mixture of experts (MoE), which zero-import does not read")
+    groups = list(base["param_groups"])
+    group_of = {vector: i for i, group in enumerate(groups) for vector in group["params"]}
+    if sorted(group_of) != list(range(len(weights))):
+        raise CheckpointError("holds optimizer groups that do not fit its fp32_flat_groups")
+    return RankState(
+        stage=_stage(state["zero_stage"]),
+        world_size=int(state["partition_count"]),
+        weights=weights,
+        states=[base["state"].get(vector, {}) for vector in range(len(weights))],
+        group_of=[group_of[vector] for vector in range(len(weights))],
+        groups=groups,
+        paddings=[0] * len(weights),
+        gaps=None,
+        scaler=scaler,
+    )
+
+
+STAGES = ("disabled", "optimizer_states", "gradients", "weights")  # DeepSpeed's names
+
+
+def _stage(value: Any) -> int:
+    """Of a ZeroStageEnum, pickled by value or by name."""
+    stage = value.args[0] if isinstance(value, Inert) else value
+    return STAGES.index(stage) if isinstance(stage, str) else int(stage)
+
+
+# -- where parameters lie -------------------------------------------------------------------------
+
+
+def places_of(states: Sequence[RankState], shapes: Sequence[Shapes]) -> dict[str, list[Place]]:
+    """Where each parameter lies; see "DeepSpeed's flat vectors".
+
+    Args:
+        states: of every rank.
+        shapes: of the parameters of each vector.
+
+    Raises:
+        CheckpointError: they do not fit each other.
+    """
+    if len(shapes) != len(states[0].weights):
+        raise CheckpointError(f"has {len(states[0].weights)} vectors of weights and names parameters of {len(shapes)}")
+    found: dict[str, list[Place]] = {}
+    for vector, named in enumerate(shapes):
+        if states[0].stage == 3:
+            found |= _cut_each(named, vector, len(states))
+        else:
+            gaps = states[0].gaps[vector] if states[0].gaps else [0] * len(named)
+            # Where rank 0's vector is padded, everything is in it.
+            found |= _cut_row(named, vector, gaps, states[0].weights[vector].numel())
+    for name, places in found.items():
+        for place in places:
+            _check_place(name, place, states)
+    return found
+
+
+def _cut_row(shapes: Shapes, vector: int, gaps: Sequence[int], length: int) -> dict[str, list[Place]]:
+    found, at = {}, 0
+    for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
+        stop = at + math.prod(shape)
+        found[name] = list(_pieces(vector, at, stop, max(1, length)))
+        at = stop + gap
+    return found
+
+
+def _pieces(vector: int, start: int, stop: int, length: int) -> Iterator[Place]:
+    at = start
+    while at < stop:
+        rank, offset = divmod(at, length)
+        numel = min(stop - at, length - offset)
+        yield Place(rank, vector, ShardSpan(0, at - start, offset, numel))
+        at += numel
+
+
+def _cut_each(shapes: Shapes, vector: int, world_size: int) -> dict[str, list[Place]]:
+    found, at = {}, 0
+    for name, shape in shapes.items():
+        found[name] = [Place(rank, vector, span) for rank, span in cut(math.prod(shape), at, world_size)]
+        at += -(-math.prod(shape) // world_size)
+    return found
+
+
+def cut(numel: int, at: int, world_size: int) -> Iterator[tuple[int, ShardSpan]]:
+    """The span of each rank that has any of a parameter cut as at stage 3, ``at`` that offset of its vector."""
+    part = -(-numel // world_size)
+    for rank in range(world_size):
+        first, stop = rank * part, min((rank + 1) * part, numel)
+        if first < stop:
+            yield rank, ShardSpan(0, first, at, stop - first)
+
+
+def _check_place(name: str, place: Place, states: Sequence[RankState]) -> None:
+    needed = place.span.shard_offset + place.span.numel
+    held = states[place.rank].weights[place.vector].numel() if place.rank < len(states) else 0
+    if held < needed:
+        raise CheckpointError(
+            f"lacks part of {name}: vector {place.vector} of rank {place.rank} has {held} elements and {needed} are "
+            "needed. Optimizer state that was on NVMe is not in a checkpoint."
+        )
+
+
+# -- the optimizer's state ------------------------------------------------------------------------
+
+
+def kept_of(states: Sequence[RankState], name: str, places: Sequence[Place]) -> dict[str, list[torch.Tensor]]:
+    """What the optimizer keeps of a parameter: for each key the vectors, one for each place, or one 0-d number.
+
+    Raises:
+        CheckpointError: it is not known of each element alike.
+    """
+    found: dict[str, list[torch.Tensor]] = {}
+    for place in places:
+        mine = dict(_kept(states[place.rank], place.vector))
+        if found and mine.keys() != found.keys():
+            raise CheckpointError(f"lacks optimizer state of part of {name}")
+        for key, value in mine.items():
+            values = found.setdefault(key, [])
+            if value.dim() or not values:
+                values.append(value)
+    return found
+
+
+def _kept(state: RankState, vector: int) -> Iterator[tuple[str, torch.Tensor]]:
+    kept, group = state.states[vector], state.groups[state.group_of[vector]]
+    lengths = {state.weights[vector].numel() + padding for padding in (0, state.paddings[vector])}
+    if kept and "step" not in kept and "step" in group:  # of the time when a group had one count
+        kept = {**kept, "step": group["step"]}
+    for key, value in kept.items():
+        if isinstance(value, (bool, int, float)):
+            yield key, torch.tensor(float(value), device="cpu")
+        elif not isinstance(value, torch.Tensor) or (value.dim() and value.numel() not in lengths):
+            raise CheckpointError(f"holds optimizer state {key!r} that is not of each element: it cannot be imported")
+        else:
+            yield key, value.flatten() if value.dim() else value

@@ -1,0 +1,1 @@
+"""The ranks of one node: started, watched, printed, ended."""

@@ -1,0 +1,1 @@
+"""What schedulers say of a job, and jobs written for them."""

@@ -1,0 +1,1 @@
+"""The implementations of the optimizer update: Adam on the host, Adam on the device, any torch optimizer."""

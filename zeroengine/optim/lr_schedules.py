@@ -1,0 +1,214 @@
+"""DeepSpeed's learning-rate schedules by name, on torch's LambdaLR.
+
+A schedule counts steps (optimizer updates). Formulas and counting follow ``deepspeed.runtime.lr_schedules``:
+its warm-ups stay at their start for the first two updates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from zeroengine.config import Config
+from zeroengine.errors import ZeroEngineError
+
+LRSchedulerLike = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None
+
+
+def make_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer, config: Config) -> Any:
+    """The scheduler passed in, or made by the callable passed in, else what the configuration names."""
+    if scheduler is not None:
+        return _given(scheduler, optimizer)
+    if config.scheduler is None:
+        return None
+    kind, params = config.scheduler.type, config.scheduler.params
+    if kind == "OneCycle":
+        return _OneCycle(optimizer, params)
+    rate = {
+        "WarmupLR": _warmup,
+        "WarmupDecayLR": _warmup_decay,
+        "WarmupCosineLR": _warmup_cosine,
+        "LRRangeTest": _range_test,
+    }[kind]
+    bases = [float(group["lr"]) for group in optimizer.param_groups]
+    # LambdaLR multiplies the base rate; these schedules name rates, so divide it out where it is not 0.
+    for group, base in zip(optimizer.param_groups, bases, strict=True):
+        group["initial_lr"] = 1.0 if base == 0 else base
+    return LambdaLR(optimizer, [_relative(rate, params, base) for base in bases])
+
+
+def _given(scheduler: Any, optimizer: torch.optim.Optimizer) -> Any:
+    made = scheduler(optimizer) if callable(scheduler) and not hasattr(scheduler, "optimizer") else scheduler
+    if isinstance(made, type) or not callable(getattr(made, "step", None)):
+        raise ZeroEngineError(
+            f"lr_scheduler is a scheduler object, or a callable that takes the optimizer and returns one; found "
+            f"{made!r}. Write for example lr_scheduler=lambda opt: torch.optim.lr_scheduler.ConstantLR(opt)"
+        )
+    over = getattr(made, "optimizer", None)
+    if over is not None and over.param_groups is not optimizer.param_groups:
+        raise ZeroEngineError(
+            "lr_scheduler drives another optimizer than the one passed to initialize(): build it over that one, or "
+            "pass a callable that takes the optimizer"
+        )
+    if isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise ZeroEngineError(
+            "ReduceLROnPlateau needs a metric at each step: do not pass it, build it over engine.optimizer and call "
+            "its step(metric) yourself"
+        )
+    return made
+
+
+class ScheduleGuard:
+    """Steps the schedule of an engine, and refuses ``schedule.step()`` by anybody else, which would step it twice.
+
+    The schedule's class is replaced by a subclass until ``release``, so that its ``state_dict`` has nothing new in it.
+
+    Args:
+        schedule: with a ``step`` method; None: there is none.
+    """
+
+    def __init__(self, schedule: Any) -> None:
+        self._guarded = False
+        self.schedule = schedule
+        self._own_class: Any = type(schedule)
+        # A schedule whose `step` is an attribute of the instance, or whose class is fixed, stays as it is.
+        if schedule is not None and "step" not in getattr(schedule, "__dict__", {"step": None}):
+            with contextlib.suppress(TypeError):
+                schedule.__class__ = _refusing_class(self._own_class)  # type: ignore[arg-type]
+                self._guarded = True
+
+    def step(self) -> None:
+        """Step the schedule, if there is one."""
+        if self._guarded:
+            self._own_class.step(self.schedule)
+        elif self.schedule is not None:
+            self.schedule.step()
+
+    def release(self) -> None:
+        """Let anybody step the schedule again."""
+        if self._guarded:
+            self.schedule.__class__ = self._own_class
+            self._guarded = False
+
+    __del__ = release  # an engine that was not closed
+
+
+@cache
+def _refusing_class(cls: Any) -> Any:
+    def step(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise ZeroEngineError(
+            f"{cls.__name__}.step(): the engine steps this schedule after each update, for it was passed to "
+            "initialize() or named in the configuration, and this call would step it once more. Remove this line. To "
+            "step it yourself, each epoch for example, do not pass it to initialize(): build it over the optimizer and "
+            "keep this line."
+        )
+
+    def reduce(self: Any, protocol: Any) -> Any:  # a copy is an ordinary schedule
+        function, arguments, *rest = super(refusing, self).__reduce_ex__(protocol)
+        return (function, tuple(cls if value is type(self) else value for value in arguments), *rest)
+
+    members = {"step": step, "__reduce_ex__": reduce, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    refusing: Any = type(cls.__name__, (cls,), members)
+    return refusing
+
+
+Rate = Callable[[dict[str, Any], float, int], float]  # parameters, the group's own rate, step
+
+
+def _relative(rate: Rate, params: dict[str, Any], base: float) -> Callable[[int], float]:
+    behind = 0 if rate is _range_test else 1
+    return lambda step: rate(params, base, max(0, step - behind)) / (base or 1.0)
+
+
+def _rise(params: dict[str, Any], step: int) -> float:
+    """How far the warm-up is, from 0 to 1."""
+    total = params["warmup_num_steps"]
+    if step >= total:
+        return 1.0
+    if params["warmup_type"] == "log":
+        return math.log(step + 1) / math.log(max(2, total))
+    return step / max(1, total)
+
+
+def _between(low: float, high: float, part: float) -> float:
+    return low + (high - low) * part
+
+
+def _peak(params: dict[str, Any], base: float) -> float:
+    return base if params["warmup_max_lr"] is None else params["warmup_max_lr"]
+
+
+def _warmup(params: dict[str, Any], base: float, step: int) -> float:
+    return _between(params["warmup_min_lr"], _peak(params, base), _rise(params, step))
+
+
+def _warmup_decay(params: dict[str, Any], base: float, step: int) -> float:
+    low, high = params["warmup_min_lr"], _peak(params, base)
+    warm, total = params["warmup_num_steps"], params["total_num_steps"]
+    if step < warm:
+        return _between(low, high, _rise(params, step))
+    return _between(low, high, max(0.0, (total - step) / max(1.0, total - warm)))
+
+
+def _warmup_cosine(params: dict[str, Any], base: float, step: int) -> float:
+    warm, total = params["warmup_num_steps"], params["total_num_steps"]
+    if step < warm:
+        return base * _between(params["warmup_min_ratio"], 1.0, _rise(params, step))
+    part = min(1.0, (step - warm + 1) / max(1, total - warm))
+    return base * _between(params["cos_min_ratio"], 1.0, (1 + math.cos(math.pi * part)) / 2)
+
+
+def _range_test(params: dict[str, Any], base: float, step: int) -> float:
+    interval = step / params["lr_range_test_step_size"]
+    if params["lr_range_test_staircase"]:
+        interval = float(math.floor(interval))
+    return params["lr_range_test_min_lr"] * (1 + interval * params["lr_range_test_step_rate"])
+
+
+class _OneCycle(LRScheduler):
+    """Rate up and down, momentum down and up, then decay (arXiv 1803.09820, DeepSpeed's OneCycle)."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, params: dict[str, Any]) -> None:
+        self._params = params
+        self._rising = params["cycle_first_step_size"]
+        second = params["cycle_second_step_size"]
+        self._falling = self._rising if second is None else second
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        p, step = self._params, self.last_epoch
+        lr = self._cycle(p["cycle_min_lr"], p["cycle_max_lr"], step)
+        after = self._after(step)
+        if after > 0:
+            lr = p["cycle_min_lr"] / (1 + p["decay_lr_rate"] * after)
+        if p["cycle_momentum"]:
+            momentum = self._cycle(p["cycle_max_mom"], p["cycle_min_mom"], step)
+            if after > 0:
+                momentum = min(0.999, p["cycle_max_mom"] * (1 + p["decay_mom_rate"] * after))
+            for group in self.optimizer.param_groups:
+                if "betas" in group:
+                    group["betas"] = (momentum, group["betas"][1])
+                elif "momentum" in group:
+                    group["momentum"] = momentum
+        return [lr] * len(self.optimizer.param_groups)
+
+    def _cycle(self, ends: float, peak: float, step: int) -> float:
+        if step <= self._rising:
+            stairs, done, length = self._params["cycle_first_stair_count"], step, self._rising
+        else:
+            second = self._params["cycle_second_stair_count"]
+            stairs = self._params["cycle_first_stair_count"] if second is None else second
+            done, length = max(0, self._rising + self._falling - step), max(1, self._falling)
+        part = math.floor(done * stairs / length) / stairs if stairs else done / length
+        return _between(ends, peak, part)
+
+    def _after(self, step: int) -> float:
+        """Decay intervals since the cycle ended."""
+        size = self._params["decay_step_size"]
+        return max(0, step - self._rising - self._falling) / size if size else 0.0

@@ -1,0 +1,108 @@
+"""What an optimizer keeps of one unit on one rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from zeroengine import ops
+from zeroengine.disk.swap_files import populate
+from zeroengine.offload.disk_store import Medium, Store
+from zeroengine.offload.offload_states import held
+from zeroengine.offload.offloaded_shards import StoredShards
+from zeroengine.optim.segments import Segment
+from zeroengine.runtime.unit_gradients import UnitGradients
+
+
+class UnitStates:
+    """The optimizer's states of one unit on this rank, all 1-D of the optimizer shard's length.
+
+    Args:
+        number: among the optimizer's units.
+        home: where master and moments live, if not on the device.
+    """
+
+    def __init__(
+        self, number: int, grads: UnitGradients, moments_dtype: torch.dtype, home: Store | None = None
+    ) -> None:
+        unit = grads.unit
+        self._moments_dtype = moments_dtype
+        self.number, self.home = number, home
+        self.grads, self.unit = grads, unit
+        degree = unit.degrees.optimizer
+        self.published = unit.owned(degree)
+        self.gradient = grads.owned(degree)
+        self.offset, _ = unit.layout.shard_range(unit.rank, degree)
+        # DESIGN "One master": where parameters are fp32 they are the master.
+        self.mixed = unit.mixed
+        self.master = self.published
+        if self.mixed and home is not None and unit.master is not None and home.holds(unit.master):
+            self.master, unit.master = unit.master, None
+        elif self.mixed:
+            self.master = self._empty(torch.float32)
+            populate(self.master, write=True)
+            self.master.copy_(self.published if unit.master is None else unit.master)
+            unit.master = None
+            if home is not None:
+                home.let_go(self.master)
+        self.moments: list[torch.Tensor] = []
+        self.steps = [0] * len(unit.params)
+        self.segments: dict[tuple[Any, ...], list[Segment]] = {}
+
+    def _empty(self, dtype: torch.dtype) -> torch.Tensor:
+        numel = self.published.numel()
+        if self.home is not None:
+            return self.home.empty(numel, dtype)
+        tensor = torch.empty(numel, dtype=dtype, device=self.unit.full.device)
+        ops.advise_huge_pages(tensor)
+        return tensor
+
+    def adam_moments(self) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.moments:
+            self.moments = [self._empty(self._moments_dtype) for _ in range(2)]
+            if self.home is None:  # a store's are
+                for moment in self.moments:
+                    moment.zero_()
+        return self.moments[0], self.moments[1]
+
+    @property
+    def is_here(self) -> bool:
+        """Whether all of it is where the model computes."""
+        return self.home is None and self.grads.home is None and self.unit.stored is None
+
+    @property
+    def stored_alone(self) -> StoredShards | None:
+        """Where the parameter shard is, if it alone is elsewhere: it is brought to the update, then."""
+        stored = self.unit.stored
+        alone = self.home is None and self.grads.home is None and stored is not None and stored.in_order
+        return stored if alone else None
+
+    def bytes_in(self, medium: Medium | None) -> dict[str, int]:
+        """Of master and moments in a kind of memory; None: on the device."""
+        medium_of = None if self.home is None else self.home.medium
+        here = medium_of == medium
+        master = held(self.master) if here and self.master is not self.published else 0
+        return {"master": master, "optimizer": sum(map(held, self.moments)) if here else 0}
+
+    def gradient_for_norm(self, world_size: int) -> torch.Tensor:
+        """This rank's 1/world of the summed gradients: the same elements at every stage."""
+        kept = self.grads.kept
+        if not self.grads.whole:
+            return kept
+        size = self.unit.layout.numel // world_size
+        return kept[self.unit.rank * size : (self.unit.rank + 1) * size]
+
+    @property
+    def may_be_written(self) -> bool:
+        """Whether low-precision parameters can be written from outside, other than inside ``gathered``.
+
+        See "Values written into the model" in ``runtime/outside_writes.py``.
+        """
+        return self.mixed and not self.unit.transient
+
+    def reload_master(self) -> None:
+        """Take over published parameters that were written from outside; the others keep their master's bits."""
+        if self.mixed:
+            populate(self.master, write=True)
+            ops.reload_written(self.master, self.published.to(self.master.device))

@@ -1,0 +1,133 @@
+"""Memory for buckets on their way. It is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from zeroengine.comm.interfaces import Transport, Work
+from zeroengine.partition.layout import FlatLayout
+from zeroengine.runtime.offloaded_gradients import OnItsWay
+from zeroengine.runtime.unit_gradients import UnitGradients, views_of
+
+PATIENCE_S = 1.0
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """Which elements of a bucket are padding. Two units whose layouts are equal may use one bucket in turn.
+
+    ``numel`` counts although it follows from the parameters for one dtype: a unit of another dtype pads its shards to
+    another length (``Transport.shard_align``), so equal parameters leave different padding at the end.
+    """
+
+    numel: int  # of the flat buffer, padding included
+    params: tuple[tuple[int, tuple[int, ...]], ...]  # offset and shape
+
+    @classmethod
+    def of(cls, layout: FlatLayout) -> BucketLayout:
+        """Return the bucket layout of a unit."""
+        return cls(layout.numel, tuple((slot.offset, slot.shape) for slot in layout.slots))
+
+
+@dataclass(eq=False)
+class Slot:
+    """Memory for one bucket on its way.
+
+    Its padding is zero for units of ``layout``: it was zeroed when that layout came, gradients are written into
+    ``views`` alone, and the ranks' paddings sum to zero. The norm counts on it, as it reads padding, too.
+    """
+
+    memory: torch.Tensor
+    layout: BucketLayout | None = None
+    views: list[torch.Tensor] = field(default_factory=list)
+    work: Work | None = None
+    busy: bool = False
+    launched: int = 0  # the how-manieth bucket it last was
+
+
+class SummedWork:
+    """An all-reduce in a slot, taken over into what is kept when awaited."""
+
+    def __init__(self, work: Work, flat: torch.Tensor, kept: torch.Tensor, accumulate: bool) -> None:
+        self.work, self._flat, self._kept, self._accumulate = work, flat, kept, accumulate
+        self._taken = False
+
+    def wait(self) -> None:
+        if not self._taken:
+            self._taken = True
+            self.work.wait()
+            if self._accumulate:
+                self._kept.add_(self._flat)
+            else:
+                self._kept.copy_(self._flat)
+
+    def is_completed(self) -> bool:
+        return self._taken or self.work.is_completed()
+
+
+def slot_numel(numel: int, largest: int) -> int:
+    """Elements of the slot for a unit of ``numel``: a large unit takes one that fits any unit, a small one its own."""
+    return largest if 4 * numel > largest else numel
+
+
+class Slots:
+    """All of one rank's.
+
+    Args:
+        gradients: whose buckets they are for.
+    """
+
+    def __init__(self, transport: Transport, gradients: Sequence[UnitGradients]) -> None:
+        self._transport = transport
+        self._largest = max((grads.unit.layout.numel for grads in gradients), default=0)
+        self._slots: list[Slot] = []
+        self._num_sent = 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(slot.memory.nbytes for slot in self._slots)
+
+    def make(self, counts: Mapping[tuple[int, torch.dtype], int]) -> None:
+        """Makes slots before they are needed: how many of which size and dtype."""
+        for (numel, dtype), count in counts.items():
+            self._slots += [Slot(self._transport.empty(numel, dtype, "reduce")) for _ in range(count)]
+
+    def sent(self, slot: Slot) -> None:
+        """It is on its way: free once its work is through."""
+        slot.busy = False
+        self._num_sent += 1
+        slot.launched = self._num_sent
+
+    def take(self, grads: UnitGradients) -> Slot:
+        """Memory for one unit's gradients: a free slot, else one on its way, else a new one."""
+        unit, need = grads.unit, slot_numel(grads.unit.layout.numel, self._largest)
+        fitting = [
+            s for s in self._slots if s.memory.numel() == need and s.memory.dtype == grads.reduce_dtype and not s.busy
+        ]
+        fitting.sort(key=lambda s: s.launched)
+        chosen = next((s for s in fitting if s.work is None or self._reusable(s.work, 0.0)), None)
+        if chosen is None and len(fitting) >= 2:
+            # A peer may read this slot only after its backward, which may need our next gather: do not insist.
+            oldest = fitting[0]
+            assert oldest.work is not None
+            chosen = oldest if self._reusable(oldest.work, PATIENCE_S) else None
+        if chosen is None:
+            chosen = Slot(self._transport.empty(need, grads.reduce_dtype, "reduce"))
+            self._slots.append(chosen)
+        layout = BucketLayout.of(unit.layout)
+        if chosen.layout != layout:
+            chosen.memory[: unit.layout.numel].zero_()
+            chosen.layout, chosen.views = layout, views_of(unit, chosen.memory)
+        chosen.busy = True
+        return chosen
+
+    def _reusable(self, work: Work, patience: float) -> bool:
+        while isinstance(work, (SummedWork, OnItsWay)):
+            if not patience and not work.is_completed():
+                return False
+            work.wait()  # nothing is ever gathered at degree 1, so no peer waits for this rank meanwhile
+            work = work.work
+        return self._transport.reduce.reusable(work, patience)

@@ -1,0 +1,154 @@
+"""A parameter whose values are not on this rank right now, or are still arriving.
+
+The object stays the same ``nn.Parameter``; only its class and its data change. Metadata works as ever.
+What a use of its values does is its unit's decision: wait for a gather that is under way, gather the unit
+where every rank comes by (inside the engine's forward or backward), or raise.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroengine.utils.compiler_disable import eager
+
+OWNER = "_zeroengine_owner"  # the one attribute on a parameter that is never taken off: refers weakly to its `Owner`
+Resolver = Callable[[nn.Parameter, str], None]
+
+_T: Any = torch.Tensor
+_PROPERTIES = (
+    "shape dtype device layout requires_grad grad is_leaf grad_fn ndim names itemsize nbytes is_cuda is_cpu is_meta "
+    "is_sparse is_quantized is_mps is_nested is_xpu retains_grad output_nr _version"
+)
+_METHODS = (
+    "size dim numel nelement stride element_size is_floating_point is_complex is_contiguous is_signed get_device "
+    "requires_grad_ register_hook register_post_accumulate_grad_hook __hash__ dim_order storage_offset ndimension "
+    "__len__ is_inference has_names"
+)
+# What may be asked of a released parameter: nothing here reads a value.
+_METADATA = {
+    *(getattr(_T, name).__get__ for name in _PROPERTIES.split() if hasattr(_T, name)),
+    *(getattr(_T, name) for name in _METHODS.split() if hasattr(_T, name)),
+    *(_T.requires_grad.__set__, _T.grad.__set__, _T.grad.__delete__),
+    *(torch.numel, torch.is_floating_point, torch.is_complex),
+}
+_READ_GRADIENT = _T.grad.__get__
+_AUTOGRAD = {torch.autograd.grad, torch.autograd.backward}
+
+
+class ReleasedParameter(nn.Parameter):
+    """The class of a parameter while its values are away. Never built: ``release`` swaps it in."""
+
+    @classmethod
+    @eager
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _AUTOGRAD:  # it asks for the places of parameters in the graph alone
+            return func(*_edges_of(args), **_edges_of(kwargs))
+        if func not in _METADATA and not _tracing():
+            for param in _released_in((args, kwargs)):
+                if is_released(param):  # still: the one before may have brought its whole unit
+                    resolver_of(param)(param, _name(func))
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+        if result is None and func == _READ_GRADIENT and not _tracing():
+            note_gradient_read(args[0])
+        return result
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        with torch._C.DisableTorchFunctionSubclass():
+            what = f"shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}"
+        return f"Parameter released by zeroengine: {what}"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        resolver_of(self)(self, "copy.deepcopy")
+        return self.__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        resolver_of(self)(self, "pickle")
+        return self.__reduce_ex__(protocol)
+
+
+def _tracing() -> bool:
+    """Whether torch.compile is looking at a frame's tensors: at what they are, not at their values."""
+    guards = sys.modules.get("torch._guards")
+    return guards is not None and guards.TracingContext.try_get() is not None
+
+
+def _name(func: Any) -> str:
+    name = getattr(func, "__name__", str(func))
+    return f".{func.__self__.__name__}" if name == "__get__" else name
+
+
+def gradient_of(param: nn.Parameter) -> torch.Tensor | None:
+    """Return ``param.grad`` for the engine itself, which knows why there may be none."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return param.grad
+
+
+def note_gradient_read(param: nn.Parameter) -> None:
+    """Tell the engine of ``param`` that somebody has looked for a gradient and found none."""
+    reference = param.__dict__.get(OWNER)
+    owner = reference() if reference is not None else None
+    if owner is not None:
+        owner.note_gradient_read()
+
+
+def _released_in(tree: Any) -> list[nn.Parameter]:
+    if isinstance(tree, ReleasedParameter):
+        return [tree]
+    if isinstance(tree, (tuple, list)):
+        return [p for item in tree for p in _released_in(item)]
+    if isinstance(tree, dict):
+        return [p for item in tree.values() for p in _released_in(item)]
+    return []
+
+
+def _edges_of(tree: Any) -> Any:
+    """``tree`` with each released parameter replaced by its place in the graph."""
+    if isinstance(tree, ReleasedParameter):
+        with torch._C.DisableTorchFunctionSubclass():
+            return torch.autograd.graph.get_gradient_edge(tree)
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(_edges_of(item) for item in tree)
+    return {key: _edges_of(value) for key, value in tree.items()} if isinstance(tree, dict) else tree
+
+
+def resolver_of(param: nn.Parameter) -> Resolver:
+    return param.__dict__["_zeroengine_resolver"]
+
+
+@cache
+def _released_class(cls: type) -> type:
+    bases = (ReleasedParameter,) if cls is nn.Parameter else (ReleasedParameter, cls)
+    return type(f"Released{cls.__name__}", bases, {})
+
+
+def is_released(param: nn.Parameter) -> bool:
+    """Return whether ``swap_out`` was called last, faster than ``isinstance``, which torch does in Python."""
+    return issubclass(type(param), ReleasedParameter)
+
+
+def swap_out(param: nn.Parameter, resolver: Resolver) -> None:
+    """From now on a use of ``param``'s values calls ``resolver(param, name of the operation)`` first.
+
+    The resolver either calls ``swap_in`` (or has it called) or raises.
+    """
+    if not is_released(param):
+        param.__dict__["_zeroengine_class"] = type(param)
+        param.__class__ = _released_class(type(param))
+    param.__dict__["_zeroengine_resolver"] = resolver
+
+
+def swap_in(param: nn.Parameter) -> None:
+    """``param`` is an ordinary parameter of its own class again."""
+    if is_released(param):
+        param.__class__ = param.__dict__.pop("_zeroengine_class")
+        del param.__dict__["_zeroengine_resolver"]

@@ -1,0 +1,1 @@
+"""What belongs to no subject of its own."""

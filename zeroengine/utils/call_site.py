@@ -1,0 +1,51 @@
+"""What a caller is about to do with the value that a function returns."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import ParamSpec, TypeVar
+
+from zeroengine.errors import ZeroEngineError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def returns_one_value(message: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate a function that returns one value where another library's of its name returns several.
+
+    A dict would be unpacked into its keys, without a word where there are as many. A tuple may be unpacked.
+
+    Args:
+        message: of the ZeroEngineError that is raised, once the function is done, where a dict or None is unpacked.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            result = function(*args, **kwargs)
+            if (result is None or isinstance(result, dict)) and unpacks_result(sys._getframe(1)):
+                raise ZeroEngineError(message)
+            return result
+
+        return checked
+
+    return decorate
+
+
+def unpacks_result(frame: FrameType) -> bool:
+    """Return whether ``frame``, which waits for a call to return, unpacks the result into several names.
+
+    That is what the statement ``first, second = function()`` does, and CPython compiles it to an UNPACK instruction
+    directly after the call's. ``f_lasti`` is the call's own instruction or one of its inline cache entries, which
+    ``dis`` leaves out (CPython 3.10 to 3.14).
+
+    Args:
+        frame: of the caller, such as ``sys._getframe(1)``.
+    """
+    following = (i for i in dis.get_instructions(frame.f_code) if i.offset > frame.f_lasti)
+    return next((i.opname.startswith("UNPACK_") for i in following), False)

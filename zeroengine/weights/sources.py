@@ -1,0 +1,226 @@
+"""Weights in files, read a box at a time: safetensors, and what ``torch.save`` wrote of tensors alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zeroengine.checkpoint.dcp_metadata import METADATA
+from zeroengine.checkpoint.directory import LATEST, MANIFEST
+from zeroengine.disk.swap_files import populate_pages
+from zeroengine.errors import CheckpointError
+from zeroengine.partition.boxes import Box
+from zeroengine.weights.chunked_reads import read_at
+from zeroengine.weights.huggingface_format import NAMES, Spec
+
+SAFETENSORS, PICKLES = (".safetensors",), (".pt", ".bin", ".pth", ".ckpt")
+DTYPES = {name: dtype for dtype, name in NAMES.items()}
+INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+WRAPPERS = ("model", "state_dict", "model_state_dict", "module")  # where scripts keep weights among other things
+
+
+@dataclass
+class Source:
+    """Tensors by name, with no values in memory.
+
+    Attributes:
+        read: a copy, or a view, of a box of a tensor.
+    """
+
+    where: str
+    tensors: dict[str, Spec]
+    read: Callable[[str, Box], torch.Tensor] = field(repr=False)
+
+
+def of_state_dict(state: Mapping[str, Any], where: str) -> Source:
+    tensors = {name: value.detach() for name, value in state.items() if isinstance(value, torch.Tensor)}
+    others = [name for name in state if name not in tensors and not str(name).endswith("_extra_state")]
+    if others:
+        raise CheckpointError(
+            f"{where} holds {type(state[others[0]]).__name__} under {others[0]!r}: a state dict has names and tensors "
+            "alone, as model.state_dict() gives"
+        )
+    for name, value in tensors.items():
+        if (what := _unreadable(value)) is not None:
+            raise CheckpointError(f"{where} holds a tensor {what} under {name!r}")
+    specs = {name: Spec(tuple(value.shape), value.dtype) for name, value in tensors.items()}
+    return Source(where, specs, lambda name, box: tensors[name][_slices(box)])
+
+
+def _unreadable(tensor: torch.Tensor) -> str | None:
+    """Why no box of the tensor can be copied."""
+    if tensor.is_meta:
+        return "without values, on the meta device: load values into it first"
+    if tensor.layout is not torch.strided:
+        return f"of layout {tensor.layout}: weights are dense, as tensor.to_dense() gives"
+    if tensor.is_quantized:
+        return "that is quantized: weights are plain numbers, as tensor.dequantize() gives"
+    return None
+
+
+def of_path(path: Path) -> Source:
+    """The weights in a file, or in those of a folder.
+
+    Raises:
+        CheckpointError: there are none, or they are damaged, or they could run code.
+    """
+    files = _files_of(path)
+    sources = [_of_file(file) for file in files]
+    owner: dict[str, Source] = {}
+    for source in sources:
+        for name in source.tensors:
+            if name in owner:
+                raise CheckpointError(f"{name} is in {owner[name].where} and in {source.where}: name one of the files")
+            owner[name] = source
+    for name, file in _index_of(path).items():
+        if name not in owner:
+            raise CheckpointError(f"{path} is incomplete: its index says that {name} is in {file}, and it is not")
+    specs = {name: source.tensors[name] for name, source in owner.items()}
+    return Source(str(path), specs, lambda name, box: owner[name].read(name, box))
+
+
+# -- which files ----------------------------------------------------------------------------------
+
+
+def _files_of(path: Path) -> list[Path]:
+    if path.is_dir():
+        return _files_in(path)
+    if not path.exists():
+        raise CheckpointError(f"there is no {path}")
+    if path.suffix == ".json":
+        index = _index_of(path)
+        if not index:
+            raise CheckpointError(f'{path} is no index of weights: it has no "weight_map"')
+        files = [path.parent / name for name in dict.fromkeys(index.values())]
+        absent = [file.name for file in files if not file.is_file()]
+        if absent:
+            raise CheckpointError(f"{path} names files that are not there: {', '.join(absent[:3])}")
+        return files
+    return [path]
+
+
+def _files_in(folder: Path) -> list[Path]:
+    for name in INDEXES:
+        if (folder / name).is_file():
+            return _files_of(folder / name)
+    names = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
+    for kinds in (SAFETENSORS, PICKLES):
+        found = [folder / name for name in names if name.endswith(kinds)]
+        parts = [file.name for file in found if re.search(r"-\d+-of-\d+\.", file.name)]
+        if parts:
+            raise CheckpointError(f"{folder} holds {parts[0]}, one file of several, and no index of them")
+        usual = [file for file in found if file.stem in ("model", "pytorch_model")]
+        if usual or len(found) == 1:
+            return (usual or found)[:1]
+        if found:
+            some = ", ".join(file.name for file in found[:5])
+            raise CheckpointError(f"{folder} holds {len(found)} files that could be weights ({some}): name one of them")
+    if any((folder / name).exists() for name in (LATEST, MANIFEST, METADATA)):
+        raise CheckpointError(
+            f"{folder} holds checkpoints: engine.load_checkpoint({str(folder)!r}, weights_only=True) loads the weights "
+            "of one"
+        )
+    raise CheckpointError(f"{folder} holds no weights: no .safetensors, .bin or .pt file is in it")
+
+
+def _index_of(path: Path) -> dict[str, str]:
+    """Which file each tensor is in, as an index says."""
+    if path.is_dir():
+        path = next((path / name for name in INDEXES if (path / name).is_file()), path)
+    if path.suffix != ".json":
+        return {}
+    try:
+        found = json.loads(path.read_text())["weight_map"]
+        return {str(name): os.path.basename(file) for name, file in found.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is no index of weights: {type(error).__name__}: {error}") from error
+
+
+# -- one file -------------------------------------------------------------------------------------
+
+
+def _of_file(path: Path) -> Source:
+    if path.name.endswith(SAFETENSORS):
+        return _safetensors(path)
+    if path.name.endswith(PICKLES):
+        return _pickled(path)
+    known = ", ".join((*SAFETENSORS, *PICKLES))
+    raise CheckpointError(f"{path}: weights are read from {known} files, a .json index of such, or a folder with them")
+
+
+def _safetensors(path: Path) -> Source:
+    """The tensors of a file, read and not mapped: where the disk fails under a mapped file, using it is SIGBUS."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt"):
+            pass  # its header is sound, and the file as long as it says
+        file = open(path, "rb", buffering=0)
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        specs = {name: Spec(tuple(known["shape"]), DTYPES[known["dtype"]]) for name, known in header.items()}
+    except KeyError as error:
+        raise CheckpointError(f"{path} has tensors of dtype {error}: weights are not read from it") from error
+    except (OSError, ValueError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read, or is damaged: {error}") from error
+
+    def read(name: str, box: Box) -> torch.Tensor:
+        dtype = specs[name].dtype
+        values = torch.empty(box.numel, dtype=dtype, device="cpu")
+        at = 8 + length + header[name]["data_offsets"][0] + box.start * dtype.itemsize
+        try:
+            read_at(file, path, memoryview(values.view(torch.uint8).numpy()), at)  # type: ignore[arg-type]
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        return values.view(box.sizes)
+
+    return Source(str(path), specs, read)
+
+
+def _pickled(path: Path) -> Source:
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        what = f"{found[1]}, which is no tensor" if found is not None else "more than tensors"
+        raise CheckpointError(
+            f"{path} holds {what}: loading it could run code, so it is refused. Where you trust it, load it yourself, "
+            "and save its state dict again, best as .safetensors."
+        ) from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read, or is damaged: {error.strerror or error}") from error
+    except Exception as error:
+        if "mmap can only be used" in str(error):
+            raise CheckpointError(
+                f"{path} is not what torch.save has written since torch 1.6, or is damaged. An older one converts by "
+                "torch.save(torch.load(file, weights_only=True), file)."
+            ) from error
+        raise CheckpointError(f"{path} cannot be read, or is damaged: {str(error).splitlines()[0]}") from error
+    if isinstance(state, Mapping) and not any(isinstance(value, torch.Tensor) for value in state.values()):
+        state = next((state[key] for key in WRAPPERS if isinstance(state.get(key), Mapping)), state)
+    if not isinstance(state, Mapping) or not state:
+        raise CheckpointError(f"{path} holds no state dict, but {type(state).__name__}")
+    source = of_state_dict(state, str(path))
+    return Source(source.where, source.tensors, lambda name, box: _loaded(source.read(name, box), path))
+
+
+def _loaded(tensor: torch.Tensor, path: Path) -> torch.Tensor:
+    """Return part of a mapped file, once it is in memory: where the disk fails, using it would be SIGBUS."""
+    try:
+        populate_pages(tensor)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    return tensor
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))
