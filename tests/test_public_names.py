@@ -1,4 +1,4 @@
-"""What `import zeroengine` offers: every public name is listed and there, and torch is not imported before it is used."""
+"""What `import zeroengine` offers: every public name is there, and torch is not imported before it is needed."""
 
 from __future__ import annotations
 
