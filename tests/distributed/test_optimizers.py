@@ -28,7 +28,7 @@ from tests.distributed.training import (
     start,
     train_plainly,
 )
-from zeroengine.optim import lion
+from zeroengine.optim.lion import Lion as ConfiguredLion
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -158,7 +158,7 @@ NAMED = [
     named(
         "Adagrad", torch.optim.Adagrad, {"lr": 1e-2, "initial_accumulator_value": 0.1, "lr_decay": 0.1}, Task(steps=5)
     ),
-    named("Lion", lion.Lion, {"lr": 1e-3, "betas": (0.8, 0.95), "weight_decay": 0.1}, UNCLIPPED),
+    named("Lion", ConfiguredLion, {"lr": 1e-3, "betas": (0.8, 0.95), "weight_decay": 0.1}, UNCLIPPED),
     named("SGD", torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1}, Task(steps=5)),
     named("torch.optim.RAdam", torch.optim.RAdam, {"lr": 3e-3, "eps": 1e-5, "betas": (0.8, 0.9)}, Task(steps=8)),
     named("torch.optim.AdamW", torch.optim.AdamW, {"lr": 3e-3, "eps": 1e-5, "amsgrad": True}, Task(steps=5)),

@@ -2,9 +2,9 @@
 
 [Note: Late verdicts]
 On a GPU ``Engine.step`` issues a step and returns ("A step without waiting" in ``optim/backends/device_adam.py``).
-Its verdict is taken in where it is asked for (the attributes that are ``Settled``, the truth value of what ``step``
-returned), when the next backward begins, before checkpoints, and at the end. In each of these the device still has the update before
-it, and at the next backward the forward, too: it does not run dry.
+Its verdict is taken in where it is asked for (``global_steps`` and the like, the truth value of what ``step``
+returned), when the next backward begins, before checkpoints, and at the end. In each of these the device still has
+the update before it, and at the next backward the forward, too: it does not run dry.
 
 - Taking it in is a matter of one rank, for a rank may ask alone. What is collective, the name of the parameter whose
   gradient was not finite, comes when the next backward begins: on every rank, and before gradients are overwritten.
