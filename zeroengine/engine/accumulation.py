@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 
 from zeroengine.errors import ZeroEngineError
+from zeroengine.runtime.backward_tracker import BackwardListener, BackwardTracker
 
 ENGINE_STEP, OPTIMIZER_STEP = "engine.step()", "optimizer.step()"
 MANUAL_MODE = '"gradient_accumulation_steps": "manual"'
@@ -27,12 +28,13 @@ FORGOTTEN_AFTER = 8  # forwards and backwards beyond gradient_accumulation_steps
 log = logging.getLogger("zeroengine")
 
 
-class Accumulation:
+class Accumulation(BackwardListener):
     """The progress of one step, from its first backward to its update.
 
     Args:
         micro_steps_per_step: `gradient_accumulation_steps`; None in manual accumulation.
         rank: rank 0 logs the warning about a forgotten step.
+        backward: tells of forwards and backwards, and is told which backward is the last before an update.
 
     Attributes:
         micro_steps: micro-steps taken in the whole run.
@@ -40,7 +42,7 @@ class Accumulation:
         incomplete: whether a backward raised after others of the same step, so that gradients are missing.
     """
 
-    def __init__(self, micro_steps_per_step: int | None, rank: int) -> None:
+    def __init__(self, micro_steps_per_step: int | None, rank: int, backward: BackwardTracker) -> None:
         self.micro_steps = self.backwards = 0
         self.incomplete = False
         self._per_step, self._rank = micro_steps_per_step, rank
@@ -53,6 +55,8 @@ class Accumulation:
         self._last_update_by: str | None = None
         self._boundary: bool | None = None  # what set_gradient_accumulation_boundary said about this step
         self._warned = False
+        self._backward = backward
+        backward.subscribe(self)
 
     @property
     def has_new_gradients(self) -> bool:
@@ -75,30 +79,29 @@ class Accumulation:
         """Note a forward of the whole model that a backward may follow."""
         self._forwards += 1
 
-    def begin_backward(self, *, stays_local: bool = False) -> bool:
-        """Count a backward that begins, and return whether its reduction may start at once.
+    def begin_backward(self) -> None:
+        """Count a backward that begins, and say whether it is the last one before an update.
 
         That is a hint: what is not reduced by a backward is reduced at the end of the step.
 
-        Args:
-            stays_local: whether it is inside `no_sync`, where gradients add up on purpose.
-
         Raises:
-            ZeroEngineError: gradients of this step are missing.
+            ZeroEngineError: Gradients of this step are missing.
         """
         self.check_complete()
         self._forwards_before_backward, self._forwards = self._forwards, 0
         if self._forwards_before_backward:
             self._passes += 1
-            self._local_passes += stays_local
+            # Inside `no_sync` gradients add up on purpose.
+            self._local_passes += not self._backward.syncing
             self._warn_of_forgotten_step()
         if self._per_step is None:
-            return self._boundary is True
-        if self._last_update_by == OPTIMIZER_STEP:
-            return self.backwards + 1 >= self._per_step
-        return self._ended_micro_steps + 1 == self._per_step
+            self._backward.is_boundary = self._boundary is True
+        elif self._last_update_by == OPTIMIZER_STEP:
+            self._backward.is_boundary = self.backwards + 1 >= self._per_step
+        else:
+            self._backward.is_boundary = self._ended_micro_steps + 1 == self._per_step
 
-    def end_backward(self, num_calls: int = 1) -> None:
+    def end_backward(self, num_calls: int) -> None:
         """Count a backward that has produced gradients.
 
         Args:
@@ -129,7 +132,7 @@ class Accumulation:
                 "with its own. Call engine.zero_grad() on every rank, and repeat the step from its first micro-step."
             )
 
-    def drop(self) -> None:
+    def drop_gradients(self) -> None:
         """Go back to the start of the step in progress: its gradients have been dropped."""
         self.micro_steps -= self._ended_micro_steps
         self._start_step()

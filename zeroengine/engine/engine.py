@@ -21,7 +21,6 @@ from zeroengine.deferred_init import meta_init
 from zeroengine.disk.swap_files import populate
 from zeroengine.engine import mixed_precision
 from zeroengine.engine.accumulation import ENGINE_STEP, MANUAL_MODE, OPTIMIZER_STEP, Accumulation
-from zeroengine.engine.backward import Backward
 from zeroengine.engine.dataloader import ResumableLoader
 from zeroengine.engine.duplicate_inputs import InputComparison
 from zeroengine.engine.foreign_parameters import ForeignParameters
@@ -47,6 +46,7 @@ from zeroengine.optim.lr_schedules import LRSchedulerLike, make_scheduler
 from zeroengine.optim.sharded_optimizer import ShardedOptimizer
 from zeroengine.partition.cut import UnitPlan
 from zeroengine.partition.degrees import Degrees, degrees_of_stage
+from zeroengine.runtime.backward_tracker import BackwardTracker
 from zeroengine.runtime.gatherer import Gatherer
 from zeroengine.runtime.outside_writes import OutsideWrites
 from zeroengine.runtime.reducer import Reducer
@@ -108,9 +108,6 @@ class Engine:
     ) -> None:
         self.module, self.config, self.device = model, config, group.device
         self.rank, self.world_size = group.rank, group.world_size
-        self._accumulation = Accumulation(
-            None if config.manual_accumulation else int(config.gradient_accumulation_steps), group.rank
-        )
         self._group = group
         self._parking = Parking()
         zero = config.zero_optimization
@@ -135,14 +132,17 @@ class Engine:
         meta_init.guard(model, self._units)
         mixed_precision.prepare_buffers(model, config, group.device, group.broadcast)
         self._scaler = LossScaler.of(config.fp16) if config.scales_loss else LossScaler()
-        self._backward = Backward(self._scaler, config.scales_loss, self._accumulation, self._backward_begins)
+        trainable = [param for unit in self._units if unit.trainable for param in unit.params]
+        self._backward = BackwardTracker(trainable, config.scales_loss)
+        per_step = None if config.manual_accumulation else int(config.gradient_accumulation_steps)
+        self._accumulation = Accumulation(per_step, group.rank, self._backward)
         self.gatherer = Gatherer(
             model,
             self._units,
             self._transport,
             prefetch_numel=zero.prefetch_bucket_size if zero.overlap_comm else 0,
             max_live_numel=zero.max_live_parameters,
-            enter_forward=self._backward.enter_forward,
+            backward=self._backward,
         )
         self.reducer = Reducer(
             self._units,
@@ -151,13 +151,11 @@ class Engine:
             accumulation_dtype=config.accumulation_dtype,
             reduce_dtype=config.reduce_dtype,
             predivide=config.predivide(group.world_size),
-            complete=self.gatherer.complete,
-            arriving=self._backward.arriving,
+            backward=self._backward,
             homes=self._placement.optimizer,
             together=self.device.type == "cuda" if on_device is None else on_device,
             slots=slots,
         )
-        self._backward.gatherer, self._backward.reducer = self.gatherer, self.reducer
         self._writes = OutsideWrites(self._units, group)
         with group.agreeing("to initialize"):
             self.optimizer = ShardedOptimizer(
@@ -183,6 +181,7 @@ class Engine:
             self.reducer,
             self._transport,
             self._let_peers_read,
+            self._backward,
         )
         self._foreign = ForeignParameters(model, self._units, optimizer, self.rank)
         self._input_comparison = InputComparison(self._transport, self.device)
@@ -200,7 +199,7 @@ class Engine:
             self._writes,
             self._steps.divisor,
             self._accumulation,
-            self._backward.end_if_over,
+            self._backward,
         )
         claim((param for unit in self._units for param in unit.params), self._access)
         mixed_precision.install(model, config, self.device)
@@ -288,11 +287,12 @@ class Engine:
                 "torch.no_grad(), without .detach() or .item()"
             )
         self._parking.check("backward()")
-        self._backward.run(loss, retain_graph, create_graph, inputs)
+        scaled = loss if self._scaler.scale == 1 else self._scaler.scaled(loss)
+        self._backward.run(scaled, retain_graph, create_graph, inputs)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """``loss`` times ``loss_scale``, at least in fp32, for a plain ``engine.scale(loss).backward()``."""
-        return self._backward.scaled(loss)
+        return self._backward.mark_scaled(self._scaler.scaled(loss))
 
     @property
     def loss_scale(self) -> float:
@@ -328,11 +328,6 @@ class Engine:
     def lr_scheduler(self, schedule: Any) -> None:
         self._steps.set_schedule(schedule)
 
-    def _backward_begins(self, wanted: bool) -> None:
-        self._steps.conclude()
-        if wanted:  # else a loss of another model passes through this one, which is frozen meanwhile
-            self._steps.check_not_clipped()
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients that came since the last ``step``, such as those that another model's loss left here.
 
@@ -352,7 +347,7 @@ class Engine:
                     "lost. Call it before the first backward of a step."
                 )
         self._steps.forget_clipping()
-        self._backward.drop()
+        self._backward.drop_gradients()
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-step in progress ends with an update."""
@@ -457,7 +452,7 @@ class Engine:
 
     def _finish_gradients(self, call: str) -> None:
         """Return with the gradients of this step reduced. If it raises nothing has changed."""
-        if not self.reducer.syncing:
+        if not self._backward.syncing:
             raise ZeroEngineError(
                 f"{call} inside `with engine.no_sync()`: at the accumulation boundary the gradients are to be reduced. "
                 "Leave the `with` before the last backward of a step."
@@ -502,14 +497,14 @@ class Engine:
         Legal at every stage. At stages 2 and 3 it holds whole gradients meanwhile.
         """
         self._backward.end_if_over()  # a plain backward before the `with`, and the last one in it, end as they began
-        before, self.reducer.syncing = self.reducer.syncing, False
+        before, self._backward.syncing = self._backward.syncing, False
         try:
             yield
         finally:
             try:
                 self._backward.end_if_over()
             finally:
-                self.reducer.syncing = before
+                self._backward.syncing = before
 
     def train(self, mode: bool = True) -> Engine:
         """Sets training mode, as ``nn.Module.train``."""
@@ -762,7 +757,7 @@ class Engine:
         counters = restored.counters
         if counters:  # else the weights alone were loaded, and the step in progress goes on
             self._steps.forget_clipping()
-            self._backward.drop()
+            self._backward.drop_gradients()
         for name in self._counters():
             setattr(self, name, counters.get(name, getattr(self, name)))
         if counters and not self.config.manual_accumulation:  # another accumulation counts otherwise

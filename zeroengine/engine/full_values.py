@@ -23,6 +23,7 @@ from zeroengine.engine.gathered import owner_of
 from zeroengine.errors import ZeroEngineError
 from zeroengine.optim.sharded_optimizer import ShardedOptimizer
 from zeroengine.optim.unit_state import UnitStates
+from zeroengine.runtime.backward_tracker import BackwardTracker
 from zeroengine.runtime.gatherer import Gatherer
 from zeroengine.runtime.outside_writes import OutsideWrites
 from zeroengine.runtime.reducer import Reducer
@@ -37,7 +38,7 @@ class Access:
     Args:
         divisor: gives what the summed gradient is to be divided by for the mean.
         accumulation: says whether gradients have come since the last call of ``step``.
-        end_backward: ends a backward that is over and of which nobody has said so. See ``Backward.arriving``.
+        backward: ends a backward that is over and of which nobody has said so.
     """
 
     def __init__(
@@ -51,9 +52,9 @@ class Access:
         writes: OutsideWrites,
         divisor: Callable[[], float],
         accumulation: Accumulation,
-        end_backward: Callable[[], None],
+        backward: BackwardTracker,
     ) -> None:
-        self._end_backward = end_backward
+        self._backward = backward
         self.gatherer = gatherer
         self._units, self._group, self._transport = units, group, transport
         self._reducer, self._divisor = reducer, divisor
@@ -63,7 +64,7 @@ class Access:
     # -- for `gathered` ---------------------------------------------------------------------------
 
     def units_of(self, params: Iterable[nn.Parameter]) -> list[Unit]:
-        self._end_backward()  # what it has left to reduce comes before what the caller is about to exchange
+        self._backward.end_if_over()  # what it has left to reduce comes before what the caller is about to exchange
         wanted = {id(param) for param in params}
         return [unit for unit in self._units if any(id(param) in wanted for param in unit.params)]
 
@@ -84,7 +85,7 @@ class Access:
                 states.reload_master()
 
     def note_gradient_read(self) -> None:
-        has_gradients = self._accumulation.has_new_gradients or self._reducer.in_backward
+        has_gradients = self._accumulation.has_new_gradients or self._backward.in_progress
         if self._warned or not has_gradients or torch._C._current_graph_task_id() >= 0:
             return
         self._warned = True
@@ -99,7 +100,7 @@ class Access:
     # -- one parameter's values -------------------------------------------------------------------
 
     def gradient(self, param: nn.Parameter) -> torch.Tensor | None:
-        self._end_backward()
+        self._backward.end_if_over()
         unit, index = self._unit(param)
         states = self._states(unit)
         mine = self._reducer.waiting(states.grads, index) if states is not None else None
@@ -117,7 +118,7 @@ class Access:
         return whole / self._divisor()
 
     def set_gradient(self, param: nn.Parameter, value: torch.Tensor) -> None:
-        self._end_backward()
+        self._backward.end_if_over()
         unit, index = self._unit(param)
         with self._agreeing("set_full_gradient", unit, index):
             states = self._trainable(unit, index)

@@ -22,13 +22,14 @@ from zeroengine.optim.caller_optimizer import has_own_step_hooks
 from zeroengine.optim.loss_scaler import LossScaler
 from zeroengine.optim.lr_schedules import ScheduleGuard
 from zeroengine.optim.sharded_optimizer import GradientSummary, ShardedOptimizer
+from zeroengine.runtime.backward_tracker import BackwardListener, BackwardTracker
 from zeroengine.runtime.reducer import Reducer
 from zeroengine.utils.launcher_environment import report_step
 
 log = logging.getLogger("zeroengine")
 
 
-class Steps:
+class Steps(BackwardListener):
     """Takes steps from reduced gradients, and knows what became of them, once ``settle`` has returned.
 
     Args:
@@ -51,6 +52,7 @@ class Steps:
         reducer: Reducer,
         transport: Transport,
         published: Callable[[], None],
+        backward: BackwardTracker,
     ) -> None:
         self.taken = self.skipped = 0
         self.norm: float | None = None
@@ -62,6 +64,13 @@ class Steps:
         self._scaler, self._reducer, self._transport, self._published = scaler, reducer, transport, published
         self._issued: tuple[Verdict, Callable[[], None] | None] | None = None  # a step; what takes the schedule back
         self._overflow: tuple[int, bool] | None = None  # to report: the step's number, whether it was skipped
+        backward.subscribe(self)
+
+    def check_backward(self, wants_gradients: bool) -> None:
+        """Report on the step before. Refuse a backward after ``clip``, whose norm would lack its gradients."""
+        self.conclude()
+        if wants_gradients:
+            self.check_not_clipped()
 
     def divisor(self) -> float:
         """What the summed gradient is divided by for the mean over ranks and micro-steps."""

@@ -9,6 +9,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from zeroengine.config import FP16
 from zeroengine.errors import ZeroEngineError
 
@@ -50,6 +52,10 @@ class LossScaler:
             minimum=config.min_loss_scale,
             hysteresis_left=config.hysteresis,
         )
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return ``loss`` times the scale, at least in fp32, for the product may be beyond the range of fp16."""
+        return loss.to(torch.promote_types(loss.dtype, torch.float32)) * self.scale
 
     @property
     def exhausted(self) -> bool:

@@ -27,6 +27,7 @@ from torch import nn
 from zeroengine.comm.interfaces import Transport
 from zeroengine.errors import ReleasedParameterError, ZeroEngineError
 from zeroengine.runtime.autograd_tracking import Call, CallTracker, queue_callback
+from zeroengine.runtime.backward_tracker import BackwardListener, BackwardTracker
 from zeroengine.runtime.saved_views import SavedView, current_sequence_number, replace_saved_views
 from zeroengine.runtime.unit import State, Unit
 from zeroengine.runtime.visit_order import VisitOrder
@@ -46,13 +47,13 @@ class RunningForward(NamedTuple):
     first_sequence_number: int  # of the graph's nodes that this forward makes
 
 
-class Gatherer:
+class Gatherer(BackwardListener):
     """Owns when units are whole. Knows parameters only.
 
     Args:
         prefetch_numel: elements that may be gathered ahead of use.
         max_live_numel: elements of released units that may be whole at one time before prefetching stops.
-        enter_forward: called as a forward of the whole model begins outside of a backward, which has ended or raised.
+        backward: Tells when a backward fails and when a unit has all its gradients; learns of forwards from here.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Gatherer:
         *,
         prefetch_numel: int,
         max_live_numel: int,
-        enter_forward: Callable[[], None],
+        backward: BackwardTracker,
     ) -> None:
         self._units = list(units)
         self._transport, self._channel = transport, transport.gather
@@ -71,7 +72,7 @@ class Gatherer:
         self._prefetch_numel = prefetch_numel if transport.overlaps or stored else 0
         self._max_live_numel = max_live_numel
         self._live_numel = sum(unit.layout.numel for unit in self._units if unit.transient)  # not released
-        self._enter_forward = enter_forward
+        self._backward = backward
         self._num_user_gathered: dict[Unit, int] = dict.fromkeys(self._units, 0)  # by ``gathered``
         self.lent = 0  # units in `gathered`: ranks may run different forwards, so no order is learnt or followed
         self._running = 0  # forwards of the whole model in progress
@@ -98,6 +99,7 @@ class Gatherer:
         for unit in self._units:
             if unit.transient:
                 self._mark_released(unit)  # it was built without memory in its full buffer
+        backward.subscribe(self)
 
     def _hook(self, model: nn.Module) -> list[Any]:
         me = weakref.ref(self)
@@ -281,7 +283,7 @@ class Gatherer:
         if not self._enter_backward():
             if not self._running:
                 self.abandon_backward()
-                self._enter_forward()
+                self._backward.enter_forward()
                 self._release_put_off()
             if not (self._running or self.lent):
                 self._order.start_pass()
@@ -399,6 +401,10 @@ class Gatherer:
             if not self._graph_tasks:
                 self._end_backward()
 
+    def fail_backward(self, after_others: bool) -> None:
+        """Release what was gathered for a backward that raised."""
+        self.abandon_backward()
+
     def abandon_backward(self) -> None:
         """Forget backwards that raised. Call it where none can be in progress."""
         if self._graph_tasks:
@@ -412,8 +418,8 @@ class Gatherer:
             if unit.transient:
                 self._need(unit)
 
-    def complete(self, unit: Unit) -> None:
-        """Every trainable parameter of ``unit`` has its gradient."""
+    def unit_complete(self, unit: Unit) -> None:
+        """Release ``unit`` if it was gathered for a use that no hook announced: its gradients are complete."""
         self._calls.complete(unit)
         if unit in self._unhooked and not self._running:
             del self._unhooked[unit]

@@ -32,6 +32,7 @@ from zeroengine.comm.interfaces import Transport, Work
 from zeroengine.disk.swap_files import populate
 from zeroengine.errors import ZeroEngineError
 from zeroengine.offload.disk_store import Store
+from zeroengine.runtime.backward_tracker import BackwardListener, BackwardTracker
 from zeroengine.runtime.buckets import Slot, Slots, SummedWork
 from zeroengine.runtime.casting import CastCopies
 from zeroengine.runtime.offloaded_gradients import Landings
@@ -42,15 +43,14 @@ from zeroengine.utils.compiler_disable import eager
 from zeroengine.utils.profiling import profile_range
 
 
-class Reducer:
+class Reducer(BackwardListener):
     """Owns the gradients of the trainable units. Knows gradients only.
 
     Args:
         bucket_numel: elements that one bucket may hold; a larger unit is a bucket alone. None: one unit each.
         accumulation_dtype, reduce_dtype: from a unit's dtype to that of what is kept, and of what is sent (None: free).
         predivide: what gradients are divided by on their way; the update makes up for it.
-        complete: called when every parameter of a unit has its gradient.
-        arriving: called as each gradient comes, the first of a backward included; raises where it must not.
+        backward: Tells when a backward begins and ends; learns of each gradient and each complete unit from here.
         homes: where each trainable unit's summed gradients live, if not on the device.
         together: whether gradients are copied into buckets some at a time, as a GPU likes it.
         slots: those to make at once, rather than when they are needed. See ``Slots.make``.
@@ -65,15 +65,14 @@ class Reducer:
         accumulation_dtype: Callable[[torch.dtype], torch.dtype],
         reduce_dtype: Callable[[torch.dtype], torch.dtype | None],
         predivide: float,
-        complete: Callable[[Unit], None],
-        arriving: Callable[[], None],
+        backward: BackwardTracker,
         homes: Sequence[Store | None] = (),
         together: bool = False,
         slots: Mapping[tuple[int, torch.dtype], int] | None = None,
     ) -> None:
         self._transport, self._channel = transport, transport.reduce
         self._bucket_numel = bucket_numel or 0
-        self._complete, self._arriving = complete, arriving
+        self._backward = backward
         self.predivide = predivide
         self.gradients = [
             UnitGradients(unit, transport, accumulation_dtype(unit.dtype), reduce_dtype(unit.dtype), home)
@@ -89,10 +88,8 @@ class Reducer:
         self._slots.make(slots or {})
         self._slot_of: dict[UnitGradients, Slot] = {}  # being filled
         self.late = False  # a gradient came after its unit was reduced in this step, and waits on this rank
-        self.syncing = True  # False inside no_sync: gradients stay on this rank
-        self.boundary = True  # whether the micro-step in progress is the last before a step
-        self.in_backward = False
         self._handles = [self._hook(grads, i, p) for grads in self.gradients for i, p in enumerate(grads.unit.params)]
+        backward.subscribe(self)
 
     def _hook(self, grads: UnitGradients, index: int, param: nn.Parameter) -> object:
         # The hook lives in the parameter, where the garbage collector sees no cycles.
@@ -108,22 +105,18 @@ class Reducer:
 
     # -- backward ---------------------------------------------------------------------------------
 
-    def wanted(self) -> bool:
-        """Whether any gradient is: not while all parameters are frozen, as those of a GAN's discriminator are."""
-        return any(param.requires_grad for grads in self.gradients for param in grads.unit.params)
-
     def begin_backward(self) -> None:
-        self.in_backward = True
+        """Expect the gradients of every unit."""
         self._launched = 0
         for grads in self.gradients:
             grads.begin_backward()
 
     def _stays_local(self, grads: UnitGradients) -> bool:
         """Return whether a gradient waits in ``param.grad``: inside no_sync, or because its unit was sent already."""
-        return grads.reduced if grads.whole else grads.sent or not self.syncing
+        return grads.reduced if grads.whole else grads.sent or not self._backward.syncing
 
     def _ready(self, grads: UnitGradients, index: int, param: nn.Parameter) -> None:
-        self._arriving()
+        self._backward.note_gradient()
         grads.count_arrival(index)
         if param.grad is None:
             pass  # a Function gave None: torch calls its hooks all the same
@@ -134,7 +127,7 @@ class Reducer:
         else:
             self._collect(grads, index, param)
         if not grads.num_pending:
-            self._complete(grads.unit)
+            self._backward.note_unit_complete(grads.unit)
             self._launch_in_order()
 
     def _collect(self, grads: UnitGradients, index: int, param: nn.Parameter) -> None:
@@ -193,8 +186,8 @@ class Reducer:
         """Whether one waits outside of the buckets."""
         return index in grads.local or gradient_of(grads.unit.params[index]) is not None
 
-    def end_backward(self) -> None:
-        """Completes what the backward left open, in order."""
+    def end_backward(self, num_calls: int) -> None:
+        """Complete the units that the backward left incomplete, in order, and launch the last reductions."""
         for grads in self._order:
             if not self._stays_local(grads):
                 for index, count in enumerate(grads.arrived):
@@ -204,13 +197,14 @@ class Reducer:
         self._launch_in_order()
         self._flush()
         self._copy_together()
-        self.in_backward = False
 
     def _launch_in_order(self) -> None:
         while self._launched < len(self._order) and not self._order[self._launched].num_pending:
             grads = self._order[self._launched]
             self._launched += 1
-            due = self.boundary and self.syncing and not grads.reduced if grads.whole else self.syncing
+            due = self._backward.syncing
+            if grads.whole:
+                due = due and self._backward.is_boundary and not grads.reduced
             if due:
                 numel = sum(g.unit.layout.numel for g in self._bucket) + grads.unit.layout.numel
                 if self._bucket and numel > self._bucket_numel:
@@ -309,7 +303,7 @@ class Reducer:
         Raises:
             ZeroEngineError: a backward is under way, or the last one raised.
         """
-        if self.in_backward:
+        if self._backward.in_progress:
             raise ZeroEngineError(
                 "a gradient can be read and replaced after a backward, not during one, nor after one that raised"
             )
@@ -342,8 +336,12 @@ class Reducer:
         if unit.rank == 0:  # as if it alone had computed one
             grads.local[index] = (value * self.predivide).to(grads.dtype)
 
-    def abandon(self) -> None:
-        """Drops every gradient since the last step. What is already being reduced is, and then overwritten."""
+    def fail_backward(self, after_others: bool) -> None:
+        """Drop every gradient since the last step: some of the backward that raised are missing."""
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """Drop every gradient since the last step. A reduction under way ends first, and is overwritten then."""
         self.settle()
         if self._copies is not None:
             self._copies.forget()
@@ -351,7 +349,7 @@ class Reducer:
             slot.busy = False
         self._slot_of.clear()
         self._bucket.clear()
-        self.in_backward = self.late = False
+        self.late = False
         for grads in self.gradients:
             grads.num_pending = 0
             grads.local.clear()

@@ -1,0 +1,251 @@
+"""Tracks the backward in progress: when it begins, when it ends, whether it failed, and whether its loss is scaled.
+
+[Note: When a backward begins and ends]
+``Engine.backward`` runs a backward and so knows both ends of it. A plain ``loss.backward()`` is noticed when its first
+gradient arrives. Nothing tells when it ends: what is queued with autograd runs at the end of the innermost backward,
+such as that of a reentrant checkpoint. So the tracker ends it where its gradients are needed, or at the next forward.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import nn
+
+from zeroengine.errors import ZeroEngineError
+from zeroengine.runtime.autograd_tracking import queue_callback
+from zeroengine.runtime.unit import Unit
+from zeroengine.utils.compiler_disable import eager
+
+_RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__  # The function that every call of autograd uses.
+_RUN_BY_ENGINE = -1  # Stands for the backward of ``run`` where otherwise autograd's number of a backward stands.
+
+
+class BackwardListener:
+    """The events of a backward. Override those of interest; the others do nothing.
+
+    Listeners are called in the order in which they subscribed; at the end of a backward in the reverse order.
+    """
+
+    def begin_forward(self) -> None:
+        """A forward of the whole model begins with autograd enabled, outside of any backward."""
+
+    def check_backward(self, wants_gradients: bool) -> None:
+        """A backward is about to begin. Raise to refuse it: no listener has seen ``begin_backward`` yet.
+
+        Args:
+            wants_gradients: False where all parameters are frozen, as those of a GAN's discriminator while the loss
+                of the generator passes through it. No further event of this backward follows then.
+        """
+
+    def begin_backward(self) -> None:
+        """A backward begins."""
+
+    def unit_complete(self, unit: Unit) -> None:
+        """Every trainable parameter of ``unit`` has its gradient."""
+
+    def end_backward(self, num_calls: int) -> None:
+        """A backward has ended.
+
+        Args:
+            num_calls: The calls of a plain ``loss.backward()`` that it consists of; 0 for ``Engine.backward``.
+        """
+
+    def fail_backward(self, after_others: bool) -> None:
+        """A backward raised, so part of its gradients is missing: drop all gradients of the step in progress.
+
+        Args:
+            after_others: Whether other backwards brought gradients that ``end_backward`` has not reported yet.
+        """
+
+    def drop_gradients(self) -> None:
+        """Drop the gradients of the step in progress, which starts anew."""
+
+
+class BackwardTracker:
+    """Tells its listeners when a backward begins, ends or fails, whoever began it.
+
+    Args:
+        params: The trainable parameters; each may be frozen for a while.
+        requires_scaled_loss: Whether a loss that was not multiplied by the loss scale is refused.
+
+    Attributes:
+        in_progress: Whether a backward has begun that wants gradients and has not been ended.
+        syncing: Whether gradients are reduced; False inside ``no_sync``.
+        is_boundary: Whether the backward in progress is the last one before the update, as far as is known.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter], requires_scaled_loss: bool) -> None:
+        self._params, self._requires_scaled_loss = params, requires_scaled_loss
+        self._listeners: list[BackwardListener] = []
+        self.in_progress = False
+        self.syncing = True
+        self.is_boundary = True
+        self._run_by_engine = False
+        self._run_raised = False
+        self._ended_graph_tasks: set[int] = set()  # Plain backwards that ended since the first gradient came.
+        self._num_calls = 0  # Of these, the backwards that are within no other.
+        self._graph_tasks: set[int] = set()  # Plain backwards that brought gradients and have not ended.
+        self._scaled_graph_task: int | None = None  # The backward whose loss is scaled.
+
+    def subscribe(self, listener: BackwardListener) -> None:
+        """Call the methods of ``listener`` from now on."""
+        self._listeners.append(listener)
+
+    def run(
+        self, loss: torch.Tensor, retain_graph: bool, create_graph: bool, inputs: Sequence[torch.Tensor] | None
+    ) -> None:
+        """Run ``loss.backward``. ``loss`` is scaled already where that is required."""
+        self.finish()
+        self._begin()
+        self._run_by_engine, self._scaled_graph_task = True, _RUN_BY_ENGINE
+        try:
+            loss.backward(retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)
+        except BaseException:
+            self._run_raised = True
+            raise
+        finally:
+            self._run_by_engine = False
+        self._scaled_graph_task = None
+        self._end()
+
+    def mark_scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return ``loss``, of which a plain ``backward()`` will be known to be scaled."""
+        tracker_ref = weakref.ref(self)
+
+        def note_scaled(_: torch.Tensor) -> None:
+            tracker = tracker_ref()
+            if tracker is not None:
+                tracker._scaled_graph_task = torch._C._current_graph_task_id()
+                queue_callback(tracker._end_scaled)
+
+        if loss.requires_grad:
+            loss.register_hook(note_scaled)
+        return loss
+
+    def _end_scaled(self) -> None:
+        self._scaled_graph_task = None
+
+    # -- events -----------------------------------------------------------------------------------
+
+    def enter_forward(self) -> None:
+        """Note a forward of the whole model that begins outside of any backward: the backward before it has ended."""
+        self.finish()
+        if torch.is_grad_enabled():
+            for listener in self._listeners:
+                listener.begin_forward()
+
+    def note_gradient(self) -> None:
+        """Note that a parameter has a gradient. A plain ``loss.backward()`` begins with its first one.
+
+        Raises:
+            ZeroEngineError: The gradient is of a loss that is not scaled, or a listener refuses the backward.
+        """
+        if not self._run_by_engine:
+            graph_task = torch._C._current_graph_task_id()
+            if graph_task not in self._graph_tasks:
+                # Noted before anything can refuse the backward below: a refused backward counts as one that failed.
+                self._graph_tasks.add(graph_task)
+                queue_callback(partial(self._end_graph_task, graph_task))
+        if not self.in_progress:
+            self._begin()
+        if self._requires_scaled_loss and self._scaled_graph_task is None:
+            raise ZeroEngineError(
+                "loss.backward() without the loss scale that fp16 needs: call engine.backward(loss), or "
+                "engine.scale(loss).backward()"
+            )
+
+    def note_unit_complete(self, unit: Unit) -> None:
+        """Tell the listeners that every trainable parameter of ``unit`` has its gradient."""
+        for listener in self._listeners:
+            listener.unit_complete(unit)
+
+    def _end_graph_task(self, graph_task: int) -> None:
+        self._graph_tasks.discard(graph_task)
+        self._ended_graph_tasks.add(graph_task)
+        self._num_calls += _is_outermost()
+
+    def _begin(self) -> None:
+        wants_gradients = any(param.requires_grad for param in self._params)
+        for listener in self._listeners:
+            listener.check_backward(wants_gradients)
+        self._ended_graph_tasks.clear()
+        self._num_calls = 0
+        if wants_gradients:
+            for listener in self._listeners:
+                listener.begin_backward()
+            self.in_progress = True
+
+    def _end(self) -> None:
+        if not self.in_progress:
+            return  # All parameters are frozen: the backward belongs to the loss of another model.
+        try:
+            # A forward may end the backward before it, in whatever mode that forward runs.
+            with torch.inference_mode(False), torch.no_grad():
+                for listener in reversed(self._listeners):
+                    listener.end_backward(self._num_calls)
+        except BaseException:
+            self._run_raised = True
+            raise
+        self.in_progress = False
+
+    # -- ends that nobody announces ---------------------------------------------------------------
+
+    @property
+    def _is_running(self) -> bool:
+        return self._run_by_engine or torch._C._current_graph_task_id() >= 0
+
+    @property
+    def _raised(self) -> bool:
+        return self._run_raised or bool(self._graph_tasks)
+
+    @eager
+    def end_if_over(self) -> None:
+        """End the last backward where that has not been done yet, unless it raised or is still running."""
+        if self.in_progress and not self._is_running and not self._raised:
+            self._end()
+
+    @eager
+    def finish(self) -> None:
+        """End the last backward where that has not been done yet, unless it is still running.
+
+        If it raised, part of its gradients has come and part has not, so the listeners drop those of the whole step.
+        """
+        if self._is_running:
+            return
+        self.end_if_over()
+        if self._raised:
+            # Autograd numbers backwards as they begin, so one that ended before is no part of the one that raised.
+            after_others = any(ended < raised for ended in self._ended_graph_tasks for raised in self._graph_tasks)
+            self._run_raised = False
+            self._graph_tasks.clear()
+            self._scaled_graph_task = None
+            self.in_progress = False
+            for listener in self._listeners:
+                listener.fail_backward(after_others)
+
+    def drop_gradients(self) -> None:
+        """Drop the gradients of the step in progress, which starts anew."""
+        self.in_progress = False
+        for listener in self._listeners:
+            listener.drop_gradients()
+
+
+def _is_outermost() -> bool:
+    """Return whether the backward of autograd that ends now is within no other. Call it as its last callback.
+
+    A node of the outer backward calls the inner one, in the thread that runs the node. That is either the thread that
+    called the outer backward, whose call is then further up the stack, or a thread of autograd, which Python has not
+    started.
+    """
+    frame, num_calls = sys._getframe(), 0
+    while frame is not None:
+        num_calls += frame.f_code is _RUN_BACKWARD
+        frame = frame.f_back  # type: ignore[assignment]
+    is_autograd_thread = isinstance(threading.current_thread(), threading._DummyThread)
+    return num_calls < (1 if is_autograd_thread else 2)
