@@ -38,7 +38,7 @@ class Seen:
 def check_pools(engine: zeroengine.Engine) -> None:
     """Whether all that moves comes from the pool of the channel that moves it, and nothing else does."""
     gather, reduce = Pool.all
-    for unit in engine._units:
+    for unit in engine._parts.units:
         engine.gatherer.hold(unit)
         assert gather.place(unit.full) and gather.place(unit.shard)
         engine.gatherer.let_go(unit)
@@ -51,7 +51,7 @@ def check_pools(engine: zeroengine.Engine) -> None:
 
 def leave_and_come_back(engine: zeroengine.Engine, folder: Path) -> None:
     engine.offload_states(device="nvme", nvme_path=folder, include=STATES)
-    assert not any(pool.place(unit.shard) for pool in Pool.all for unit in engine._units)
+    assert not any(pool.place(unit.shard) for pool in Pool.all for unit in engine._parts.units)
     engine.reload_states()
 
 

@@ -68,7 +68,7 @@ def steps(
                     engine.backward(engine(*batch(step + micro_step, 0)))
                 engine.step()
         found.append(seen)
-    return [unit.layout.numel for unit in engine._units], found
+    return [unit.layout.numel for unit in engine._parts.units], found
 
 
 def volume(seen: list[Sent]) -> Counter[str]:

@@ -118,7 +118,7 @@ def by_own_loss(task: Task, engine: zeroengine.Engine) -> tuple[list[float], lis
 
     def look(*_: Any) -> None:
         nonlocal most
-        most = max(most, sum(unit.gathered_bytes() for unit in engine._units))
+        most = max(most, sum(unit.gathered_bytes() for unit in engine._parts.units))
 
     for module in engine.module.modules():
         module.register_forward_hook(look)
@@ -134,7 +134,7 @@ def by_own_loss(task: Task, engine: zeroengine.Engine) -> tuple[list[float], lis
         with torch.no_grad():
             losses.append(engine.eval()(**inputs).loss.item())
         engine.train()
-    sizes = sorted(unit.full.element_size() * unit.layout.numel for unit in engine._units)
+    sizes = sorted(unit.full.element_size() * unit.layout.numel for unit in engine._parts.units)
     assert most <= sum(sizes[-2:]) + sizes[0] < sum(sizes), "a rank held most of the model at one time"
     return losses, norms
 

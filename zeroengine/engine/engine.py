@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,57 +11,29 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import torch
 from torch import nn
 
-from zeroengine.checkpoint.on_signal import SaveOnSignal
-from zeroengine.comm.group import Group, check_same
-from zeroengine.comm.interfaces import ChannelName
-from zeroengine.config import FLOATS, Config
-from zeroengine.deferred_init import meta_init
-from zeroengine.disk.swap_files import populate
-from zeroengine.engine import mixed_precision
-from zeroengine.engine.accumulation import ENGINE_STEP, MANUAL_MODE, OPTIMIZER_STEP, Accumulation
+from zeroengine.comm.group import Group
+from zeroengine.config import Config
+from zeroengine.engine import state_offload
+from zeroengine.engine.accumulation import ENGINE_STEP, OPTIMIZER_STEP
+from zeroengine.engine.assembly import assemble
+from zeroengine.engine.checkpointing import EngineCheckpoints
 from zeroengine.engine.dataloader import ResumableLoader
-from zeroengine.engine.duplicate_inputs import InputComparison
-from zeroengine.engine.foreign_parameters import ForeignParameters
-from zeroengine.engine.full_values import Access
-from zeroengine.engine.gathered import claim
-from zeroengine.engine.late import Settled
-from zeroengine.engine.memory import Memory
-from zeroengine.engine.oom import explaining_memory
-from zeroengine.engine.step import Steps
+from zeroengine.engine.memory import Memory, explain_out_of_memory, measure_memory
 from zeroengine.errors import ZeroEngineError
 from zeroengine.migration.messages import engine_attribute, explains_arguments
 from zeroengine.migration.names import UNPACKED_CLIENT_STATE, UNPACKED_ENGINE
-from zeroengine.offload import offload_states as parking
 from zeroengine.offload.device_copies import Copies
-from zeroengine.offload.disk_store import Medium, Store
-from zeroengine.offload.offload_states import Parking, held
-from zeroengine.offload.offloaded_shards import StoredShards
-from zeroengine.offload.placement import place
 from zeroengine.optim.backends.device_adam import Verdict
-from zeroengine.optim.caller_optimizer import redirect_calls
-from zeroengine.optim.loss_scaler import LossScaler
-from zeroengine.optim.lr_schedules import LRSchedulerLike, make_scheduler
-from zeroengine.optim.sharded_optimizer import ShardedOptimizer
+from zeroengine.optim.lr_schedules import LRSchedulerLike
 from zeroengine.partition.cut import UnitPlan
-from zeroengine.partition.degrees import Degrees, degrees_of_stage
-from zeroengine.runtime.backward_tracker import BackwardTracker
-from zeroengine.runtime.gatherer import Gatherer
-from zeroengine.runtime.outside_writes import OutsideWrites
-from zeroengine.runtime.reducer import Reducer
-from zeroengine.runtime.reserve import expected, needed, slots_needed
-from zeroengine.runtime.unit import Unit
-from zeroengine.runtime.unit_gradients import UnitGradients
 from zeroengine.utils.call_site import returns_one_value
 from zeroengine.utils.compiler_disable import eager
-from zeroengine.utils.malloc_trim import Freed, return_freed_memory
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
     from torch.utils.data import Dataset
 
-    from zeroengine import checkpoint
-
-log = logging.getLogger("zeroengine")
+    from zeroengine.weights.live_weights import Loaded, Weights
 
 
 class Engine:
@@ -87,12 +57,8 @@ class Engine:
         grad_norm: global norm of the last step's mean gradient before clipping, or None before the first.
 
     On a GPU ``global_steps``, ``skipped_steps`` and ``grad_norm`` wait for the norm of the last step; ``micro_steps``
-    does not. See the note in ``late.py``.
+    does not. See the note in ``engine/step.py``.
     """
-
-    global_steps = Settled[int]("taken")
-    skipped_steps = Settled[int]("skipped")
-    grad_norm = Settled["float | None"]("norm")
 
     def __init__(
         self,
@@ -106,113 +72,23 @@ class Engine:
         on_device: bool | None = None,
         copies: Copies | None = None,
     ) -> None:
+        parts = assemble(
+            model,
+            optimizer,
+            config,
+            group,
+            plans,
+            lr_scheduler,
+            end_step=self._end_step_by_optimizer,
+            zero_grad=self.zero_grad,
+            on_device=on_device,
+            copies=copies,
+        )
+        self._parts = parts
+        self._checkpoints = EngineCheckpoints(parts)
         self.module, self.config, self.device = model, config, group.device
         self.rank, self.world_size = group.rank, group.world_size
-        self._group = group
-        self._parking = Parking()
-        zero = config.zero_optimization
-        self._transport = group.transport(
-            config.comm.transport, config.comm.timeout_seconds, config.comm.register_buffers
-        )
-        degrees = degrees_of_stage(zero.stage, group.world_size)
-        with group.agreeing("to initialize"):
-            self._placement = place(plans, degrees, config, self._transport, group.device, copies)
-        each = [self._degrees_of(plan, degrees) for plan in plans]
-        slots = None
-        if group.symmetric:  # before any other memory of the channels
-            expecting = expected(plans, each, self._placement, config, self._transport)
-            group.reserve(needed(expecting, zero.prefetch_bucket_size, zero.reduce_bucket_size))
-            slots = slots_needed(expecting, zero.reduce_bucket_size)
-        masters = iter(self._placement.optimizer)
-        freed = Freed()
-        self._units = [
-            self._build(plan, its, stored, next(masters) if plan.trainable else None, freed)
-            for plan, its, stored in zip(plans, each, self._placement.parameters, strict=True)
-        ]
-        meta_init.guard(model, self._units)
-        mixed_precision.prepare_buffers(model, config, group.device, group.broadcast)
-        self._scaler = LossScaler.of(config.fp16) if config.scales_loss else LossScaler()
-        trainable = [param for unit in self._units if unit.trainable for param in unit.params]
-        self._backward = BackwardTracker(trainable, config.scales_loss)
-        per_step = None if config.manual_accumulation else int(config.gradient_accumulation_steps)
-        self._accumulation = Accumulation(per_step, group.rank, self._backward)
-        self.gatherer = Gatherer(
-            model,
-            self._units,
-            self._transport,
-            prefetch_numel=zero.prefetch_bucket_size if zero.overlap_comm else 0,
-            max_live_numel=zero.max_live_parameters,
-            backward=self._backward,
-        )
-        self.reducer = Reducer(
-            self._units,
-            self._transport,
-            bucket_numel=zero.reduce_bucket_size,
-            accumulation_dtype=config.accumulation_dtype,
-            reduce_dtype=config.reduce_dtype,
-            predivide=config.predivide(group.world_size),
-            backward=self._backward,
-            homes=self._placement.optimizer,
-            together=self.device.type == "cuda" if on_device is None else on_device,
-            slots=slots,
-        )
-        self._writes = OutsideWrites(self._units, group)
-        with group.agreeing("to initialize"):
-            self.optimizer = ShardedOptimizer(
-                optimizer,
-                self.reducer.gradients,
-                self._transport,
-                publish=self._published,
-                step=self._step_by_optimizer,
-                zero_grad=self.zero_grad,
-                writes=self._writes,
-                moments_dtype=FLOATS[config.optimizer_state_dtype],
-                homes=self._placement.optimizer,
-                pipeline=self._placement.pipeline,
-                on_device=on_device,
-            )
-            schedule = make_scheduler(lr_scheduler, self.optimizer, config)
-        self._steps = Steps(
-            config,
-            self.optimizer,
-            optimizer,
-            schedule,
-            self._scaler,
-            self.reducer,
-            self._transport,
-            self._let_peers_read,
-            self._backward,
-        )
-        self._foreign = ForeignParameters(model, self._units, optimizer, self.rank)
-        self._input_comparison = InputComparison(self._transport, self.device)
-        redirect_calls(optimizer, self._step_by_optimizer, self.zero_grad)
-        self._checkpoints: checkpoint.Checkpointer | None = None
-        self._on_signal = SaveOnSignal(config, group) if config.checkpoint.on_signal else None
-        self._stateful: dict[str, Stateful] = {}
-        self._access = Access(
-            self._units,
-            group,
-            self._transport,
-            self.gatherer,
-            self.reducer,
-            self.optimizer,
-            self._writes,
-            self._steps.divisor,
-            self._accumulation,
-            self._backward,
-        )
-        claim((param for unit in self._units for param in unit.params), self._access)
-        mixed_precision.install(model, config, self.device)
-        return_freed_memory()
-        if self.rank == 0:
-            for notice in config.notices:
-                log.warning(notice)
-            if config.comm.register_buffers and self._transport.name != "nccl":
-                log.warning("comm.register_buffers has no effect: nothing moves by NCCL here")
-            if config.comm.transport == "shm" and group.device.type != "cpu":
-                log.warning('comm.transport "shm" has no effect: it is for ranks that compute on CPUs')
-            if config.dump_state:
-                print(config.describe(), flush=True)
+        self.optimizer, self.gatherer, self.reducer = parts.optimizer, parts.gatherer, parts.reducer
 
     if not TYPE_CHECKING:  # a type checker refuses both by itself
 
@@ -225,35 +101,22 @@ class Engine:
             """Raise TypeError: ``initialize`` is not DeepSpeed's, which returns four. Unpacking comes here, too."""
             raise TypeError(UNPACKED_ENGINE)
 
-    def _degrees_of(self, plan: UnitPlan, degrees: Degrees) -> Degrees:
-        if plan.numel <= self.config.zero_optimization.param_persistence_threshold:
-            return dataclasses.replace(degrees, parameters=1)
-        return degrees
-
-    def _build(
-        self, plan: UnitPlan, degrees: Degrees, stored: StoredShards | None, masters: Store | None, freed: Freed
-    ) -> Unit:
-        unit = Unit(plan, degrees, self._transport, self._group.broadcast, stored, masters)
-        # What its parameters had before, and what went into making their values, in fp32 if they are rounded then.
-        freed.add(unit.full.nbytes + (4 * plan.numel if unit.mixed else 0))
-        return unit
-
     # -- training ---------------------------------------------------------------------------------
 
-    @explaining_memory
+    @explain_out_of_memory
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward. On a GPU tensors in CPU memory among its inputs are copied there first."""
-        if self._parking:
-            self._parking.check("the forward", ("parameters",))
+        if self._parts.state_offloader:
+            self._parts.state_offloader.check("the forward", ("parameters",))
         if self.module.training and not self.gatherer.lent:
-            self._input_comparison.observe((args, kwargs))
+            self._parts.input_comparison.observe((args, kwargs))
         with self.gatherer.forward():
             return self.module(*args, **kwargs)
 
     forward = __call__
 
     @eager
-    @explaining_memory
+    @explain_out_of_memory
     @explains_arguments
     def backward(
         self,
@@ -286,17 +149,22 @@ class Engine:
                 "backward(): the loss is detached from the parameters. Compute it from engine(...), outside "
                 "torch.no_grad(), without .detach() or .item()"
             )
-        self._parking.check("backward()")
-        scaled = loss if self._scaler.scale == 1 else self._scaler.scaled(loss)
-        self._backward.run(scaled, retain_graph, create_graph, inputs)
+        self._parts.state_offloader.check("backward()")
+        scaler = self._parts.scaler
+        scaled = loss if scaler.scale == 1 else scaler.scaled(loss)
+        self._parts.backward.run(scaled, retain_graph, create_graph, inputs)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """``loss`` times ``loss_scale``, at least in fp32, for a plain ``engine.scale(loss).backward()``."""
-        return self._backward.mark_scaled(self._scaler.scaled(loss))
+        return self._parts.backward.mark_scaled(self._parts.scaler.scaled(loss))
 
     @property
     def loss_scale(self) -> float:
-        return self._scaler.scale
+        """What ``backward`` multiplies the loss by: 1 except where gradients may be fp16.
+
+        Assign to it to start a dynamic scale elsewhere, or to change a static one.
+        """
+        return self._parts.scaler.scale
 
     @loss_scale.setter
     def loss_scale(self, scale: float) -> None:
@@ -304,29 +172,59 @@ class Engine:
             raise ZeroEngineError(
                 'loss_scale: only fp16 scales the loss; enable it with "fp16": {"enabled": true} in the configuration'
             )
-        self._backward.end_if_over()
-        if self._accumulation.has_gradients:
+        self._parts.backward.end_if_over()
+        if self._parts.accumulation.has_gradients:
             raise ZeroEngineError(
                 "loss_scale: the gradients of this step so far have another scale. Assign to it after the step() that "
                 "ends one, before the next backward."
             )
-        self._scaler.set(scale)
+        self._parts.scaler.set(scale)
+
+    @property
+    def global_steps(self) -> int:
+        """The updates taken."""
+        self._parts.step_runner.sync_step()
+        return self._parts.step_runner.num_updates
+
+    @global_steps.setter
+    def global_steps(self, steps: int) -> None:
+        self._parts.step_runner.sync_step()
+        self._parts.step_runner.num_updates = steps
+
+    @property
+    def skipped_steps(self) -> int:
+        """The updates left out because the gradient was not finite."""
+        self._parts.step_runner.sync_step()
+        return self._parts.step_runner.num_skipped
+
+    @skipped_steps.setter
+    def skipped_steps(self, steps: int) -> None:
+        self._parts.step_runner.sync_step()
+        self._parts.step_runner.num_skipped = steps
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The global norm of the last step's mean gradient before clipping; None before the first step."""
+        self._parts.step_runner.sync_step()
+        return self._parts.step_runner.grad_norm
 
     @property
     def micro_steps(self) -> int:
-        return self._accumulation.micro_steps
+        """The calls of ``step``; where ``optimizer.step()`` ends a step, ``gradient_accumulation_steps`` at once."""
+        return self._parts.accumulation.micro_steps
 
     @micro_steps.setter
     def micro_steps(self, micro_steps: int) -> None:
-        self._accumulation.micro_steps = micro_steps
+        self._parts.accumulation.micro_steps = micro_steps
 
     @property
     def lr_scheduler(self) -> Any:
-        return self._steps.schedule
+        """The schedule that ``step`` steps, or None."""
+        return self._parts.step_runner.schedule
 
     @lr_scheduler.setter
     def lr_scheduler(self, schedule: Any) -> None:
-        self._steps.set_schedule(schedule)
+        self._parts.step_runner.set_schedule(schedule)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients that came since the last ``step``, such as those that another model's loss left here.
@@ -337,22 +235,23 @@ class Engine:
         Raises:
             ZeroEngineError: earlier micro-steps of this step would lose theirs, too.
         """
-        self._backward.finish()
-        if not self._accumulation.incomplete:
-            if not self._accumulation.has_new_gradients:
+        self._parts.backward.finish()
+        accumulation = self._parts.accumulation
+        if not accumulation.incomplete:
+            if not accumulation.has_new_gradients:
                 return
-            if self._accumulation.has_earlier_micro_steps:
+            if accumulation.has_earlier_micro_steps:
                 raise ZeroEngineError(
                     "zero_grad() between backward() and step(), with gradients of earlier micro-steps: they would be "
                     "lost. Call it before the first backward of a step."
                 )
-        self._steps.forget_clipping()
-        self._backward.drop_gradients()
+        self._parts.step_runner.forget_clipping()
+        self._parts.backward.drop_gradients()
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-step in progress ends with an update."""
-        self._backward.end_if_over()
-        return self._accumulation.is_boundary()
+        self._parts.backward.end_if_over()
+        return self._parts.accumulation.is_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """With manual accumulation: say before a backward whether it is the last one of the step.
@@ -363,17 +262,17 @@ class Engine:
         Raises:
             ZeroEngineError: ``gradient_accumulation_steps`` is a number, so the engine counts.
         """
-        self._backward.end_if_over()
-        self._accumulation.set_boundary(is_boundary)
+        self._parts.backward.end_if_over()
+        self._parts.accumulation.set_boundary(is_boundary)
 
     @property
     def gradient_clipping(self) -> float:
         """The largest global norm of the gradient; 0: no clipping. Assign the same value on every rank."""
-        return self._steps.gradient_clipping
+        return self._parts.step_runner.gradient_clipping
 
     @gradient_clipping.setter
     def gradient_clipping(self, max_norm: float) -> None:
-        self._steps.set_gradient_clipping(max_norm)
+        self._parts.step_runner.set_gradient_clipping(max_norm)
 
     @eager
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
@@ -392,14 +291,14 @@ class Engine:
         Raises:
             ZeroEngineError: there was no backward, or further backwards of this step are to come.
         """
-        max_norm = self._steps.checked_norm(max_norm, "clip_grad_norm_(): max_norm", zero=False)
+        max_norm = self._parts.step_runner.checked_norm(max_norm, "clip_grad_norm_(): max_norm", zero=False)
         self._check_step("clip_grad_norm_()")
-        self._accumulation.check_boundary("clip_grad_norm_()")
+        self._parts.accumulation.check_boundary("clip_grad_norm_()")
         self._finish_gradients("clip_grad_norm_()")
-        return self._steps.clip(max_norm)
+        return self._parts.step_runner.clip(max_norm)
 
     @eager
-    @explaining_memory
+    @explain_out_of_memory
     @explains_arguments
     def step(self) -> bool | Verdict:
         """Ends a micro-step; at the accumulation boundary clips, updates and steps the LR schedule.
@@ -417,29 +316,29 @@ class Engine:
                 parameters that ``initialize`` was not given.
         """
         self._check_step("step()")
-        if not self._accumulation.check_engine_step():
-            self._accumulation.end_micro_step()
-            self._input_comparison.end_micro_step(False)
+        if not self._parts.accumulation.check_engine_step():
+            self._parts.accumulation.end_micro_step()
+            self._parts.input_comparison.end_micro_step(False)
             return False
         return self._update(ENGINE_STEP)
 
     @eager
-    @explaining_memory
-    def _step_by_optimizer(self) -> None:
+    @explain_out_of_memory
+    def _end_step_by_optimizer(self) -> None:
         """``step()`` of ``optimizer`` or of the optimizer that was passed in. See "Who ends a step"."""
         self._check_step("optimizer.step()")
-        self._accumulation.check_optimizer_step()
+        self._parts.accumulation.check_optimizer_step()
         self._update(OPTIMIZER_STEP)
 
     def _check_step(self, call: str) -> None:
-        """
+        """Refuse ``call`` where a step cannot end.
+
         Raises:
-            ZeroEngineError: this is no place to end a step.
+            ZeroEngineError: States are offloaded or half loaded, or ``call`` is inside a CUDA graph or a backward.
         """
-        self._parking.check(call)
-        self._placement.check()
-        if self._checkpoints is not None:
-            self._checkpoints.check_not_half_loaded(call)
+        self._parts.state_offloader.check(call)
+        self._parts.placement.check()
+        self._checkpoints.check_not_half_loaded(call)
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise ZeroEngineError(
                 f"{call} inside the capture of a CUDA graph: what it does on the host (counters, schedule, which "
@@ -448,11 +347,12 @@ class Engine:
             )
         if torch._C._current_graph_task_id() >= 0:
             raise ZeroEngineError(f"{call} inside of a backward, such as in a hook: call it after the backward")
-        self._backward.finish()  # if the last backward raised, its gradients must not be used
+        # If the last backward raised, its gradients are incomplete and are dropped here.
+        self._parts.backward.finish()
 
     def _finish_gradients(self, call: str) -> None:
         """Return with the gradients of this step reduced. If it raises nothing has changed."""
-        if not self._backward.syncing:
+        if not self._parts.backward.syncing:
             raise ZeroEngineError(
                 f"{call} inside `with engine.no_sync()`: at the accumulation boundary the gradients are to be reduced. "
                 "Leave the `with` before the last backward of a step."
@@ -462,33 +362,25 @@ class Engine:
                 f"{call} inside `with zeroengine.gathered(...)`: the update would not reach the gathered values. Leave "
                 "the `with` first."
             )
-        self._foreign.check()
+        self._parts.foreign_parameters.check()
         self.reducer.finish()
 
     def _update(self, call: str) -> bool | Verdict:
+        """Take a step on behalf of ``call``. Return whether parameters were updated, or an object that tells."""
+        parts = self._parts
         self._finish_gradients(call)
-        self.gatherer.settle(before_update=True)  # if it raises nothing has changed, and step() may be called again
-        self._accumulation.end_step(call)
-        self._input_comparison.end_micro_step(True)
+        # If anything up to this line raises, nothing has changed and the step may be called again.
+        self.gatherer.settle(before_update=True)
+        parts.accumulation.end_step(call)
+        parts.input_comparison.end_micro_step(True)
         if call == ENGINE_STEP:
-            self._steps.warn_of_unused_hooks()
-        updates = self._steps.take()
-        self._writes.remember()
-        self._placement.let_go()
-        if self._on_signal is not None and self._on_signal.is_due():
-            self._on_signal.save_and_exit(self)
-        return updates
-
-    def _let_peers_read(self) -> None:
-        if not self._transport.overlaps:  # nothing to gain from waiting; and peers read this rank's own parameters
-            self.gatherer.settle()
-            self._transport.fence()
-
-    def _published(self, grads: UnitGradients) -> None:
-        unit = grads.unit
-        torch.autograd.graph.increment_version(unit.params)  # autograd refuses a graph that saved the values before
-        if unit.degrees.optimizer > unit.degrees.parameters:
-            self.gatherer.refresh(unit)
+            parts.step_runner.warn_of_unused_hooks()
+        updated = parts.step_runner.take()
+        parts.external_writes.remember()
+        parts.placement.let_go()
+        if parts.save_on_signal is not None and parts.save_on_signal.is_due():
+            parts.save_on_signal.save_and_exit(self)
+        return updated
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -496,15 +388,17 @@ class Engine:
 
         Legal at every stage. At stages 2 and 3 it holds whole gradients meanwhile.
         """
-        self._backward.end_if_over()  # a plain backward before the `with`, and the last one in it, end as they began
-        before, self._backward.syncing = self._backward.syncing, False
+        backward = self._parts.backward
+        # A plain backward before the `with` ends as it began, and so does the last one inside it.
+        backward.end_if_over()
+        syncing_before, backward.syncing = backward.syncing, False
         try:
             yield
         finally:
             try:
-                self._backward.end_if_over()
+                backward.end_if_over()
             finally:
-                self._backward.syncing = before
+                backward.syncing = syncing_before
 
     def train(self, mode: bool = True) -> Engine:
         """Sets training mode, as ``nn.Module.train``."""
@@ -538,67 +432,18 @@ class Engine:
         Raises:
             ZeroEngineError: an unknown state, memory that cannot be given back, or a folder that cannot be used.
         """
-        zero = self.config.zero_optimization
-        configured = zero.offload_optimizer.disk or zero.offload_param.disk
-        arguments = {"include": None if include is None else sorted(include), "device": device}
-        with self._group.agreeing("to offload states", arguments) as every_rank:  # each may have a disk of its own
-            path = self._parking.check_request(include, device, nvme_path, configured)
-        check_same("offload_states()", every_rank)
-        self._backward.end_if_over()
-        self._steps.conclude()  # it may ask for the gradients
-        self.gatherer.settle()
-        self.reducer.settle()
-        self._transport.fence()
-        if device == "cpu" and self.device.type == "cpu":
-            return
-        every = {
-            "optimizer": self.optimizer.tensors(),
-            "gradients": [grads.kept for grads in self.reducer.gradients if grads.home is None],
-            "parameters": [unit.shard for unit in self._units if unit.stored is None],
-        }
-        if include is None:
-            include = parking.USUAL
-            every = {name: [t for t in of if t.untyped_storage().resizable()] for name, of in every.items()}
-        states = {name: every[name] for name in include}
-        with self._group.agreeing("to offload states"):
-            self._parking.leave(states, path, self.config, self.rank)
-        return_freed_memory()
+        state_offload.offload(self._parts, include, device, nvme_path)
 
     @explains_arguments
     def reload_states(self) -> None:
         """Brings back what ``offload_states`` took away. Call it on every rank."""
-        channels: dict[int, ChannelName | None] = {id(unit.shard): "gather" for unit in self._units}
-        channels |= {id(grads.kept): grads.channel for grads in self.reducer.gradients}
-        self._parking.come_back(lambda tensor: self._transport.refill(tensor, channels.get(id(tensor))))
+        state_offload.reload(self._parts)
 
     # -- looking inside ---------------------------------------------------------------------------
 
     def memory(self) -> Memory:
         """The bytes that each state holds on this rank now."""
-        here, in_cpu, on_disk = (self._bytes_in(medium) for medium in (None, "cpu", "nvme"))
-        of_host = self._placement.host_bytes
-        at_host = self.device.type == "cpu"
-        copied = 0 if self._checkpoints is None else self._checkpoints.copy_bytes
-        return Memory(
-            device=str(self.device),
-            **here,
-            buckets=self.reducer.bucket_bytes(),
-            put_off={unit.name: unit.gathered_bytes() for unit in self.gatherer.put_off()},
-            gathered=sum(unit.gathered_bytes() for unit in self._units),
-            staging=self._placement.slot_bytes + (of_host if at_host else 0),
-            checkpoint=copied if at_host else 0,
-            cpu=in_cpu | ({} if at_host else {"staging": of_host, "checkpoint": copied}),
-            nvme=on_disk,
-        )
-
-    def _bytes_in(self, medium: Medium | None) -> dict[str, int]:
-        """Of each state in a kind of memory; None: on the device."""
-        shards = ((unit.shard, unit.stored) for unit in self._units)
-        gradients = ((grads.kept, grads.home) for grads in self.reducer.gradients)
-        found = self.optimizer.bytes_in(medium)
-        for name, of in (("parameters", shards), ("gradients", gradients)):
-            found[name] = sum(held(t) for t, home in of if (None if home is None else home.medium) == medium)
-        return found
+        return measure_memory(self._parts, self._checkpoints.copy_bytes)
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
         """What ``model.state_dict()`` would be without partitioning, on CPU. Call it on every rank.
@@ -609,25 +454,9 @@ class Engine:
         Raises:
             ZeroEngineError: on every rank, where the model has parameters that ``initialize`` was not given.
         """
-        with self._group.agreeing("to collect the state dict"):
-            self._foreign.check()
-        keep = self.rank == 0 or not rank0_only
-        values: dict[nn.Parameter, torch.Tensor] = {}
-        for unit in self._units:
-            self.gatherer.hold(unit)
-            if keep:
-                values |= {param: param.detach().to("cpu", copy=True) for param in unit.params}
-            self.gatherer.let_go(unit)
-        if not keep:
-            return {}
-        state: dict[str, torch.Tensor] = {}
-        for prefix, module in self.module.named_modules(remove_duplicate=False):
-            dot = f"{prefix}." if prefix else ""
-            state |= {f"{dot}{n}": values[p] for n, p in module._parameters.items() if p is not None}
-            skip = module._non_persistent_buffers_set
-            buffers = ((n, b) for n, b in module._buffers.items() if b is not None and n not in skip)
-            state |= {f"{dot}{n}": b.detach().to("cpu", copy=True) for n, b in buffers}
-        return state
+        with self._parts.group.agreeing("to collect the state dict"):
+            self._parts.foreign_parameters.check()
+        return self._parts.full_values.state_dict(rank0_only)
 
     # -- data -------------------------------------------------------------------------------------
 
@@ -650,7 +479,7 @@ class Engine:
         loader = ResumableLoader(
             dataset, self.rank, self.world_size, micro_batch, shuffle=shuffle, seed=seed, options=options
         )
-        self.register_stateful(f"dataloader.{sum(name.startswith('dataloader.') for name in self._stateful)}", loader)
+        self._checkpoints.register_stateful(self._checkpoints.unused_name("dataloader"), loader)
         return loader
 
     def register_stateful(self, name: str, stateful: Stateful) -> None:
@@ -666,16 +495,7 @@ class Engine:
         Raises:
             ZeroEngineError: it has not, or the name is taken.
         """
-        if name in self._stateful:
-            raise ZeroEngineError(f"register_stateful(): the name {name!r} is taken")
-        if not all(callable(getattr(stateful, method, None)) for method in ("state_dict", "load_state_dict")):
-            raise ZeroEngineError(
-                f"register_stateful() takes an object with state_dict() and load_state_dict(), found "
-                f"{type(stateful).__name__}"
-            )
-        self._stateful[name] = stateful
-        if self._checkpoints is not None:
-            self._checkpoints.hand_over(name)
+        self._checkpoints.register_stateful(name, stateful)
 
     # -- checkpoints ------------------------------------------------------------------------------
 
@@ -698,20 +518,7 @@ class Engine:
             ZeroEngineError: on every rank; there is no such checkpoint then.
             DivergenceError: on every rank, where they name different folders or tags.
         """
-        self._backward.end_if_over()
-        with self._group.agreeing("to save a checkpoint"):
-            self._parking.check("save_checkpoint()")
-            self._placement.check()
-            self._foreign.check()
-            if self._accumulation.has_gradients:
-                raise ZeroEngineError(
-                    "save_checkpoint() between the micro-steps of a step would lose their gradients: call it after a "
-                    "step() that updated. Where the last step of an epoch has fewer micro-steps, write "
-                    f"{MANUAL_MODE} in the configuration and end it with step()."
-                )
-        self._steps.conclude()
-        self._settle_parameters()
-        self._checkpointer().save(directory, f"step-{self.global_steps}" if tag is None else tag, client_state)
+        self._checkpoints.save(directory, tag, client_state)
 
     @returns_one_value(UNPACKED_CLIENT_STATE)
     @explains_arguments
@@ -744,25 +551,7 @@ class Engine:
             CheckpointError: on every rank; the engine is as it was.
             DivergenceError: on every rank, where they name different folders or tags; the engine is as it was.
         """
-        with self._group.agreeing("to load a checkpoint"):
-            self._parking.check("load_checkpoint()")
-            self._foreign.check()
-        self._steps.conclude()
-        self._backward.finish()
-        self._settle_parameters()
-        restored = self._checkpointer().load(
-            directory, tag, weights_only=weights_only, strict=strict, fallback=fallback
-        )
-        meta_init.loaded(self._units, restored.missing)
-        counters = restored.counters
-        if counters:  # else the weights alone were loaded, and the step in progress goes on
-            self._steps.forget_clipping()
-            self._backward.drop_gradients()
-        for name in self._counters():
-            setattr(self, name, counters.get(name, getattr(self, name)))
-        if counters and not self.config.manual_accumulation:  # another accumulation counts otherwise
-            self.micro_steps = (self.global_steps + self.skipped_steps) * int(self.config.gradient_accumulation_steps)
-        return restored.client_state
+        return self._checkpoints.load(directory, tag, weights_only=weights_only, strict=strict, fallback=fallback)
 
     def wait_for_checkpoint(self) -> None:
         """Returns when no checkpoint is being saved in the background any more. Call it on every rank.
@@ -770,8 +559,7 @@ class Engine:
         Raises:
             CheckpointError: on every rank, where the save failed.
         """
-        if self._checkpoints is not None:
-            self._checkpoints.wait()
+        self._checkpoints.wait()
 
     def save_weights(
         self,
@@ -793,16 +581,9 @@ class Engine:
             CheckpointError: on every rank; what was in ``directory`` is as it was.
             DivergenceError: on every rank, where they pass different arguments.
         """
-        from zeroengine.weights.live_weights import save
+        self._checkpoints.save_weights(directory, dtype, shard_size)
 
-        with self._group.agreeing("to save weights"):
-            self._foreign.check()
-            if self._checkpoints is not None:
-                self._checkpoints.check_not_half_loaded("save_weights()")
-        self._settle_parameters()
-        save(self._trained(), directory, dtype, shard_size)
-
-    def load_weights(self, weights: checkpoint.Weights, *, strict: bool = True) -> checkpoint.Loaded:
+    def load_weights(self, weights: Weights, *, strict: bool = True) -> Loaded:
         """Takes over parameters and buffers from files or a state dict; optimizer, schedule and counters stay.
 
         Each rank reads the parts that it owns, cast to its own dtypes. Masters and the parameters that are computed
@@ -821,77 +602,7 @@ class Engine:
             CheckpointError: on every rank, with the names and shapes that differ; the engine is as it was.
             DivergenceError: on every rank, where they name different files; the engine is as it was.
         """
-        from zeroengine.weights.live_weights import load
-
-        with self._group.agreeing("to load weights"):
-            self._parking.check("load_weights()")
-            self._foreign.check()
-            if self.gatherer.lent:
-                raise ZeroEngineError(
-                    "load_weights() inside `with zeroengine.gathered(...)`: its end would write the old values back. "
-                    "Leave the `with` first."
-                )
-        self._backward.finish()
-        self._settle_parameters()
-        found = load(self._trained(), weights, strict)
-        meta_init.loaded(self._units, found.missing_keys)
-        return found
-
-    def _settle_parameters(self) -> None:
-        """Return when nothing reads or writes parameters and masters, and masters are what the model computes with.
-
-        Call it on every rank, before they are saved or replaced.
-
-        Raises:
-            DivergenceError: on every rank, where the ranks wrote different values into the model.
-        """
-        self.gatherer.settle()
-        self._placement.settle()
-        self._writes.compare()
-        self.optimizer.reload_masters()
-        self._placement.let_go()
-
-    def _trained(self) -> checkpoint.Trained:
-        from zeroengine.checkpoint.snapshot import Trained
-
-        return Trained(
-            self.module,
-            self._units,
-            self.optimizer,
-            self.lr_scheduler,
-            self._scaler,
-            self.config,
-            self._group,
-            self._counters,
-            self._republish,
-            self._stateful,
-            bool(self._placement.disks),
-            self._placement.let_go,
-        )
-
-    def _checkpointer(self) -> checkpoint.Checkpointer:
-        if self._checkpoints is None:
-            from zeroengine.checkpoint.manager import Checkpointer  # torch's own part of it takes 50 MB and a second
-
-            self._checkpoints = Checkpointer(self._trained())
-        return self._checkpoints
-
-    def _counters(self) -> dict[str, int]:
-        return {name: getattr(self, name) for name in ("global_steps", "micro_steps", "skipped_steps")}
-
-    def _republish(self) -> None:
-        """The masters were written from outside: everybody computes with their values from now on."""
-        self._placement.settle()
-        for states in self.optimizer.units:
-            if states.mixed:
-                populate(states.master)
-                populate(states.published, write=True)
-                states.published.copy_(states.master)
-            self._published(states.grads)
-            self._placement.let_go(states.published, states.master)
-        self._writes.remember()
-        self.gatherer.settle()
-        self._transport.fence()
+        return self._checkpoints.load_weights(weights, strict)
 
     def close(self) -> None:
         """Gives back what the engine holds outside of tensors. The model keeps working where it is not partitioned.
@@ -899,15 +610,16 @@ class Engine:
         Call it on every rank. On a GPU it also says what became of the last step, where nobody has asked, unless it is
         called because of an error.
         """
+        parts = self._parts
         try:
-            if self._on_signal is not None:
-                self._on_signal.close()
-            if self._checkpoints is not None:
-                self._checkpoints.close()
+            if parts.save_on_signal is not None:
+                parts.save_on_signal.close()
+            self._checkpoints.close()
             self.gatherer.settle()
-            if sys.exc_info()[0] is None:  # else the device may never get there
-                self._steps.end()
+            # After an error the device may never get to the end of the last step.
+            if sys.exc_info()[0] is None:
+                parts.step_runner.final_report()
         finally:
-            self._steps.close()
-            self._transport.close()
-            self._placement.close()
+            parts.step_runner.close()
+            parts.transport.close()
+            parts.placement.close()

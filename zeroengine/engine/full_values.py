@@ -32,17 +32,18 @@ from zeroengine.runtime.unit import Unit
 log = logging.getLogger("zeroengine")
 
 
-class Access:
-    """What an engine lends to ``gathered`` and to the functions below.
+class FullValues:
+    """Serves ``gathered``, ``Engine.full_state_dict`` and the functions below.
 
     Args:
-        divisor: gives what the summed gradient is to be divided by for the mean.
-        accumulation: says whether gradients have come since the last call of ``step``.
-        backward: ends a backward that is over and of which nobody has said so.
+        divisor: Returns what the summed gradient is to be divided by for the mean.
+        accumulation: Says whether gradients have come since the last call of ``step``.
+        backward: Ends a plain backward that is over.
     """
 
     def __init__(
         self,
+        model: nn.Module,
         units: Sequence[Unit],
         group: Group,
         transport: Transport,
@@ -56,7 +57,7 @@ class Access:
     ) -> None:
         self._backward = backward
         self.gatherer = gatherer
-        self._units, self._group, self._transport = units, group, transport
+        self._model, self._units, self._group, self._transport = model, units, group, transport
         self._reducer, self._divisor = reducer, divisor
         self._optimizer, self._writes, self._accumulation = optimizer, writes, accumulation
         self._warned = False
@@ -96,6 +97,29 @@ class Access:
                 "engine.clip_grad_norm_(max_norm), or write gradient_clipping in the configuration. "
                 "zeroengine.full_gradient(param) gives the gradient."
             )
+
+    # -- the whole model --------------------------------------------------------------------------
+
+    def state_dict(self, rank0_only: bool) -> dict[str, torch.Tensor]:
+        """Return copies of all parameters and persistent buffers. See ``Engine.full_state_dict``. A collective."""
+        returns_values = self._group.rank == 0 or not rank0_only
+        values: dict[nn.Parameter, torch.Tensor] = {}
+        # One unit after another, so that a rank that returns nothing never holds more than one.
+        for unit in self._units:
+            self.gatherer.hold(unit)
+            if returns_values:
+                values |= {param: param.detach().to("cpu", copy=True) for param in unit.params}
+            self.gatherer.let_go(unit)
+        if not returns_values:
+            return {}
+        state: dict[str, torch.Tensor] = {}
+        for prefix, module in self._model.named_modules(remove_duplicate=False):
+            dot = f"{prefix}." if prefix else ""
+            state |= {f"{dot}{name}": values[p] for name, p in module._parameters.items() if p is not None}
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name not in module._non_persistent_buffers_set:
+                    state[f"{dot}{name}"] = buffer.detach().to("cpu", copy=True)
+        return state
 
     # -- one parameter's values -------------------------------------------------------------------
 
@@ -297,7 +321,7 @@ def full_gradient(param: nn.Parameter) -> torch.Tensor | None:
     Raises:
         ZeroEngineError: ``param`` belongs to no engine, or is frozen, or a backward is under way.
     """
-    return _access(param).gradient(param)
+    return _owner(param).gradient(param)
 
 
 def set_full_gradient(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -306,7 +330,7 @@ def set_full_gradient(param: nn.Parameter, value: torch.Tensor) -> None:
     Raises:
         ZeroEngineError: as ``full_gradient``, or ``value`` has another shape.
     """
-    _access(param).set_gradient(param, value)
+    _owner(param).set_gradient(param, value)
 
 
 def full_optimizer_state(param: nn.Parameter, key: str) -> torch.Tensor:
@@ -319,7 +343,7 @@ def full_optimizer_state(param: nn.Parameter, key: str) -> torch.Tensor:
         ZeroEngineError: ``param`` belongs to no engine or is frozen, or the optimizer keeps no such thing (yet: most
             begin with the first step).
     """
-    return _access(param).optimizer_state(param, key)
+    return _owner(param).optimizer_state(param, key)
 
 
 def set_full_optimizer_state(param: nn.Parameter, key: str, value: torch.Tensor) -> None:
@@ -328,12 +352,12 @@ def set_full_optimizer_state(param: nn.Parameter, key: str, value: torch.Tensor)
     Raises:
         ZeroEngineError: as ``full_optimizer_state``, or ``value`` has another shape.
     """
-    _access(param).set_optimizer_state(param, key, value)
+    _owner(param).set_optimizer_state(param, key, value)
 
 
 def full_master(param: nn.Parameter) -> torch.Tensor:
     """The fp32 master of ``param``, or a copy of its own values where there is none. Of the parameter's shape."""
-    return _access(param).master(param)
+    return _owner(param).master(param)
 
 
 def set_full_master(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -342,12 +366,12 @@ def set_full_master(param: nn.Parameter, value: torch.Tensor) -> None:
     Raises:
         ZeroEngineError: ``param`` belongs to no engine, or ``value`` has another shape.
     """
-    _access(param).set_master(param, value)
+    _owner(param).set_master(param, value)
 
 
-def _access(param: nn.Parameter) -> Access:
+def _owner(param: nn.Parameter) -> FullValues:
     owner = owner_of(param) if isinstance(param, nn.Parameter) else None
-    if not isinstance(owner, Access):
+    if not isinstance(owner, FullValues):
         raise ZeroEngineError(
             "this takes a parameter of a model that was passed to zeroengine.initialize(), such as "
             "engine.module.head.weight"

@@ -17,8 +17,8 @@ from zeroengine.runtime.unit import Unit
 from zeroengine.utils.checksum import checksum
 
 
-class Owner(Protocol):
-    """What an engine lends to ``gathered``."""
+class ParameterOwner(Protocol):
+    """The part of an engine that ``gathered`` uses."""
 
     gatherer: Gatherer
 
@@ -34,12 +34,14 @@ class Owner(Protocol):
         """Somebody has looked for ``grad`` of a released parameter and found None."""
 
 
-def owner_of(param: nn.Parameter) -> Owner | None:
+def owner_of(param: nn.Parameter) -> ParameterOwner | None:
+    """Return the owner that was attached to ``param``; None where there is none or it is gone."""
     reference = param.__dict__.get(OWNER)
     return reference() if reference is not None else None
 
 
-def claim(params: Iterable[nn.Parameter], owner: Owner) -> None:
+def attach_owner(params: Iterable[nn.Parameter], owner: ParameterOwner) -> None:
+    """Let ``owner_of`` find ``owner`` from each of ``params``, for as long as it lives."""
     for param in params:
         param.__dict__[OWNER] = weakref.ref(owner)
 

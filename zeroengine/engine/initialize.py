@@ -87,7 +87,7 @@ def make_engine(
         if not isinstance(model, nn.Module):
             raise ZeroEngineError(f"initialize() takes a torch.nn.Module, found {type(model).__name__}")
         check_undistributed(model)
-        _check_unclaimed(model)
+        _check_unowned(model)
         check_one_device(model)
         meta_init.check_outside()
         settings = config if isinstance(config, Config) else load(config)
@@ -143,7 +143,7 @@ def check_one_device(model: nn.Module) -> None:
         )
 
 
-def _check_unclaimed(model: nn.Module) -> None:
+def _check_unowned(model: nn.Module) -> None:
     for name, param in model.named_parameters():
         if owner_of(param) is not None:
             raise ZeroEngineError(

@@ -1,57 +1,163 @@
-"""What each state of an engine holds on this rank."""
+"""The bytes that each state of an engine holds on this rank, and the error where memory runs out."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from zeroengine.config import Config
+from zeroengine.engine.assembly import EngineParts
+from zeroengine.offload.disk_store import Medium
+from zeroengine.offload.offload_states import held
 
 STATES = ("parameters", "gradients", "master", "optimizer")
 WORKING = ("buckets", "gathered", "staging")
+METHOD = TypeVar("METHOD", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that an engine holds on this rank now, by state. ``str`` of it is a table for people."""
+    """Bytes that an engine holds on this rank now, by state. ``str`` of it is a table for people.
+
+    Attributes:
+        device: The device of the engine, to whose memory all of the following refer but ``cpu`` and ``nvme``.
+        parameters: In the compute dtype: shards, or whole parameters where the parameter degree is 1.
+        gradients: What is kept of them between backwards.
+        master: The fp32 master weights, where the compute dtype is lower.
+        optimizer: The moments.
+        buckets: Gradients on their way into a reduction.
+        gathered: Full buffers of units that are released between uses, and gathered right now.
+        put_off: Of ``gathered``, by unit: the bytes that a tensor of the user shares, so that they are not freed.
+        staging: Buffers between where states live and the computation.
+        checkpoint: The copy that ``checkpoint.async_save`` writes from, kept for the next one; on a GPU see ``cpu``.
+        cpu: Beside a GPU: the bytes in CPU memory, by the names above.
+        nvme: Of the four states, the bytes that are on a disk and not in memory.
+    """
 
     device: str
-    parameters: int  # in the compute dtype: shards, or whole where the parameter degree is 1
+    parameters: int
     gradients: int
-    master: int  # fp32 masters, where the compute dtype is lower
-    optimizer: int  # moments
-    buckets: int  # gradients on their way
-    gathered: int  # full buffers of units that are released between uses, and whole right now
-    put_off: Mapping[str, int] = field(default_factory=dict)  # of `gathered`: units that a tensor of yours shares
-    staging: int = 0  # buffers between where states live and the computation
-    checkpoint: int = 0  # the copy that checkpoint.async_save writes from, kept for the next; on a GPU see `cpu`
-    cpu: Mapping[str, int] = field(default_factory=dict)  # beside a GPU: what is in CPU memory, by the names above
-    nvme: Mapping[str, int] = field(default_factory=dict)  # of the four states, what is there and not in memory
+    master: int
+    optimizer: int
+    buckets: int
+    gathered: int
+    put_off: Mapping[str, int] = field(default_factory=dict)
+    staging: int = 0
+    checkpoint: int = 0
+    cpu: Mapping[str, int] = field(default_factory=dict)
+    nvme: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
-        """In the device's memory."""
+        """Return the bytes in the device's memory."""
         return sum(getattr(self, name) for name in (*STATES, *WORKING, "checkpoint"))
 
     @property
     def states(self) -> int:
-        """What the table of ZeRO, section 5, counts, wherever it is: parameters, gradients, master and optimizer."""
+        """Return the bytes that the table of ZeRO, section 5, counts: the four states, wherever they are."""
         return sum(getattr(self, name) + self.cpu.get(name, 0) + self.nvme.get(name, 0) for name in STATES)
 
     def __str__(self) -> str:
-        away = {name: of for name, of in (("CPU", self.cpu), ("NVMe", self.nvme)) if any(of.values())}
-        here = "memory" if self.device == "cpu" else "GPU"
-        heads = "".join(f"{name:>16}" for name in (here, *away))
-        lines = [f"{f'on {self.device}':<12}{heads}" if away else f"on {self.device}"]
+        """Return a table with a row for each state and a column for each kind of memory."""
+        offloaded = {name: sizes for name, sizes in (("CPU", self.cpu), ("NVMe", self.nvme)) if any(sizes.values())}
+        device_head = "memory" if self.device == "cpu" else "GPU"
+        heads = "".join(f"{name:>16}" for name in (device_head, *offloaded))
+        lines = [f"{f'on {self.device}':<12}{heads}" if offloaded else f"on {self.device}"]
         for name in (*STATES, *WORKING, "checkpoint", "total"):
-            if (name == "staging" and not away) or (
-                name == "checkpoint" and not (self.checkpoint or self.cpu.get(name))
-            ):
+            if name == "staging" and not offloaded:
+                continue
+            if name == "checkpoint" and not (self.checkpoint or self.cpu.get(name)):
                 continue
             line = f"{name:<12}{getattr(self, name) / 2**20:>12,.1f} MiB"
-            for of in away.values():
-                there = sum(of.values()) if name == "total" else of.get(name, 0)
-                line += f"{there / 2**20:>12,.1f} MiB"
+            for sizes in offloaded.values():
+                size = sum(sizes.values()) if name == "total" else sizes.get(name, 0)
+                line += f"{size / 2**20:>12,.1f} MiB"
             lines.append(line)
             if name == "gathered":
                 for unit, size in self.put_off.items():
                     lines.append(f"  of it, unit {unit}: {size / 2**20:,.1f} MiB, which a tensor shares")
         return "\n".join(lines)
+
+
+def measure_memory(parts: EngineParts, checkpoint_copy_bytes: int) -> Memory:
+    """Return the bytes that each state holds on this rank now.
+
+    Args:
+        parts: The parts of the engine.
+        checkpoint_copy_bytes: The bytes of the copy that a checkpoint is written from.
+    """
+    on_device, in_cpu, on_disk = (_bytes_of_states(parts, medium) for medium in (None, "cpu", "nvme"))
+    host_staging = parts.placement.host_bytes
+    computes_on_cpu = parts.group.device.type == "cpu"
+    return Memory(
+        device=str(parts.group.device),
+        **on_device,
+        buckets=parts.reducer.bucket_bytes(),
+        put_off={unit.name: unit.gathered_bytes() for unit in parts.gatherer.put_off()},
+        gathered=sum(unit.gathered_bytes() for unit in parts.units),
+        staging=parts.placement.slot_bytes + (host_staging if computes_on_cpu else 0),
+        checkpoint=checkpoint_copy_bytes if computes_on_cpu else 0,
+        cpu=in_cpu | ({} if computes_on_cpu else {"staging": host_staging, "checkpoint": checkpoint_copy_bytes}),
+        nvme=on_disk,
+    )
+
+
+def _bytes_of_states(parts: EngineParts, medium: Medium | None) -> dict[str, int]:
+    """Return the bytes of each state in one kind of memory; None is the device's."""
+    sizes = parts.optimizer.bytes_in(medium)
+    shards = ((unit.shard, unit.stored) for unit in parts.units)
+    gradients = ((grads.kept, grads.home) for grads in parts.reducer.gradients)
+    for name, tensors in (("parameters", shards), ("gradients", gradients)):
+        sizes[name] = sum(
+            held(tensor) for tensor, store in tensors if (None if store is None else store.medium) == medium
+        )
+    return sizes
+
+
+class MemoryOwner(Protocol):
+    """The part of an engine's interface that an out-of-memory error needs."""
+
+    config: Config
+    device: torch.device
+    world_size: int
+
+    def memory(self) -> Memory:
+        """Return the bytes that each state holds."""
+
+
+def explain_out_of_memory(method: METHOD) -> METHOD:
+    """Return a method of an engine whose ``torch.OutOfMemoryError`` says what the engine holds and what to change."""
+
+    @functools.wraps(method)
+    def run(engine: MemoryOwner, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(engine, *args, **kwargs)
+        except torch.OutOfMemoryError as error:
+            _explain(error, engine)
+            raise
+
+    return run  # type: ignore[return-value]
+
+
+def _explain(error: torch.OutOfMemoryError, engine: MemoryOwner) -> None:
+    zero = engine.config.zero_optimization
+    computes_on_cpu = engine.device.type == "cpu"
+    remedies = []
+    if zero.stage < 3 and engine.world_size > 1:
+        remedies.append(f'"zero_optimization": {{"stage": {zero.stage + 1}}}')
+    if engine.config.low_precision is None:
+        remedies.append('"bf16": {"enabled": true}')
+    remedies += ["a smaller micro-batch with more gradient_accumulation_steps", "activation checkpointing"]
+    target = '"nvme", "nvme_path": "/a/folder"' if computes_on_cpu else '"cpu"'
+    for key, lowest_stage in (("offload_optimizer", 0), ("offload_param", 3)):
+        device = getattr(zero, key).device
+        if zero.stage >= lowest_stage and (device == "none" or (device == "cpu" and computes_on_cpu)):
+            remedies.append(f'"zero_optimization": {{"{key}": {{"device": {target}}}}}')
+    error.args = (
+        f"{error}\n\nzeroengine holds, {engine.memory()}\n\nThe rest are activations, temporaries and what else runs "
+        f"there. What takes less: {', or '.join(remedies)}.",
+    )

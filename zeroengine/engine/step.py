@@ -1,21 +1,33 @@
-"""The end of a step: clipping, the update, the schedule, and what is counted of it.
+"""The end of a step: clipping, the update, the LR schedule, and the counters.
 
-What is known late on a GPU is in the note in ``late.py``.
+[Note: Steps whose result is known late]
+On a GPU ``Engine.step`` issues a step and returns ("A step without waiting" in ``optim/backends/device_adam.py``).
+The host learns the result where somebody asks for it (``global_steps`` and the like, the truth value of what ``step``
+returned), when the next backward begins, before checkpoints, and at the end. In each of these places the device still
+has the update before it, and at the next backward the forward, too, so it does not run out of work.
+
+- Learning the result takes one rank alone, for a rank may ask alone. Finding the name of the parameter whose gradient
+  was not finite is collective. It happens when the next backward begins: on every rank, and before gradients are
+  overwritten.
+- The LR schedule is stepped at once. If the step turns out to have been skipped, the schedule and the hyperparameters
+  return to what they were before, except for what the user has written since.
+- fp16 waits at the end of the step: the loss scale of the next backward depends on the result, and an overflow at the
+  smallest scale is an error of that very step. A schedule without ``state_dict`` waits too, for it cannot be reverted.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from zeroengine.comm.interfaces import Transport
 from zeroengine.config import Config
-from zeroengine.engine.late import can_be_taken_back, reversibly
 from zeroengine.errors import DivergenceError, ZeroEngineError
 from zeroengine.optim.backends.device_adam import Verdict
 from zeroengine.optim.caller_optimizer import has_own_step_hooks
@@ -23,68 +35,79 @@ from zeroengine.optim.loss_scaler import LossScaler
 from zeroengine.optim.lr_schedules import ScheduleGuard
 from zeroengine.optim.sharded_optimizer import GradientSummary, ShardedOptimizer
 from zeroengine.runtime.backward_tracker import BackwardListener, BackwardTracker
+from zeroengine.runtime.gatherer import Gatherer
 from zeroengine.runtime.reducer import Reducer
 from zeroengine.utils.launcher_environment import report_step
 
 log = logging.getLogger("zeroengine")
 
 
-class Steps(BackwardListener):
-    """Takes steps from reduced gradients, and knows what became of them, once ``settle`` has returned.
+class StepRunner(BackwardListener):
+    """Takes steps from reduced gradients, and counts what became of them.
 
     Args:
-        rule: the optimizer that was handed in, which torch's schedules may be bound to.
-        published: called when an update is issued.
+        config: The resolved configuration.
+        optimizer: Updates this rank's shards.
+        base_optimizer: The optimizer that was passed to ``initialize``, which torch's schedules may be bound to.
+        schedule: The LR schedule, or None.
+        scaler: The loss scale, which each step updates.
+        reducer: Owns the gradients.
+        gatherer: Lets other ranks read the updated parameters where they wait for them.
+        transport: Names this rank, and tells whether the ranks have run the same collectives.
+        backward: Tells when the next backward begins.
 
     Attributes:
-        taken, skipped: updates taken, and left out because the gradient was not finite.
-        gradient_clipping: the largest norm of the gradient; 0 for none.
-        norm: of the last step's mean gradient before clipping, or None before the first.
+        num_updates: Updates taken. Like the two below, up to date once ``sync_step`` has returned.
+        num_skipped: Updates left out because the gradient was not finite.
+        grad_norm: Norm of the last step's mean gradient before clipping, or None before the first step.
+        gradient_clipping: The largest norm of the gradient; 0 for no clipping.
     """
 
     def __init__(
         self,
         config: Config,
         optimizer: ShardedOptimizer,
-        rule: torch.optim.Optimizer,
+        base_optimizer: torch.optim.Optimizer,
         schedule: Any,
         scaler: LossScaler,
         reducer: Reducer,
+        gatherer: Gatherer,
         transport: Transport,
-        published: Callable[[], None],
         backward: BackwardTracker,
     ) -> None:
-        self.taken = self.skipped = 0
-        self.norm: float | None = None
+        self.num_updates = self.num_skipped = 0
+        self.grad_norm: float | None = None
         self.gradient_clipping = config.gradient_clipping
-        self._clip_once: float | None = None  # for this step alone, by clip_grad_norm_
+        self._clip_once: float | None = None  # The limit for the step in progress alone, by clip_grad_norm_.
         self._guard = ScheduleGuard(schedule)
         self._checked_hooks = False
-        self._config, self._optimizer, self._rule = config, optimizer, rule
-        self._scaler, self._reducer, self._transport, self._published = scaler, reducer, transport, published
-        self._issued: tuple[Verdict, Callable[[], None] | None] | None = None  # a step; what takes the schedule back
-        self._overflow: tuple[int, bool] | None = None  # to report: the step's number, whether it was skipped
+        self._config, self._optimizer, self._base_optimizer = config, optimizer, base_optimizer
+        self._scaler, self._reducer, self._gatherer, self._transport = scaler, reducer, gatherer, transport
+        # The step whose result is not known yet, and the function that reverts the schedule if it was skipped.
+        self._issued: tuple[Verdict, Callable[[], None] | None] | None = None
+        # An overflow that has not been reported yet: the step's number, and whether the step was skipped.
+        self._overflow: tuple[int, bool] | None = None
         backward.subscribe(self)
 
     def check_backward(self, wants_gradients: bool) -> None:
         """Report on the step before. Refuse a backward after ``clip``, whose norm would lack its gradients."""
-        self.conclude()
+        self.sync_and_report()
         if wants_gradients:
             self.check_not_clipped()
 
     def divisor(self) -> float:
-        """What the summed gradient is divided by for the mean over ranks and micro-steps."""
+        """Return what the summed gradient is divided by for the mean over ranks and micro-steps."""
         copies = self._transport.world_size * self._config.micro_steps_in_mean
         return copies * self._scaler.scale / self._reducer.predivide
 
     @property
     def schedule(self) -> Any:
-        """What a step steps, or None."""
+        """The LR schedule that a step steps, or None."""
         return self._guard.schedule
 
     def set_schedule(self, schedule: Any) -> None:
         """Step ``schedule`` from now on, and leave the one before to the caller."""
-        self.settle()
+        self.sync_step()
         self._guard.release()
         self._guard = ScheduleGuard(schedule)
 
@@ -94,7 +117,7 @@ class Steps(BackwardListener):
 
     def warn_of_unused_hooks(self) -> None:
         """Say once that the step hooks of the optimizer that was passed in are not called by ``engine.step()``."""
-        if not self._checked_hooks and has_own_step_hooks(self._rule):
+        if not self._checked_hooks and has_own_step_hooks(self._base_optimizer):
             self._checked_hooks = True
             if self._transport.rank == 0:
                 log.warning(
@@ -106,10 +129,10 @@ class Steps(BackwardListener):
 
     @staticmethod
     def checked_norm(value: Any, name: str, *, zero: bool) -> float:
-        """``value`` as a float.
+        """Return ``value`` as a float.
 
         Raises:
-            ZeroEngineError: it is no number, or below 0, or 0 where ``zero`` is false.
+            ZeroEngineError: It is no number, or below 0, or 0 where ``zero`` is false.
         """
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not number or not (value >= 0 if zero else value > 0):
@@ -119,7 +142,7 @@ class Steps(BackwardListener):
         return float(value)
 
     def set_gradient_clipping(self, max_norm: float) -> None:
-        """Clip the following steps to ``max_norm``; 0: not at all."""
+        """Clip the following steps to ``max_norm``; 0 clips nothing."""
         max_norm = self.checked_norm(max_norm, "gradient_clipping", zero=True)
         self.gradient_clipping = 0.0 if math.isinf(max_norm) else max_norm
 
@@ -129,7 +152,7 @@ class Steps(BackwardListener):
         Returns:
             0-d float64 on the device that the gradients are on.
         """
-        self.settle()
+        self.sync_step()
         divisor = self.divisor()
         if self._optimizer.on_device:
             self._reduce_late_here()
@@ -145,9 +168,10 @@ class Steps(BackwardListener):
         self._clip_once = None
 
     def check_not_clipped(self) -> None:
-        """
+        """Refuse a backward that follows ``clip`` in one step.
+
         Raises:
-            ZeroEngineError: a backward follows ``clip`` in one step.
+            ZeroEngineError: The step in progress has been clipped.
         """
         if self._clip_once is not None:
             raise ZeroEngineError(
@@ -161,11 +185,14 @@ class Steps(BackwardListener):
         return min(limits, default=0.0)
 
     def take(self) -> bool | Verdict:
-        """A step, whose gradients are reduced. Whether parameters were updated, or what will say so.
+        """Take a step. Its gradients are reduced.
+
+        Returns:
+            Whether parameters were updated; on a GPU an object that tells when its truth value is asked for.
 
         Raises:
-            ZeroEngineError: the gradient overflows at the smallest loss scale.
-            DivergenceError: the ranks wrote different values into the parameters.
+            ZeroEngineError: The gradient overflows at the smallest loss scale.
+            DivergenceError: The ranks wrote different values into the parameters.
         """
         limit = self._take_limit()
         if self._optimizer.on_device:
@@ -177,14 +204,14 @@ class Steps(BackwardListener):
             self._reducer.reset()
             raise
         divisor = self.divisor()
-        self.norm = norm / divisor
+        self.grad_norm = norm / divisor
         finite = math.isfinite(norm)
         updates = finite or not self._skips
         if not finite:
-            self._report(self.taken + 1, skipped=not updates)
+            self._report(self.num_updates + 1, skipped=not updates)
         if updates:
-            self._optimizer.update(self._clip_factor(self.norm, limit) / divisor, used)
-            self._published()
+            self._optimizer.update(self._clip_factor(self.grad_norm, limit) / divisor, used)
+            self._gatherer.wait_for_peer_reads()
         self._reducer.reset()
         self._count(updates, finite)
         return updates
@@ -198,58 +225,65 @@ class Steps(BackwardListener):
         return summary
 
     def _reduce_late_here(self) -> None:
-        """Reduce what waits on this rank, taking it that all ranks do: asking them would make the host wait."""
+        """Reduce the gradients that wait on this rank.
+
+        All ranks must have some or none: asking them would make the host wait.
+        """
         if self._reducer.late:
             self._reducer.reduce_late()
 
     def _issue(self, limit: float) -> Verdict:
-        """An update whose verdict is not known yet."""
+        """Issue an update whose result is not known yet."""
         config, schedule = self._config, self.schedule
         verdict = self._optimizer.issue(self.divisor(), limit, self._skips, self._label(limit))
-        self._published()
-        late = not config.scales_loss and can_be_taken_back(schedule)
+        self._gatherer.wait_for_peer_reads()
+        known_late = not config.scales_loss and can_be_reverted(schedule)
         groups = self._optimizer.param_groups
-        me = weakref.ref(self)
+        runner_ref = weakref.ref(self)
 
-        def asked(verdict: Verdict) -> None:
-            steps = me()
-            if steps is not None and steps._issued is not None and steps._issued[0] is verdict:
-                steps.settle()
+        def on_query(verdict: Verdict) -> None:
+            runner = runner_ref()
+            if runner is not None and runner._issued is not None and runner._issued[0] is verdict:
+                runner.sync_step()
 
-        verdict.asked = asked
-        self._issued = (verdict, reversibly(self._step_schedule, schedule, groups) if late else None)
+        verdict.asked = on_query
+        self._issued = (verdict, step_reversibly(self._step_schedule, schedule, groups) if known_late else None)
         self._reducer.reset()
-        if not late:
-            self.settle()
+        if not known_late:
+            self.sync_step()
         return verdict
 
-    def settle(self) -> None:
-        """Takes in the verdict on the last step, where it was not known yet. No other rank takes part."""
+    def sync_step(self) -> None:
+        """Wait for the result of the last step, where it is not known yet, and count it. No other rank takes part."""
         if self._issued is None:
             return
         self._transport.check_order()
-        (verdict, take_back), self._issued = self._issued, None
+        (verdict, revert_schedule), self._issued = self._issued, None
         self._optimizer.settle()
-        self.norm = verdict.grad_norm
+        self.grad_norm = verdict.grad_norm
         updates, finite = bool(verdict), math.isfinite(verdict.grad_norm)
-        if not updates and take_back is not None:
-            take_back()
-        if not finite and self._config.scales_loss:  # this is the step itself, on every rank
-            self._report(self.taken + 1, skipped=True)
+        if not updates and revert_schedule is not None:
+            revert_schedule()
+        if not finite and self._config.scales_loss:
+            # With a loss scale every rank comes here at the end of the step itself, so the report may be collective.
+            self._report(self.num_updates + 1, skipped=True)
         elif not finite:
-            self._overflow = (self.taken + 1, not updates)
-        self._count(updates, finite, scheduled=take_back is not None)
+            self._overflow = (self.num_updates + 1, not updates)
+        self._count(updates, finite, scheduled=revert_schedule is not None)
 
-    def conclude(self) -> None:
-        """``settle``, and the report on what it found. Every rank comes by, with the step's gradients as they were."""
-        self.settle()
+    def sync_and_report(self) -> None:
+        """Wait for the result of the last step, and report an overflow with the parameter's name. A collective.
+
+        Call it on every rank, while the step's gradients are still as they were.
+        """
+        self.sync_step()
         overflow, self._overflow = self._overflow, None
         if overflow is not None:
             self._report(*overflow)
 
-    def end(self) -> None:
-        """``settle``, and a word on an overflow that it found; no other rank takes part, so without a name."""
-        self.settle()
+    def final_report(self) -> None:
+        """Wait for the result of the last step, and report an overflow without a name. No other rank takes part."""
+        self.sync_step()
         overflow, self._overflow = self._overflow, None
         if overflow is not None and self._transport.rank == 0:
             log.warning("step %d %s: a gradient is not finite", overflow[0], "skipped" if overflow[1] else "updates")
@@ -260,10 +294,10 @@ class Steps(BackwardListener):
         return self._config.scales_loss or self._config.check_grad_overflow
 
     def _label(self, limit: float | None = None) -> str:
-        """Ranks that differ in the loss scale or the limit are refused, as if they ran different units.
+        """Return the label of the norm's collective. Ranks that differ in it, or in what it says, are refused.
 
         Args:
-            limit: the largest norm, where the step is taken.
+            limit: The largest norm, where the step is taken.
         """
         label = f"norm at loss scale {self._scaler.scale:g}" if self._config.scales_loss else "norm"
         changed = limit is not None and limit != self._config.gradient_clipping
@@ -271,24 +305,24 @@ class Steps(BackwardListener):
 
     @staticmethod
     def _clip_factor(norm: float, limit: float) -> float:
-        """As ``torch.nn.utils.clip_grad_norm_``, also where the norm is not finite."""
+        """Return the factor of ``torch.nn.utils.clip_grad_norm_``, also where the norm is not finite."""
         factor = limit / (norm + 1e-6) if limit > 0 else 1.0
         return 1.0 if factor > 1 else factor
 
     def _count(self, updates: bool, finite: bool, *, scheduled: bool = False) -> None:
-        """Counts a step, and steps the schedule unless it has been ``scheduled``."""
+        """Count a step, and step the schedule unless it has been ``scheduled``."""
         if updates:
-            self.taken += 1
+            self.num_updates += 1
             report_step()
             if not scheduled:
                 self._step_schedule()
             self._print_progress()
         else:
-            self.skipped += 1
+            self.num_skipped += 1
         self._scaler.update(overflow=not finite)
 
     def _report(self, step: int, skipped: bool) -> None:
-        """Says which gradient was not finite; on every rank raises where no smaller loss scale is left."""
+        """Say which gradient was not finite. Raise on every rank where no smaller loss scale is left. A collective."""
         name = self._optimizer.first_not_finite() or "none alone: their sum of squares"
         what = f"the gradient of {name} is not finite"
         if self._config.scales_loss and self._scaler.exhausted:
@@ -305,12 +339,45 @@ class Steps(BackwardListener):
 
     def _step_schedule(self) -> None:
         # torch's schedulers warn unless they see that their optimizer has stepped.
-        for optimizer in (self._optimizer, self._rule):
+        for optimizer in (self._optimizer, self._base_optimizer):
             optimizer._opt_called = True  # type: ignore[attr-defined]
         self._guard.step()
 
     def _print_progress(self) -> None:
         every = self._config.steps_per_print
-        if every and self._transport.rank == 0 and self.taken % every == 0:
+        if every and self._transport.rank == 0 and self.num_updates % every == 0:
             rates = ", ".join(f"{group['lr']:.3g}" for group in self._optimizer.param_groups)
-            print(f"step {self.taken}: lr {rates}, grad norm {self.norm:.4g}", flush=True)
+            print(f"step {self.num_updates}: lr {rates}, grad norm {self.grad_norm:.4g}", flush=True)
+
+
+def can_be_reverted(schedule: Any) -> bool:
+    """Return whether a step of ``schedule`` can be undone."""
+    return schedule is None or all(hasattr(schedule, name) for name in ("state_dict", "load_state_dict"))
+
+
+def step_reversibly(step: Callable[[], None], schedule: Any, groups: Sequence[dict[str, Any]]) -> Callable[[], None]:
+    """Call ``step``, which steps ``schedule`` and so changes ``groups``; return a function that reverts both."""
+    if schedule is None:
+        step()
+        return lambda: None
+    state, values_before = copy.deepcopy(schedule.state_dict()), _hyperparameters(groups)
+    step()
+    values_after = _hyperparameters(groups)
+
+    def revert() -> None:
+        schedule.load_state_dict(state)
+        for group, before, after in zip(groups, values_before, values_after, strict=True):
+            for key, value in before.items():
+                if isinstance(value, torch.Tensor):
+                    group[key].copy_(value)  # A schedule writes a tensor in place.
+                elif group[key] == after[key]:
+                    group[key] = value
+
+    return revert
+
+
+def _hyperparameters(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
+        for group in groups
+    ]

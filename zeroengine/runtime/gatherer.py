@@ -160,6 +160,20 @@ class Gatherer(BackwardListener):
         with profile_range("gather", unit.name):
             unit.work = self._channel.all_gather(unit.full, unit.owned(unit.degrees.optimizer), unit.name)
 
+    def publish_update(self, unit: Unit) -> None:
+        """Let all ranks compute with the updated parameters of ``unit``. Call it on every rank, in the units' order."""
+        # Autograd then refuses a backward through a graph that saved the values of before.
+        torch.autograd.graph.increment_version(unit.params)
+        if unit.degrees.optimizer > unit.degrees.parameters:
+            self.refresh(unit)
+
+    def wait_for_peer_reads(self) -> None:
+        """Return when no rank reads the parameters of another one any more, where the transport does not overlap."""
+        # Nothing is gained by not waiting there, and peers read this rank's parameters in place.
+        if not self._transport.overlaps:
+            self.settle()
+            self._transport.fence()
+
     def settle(self, *, before_update: bool = False) -> None:
         """Before a step: return with no gather under way, and every unit released that the user has not gathered.
 

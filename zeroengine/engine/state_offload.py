@@ -1,0 +1,51 @@
+"""Takes states off the device for a while on request of the user, and brings them back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from zeroengine.comm.group import check_same
+from zeroengine.comm.interfaces import ChannelName
+from zeroengine.engine.assembly import EngineParts
+from zeroengine.offload import offload_states
+from zeroengine.utils.malloc_trim import return_freed_memory
+
+
+def offload(
+    parts: EngineParts, include: Sequence[str] | None, device: str, nvme_path: str | os.PathLike[str] | None
+) -> None:
+    """Move states to CPU memory or a disk. A collective. See ``Engine.offload_states``."""
+    zero, group = parts.config.zero_optimization, parts.group
+    configured_path = zero.offload_optimizer.disk or zero.offload_param.disk
+    # The path is left out of the comparison, for each rank may have a disk of its own.
+    arguments = {"include": None if include is None else sorted(include), "device": device}
+    with group.agreeing("to offload states", arguments) as every_rank:
+        path = parts.state_offloader.check_request(include, device, nvme_path, configured_path)
+    check_same("offload_states()", every_rank)
+    parts.backward.end_if_over()
+    # The report may ask for the gradients, so it comes before they move.
+    parts.step_runner.sync_and_report()
+    parts.gatherer.settle()
+    parts.reducer.settle()
+    parts.transport.fence()
+    if device == "cpu" and group.device.type == "cpu":
+        return
+    tensors = {
+        "optimizer": parts.optimizer.tensors(),
+        "gradients": [grads.kept for grads in parts.reducer.gradients if grads.home is None],
+        "parameters": [unit.shard for unit in parts.units if unit.stored is None],
+    }
+    if include is None:
+        include = offload_states.USUAL
+        tensors = {name: [t for t in state if t.untyped_storage().resizable()] for name, state in tensors.items()}
+    with group.agreeing("to offload states"):
+        parts.state_offloader.leave({name: tensors[name] for name in include}, path, parts.config, group.rank)
+    return_freed_memory()
+
+
+def reload(parts: EngineParts) -> None:
+    """Bring back what ``offload`` moved. A collective."""
+    channels: dict[int, ChannelName | None] = {id(unit.shard): "gather" for unit in parts.units}
+    channels |= {id(grads.kept): grads.channel for grads in parts.reducer.gradients}
+    parts.state_offloader.come_back(lambda tensor: parts.transport.refill(tensor, channels.get(id(tensor))))
