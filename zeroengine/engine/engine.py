@@ -40,11 +40,11 @@ from zeroengine.offload.disk_store import Medium, Store
 from zeroengine.offload.offload_states import Parking, held
 from zeroengine.offload.offloaded_shards import StoredShards
 from zeroengine.offload.placement import place
-from zeroengine.optim.backends.device_adam import Verdict
 from zeroengine.optim.caller_optimizer import redirect_calls
 from zeroengine.optim.loss_scaler import LossScaler
 from zeroengine.optim.lr_schedules import LRSchedulerLike, make_scheduler
 from zeroengine.optim.sharded_optimizer import ShardedOptimizer
+from zeroengine.optim.step_result import StepResult
 from zeroengine.partition.cut import UnitPlan
 from zeroengine.partition.degrees import Degrees, degrees_of_stage
 from zeroengine.runtime.gatherer import Gatherer
@@ -169,7 +169,7 @@ class Engine:
                 zero_grad=self.zero_grad,
                 writes=self._writes,
                 moments_dtype=FLOATS[config.optimizer_state_dtype],
-                homes=self._placement.optimizer,
+                stores=self._placement.optimizer,
                 pipeline=self._placement.pipeline,
                 on_device=on_device,
             )
@@ -406,7 +406,7 @@ class Engine:
     @eager
     @explaining_memory
     @explains_arguments
-    def step(self) -> bool | Verdict:
+    def step(self) -> bool | StepResult:
         """Ends a micro-step; at the accumulation boundary clips, updates and steps the LR schedule.
 
         Where the gradient's norm is not finite nothing is changed, and ``skipped_steps`` counts it; a dynamic loss
@@ -470,7 +470,7 @@ class Engine:
         self._foreign.check()
         self.reducer.finish()
 
-    def _update(self, call: str) -> bool | Verdict:
+    def _update(self, call: str) -> bool | StepResult:
         self._finish_gradients(call)
         self.gatherer.settle(before_update=True)  # if it raises nothing has changed, and step() may be called again
         self._accumulation.end_step(call)
@@ -890,10 +890,10 @@ class Engine:
         for states in self.optimizer.units:
             if states.mixed:
                 populate(states.master)
-                populate(states.published, write=True)
-                states.published.copy_(states.master)
+                populate(states.param, write=True)
+                states.param.copy_(states.master)
             self._published(states.grads)
-            self._placement.let_go(states.published, states.master)
+            self._placement.let_go(states.param, states.master)
         self._writes.remember()
         self.gatherer.settle()
         self._transport.fence()

@@ -17,11 +17,11 @@ from zeroengine.comm.interfaces import Transport
 from zeroengine.config import Config
 from zeroengine.engine.late import can_be_taken_back, reversibly
 from zeroengine.errors import DivergenceError, ZeroEngineError
-from zeroengine.optim.backends.device_adam import Verdict
 from zeroengine.optim.caller_optimizer import has_own_step_hooks
 from zeroengine.optim.loss_scaler import LossScaler
 from zeroengine.optim.lr_schedules import ScheduleGuard
 from zeroengine.optim.sharded_optimizer import GradientSummary, ShardedOptimizer
+from zeroengine.optim.step_result import StepResult
 from zeroengine.runtime.reducer import Reducer
 from zeroengine.utils.launcher_environment import report_step
 
@@ -60,7 +60,7 @@ class Steps:
         self._checked_hooks = False
         self._config, self._optimizer, self._rule = config, optimizer, rule
         self._scaler, self._reducer, self._transport, self._published = scaler, reducer, transport, published
-        self._issued: tuple[Verdict, Callable[[], None] | None] | None = None  # a step; what takes the schedule back
+        self._issued: tuple[StepResult, Callable[[], None] | None] | None = None  # a step; what takes the schedule back
         self._overflow: tuple[int, bool] | None = None  # to report: the step's number, whether it was skipped
 
     def divisor(self) -> float:
@@ -151,7 +151,7 @@ class Steps:
         self._clip_once = None
         return min(limits, default=0.0)
 
-    def take(self) -> bool | Verdict:
+    def take(self) -> bool | StepResult:
         """A step, whose gradients are reduced. Whether parameters were updated, or what will say so.
 
         Raises:
@@ -193,36 +193,36 @@ class Steps:
         if self._reducer.late:
             self._reducer.reduce_late()
 
-    def _issue(self, limit: float) -> Verdict:
-        """An update whose verdict is not known yet."""
+    def _issue(self, limit: float) -> StepResult:
+        """An update whose result is not known yet."""
         config, schedule = self._config, self.schedule
-        verdict = self._optimizer.issue(self.divisor(), limit, self._skips, self._label(limit))
+        result = self._optimizer.issue(self.divisor(), limit, self._skips, self._label(limit))
         self._published()
         late = not config.scales_loss and can_be_taken_back(schedule)
         groups = self._optimizer.param_groups
         me = weakref.ref(self)
 
-        def asked(verdict: Verdict) -> None:
+        def on_query(result: StepResult) -> None:
             steps = me()
-            if steps is not None and steps._issued is not None and steps._issued[0] is verdict:
+            if steps is not None and steps._issued is not None and steps._issued[0] is result:
                 steps.settle()
 
-        verdict.asked = asked
-        self._issued = (verdict, reversibly(self._step_schedule, schedule, groups) if late else None)
+        result.on_query = on_query
+        self._issued = (result, reversibly(self._step_schedule, schedule, groups) if late else None)
         self._reducer.reset()
         if not late:
             self.settle()
-        return verdict
+        return result
 
     def settle(self) -> None:
-        """Takes in the verdict on the last step, where it was not known yet. No other rank takes part."""
+        """Takes in the result of the last step, where it was not known yet. No other rank takes part."""
         if self._issued is None:
             return
         self._transport.check_order()
-        (verdict, take_back), self._issued = self._issued, None
+        (result, take_back), self._issued = self._issued, None
         self._optimizer.settle()
-        self.norm = verdict.grad_norm
-        updates, finite = bool(verdict), math.isfinite(verdict.grad_norm)
+        self.norm = result.grad_norm
+        updates, finite = bool(result), math.isfinite(result.grad_norm)
         if not updates and take_back is not None:
             take_back()
         if not finite and self._config.scales_loss:  # this is the step itself, on every rank
