@@ -168,7 +168,7 @@ def _rehearse(trained: Trained, path: Path, plan: _Plan) -> None:
     """Read all that ``_read`` will, where that can be told already: what the optimizer keeps is made by it."""
     entries, total = _entries(plan, _optimizer_state(trained, plan))
     with progress(f"checking {path.name}", total, trained.group.rank == 0) as report:
-        dcp_io.check_readable(path, plan.metadata, entries, releasing(report, trained.let_go))
+        dcp_io.check_readable(path, plan.metadata, entries, releasing(report, trained.evict))
 
 
 def _optimizer_state(trained: Trained, plan: _Plan) -> Entries:
@@ -192,7 +192,7 @@ def _read(trained: Trained, path: Path, plan: _Plan) -> None:
     state = _optimizer_state(trained, plan)
     entries, total = _entries(plan, state)
     with progress(f"loading {path.name}", total, trained.group.rank == 0) as report:
-        dcp_io.load(path, plan.metadata, entries, (), releasing(report, trained.let_go))
+        dcp_io.load(path, plan.metadata, entries, (), releasing(report, trained.evict))
     for states, span, keys in plan.optimizer:
         name = OPTIMIZER + states.unit.layout.slots[span.slot].name
         numbers = {key: state[f"{name}.{key}"].pieces[0][1] for key, (_, is_number) in keys.items() if is_number}

@@ -36,10 +36,10 @@ from zeroengine.migration.messages import engine_attribute, explains_arguments
 from zeroengine.migration.names import UNPACKED_CLIENT_STATE, UNPACKED_ENGINE
 from zeroengine.offload import offload_states as parking
 from zeroengine.offload.device_copies import Copies
-from zeroengine.offload.disk_store import Medium, Store
-from zeroengine.offload.offload_states import Parking, held
-from zeroengine.offload.offloaded_shards import StoredShards
-from zeroengine.offload.placement import place
+from zeroengine.offload.disk_store import Medium, OffloadStore
+from zeroengine.offload.offload_states import StateOffloader, resident_bytes
+from zeroengine.offload.offloaded_shards import OffloadedShards
+from zeroengine.offload.placement import place_states
 from zeroengine.optim.caller_optimizer import redirect_calls
 from zeroengine.optim.loss_scaler import LossScaler
 from zeroengine.optim.lr_schedules import LRSchedulerLike, make_scheduler
@@ -112,14 +112,14 @@ class Engine:
             None if config.manual_accumulation else int(config.gradient_accumulation_steps), group.rank
         )
         self._group = group
-        self._parking = Parking()
+        self._state_offloader = StateOffloader()
         zero = config.zero_optimization
         self._transport = group.transport(
             config.comm.transport, config.comm.timeout_seconds, config.comm.register_buffers
         )
         degrees = degrees_of_stage(zero.stage, group.world_size)
         with group.agreeing("to initialize"):
-            self._placement = place(plans, degrees, config, self._transport, group.device, copies)
+            self._placement = place_states(plans, degrees, config, self._transport, group.device, copies)
         each = [self._degrees_of(plan, degrees) for plan in plans]
         slots = None
         if group.symmetric:  # before any other memory of the channels
@@ -129,8 +129,8 @@ class Engine:
         masters = iter(self._placement.optimizer)
         freed = Freed()
         self._units = [
-            self._build(plan, its, stored, next(masters) if plan.trainable else None, freed)
-            for plan, its, stored in zip(plans, each, self._placement.parameters, strict=True)
+            self._build(plan, its, offloaded_shards, next(masters) if plan.trainable else None, freed)
+            for plan, its, offloaded_shards in zip(plans, each, self._placement.parameters, strict=True)
         ]
         meta_init.guard(model, self._units)
         mixed_precision.prepare_buffers(model, config, group.device, group.broadcast)
@@ -153,7 +153,7 @@ class Engine:
             predivide=config.predivide(group.world_size),
             complete=self.gatherer.complete,
             arriving=self._backward.arriving,
-            homes=self._placement.optimizer,
+            stores=self._placement.optimizer,
             together=self.device.type == "cuda" if on_device is None else on_device,
             slots=slots,
         )
@@ -232,9 +232,14 @@ class Engine:
         return degrees
 
     def _build(
-        self, plan: UnitPlan, degrees: Degrees, stored: StoredShards | None, masters: Store | None, freed: Freed
+        self,
+        plan: UnitPlan,
+        degrees: Degrees,
+        offloaded_shards: OffloadedShards | None,
+        master_store: OffloadStore | None,
+        freed: Freed,
     ) -> Unit:
-        unit = Unit(plan, degrees, self._transport, self._group.broadcast, stored, masters)
+        unit = Unit(plan, degrees, self._transport, self._group.broadcast, offloaded_shards, master_store)
         # What its parameters had before, and what went into making their values, in fp32 if they are rounded then.
         freed.add(unit.full.nbytes + (4 * plan.numel if unit.mixed else 0))
         return unit
@@ -244,8 +249,8 @@ class Engine:
     @explaining_memory
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward. On a GPU tensors in CPU memory among its inputs are copied there first."""
-        if self._parking:
-            self._parking.check("the forward", ("parameters",))
+        if self._state_offloader:
+            self._state_offloader.check_resident("the forward", ("parameters",))
         if self.module.training and not self.gatherer.lent:
             self._input_comparison.observe((args, kwargs))
         with self.gatherer.forward():
@@ -287,7 +292,7 @@ class Engine:
                 "backward(): the loss is detached from the parameters. Compute it from engine(...), outside "
                 "torch.no_grad(), without .detach() or .item()"
             )
-        self._parking.check("backward()")
+        self._state_offloader.check_resident("backward()")
         self._backward.run(loss, retain_graph, create_graph, inputs)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -441,8 +446,8 @@ class Engine:
         Raises:
             ZeroEngineError: this is no place to end a step.
         """
-        self._parking.check(call)
-        self._placement.check()
+        self._state_offloader.check_resident(call)
+        self._placement.check_intact()
         if self._checkpoints is not None:
             self._checkpoints.check_not_half_loaded(call)
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -479,7 +484,7 @@ class Engine:
             self._steps.warn_of_unused_hooks()
         updates = self._steps.take()
         self._writes.remember()
-        self._placement.let_go()
+        self._placement.evict()
         if self._on_signal is not None and self._on_signal.is_due():
             self._on_signal.save_and_exit(self)
         return updates
@@ -547,7 +552,7 @@ class Engine:
         configured = zero.offload_optimizer.disk or zero.offload_param.disk
         arguments = {"include": None if include is None else sorted(include), "device": device}
         with self._group.agreeing("to offload states", arguments) as every_rank:  # each may have a disk of its own
-            path = self._parking.check_request(include, device, nvme_path, configured)
+            path = self._state_offloader.check_request(include, device, nvme_path, configured)
         check_same("offload_states()", every_rank)
         self._backward.end_if_over()
         self._steps.conclude()  # it may ask for the gradients
@@ -558,15 +563,15 @@ class Engine:
             return
         every = {
             "optimizer": self.optimizer.tensors(),
-            "gradients": [grads.kept for grads in self.reducer.gradients if grads.home is None],
-            "parameters": [unit.shard for unit in self._units if unit.stored is None],
+            "gradients": [grads.kept for grads in self.reducer.gradients if grads.store is None],
+            "parameters": [unit.shard for unit in self._units if unit.offloaded_shards is None],
         }
         if include is None:
             include = parking.USUAL
             every = {name: [t for t in of if t.untyped_storage().resizable()] for name, of in every.items()}
         states = {name: every[name] for name in include}
         with self._group.agreeing("to offload states"):
-            self._parking.leave(states, path, self.config, self.rank)
+            self._state_offloader.offload(states, path, self.config, self.rank)
         return_freed_memory()
 
     @explains_arguments
@@ -574,14 +579,14 @@ class Engine:
         """Brings back what ``offload_states`` took away. Call it on every rank."""
         channels: dict[int, ChannelName | None] = {id(unit.shard): "gather" for unit in self._units}
         channels |= {id(grads.kept): grads.channel for grads in self.reducer.gradients}
-        self._parking.come_back(lambda tensor: self._transport.refill(tensor, channels.get(id(tensor))))
+        self._state_offloader.reload(lambda tensor: self._transport.refill(tensor, channels.get(id(tensor))))
 
     # -- looking inside ---------------------------------------------------------------------------
 
     def memory(self) -> Memory:
         """The bytes that each state holds on this rank now."""
         here, in_cpu, on_disk = (self._bytes_in(medium) for medium in (None, "cpu", "nvme"))
-        of_host = self._placement.host_bytes
+        of_host = self._placement.host_buffer_bytes
         at_host = self.device.type == "cpu"
         copied = 0 if self._checkpoints is None else self._checkpoints.copy_bytes
         return Memory(
@@ -590,7 +595,7 @@ class Engine:
             buckets=self.reducer.bucket_bytes(),
             put_off={unit.name: unit.gathered_bytes() for unit in self.gatherer.put_off()},
             gathered=sum(unit.gathered_bytes() for unit in self._units),
-            staging=self._placement.slot_bytes + (of_host if at_host else 0),
+            staging=self._placement.send_buffer_bytes + (of_host if at_host else 0),
             checkpoint=copied if at_host else 0,
             cpu=in_cpu | ({} if at_host else {"staging": of_host, "checkpoint": copied}),
             nvme=on_disk,
@@ -598,11 +603,13 @@ class Engine:
 
     def _bytes_in(self, medium: Medium | None) -> dict[str, int]:
         """Of each state in a kind of memory; None: on the device."""
-        shards = ((unit.shard, unit.stored) for unit in self._units)
-        gradients = ((grads.kept, grads.home) for grads in self.reducer.gradients)
+        shards = ((unit.shard, unit.offloaded_shards) for unit in self._units)
+        gradients = ((grads.kept, grads.store) for grads in self.reducer.gradients)
         found = self.optimizer.bytes_in(medium)
         for name, of in (("parameters", shards), ("gradients", gradients)):
-            found[name] = sum(held(t) for t, home in of if (None if home is None else home.medium) == medium)
+            found[name] = sum(
+                resident_bytes(t) for t, store in of if (None if store is None else store.medium) == medium
+            )
         return found
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
@@ -705,8 +712,8 @@ class Engine:
         """
         self._backward.end_if_over()
         with self._group.agreeing("to save a checkpoint"):
-            self._parking.check("save_checkpoint()")
-            self._placement.check()
+            self._state_offloader.check_resident("save_checkpoint()")
+            self._placement.check_intact()
             self._foreign.check()
             if self._accumulation.has_gradients:
                 raise ZeroEngineError(
@@ -750,7 +757,7 @@ class Engine:
             DivergenceError: on every rank, where they name different folders or tags; the engine is as it was.
         """
         with self._group.agreeing("to load a checkpoint"):
-            self._parking.check("load_checkpoint()")
+            self._state_offloader.check_resident("load_checkpoint()")
             self._foreign.check()
         self._steps.conclude()
         self._backward.finish()
@@ -829,7 +836,7 @@ class Engine:
         from zeroengine.weights.live_weights import load
 
         with self._group.agreeing("to load weights"):
-            self._parking.check("load_weights()")
+            self._state_offloader.check_resident("load_weights()")
             self._foreign.check()
             if self.gatherer.lent:
                 raise ZeroEngineError(
@@ -851,10 +858,10 @@ class Engine:
             DivergenceError: on every rank, where the ranks wrote different values into the model.
         """
         self.gatherer.settle()
-        self._placement.settle()
+        self._placement.finish_copies()
         self._writes.compare()
         self.optimizer.reload_masters()
-        self._placement.let_go()
+        self._placement.evict()
 
     def _trained(self) -> checkpoint.Trained:
         from zeroengine.checkpoint.snapshot import Trained
@@ -871,7 +878,7 @@ class Engine:
             self._republish,
             self._stateful,
             bool(self._placement.disks),
-            self._placement.let_go,
+            self._placement.evict,
         )
 
     def _checkpointer(self) -> checkpoint.Checkpointer:
@@ -886,14 +893,14 @@ class Engine:
 
     def _republish(self) -> None:
         """The masters were written from outside: everybody computes with their values from now on."""
-        self._placement.settle()
+        self._placement.finish_copies()
         for states in self.optimizer.units:
             if states.mixed:
                 populate(states.master)
                 populate(states.param, write=True)
                 states.param.copy_(states.master)
             self._published(states.grads)
-            self._placement.let_go(states.param, states.master)
+            self._placement.evict(states.param, states.master)
         self._writes.remember()
         self.gatherer.settle()
         self._transport.fence()

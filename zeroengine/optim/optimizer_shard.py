@@ -8,9 +8,9 @@ import torch
 
 from zeroengine import ops
 from zeroengine.disk.swap_files import populate
-from zeroengine.offload.disk_store import Medium, Store
-from zeroengine.offload.offload_states import held
-from zeroengine.offload.offloaded_shards import StoredShards
+from zeroengine.offload.disk_store import Medium, OffloadStore
+from zeroengine.offload.offload_states import resident_bytes
+from zeroengine.offload.offloaded_shards import OffloadedShards
 from zeroengine.optim.segments import Segment
 from zeroengine.runtime.unit_gradients import UnitGradients
 
@@ -24,7 +24,7 @@ class OptimizerShard:
     """
 
     def __init__(
-        self, number: int, grads: UnitGradients, moments_dtype: torch.dtype, store: Store | None = None
+        self, number: int, grads: UnitGradients, moments_dtype: torch.dtype, store: OffloadStore | None = None
     ) -> None:
         unit = grads.unit
         self._moments_dtype = moments_dtype
@@ -45,7 +45,7 @@ class OptimizerShard:
             self.master.copy_(self.param if unit.master is None else unit.master)
             unit.master = None
             if store is not None:
-                store.let_go(self.master)
+                store.evict(self.master)
         self.moments: list[torch.Tensor] = []
         self.steps = [0] * len(unit.params)
         self.segments: dict[tuple[Any, ...], list[Segment]] = {}
@@ -69,21 +69,21 @@ class OptimizerShard:
     @property
     def on_device(self) -> bool:
         """Whether all of it is where the model computes."""
-        return self.store is None and self.grads.home is None and self.unit.stored is None
+        return self.store is None and self.grads.store is None and self.unit.offloaded_shards is None
 
     @property
-    def param_only_offloaded(self) -> StoredShards | None:
+    def param_only_offloaded(self) -> OffloadedShards | None:
         """Where the parameter shard is, if it alone is elsewhere: it is brought to the update, then."""
-        stored = self.unit.stored
-        alone = self.store is None and self.grads.home is None and stored is not None and stored.in_order
+        stored = self.unit.offloaded_shards
+        alone = self.store is None and self.grads.store is None and stored is not None and stored.in_order
         return stored if alone else None
 
     def bytes_in(self, medium: Medium | None) -> dict[str, int]:
         """Of master and moments in a kind of memory; None: on the device."""
         medium_of = None if self.store is None else self.store.medium
         here = medium_of == medium
-        master = held(self.master) if here and self.master is not self.param else 0
-        return {"master": master, "optimizer": sum(map(held, self.moments)) if here else 0}
+        master = resident_bytes(self.master) if here and self.master is not self.param else 0
+        return {"master": master, "optimizer": sum(map(resident_bytes, self.moments)) if here else 0}
 
     def gradient_for_norm(self, world_size: int) -> torch.Tensor:
         """This rank's 1/world of the summed gradients: the same elements at every stage."""

@@ -20,8 +20,8 @@ from zeroengine import ops
 from zeroengine.comm.interfaces import Transport
 from zeroengine.disk.swap_files import populate
 from zeroengine.errors import ZeroEngineError
-from zeroengine.offload.disk_store import Medium, Store
-from zeroengine.offload.offload_states import held
+from zeroengine.offload.disk_store import Medium, OffloadStore
+from zeroengine.offload.offload_states import resident_bytes
 from zeroengine.offload.pipeline import Pipeline
 from zeroengine.optim.backends.device_adam import DeviceAdam
 from zeroengine.optim.backends.host_adam import FusedAdam, runs_fused
@@ -84,7 +84,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         zero_grad: Callable[[], None],
         writes: OutsideWrites,
         moments_dtype: torch.dtype = torch.float32,
-        stores: Sequence[Store | None] = (),
+        stores: Sequence[OffloadStore | None] = (),
         pipeline: Pipeline | None = None,
         on_device: bool | None = None,
     ) -> None:
@@ -105,7 +105,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"optimizer_state_dtype: only Adam and AdamW on fp32 masters keep moments in bf16, not "
                 f"{type(inner).__name__}; remove the key"
             )
-        if not fused and any(u.unit.stored is not None or u.store is not None for u in self.units):
+        if not fused and any(u.unit.offloaded_shards is not None or u.store is not None for u in self.units):
             raise ZeroEngineError(
                 f"offload: only Adam and AdamW on fp32 masters update states that are not on the device, not "
                 f'{type(inner).__name__}; write "device": "none"'
@@ -350,7 +350,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         parts = [states.bytes_in(medium) for states in self.units]
         found = {name: sum(part[name] for part in parts) for name in ("master", "optimizer")}
         if medium is None:
-            found["optimizer"] += sum(map(held, self._state_tensors()))
+            found["optimizer"] += sum(map(resident_bytes, self._state_tensors()))
         return found
 
     def tensors(self) -> list[torch.Tensor]:

@@ -12,8 +12,8 @@ import torch
 
 from zeroengine import ops
 from zeroengine.offload.device_copies import Transfer
-from zeroengine.offload.disk_store import marking
-from zeroengine.offload.offloaded_shards import StoredShards
+from zeroengine.offload.disk_store import poison_on_error
+from zeroengine.offload.offloaded_shards import OffloadedShards
 from zeroengine.offload.pipeline import Piece, Pipeline, Stream
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.optim.segments import Segment, segments_of
@@ -49,15 +49,15 @@ def runs_fused(optimizer: torch.optim.Optimizer) -> bool:
     return plain and not any(group.get("amsgrad") for group in optimizer.param_groups)
 
 
-class Leaving:
+class PendingWriteback:
     """Updated parameter shards on their way from the device, a few at once."""
 
     def __init__(self) -> None:
-        self._transfers: deque[tuple[StoredShards, Transfer]] = deque()
+        self._transfers: deque[tuple[OffloadedShards, Transfer]] = deque()
 
-    def take(self, stored: StoredShards, update: Callable[[], Transfer]) -> None:
+    def take(self, stored: OffloadedShards, update: Callable[[], Transfer]) -> None:
         """Runs ``update``, which sends a shard to where it is ``stored``."""
-        with marking(stored):
+        with poison_on_error(stored):
             self._transfers.append((stored, update()))
         if len(self._transfers) >= SHARDS_LEAVING:
             self._wait()
@@ -69,7 +69,7 @@ class Leaving:
 
     def _wait(self) -> None:
         stored, transfer = self._transfers.popleft()
-        with marking(stored):
+        with poison_on_error(stored):
             transfer.wait()
 
 
@@ -100,7 +100,7 @@ class FusedAdam:
         publish: Callable[[UnitGradients], None],
     ) -> None:
         """Updates every unit with ``factor * gradient``, then publishes it."""
-        leaving, elsewhere = Leaving(), []
+        leaving, elsewhere = PendingWriteback(), []
         for states, flags in zip(units, used, strict=True):
             for i, flag in enumerate(flags):
                 states.steps[i] += flag
@@ -126,11 +126,11 @@ class FusedAdam:
                 self._adam(states, part, segment, factor)
 
     def _with_the_shard(
-        self, states: OptimizerShard, stored: StoredShards, flags: Sequence[bool], factor: float
+        self, states: OptimizerShard, stored: OffloadedShards, flags: Sequence[bool], factor: float
     ) -> Transfer:
         """The update on the device where the parameter shard alone is elsewhere. Gives what takes that back."""
         shard = states.param
-        here = stored.landing(shard)
+        here = stored.staging_buffer(shard)
         if states.mixed and all(flags):
             here.zero_()  # the padding, for all the rest is written
         else:
