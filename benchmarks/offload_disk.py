@@ -25,10 +25,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from zeroengine.cli.zero_io import parse_size
 from zeroengine.disk.mounts import mount_of
 from zeroengine.disk.queue import Descriptors, DiskQueue, Transfer, aligned_empty
 from zeroengine.ops import _aio_library as _aio
+from zeroengine.utils.byte_size import parse_byte_size
 
 PIECE = 128 << 20
 KINDS = {"read": (False,), "write": (True,), "both": (False, True)}
@@ -98,8 +98,8 @@ def fio_seconds(file: File, engine: str, kind: str, block: int, depth: int) -> f
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", type=Path)
-    parser.add_argument("--size", type=parse_size, default=2 << 30)
-    parser.add_argument("--block", type=parse_size, default=1 << 20)
+    parser.add_argument("--size", type=parse_byte_size, default=2 << 30)
+    parser.add_argument("--block", type=parse_byte_size, default=1 << 20)
     parser.add_argument("--depth", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()

@@ -83,8 +83,8 @@ def test_it_puts_the_settings_into_a_configuration(run: Run, disk: Path, tmp_pat
     [
         (["{disk}/nowhere"], "nvme_path {disk}/nowhere does not exist: write a folder on a local disk"),
         (["{disk}/file"], "nvme_path {disk}/file is a file: write a folder"),
-        (["{disk}", "--size", "big"], "--size big: write a size such as 1GB"),
-        (["{disk}", "--size", "0GB"], "--size 0GB: write a size such as 1GB"),
+        (["{disk}", "--size", "big"], "--size big: write a size such as 5GB"),
+        (["{disk}", "--size", "0GB"], "--size 0GB: write a size such as 5GB"),
         (["{disk}", "--size", "9000000GB"], "are needed: make room"),
         (
             ["{disk}", "--write-config", "{disk}/no.json"],

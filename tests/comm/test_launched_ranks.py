@@ -110,7 +110,7 @@ def test_ranks_of_mpich_on_several_nodes_share_a_port_and_jobs_do_not(tmp_path: 
     proxy.chmod(0o755)
     show = """
 import os
-from zeroengine.launcher_environment import launched_rank, torch_variables
+from zeroengine.utils.launcher_environment import launched_rank, torch_variables
 print(torch_variables(launched_rank(os.environ), os.environ)["MASTER_PORT"])
 """
 

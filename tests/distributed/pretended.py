@@ -134,7 +134,7 @@ class LateCopies:
         for lane in self._lanes.values():
             lane.flush()
 
-    settle = follow
+    synchronize = follow
 
     def host_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         memory = aligned_empty(numel, dtype)

@@ -34,7 +34,7 @@ from zeroengine.disk.swap_files import SwapFolder
 from zeroengine.engine.initialize import make_engine
 from zeroengine.offload import placement
 from zeroengine.offload.disk_store import DiskStore
-from zeroengine.offload.host_store import DiskBehind
+from zeroengine.offload.host_store import DiskThroughHost
 from zeroengine.ops import _aio_library
 
 CPU, NVME = {"device": "cpu"}, {"device": "nvme"}
@@ -363,13 +363,13 @@ def test_a_shard_that_could_not_be_taken_back_is_never_saved(tmp_path: Path, pre
 def test_memory_on_the_device_goes_when_its_values_are_on_disk(tmp_path: Path) -> None:
     copies, queue = LateCopies(late=False), DiskQueue()
     disk = DiskStore(SwapFolder(str(tmp_path), rank=0), queue, 1 << 20)
-    behind, left = DiskBehind(disk, copies, 3), []
+    behind, left = DiskThroughHost(disk, copies, 3), []
     for _ in range(6):
-        state, landing = behind.empty(1024, torch.float32), behind.landing(4096).view(torch.float32).fill_(3)
+        state, landing = behind.empty(1024, torch.float32), behind.staging_buffer(4096).view(torch.float32).fill_(3)
         left.append(weakref.ref(landing))
         behind.write(landing, state).wait()
         del landing
-        into = behind.landing(4096).view(torch.float32)
+        into = behind.staging_buffer(4096).view(torch.float32)
         behind.read(state, into).wait()
         assert into.sum() == 3 * 1024
         left.append(weakref.ref(into))

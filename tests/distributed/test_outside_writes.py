@@ -35,8 +35,8 @@ def check_masters(engine: zeroengine.Engine) -> None:
     """Every low-precision parameter is its master, rounded, to the bit."""
     for states in engine.optimizer.units:
         if states.mixed:
-            rounded = states.master.to(states.published.dtype)
-            assert torch.equal(rounded.view(torch.int16), states.published.view(torch.int16)), states.unit.name
+            rounded = states.master.to(states.param.dtype)
+            assert torch.equal(rounded.view(torch.int16), states.param.view(torch.int16)), states.unit.name
 
 
 # -- ways to write ------------------------------------------------------------------------------------

@@ -128,7 +128,7 @@ def test_who_follows_a_copy_waits_on_the_gpu_and_who_waits_on_the_host(cuda: Rec
     transfer.follow()
     transfer.wait()
     ways.follow()
-    ways.settle()
+    ways.synchronize()
     assert cuda.events == [
         "main waits for event on out",
         "host waits for event on out",

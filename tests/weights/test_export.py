@@ -38,7 +38,7 @@ from zeroengine.cli import checkpoint_commands
 from zeroengine.errors import CheckpointError
 from zeroengine.weights import huggingface_format
 from zeroengine.weights.export import export
-from zeroengine.weights.output_folder import Output, parse_size
+from zeroengine.weights.output_folder import Output
 
 CASES = [(world, stage, "fp32") for world in (1, 2, 3) for stage in (0, 1, 2, 3)] + [(2, 1, "bf16"), (2, 3, "bf16")]
 
@@ -621,11 +621,3 @@ def test_a_box_is_written_where_it_belongs(data: st.DataObject) -> None:
     assert [i for start, count in runs for i in range(start, start + count)] == box[first : first + numel]
     whole_rows = len(shape) < 2 or (sizes[1:] == shape[1:])
     assert len(runs) <= 1 or not whole_rows, "one run where rows are whole"
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [("5GB", 5 * 10**9), ("2 GiB", 2**31), ("1.5kb", 1500), ("100", 100), (7, 7), ("3MiB", 3 * 2**20)],
-)
-def test_sizes_are_read_as_hugging_face_does(text: str | int, expected: int) -> None:
-    assert parse_size(text) == expected

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from zeroengine.optim.backends.kept import KeptState
+from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.optim.sharded_optimizer import ShardedOptimizer
-from zeroengine.optim.unit_state import UnitStates
 from zeroengine.partition.boxes import Box, boxes_of_run
 from zeroengine.partition.cut import plain_name
 from zeroengine.partition.layout import ShardSpan
@@ -95,7 +95,7 @@ class Inventory:
                 self._add_state(entries, states, span, once)
         return entries
 
-    def _add_state(self, entries: Entries, states: UnitStates, span: ShardSpan, once: bool) -> None:
+    def _add_state(self, entries: Entries, states: OptimizerShard, span: ShardSpan, once: bool) -> None:
         slot = states.unit.layout.slots[span.slot]
         for key, value in KeptState(self._optimizer).of(states, span).items():
             name = f"{OPTIMIZER}{slot.name}.{key}"

@@ -80,8 +80,8 @@ class Checkpointer:
         else:
             with progress(f"saving {tag}", found.nbytes, self._group.rank == 0) as report:
                 with self._group.waiting(f"save {tag}"):
-                    saving.run(releasing(report, self._trained.let_go))
-            self._trained.let_go()
+                    saving.run(releasing(report, self._trained.evict))
+            self._trained.evict()
             self._conclude(saving)
 
     @property

@@ -21,7 +21,7 @@ from zeroengine.checkpoint.entries import MODEL, OPTIMIZER, Entries
 from zeroengine.checkpoint.snapshot import SHOWN, Trained, param_groups, random_states, set_random_states, stateful_name
 from zeroengine.errors import CheckpointError, ZeroEngineError
 from zeroengine.optim.backends.kept import Keys
-from zeroengine.optim.unit_state import UnitStates
+from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.partition.layout import ShardSpan
 from zeroengine.utils.progress import progress, releasing
 
@@ -130,7 +130,7 @@ class _Plan:
     metadata: Metadata
     naming: Naming
     model: Entries  # by their names in the checkpoint
-    optimizer: list[tuple[UnitStates, ShardSpan, Keys]]  # for each of this rank's spans what the checkpoint keeps
+    optimizer: list[tuple[OptimizerShard, ShardSpan, Keys]]  # for each of this rank's spans what the checkpoint keeps
     objects: list[str]
     stateful: str  # what the names of the user's objects for this rank begin with
     same_world: bool
@@ -149,7 +149,7 @@ def _plan(trained: Trained, path: Path, manifest: Manifest | None, *, weights_on
     naming.check_model(path, strict=strict)
     same_world = manifest is not None and manifest.world_size == group.world_size
     stateful = stateful_name("", group.rank if same_world else 0)
-    optimizer: list[tuple[UnitStates, ShardSpan, Keys]] = []
+    optimizer: list[tuple[OptimizerShard, ShardSpan, Keys]] = []
     wanted = [f"{EXTRA}client_state"]
     if not weights_only:
         optimizer = _plan_optimizer(trained, naming, manifest, path)
@@ -168,7 +168,7 @@ def _rehearse(trained: Trained, path: Path, plan: _Plan) -> None:
     """Read all that ``_read`` will, where that can be told already: what the optimizer keeps is made by it."""
     entries, total = _entries(plan, _optimizer_state(trained, plan))
     with progress(f"checking {path.name}", total, trained.group.rank == 0) as report:
-        dcp_io.check_readable(path, plan.metadata, entries, releasing(report, trained.let_go))
+        dcp_io.check_readable(path, plan.metadata, entries, releasing(report, trained.evict))
 
 
 def _optimizer_state(trained: Trained, plan: _Plan) -> Entries:
@@ -192,7 +192,7 @@ def _read(trained: Trained, path: Path, plan: _Plan) -> None:
     state = _optimizer_state(trained, plan)
     entries, total = _entries(plan, state)
     with progress(f"loading {path.name}", total, trained.group.rank == 0) as report:
-        dcp_io.load(path, plan.metadata, entries, (), releasing(report, trained.let_go))
+        dcp_io.load(path, plan.metadata, entries, (), releasing(report, trained.evict))
     for states, span, keys in plan.optimizer:
         name = OPTIMIZER + states.unit.layout.slots[span.slot].name
         numbers = {key: state[f"{name}.{key}"].pieces[0][1] for key, (_, is_number) in keys.items() if is_number}
@@ -316,7 +316,7 @@ def _prefix(there: Mapping[str, Any], params: Sequence[str]) -> str:
 
 def _plan_optimizer(
     trained: Trained, naming: Naming, manifest: Manifest | None, path: Path
-) -> list[tuple[UnitStates, ShardSpan, Keys]]:
+) -> list[tuple[OptimizerShard, ShardSpan, Keys]]:
     """For each of this rank's spans: what the checkpoint keeps of its parameter."""
     saved = sorted({key for keys in naming.keys.values() for key in keys})
     expected = trained.kept.expected_keys()

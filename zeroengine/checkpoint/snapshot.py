@@ -80,7 +80,7 @@ class Trained:
     republish: Callable[[], None]  # masters were written: everybody computes with their values from now on
     stateful: Mapping[str, Any]  # the user's own, by name
     on_disk: bool = False  # whether any state is
-    let_go: Callable[[], None] = lambda: None  # gives back the memory that using states on disk took
+    evict: Callable[[], None] = lambda: None  # gives back the memory that using states on disk took
 
     @property
     def inventory(self) -> Inventory:

@@ -10,9 +10,10 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from zeroengine.cli.parser import Parser, run
+from zeroengine.cli.parser import CommandParser, run_command
 from zeroengine.errors import CheckpointError
-from zeroengine.weights.output_folder import DTYPES, Output, parse_dtype, parse_size
+from zeroengine.utils.byte_size import format_byte_size, parse_byte_size
+from zeroengine.weights.output_folder import DTYPES, Output, parse_dtype
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -43,12 +44,12 @@ The exit code is 1 where something is damaged.
 
 def export(argv: list[str] | None = None) -> int:
     """`zero-export`; returns its exit code."""
-    return run("zero-export", lambda: _export(argv))
+    return run_command("zero-export", lambda: _export(argv))
 
 
 def _export(argv: list[str] | None) -> int:
     about = "Write a checkpoint's weights as safetensors, sharded and with an index, as Hugging Face loads them."
-    command = Parser("zero-export", EXPORT, about, EXPORT_EXAMPLES)
+    command = CommandParser("zero-export", EXPORT, about, EXPORT_EXAMPLES)
     add = command.add_argument
     add("dir", metavar="DIR", help="a folder of checkpoints, or one checkpoint; also of torch Distributed Checkpoint")
     add("out", metavar="OUT", help="the folder to write")
@@ -60,7 +61,7 @@ def _export(argv: list[str] | None) -> int:
     add("--prefix", metavar="TEXT", help="what stands before parameter names in DIR (default: found out)")
     options = command.parse_args(argv)
     parse_dtype(options.dtype)
-    parse_size(options.shard_size)
+    parse_byte_size(options.shard_size, "shard size", CheckpointError)
     from zeroengine.checkpoint.inspect import find
 
     path, _ = find(options.dir, options.tag)
@@ -84,19 +85,19 @@ def _export(argv: list[str] | None) -> int:
     also = f" and {_count(done.tied, 'tied name')}" if done.tied else ""
     print(
         f"{options.out}: {_count(done.tensors, 'tensor')}{also} of {done.source.name} in {_count(done.files, 'file')}, "
-        f"{_bytes(done.nbytes)}"
+        f"{format_byte_size(done.nbytes)}"
     )
     return 0
 
 
 def import_deepspeed(argv: list[str] | None = None) -> int:
     """`zero-import`; returns its exit code."""
-    return run("zero-import", lambda: _import(argv))
+    return run_command("zero-import", lambda: _import(argv))
 
 
 def _import(argv: list[str] | None) -> int:
     about = "Turn a checkpoint of DeepSpeed's ZeRO stages 1 to 3 into one that engine.load_checkpoint resumes from."
-    command = Parser("zero-import", IMPORT, about, IMPORT_EXAMPLES)
+    command = CommandParser("zero-import", IMPORT, about, IMPORT_EXAMPLES)
     add = command.add_argument
     add("dir", metavar="DEEPSPEED_DIR", help="what DeepSpeed's save_checkpoint wrote, or the folder of one tag in it")
     add("out", metavar="OUT", help="the folder of checkpoints to write")
@@ -117,20 +118,20 @@ def _import(argv: list[str] | None) -> int:
     also = f" and {_count(done.tied, 'tied name')}" if done.tied else ""
     print(
         f"{done.path}: {_count(done.tensors, 'tensor')}{also} and the state of {made.optimizer} at step {made.step}, "
-        f"{_bytes(made.nbytes)}, of {done.source} (stage {made.stage}, {_count(made.world_size, 'rank')}, DeepSpeed "
-        f"{made.versions['deepspeed']})"
+        f"{format_byte_size(made.nbytes)}, of {done.source} (stage {made.stage}, {_count(made.world_size, 'rank')}, "
+        f"DeepSpeed {made.versions['deepspeed']})"
     )
     return 0
 
 
 def inspect(argv: list[str] | None = None) -> int:
     """`zero-inspect`; returns its exit code."""
-    return run("zero-inspect", lambda: _inspect(argv))
+    return run_command("zero-inspect", lambda: _inspect(argv))
 
 
 def _inspect(argv: list[str] | None) -> int:
     about = "Show what is in a folder of checkpoints, and whether it is whole."
-    command = Parser("zero-inspect", INSPECT, about, INSPECT_EXAMPLES)
+    command = CommandParser("zero-inspect", INSPECT, about, INSPECT_EXAMPLES)
     add = command.add_argument
     add("dir", metavar="DIR", help="a folder of checkpoints, or one checkpoint")
     add("--tag", metavar="TAG", help="this checkpoint alone")
@@ -180,7 +181,7 @@ def _checkpoints(folder: Folder) -> Table:
             versions = ", ".join(f"{name} {version}" for name, version in about.versions.items())
         when = found.saved_at.removesuffix("+00:00").replace("T", " ")
         state = Text(found.verdict, COLOURS.get(found.verdict, "")) + Text(", latest" if found.latest else "")
-        table.add_row(*map(Text, [found.tag, *facts, _bytes(found.nbytes), when, versions]), state)
+        table.add_row(*map(Text, [found.tag, *facts, format_byte_size(found.nbytes), when, versions]), state)
     return table
 
 
@@ -190,10 +191,13 @@ def _tensors(listed: list[Tensor]) -> Table:
     table = _table("tensor", "shape", "dtype", "size")
     for tensor in listed:
         shape = " x ".join(str(size) for size in tensor.shape) or "scalar"
-        size = f"is {tensor.tied_to}" if tensor.tied_to is not None else _bytes(tensor.nbytes)
+        size = f"is {tensor.tied_to}" if tensor.tied_to is not None else format_byte_size(tensor.nbytes)
         table.add_row(Text(tensor.name), shape, tensor.dtype, Text(size))
     table.add_row(
-        _count(len(listed), "tensor"), "", "", _bytes(sum(tensor.nbytes for tensor in listed if tensor.tied_to is None))
+        _count(len(listed), "tensor"),
+        "",
+        "",
+        format_byte_size(sum(tensor.nbytes for tensor in listed if tensor.tied_to is None)),
     )
     return table
 
@@ -225,10 +229,3 @@ def _print(table: Table) -> None:
 
 def _count(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
-
-
-def _bytes(number: float) -> str:
-    units = ["B", "KiB", "MiB", "GiB", "TiB"]
-    while number >= 1024 and len(units) > 1:
-        number, units = number / 1024, units[1:]
-    return f"{number:.{0 if units[0] == 'B' else 1}f} {units[0]}"

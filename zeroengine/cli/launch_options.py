@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from zeroengine.cli.parser import Parser
+from zeroengine.cli.parser import CommandParser
 from zeroengine.errors import LaunchError
 from zeroengine.launch.cluster.protocol import SILENCE
 from zeroengine.launch.cluster.request import CONNECT, FAN_OUT, IDLE_ROUNDS, IMPORT
@@ -54,9 +54,9 @@ examples:
 """
 
 
-def parser() -> Parser:
+def parser() -> CommandParser:
     about = "Start a script in several processes, one rank each, on this machine or on several."
-    parser = Parser("zero-launch", USAGE, about, EXAMPLES)
+    parser = CommandParser("zero-launch", USAGE, about, EXAMPLES)
     add = parser.add_argument_group("the run").add_argument
     add(
         "--nproc",
@@ -139,7 +139,6 @@ def parser() -> Parser:
         "--log-dir", metavar="DIR", type=Path, help="also write each rank's output to DIR/rank0.log, DIR/rank1.log, ..."
     )
     add("--dry-run", action="store_true", help="print what would be started, per rank, and start nothing")
-    add("--version", action="store_true", help="print the versions of zeroengine, torch and Python")
     # One for the script and its arguments: argparse drops a -- between two.
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
@@ -156,7 +155,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _with_sbatch_joined(argv: Sequence[str], reader: Parser) -> list[str]:
+def _with_sbatch_joined(argv: Sequence[str], reader: CommandParser) -> list[str]:
     """`--sbatch --time=1:00:00` as `--sbatch=--time=1:00:00`: argparse takes no value that looks like an option."""
     takes_value = {name for action in reader._actions if action.nargs is None for name in action.option_strings}
     words, rest = [], list(argv)

@@ -1,4 +1,8 @@
-"""What zeroengine's commands share: how they read their arguments, and what an error makes of the exit code."""
+"""How all zero-* commands read their arguments, and how an error becomes a message and an exit code.
+
+A command builds a `CommandParser`, and its `main(argv)` passes a function without arguments to `run_command`: that
+function parses `argv`, does the work and returns the exit code.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,25 @@ import argparse
 import signal
 import sys
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from zeroengine.errors import ZeroEngineError
+from zeroengine.launch.cluster.versions import installed
 
 
-class Parser(argparse.ArgumentParser):
-    """Raises a wrong request as an error of zeroengine, with the usage."""
+class CommandParser(argparse.ArgumentParser):
+    """Parse the arguments of one command, with `--help` and `--version`.
 
-    def __init__(self, name: str, usage: str, description: str, examples: str) -> None:
+    A wrong request raises `ZeroEngineError` with the usage, so that `run_command` reports it like any other error.
+
+    Args:
+        name: The command, such as `zero-io`.
+        usage: One line, such as `zero-io PATH [options]`.
+        description: One sentence for `--help`.
+        examples: Text that `--help` prints at its end, unchanged.
+    """
+
+    def __init__(self, name: str, usage: str, description: str, examples: str = "") -> None:
         super().__init__(
             prog=name,
             usage=usage,
@@ -23,20 +37,47 @@ class Parser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
+        self.add_argument(
+            "--version",
+            action=_PrintVersions,
+            nargs=0,
+            default=argparse.SUPPRESS,
+            help="print the versions of zeroengine, torch and Python",
+        )
 
     def error(self, message: str) -> NoReturn:
+        """Raise the error of a wrong request.
+
+        Raises:
+            ZeroEngineError: Always.
+        """
         raise ZeroEngineError(f"{message}. Usage: {self.usage}; {self.prog} --help lists the options")
 
 
-def run(name: str, command: Callable[[], int]) -> int:
-    """The exit code of ``command``: 2 and one line for a request that cannot be met, 1 where the machine fails."""
+class _PrintVersions(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        print(", ".join(f"{name} {version}" for name, version in installed().items()))
+        parser.exit()
+
+
+def run_command(name: str, command: Callable[[], int]) -> int:
+    """Run a command and return its exit code.
+
+    Args:
+        name: The command's name, which begins every error message.
+        command: Parses the arguments, does the work and returns the exit code.
+
+    Returns:
+        What `command` returns; 2 for a request that cannot be met, 1 where the system fails, 130 after Ctrl-C.
+    """
     try:
         return command()
     except ZeroEngineError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # nobody reads any more, as in `| head`
-        sys.stdout = None  # type: ignore[assignment]
+    except BrokenPipeError:
+        # Nobody reads the output any more, as in `| head`. Without a stdout Python does not flush it again at exit.
+        sys.stdout = None
         return 0
     except OSError as error:
         print(f"{name}: {error.strerror or error}{f' ({error.filename})' if error.filename else ''}", file=sys.stderr)

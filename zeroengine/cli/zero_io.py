@@ -9,14 +9,14 @@ import argparse
 import dataclasses
 import json
 import os
-import re
 import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zeroengine.cli.parser import Parser, run
+from zeroengine.cli.parser import CommandParser, run_command
 from zeroengine.errors import OffloadError
+from zeroengine.utils.byte_size import parse_byte_size
 
 if TYPE_CHECKING:
     from zeroengine.disk.probe import Disk, Settings, Speed
@@ -28,12 +28,11 @@ examples:
   zero-io /local_nvme --write-config ds.json            and put them into a configuration
   zero-io /local_nvme --size 8GB --json                 with a larger file, for programs
 """
-UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
-def parser() -> Parser:
+def parser() -> CommandParser:
     about = "Measure how fast a disk reads and writes, and find the settings that drive it best."
-    parser = Parser("zero-io", USAGE, about, EXAMPLES)
+    parser = CommandParser("zero-io", USAGE, about, EXAMPLES)
     add = parser.add_argument
     add("path", metavar="PATH", help='a folder on the disk, what "nvme_path" is to be')
     add("--size", metavar="SIZE", default="1GB", help="of the file to read and write: 1GB (default), 500MB, 8GiB, ...")
@@ -46,11 +45,11 @@ def parser() -> Parser:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit code."""
-    return run("zero-io", lambda: probe(parser().parse_args(argv)))
+    return run_command("zero-io", lambda: probe(parser().parse_args(argv)))
 
 
 def probe(options: argparse.Namespace) -> int:
-    nbytes = parse_size(options.size)
+    nbytes = parse_byte_size(options.size, "--size", OffloadError)
     config = read_config(options.write_config)
 
     from zeroengine.disk.probe import Probe, best, candidates, disk_of, measure
@@ -75,18 +74,6 @@ def probe(options: argparse.Namespace) -> int:
         write_config(options.write_config, config, keys(winner.settings))
         print(f'zero-io: "aio" is now in {options.write_config}', file=sys.stderr)
     return 0
-
-
-def parse_size(text: str) -> int:
-    """Bytes: ``5GB`` is 5e9, ``5GiB`` is 5 * 2**30.
-
-    Raises:
-        OffloadError: it is no size.
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
-    if found is None or found[2] not in UNITS or float(found[1]) * UNITS[found[2]] < 1:
-        raise OffloadError(f"--size {text}: write a size such as 1GB, 500MB or 8GiB")
-    return int(float(found[1]) * UNITS[found[2]])
 
 
 def keys(settings: Settings) -> dict[str, Any]:

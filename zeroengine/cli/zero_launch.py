@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
 import shlex
-import signal
 import socket
 import sys
 import uuid
@@ -15,7 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zeroengine.cli.launch_options import check, parse
-from zeroengine.errors import LaunchError, ZeroEngineError
+from zeroengine.cli.parser import run_command
+from zeroengine.errors import LaunchError
 from zeroengine.launch.cluster import environment, shells
 from zeroengine.launch.cluster.hosts import Host, limit, processes, read_hostfile, select
 from zeroengine.launch.local import job
@@ -26,13 +25,7 @@ from zeroengine.utils.launcher_environment import START_AGAIN
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit code: that of the first rank that failed, or 2 for a wrong request."""
     open_standard_descriptors()
-    try:
-        return launch(parse(sys.argv[1:] if argv is None else argv))
-    except ZeroEngineError as error:
-        print(f"zero-launch: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:  # before any rank was started
-        return 128 + signal.SIGINT
+    return run_command("zero-launch", lambda: launch(parse(sys.argv[1:] if argv is None else argv)))
 
 
 def open_standard_descriptors() -> None:
@@ -50,9 +43,6 @@ def open_standard_descriptors() -> None:
 
 
 def launch(options: argparse.Namespace) -> int:
-    if options.version:
-        print(versions())
-        return 0
     check(options)
     launchers = {"local": local, "ssh": over_ssh, "slurm": in_slurm, "mpi": under_mpi, "k8s": for_k8s, "ray": on_ray}
     return launchers[options.launcher](options)
@@ -288,16 +278,6 @@ def make_log_dir(folder: Path | None) -> None:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise LaunchError(f"--log-dir {folder}: cannot be made a folder for logs ({error.strerror})") from None
-
-
-def versions() -> str:
-    import torch
-
-    try:
-        own = importlib.metadata.version("zeroengine")
-    except importlib.metadata.PackageNotFoundError:
-        own = "(not installed)"
-    return f"zeroengine {own}, torch {torch.__version__}, Python {sys.version.split()[0]}"
 
 
 if __name__ == "__main__":

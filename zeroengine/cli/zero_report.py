@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from zeroengine.cli.parser import CommandParser, run_command
 from zeroengine.launch.cluster import versions
 from zeroengine.launch.local import core_binding, job, network
 
@@ -24,14 +25,24 @@ Row = tuple[str, str]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the report; returns 0."""
-    parser = argparse.ArgumentParser(prog="zero-report", description="Versions, devices and speeds, for a bug report.")
+    """Run the command; returns its exit code."""
+    return run_command("zero-report", lambda: report(parser().parse_args(argv)))
+
+
+def parser() -> CommandParser:
+    """Return the parser of zero-report's arguments."""
+    about = "Print the versions, devices and speeds that a bug report should contain."
+    parser = CommandParser("zero-report", "zero-report [options]", about)
     parser.add_argument("--no-probes", action="store_true", help="measure nothing, only say what is there")
     parser.add_argument(
         "--disk", metavar="DIR", type=Path, default=Path.cwd(), help="whose disk to measure (default: here)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    options = parser.parse_args(argv)
+    return parser
+
+
+def report(options: argparse.Namespace) -> int:
+    """Print the report; returns 0."""
     sections: dict[str, Callable[[], Iterator[Row]]] = {
         "versions": software,
         "machine": machine,

@@ -23,8 +23,8 @@ from zeroengine.engine.full_values import FullValues
 from zeroengine.engine.gathered import attach_owner
 from zeroengine.engine.step import StepRunner
 from zeroengine.offload.device_copies import Copies
-from zeroengine.offload.offload_states import Parking
-from zeroengine.offload.placement import Placement, place
+from zeroengine.offload.offload_states import StateOffloader
+from zeroengine.offload.placement import Placement, place_states
 from zeroengine.optim.caller_optimizer import redirect_calls
 from zeroengine.optim.loss_scaler import LossScaler
 from zeroengine.optim.lr_schedules import LRSchedulerLike, make_scheduler
@@ -85,7 +85,7 @@ class EngineParts:
     full_values: FullValues
     foreign_parameters: ForeignParameters
     input_comparison: InputComparison
-    state_offloader: Parking
+    state_offloader: StateOffloader
     save_on_signal: SaveOnSignal | None
 
 
@@ -120,7 +120,7 @@ def assemble(
     transport = group.transport(config.comm.transport, config.comm.timeout_seconds, config.comm.register_buffers)
     degrees = degrees_of_stage(zero.stage, group.world_size)
     with group.agreeing("to initialize"):
-        placement = place(plans, degrees, config, transport, group.device, copies)
+        placement = place_states(plans, degrees, config, transport, group.device, copies)
     degrees_of_units = [_degrees_of(plan, degrees, config) for plan in plans]
     slots = None
     if group.symmetric:  # before any other memory of the channels
@@ -150,7 +150,7 @@ def assemble(
         reduce_dtype=config.reduce_dtype,
         predivide=config.predivide(group.world_size),
         backward=backward,
-        homes=placement.optimizer,
+        stores=placement.optimizer,
         together=group.device.type == "cuda" if on_device is None else on_device,
         slots=slots,
     )
@@ -165,7 +165,7 @@ def assemble(
             zero_grad=zero_grad,
             writes=external_writes,
             moments_dtype=FLOATS[config.optimizer_state_dtype],
-            homes=placement.optimizer,
+            stores=placement.optimizer,
             pipeline=placement.pipeline,
             on_device=on_device,
         )
@@ -212,7 +212,7 @@ def assemble(
         full_values,
         foreign_parameters,
         input_comparison,
-        Parking(),
+        StateOffloader(),
         SaveOnSignal(config, group) if config.checkpoint.on_signal else None,
     )
 

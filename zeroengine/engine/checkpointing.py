@@ -73,8 +73,8 @@ class EngineCheckpoints:
         parts = self._parts
         parts.backward.end_if_over()
         with parts.group.agreeing("to save a checkpoint"):
-            parts.state_offloader.check("save_checkpoint()")
-            parts.placement.check()
+            parts.state_offloader.check_resident("save_checkpoint()")
+            parts.placement.check_intact()
             parts.foreign_parameters.check()
             if parts.accumulation.has_gradients:
                 raise ZeroEngineError(
@@ -93,7 +93,7 @@ class EngineCheckpoints:
         """Load a checkpoint and return its client state. See ``Engine.load_checkpoint``."""
         parts = self._parts
         with parts.group.agreeing("to load a checkpoint"):
-            parts.state_offloader.check("load_checkpoint()")
+            parts.state_offloader.check_resident("load_checkpoint()")
             parts.foreign_parameters.check()
         parts.step_runner.sync_and_report()
         parts.backward.finish()
@@ -137,7 +137,7 @@ class EngineCheckpoints:
 
         parts = self._parts
         with parts.group.agreeing("to load weights"):
-            parts.state_offloader.check("load_weights()")
+            parts.state_offloader.check_resident("load_weights()")
             parts.foreign_parameters.check()
             if parts.gatherer.lent:
                 raise ZeroEngineError(
@@ -162,22 +162,22 @@ class EngineCheckpoints:
         """
         parts = self._parts
         parts.gatherer.settle()
-        parts.placement.settle()
+        parts.placement.finish_copies()
         parts.external_writes.compare()
         parts.optimizer.reload_masters()
-        parts.placement.let_go()
+        parts.placement.evict()
 
     def _publish_masters(self) -> None:
         """Let all ranks compute with master weights that were written by a load."""
         parts = self._parts
-        parts.placement.settle()
+        parts.placement.finish_copies()
         for states in parts.optimizer.units:
             if states.mixed:
                 populate(states.master)
-                populate(states.published, write=True)
-                states.published.copy_(states.master)
+                populate(states.param, write=True)
+                states.param.copy_(states.master)
             parts.gatherer.publish_update(states.unit)
-            parts.placement.let_go(states.published, states.master)
+            parts.placement.evict(states.param, states.master)
         parts.external_writes.remember()
         parts.gatherer.settle()
         parts.transport.fence()
@@ -217,7 +217,7 @@ class EngineCheckpoints:
             self._publish_masters,
             self._stateful,
             bool(parts.placement.disks),
-            parts.placement.let_go,
+            parts.placement.evict,
         )
 
     def _get_manager(self) -> Checkpointer:

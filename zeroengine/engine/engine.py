@@ -23,8 +23,8 @@ from zeroengine.errors import ZeroEngineError
 from zeroengine.migration.messages import engine_attribute, explains_arguments
 from zeroengine.migration.names import UNPACKED_CLIENT_STATE, UNPACKED_ENGINE
 from zeroengine.offload.device_copies import Copies
-from zeroengine.optim.backends.device_adam import Verdict
 from zeroengine.optim.lr_schedules import LRSchedulerLike
+from zeroengine.optim.step_result import StepResult
 from zeroengine.partition.cut import UnitPlan
 from zeroengine.utils.call_site import returns_one_value
 from zeroengine.utils.compiler_disable import eager
@@ -107,7 +107,7 @@ class Engine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward. On a GPU tensors in CPU memory among its inputs are copied there first."""
         if self._parts.state_offloader:
-            self._parts.state_offloader.check("the forward", ("parameters",))
+            self._parts.state_offloader.check_resident("the forward", ("parameters",))
         if self.module.training and not self.gatherer.lent:
             self._parts.input_comparison.observe((args, kwargs))
         with self.gatherer.forward():
@@ -149,7 +149,7 @@ class Engine:
                 "backward(): the loss is detached from the parameters. Compute it from engine(...), outside "
                 "torch.no_grad(), without .detach() or .item()"
             )
-        self._parts.state_offloader.check("backward()")
+        self._parts.state_offloader.check_resident("backward()")
         scaler = self._parts.scaler
         scaled = loss if scaler.scale == 1 else scaler.scaled(loss)
         self._parts.backward.run(scaled, retain_graph, create_graph, inputs)
@@ -300,7 +300,7 @@ class Engine:
     @eager
     @explain_out_of_memory
     @explains_arguments
-    def step(self) -> bool | Verdict:
+    def step(self) -> bool | StepResult:
         """Ends a micro-step; at the accumulation boundary clips, updates and steps the LR schedule.
 
         Where the gradient's norm is not finite nothing is changed, and ``skipped_steps`` counts it; a dynamic loss
@@ -336,8 +336,8 @@ class Engine:
         Raises:
             ZeroEngineError: States are offloaded or half loaded, or ``call`` is inside a CUDA graph or a backward.
         """
-        self._parts.state_offloader.check(call)
-        self._parts.placement.check()
+        self._parts.state_offloader.check_resident(call)
+        self._parts.placement.check_intact()
         self._checkpoints.check_not_half_loaded(call)
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise ZeroEngineError(
@@ -365,7 +365,7 @@ class Engine:
         self._parts.foreign_parameters.check()
         self.reducer.finish()
 
-    def _update(self, call: str) -> bool | Verdict:
+    def _update(self, call: str) -> bool | StepResult:
         """Take a step on behalf of ``call``. Return whether parameters were updated, or an object that tells."""
         parts = self._parts
         self._finish_gradients(call)
@@ -377,7 +377,7 @@ class Engine:
             parts.step_runner.warn_of_unused_hooks()
         updated = parts.step_runner.take()
         parts.external_writes.remember()
-        parts.placement.let_go()
+        parts.placement.evict()
         if parts.save_on_signal is not None and parts.save_on_signal.is_due():
             parts.save_on_signal.save_and_exit(self)
         return updated

@@ -21,8 +21,8 @@ from zeroengine.disk.swap_files import populate
 from zeroengine.engine.accumulation import Accumulation
 from zeroengine.engine.gathered import owner_of
 from zeroengine.errors import ZeroEngineError
+from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.optim.sharded_optimizer import ShardedOptimizer
-from zeroengine.optim.unit_state import UnitStates
 from zeroengine.runtime.backward_tracker import BackwardTracker
 from zeroengine.runtime.gatherer import Gatherer
 from zeroengine.runtime.outside_writes import OutsideWrites
@@ -181,7 +181,7 @@ class FullValues:
             value = part
         self._optimizer.set_values(states, unit.layout.slots[index], key, value)
 
-    def _kept(self, call: str, unit: Unit, index: int, key: str) -> tuple[UnitStates, tuple[int, ...] | None, int]:
+    def _kept(self, call: str, unit: Unit, index: int, key: str) -> tuple[OptimizerShard, tuple[int, ...] | None, int]:
         """Whose state it is, its shape (see ``ShardedOptimizer.shapes``), and the lowest rank that has some of it."""
         mine, slot = self._states(unit), unit.layout.slots[index]
         fact = self._optimizer.shapes(mine, slot) if mine is not None else {}
@@ -251,10 +251,10 @@ class FullValues:
         (unit,) = self.units_of([param])
         return unit, next(i for i, p in enumerate(unit.params) if p is param)
 
-    def _states(self, unit: Unit) -> UnitStates | None:
+    def _states(self, unit: Unit) -> OptimizerShard | None:
         return next((states for states in self._optimizer.units if states.unit is unit), None)
 
-    def _trainable(self, unit: Unit, index: int) -> UnitStates:
+    def _trainable(self, unit: Unit, index: int) -> OptimizerShard:
         states = self._states(unit)
         if states is None:
             name = unit.layout.slots[index].name

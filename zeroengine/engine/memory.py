@@ -12,7 +12,7 @@ import torch
 from zeroengine.config import Config
 from zeroengine.engine.assembly import EngineParts
 from zeroengine.offload.disk_store import Medium
-from zeroengine.offload.offload_states import held
+from zeroengine.offload.offload_states import resident_bytes
 
 STATES = ("parameters", "gradients", "master", "optimizer")
 WORKING = ("buckets", "gathered", "staging")
@@ -91,7 +91,7 @@ def measure_memory(parts: EngineParts, checkpoint_copy_bytes: int) -> Memory:
         checkpoint_copy_bytes: The bytes of the copy that a checkpoint is written from.
     """
     on_device, in_cpu, on_disk = (_bytes_of_states(parts, medium) for medium in (None, "cpu", "nvme"))
-    host_staging = parts.placement.host_bytes
+    host_staging = parts.placement.host_buffer_bytes
     computes_on_cpu = parts.group.device.type == "cpu"
     return Memory(
         device=str(parts.group.device),
@@ -99,7 +99,7 @@ def measure_memory(parts: EngineParts, checkpoint_copy_bytes: int) -> Memory:
         buckets=parts.reducer.bucket_bytes(),
         put_off={unit.name: unit.gathered_bytes() for unit in parts.gatherer.put_off()},
         gathered=sum(unit.gathered_bytes() for unit in parts.units),
-        staging=parts.placement.slot_bytes + (host_staging if computes_on_cpu else 0),
+        staging=parts.placement.send_buffer_bytes + (host_staging if computes_on_cpu else 0),
         checkpoint=checkpoint_copy_bytes if computes_on_cpu else 0,
         cpu=in_cpu | ({} if computes_on_cpu else {"staging": host_staging, "checkpoint": checkpoint_copy_bytes}),
         nvme=on_disk,
@@ -109,11 +109,11 @@ def measure_memory(parts: EngineParts, checkpoint_copy_bytes: int) -> Memory:
 def _bytes_of_states(parts: EngineParts, medium: Medium | None) -> dict[str, int]:
     """Return the bytes of each state in one kind of memory; None is the device's."""
     sizes = parts.optimizer.bytes_in(medium)
-    shards = ((unit.shard, unit.stored) for unit in parts.units)
-    gradients = ((grads.kept, grads.home) for grads in parts.reducer.gradients)
+    shards = ((unit.shard, unit.offloaded_shards) for unit in parts.units)
+    gradients = ((grads.kept, grads.store) for grads in parts.reducer.gradients)
     for name, tensors in (("parameters", shards), ("gradients", gradients)):
         sizes[name] = sum(
-            held(tensor) for tensor, store in tensors if (None if store is None else store.medium) == medium
+            resident_bytes(tensor) for tensor, store in tensors if (None if store is None else store.medium) == medium
         )
     return sizes
 

@@ -33,14 +33,14 @@ def offload(
         return
     tensors = {
         "optimizer": parts.optimizer.tensors(),
-        "gradients": [grads.kept for grads in parts.reducer.gradients if grads.home is None],
-        "parameters": [unit.shard for unit in parts.units if unit.stored is None],
+        "gradients": [grads.kept for grads in parts.reducer.gradients if grads.store is None],
+        "parameters": [unit.shard for unit in parts.units if unit.offloaded_shards is None],
     }
     if include is None:
         include = offload_states.USUAL
         tensors = {name: [t for t in state if t.untyped_storage().resizable()] for name, state in tensors.items()}
     with group.agreeing("to offload states"):
-        parts.state_offloader.leave({name: tensors[name] for name in include}, path, parts.config, group.rank)
+        parts.state_offloader.offload({name: tensors[name] for name in include}, path, parts.config, group.rank)
     return_freed_memory()
 
 
@@ -48,4 +48,4 @@ def reload(parts: EngineParts) -> None:
     """Bring back what ``offload`` moved. A collective."""
     channels: dict[int, ChannelName | None] = {id(unit.shard): "gather" for unit in parts.units}
     channels |= {id(grads.kept): grads.channel for grads in parts.reducer.gradients}
-    parts.state_offloader.come_back(lambda tensor: parts.transport.refill(tensor, channels.get(id(tensor))))
+    parts.state_offloader.reload(lambda tensor: parts.transport.refill(tensor, channels.get(id(tensor))))

@@ -29,11 +29,11 @@ import torch
 from zeroengine.comm.interfaces import Transport
 from zeroengine.config import Config
 from zeroengine.errors import DivergenceError, ZeroEngineError
-from zeroengine.optim.backends.device_adam import Verdict
 from zeroengine.optim.caller_optimizer import has_own_step_hooks
 from zeroengine.optim.loss_scaler import LossScaler
 from zeroengine.optim.lr_schedules import ScheduleGuard
 from zeroengine.optim.sharded_optimizer import GradientSummary, ShardedOptimizer
+from zeroengine.optim.step_result import StepResult
 from zeroengine.runtime.backward_tracker import BackwardListener, BackwardTracker
 from zeroengine.runtime.gatherer import Gatherer
 from zeroengine.runtime.reducer import Reducer
@@ -84,7 +84,7 @@ class StepRunner(BackwardListener):
         self._config, self._optimizer, self._base_optimizer = config, optimizer, base_optimizer
         self._scaler, self._reducer, self._gatherer, self._transport = scaler, reducer, gatherer, transport
         # The step whose result is not known yet, and the function that reverts the schedule if it was skipped.
-        self._issued: tuple[Verdict, Callable[[], None] | None] | None = None
+        self._issued: tuple[StepResult, Callable[[], None] | None] | None = None
         # An overflow that has not been reported yet: the step's number, and whether the step was skipped.
         self._overflow: tuple[int, bool] | None = None
         backward.subscribe(self)
@@ -184,7 +184,7 @@ class StepRunner(BackwardListener):
         self._clip_once = None
         return min(limits, default=0.0)
 
-    def take(self) -> bool | Verdict:
+    def take(self) -> bool | StepResult:
         """Take a step. Its gradients are reduced.
 
         Returns:
@@ -232,36 +232,36 @@ class StepRunner(BackwardListener):
         if self._reducer.late:
             self._reducer.reduce_late()
 
-    def _issue(self, limit: float) -> Verdict:
+    def _issue(self, limit: float) -> StepResult:
         """Issue an update whose result is not known yet."""
         config, schedule = self._config, self.schedule
-        verdict = self._optimizer.issue(self.divisor(), limit, self._skips, self._label(limit))
+        result = self._optimizer.issue(self.divisor(), limit, self._skips, self._label(limit))
         self._gatherer.wait_for_peer_reads()
         known_late = not config.scales_loss and can_be_reverted(schedule)
         groups = self._optimizer.param_groups
         runner_ref = weakref.ref(self)
 
-        def on_query(verdict: Verdict) -> None:
+        def on_query(result: StepResult) -> None:
             runner = runner_ref()
-            if runner is not None and runner._issued is not None and runner._issued[0] is verdict:
+            if runner is not None and runner._issued is not None and runner._issued[0] is result:
                 runner.sync_step()
 
-        verdict.asked = on_query
-        self._issued = (verdict, step_reversibly(self._step_schedule, schedule, groups) if known_late else None)
+        result.on_query = on_query
+        self._issued = (result, step_reversibly(self._step_schedule, schedule, groups) if known_late else None)
         self._reducer.reset()
         if not known_late:
             self.sync_step()
-        return verdict
+        return result
 
     def sync_step(self) -> None:
         """Wait for the result of the last step, where it is not known yet, and count it. No other rank takes part."""
         if self._issued is None:
             return
         self._transport.check_order()
-        (verdict, revert_schedule), self._issued = self._issued, None
+        (result, revert_schedule), self._issued = self._issued, None
         self._optimizer.settle()
-        self.grad_norm = verdict.grad_norm
-        updates, finite = bool(verdict), math.isfinite(verdict.grad_norm)
+        self.grad_norm = result.grad_norm
+        updates, finite = bool(result), math.isfinite(result.grad_norm)
         if not updates and revert_schedule is not None:
             revert_schedule()
         if not finite and self._config.scales_loss:

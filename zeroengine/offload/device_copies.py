@@ -51,7 +51,7 @@ class Copies(Protocol):
     def follow(self) -> None:
         """Later work of the current stream comes behind every copy so far."""
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Returns once every copy so far is done."""
 
     def host_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -121,7 +121,7 @@ class GPUCopies:
         current.wait_stream(self._in)
         current.wait_stream(self._out)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         self._in.synchronize()
         self._out.synchronize()
 

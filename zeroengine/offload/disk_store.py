@@ -31,14 +31,14 @@ T = TypeVar("T")
 Medium = Literal["cpu", "nvme"]
 
 
-class CanFail(Protocol):
+class Poisonable(Protocol):
     """What can lose states."""
 
-    def fail(self, error: BaseException) -> None:
+    def poison(self, error: BaseException) -> None:
         """An update or a gradient was lost on its way: nobody may use these states."""
 
 
-class Home(CanFail, Protocol):
+class StateStore(Poisonable, Protocol):
     """Where states live, for one who works on them elsewhere."""
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -51,7 +51,7 @@ class Home(CanFail, Protocol):
         """Starts to write memory, as of ``read``, over a state or a part of one."""
 
 
-class Store(Home, Protocol):
+class OffloadStore(StateStore, Protocol):
     """Where states live, if not in the memory of the device that computes with them.
 
     Attributes:
@@ -67,7 +67,7 @@ class Store(Home, Protocol):
     def fill(self, state: torch.Tensor, values: torch.Tensor) -> None:
         """``values`` become those of a state. For rare use: a write is faster."""
 
-    def landing(self, nbytes: int) -> torch.Tensor:
+    def staging_buffer(self, nbytes: int) -> torch.Tensor:
         """New bytes on the device, for states on their way: what ``read`` and ``write`` take."""
 
     def beside(self, way: Way) -> AbstractContextManager[Any]:
@@ -76,22 +76,22 @@ class Store(Home, Protocol):
     def mark(self) -> Transfer:
         """As of ``Copies``, where streams order transfers."""
 
-    def let_go(self, *states: torch.Tensor) -> None:
+    def evict(self, *states: torch.Tensor) -> None:
         """Gives back what was taken to use states in place."""
 
 
 @contextmanager
-def marking(*homes: CanFail) -> Iterator[None]:
+def poison_on_error(*homes: Poisonable) -> Iterator[None]:
     """What fails inside has lost part of their states, and they know it."""
     try:
         yield
     except BaseException as error:
         for home in homes:
-            home.fail(error)
+            home.poison(error)
         raise
 
 
-class Extents(Generic[T]):
+class AddressMap(Generic[T]):
     """What is known of runs of memory, by address."""
 
     def __init__(self) -> None:
@@ -138,14 +138,14 @@ class DiskStore:
 
     def __init__(self, folder: SwapFolder, queue: DiskQueue, expected_bytes: int) -> None:
         self._folder, self._queue = folder, queue
-        self._file = folder.file("states", padded(expected_bytes))
+        self._file = folder.file("states", padded_nbytes(expected_bytes))
         self._end = 0
-        self._places = Extents[_Place]()
+        self._places = AddressMap[_Place]()
         self._failed: BaseException | None = None
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A new state, 1-D, zeros until written: mapped, see the note above."""
-        nbytes = padded(numel * dtype.itemsize)
+        nbytes = padded_nbytes(numel * dtype.itemsize)
         if self._end + nbytes > self._file.nbytes:
             self._file, self._end = self._folder.file("more states", max(nbytes, FILE)), 0
         mapped = self._file.mapped(self._end, numel, dtype)
@@ -163,9 +163,9 @@ class DiskStore:
         for part, its in zip(state.split(size), values.split(size), strict=True):
             populate(part, write=True)
             part.copy_(its)
-            self.let_go(part)
+            self.evict(part)
 
-    def landing(self, nbytes: int) -> torch.Tensor:
+    def staging_buffer(self, nbytes: int) -> torch.Tensor:
         return aligned_empty(nbytes, torch.uint8)
 
     def beside(self, way: Way) -> AbstractContextManager[Any]:
@@ -175,7 +175,7 @@ class DiskStore:
         return _Done()
 
     def read(self, state: torch.Tensor, into: torch.Tensor) -> Transfer:
-        """See ``Store``. The memory begins at a block too, and is nobody else's to the end of its last one."""
+        """See ``OffloadStore``. The memory begins at a block too, and is nobody else's to the end of its last one."""
         place = self._places.at(state)
         assert place is not None
         return self._queue.read(place.file, place.offset + state.data_ptr() - place.address, _blocks(into))
@@ -191,7 +191,7 @@ class DiskStore:
         """Bytes read and bytes written since the start, other than through mapped states."""
         return self._queue.bytes_read, self._queue.bytes_written
 
-    def let_go(self, *states: torch.Tensor) -> None:
+    def evict(self, *states: torch.Tensor) -> None:
         """Gives back the memory that mapped states took when they were used; the values stay in the files.
 
         Args:
@@ -201,11 +201,11 @@ class DiskStore:
             if self.holds(state):
                 release_mapped(state)
 
-    def fail(self, error: BaseException) -> None:
+    def poison(self, error: BaseException) -> None:
         """An update or a gradient was lost on its way: nobody may use these states."""
         self._failed = error
 
-    def check(self) -> None:
+    def check_intact(self) -> None:
         """
         Raises:
             ZeroEngineError: an update ended half way.
@@ -232,7 +232,7 @@ class _Done:
         return True
 
 
-def padded(nbytes: int) -> int:
+def padded_nbytes(nbytes: int) -> int:
     """The bytes that a state of ``nbytes`` takes in a file."""
     return round_up(max(nbytes, 1))
 
@@ -240,5 +240,5 @@ def padded(nbytes: int) -> int:
 def _blocks(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` as bytes, to the end of its last block."""
     start = tensor.storage_offset() * tensor.element_size()
-    stop = min(start + padded(tensor.nbytes), tensor.untyped_storage().nbytes())
+    stop = min(start + padded_nbytes(tensor.nbytes), tensor.untyped_storage().nbytes())
     return torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage(), start, (stop - start,), (1,))

@@ -15,18 +15,18 @@ from typing import Any
 import torch
 
 from zeroengine.offload.device_copies import Copies, Transfer, Way
-from zeroengine.offload.disk_store import DiskStore, Extents, Medium, Store, padded
+from zeroengine.offload.disk_store import AddressMap, DiskStore, Medium, OffloadStore, padded_nbytes
 
 
 class HostStore:
-    """See ``Store``."""
+    """See ``OffloadStore``."""
 
     medium: Medium = "cpu"
     in_order = True
 
     def __init__(self, copies: Copies) -> None:
         self._copies = copies
-        self._states = Extents[bool]()
+        self._states = AddressMap[bool]()
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         state = self._copies.host_memory(numel, dtype)
@@ -39,7 +39,7 @@ class HostStore:
     def fill(self, state: torch.Tensor, values: torch.Tensor) -> None:
         state.copy_(values)
 
-    def landing(self, nbytes: int) -> torch.Tensor:
+    def staging_buffer(self, nbytes: int) -> torch.Tensor:
         return self._copies.device_memory(nbytes)
 
     def beside(self, way: Way) -> AbstractContextManager[Any]:
@@ -54,15 +54,15 @@ class HostStore:
     def write(self, source: torch.Tensor, state: torch.Tensor) -> Transfer:
         return self._copies.copy(state, source)
 
-    def let_go(self, *states: torch.Tensor) -> None: ...
+    def evict(self, *states: torch.Tensor) -> None: ...
 
-    def fail(self, error: BaseException) -> None: ...
+    def poison(self, error: BaseException) -> None: ...
 
 
 class DeviceStore:
     """The device, as the host sees it: every state that lives in none of ``others``. For a ``Pipeline``."""
 
-    def __init__(self, copies: Copies, others: Sequence[Store]) -> None:
+    def __init__(self, copies: Copies, others: Sequence[OffloadStore]) -> None:
         self._copies, self._others = copies, others
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -74,7 +74,7 @@ class DeviceStore:
     def write(self, source: torch.Tensor, state: torch.Tensor) -> Transfer:
         return self._copies.copy(state, source)
 
-    def fail(self, error: BaseException) -> None: ...
+    def poison(self, error: BaseException) -> None: ...
 
 
 @dataclass(eq=False)
@@ -85,8 +85,8 @@ class _Bounce:
     last: Transfer | None = None  # that used it
 
 
-class DiskBehind:
-    """A ``DiskStore`` that a GPU's memory is read into and written from, through host memory. See ``Store``.
+class DiskThroughHost:
+    """A ``DiskStore`` that a GPU's memory is read into and written from, through host memory. See ``OffloadStore``.
 
     Args:
         num_buffers: transfers under way at once.
@@ -112,11 +112,11 @@ class DiskBehind:
     def fill(self, state: torch.Tensor, values: torch.Tensor) -> None:
         self._disk.fill(state, values)
 
-    def let_go(self, *states: torch.Tensor) -> None:
-        self._disk.let_go(*states)
+    def evict(self, *states: torch.Tensor) -> None:
+        self._disk.evict(*states)
 
-    def fail(self, error: BaseException) -> None:
-        self._disk.fail(error)
+    def poison(self, error: BaseException) -> None:
+        self._disk.poison(error)
 
     def beside(self, way: Way) -> AbstractContextManager[Any]:
         return self._copies.beside(way)
@@ -129,7 +129,7 @@ class DiskBehind:
         """Of host memory."""
         return sum(bounce.memory.nbytes for bounce in self._bounces)
 
-    def landing(self, nbytes: int) -> torch.Tensor:
+    def staging_buffer(self, nbytes: int) -> torch.Tensor:
         return self._copies.device_memory(nbytes)
 
     def read(self, state: torch.Tensor, into: torch.Tensor) -> Transfer:
@@ -170,7 +170,7 @@ class DiskBehind:
         if free is None and len(fitting) >= self._num_buffers:
             free = fitting[0]
         if free is None:
-            free = _Bounce(self._copies.host_memory(padded(nbytes), torch.uint8))
+            free = _Bounce(self._copies.host_memory(padded_nbytes(nbytes), torch.uint8))
         else:
             self._bounces.remove(free)
         self._bounces.append(free)  # the longest in use first

@@ -10,7 +10,7 @@ import torch
 from zeroengine import ops
 from zeroengine.config import Config
 from zeroengine.errors import ZeroEngineError
-from zeroengine.offload.disk_store import DiskStore, padded
+from zeroengine.offload.disk_store import DiskStore, padded_nbytes
 from zeroengine.offload.placement import open_disk
 from zeroengine.utils.paths import checked_path
 
@@ -18,7 +18,7 @@ STATES = ("optimizer", "gradients", "parameters")
 USUAL = ("optimizer", "gradients")
 
 
-class Parking:
+class StateOffloader:
     """Where states of one engine are while they are away. Their tensors stay what they are, without memory."""
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class Parking:
             raise ZeroEngineError('offload_states(): device "nvme" needs a folder on a disk: write nvme_path=...')
         return configured if device == "nvme" else None
 
-    def leave(
+    def offload(
         self,
         states: Mapping[str, Sequence[torch.Tensor]],
         path: str | os.PathLike[str] | None,
@@ -88,7 +88,7 @@ class Parking:
                 )
         disk = None
         if path is not None:
-            nbytes = sum(padded(t.nbytes) for of in tensors.values() for t in of)
+            nbytes = sum(padded_nbytes(t.nbytes) for of in tensors.values() for t in of)
             disk = self._disk = open_disk(os.fspath(path), nbytes, config, rank)
         for name, of in tensors.items():
             away = self._away.setdefault(name, [])
@@ -98,9 +98,9 @@ class Parking:
                 away.append((tensor, values.copy_(flat)))
                 tensor.untyped_storage().resize_(0)
                 if disk is not None:
-                    disk.let_go(values)
+                    disk.evict(values)
 
-    def come_back(self, refill: Callable[[torch.Tensor], None]) -> None:
+    def reload(self, refill: Callable[[torch.Tensor], None]) -> None:
         """Every tensor has its memory, which ``refill`` gives it, and its values again."""
         while self._away:
             _, away = self._away.popitem()
@@ -112,7 +112,7 @@ class Parking:
             self._disk.close()
             self._disk = None
 
-    def check(self, what: str, needs: Iterable[str] = STATES) -> None:
+    def check_resident(self, what: str, needs: Iterable[str] = STATES) -> None:
         """
         Raises:
             ZeroEngineError: ``what`` needs states that are away.
@@ -124,6 +124,6 @@ class Parking:
             )
 
 
-def held(tensor: torch.Tensor) -> int:
+def resident_bytes(tensor: torch.Tensor) -> int:
     """Bytes of ``tensor`` that are in memory: none while it is away."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())

@@ -9,7 +9,7 @@ import torch
 from zeroengine.comm.interfaces import Transport, Work
 from zeroengine.disk.queue import ALIGNMENT
 from zeroengine.offload.device_copies import Transfer
-from zeroengine.offload.disk_store import Store, padded
+from zeroengine.offload.disk_store import OffloadStore, padded_nbytes
 
 PATIENCE_S = 1.0
 
@@ -36,19 +36,19 @@ class _Arriving:
         return self.transfer.done()
 
 
-class StoredShards:
+class OffloadedShards:
     """Parameter shards in a store: read, ahead of use where told, and gathered from there.
 
     Args:
         num_slots: shards in memory at once; more only where a peer is slow to take them.
     """
 
-    def __init__(self, store: Store, transport: Transport, num_slots: int) -> None:
+    def __init__(self, store: OffloadStore, transport: Transport, num_slots: int) -> None:
         self._store, self._transport = store, transport
         self.medium = store.medium
         self._num_slots = num_slots
         self._alone = transport.world_size == 1
-        self.gathers_ahead = self._alone or (transport.overlaps and store.medium == "cpu")
+        self.can_gather_ahead = self._alone or (transport.overlaps and store.medium == "cpu")
         """Whether a gather may be issued ahead of use: else the host would wait for the disk, or for its peers."""
         self._slots: list[_Slot] = []
         self._ahead: dict[int, tuple[_Slot, Transfer]] = {}  # by the shard's address
@@ -63,17 +63,17 @@ class StoredShards:
 
     def fill(self, shard: torch.Tensor, values: torch.Tensor) -> None:
         """``values`` become those of a shard, whatever was read ahead of it."""
-        self.forget(shard)
+        self.discard_prefetched(shard)
         self._store.fill(shard, values)
 
     @property
     def in_order(self) -> bool:
-        """See ``Store``."""
+        """See ``OffloadStore``."""
         return self._store.in_order
 
-    def landing(self, shard: torch.Tensor) -> torch.Tensor:
+    def staging_buffer(self, shard: torch.Tensor) -> torch.Tensor:
         """New memory on the device for a shard."""
-        return self._store.landing(padded(shard.nbytes))[: shard.nbytes].view(shard.dtype)
+        return self._store.staging_buffer(padded_nbytes(shard.nbytes))[: shard.nbytes].view(shard.dtype)
 
     def read(self, shard: torch.Tensor, into: torch.Tensor) -> Transfer:
         """Starts to bring a shard."""
@@ -83,7 +83,7 @@ class StoredShards:
         """Starts to take back a shard. What was read ahead of it must have been forgotten."""
         return self._store.write(source, shard)
 
-    def ahead(self, shard: torch.Tensor) -> None:
+    def prefetch(self, shard: torch.Tensor) -> None:
         """Starts to read a shard that will soon be gathered, where there is room for it."""
         if shard.data_ptr() not in self._ahead and len(self._ahead) < self._num_slots - 1:
             self._ahead[shard.data_ptr()] = self._start(shard)
@@ -103,7 +103,7 @@ class StoredShards:
             slot.work = self._transport.gather.all_gather(full, mine, label)
         return slot.work
 
-    def forget(self, shard: torch.Tensor | None = None) -> None:
+    def discard_prefetched(self, shard: torch.Tensor | None = None) -> None:
         """What was read ahead, of one shard or of all, is of old values."""
         if shard is None:
             ahead, self._ahead = self._ahead, {}
@@ -115,9 +115,9 @@ class StoredShards:
         for _, transfer in ahead.values():
             transfer.wait()
 
-    def fail(self, error: BaseException) -> None:
-        """See ``Store``."""
-        self._store.fail(error)
+    def poison(self, error: BaseException) -> None:
+        """See ``OffloadStore``."""
+        self._store.poison(error)
 
     def _start(self, shard: torch.Tensor) -> tuple[_Slot, Transfer]:
         slot = self._slot_for(shard.nbytes)
@@ -126,7 +126,7 @@ class StoredShards:
 
     def _slot_for(self, nbytes: int) -> _Slot:
         """A free one, the longest in use first."""
-        fitting = [slot for slot in self._slots if not slot.busy and slot.memory.nbytes >= padded(nbytes)]
+        fitting = [slot for slot in self._slots if not slot.busy and slot.memory.nbytes >= padded_nbytes(nbytes)]
         patience = PATIENCE_S if len(self._slots) >= self._num_slots else 0.0
         for slot in fitting:
             if self._reusable(slot, 0.0):
@@ -134,7 +134,7 @@ class StoredShards:
         for slot in fitting[:1]:
             if self._reusable(slot, patience):
                 return self._last(slot)
-        size = padded(nbytes)
+        size = padded_nbytes(nbytes)
         memory = self._transport.empty(size + ALIGNMENT, torch.uint8, "gather")
         skip = -memory.data_ptr() % ALIGNMENT
         self._slots.append(_Slot(memory[skip : skip + size]))

@@ -15,14 +15,14 @@ import torch
 
 from zeroengine.disk.queue import aligned_empty
 from zeroengine.offload.device_copies import Copies, Transfer
-from zeroengine.offload.disk_store import Home, marking, padded
+from zeroengine.offload.disk_store import StateStore, padded_nbytes, poison_on_error
 
 
 @dataclass(frozen=True)
 class Stream:
     """One state's part in a piece of work: where it lives, and which ways it goes."""
 
-    home: torch.Tensor  # 1-D; in a `Home` it is moved, elsewhere it is used where it is
+    home: torch.Tensor  # 1-D; in a `StateStore` it is moved, elsewhere it is used where it is
     reads: bool = True
     writes: bool = False
 
@@ -52,7 +52,7 @@ class _Loading:
     buffer: _Buffer
     tensors: list[torch.Tensor]
     reads: list[Transfer]
-    writes: list[tuple[Home, torch.Tensor, torch.Tensor]]  # from where, and which state
+    writes: list[tuple[StateStore, torch.Tensor, torch.Tensor]]  # from where, and which state
 
 
 class Pipeline:
@@ -68,7 +68,7 @@ class Pipeline:
 
     def __init__(
         self,
-        homes: Sequence[Home],
+        homes: Sequence[StateStore],
         num_buffers: int,
         piece_numel: int,
         element_bytes: int,
@@ -88,7 +88,7 @@ class Pipeline:
         if self._copies is not None:
             self._copies.follow()
 
-    def home_of(self, tensor: torch.Tensor) -> Home | None:
+    def home_of(self, tensor: torch.Tensor) -> StateStore | None:
         """Where a state lives that is moved; None: it is used where it is."""
         return next((home for home in self._homes if home.holds(tensor)), None)
 
@@ -98,9 +98,9 @@ class Pipeline:
         Raises:
             OffloadError: a read or write failed; some pieces are done and some are not, and their homes know it.
         """
-        with marking(*self._homes):
+        with poison_on_error(*self._homes):
             if self._copies is not None:
-                self._copies.settle()  # what was on its way from states that are now to be written
+                self._copies.synchronize()  # what was on its way from states that are now to be written
             self._run(pieces)
 
     def _run(self, pieces: Iterable[Piece]) -> None:
@@ -132,7 +132,7 @@ class Pipeline:
             if store is None:
                 loading.tensors.append(home)
                 continue
-            start, end = end, end + padded(home.nbytes)
+            start, end = end, end + padded_nbytes(home.nbytes)
             part = buffer.memory[start : start + home.nbytes].view(home.dtype)
             loading.tensors.append(part)
             if stream.reads:

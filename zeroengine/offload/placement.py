@@ -19,10 +19,10 @@ from zeroengine.disk.queue import DiskQueue
 from zeroengine.disk.swap_files import SwapFolder
 from zeroengine.errors import OffloadError
 from zeroengine.offload.device_copies import Copies, GPUCopies
-from zeroengine.offload.disk_store import DiskStore, Store, padded
-from zeroengine.offload.host_store import DeviceStore, DiskBehind, HostStore
-from zeroengine.offload.offloaded_shards import StoredShards
-from zeroengine.offload.pipeline import Home, Pipeline
+from zeroengine.offload.disk_store import DiskStore, OffloadStore, padded_nbytes
+from zeroengine.offload.host_store import DeviceStore, DiskThroughHost, HostStore
+from zeroengine.offload.offloaded_shards import OffloadedShards
+from zeroengine.offload.pipeline import Pipeline, StateStore
 from zeroengine.partition.cut import UnitPlan
 from zeroengine.partition.degrees import Degrees
 from zeroengine.partition.layout import FlatLayout
@@ -43,52 +43,52 @@ class Placement:
     """
 
     disks: tuple[DiskStore, ...]
-    stores: tuple[Store, ...]
-    parameters: Sequence[StoredShards | None]
-    optimizer: Sequence[Store | None]
+    stores: tuple[OffloadStore, ...]
+    parameters: Sequence[OffloadedShards | None]
+    optimizer: Sequence[OffloadStore | None]
     pipeline: Pipeline | None
     copies: Copies | None = None
 
     @property
-    def slot_bytes(self) -> int:
+    def send_buffer_bytes(self) -> int:
         """Of memory that shards are sent from."""
         shards = {id(shards): shards for shards in self.parameters if shards is not None}
         return sum(shards.nbytes for shards in shards.values())
 
     @property
-    def host_bytes(self) -> int:
+    def host_buffer_bytes(self) -> int:
         """Of CPU memory between stores and computation."""
-        bounces = sum(store.nbytes for store in self.stores if isinstance(store, DiskBehind))
+        bounces = sum(store.nbytes for store in self.stores if isinstance(store, DiskThroughHost))
         return bounces + (self.pipeline.nbytes if self.pipeline is not None else 0)
 
-    def let_go(self, *states: torch.Tensor) -> None:
-        """Gives back memory that using these states in place took, or any states; see `DiskStore.let_go`."""
+    def evict(self, *states: torch.Tensor) -> None:
+        """Gives back memory that using these states in place took, or any states; see `DiskStore.evict`."""
         for disk in self.disks:
-            disk.let_go(*states)
+            disk.evict(*states)
 
-    def check(self) -> None:
+    def check_intact(self) -> None:
         """
         Raises:
             ZeroEngineError: states are half updated.
         """
         for disk in self.disks:
-            disk.check()
+            disk.check_intact()
 
-    def settle(self) -> None:
+    def finish_copies(self) -> None:
         """Returns when no copy between a GPU and the host is under way: states may be written where they are."""
         if self.copies is not None:
-            self.copies.settle()
+            self.copies.synchronize()
 
     def close(self) -> None:
-        self.settle()
+        self.finish_copies()
         for store in self.stores:
-            if isinstance(store, DiskBehind):
+            if isinstance(store, DiskThroughHost):
                 store.close()
         for disk in self.disks:
             disk.close()
 
 
-def place(
+def place_states(
     plans: Sequence[UnitPlan],
     degrees: Degrees,
     config: Config,
@@ -110,13 +110,13 @@ def place(
         copies = GPUCopies(device, pin=all(section.pin_memory for section in used))
     params_at, optimizer_at = (_place_of(section, copies) for section in (zero.offload_param, zero.offload_optimizer))
     trainable = [plan for plan in plans if plan.trainable]
-    away = [params_at is not None and plan.numel > zero.param_persistence_threshold for plan in plans]
+    params_offloaded = [params_at is not None and plan.numel > zero.param_persistence_threshold for plan in plans]
     homes = _within_ratio([plan.numel for plan in trainable], zero.offload_optimizer.ratio)
     homes = [goes and optimizer_at is not None for goes in homes]
     expected: dict[str, int] = {}
     shard_bytes = [
-        padded(_shard_numel(plan, degrees, degrees.parameters, transport) * plan.dtype.itemsize) if is_away else 0
-        for plan, is_away in zip(plans, away, strict=True)
+        padded_nbytes(_shard_numel(plan, degrees, degrees.parameters, transport) * plan.dtype.itemsize) * is_offloaded
+        for plan, is_offloaded in zip(plans, params_offloaded, strict=True)
     ]
     if params_at is not None:
         expected[params_at] = sum(shard_bytes)
@@ -127,14 +127,14 @@ def place(
     if not expected:
         return Placement((), (), [None] * len(plans), [None] * len(trainable), None)
     disks = {at: open_disk(at, nbytes, config, transport.rank) for at, nbytes in expected.items() if at != MEMORY}
-    stores: dict[str, Store] = dict(disks)
+    stores: dict[str, OffloadStore] = dict(disks)
     if copies is not None:
-        stores = {at: DiskBehind(disk, copies, zero.offload_param.buffer_count) for at, disk in disks.items()}
+        stores = {at: DiskThroughHost(disk, copies, zero.offload_param.buffer_count) for at, disk in disks.items()}
         stores |= {MEMORY: HostStore(copies)} if MEMORY in expected else {}
     shards = None
     if params_at is not None:
-        shards = StoredShards(stores[params_at], transport, zero.offload_param.buffer_count)
-    moved_from: list[Home] = list(disks.values())
+        shards = OffloadedShards(stores[params_at], transport, zero.offload_param.buffer_count)
+    moved_from: list[StateStore] = list(disks.values())
     if copies is not None:
         moved_from.append(DeviceStore(copies, tuple(stores.values())))
     moved = max((_moved_bytes(plan, config, params_at, optimizer_at, copies) for plan in trainable), default=1)
@@ -147,14 +147,14 @@ def place(
     return Placement(
         tuple(disks.values()),
         tuple(stores.values()),
-        [shards if is_away else None for is_away in away],
+        [shards if is_offloaded else None for is_offloaded in params_offloaded],
         [stores[optimizer_at] if optimizer_at is not None and goes else None for goes in homes],
         Pipeline(moved_from, count, piece, moved, copies) if to_the_cpu else None,
         copies,
     )
 
 
-def can_leave(degrees: Degrees, transport: Transport) -> bool:
+def can_offload_gradients(degrees: Degrees, transport: Transport) -> bool:
     """Whether what is kept of gradients is only read again at the step, so that it may live elsewhere."""
     return degrees.gradients > 1 or transport.world_size == 1
 
@@ -242,10 +242,10 @@ def _optimizer_room(plan: UnitPlan, degrees: Degrees, config: Config, transport:
     """Bytes that a unit's master, moments and gradients take in a store."""
     numel = _shard_numel(plan, degrees, degrees.optimizer, transport)
     mixed = plan.dtype in (torch.bfloat16, torch.float16)
-    nbytes = 2 * padded(numel * FLOATS[config.optimizer_state_dtype].itemsize) + mixed * padded(numel * 4)
-    if can_leave(degrees, transport):
+    nbytes = 2 * padded_nbytes(numel * FLOATS[config.optimizer_state_dtype].itemsize) + mixed * padded_nbytes(numel * 4)
+    if can_offload_gradients(degrees, transport):
         gradients = _shard_numel(plan, degrees, degrees.gradients, transport)
-        nbytes += padded(gradients * config.accumulation_dtype(plan.dtype).itemsize)
+        nbytes += padded_nbytes(gradients * config.accumulation_dtype(plan.dtype).itemsize)
     return nbytes
 
 

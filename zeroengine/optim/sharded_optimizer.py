@@ -20,10 +20,10 @@ from zeroengine import ops
 from zeroengine.comm.interfaces import Transport
 from zeroengine.disk.swap_files import populate
 from zeroengine.errors import ZeroEngineError
-from zeroengine.offload.disk_store import Medium, Store
-from zeroengine.offload.offload_states import held
+from zeroengine.offload.disk_store import Medium, OffloadStore
+from zeroengine.offload.offload_states import resident_bytes
 from zeroengine.offload.pipeline import Pipeline
-from zeroengine.optim.backends.device_adam import DeviceAdam, Verdict
+from zeroengine.optim.backends.device_adam import DeviceAdam
 from zeroengine.optim.backends.host_adam import FusedAdam, runs_fused
 from zeroengine.optim.caller_optimizer import (
     PartitionedStateDict,
@@ -32,7 +32,8 @@ from zeroengine.optim.caller_optimizer import (
     load_hyperparameters,
 )
 from zeroengine.optim.factory import add_param_group
-from zeroengine.optim.unit_state import UnitStates
+from zeroengine.optim.optimizer_shard import OptimizerShard
+from zeroengine.optim.step_result import StepResult
 from zeroengine.partition.degrees import Degrees
 from zeroengine.partition.layout import ParamSlot, ShardSpan
 from zeroengine.runtime.outside_writes import OutsideWrites
@@ -66,7 +67,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         zero_grad: drops the gradients since the last step.
         writes: what is written into the parameters beside the updates.
         moments_dtype: of Adam's moments; bf16 is rounded stochastically.
-        homes: where each unit's states live, if not on the device.
+        stores: where each unit's states live, if not on the device.
         pipeline: what brings states that live elsewhere to the update.
         on_device: whether a step is issued without waiting for its norm, where the fused kernel runs and every state
             is on the device. None: on a GPU that zeroengine's kernels serve.
@@ -83,7 +84,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         zero_grad: Callable[[], None],
         writes: OutsideWrites,
         moments_dtype: torch.dtype = torch.float32,
-        homes: Sequence[Store | None] = (),
+        stores: Sequence[OffloadStore | None] = (),
         pipeline: Pipeline | None = None,
         on_device: bool | None = None,
     ) -> None:
@@ -91,8 +92,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._step, self._zero_grad = step, zero_grad
         self._groups = _group_of_param(inner.param_groups)
         self.units = [
-            UnitStates(number, grads, moments_dtype, home)
-            for number, (grads, home) in enumerate(zip_longest(gradients, homes))
+            OptimizerShard(number, grads, moments_dtype, store)
+            for number, (grads, store) in enumerate(zip_longest(gradients, stores))
         ]
         self._built = False
         super().__init__(inner.param_groups, inner.defaults)
@@ -104,7 +105,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"optimizer_state_dtype: only Adam and AdamW on fp32 masters keep moments in bf16, not "
                 f"{type(inner).__name__}; remove the key"
             )
-        if not fused and any(u.unit.stored is not None or u.home is not None for u in self.units):
+        if not fused and any(u.unit.offloaded_shards is not None or u.store is not None for u in self.units):
             raise ZeroEngineError(
                 f"offload: only Adam and AdamW on fp32 masters update states that are not on the device, not "
                 f'{type(inner).__name__}; write "device": "none"'
@@ -115,7 +116,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if fused:
             for states in self.units:
                 states.adam_moments()
-        here = fused and bool(self.units) and all(states.is_here for states in self.units)
+        here = fused and bool(self.units) and all(states.on_device for states in self.units)
         wanted = (here and _served(self.computes_on)) if on_device is None else on_device
         self._device: DeviceAdam | None = None
         if here and wanted:
@@ -230,7 +231,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return
         self._fused.update(self.units, factor, used, self._publish)
 
-    def issue(self, divisor: float, limit: float, skip: bool, label: str = "norm") -> Verdict:
+    def issue(self, divisor: float, limit: float, skip: bool, label: str = "norm") -> StepResult:
         """A whole step: norm, clipping, update and publish. See ``DeviceAdam.step``."""
         assert self._device is not None
         return self._device.step(divisor, limit, skip, label, self._publish)
@@ -264,7 +265,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             theirs.update({key: value for key, value in mine.items() if key != "params"})
         for states in self.units:
             if states.mixed:
-                states.published.copy_(states.master)
+                states.param.copy_(states.master)
             self._publish(states.grads)
 
     def _make_inner(self) -> torch.optim.Optimizer:
@@ -289,7 +290,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # -- looking and surgery ----------------------------------------------------------------------
 
-    def shapes(self, states: UnitStates, slot: ParamSlot) -> dict[str, tuple[int, ...] | None]:
+    def shapes(self, states: OptimizerShard, slot: ParamSlot) -> dict[str, tuple[int, ...] | None]:
         """What is kept of a parameter on this rank, by name: None for a value of each element, else its shape."""
         found: dict[str, tuple[int, ...] | None] = {}
         for _, shape, kept in self._kept(states, slot):
@@ -298,14 +299,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     found[key] = None if (its := tuple(as_tensor(value).shape)) == shape else its
         return found
 
-    def values(self, states: UnitStates, slot: ParamSlot, key: str) -> list[tuple[slice, torch.Tensor]]:
+    def values(self, states: OptimizerShard, slot: ParamSlot, key: str) -> list[tuple[slice, torch.Tensor]]:
         """What is kept under ``key``: where in the shard, and the values."""
         found = [(where, as_tensor(kept[key])) for where, _, kept in self._kept(states, slot) if key in kept]
         for _, values in found:
             populate(values)
         return found
 
-    def set_values(self, states: UnitStates, slot: ParamSlot, key: str, value: torch.Tensor) -> None:
+    def set_values(self, states: OptimizerShard, slot: ParamSlot, key: str, value: torch.Tensor) -> None:
         """Call it on every rank.
 
         Args:
@@ -326,7 +327,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 mine.copy_(value)
 
     def _kept(
-        self, states: UnitStates, slot: ParamSlot
+        self, states: OptimizerShard, slot: ParamSlot
     ) -> Iterator[tuple[slice, tuple[int, ...], MutableMapping[str, Any]]]:
         """Each piece of a parameter that this rank owns: where in the shard, its shape, the optimizer's state of it."""
         layout, unit = states.unit.layout, states.unit
@@ -349,12 +350,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         parts = [states.bytes_in(medium) for states in self.units]
         found = {name: sum(part[name] for part in parts) for name in ("master", "optimizer")}
         if medium is None:
-            found["optimizer"] += sum(map(held, self._state_tensors()))
+            found["optimizer"] += sum(map(resident_bytes, self._state_tensors()))
         return found
 
     def tensors(self) -> list[torch.Tensor]:
         """What is in memory of the optimizer on this rank: masters that are not parameters, and its state."""
-        here = [states for states in self.units if states.home is None]
+        here = [states for states in self.units if states.store is None]
         found = [states.master for states in here if states.mixed] + [m for states in here for m in states.moments]
         return found + self._state_tensors()
 

@@ -68,7 +68,7 @@ class Gatherer(BackwardListener):
     ) -> None:
         self._units = list(units)
         self._transport, self._channel = transport, transport.gather
-        stored = any(unit.stored is not None for unit in self._units)
+        stored = any(unit.offloaded_shards is not None for unit in self._units)
         self._prefetch_numel = prefetch_numel if transport.overlaps or stored else 0
         self._max_live_numel = max_live_numel
         self._live_numel = sum(unit.layout.numel for unit in self._units if unit.transient)  # not released
@@ -192,8 +192,8 @@ class Gatherer(BackwardListener):
                 self._announce_put_off()
                 unit.leave_full_buffer()
                 del self._put_off[unit]
-            if unit.stored is not None:
-                unit.stored.forget()
+            if unit.offloaded_shards is not None:
+                unit.offloaded_shards.discard_prefetched()
 
     def hold(self, unit: Unit) -> None:
         self.ensure(unit)
@@ -390,10 +390,11 @@ class Gatherer(BackwardListener):
             if far or live_numel > self._max_live_numel:
                 break
             if unit.released:
-                if self._transport.overlaps if unit.stored is None else unit.stored.gathers_ahead:
+                shards = unit.offloaded_shards
+                if self._transport.overlaps if shards is None else shards.can_gather_ahead:
                     self.start(unit)
-                elif unit.stored is not None:
-                    unit.stored.ahead(unit.shard)
+                elif shards is not None:
+                    shards.prefetch(unit.shard)
 
     # -- backward ---------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import torch
 from zeroengine import ops
 from zeroengine.comm.interfaces import Work
 from zeroengine.offload.device_copies import Transfer
-from zeroengine.offload.disk_store import Store, marking, padded
+from zeroengine.offload.disk_store import OffloadStore, padded_nbytes, poison_on_error
 from zeroengine.runtime.unit_gradients import UnitGradients
 
 NUM_LANDINGS = 3  # of one size; more only while reduces stay under way
@@ -47,8 +47,8 @@ def _sum_dtype(grads: UnitGradients) -> torch.dtype:
 
 def _await(transfer: Transfer, grads: UnitGradients) -> None:
     """Where it fails a gradient is lost, and no step may be taken with what is left."""
-    assert grads.home is not None
-    with marking(grads.home):
+    assert grads.store is not None
+    with poison_on_error(grads.store):
         transfer.wait()
 
 
@@ -69,8 +69,8 @@ class _Arriving:
         self._taken = False
         self._read: Transfer | None = None
         if accumulate:
-            assert grads.home is not None and kept is not None
-            self._read = grads.home.read(grads.kept, kept.of(grads, grads.dtype))
+            assert grads.store is not None and kept is not None
+            self._read = grads.store.read(grads.kept, kept.of(grads, grads.dtype))
 
     def wait(self) -> None:
         if self._taken:
@@ -87,9 +87,9 @@ class _Arriving:
                 total.add_(found)
             last.busy, last = False, self._kept
         grads.squared_norm = ops.squared_norm(last.of(grads, grads.dtype))
-        assert grads.home is not None
+        assert grads.store is not None
         last.grads, last.busy = grads, False
-        last.write = grads.home.write(last.of(grads, grads.dtype), grads.kept)
+        last.write = grads.store.write(last.of(grads, grads.dtype), grads.kept)
 
     def is_completed(self) -> bool:
         return self._taken or self._work.is_completed()
@@ -136,9 +136,9 @@ class Landings:
         Returns:
             The reduce.
         """
-        assert grads.home is not None
-        if grads.home.in_order:
-            return self._send_in_order(grads, grads.home, reduce, accumulate)
+        assert grads.store is not None
+        if grads.store.in_order:
+            return self._send_in_order(grads, grads.store, reduce, accumulate)
         landing = self._target(grads)
         work = reduce(landing.of(grads, _sum_dtype(grads)))
         kept = None
@@ -155,9 +155,9 @@ class Landings:
         return work
 
     def _send_in_order(
-        self, grads: UnitGradients, store: Store, reduce: Callable[[torch.Tensor], Work], accumulate: bool
+        self, grads: UnitGradients, store: OffloadStore, reduce: Callable[[torch.Tensor], Work], accumulate: bool
     ) -> Work:
-        with store.beside("out"), marking(store):
+        with store.beside("out"), poison_on_error(store):
             total = found = self._lane(0, store, grads, _sum_dtype(grads))
             work = reduce(found)
             work.wait()
@@ -173,13 +173,13 @@ class Landings:
             self._written[grads] = store.write(total, grads.kept)
         return OnItsWay(work, arrived)
 
-    def _lane(self, number: int, store: Store, grads: UnitGradients, dtype: torch.dtype) -> torch.Tensor:
+    def _lane(self, number: int, store: OffloadStore, grads: UnitGradients, dtype: torch.dtype) -> torch.Tensor:
         """Memory that is used in line: the next use comes behind the last one."""
-        need = padded(grads.kept.numel() * dtype.itemsize)
+        need = padded_nbytes(grads.kept.numel() * dtype.itemsize)
         while len(self._in_line) <= number:
-            self._in_line.append(store.landing(need))
+            self._in_line.append(store.staging_buffer(need))
         if self._in_line[number].nbytes < need:
-            self._in_line[number] = store.landing(need)
+            self._in_line[number] = store.staging_buffer(need)
         return _part(self._in_line[number], grads, dtype)
 
     def _target(self, grads: UnitGradients) -> _Landing:
@@ -187,13 +187,13 @@ class Landings:
         for arriving in [a for a in self._arriving if a.is_completed()]:
             arriving.wait()
             self._arriving.remove(arriving)
-        need = padded(grads.kept.numel() * _sum_dtype(grads).itemsize)
+        need = padded_nbytes(grads.kept.numel() * _sum_dtype(grads).itemsize)
         fitting = [landing for landing in self._landings if need <= landing.memory.nbytes <= 4 * need]
         free = [landing for landing in fitting if not landing.busy]
         free.sort(key=lambda landing: landing.write is not None and not landing.write.done())
         if not free or (free[0].write is not None and len(fitting) < NUM_LANDINGS):
-            assert grads.home is not None
-            self._landings.append(_Landing(grads.home.landing(need)))
+            assert grads.store is not None
+            self._landings.append(_Landing(grads.store.staging_buffer(need)))
             return self._landings[-1]
         free[0].settle()
         free[0].busy = True

@@ -6,8 +6,8 @@ time: ``load_state_dict``, ``p.copy_``, ``p.data.clamp_``, ``nn.init``. The next
 - In fp32 the parameter is its own master, so a write is there already.
 - In bf16 and fp16 the update compares the parameter with its rounded master, bit by bit (``ops.adam_step``,
   ``reload_written``), which finds every write. What reads masters at other times, such as a checkpoint, has them
-  reloaded first (``UnitStates.reload_master``). A parameter without a gradient keeps what was written, for its master
-  is not published.
+  reloaded first (``OptimizerShard.reload_master``). A parameter without a gradient keeps what was written, for its
+  master is not published.
 - Every rank must write the same. Autograd's version counters say which parameters a rank wrote since the last step, and
   the step sums a checksum of those with its norm: no further collective, and next to no cost where nobody wrote.
   ``.data`` hides a write from the counters. Where one rank alone writes in that way its own shard takes the

@@ -31,7 +31,7 @@ from torch import nn
 from zeroengine.comm.interfaces import Transport, Work
 from zeroengine.disk.swap_files import populate
 from zeroengine.errors import ZeroEngineError
-from zeroengine.offload.disk_store import Store
+from zeroengine.offload.disk_store import OffloadStore
 from zeroengine.runtime.backward_tracker import BackwardListener, BackwardTracker
 from zeroengine.runtime.buckets import Slot, Slots, SummedWork
 from zeroengine.runtime.casting import CastCopies
@@ -51,7 +51,7 @@ class Reducer(BackwardListener):
         accumulation_dtype, reduce_dtype: from a unit's dtype to that of what is kept, and of what is sent (None: free).
         predivide: what gradients are divided by on their way; the update makes up for it.
         backward: Tells when a backward begins and ends; learns of each gradient and each complete unit from here.
-        homes: where each trainable unit's summed gradients live, if not on the device.
+        stores: where each trainable unit's summed gradients live, if not on the device.
         together: whether gradients are copied into buckets some at a time, as a GPU likes it.
         slots: those to make at once, rather than when they are needed. See ``Slots.make``.
     """
@@ -66,7 +66,7 @@ class Reducer(BackwardListener):
         reduce_dtype: Callable[[torch.dtype], torch.dtype | None],
         predivide: float,
         backward: BackwardTracker,
-        homes: Sequence[Store | None] = (),
+        stores: Sequence[OffloadStore | None] = (),
         together: bool = False,
         slots: Mapping[tuple[int, torch.dtype], int] | None = None,
     ) -> None:
@@ -75,8 +75,8 @@ class Reducer(BackwardListener):
         self._backward = backward
         self.predivide = predivide
         self.gradients = [
-            UnitGradients(unit, transport, accumulation_dtype(unit.dtype), reduce_dtype(unit.dtype), home)
-            for unit, home in zip_longest((unit for unit in units if unit.trainable), homes)
+            UnitGradients(unit, transport, accumulation_dtype(unit.dtype), reduce_dtype(unit.dtype), store)
+            for unit, store in zip_longest((unit for unit in units if unit.trainable), stores)
         ]
         self._landings = Landings()
         self._copies = CastCopies() if together else None
@@ -244,7 +244,7 @@ class Reducer(BackwardListener):
     def _send(self, slot: Slot, grads: UnitGradients, target: torch.Tensor, accumulate: bool) -> None:
         """Reduces what is in ``slot`` into ``target``, all of the gradient or this rank's shard."""
         flat = slot.memory[: grads.unit.layout.numel]  # a bucket for the largest unit may serve a smaller one
-        if grads.home is not None:
+        if grads.store is not None:
             reduce = partial(self._reduced, flat=flat, label=grads.unit.name, accumulate=False)
             slot.work = self._landings.send(grads, reduce, accumulate)
         else:

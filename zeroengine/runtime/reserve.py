@@ -14,7 +14,7 @@ import torch
 from zeroengine.comm.interfaces import ChannelName, Transport
 from zeroengine.comm.transports.nccl_memory_pool import LEAST_SYMMETRIC
 from zeroengine.config import Config
-from zeroengine.offload.placement import Placement, can_leave
+from zeroengine.offload.placement import Placement, can_offload_gradients
 from zeroengine.partition.cut import UnitPlan
 from zeroengine.partition.degrees import Degrees
 from zeroengine.partition.layout import FlatLayout, round_up
@@ -59,10 +59,10 @@ def expected(
     plans: Sequence[UnitPlan], degrees: Sequence[Degrees], placement: Placement, config: Config, transport: Transport
 ) -> list[Expected]:
     """Of each unit, before it is built."""
-    found, homes = [], iter(placement.optimizer)
+    found, stores = [], iter(placement.optimizer)
     for plan, its, stored in zip(plans, degrees, placement.parameters, strict=True):
-        home = next(homes) if plan.trainable else None
-        kept_here = home is None or not can_leave(its, transport)
+        store = next(stores) if plan.trainable else None
+        kept_here = store is None or not can_offload_gradients(its, transport)
         shapes = ((name, tuple(param.shape)) for name, param in plan.params)
         layout = FlatLayout.build(plan.name, shapes, its, transport.world_size, transport.shard_align(plan.dtype))
         kept = config.accumulation_dtype(plan.dtype)

@@ -13,8 +13,8 @@ from zeroengine.comm.interfaces import Buffer, Transport, Work
 from zeroengine.deferred_init.parameter import become, detach
 from zeroengine.deferred_init.trace import Unset
 from zeroengine.errors import ZeroEngineError
-from zeroengine.offload.disk_store import Store
-from zeroengine.offload.offloaded_shards import StoredShards
+from zeroengine.offload.disk_store import OffloadStore
+from zeroengine.offload.offloaded_shards import OffloadedShards
 from zeroengine.partition.cut import UnitPlan
 from zeroengine.partition.degrees import Degrees
 from zeroengine.partition.layout import FlatLayout
@@ -45,8 +45,8 @@ class Unit:
 
     Args:
         synchronise: makes a full buffer what it is on rank 0, on all ranks.
-        stored: where the shard lives, if not on the device.
-        master_home: where ``master`` does.
+        offloaded_shards: where the shard lives, if not on the device.
+        master_store: where ``master`` does.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class Unit:
         degrees: Degrees,
         transport: Transport,
         synchronise: Callable[[torch.Tensor], None],
-        stored: StoredShards | None = None,
-        master_home: Store | None = None,
+        offloaded_shards: OffloadedShards | None = None,
+        master_store: OffloadStore | None = None,
     ) -> None:
         self.name, self.dtype, self.trainable = plan.name, plan.dtype, plan.trainable
         self.params: tuple[nn.Parameter, ...] = tuple(param for _, param in plan.params)
@@ -68,17 +68,17 @@ class Unit:
         self.state = State.READY
         self.work: Work | None = None
 
-        self.stored = stored
-        self._source = stored or transport.gather
+        self.offloaded_shards = offloaded_shards
+        self._source = offloaded_shards or transport.gather
         self._buffer: Buffer | None = None
         self._transport = transport
         shard: torch.Tensor | None = None
         if self.transient:  # what stays comes first, so that what comes and goes leaves no holes
             numel = self.layout.shard_numel(degrees.parameters)
-            if stored is None:
+            if offloaded_shards is None:
                 shard = transport.empty(numel, self.dtype, "gather")
             else:
-                shard = stored.empty(numel, self.dtype)
+                shard = offloaded_shards.empty(numel, self.dtype)
             self._buffer = self._new_buffer()
             self.full = self._buffer.tensor
         else:
@@ -87,7 +87,7 @@ class Unit:
         self.full.zero_()
         self._views = self._views_of_full()
         self.unset: set[str] = set()
-        self.master = self._load(synchronise, master_home)
+        self.master = self._load(synchronise, master_store)
         self.shard = self.full if shard is None else shard
         self.take_from_full()
         self._stubs = [_stub(view) for view in self._views]
@@ -100,7 +100,9 @@ class Unit:
                 param.data = stub
             self._buffer.free()
 
-    def _load(self, synchronise: Callable[[torch.Tensor], None], master_home: Store | None) -> torch.Tensor | None:
+    def _load(
+        self, synchronise: Callable[[torch.Tensor], None], master_store: OffloadStore | None
+    ) -> torch.Tensor | None:
         """The model's own values into the full buffer; this rank's fp32 master where they were not rounded yet."""
         wide = self.trainable and self.mixed and any(p.dtype is not self.dtype for p in self.params)
         source = torch.zeros_like(self.full, dtype=torch.float32) if wide else self.full
@@ -123,14 +125,14 @@ class Unit:
                 return None
             self.full.copy_(source)
             start, stop = self.layout.shard_range(self.rank, self.degrees.optimizer)
-            if master_home is None:
+            if master_store is None:
                 return source[start:stop].clone()
-            master = master_home.empty(stop - start, torch.float32)
-            master_home.fill(master, source[start:stop])
+            master = master_store.empty(stop - start, torch.float32)
+            master_store.fill(master, source[start:stop])
             return master
 
     def _new_buffer(self) -> Buffer:
-        return self._transport.buffer(self.layout.numel, self.dtype, copied=self.stored is not None)
+        return self._transport.buffer(self.layout.numel, self.dtype, copied=self.offloaded_shards is not None)
 
     def _views_of_full(self) -> list[torch.Tensor]:
         return [self.full[slot.offset : slot.end].view(slot.shape) for slot in self.layout.slots]
@@ -169,7 +171,7 @@ class Unit:
     @property
     def transient(self) -> bool:
         """Whether the full buffer is released between uses."""
-        return self.degrees.parameters > 1 or self.stored is not None
+        return self.degrees.parameters > 1 or self.offloaded_shards is not None
 
     def owned(self, degree: int) -> torch.Tensor:
         """The part of the parameters that this rank owns at ``degree``, as memory to update in place, 1-D."""
@@ -270,10 +272,10 @@ class Unit:
         if not self.transient:
             return
         start, stop = self.layout.shard_range(self.rank, self.degrees.parameters)
-        if self.stored is None:
+        if self.offloaded_shards is None:
             self.shard.copy_(self.full[start:stop])
         else:
-            self.stored.fill(self.shard, self.full[start:stop])
+            self.offloaded_shards.fill(self.shard, self.full[start:stop])
 
 
 def _stub(view: torch.Tensor) -> torch.Tensor:

@@ -6,8 +6,8 @@ import torch
 
 from zeroengine import ops
 from zeroengine.comm.interfaces import ChannelName, Transport
-from zeroengine.offload.disk_store import Store
-from zeroengine.offload.placement import can_leave
+from zeroengine.offload.disk_store import OffloadStore
+from zeroengine.offload.placement import can_offload_gradients
 from zeroengine.runtime.unit import Unit
 
 
@@ -17,7 +17,7 @@ class UnitGradients:
     Args:
         dtype: of what is kept, in which gradients accumulate.
         reduce_dtype: in which they are reduced; None: as they are sent without a cast.
-        home: where what is kept lives, if not on the device. Only of gradients that need not be kept whole.
+        store: where what is kept lives, if not on the device. Only of gradients that need not be kept whole.
     """
 
     def __init__(
@@ -26,25 +26,25 @@ class UnitGradients:
         transport: Transport,
         dtype: torch.dtype,
         reduce_dtype: torch.dtype | None,
-        home: Store | None = None,
+        store: OffloadStore | None = None,
     ) -> None:
         self.unit, self.dtype = unit, dtype
         layout, degrees = unit.layout, unit.degrees
-        self.home = home if can_leave(degrees, transport) else None
-        self.whole = degrees.gradients == 1 and self.home is None
+        self.store = store if can_offload_gradients(degrees, transport) else None
+        self.whole = degrees.gradients == 1 and self.store is None
         self.reduce_dtype = reduce_dtype or (dtype if self.whole else unit.dtype)
         self.sent_as_kept = self.whole and dtype is self.reduce_dtype  # else they are sent from a slot
         self.channel: ChannelName | None = None  # that moves what is kept, without a cast
         numel = layout.shard_numel(degrees.gradients)
-        if self.home is not None:
-            self.kept = self.home.empty(numel, dtype)
+        if self.store is not None:
+            self.kept = self.store.empty(numel, dtype)
         elif dtype is self.reduce_dtype:
             self.channel = "reduce"
             self.kept = transport.empty(numel, dtype, self.channel, sent=self.whole)
         else:
             self.kept = torch.empty(numel, dtype=dtype, device=unit.full.device)
         self.views = views_of(unit, self.kept) if self.whole else []
-        if self.home is None:
+        if self.store is None:
             ops.advise_huge_pages(self.kept)
             self.kept.zero_()
         self.squared_norm: torch.Tensor | None = None  # of what is kept, where it was known before it left

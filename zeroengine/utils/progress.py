@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 RELEASE_BYTES = 1 << 26
 
 
-def releasing(report: Callable[[int], None], let_go: Callable[[], None]) -> Callable[[int], None]:
-    """``report`` that calls ``let_go`` every 64 MiB, so that states on disk do not fill the memory as they pass."""
+def releasing(report: Callable[[int], None], evict: Callable[[], None]) -> Callable[[int], None]:
+    """``report`` that calls ``evict`` every 64 MiB, so that states on disk do not fill the memory as they pass."""
     since = 0
 
     def both(done: int) -> None:
@@ -19,7 +19,7 @@ def releasing(report: Callable[[int], None], let_go: Callable[[], None]) -> Call
         since += done
         if since >= RELEASE_BYTES:
             since = 0
-            let_go()
+            evict()
 
     return both
 

@@ -27,9 +27,10 @@ from zeroengine.checkpoint.dcp_metadata import (
 from zeroengine.checkpoint.directory import Manifest, Store, checksum, tag_of
 from zeroengine.checkpoint.inspect import find
 from zeroengine.errors import CheckpointError
+from zeroengine.utils.byte_size import parse_byte_size
 from zeroengine.utils.progress import progress
 from zeroengine.weights import chunked_reads, huggingface_format
-from zeroengine.weights.output_folder import Output, parse_dtype, parse_size
+from zeroengine.weights.output_folder import Output, parse_dtype
 
 MODEL = "model."
 
@@ -75,7 +76,7 @@ def export(
         CheckpointError: there is no such checkpoint, or it is damaged, or ``out`` is there already.
         OSError: reading or writing failed.
     """
-    target, most = parse_dtype(dtype), parse_size(shard_size)
+    target, most = parse_dtype(dtype), parse_byte_size(shard_size, "shard size", CheckpointError)
     to = None if target is None else getattr(torch, target)
     path, manifest = find(folder, tag)
     with Store(path.parent).held(tag_of(path.name)) if manifest is not None else nullcontext():

@@ -18,10 +18,11 @@ from zeroengine.comm.group import check_same
 from zeroengine.disk.swap_files import populate
 from zeroengine.errors import CheckpointError
 from zeroengine.partition.boxes import Box, boxes_of_run
+from zeroengine.utils.byte_size import parse_byte_size
 from zeroengine.utils.paths import checked_path
 from zeroengine.utils.progress import progress
 from zeroengine.weights import huggingface_format, sources
-from zeroengine.weights.output_folder import Output, parse_dtype, parse_size
+from zeroengine.weights.output_folder import Output, parse_dtype
 from zeroengine.weights.sources import Source
 
 CHUNK = 1 << 22  # elements that are on their way at a time
@@ -49,7 +50,7 @@ def save(trained: Trained, directory: str | os.PathLike[str], dtype: Any, shard_
     group = trained.group
     arguments: dict[str, object] = {}
     with group.agreeing("to save weights", arguments) as every:
-        name, most = parse_dtype(dtype), parse_size(shard_size)
+        name, most = parse_dtype(dtype), parse_byte_size(shard_size, "shard size", CheckpointError)
         named = checked_path(directory, "save_weights(directory)", CheckpointError)
         arguments |= {"directory": os.path.abspath(named), "dtype": name, "shard_size": most}
     check_same("save_weights()", every)

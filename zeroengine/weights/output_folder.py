@@ -17,9 +17,6 @@ from zeroengine.utils.paths import checked_path
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-UNITS = {"": 1, "b": 1} | {
-    prefix + end: base**power for power, prefix in enumerate("kmgt", 1) for end, base in (("b", 1000), ("ib", 1024))
-}
 
 
 def parse_dtype(name: object) -> str | None:
@@ -34,18 +31,6 @@ def parse_dtype(name: object) -> str | None:
     if found not in DTYPES.values():
         raise CheckpointError(f"dtype {name}: write {', '.join(DTYPES)}, or leave it out to keep each tensor's own")
     return found
-
-
-def parse_size(text: str | int) -> int:
-    """Bytes: ``5GB`` is 5e9, ``5GiB`` is 5 * 2**30.
-
-    Raises:
-        CheckpointError: it is no size.
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", str(text).strip().lower())
-    if found is None or found[2] not in UNITS or float(found[1]) * UNITS[found[2]] < 1:
-        raise CheckpointError(f"shard size {text}: write a size such as 5GB, 500MB or 2GiB")
-    return int(float(found[1]) * UNITS[found[2]])
 
 
 class Output:

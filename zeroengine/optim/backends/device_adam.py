@@ -3,19 +3,18 @@
 [Note: A step without waiting]
     squared norm, use flags -> sum over ranks -> factor, overflow -> counts and factors -> update, publish, by unit
                                                         |
-                                                     Verdict
+                                                     StepResult
 All of it is issued to the device, and the host goes on. On overflow the kernels write nothing and count nothing; units
 are published all the same, with the values they had. What the host wants to know is copied to it before the update, so
 that whoever waits for it leaves the device the update to do.
 
 The device's step counts are the ones that the update obeys. Those of the host, for checkpoints and surgery, follow
-with the verdict; where they were written from outside, the device's follow them at the next step.
+with the result; where they were written from outside, the device's follow them at the next step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,62 +23,12 @@ from zeroengine import ops
 from zeroengine.comm.interfaces import Transport
 from zeroengine.errors import DivergenceError
 from zeroengine.ops import AdamBuffer, AdamSegment, AdamTable
-from zeroengine.optim.unit_state import UnitStates
+from zeroengine.optim.optimizer_shard import OptimizerShard
+from zeroengine.optim.step_result import StepResult
 from zeroengine.runtime.outside_writes import OutsideWrites
 from zeroengine.runtime.unit_gradients import UnitGradients
 from zeroengine.utils.host_copies import HostCopy, to_device
 from zeroengine.utils.profiling import profile_range
-
-
-class Verdict:
-    """What became of a step: true if it updated parameters. Whoever looks waits for the norm, not for the rest.
-
-    Equal to the bool that it stands for, and pickled as that.
-
-    Attributes:
-        asked: called when its truth is first asked for.
-    """
-
-    def __init__(self, values: HostCopy, num_params: int = 0) -> None:
-        self._copy, self._num_params = values, num_params
-        self.asked: Callable[[Verdict], None] | None = None
-
-    @cached_property
-    def _values(self) -> list[float]:
-        return self._copy.read()
-
-    def __bool__(self) -> bool:
-        asked, self.asked = self.asked, None
-        if asked is not None:
-            asked(self)
-        return not self._values[2]
-
-    def __eq__(self, other: object) -> bool:
-        return bool(self) == other
-
-    def __hash__(self) -> int:
-        return hash(bool(self))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return bool, (bool(self),)
-
-    def __repr__(self) -> str:
-        return "updated" if self else "skipped"
-
-    @property
-    def grad_norm(self) -> float:
-        """Of the mean gradient, before clipping."""
-        return self._values[1]
-
-    @property
-    def used(self) -> list[bool]:
-        """Which parameters, over all units, got a gradient on any rank."""
-        return [flag > 0 for flag in self._values[3 : 3 + self._num_params]]
-
-    @property
-    def write_sums(self) -> list[float]:
-        """``OutsideWrites.sums`` over the ranks."""
-        return self._values[3 + self._num_params :]
 
 
 class DeviceAdam:
@@ -98,7 +47,7 @@ class DeviceAdam:
         optimizer: torch.optim.Optimizer,
         inner: torch.optim.Optimizer,
         group_of: dict[torch.Tensor, int],
-        units: Sequence[UnitStates],
+        units: Sequence[OptimizerShard],
         transport: Transport,
         writes: OutsideWrites,
     ) -> None:
@@ -111,11 +60,11 @@ class DeviceAdam:
         )
         self._flags: list[float] = []
         self._flags_there = torch.empty(0, device="cpu")  # the same, on the device
-        self._verdict: Verdict | None = None  # until the host's counts have followed
+        self._result: StepResult | None = None  # until the host's counts have followed
 
     def step(
         self, divisor: float, limit: float, skip: bool, label: str, publish: Callable[[UnitGradients], None]
-    ) -> Verdict:
+    ) -> StepResult:
         """Issues norm, clipping, update and publish.
 
         Args:
@@ -129,15 +78,15 @@ class DeviceAdam:
         count = len(self._counts)
         total = self._sum_over_ranks(label)
         factor = ops.gradient_factor(total[0], divisor=divisor, limit=limit, skip=skip)
-        self._verdict = verdict = Verdict(HostCopy(torch.cat([factor, total[1:]])), count)
+        self._result = result = StepResult(HostCopy(torch.cat([factor, total[1:]])), count)
         self._table.prepare(factor, total[1 : 1 + count])
         for i, states in enumerate(self._units):
-            published = states.published if states.mixed else None
+            published = states.param if states.mixed else None
             with profile_range("update", states.unit.name):
                 arrays = (states.master, states.gradient, *states.adam_moments(), published)
                 self._table.update(i, *arrays, reload_written=states.may_be_written)
             publish(states.grads)
-        return verdict
+        return result
 
     def norm(self, divisor: float, label: str) -> torch.Tensor:
         """Return the norm that ``step`` would find, 0-d float64 on the device."""
@@ -157,15 +106,15 @@ class DeviceAdam:
             DivergenceError: the ranks wrote different values before that step. It is known only now, so values that
                 one rank wrote and another was sent are refused, too: they cannot be compared any more.
         """
-        verdict, self._verdict = self._verdict, None
-        if verdict is None:
+        result, self._result = self._result, None
+        if result is None:
             return
-        if verdict:
-            used = iter(verdict.used)
+        if result:
+            used = iter(result.used)
             for states in self._units:
                 states.steps = [step + next(used) for step in states.steps]
             self._counts = self._counts_of_the_host()
-        suspects = self._writes.suspects(verdict.write_sums)
+        suspects = self._writes.suspects(result.write_sums)
         if suspects:
             raise DivergenceError(self._writes.message(suspects))
 
@@ -190,7 +139,7 @@ class DeviceAdam:
         return {key: value for key, value in group.items() if key != "params"} | {"decoupled": decoupled}
 
 
-def _buffers(units: Sequence[UnitStates], group_of: dict[torch.Tensor, int]) -> Iterator[AdamBuffer]:
+def _buffers(units: Sequence[OptimizerShard], group_of: dict[torch.Tensor, int]) -> Iterator[AdamBuffer]:
     """A segment for each parameter in a unit's shard, and a step count for each parameter of all units."""
     first = 0
     for states in units:

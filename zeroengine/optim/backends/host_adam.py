@@ -12,11 +12,11 @@ import torch
 
 from zeroengine import ops
 from zeroengine.offload.device_copies import Transfer
-from zeroengine.offload.disk_store import marking
-from zeroengine.offload.offloaded_shards import StoredShards
+from zeroengine.offload.disk_store import poison_on_error
+from zeroengine.offload.offloaded_shards import OffloadedShards
 from zeroengine.offload.pipeline import Piece, Pipeline, Stream
+from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.optim.segments import Segment, segments_of
-from zeroengine.optim.unit_state import UnitStates
 from zeroengine.runtime.unit_gradients import UnitGradients
 from zeroengine.utils.profiling import profile_range
 
@@ -49,15 +49,15 @@ def runs_fused(optimizer: torch.optim.Optimizer) -> bool:
     return plain and not any(group.get("amsgrad") for group in optimizer.param_groups)
 
 
-class Leaving:
+class PendingWriteback:
     """Updated parameter shards on their way from the device, a few at once."""
 
     def __init__(self) -> None:
-        self._transfers: deque[tuple[StoredShards, Transfer]] = deque()
+        self._transfers: deque[tuple[OffloadedShards, Transfer]] = deque()
 
-    def take(self, stored: StoredShards, update: Callable[[], Transfer]) -> None:
+    def take(self, stored: OffloadedShards, update: Callable[[], Transfer]) -> None:
         """Runs ``update``, which sends a shard to where it is ``stored``."""
-        with marking(stored):
+        with poison_on_error(stored):
             self._transfers.append((stored, update()))
         if len(self._transfers) >= SHARDS_LEAVING:
             self._wait()
@@ -69,7 +69,7 @@ class Leaving:
 
     def _wait(self) -> None:
         stored, transfer = self._transfers.popleft()
-        with marking(stored):
+        with poison_on_error(stored):
             transfer.wait()
 
 
@@ -94,20 +94,20 @@ class FusedAdam:
 
     def update(
         self,
-        units: Sequence[UnitStates],
+        units: Sequence[OptimizerShard],
         factor: float,
         used: Sequence[Sequence[bool]],
         publish: Callable[[UnitGradients], None],
     ) -> None:
         """Updates every unit with ``factor * gradient``, then publishes it."""
-        leaving, elsewhere = Leaving(), []
+        leaving, elsewhere = PendingWriteback(), []
         for states, flags in zip(units, used, strict=True):
             for i, flag in enumerate(flags):
                 states.steps[i] += flag
-            if states.is_here:
+            if states.on_device:
                 self._update(states, flags, factor, *self._tensors(states))
                 publish(states.grads)
-            elif (stored := states.stored_alone) is not None:
+            elif (stored := states.param_only_offloaded) is not None:
                 leaving.take(stored, partial(self._with_the_shard, states, stored, flags, factor))
                 publish(states.grads)
             else:
@@ -119,39 +119,39 @@ class FusedAdam:
                 piece for states, flags in elsewhere for piece in self._pieces(states, flags, factor, publish)
             )
 
-    def _update(self, states: UnitStates, flags: Sequence[bool], factor: float, *tensors: torch.Tensor) -> None:
-        part = self._part(states, 0, states.published.numel(), *tensors)
+    def _update(self, states: OptimizerShard, flags: Sequence[bool], factor: float, *tensors: torch.Tensor) -> None:
+        part = self._part(states, 0, states.param.numel(), *tensors)
         with profile_range("update", states.unit.name):
             for segment in self._segments_of(states, flags):
                 self._adam(states, part, segment, factor)
 
     def _with_the_shard(
-        self, states: UnitStates, stored: StoredShards, flags: Sequence[bool], factor: float
+        self, states: OptimizerShard, stored: OffloadedShards, flags: Sequence[bool], factor: float
     ) -> Transfer:
         """The update on the device where the parameter shard alone is elsewhere. Gives what takes that back."""
-        shard = states.published
-        here = stored.landing(shard)
+        shard = states.param
+        here = stored.staging_buffer(shard)
         if states.mixed and all(flags):
             here.zero_()  # the padding, for all the rest is written
         else:
             stored.read(shard, here).follow()
-        tensors = [here if tensor is states.published else tensor for tensor in self._tensors(states)]
+        tensors = [here if tensor is states.param else tensor for tensor in self._tensors(states)]
         self._update(states, flags, factor, *tensors)
         return stored.write(here, shard)
 
     @staticmethod
-    def _tensors(states: UnitStates) -> list[torch.Tensor]:
+    def _tensors(states: OptimizerShard) -> list[torch.Tensor]:
         tensors = [states.master, states.gradient, *states.adam_moments()]
-        return [*tensors, states.published] if states.mixed else tensors
+        return [*tensors, states.param] if states.mixed else tensors
 
     @staticmethod
-    def _part(states: UnitStates, start: int, stop: int, *tensors: torch.Tensor) -> _Part:
+    def _part(states: OptimizerShard, start: int, stop: int, *tensors: torch.Tensor) -> _Part:
         master, gradient, exp_avg, exp_avg_sq, *published = tensors
         return _Part(start, stop, master, gradient, exp_avg, exp_avg_sq, published[0] if published else None)
 
     def _pieces(
         self,
-        states: UnitStates,
+        states: OptimizerShard,
         flags: Sequence[bool],
         factor: float,
         publish: Callable[[UnitGradients], None],
@@ -160,7 +160,7 @@ class FusedAdam:
         assert self._pipeline is not None
         segments = self._segments_of(states, flags)
         tensors = self._tensors(states)
-        numel, size = states.published.numel(), self._pipeline.piece_numel
+        numel, size = states.param.numel(), self._pipeline.piece_numel
         for start in range(0, numel, size):
             stop = min(start + size, numel)
             mine = [segment for segment in segments if segment.start < stop and start < segment.stop]
@@ -174,19 +174,25 @@ class FusedAdam:
             yield Piece(streams, partial(self._compute, states, mine, factor, start, stop))
         yield Piece((), partial(self._land, states, publish))  # in the units' order: it may be a collective
 
-    def _land(self, states: UnitStates, publish: Callable[[UnitGradients], None]) -> None:
+    def _land(self, states: OptimizerShard, publish: Callable[[UnitGradients], None]) -> None:
         assert self._pipeline is not None
         self._pipeline.follow()
         publish(states.grads)
 
     def _compute(
-        self, states: UnitStates, segments: list[Segment], factor: float, start: int, stop: int, *tensors: torch.Tensor
+        self,
+        states: OptimizerShard,
+        segments: list[Segment],
+        factor: float,
+        start: int,
+        stop: int,
+        *tensors: torch.Tensor,
     ) -> None:
         part = self._part(states, start, stop, *tensors)
         for segment in segments:
             self._adam(states, part, segment, factor)
 
-    def _adam(self, states: UnitStates, part: _Part, segment: Segment, factor: float) -> None:
+    def _adam(self, states: OptimizerShard, part: _Part, segment: Segment, factor: float) -> None:
         group = self._optimizer.param_groups[segment.group]
         where, start = part.slices(segment)
         ops.adam_step(
@@ -209,7 +215,7 @@ class FusedAdam:
             offset=states.offset + start,
         )
 
-    def _segments_of(self, states: UnitStates, flags: Sequence[bool]) -> list[Segment]:
+    def _segments_of(self, states: OptimizerShard, flags: Sequence[bool]) -> list[Segment]:
         """The runs of the shard that one kernel call updates; steps count from the unit's own."""
         last = max(states.steps, default=0)
         behind = tuple(last - step for step in states.steps)

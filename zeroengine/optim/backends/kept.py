@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from zeroengine.disk.swap_files import populate
-from zeroengine.optim.sharded_optimizer import ShardedOptimizer, UnitStates, as_tensor
+from zeroengine.optim.sharded_optimizer import OptimizerShard, ShardedOptimizer, as_tensor
 from zeroengine.partition.layout import ShardSpan
 
 Keys = dict[str, tuple[torch.dtype, bool]]  # by name: the dtype, and whether it is one number for the parameter
@@ -26,7 +26,7 @@ class KeptState:
         """What must be known of each parameter that has any state; None where the rule decides as it goes."""
         return {"exp_avg", "exp_avg_sq", "step"} if self._optimizer._on_shards is None else None
 
-    def of(self, states: UnitStates, span: ShardSpan) -> dict[str, torch.Tensor]:
+    def of(self, states: OptimizerShard, span: ShardSpan) -> dict[str, torch.Tensor]:
         """What is kept of a span, or of part of one, of this rank's shard: 1-D views, and copies of 0-d numbers."""
         on_shards = self._optimizer._on_shards
         if on_shards is None:
@@ -44,7 +44,7 @@ class KeptState:
                 found[key] = as_tensor(value).detach().clone()
         return found
 
-    def make(self, states: UnitStates, span: ShardSpan, keys: Keys) -> None:
+    def make(self, states: OptimizerShard, span: ShardSpan, keys: Keys) -> None:
         """Before loading into a span: there is a state of just these keys to load into."""
         on_shards = self._optimizer._on_shards
         if on_shards is None:
@@ -57,7 +57,7 @@ class KeptState:
             if key not in kept:
                 kept[key] = torch.zeros((), dtype=dtype, device="cpu") if is_number else torch.zeros_like(piece)
 
-    def take_numbers(self, states: UnitStates, span: ShardSpan, numbers: dict[str, torch.Tensor]) -> None:
+    def take_numbers(self, states: OptimizerShard, span: ShardSpan, numbers: dict[str, torch.Tensor]) -> None:
         """The 0-d numbers that were loaded for a span."""
         if self._optimizer._on_shards is None:
             states.steps[span.slot] = int(numbers["step"]) if "step" in numbers else 0
@@ -67,7 +67,7 @@ class KeptState:
         for key, value in numbers.items():
             kept[key] = value.to(kept[key]) if isinstance(kept[key], torch.Tensor) else type(kept[key])(value.item())
 
-    def clear(self, states: UnitStates, span: ShardSpan) -> None:
+    def clear(self, states: OptimizerShard, span: ShardSpan) -> None:
         """A span of which a checkpoint keeps nothing: as before its first step."""
         if self._optimizer._on_shards is None:
             where = slice(span.shard_offset, span.shard_offset + span.numel)
@@ -78,7 +78,7 @@ class KeptState:
         else:
             self._optimizer._on_shards.state.pop(self._piece(states, span)[1], None)
 
-    def _piece(self, states: UnitStates, span: ShardSpan) -> tuple[ShardSpan, torch.nn.Parameter]:
+    def _piece(self, states: OptimizerShard, span: ShardSpan) -> tuple[ShardSpan, torch.nn.Parameter]:
         """The whole span of this rank's shard that ``span`` is in, and its parameter on shards."""
         pieces = self._optimizer._pieces[id(states)]
         return next((whole, piece) for whole, piece in pieces if whole.slot == span.slot)

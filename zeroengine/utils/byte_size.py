@@ -1,0 +1,35 @@
+"""Sizes in bytes as people write and read them: ``5GB``, ``2.0 GiB``. Needs no torch."""
+
+from __future__ import annotations
+
+import re
+
+from pydantic import ByteSize, TypeAdapter, ValidationError
+
+_SIZE = re.compile(r"\s*\d*\.?\d+\s*[a-z]*\s*", re.IGNORECASE)
+
+
+def parse_byte_size(text: str | int, argument: str = "size", error: type[Exception] = ValueError) -> int:
+    """Return a size in bytes: ``5GB`` is 5e9, ``5GiB`` is 5 * 2**30, and a number alone counts bytes.
+
+    Args:
+        text: The size as the user wrote it.
+        argument: What the user calls it, for the message.
+        error: The class of the error.
+
+    Raises:
+        Exception: `error`, if `text` is no size of at least one byte.
+    """
+    # ByteSize ignores what follows the first number and word, so that it would take "1,5GB" for one byte.
+    try:
+        nbytes = TypeAdapter(ByteSize).validate_python(text) if _SIZE.fullmatch(str(text)) else 0
+    except ValidationError:
+        nbytes = 0
+    if nbytes < 1:
+        raise error(f"{argument} {text}: write a size such as 5GB, 500MB or 2GiB")
+    return int(nbytes)
+
+
+def format_byte_size(nbytes: float) -> str:
+    """Return a size in words, in the largest binary unit that keeps it at or above one: ``1.5 GiB``."""
+    return ByteSize(nbytes).human_readable(separator=" ")
