@@ -133,7 +133,7 @@ def windows(engine: zeroengine.Engine, task: Task, boundaries: bool, step: Calla
                 assert engine.is_gradient_accumulation_boundary() is last
             loss = engine(*task.data(number, engine.rank))
             engine.backward(loss)
-            whole = [grads.reduced for grads in engine.reducer.gradients if grads.whole]
+            whole = [grads.is_reduced for grads in engine.reducer.gradients if grads.unsharded]
             assert all(reduced == (boundaries and last) for reduced in whole), "reduced in the last backward, if told"
             losses.append(loss.item())
             number += 1
@@ -197,7 +197,7 @@ def manual_details(directory: str) -> None:
     start()
     for stage in (0, 3):
         engine = make_engine(Task(), stage, bf16={"enabled": True}, **MANUAL)
-        assert {grads.kept.dtype for grads in engine.reducer.gradients} == {torch.float32}
+        assert {grads.grad_shard.dtype for grads in engine.reducer.gradients} == {torch.float32}
         engine.backward(engine(*batch(0, engine.rank)))
         with pytest.raises(
             zeroengine.ZeroEngineError, match=r"would lose their gradients: call it after a step\(\) that"

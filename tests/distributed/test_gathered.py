@@ -249,7 +249,7 @@ def write_in_bf16() -> None:
         assert set(written.full_state_dict()["blocks.0.up.bias"].tolist()) == {0.5}
         masters = [
             {
-                written.optimizer.units[i].unit.layout.slots[span.slot].name: states.master[span.shard_offset :][
+                written.optimizer.units[i].unit.layout.slots[span.param_index].name: states.master[span.shard_offset :][
                     : span.numel
                 ]
                 for i, states in enumerate(engine.optimizer.units)

@@ -256,7 +256,7 @@ def play_all(game: str, more: dict[str, Any]) -> tuple[list[Trained], Trained]:
         engines = players(stages, **more)
         found.append(play(game, *engines))
         for engine in engines:
-            engine.gatherer.settle()
+            engine.gatherer.finish_gathers_and_release()
             assert engine.memory().gathered == 0
             engine.close()
     return found, play(game, Plain(build(Generator)), Plain(build(Discriminator, seed=1)))

@@ -123,13 +123,13 @@ class Backward:
             self._accumulation.begin_forward()
 
     def _begin(self) -> None:
-        wanted = self.reducer.wanted()
+        wanted = self.reducer.needs_gradients()
         self._begins(wanted)
         self._ended_graph_tasks.clear()
         self._num_calls = 0
-        boundary = wanted and self._accumulation.begin_backward(stays_local=not self.reducer.syncing)
+        boundary = wanted and self._accumulation.begin_backward(stays_local=not self.reducer.sync_enabled)
         if wanted:
-            self.reducer.boundary = boundary
+            self.reducer.is_last_microbatch = boundary
             self.reducer.begin_backward()
 
     def _end(self) -> None:
@@ -171,13 +171,13 @@ class Backward:
             self._graph_tasks.clear()
             self._scaled = None
             self._accumulation.fail_backward(after_others)
-            self.reducer.abandon()
+            self.reducer.discard_gradients()
             self.gatherer.abandon_backward()
 
     def drop(self) -> None:
         """Drop the gradients of the step in progress, and start it anew."""
         self._accumulation.drop()
-        self.reducer.abandon()
+        self.reducer.discard_gradients()
 
 
 def _is_outermost() -> bool:

@@ -182,7 +182,7 @@ class Engine:
             self._scaler,
             self.reducer,
             self._transport,
-            self._let_peers_read,
+            self._wait_for_peer_reads,
         )
         self._foreign = ForeignParameters(model, self._units, optimizer, self.rank)
         self._input_comparison = InputComparison(self._transport, self.device)
@@ -241,7 +241,7 @@ class Engine:
     ) -> Unit:
         unit = Unit(plan, degrees, self._transport, self._group.broadcast, offloaded_shards, master_store)
         # What its parameters had before, and what went into making their values, in fp32 if they are rounded then.
-        freed.add(unit.full.nbytes + (4 * plan.numel if unit.mixed else 0))
+        freed.add(unit.full_buffer.nbytes + (4 * plan.numel if unit.is_mixed_precision else 0))
         return unit
 
     # -- training ---------------------------------------------------------------------------------
@@ -251,9 +251,9 @@ class Engine:
         """The model's forward. On a GPU tensors in CPU memory among its inputs are copied there first."""
         if self._state_offloader:
             self._state_offloader.check_resident("the forward", ("parameters",))
-        if self.module.training and not self.gatherer.lent:
+        if self.module.training and not self.gatherer.num_user_gathered:
             self._input_comparison.observe((args, kwargs))
-        with self.gatherer.forward():
+        with self.gatherer.model_forward():
             return self.module(*args, **kwargs)
 
     forward = __call__
@@ -462,22 +462,24 @@ class Engine:
 
     def _finish_gradients(self, call: str) -> None:
         """Return with the gradients of this step reduced. If it raises nothing has changed."""
-        if not self.reducer.syncing:
+        if not self.reducer.sync_enabled:
             raise ZeroEngineError(
                 f"{call} inside `with engine.no_sync()`: at the accumulation boundary the gradients are to be reduced. "
                 "Leave the `with` before the last backward of a step."
             )
-        if self.gatherer.lent:
+        if self.gatherer.num_user_gathered:
             raise ZeroEngineError(
                 f"{call} inside `with zeroengine.gathered(...)`: the update would not reach the gathered values. Leave "
                 "the `with` first."
             )
         self._foreign.check()
-        self.reducer.finish()
+        self.reducer.reduce_remaining()
 
     def _update(self, call: str) -> bool | StepResult:
         self._finish_gradients(call)
-        self.gatherer.settle(before_update=True)  # if it raises nothing has changed, and step() may be called again
+        self.gatherer.finish_gathers_and_release(
+            before_update=True
+        )  # if it raises nothing has changed, and step() may be called again
         self._accumulation.end_step(call)
         self._input_comparison.end_micro_step(True)
         if call == ENGINE_STEP:
@@ -489,16 +491,16 @@ class Engine:
             self._on_signal.save_and_exit(self)
         return updates
 
-    def _let_peers_read(self) -> None:
+    def _wait_for_peer_reads(self) -> None:
         if not self._transport.overlaps:  # nothing to gain from waiting; and peers read this rank's own parameters
-            self.gatherer.settle()
+            self.gatherer.finish_gathers_and_release()
             self._transport.fence()
 
     def _published(self, grads: UnitGradients) -> None:
         unit = grads.unit
         torch.autograd.graph.increment_version(unit.params)  # autograd refuses a graph that saved the values before
         if unit.degrees.optimizer > unit.degrees.parameters:
-            self.gatherer.refresh(unit)
+            self.gatherer.all_gather_updated(unit)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -507,14 +509,14 @@ class Engine:
         Legal at every stage. At stages 2 and 3 it holds whole gradients meanwhile.
         """
         self._backward.end_if_over()  # a plain backward before the `with`, and the last one in it, end as they began
-        before, self.reducer.syncing = self.reducer.syncing, False
+        before, self.reducer.sync_enabled = self.reducer.sync_enabled, False
         try:
             yield
         finally:
             try:
                 self._backward.end_if_over()
             finally:
-                self.reducer.syncing = before
+                self.reducer.sync_enabled = before
 
     def train(self, mode: bool = True) -> Engine:
         """Sets training mode, as ``nn.Module.train``."""
@@ -556,14 +558,14 @@ class Engine:
         check_same("offload_states()", every_rank)
         self._backward.end_if_over()
         self._steps.conclude()  # it may ask for the gradients
-        self.gatherer.settle()
-        self.reducer.settle()
+        self.gatherer.finish_gathers_and_release()
+        self.reducer.wait_reduces()
         self._transport.fence()
         if device == "cpu" and self.device.type == "cpu":
             return
         every = {
             "optimizer": self.optimizer.tensors(),
-            "gradients": [grads.kept for grads in self.reducer.gradients if grads.store is None],
+            "gradients": [grads.grad_shard for grads in self.reducer.gradients if grads.store is None],
             "parameters": [unit.shard for unit in self._units if unit.offloaded_shards is None],
         }
         if include is None:
@@ -578,7 +580,7 @@ class Engine:
     def reload_states(self) -> None:
         """Brings back what ``offload_states`` took away. Call it on every rank."""
         channels: dict[int, ChannelName | None] = {id(unit.shard): "gather" for unit in self._units}
-        channels |= {id(grads.kept): grads.channel for grads in self.reducer.gradients}
+        channels |= {id(grads.grad_shard): grads.channel for grads in self.reducer.gradients}
         self._state_offloader.reload(lambda tensor: self._transport.refill(tensor, channels.get(id(tensor))))
 
     # -- looking inside ---------------------------------------------------------------------------
@@ -593,7 +595,7 @@ class Engine:
             device=str(self.device),
             **here,
             buckets=self.reducer.bucket_bytes(),
-            put_off={unit.name: unit.gathered_bytes() for unit in self.gatherer.put_off()},
+            put_off={unit.name: unit.gathered_bytes() for unit in self.gatherer.deferred_frees()},
             gathered=sum(unit.gathered_bytes() for unit in self._units),
             staging=self._placement.send_buffer_bytes + (of_host if at_host else 0),
             checkpoint=copied if at_host else 0,
@@ -604,7 +606,7 @@ class Engine:
     def _bytes_in(self, medium: Medium | None) -> dict[str, int]:
         """Of each state in a kind of memory; None: on the device."""
         shards = ((unit.shard, unit.offloaded_shards) for unit in self._units)
-        gradients = ((grads.kept, grads.store) for grads in self.reducer.gradients)
+        gradients = ((grads.grad_shard, grads.store) for grads in self.reducer.gradients)
         found = self.optimizer.bytes_in(medium)
         for name, of in (("parameters", shards), ("gradients", gradients)):
             found[name] = sum(
@@ -626,10 +628,10 @@ class Engine:
         keep = self.rank == 0 or not rank0_only
         values: dict[nn.Parameter, torch.Tensor] = {}
         for unit in self._units:
-            self.gatherer.hold(unit)
+            self.gatherer.pin(unit)
             if keep:
                 values |= {param: param.detach().to("cpu", copy=True) for param in unit.params}
-            self.gatherer.let_go(unit)
+            self.gatherer.unpin(unit)
         if not keep:
             return {}
         state: dict[str, torch.Tensor] = {}
@@ -838,7 +840,7 @@ class Engine:
         with self._group.agreeing("to load weights"):
             self._state_offloader.check_resident("load_weights()")
             self._foreign.check()
-            if self.gatherer.lent:
+            if self.gatherer.num_user_gathered:
                 raise ZeroEngineError(
                     "load_weights() inside `with zeroengine.gathered(...)`: its end would write the old values back. "
                     "Leave the `with` first."
@@ -857,7 +859,7 @@ class Engine:
         Raises:
             DivergenceError: on every rank, where the ranks wrote different values into the model.
         """
-        self.gatherer.settle()
+        self.gatherer.finish_gathers_and_release()
         self._placement.finish_copies()
         self._writes.compare()
         self.optimizer.reload_masters()
@@ -902,7 +904,7 @@ class Engine:
             self._published(states.grads)
             self._placement.evict(states.param, states.master)
         self._writes.remember()
-        self.gatherer.settle()
+        self.gatherer.finish_gathers_and_release()
         self._transport.fence()
 
     def close(self) -> None:
@@ -916,7 +918,7 @@ class Engine:
                 self._on_signal.close()
             if self._checkpoints is not None:
                 self._checkpoints.close()
-            self.gatherer.settle()
+            self.gatherer.finish_gathers_and_release()
             if sys.exc_info()[0] is None:  # else the device may never get there
                 self._steps.end()
         finally:

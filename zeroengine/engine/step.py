@@ -165,7 +165,7 @@ class Steps:
         try:
             norm, used, _ = self._summarise(self._label(limit))
         except DivergenceError:
-            self._reducer.reset()
+            self._reducer.end_step()
             raise
         divisor = self.divisor()
         self.norm = norm / divisor
@@ -176,22 +176,22 @@ class Steps:
         if updates:
             self._optimizer.update(self._clip_factor(self.norm, limit) / divisor, used)
             self._published()
-        self._reducer.reset()
+        self._reducer.end_step()
         self._count(updates, finite)
         return updates
 
     def _summarise(self, label: str) -> GradientSummary:
         """Return the summary of the gradients, once those that wait on some rank have been reduced."""
-        summary = self._optimizer.summarise(label, late=self._reducer.late)
+        summary = self._optimizer.summarise(label, late=self._reducer.has_late_gradients)
         if summary.any_late:
-            self._reducer.reduce_late()
+            self._reducer.reduce_late_gradients()
             summary = self._optimizer.summarise(label, late=False)
         return summary
 
     def _reduce_late_here(self) -> None:
         """Reduce what waits on this rank, taking it that all ranks do: asking them would make the host wait."""
-        if self._reducer.late:
-            self._reducer.reduce_late()
+        if self._reducer.has_late_gradients:
+            self._reducer.reduce_late_gradients()
 
     def _issue(self, limit: float) -> StepResult:
         """An update whose result is not known yet."""
@@ -209,7 +209,7 @@ class Steps:
 
         result.on_query = on_query
         self._issued = (result, reversibly(self._step_schedule, schedule, groups) if late else None)
-        self._reducer.reset()
+        self._reducer.end_step()
         if not late:
             self.settle()
         return result
@@ -283,7 +283,7 @@ class Steps:
         name = self._optimizer.first_not_finite() or "none alone: their sum of squares"
         what = f"the gradient of {name} is not finite"
         if self._config.scales_loss and self._scaler.exhausted:
-            self._reducer.reset()
+            self._reducer.end_step()
             raise ZeroEngineError(
                 f"step {step}: {what}, at the smallest loss scale, {self._scaler.scale:g} "
                 "(fp16.min_loss_scale). The model diverges or computes values beyond fp16's range: lower the learning "
