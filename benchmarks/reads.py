@@ -61,7 +61,7 @@ def measure(layers: int, rounds: int) -> dict[str, list[float]]:
     ids = torch.randint(0, 64, (1, 4))
     clock = Clock()
     gatherer.replace_saved_views = clock.timed("walk of the graph", gatherer.replace_saved_views)
-    Unit.is_shared = property(clock.timed("use counts", Unit.is_shared.fget))  # type: ignore[assignment,attr-defined]
+    Unit.is_aliased = property(clock.timed("use counts", Unit.is_aliased.fget))  # type: ignore[assignment,attr-defined]
     SavedView.restore = clock.timed("reads in backward", SavedView.restore)  # type: ignore[method-assign]
 
     def build() -> nn.Module:

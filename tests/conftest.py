@@ -6,6 +6,7 @@ which they share over Gloo: one that there is, or one that the CPU plays (``test
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,6 +27,14 @@ if wanted() == "emulated":
     emulate_gpu()
 
 ROOT = Path(__file__).parents[1]
+# Models are so small that threads only wait for each other, and for the ranks that run beside them.
+torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from walking over every module and test again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

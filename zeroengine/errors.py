@@ -1,4 +1,4 @@
-"""The errors that users see. `assert` is kept for our own mistakes."""
+"""The errors that users see. `assert` is only for mistakes of zeroengine itself."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ class ZeroEngineError(ValueError):
 
 
 class ConfigError(ZeroEngineError):
-    """A configuration that cannot be honoured: names the file and the key path."""
+    """A configuration is wrong; the message names the file and the key path."""
 
 
 class ReleasedParameterError(ZeroEngineError):
-    """A use of the values of a parameter whose unit is released on this rank."""
+    """The values of a parameter are used while its unit is released on this rank."""
 
 
 class DivergenceError(ZeroEngineError):
-    """Ranks disagree, or one stalled or died: names the units and the ranks."""
+    """Ranks disagree, or a rank stalled or died; the message names the units and the ranks."""
 
 
 class CheckpointError(ZeroEngineError):
-    """A checkpoint that cannot be written, or that is absent, damaged, or another model's."""
+    """A checkpoint cannot be written, or it is absent, damaged, or of another model."""
 
 
 class LaunchError(ZeroEngineError):
-    """zero-launch was asked for something that it cannot start."""
+    """zero-launch cannot start what its arguments ask for."""
 
 
 class OffloadError(ZeroEngineError):
-    """State that cannot be kept on, written to or read back from a disk: names the path, and what the system said.
+    """State cannot be kept on, written to or read from a disk; the message names the path and the system's error.
 
     Attributes:
-        errno: the system's number of what went wrong with a transfer, else 0.
+        errno: The system's error number of a failed transfer, else 0.
     """
 
     errno = 0

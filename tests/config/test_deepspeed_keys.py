@@ -66,7 +66,7 @@ def test_the_templates_of_accelerate_load() -> None:
     }
     config = load(tree)
     assert config.optimizer is not None and "adam_w_mode" not in config.optimizer.params
-    assert load(config.to_dict()).fingerprint() == config.fingerprint()
+    assert load(config.to_dict()).to_dict() == config.to_dict()
     params["adam_w_mode"] = False
     with pytest.raises(ConfigError, match=r'adam_w_mode is false, but the type AdamW .*; write "type": "Adam"'):
         load(tree)
@@ -196,11 +196,11 @@ def test_every_row_speaks_where_its_key_asks_for_something(path: str) -> None:
     tree = awake(path, ON.get(path, 77))
     try:
         told = "\n".join(load(tree).notices)
-        assert row.fate == deepspeed_keys.NO_EFFECT
+        assert row.status == "no effect"
     except ConfigError as error:
-        assert row.fate == deepspeed_keys.REFUSED
+        assert row.status == "refused"
         told = str(error)
-    assert path in told and row.why in told
+    assert path in told and row.reason in told
 
 
 @pytest.mark.parametrize("path", deepspeed_keys.TABLE)

@@ -17,13 +17,14 @@ from zeroengine.config import load
 from zeroengine.config.keys import known_paths
 from zeroengine.errors import ConfigError
 
-SECONDS = 2.0  # that a check may take; the largest takes a tenth of that
+# CPU time of one check. The longest takes a tenth of it.
+SECONDS = 2.0
 FILES = [json.loads(path.read_text()) for path in sorted((Path(__file__).parent / "deepspeed_files").glob("*.json"))]
 
 
 def outcome(config: Any, overrides: list[str] | None = None) -> str:
     """The error, or "" where there is none. Every value can be printed, and read back."""
-    begin = time.perf_counter()
+    begin = time.process_time()
     try:
         loaded = load(config, overrides or [])
         resolved = loaded.resolve(world_size=3)
@@ -35,7 +36,7 @@ def outcome(config: Any, overrides: list[str] | None = None) -> str:
         error.encode()
         assert "\x1b" not in error, "nothing moves a terminal's cursor"
         assert len(error) < 50_000
-    assert time.perf_counter() - begin < SECONDS
+    assert time.process_time() - begin < SECONDS
     return error
 
 
@@ -128,7 +129,11 @@ def test_json_that_python_cannot_hold(tmp_path: Path, text: str, part: str) -> N
 
 
 def test_what_is_no_file() -> None:
-    for name, part in (("a\0b", "no path of a file"), ("/dev/zero", "a device or a pipe"), ("x" * 5000, "be read")):
+    for name, part in (
+        ("a\0b", "not the path"),
+        ("/dev/zero", "a device or a pipe"),
+        ("x" * 5000, "be read"),
+    ):
         assert part in outcome(name)
 
 

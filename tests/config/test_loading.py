@@ -30,8 +30,7 @@ def test_a_dict_a_json_file_and_a_yaml_file_mean_the_same(tmp_path: Path) -> Non
     tree = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 5e8}, "train_batch_size": 8}
     as_json = write(tmp_path / "a.json", json.dumps(tree))
     as_yaml = write(tmp_path / "a.yaml", "zero_optimization: {stage: 2, reduce_bucket_size: 5e8}\ntrain_batch_size: 8")
-    prints = {load(source).fingerprint() for source in (tree, as_json, str(as_json), as_yaml)}
-    assert len(prints) == 1
+    assert all(load(source).to_dict() == load(tree).to_dict() for source in (as_json, str(as_json), as_yaml))
     assert load(as_yaml).zero_optimization.reduce_bucket_size == 500_000_000
 
 
@@ -78,7 +77,8 @@ def test_an_override_wins_over_the_other_spelling_in_the_file() -> None:
 def test_an_override_of_a_loaded_config() -> None:
     config = load({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}, "bf16": {"enabled": "auto"}})
     changed = load(config, ["zero_optimization.stage=2"])
-    assert config.diff(changed.to_dict()) == ["zero_optimization.stage"]
+    stage_2 = {**config.to_dict()["zero_optimization"], "stage": 2}
+    assert changed.to_dict() == {**config.to_dict(), "zero_optimization": stage_2}
     assert load(config) is config
 
 
@@ -158,5 +158,5 @@ def test_whatever_is_written_is_resolved_or_a_config_error(items: dict[str, Any]
         config = load(tree).resolve(world_size=world_size)
     except ConfigError:
         return
-    assert load(config.to_dict()).fingerprint() == config.fingerprint()
+    assert load(config.to_dict()).to_dict() == config.to_dict()
     assert config.describe()

@@ -33,7 +33,7 @@ def test_the_stored_schema_is_current() -> None:
 
 def test_the_tables_in_the_docs_are_current() -> None:
     text = (ROOT / "docs" / "configuration.md").read_text()
-    for table in (reference.honoured_table(), reference.fates_table()):
+    for table in (reference.honoured_table(), reference.deepspeed_table()):
         assert table in text, "run: python -m zeroengine.config --tables"
 
 
@@ -52,8 +52,10 @@ def test_a_ready_file_loads_without_a_notice(path: Path, validator: Any) -> None
 
 
 def test_the_ready_files_differ_in_the_stage_alone() -> None:
-    first = load(READY[0])
-    assert all(first.diff(load(path).to_dict()) == ["zero_optimization.stage"] for path in READY[1:])
+    trees = [json.loads(path.read_text()) for path in READY]
+    for stage, tree in enumerate(trees):
+        assert tree["zero_optimization"].pop("stage") == stage
+    assert all(tree == trees[0] for tree in trees)
 
 
 @pytest.mark.parametrize("path", sorted(DEEPSPEED_FILES.glob("*.json")), ids=lambda path: path.stem)

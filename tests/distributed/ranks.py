@@ -27,6 +27,8 @@ _PRELOADED = [
     "zeroengine.engine.engine",
     "pytest",
     "tests.distributed.models",
+    # Last: what is frozen is what the others imported.
+    "tests.distributed.frozen_modules",
 ]
 _context.set_forkserver_preload(_PRELOADED)
 GPUS = os.environ.get("CUDA_VISIBLE_DEVICES")  # before a test hides them

@@ -28,8 +28,7 @@ from tests.distributed.training import (
     train_at,
     train_plainly,
 )
-
-BOTH = pytest.mark.parametrize("transport", ["shm", "gloo"])
+from tests.parametrization import EVERY_TRANSPORT
 
 
 def by_pairs(task: Task, loop: Train, plain: Trained, **more: Any) -> None:
@@ -45,7 +44,7 @@ def by_pairs(task: Task, loop: Train, plain: Trained, **more: Any) -> None:
 # -- accumulation -------------------------------------------------------------------------------------
 
 
-@BOTH
+@EVERY_TRANSPORT
 def test_micro_steps_add_up_to_the_mean(transport: str) -> None:
     task = Task(micro_steps=3, steps=3)
     by_pairs(task, ordinary_loop, train_plainly(task), comm={"transport": transport})
@@ -85,7 +84,7 @@ def without_sync(task: Task, engine: zeroengine.Engine) -> tuple[list[float], li
     return losses, norms
 
 
-@BOTH
+@EVERY_TRANSPORT
 def test_no_sync_gives_what_syncing_each_micro_step_gives(transport: str) -> None:
     task = Task(micro_steps=3, steps=4)
     ranks = run_ranks(2, train_at, (0, 1, 2, 3), task, without_sync, {"comm": {"transport": transport}})
@@ -133,7 +132,7 @@ def windows(engine: zeroengine.Engine, task: Task, boundaries: bool, step: Calla
                 assert engine.is_gradient_accumulation_boundary() is last
             loss = engine(*task.data(number, engine.rank))
             engine.backward(loss)
-            whole = [grads.reduced for grads in engine.reducer.gradients if grads.whole]
+            whole = [grads.is_reduced for grads in engine.reducer.gradients if grads.unsharded]
             assert all(reduced == (boundaries and last) for reduced in whole), "reduced in the last backward, if told"
             losses.append(loss.item())
             number += 1
@@ -168,7 +167,7 @@ def plain_windows(task: Task) -> Trained:
     return Trained(losses, norms, {name: value.clone() for name, value in model.state_dict().items()})
 
 
-@BOTH
+@EVERY_TRANSPORT
 @pytest.mark.parametrize("loop", [manual, manual_with_boundaries])
 def test_manual_accumulation_steps_after_as_many_backwards_as_come(loop: Train, transport: str) -> None:
     by_pairs(Task(), loop, plain_windows(Task()), comm={"transport": transport}, **MANUAL)
@@ -197,7 +196,7 @@ def manual_details(directory: str) -> None:
     start()
     for stage in (0, 3):
         engine = make_engine(Task(), stage, bf16={"enabled": True}, **MANUAL)
-        assert {grads.kept.dtype for grads in engine.reducer.gradients} == {torch.float32}
+        assert {grads.grad_shard.dtype for grads in engine.reducer.gradients} == {torch.float32}
         engine.backward(engine(*batch(0, engine.rank)))
         with pytest.raises(
             zeroengine.ZeroEngineError, match=r"would lose their gradients: call it after a step\(\) that"
@@ -317,7 +316,7 @@ def loop_one_after_another(task: Task, engine: zeroengine.Engine) -> Any:
     return backwards(task, engine, one_after_another)
 
 
-@BOTH
+@EVERY_TRANSPORT
 @pytest.mark.parametrize(
     ("run", "loop"),
     [(two_forwards, loop_two_forwards), (retained, loop_retained), (one_after_another, loop_one_after_another)],
@@ -412,7 +411,7 @@ def fail_now_and_then(task: Task, engine: zeroengine.Engine) -> tuple[list[float
     return losses, norms
 
 
-@BOTH
+@EVERY_TRANSPORT
 def test_a_backward_that_raised_leaves_no_trace(transport: str) -> None:
     check_every_stage(Task(), loop=fail_now_and_then, comm={"transport": transport})
 

@@ -124,10 +124,13 @@ def train(case: Case, stage: int, on_device: bool) -> dict[str, Any]:
     for states in engine.optimizer.units:
         unit = states.unit
         for span in unit.layout.spans(rank, unit.degrees.optimizer):
-            where, name = slice(span.shard_offset, span.shard_offset + span.numel), unit.layout.slots[span.slot].name
+            where, name = (
+                slice(span.shard_offset, span.shard_offset + span.numel),
+                unit.layout.slots[span.param_index].name,
+            )
             found[f"master of {name}"] = states.master[where].clone()
             found[f"moments of {name}"] = torch.stack([moment[where] for moment in states.adam_moments()])
-            found[f"step of {name}"] = states.steps[span.slot]
+            found[f"step of {name}"] = states.steps[span.param_index]
     found |= {f"value of {name}": value for name, value in engine.full_state_dict().items()}
     engine.close()
     return found

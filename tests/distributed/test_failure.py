@@ -24,6 +24,7 @@ from tests.distributed.ranks import run_ranks
 from tests.distributed.test_parameters import Net, Skipping, features
 from tests.distributed.training import start
 from tests.emulated import cpu_alone, need_transport
+from tests.parametrization import EVERY_TRANSPORT
 from zeroengine import DivergenceError
 from zeroengine.comm.group import Group
 
@@ -37,9 +38,6 @@ LONG = 300.0
 def shared_memory_is_for_cpus(request: pytest.FixtureRequest) -> None:
     call = getattr(request.node, "callspec", None)
     need_transport(call.params.get("transport", "") if call is not None else "")
-
-
-BOTH = pytest.mark.parametrize("transport", ["shm", "gloo"])
 
 
 def initialize(factory: Callable[[], nn.Module], stage: int, transport: str, timeout: float) -> zeroengine.Engine:
@@ -84,7 +82,7 @@ def train_until_death(stage: int, transport: str, victim: int, moment: str, how:
     return until_error(run)
 
 
-@BOTH
+@EVERY_TRANSPORT
 @pytest.mark.parametrize(
     ("stage", "victim", "moment", "how"),
     [(3, 1, "forward", "killed"), (2, 2, "backward", "exits"), (0, 1, "step", "killed"), (1, 0, "step", "exits")],
@@ -151,7 +149,7 @@ def scale_differently(transport: str, timeout: float) -> tuple[str, float]:
     return until_error(run)
 
 
-@BOTH
+@EVERY_TRANSPORT
 def test_ranks_whose_loss_scales_differ_are_told(transport: str) -> None:
     for rank, (message, seconds) in enumerate(run_ranks(2, scale_differently, transport, PATIENCE)):
         assert seconds < SOON and f"loss scale {(8, 16)[rank]}" in message, message

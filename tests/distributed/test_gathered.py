@@ -15,10 +15,10 @@ from tests.distributed.models import TinyLM, batch, build
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_parameters import Net, features
 from tests.distributed.training import Task, make_engine, start
+from tests.parametrization import EVERY_TRANSPORT
 from zeroengine import ReleasedParameterError, ZeroEngineError, gathered
 
 STAGES = (0, 1, 2, 3)
-BOTH = pytest.mark.parametrize("transport", ["shm", "gloo"])
 
 
 def trained_engine(stage: int, steps: int = 1, task: Task | None = None, **more: Any) -> zeroengine.Engine:
@@ -233,7 +233,7 @@ def write_and_train(transport: str) -> None:
         assert engine.full_state_dict()["norm.weight"][0] != 5.0
 
 
-@BOTH
+@EVERY_TRANSPORT
 def test_what_is_written_inside_gathered_holds_on_all_ranks_and_is_trained_on(transport: str) -> None:
     run_ranks(2, write_and_train, transport)
 
@@ -249,7 +249,7 @@ def write_in_bf16() -> None:
         assert set(written.full_state_dict()["blocks.0.up.bias"].tolist()) == {0.5}
         masters = [
             {
-                written.optimizer.units[i].unit.layout.slots[span.slot].name: states.master[span.shard_offset :][
+                written.optimizer.units[i].unit.layout.slots[span.param_index].name: states.master[span.shard_offset :][
                     : span.numel
                 ]
                 for i, states in enumerate(engine.optimizer.units)

@@ -22,6 +22,7 @@ from tests.distributed.training import (
     train_at,
 )
 from tests.emulated import a_real_gpu
+from tests.parametrization import EVERY_TRANSPORT
 
 BF16 = {"bf16": {"enabled": True}}
 
@@ -132,7 +133,7 @@ def with_settings(transport: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("transport", ["shm", "gloo"])
+@EVERY_TRANSPORT
 def test_settings_that_cost_only_time_or_memory_change_no_bit(transport: str) -> None:
     check_every_stage(Task(steps=3), comm={"transport": transport})
     for found in run_ranks(2, with_settings, transport):

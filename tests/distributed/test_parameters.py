@@ -14,6 +14,7 @@ from tests.distributed.models import WIDTH, Block, TinyLM, batch, build
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import Task, adamw, check_every_stage, make_engine, ordinary_loop, settings, start
 from tests.emulated import a_real_gpu
+from tests.parametrization import EVERY_TRANSPORT
 from zeroengine.optim.backends.host_adam import SEGMENT_TABLES
 
 
@@ -177,7 +178,7 @@ def skip_inside_gathered(task: Task, engine: zeroengine.Engine) -> tuple[list[fl
     return losses, norms
 
 
-@pytest.mark.parametrize("transport", ["shm", "gloo"])
+@EVERY_TRANSPORT
 def test_at_stage_3_one_rank_may_skip_a_module_that_is_gathered(transport: str) -> None:
     task = Task(factory=Skipping, data=skipping_on_rank_1, steps=5)
     check_every_stage(task, loop=skip_inside_gathered, stages=(2, 3), comm={"transport": transport})
@@ -265,7 +266,7 @@ def by_parts(task: Task, engine: zeroengine.Engine) -> tuple[list[float], list[f
     return losses, norms
 
 
-@pytest.mark.parametrize("transport", ["shm", "gloo"])
+@EVERY_TRANSPORT
 def test_a_model_may_be_called_by_its_parts(transport: str) -> None:
     check_every_stage(Task(factory=Net, data=features), loop=by_parts, comm={"transport": transport})
 

@@ -30,8 +30,7 @@ from tests.distributed.training import (
     train_at,
     train_plainly,
 )
-
-TRANSPORTS = pytest.mark.parametrize("transport", ["shm", pytest.param("gloo", marks=pytest.mark.slow)])
+from tests.parametrization import EVERY_TRANSPORT, SHARED_MEMORY_AND_SLOW_GLOO
 
 
 class BlockTwice(TinyLM):
@@ -291,13 +290,13 @@ MODELS: list[Callable[[], nn.Module]] = [
 ]
 
 
-@pytest.mark.parametrize("transport", ["shm", "gloo"])
+@EVERY_TRANSPORT
 @pytest.mark.parametrize("factory", MODELS)
 def test_reads_that_no_hook_announces_train_as_plain_pytorch(factory: Callable[[], nn.Module], transport: str) -> None:
     check_every_stage(Task(factory=factory), comm={"transport": transport})
 
 
-@TRANSPORTS
+@SHARED_MEMORY_AND_SLOW_GLOO
 @pytest.mark.parametrize("factory", [BlockTwice, LossInChunks, LossInChunksByRank])
 def test_backwards_within_a_backward_lose_no_gradient(factory: Callable[[], nn.Module], transport: str) -> None:
     """From the first step on, in which nobody knows yet how many gradients each parameter gets."""
@@ -413,7 +412,7 @@ def train_each(loops: list[Train], task: Task, more: dict[str, Any]) -> list[lis
     return found
 
 
-@TRANSPORTS
+@SHARED_MEMORY_AND_SLOW_GLOO
 @pytest.mark.parametrize("factory", [TinyLM, DirectUses, LossInAttributes])
 def test_several_backwards_through_a_graph_add_up(factory: Callable[[], nn.Module], transport: str) -> None:
     task = Task(factory=factory, steps=3)
@@ -457,7 +456,7 @@ def keep_none(transport: str) -> list[float]:
     return take_steps(engine, range(2, 4))
 
 
-@pytest.mark.parametrize("transport", ["shm", "gloo"])
+@EVERY_TRANSPORT
 def test_a_tensor_that_shares_a_parameter_keeps_its_values(transport: str, caplog: pytest.LogCaptureFixture) -> None:
     expected = run_ranks(2, keep_none, transport)
     for found, losses in zip(run_ranks(2, keep_views, transport), expected, strict=True):
@@ -541,7 +540,7 @@ def interrupted(transport: str) -> list[list[float]]:
     return found
 
 
-@TRANSPORTS
+@SHARED_MEMORY_AND_SLOW_GLOO
 def test_a_forward_that_was_interrupted_leaves_nothing_behind(transport: str) -> None:
     for losses in run_ranks(2, interrupted, transport):
         assert losses[1:] == losses[:1] * 3
@@ -626,7 +625,7 @@ def read_on_one_rank(transport: str) -> str:
     return "no error"
 
 
-@TRANSPORTS
+@SHARED_MEMORY_AND_SLOW_GLOO
 def test_a_read_on_one_rank_alone_is_an_error_by_name(transport: str) -> None:
     messages = run_ranks(2, read_on_one_rank, transport)
     assert any("blocks.2" in message for message in messages), messages

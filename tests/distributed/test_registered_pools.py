@@ -39,13 +39,13 @@ def check_pools(engine: zeroengine.Engine) -> None:
     """Whether all that moves comes from the pool of the channel that moves it, and nothing else does."""
     gather, reduce = Pool.all
     for unit in engine._parts.units:
-        engine.gatherer.hold(unit)
-        assert gather.place(unit.full) and gather.place(unit.shard)
-        engine.gatherer.let_go(unit)
+        engine.gatherer.pin(unit)
+        assert gather.place(unit.full_buffer) and gather.place(unit.shard)
+        engine.gatherer.unpin(unit)
     assert all(reduce.place(slot.memory) for slot in engine.reducer._slots._slots)
     for grads in engine.reducer.gradients:
-        assert (reduce.place(grads.kept) is not None) == (grads.dtype is grads.reduce_dtype)
-        assert not gather.place(grads.kept)
+        assert (reduce.place(grads.grad_shard) is not None) == (grads.dtype is grads.reduce_dtype)
+        assert not gather.place(grads.grad_shard)
     assert not any(pool.place(tensor) for pool in Pool.all for tensor in engine.optimizer.tensors())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -99,8 +100,13 @@ def train_at(stages: Sequence[int], task: Task, loop: Train, more: Mapping[str, 
     return found
 
 
+@functools.cache
 def train_plainly(task: Task, world_size: int = 2) -> Trained:
-    """One process on what all ranks see; ``losses`` are the means over ranks."""
+    """Train `task` by plain PyTorch, in one process on what all ranks see; once for all tests that compare with it.
+
+    Returns:
+        Losses that are the means over ranks. Callers share it and leave it as it is.
+    """
     model = build(task.factory)
     optimizer = task.optimizer(model)
     losses, norms = [], []

@@ -106,7 +106,7 @@ def train(way: str, backend: Any, task: Task, stage: int, more: dict[str, Any]) 
             losses.append(engine(*task.data(99, engine.rank)).item())
         engine.train()
         counts.append(getattr(backend, "compiled", 0))
-    engine.gatherer.settle()
+    engine.gatherer.finish_gathers_and_release()
     assert engine.memory().gathered == 0
     state = {name.replace("_orig_mod.", ""): value for name, value in engine.full_state_dict().items()}
     engine.close()

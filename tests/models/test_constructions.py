@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from tests.distributed.test_evaluation import record
 from tests.distributed.test_parameters import Net
 from tests.distributed.training import Task, Trained, assert_close, assert_same_bits, make_engine, start
 from tests.models.constructions import TABLE, Construction, loss_of
+from tests.parametrization import EVERY_TRANSPORT
 from zeroengine import ZeroEngineError
 
 STAGES = (0, 1, 2, 3)
@@ -38,18 +39,9 @@ def train(engine: zeroengine.Engine, construction: Construction, steps: int) -> 
         engine.eval()
         with torch.no_grad():
             losses.append(loss_of(engine(*construction.data(HELD_OUT, engine.rank))).item())
-    engine.gatherer.settle()
+    engine.gatherer.finish_gathers_and_release()
     assert engine.memory().gathered == 0
     return Trained(losses, norms, engine.full_state_dict())
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """More of them only get in each other's way in models this small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 Found = dict[str, dict[int, Trained] | str]  # of one rank: by construction and stage, or what went wrong
@@ -162,7 +154,7 @@ def check(name: str, world_size: int, steps: int, transport: str) -> None:
         assert_close([found], plain, TABLE[name].tolerance)
 
 
-@pytest.mark.parametrize("transport", ["shm", "gloo"])
+@EVERY_TRANSPORT
 @pytest.mark.parametrize("name", [name for name, c in TABLE.items() if c.in_fp32])
 def test_in_fp32(name: str, transport: str) -> None:
     check(name, 2, 4, transport)
@@ -204,7 +196,7 @@ def adapters_cost() -> list[tuple[int, zeroengine.Memory, int, int]]:
         engine = make_engine(task, stage, comm={"transport": "gloo"})  # does not round up to pages
         engine.backward(engine(*construction.data(0, engine.rank)))
         engine.step()
-        engine.gatherer.settle()
+        engine.gatherer.finish_gathers_and_release()
         params = list(engine.module.parameters())
         trained = sum(param.numel() for param in params if param.requires_grad)
         found.append((stage, engine.memory(), sum(param.numel() for param in params) - trained, trained))
@@ -240,7 +232,7 @@ def gathers(names: Sequence[str], transport: str) -> list[list[str]]:
     return found
 
 
-@pytest.mark.parametrize("transport", ["shm", "gloo"])
+@EVERY_TRANSPORT
 def test_checkpoints_within_blocks_gather_no_unit_again(transport: str) -> None:
     names = ["without", "checkpoints within blocks", "reentrant checkpoints within blocks"]
     for without, *others in run_ranks(2, gathers, names, transport):

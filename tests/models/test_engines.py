@@ -28,10 +28,10 @@ from tests.distributed.training import (
     settings,
     start,
 )
+from tests.parametrization import EVERY_TRANSPORT
 from zeroengine import ZeroEngineError
 
 STAGES = (0, 1, 2, 3)
-BOTH = pytest.mark.parametrize("transport", ["shm", "gloo"])
 
 
 # -- several losses -----------------------------------------------------------------------------------
@@ -74,19 +74,19 @@ def loop_some(task: Task, engine: zeroengine.Engine) -> Any:
     return backwards(task, engine, for_some)
 
 
-@BOTH
+@EVERY_TRANSPORT
 def test_two_losses_of_one_graph_add_up(transport: str) -> None:
     task = Task()
     check_every_stage(task, loop=loop_two, plain=plain_backwards(task, two_losses), comm={"transport": transport})
 
 
-@BOTH
+@EVERY_TRANSPORT
 def test_three_losses_of_two_graphs_add_up(transport: str) -> None:
     task = Task()
     by_pairs(task, loop_three, plain_backwards(task, three_losses), comm={"transport": transport})
 
 
-@BOTH
+@EVERY_TRANSPORT
 def test_a_loss_may_be_for_some_parameters(transport: str) -> None:
     task = Task()
     found = check_every_stage(
@@ -256,13 +256,13 @@ def play_all(game: str, more: dict[str, Any]) -> tuple[list[Trained], Trained]:
         engines = players(stages, **more)
         found.append(play(game, *engines))
         for engine in engines:
-            engine.gatherer.settle()
+            engine.gatherer.finish_gathers_and_release()
             assert engine.memory().gathered == 0
             engine.close()
     return found, play(game, Plain(build(Generator)), Plain(build(Discriminator, seed=1)))
 
 
-@BOTH
+@EVERY_TRANSPORT
 @pytest.mark.parametrize("game", GAMES)
 def test_a_game_of_two_engines_is_that_of_plain_pytorch(game: str, transport: str) -> None:
     for found, plain in run_ranks(2, play_all, game, {"comm": {"transport": transport}}):

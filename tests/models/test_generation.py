@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from tests.distributed.models import VOCAB, WIDTH, batch, build
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import Task, make_engine, start, take_steps
+from tests.parametrization import EVERY_TRANSPORT
 from zeroengine import gathered
 
 STAGES = (0, 1, 2, 3)
@@ -86,7 +87,7 @@ def generate_between_steps(more: dict[str, Any]) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("transport", ["shm", "gloo"])
+@EVERY_TRANSPORT
 @pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
 def test_ranks_generate_as_much_as_they_like(precision: dict[str, Any], transport: str) -> None:
     ranks = run_ranks(2, generate_between_steps, precision | {"comm": {"transport": transport, "timeout_seconds": 20}})

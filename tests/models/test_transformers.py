@@ -134,7 +134,7 @@ def by_own_loss(task: Task, engine: zeroengine.Engine) -> tuple[list[float], lis
         with torch.no_grad():
             losses.append(engine.eval()(**inputs).loss.item())
         engine.train()
-    sizes = sorted(unit.full.element_size() * unit.layout.numel for unit in engine._parts.units)
+    sizes = sorted(unit.full_buffer.element_size() * unit.layout.numel for unit in engine._parts.units)
     assert most <= sum(sizes[-2:]) + sizes[0] < sum(sizes), "a rank held most of the model at one time"
     return losses, norms
 

@@ -16,10 +16,10 @@ from tests.distributed.ranks import run_ranks
 from tests.distributed.test_parameters import Net, features
 from tests.distributed.training import Task, check_every_stage, make_engine, start, take_steps
 from tests.emulated import need_transport
+from tests.parametrization import SHARED_MEMORY_AND_SLOW_GLOO
 from zeroengine import ReleasedParameterError, gathered
 
 STAGES = (0, 1, 2, 3)
-BOTH = pytest.mark.parametrize("transport", ["shm", pytest.param("gloo", marks=pytest.mark.slow)])
 
 
 def own(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -97,7 +97,7 @@ def transform(transport: str, inside: bool) -> list[str]:
     return wrong
 
 
-@BOTH
+@SHARED_MEMORY_AND_SLOW_GLOO
 @pytest.mark.parametrize("inside", [True, False], ids=["gathered", "not gathered"])
 def test_transforms_of_modules_are_those_of_plain_pytorch(transport: str, inside: bool) -> None:
     for wrong in run_ranks(2, transform, transport, inside):
@@ -136,7 +136,7 @@ def transform_values(transport: str) -> dict[str, list[str]]:
     return found
 
 
-@BOTH
+@SHARED_MEMORY_AND_SLOW_GLOO
 def test_transforms_of_parameters_are_right_or_refused_or_nan(transport: str) -> None:
     """A transform takes a parameter past every hook of Python: what is away must not be taken for values."""
     need_transport(transport)
@@ -177,7 +177,7 @@ class Called(Net):
         return self.loss(self.blocks[2](functional_call(self.blocks[1], damped, (self.stem(x),))))
 
 
-@BOTH
+@SHARED_MEMORY_AND_SLOW_GLOO
 @pytest.mark.parametrize("factory", [Forces, Vectorised, Called])
 def test_models_that_transform_themselves_train(factory: Callable[[], nn.Module], transport: str) -> None:
     check_every_stage(Task(factory=factory, data=features), comm={"transport": transport})

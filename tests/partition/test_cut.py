@@ -108,7 +108,7 @@ def test_a_tied_parameter_is_in_one_unit_that_serves_both_modules() -> None:
     model.head.weight = model.tok.weight
     (rest,) = (plan for plan in cut_units(model) if plan.name == "rest")
     assert [name for name, _ in rest.params] == ["tok.weight", "norm.weight", "norm.bias"]
-    assert {model.tok, model.head, model.norm} == set(rest.holders)
+    assert {model.tok, model.head, model.norm} == set(rest.modules)
 
 
 def test_a_parameter_tied_to_one_inside_a_block_serves_the_block_and_its_other_module() -> None:
@@ -116,7 +116,7 @@ def test_a_parameter_tied_to_one_inside_a_block_serves_the_block_and_its_other_m
     model.tie = nn.Linear(4, 4)
     model.tie.weight = model.blocks[1].up.weight
     (plan,) = (p for p in cut_units(model) if p.name == "blocks.1")
-    assert plan.holders == (model.blocks[1], model.tie)
+    assert plan.modules == (model.blocks[1], model.tie)
     assert Counter(name for p in cut_units(model) for name, _ in p.params)["tie.weight"] == 0
 
 
@@ -127,7 +127,7 @@ def test_frozen_and_trainable_parameters_of_a_block_are_two_units_with_one_holde
     assert (first.name, first.trainable) == ("blocks.0", True)
     assert (second.name, second.trainable) == ("blocks.0 (frozen, float32)", False)
     assert [name for name, _ in second.params] == ["blocks.0.up.weight", "blocks.0.up.bias"]
-    assert first.holders == second.holders == (model.blocks[0],)
+    assert first.modules == second.modules == (model.blocks[0],)
 
 
 def test_a_unit_has_one_dtype_and_the_compute_dtype_covers_floating_parameters_alone() -> None:
@@ -208,8 +208,8 @@ def test_any_model_is_cut_so_that_each_parameter_has_one_unit_and_each_user_of_i
     for module in model.modules():
         for param in module.parameters(recurse=False):
             plan = unit_of[param]
-            assert any(module in holder.modules() for holder in plan.holders)
+            assert any(module in holder.modules() for holder in plan.modules)
             assert (plan.trainable, plan.dtype) == (param.requires_grad, param.dtype)
     for plan in plans:  # and nobody else gathers it
-        for holder in plan.holders:
+        for holder in plan.modules:
             assert any(param is p for p in holder.parameters() for _, param in plan.params)

@@ -72,12 +72,12 @@ def test_the_spans_of_all_ranks_cover_each_parameter_once_and_no_padding(
             start, stop = layout.shard_range(rank, degree)
             last = 0
             for span in layout.spans(rank, degree):
-                slot = layout.slots[span.slot]
+                slot = layout.slots[span.param_index]
                 assert span.numel > 0
                 assert last <= span.shard_offset and span.shard_offset + span.numel <= stop - start
                 assert start + span.shard_offset == slot.offset + span.param_offset
                 last = span.shard_offset + span.numel
-                found.update((span.slot, span.param_offset + i) for i in range(span.numel))
+                found.update((span.param_index, span.param_offset + i) for i in range(span.numel))
         elements = {(i, e) for i, slot in enumerate(layout.slots) for e in range(slot.numel)}
         assert found == Counter(dict.fromkeys(elements, world_size // degree))
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from zeroengine.runtime.released_parameter import swap_in, swap_out
+from zeroengine.runtime.released_parameter import mark_gathered, mark_released
 
 
 class Marked(nn.Parameter):
@@ -33,7 +33,7 @@ def refuse(param: nn.Parameter, use: str) -> None:
 @pytest.fixture(params=[nn.Parameter, Marked])
 def param(request: pytest.FixtureRequest) -> nn.Parameter:
     made = request.param(torch.arange(6.0).view(2, 3))
-    swap_out(made, refuse)
+    mark_released(made, refuse)
     return made
 
 
@@ -121,9 +121,9 @@ def test_a_use_goes_on_as_usual_once_the_values_are_there(param: nn.Parameter, u
 
     def bring(wanted: nn.Parameter, use: str) -> None:
         asked.append(wanted)
-        swap_in(wanted)
+        mark_gathered(wanted)
 
-    swap_out(param, bring)
+    mark_released(param, bring)
     param.requires_grad_(use not in ("numpy", "out", "zero_", "setitem"))
     USES[use](param)
     assert len(asked) == 1 and asked[0] is param
@@ -135,19 +135,19 @@ def test_two_parameters_that_come_together_are_asked_for_once() -> None:
 
     def bring(wanted: nn.Parameter, use: str) -> None:
         asked.append(use)
-        swap_in(weight)
-        swap_in(bias)
+        mark_gathered(weight)
+        mark_gathered(bias)
 
-    swap_out(weight, bring)
-    swap_out(bias, bring)
+    mark_released(weight, bring)
+    mark_released(bias, bring)
     assert nn.functional.linear(torch.ones(3), weight, bias).tolist() == [4.0, 4.0]
     assert len(asked) == 1
 
 
 def test_afterwards_it_is_an_ordinary_parameter_of_its_own_class(param: nn.Parameter) -> None:
-    swap_out(param, refuse)  # twice is once
-    swap_in(param)
-    swap_in(param)
+    mark_released(param, refuse)  # twice is once
+    mark_gathered(param)
+    mark_gathered(param)
     assert type(param) in (nn.Parameter, Marked) and getattr(param, "mark", "mine") == "mine"
     assert not [name for name in vars(param) if "zeroengine" in name]
     assert (param + 1).sum().item() == 21
@@ -155,7 +155,7 @@ def test_afterwards_it_is_an_ordinary_parameter_of_its_own_class(param: nn.Param
 
 def test_a_released_parameter_is_freed_like_any_other() -> None:
     made = nn.Parameter(torch.ones(3))
-    swap_out(made, refuse)
+    mark_released(made, refuse)
     reference = weakref.ref(made)
     del made
     gc.collect()

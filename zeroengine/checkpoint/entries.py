@@ -80,7 +80,7 @@ class Inventory:
             for slot in unit.layout.slots:
                 entries[MODEL + slot.name] = Entry(slot.shape, values.dtype)
             for span in self._spans(unit, degree, once):
-                slot = unit.layout.slots[span.slot]
+                slot = unit.layout.slots[span.param_index]
                 entries[MODEL + slot.name].pieces += _boxed(slot.shape, span, values)
         for name, buffer in _persistent_buffers(self._model):
             entries[MODEL + name] = _replicated(buffer, held=not once or self._rank == 0)
@@ -96,7 +96,7 @@ class Inventory:
         return entries
 
     def _add_state(self, entries: Entries, states: OptimizerShard, span: ShardSpan, once: bool) -> None:
-        slot = states.unit.layout.slots[span.slot]
+        slot = states.unit.layout.slots[span.param_index]
         for key, value in KeptState(self._optimizer).of(states, span).items():
             name = f"{OPTIMIZER}{slot.name}.{key}"
             if value.dim() == 0:
@@ -107,7 +107,7 @@ class Inventory:
             entry.pieces += _boxed(slot.shape, span, value, within=True)
 
     def _spans(self, unit: Unit, degree: int, once: bool) -> Iterator[ShardSpan]:
-        share = unit.layout.share_range(self._rank, degree, self._world_size) if once else None
+        share = unit.layout.unreplicated_range(self._rank, degree, self._world_size) if once else None
         return unit.layout.spans(self._rank, degree, share)
 
 

@@ -194,7 +194,7 @@ def _read(trained: Trained, path: Path, plan: _Plan) -> None:
     with progress(f"loading {path.name}", total, trained.group.rank == 0) as report:
         dcp_io.load(path, plan.metadata, entries, (), releasing(report, trained.evict))
     for states, span, keys in plan.optimizer:
-        name = OPTIMIZER + states.unit.layout.slots[span.slot].name
+        name = OPTIMIZER + states.unit.layout.slots[span.param_index].name
         numbers = {key: state[f"{name}.{key}"].pieces[0][1] for key, (_, is_number) in keys.items() if is_number}
         if keys:
             trained.kept.take_numbers(states, span, numbers)
@@ -331,9 +331,9 @@ def _plan_optimizer(
     for states in trained.optimizer.units:
         unit = states.unit
         for span in unit.layout.spans(unit.rank, unit.degrees.optimizer):
-            keys = naming.keys.get(unit.layout.slots[span.slot].name, {})
+            keys = naming.keys.get(unit.layout.slots[span.param_index].name, {})
             if expected is not None and keys and not expected <= set(keys):
-                raise CheckpointError(f"{path} lacks optimizer state of {unit.layout.slots[span.slot].name}")
+                raise CheckpointError(f"{path} lacks optimizer state of {unit.layout.slots[span.param_index].name}")
             planned.append((states, span, keys))
     return planned
 

@@ -1,16 +1,18 @@
-"""Configuration: `load` a file or dict into a checked, frozen `Config`, then `resolve` it for a world size."""
+"""Configuration: `load` checks a file or dict and returns a frozen `Config`, which `resolve` fits to a world size.
+
+- `loading.py`: from a file, a dict or the environment to a checked `Config`.
+- `model.py`: the models of all sections but the following three.
+- `optimizers.py`, `schedulers.py`, `offload.py`: the models of those sections.
+- `fields.py`: types of fields, and `"auto"`.
+- `batch.py`: the batch sizes, of which two give the third.
+- `source.py`: reading JSON and YAML, with the line of every key.
+- `deepspeed_keys.py`: DeepSpeed's keys that no model has, and what is said of each.
+- `keys.py`: known key paths, and the nearest to an unknown one.
+- `messages.py`: error messages.
+- `reference.py`: the JSON Schema and the tables of the documentation.
+"""
 
 from zeroengine.config.loading import load
-from zeroengine.config.model import BF16, FLOATS, FP16, Comm, Config, DataTypes, TorchAutocast, ZeroOptimization
+from zeroengine.config.model import FLOATS, FP16, Config
 
-__all__ = [
-    "BF16",
-    "FLOATS",
-    "FP16",
-    "Comm",
-    "Config",
-    "DataTypes",
-    "TorchAutocast",
-    "ZeroOptimization",
-    "load",
-]
+__all__ = ["FLOATS", "FP16", "Config", "load"]

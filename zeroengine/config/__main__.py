@@ -12,6 +12,7 @@ from zeroengine.errors import ConfigError
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run the command and return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m zeroengine.config", description=__doc__)
     parser.add_argument("--schema", action="store_true", help="print the JSON Schema of the file")
     parser.add_argument("--tables", action="store_true", help="print the tables of docs/configuration.md")
@@ -24,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.schema:
         print(json.dumps(reference.json_schema(), indent=2))
     elif options.tables:
-        print(reference.honoured_table(), reference.fates_table(), sep="\n\n")
+        print(reference.honoured_table(), reference.deepspeed_table(), sep="\n\n")
     elif options.command == "check":
         return _check(options.file, options.world_size, options.overrides)
     else:

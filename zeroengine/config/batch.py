@@ -1,4 +1,4 @@
-"""The batch triad: train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x world_size."""
+"""The batch sizes: train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x world_size."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from typing import Any
 from zeroengine.errors import ConfigError
 
 TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
-MANUAL = "manual"  # of STEPS: a step has as many backwards as come before it
+# The value of STEPS with which the training loop ends each step itself.
+MANUAL = "manual"
 MAX_BATCH = 2**31 - 1
-FULL_VARIABLE = "ZEROENGINE_FULL_WORLD_SIZE"  # of an elastic run when all its nodes are there
+# zero-launch sets this to the number of ranks that an elastic run has when all of its nodes take part.
+FULL_VARIABLE = "ZEROENGINE_FULL_WORLD_SIZE"
 
 log = logging.getLogger("zeroengine")
 
@@ -20,11 +22,21 @@ log = logging.getLogger("zeroengine")
 def resolve(
     train: int | None, micro: int | None, steps: int | str | None, *, world_size: int, source: str
 ) -> dict[str, Any]:
-    """Fill in what is missing, or raise ConfigError that says which number to change, and to what.
+    """Return the three sizes by key, with the missing ones filled in.
 
-    Where nothing else tells, accumulation is 1, then the micro-batch size is 1. In an elastic run the numbers are those
-    of the full world size; with fewer ranks the train batch size stays, and accumulation takes their share. With manual
-    accumulation there is no train batch size.
+    If the given sizes do not decide, accumulation is 1, and then the micro-batch size is 1. With manual accumulation
+    there is no train batch size. In an elastic run the given sizes are those of the full world size; with fewer ranks
+    the train batch size stays, and each rank accumulates more micro-steps.
+
+    Args:
+        train: The train batch size, or None if it is missing.
+        micro: The micro-batch size, or None if it is missing.
+        steps: The number of micro-steps, "manual", or None if it is missing.
+        world_size: The number of ranks.
+        source: The name of the configuration, for messages.
+
+    Raises:
+        ConfigError: The sizes contradict one another. The message says which to change, and to what.
     """
     if isinstance(steps, str):
         if train is not None:
@@ -32,7 +44,8 @@ def resolve(
         return {TRAIN: None, MICRO: micro or 1, STEPS: steps}
     full = int(os.environ.get(FULL_VARIABLE) or world_size)
     if train and micro and steps and train == micro * steps * world_size:
-        full = world_size  # resolved already
+        # The sizes fit this world size, so they have been resolved for it already.
+        full = world_size
     if train is None:
         micro, steps = micro or 1, steps or 1
         train = micro * steps * full
@@ -51,6 +64,7 @@ def resolve(
 
 
 def manual_with_train(train: int) -> str:
+    """Return the message for a train batch size beside manual accumulation."""
     return (
         f'{TRAIN} is {train}, but {STEPS} is "{MANUAL}": each step has as many micro-steps as the training loop gives '
         f"it. Remove {TRAIN} and write {MICRO}, or write a number for {STEPS}"
@@ -58,7 +72,7 @@ def manual_with_train(train: int) -> str:
 
 
 def _adapt(train: int, micro: int, steps: int, world_size: int, full: int, source: str) -> tuple[int, int]:
-    """Micro-batch size and accumulation on another number of ranks, the micro-batch no larger than it was."""
+    """Return micro-batch size and accumulation on another number of ranks, with a micro-batch no larger than before."""
     if train % world_size:
         raise ConfigError(
             f"{source}: {TRAIN} is {train}, which {_ranks(world_size)} cannot share equally, and so many are left of "
@@ -68,24 +82,24 @@ def _adapt(train: int, micro: int, steps: int, world_size: int, full: int, sourc
     fitting = max(size for size in _divisors(share) if size <= micro)
     changes = [(STEPS, steps, share // fitting), (MICRO, micro, fitting)]
     if os.environ.get("RANK", "0") == "0":
-        told = " and ".join(f"{name} is {new} instead of {old}" for name, old, new in changes if old != new)
-        log.warning("%s of %s: %s, so that %s stays %d.", world_size, _ranks(full), told, TRAIN, train)
+        description = " and ".join(f"{name} is {new} instead of {old}" for name, old, new in changes if old != new)
+        log.warning("%s of %s: %s, so that %s stays %d.", world_size, _ranks(full), description, TRAIN, train)
     return fitting, share // fitting
 
 
 def _divide(train: int, name: str, value: int, world_size: int, source: str) -> int:
-    """The missing factor of `train`, where the factor `name` is `value`."""
-    by = value * world_size
-    if train % by == 0:
-        return train // by
-    below, above = train // by * by, -(-train // by) * by
+    """Return the missing factor of `train`, where the factor `name` is `value`."""
+    divisor = value * world_size
+    if train % divisor == 0:
+        return train // divisor
+    below, above = train // divisor * divisor, -(-train // divisor) * divisor
     choices = [f"{TRAIN} to {below} or {above}" if below else f"{TRAIN} to {above}"]
     if train % world_size == 0:
         share = train // world_size
         nearest = min(_divisors(share), key=lambda d: (abs(d - value), d))
         choices.append(f"{name} to {nearest}")
     raise ConfigError(
-        f"{source}: {TRAIN} ({train}) is not a multiple of {name} ({value}) x {_ranks(world_size)} = {by}. "
+        f"{source}: {TRAIN} ({train}) is not a multiple of {name} ({value}) x {_ranks(world_size)} = {divisor}. "
         f"Change {', or '.join(choices)}."
     )
 

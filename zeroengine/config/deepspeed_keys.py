@@ -1,41 +1,57 @@
-"""DeepSpeed's keys that are not fields of our models, and the fate of each.
+"""DeepSpeed's keys that are not fields of the models, and how a configuration's keys are sorted by them.
 
-Every key that DeepSpeed 0.19 reads is a field of `model.py` (honoured) or has a row here, or its block has one:
+Every key that DeepSpeed 0.19 reads is a field of `model.py` (honoured), or it or its block has a row in `TABLE`:
 
-- NO_EFFECT: accepted, and a notice says why it changes nothing here.
-- REFUSED: an error that says why; it would change results, or the user relies on what we do not have.
+- "no effect": the key is accepted, and a notice says why it changes nothing here.
+- "refused": the key is an error that says why. It would change results, or the user relies on a missing feature.
 
-A row is silent where its value asks for nothing: "auto", one of `off`, or a block that is empty or switched off.
+A row is silent where the key's value asks for nothing: "auto", one of `off`, or a block that is empty or switched off.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
-NO_EFFECT: Literal["no effect"] = "no effect"
-REFUSED: Literal["refused"] = "refused"
+from zeroengine.config.optimizers import is_import_path
+from zeroengine.config.source import ConfigSource, KeyPath, as_json, describe
+
+COMMENT_PREFIXES = ("_comment", "$comment", "//")
+SWITCHED_OFF = (False, None, 0, "none", "auto")
 
 
 @dataclass(frozen=True)
-class Row:
+class DeepSpeedKey:
+    """One key of DeepSpeed that no model has.
+
+    Attributes:
+        status: Whether the key has no effect here or is refused.
+        path: The key's path in the file, joined by dots.
+        reason: Why, and what to write instead; the end of a sentence, without its full stop.
+        off: The values that ask for nothing.
+        keys: The keys that a block may have, separated by spaces. An empty string leaves them unchecked.
+        switch: The key that turns a block on; a block without it is off. An empty string: the block is always on.
+    """
+
+    status: Literal["no effect", "refused"]
     path: str
-    fate: Literal["no effect", "refused"]
-    why: str
+    reason: str
     off: tuple[Any, ...] = (False, None)
-    keys: str = ""  # of a block: the keys that it may have; "" leaves them unchecked
-    switch: str = "enabled"  # of a block: the key that turns it on, off where absent; "" where it is always on
+    keys: str = ""
+    switch: str = "enabled"
 
     def is_off(self, value: Any) -> bool:
-        """Whether the value asks for nothing: off, an empty block, or a block whose switch is off."""
+        """Tell whether `value` asks for nothing: an off value, an empty block, or a block that is switched off."""
         if isinstance(value, dict) and value:
-            return bool(self.switch) and value.get(self.switch) in OFF
+            return bool(self.switch) and value.get(self.switch) in SWITCHED_OFF
         return value in ("auto", {}) or any(value == off and type(value) in (type(off), float) for off in self.off)
 
 
-OFF = (False, None, 0, "none", "auto")
+_no_effect = partial(DeepSpeedKey, "no effect")
+_refused = partial(DeepSpeedKey, "refused")
 
-# Old or second spellings of keys that we honour: canonical path by written path.
+# Old or second spellings of honoured keys: the canonical path by the written path.
 ALIASES = {
     "bfloat16": "bf16",
     "bf16.check_grad_overflow": "check_grad_overflow",
@@ -45,7 +61,8 @@ ALIASES = {
     "zero_optimization.stage3_max_live_parameters": "zero_optimization.max_live_parameters",
 }
 
-_ALWAYS = (None,)  # false asks for something too
+# For keys where false asks for something too.
+_NULL_ONLY = (None,)
 _DS_FORMAT = "checkpoints here are torch Distributed Checkpoints, one format for every stage and world size"
 _METRICS = "nothing is sent to loggers; log the loss, engine.grad_norm and engine.lr_scheduler's rate from your loop"
 _STREAMED = "reads, update and writes always run beside one another"
@@ -54,167 +71,167 @@ _PIPELINED = "gathers run ahead of their use and are issued unit by unit"
 
 # fmt: off
 TOP = [
-    Row("wall_clock_breakdown", NO_EFFECT, "there are no built-in timers; use torch.profiler"),
-    Row("memory_breakdown", NO_EFFECT, "call engine.memory() for the bytes of every state"),
-    Row("timers", NO_EFFECT, "there are no built-in timers; use torch.profiler", keys="throughput", switch=""),
-    Row("flops_profiler", NO_EFFECT, "there is no built-in profiler; use torch.profiler",
+    _no_effect("wall_clock_breakdown", "there are no built-in timers; use torch.profiler"),
+    _no_effect("memory_breakdown", "call engine.memory() for the bytes of every state"),
+    _no_effect("timers", "there are no built-in timers; use torch.profiler", keys="throughput", switch=""),
+    _no_effect("flops_profiler", "there is no built-in profiler; use torch.profiler",
         keys="enabled profile_step module_depth top_modules detailed output_file recompute_fwd_factor"),
-    Row("comms_logger", NO_EFFECT, "collectives are not logged; use torch.profiler",
+    _no_effect("comms_logger", "collectives are not logged; use torch.profiler",
         keys="enabled verbose prof_all debug prof_ops"),
-    Row("tensorboard", NO_EFFECT, _METRICS, keys="enabled output_path job_name"),
-    Row("wandb", NO_EFFECT, _METRICS, keys="enabled group team project"),
-    Row("csv_monitor", NO_EFFECT, _METRICS, keys="enabled output_path job_name"),
-    Row("comet", NO_EFFECT, _METRICS,
+    _no_effect("tensorboard", _METRICS, keys="enabled output_path job_name"),
+    _no_effect("wandb", _METRICS, keys="enabled group team project"),
+    _no_effect("csv_monitor", _METRICS, keys="enabled output_path job_name"),
+    _no_effect("comet", _METRICS,
         keys="enabled samples_log_interval project workspace api_key experiment_name experiment_key online mode"),
-    Row("log_level", NO_EFFECT, "set the level of Python's logger \"zeroengine\""),
-    Row("vocabulary_size", NO_EFFECT, "DeepSpeed only warns about its alignment"),
-    Row("dataloader_drop_last", NO_EFFECT, "no data loader is made; set drop_last on your own"),
-    Row("disable_allgather", NO_EFFECT, "updated parameters are always gathered"),
-    Row("disable_python_gc", NO_EFFECT, "the garbage collector is yours; call gc.disable()"),
-    Row("zero_allow_untested_optimizer", NO_EFFECT, "every element-wise torch optimizer is allowed"),
-    Row("zero_force_ds_cpu_optimizer", NO_EFFECT, "the update runs where the optimizer state lives"),
-    Row("allgather_size", NO_EFFECT, "gathers are sized by units", off=_ALWAYS),
-    Row("use_data_before_expert_parallelism", NO_EFFECT, "there is no expert parallelism"),
-    Row("seq_parallel_communication_data_type", NO_EFFECT, "there is no sequence parallelism", off=_ALWAYS),
-    Row("graph_harvesting", NO_EFFECT, "no CUDA graphs are captured; the numbers are the same"),
-    *(Row(f"aio.{key}", NO_EFFECT, why, off=off) for key, why, off in (
+    _no_effect("log_level", "set the level of Python's logger \"zeroengine\""),
+    _no_effect("vocabulary_size", "DeepSpeed only warns about its alignment"),
+    _no_effect("dataloader_drop_last", "no data loader is made; set drop_last on your own"),
+    _no_effect("disable_allgather", "updated parameters are always gathered"),
+    _no_effect("disable_python_gc", "the garbage collector is yours; call gc.disable()"),
+    _no_effect("zero_allow_untested_optimizer", "every element-wise torch optimizer is allowed"),
+    _no_effect("zero_force_ds_cpu_optimizer", "the update runs where the optimizer state lives"),
+    _no_effect("allgather_size", "gathers are sized by units", off=_NULL_ONLY),
+    _no_effect("use_data_before_expert_parallelism", "there is no expert parallelism"),
+    _no_effect("seq_parallel_communication_data_type", "there is no sequence parallelism", off=_NULL_ONLY),
+    _no_effect("graph_harvesting", "no CUDA graphs are captured; the numbers are the same"),
+    *(_no_effect(f"aio.{key}", why, off=off) for key, why, off in (
         ("intra_op_parallelism", "one queue of queue_depth requests serves a rank", (1, None)),
         ("thread_count", "one queue of queue_depth requests serves a rank", (1, None)),
-        ("single_submit", "requests are submitted as the queue has room", _ALWAYS),
-        ("overlap_events", "requests are always under way together", _ALWAYS),
+        ("single_submit", "requests are submitted as the queue has room", _NULL_ONLY),
+        ("overlap_events", "requests are always under way together", _NULL_ONLY),
         ("use_gds", "states go through CPU memory", (False, None)))),
-    Row("activation_checkpointing", NO_EFFECT, "wrap blocks in torch.utils.checkpoint; results are the same",
+    _no_effect("activation_checkpointing", "wrap blocks in torch.utils.checkpoint; results are the same",
         keys="partition_activations contiguous_memory_optimization cpu_checkpointing number_checkpoints "
              "synchronize_checkpoint_boundary profile", switch=""),
-    Row("checkpoint.tag_validation", NO_EFFECT, "a checkpoint is whole or absent on every rank", off=_ALWAYS),
-    Row("checkpoint.load_universal", NO_EFFECT, "every checkpoint loads at any stage and world size"),
-    Row("checkpoint.use_node_local_storage", REFUSED, "a checkpoint is one directory that all ranks see"),
-    Row("checkpoint.parallel_write", NO_EFFECT, "all ranks write their own shards, always", keys="pipeline_stage",
+    _no_effect("checkpoint.tag_validation", "a checkpoint is whole or absent on every rank", off=_NULL_ONLY),
+    _no_effect("checkpoint.load_universal", "every checkpoint loads at any stage and world size"),
+    _refused("checkpoint.use_node_local_storage", "a checkpoint is one directory that all ranks see"),
+    _no_effect("checkpoint.parallel_write", "all ranks write their own shards, always", keys="pipeline_stage",
         switch=""),
-    Row("checkpoint.checkpoint_serialization", NO_EFFECT, _DS_FORMAT, off=_ALWAYS),
-    Row("checkpoint.writer", NO_EFFECT, _DS_FORMAT,
+    _no_effect("checkpoint.checkpoint_serialization", _DS_FORMAT, off=_NULL_ONLY),
+    _no_effect("checkpoint.writer", _DS_FORMAT,
         keys="type io_buffer_size io_buffer_double show_statistics data_parallel decoupled io_multiplier", switch=""),
-    Row("datastates_ckpt", NO_EFFECT, _DS_FORMAT, switch=""),
-    Row("nebula", REFUSED, _REMOVED),
-    Row("fp16.auto_cast", NO_EFFECT, "floating inputs are always cast", off=_ALWAYS),
-    Row("fp16.fp16_master_weights_and_grads", REFUSED, "the master weights are fp32"),
-    Row("bf16.immediate_grad_update", NO_EFFECT, "gradients are always reduced as they are produced"),
-    Row("bf16.bf16_master_weights_and_grads", REFUSED, "the master weights are fp32"),
-    Row("bf16.bf16_optimizer_states", REFUSED, 'write "optimizer_state_dtype": "bf16" at the top level'),
-    Row("torch_autocast.lower_precision_safe_modules", NO_EFFECT,
+    _no_effect("datastates_ckpt", _DS_FORMAT, switch=""),
+    _refused("nebula", _REMOVED),
+    _no_effect("fp16.auto_cast", "floating inputs are always cast", off=_NULL_ONLY),
+    _refused("fp16.fp16_master_weights_and_grads", "the master weights are fp32"),
+    _no_effect("bf16.immediate_grad_update", "gradients are always reduced as they are produced"),
+    _refused("bf16.bf16_master_weights_and_grads", "the master weights are fp32"),
+    _refused("bf16.bf16_optimizer_states", 'write "optimizer_state_dtype": "bf16" at the top level'),
+    _no_effect("torch_autocast.lower_precision_safe_modules",
         "torch.autocast's own lists decide operation by operation; communication_data_type is that of reductions",
-        off=_ALWAYS),
-    Row("amp", REFUSED, "Apex is not supported; use bf16"),
-    Row("data_types.param_dtype", REFUSED, "use bf16 to choose the compute dtype", off=_ALWAYS),
-    Row("data_types.keep_in_fp32_modules", NO_EFFECT,
+        off=_NULL_ONLY),
+    _refused("amp", "Apex is not supported; use bf16"),
+    _refused("data_types.param_dtype", "use bf16 to choose the compute dtype", off=_NULL_ONLY),
+    _no_effect("data_types.keep_in_fp32_modules",
         "buffers keep their dtype unless buffer_dtype is given; keep_fp32_modules keeps whole modules in fp32",
         off=([], None)),
-    Row("gradient_allreduce_op", REFUSED, 'gradients are averaged; multiply the loss instead, and write "mean"',
+    _refused("gradient_allreduce_op", 'gradients are averaged; multiply the loss instead, and write "mean"',
         off=(None, "mean", "MEAN", "Mean")),
-    Row("managed_gradient_accumulation", REFUSED, "step() acts on the boundary; write true", off=(True, None)),
-    Row("sequence_parallel_size", REFUSED, "there is no sequence parallelism", off=(1, None)),
-    Row("tensor_parallel", REFUSED, "there is no tensor parallelism; ranks are data-parallel only",
+    _refused("managed_gradient_accumulation", "step() acts on the boundary; write true", off=(True, None)),
+    _refused("sequence_parallel_size", "there is no sequence parallelism", off=(1, None)),
+    _refused("tensor_parallel", "there is no tensor parallelism; ranks are data-parallel only",
         switch="autotp_size"),
-    Row("expert_parallel", REFUSED, "there is no expert parallelism; ranks are data-parallel only"),
-    Row("pipeline", REFUSED, "there is no pipeline parallelism; ranks are data-parallel only", switch=""),
-    Row("hybrid_engine", REFUSED, "there is no inference engine; generate inside zeroengine.gathered(model)"),
-    Row("weight_quantization", REFUSED, "weights are not quantized", switch=""),
-    Row("compression_training", REFUSED, _REMOVED, switch=""),
-    Row("quantize_training", REFUSED, _REMOVED),
-    Row("data_efficiency", REFUSED, "data sampling and routing are yours; do them in your data loader and model"),
-    Row("curriculum_learning", REFUSED, "the curriculum is yours; change the data in your loop"),
-    Row("progressive_layer_drop", REFUSED, _REMOVED),
-    Row("sparse_attention", REFUSED, _REMOVED),
-    Row("sparse_gradients", REFUSED, "gradients are reduced dense"),
-    Row("eigenvalue", REFUSED, _REMOVED),
-    Row("elasticity", REFUSED, "set the batch sizes directly; a checkpoint loads at any world size"),
-    Row("autotuning", REFUSED, "there is no autotuner; remove the block"),
-    Row("compile.deepcompile", REFUSED, "use torch.compile on the model's blocks"),
-    Row("compile.autoep_non_moe", NO_EFFECT, "there is no expert parallelism"),
-    *(Row(f"compile.{key}", NO_EFFECT, "only DeepCompile reads it", off=(False, True, None)) for key in (
+    _refused("expert_parallel", "there is no expert parallelism; ranks are data-parallel only"),
+    _refused("pipeline", "there is no pipeline parallelism; ranks are data-parallel only", switch=""),
+    _refused("hybrid_engine", "there is no inference engine; generate inside zeroengine.gathered(model)"),
+    _refused("weight_quantization", "weights are not quantized", switch=""),
+    _refused("compression_training", _REMOVED, switch=""),
+    _refused("quantize_training", _REMOVED),
+    _refused("data_efficiency", "data sampling and routing are yours; do them in your data loader and model"),
+    _refused("curriculum_learning", "the curriculum is yours; change the data in your loop"),
+    _refused("progressive_layer_drop", _REMOVED),
+    _refused("sparse_attention", _REMOVED),
+    _refused("sparse_gradients", "gradients are reduced dense"),
+    _refused("eigenvalue", _REMOVED),
+    _refused("elasticity", "set the batch sizes directly; a checkpoint loads at any world size"),
+    _refused("autotuning", "there is no autotuner; remove the block"),
+    _refused("compile.deepcompile", "use torch.compile on the model's blocks"),
+    _no_effect("compile.autoep_non_moe", "there is no expert parallelism"),
+    *(_no_effect(f"compile.{key}", "only DeepCompile reads it", off=(False, True, None)) for key in (
         "free_activation free_activation_threshold offload_activation offload_activation_pin_memory offload_opt_states "
         "double_buffer symmetric_memory debug_log offload_parameters sync_before_reduce sync_after_reduce "
         "sync_before_allgather sync_after_allgather keep_int_input_tensors keep_all_input_tensors passes").split()),
 ]
 
 ZERO = [
-    Row("contiguous_gradients", NO_EFFECT, "gradients always go through contiguous buckets", off=_ALWAYS),
-    Row("reduce_scatter", NO_EFFECT, "the degrees of the stage decide: reduce-scatter where gradients are partitioned",
-        off=_ALWAYS),
-    Row("use_multi_rank_bucket_allreduce", NO_EFFECT, "one collective reduces a whole bucket, always", off=_ALWAYS),
-    Row("allgather_partitions", NO_EFFECT, "parameters are always gathered by all-gather", off=_ALWAYS),
-    Row("allgather_bucket_size", NO_EFFECT, "gathers are sized by units; `units` chooses them", off=_ALWAYS),
-    Row("compute_grad_norm", NO_EFFECT, "the norm is always computed: it is also the test for overflow",
+    _no_effect("contiguous_gradients", "gradients always go through contiguous buckets", off=_NULL_ONLY),
+    _no_effect("reduce_scatter", "the degrees of the stage decide: reduce-scatter where gradients are partitioned",
+        off=_NULL_ONLY),
+    _no_effect("use_multi_rank_bucket_allreduce", "one collective reduces a whole bucket, always", off=_NULL_ONLY),
+    _no_effect("allgather_partitions", "parameters are always gathered by all-gather", off=_NULL_ONLY),
+    _no_effect("allgather_bucket_size", "gathers are sized by units; `units` chooses them", off=_NULL_ONLY),
+    _no_effect("compute_grad_norm", "the norm is always computed: it is also the test for overflow",
         off=(True, None)),
-    Row("load_from_fp32_weights", NO_EFFECT, "checkpoints hold the fp32 master", off=_ALWAYS),
-    Row("elastic_checkpoint", NO_EFFECT, "every checkpoint loads at any stage and world size"),
-    Row("sub_group_size", NO_EFFECT, "the update goes unit by unit", off=_ALWAYS),
-    Row("model_persistence_threshold", NO_EFFECT, "param_persistence_threshold alone decides", off=_ALWAYS),
-    Row("max_reuse_distance", NO_EFFECT, "max_live_parameters alone bounds what stays gathered", off=_ALWAYS),
-    Row("gather_16bit_weights_on_model_save", NO_EFFECT, "engine.full_state_dict() gathers at every stage"),
-    Row("gather_fp16_weights_on_model_save", NO_EFFECT, "engine.full_state_dict() gathers at every stage"),
-    Row("module_granularity_threshold", NO_EFFECT, "name modules in `units` to gather them whole", off=(0, None)),
-    Row("leaf_module", NO_EFFECT, "name modules in `units` to gather them whole", keys="classes names name_suffixes",
+    _no_effect("load_from_fp32_weights", "checkpoints hold the fp32 master", off=_NULL_ONLY),
+    _no_effect("elastic_checkpoint", "every checkpoint loads at any stage and world size"),
+    _no_effect("sub_group_size", "the update goes unit by unit", off=_NULL_ONLY),
+    _no_effect("model_persistence_threshold", "param_persistence_threshold alone decides", off=_NULL_ONLY),
+    _no_effect("max_reuse_distance", "max_live_parameters alone bounds what stays gathered", off=_NULL_ONLY),
+    _no_effect("gather_16bit_weights_on_model_save", "engine.full_state_dict() gathers at every stage"),
+    _no_effect("gather_fp16_weights_on_model_save", "engine.full_state_dict() gathers at every stage"),
+    _no_effect("module_granularity_threshold", "name modules in `units` to gather them whole", off=(0, None)),
+    _no_effect("leaf_module", "name modules in `units` to gather them whole", keys="classes names name_suffixes",
         switch=""),
-    Row("use_all_reduce_for_fetch_params", NO_EFFECT, "gathers land in place, with nothing to concatenate"),
-    Row("allgather_sequential", NO_EFFECT, _PIPELINED),
-    Row("ignore_unused_parameters", NO_EFFECT, "parameters without a gradient are ordinary", off=_ALWAYS),
-    Row("legacy_stage1", NO_EFFECT, "there is one implementation of every stage"),
-    Row("round_robin_gradients", NO_EFFECT, "ranks own equal shards of every bucket already"),
-    Row("parameter_alignment", NO_EFFECT, "parameters are always aligned in their unit's buffer"),
-    Row("memory_efficient_linear", NO_EFFECT, "linear layers are left alone; nothing of torch is patched", off=_ALWAYS),
-    Row("override_module_apply", NO_EFFECT, "Module.apply is left alone; nothing of torch is patched", off=_ALWAYS),
-    Row("pipeline_loading_checkpoint", NO_EFFECT, _DS_FORMAT),
-    Row("log_trace_cache_warnings", NO_EFFECT, "a wrong prefetch costs time only"),
-    Row("enable_sanity_checks", NO_EFFECT, "ranks always check that they agree"),
-    Row("save_muon_momentum_buffer_in_memory", NO_EFFECT, "Muon's state is never on NVMe"),
-    Row("cpu_offload_use_pin_memory", NO_EFFECT, 'write "pin_memory" in offload_optimizer', off=_ALWAYS),
-    Row("cpu_offload", REFUSED, 'write "offload_optimizer": {"device": "cpu"}'),
-    Row("cpu_offload_param", REFUSED, 'write "offload_param": {"device": "cpu"}'),
-    Row("cpu_offload_params", REFUSED, 'write "offload_param": {"device": "cpu"}'),
-    *(Row(f"offload_optimizer.{key}", NO_EFFECT, why, off=_ALWAYS) for key, why in (
+    _no_effect("use_all_reduce_for_fetch_params", "gathers land in place, with nothing to concatenate"),
+    _no_effect("allgather_sequential", _PIPELINED),
+    _no_effect("ignore_unused_parameters", "parameters without a gradient are ordinary", off=_NULL_ONLY),
+    _no_effect("legacy_stage1", "there is one implementation of every stage"),
+    _no_effect("round_robin_gradients", "ranks own equal shards of every bucket already"),
+    _no_effect("parameter_alignment", "parameters are always aligned in their unit's buffer"),
+    _no_effect("memory_efficient_linear", "linear layers are left alone; nothing of torch is patched", off=_NULL_ONLY),
+    _no_effect("override_module_apply", "Module.apply is left alone; nothing of torch is patched", off=_NULL_ONLY),
+    _no_effect("pipeline_loading_checkpoint", _DS_FORMAT),
+    _no_effect("log_trace_cache_warnings", "a wrong prefetch costs time only"),
+    _no_effect("enable_sanity_checks", "ranks always check that they agree"),
+    _no_effect("save_muon_momentum_buffer_in_memory", "Muon's state is never on NVMe"),
+    _no_effect("cpu_offload_use_pin_memory", 'write "pin_memory" in offload_optimizer', off=_NULL_ONLY),
+    _refused("cpu_offload", 'write "offload_optimizer": {"device": "cpu"}'),
+    _refused("cpu_offload_param", 'write "offload_param": {"device": "cpu"}'),
+    _refused("cpu_offload_params", 'write "offload_param": {"device": "cpu"}'),
+    *(_no_effect(f"offload_optimizer.{key}", why, off=_NULL_ONLY) for key, why in (
         ("pipeline_read", _STREAMED),
         ("pipeline_write", _STREAMED),
         ("pipeline", _STREAMED),
         ("fast_init", "states are never written before the first step"),
         ("cpuadam_cores_perc", "OMP_NUM_THREADS says how many cores the update takes"))),
-    Row("offload_optimizer.super_offload", NO_EFFECT, "the update runs beside the copies, piece by piece"),
-    Row("offload_param.buffer_size", NO_EFFECT, "a buffer fits the largest shard", off=_ALWAYS),
-    Row("offload_param.max_in_cpu", NO_EFFECT, "max_live_parameters bounds what is in memory", off=_ALWAYS),
-    Row("zenflow", REFUSED, "ZenFlow changes results", switch=""),
-    Row("zero_hpz_partition_size", REFUSED, "a secondary partition (ZeRO++ hpZ) is not available yet; write 1",
+    _no_effect("offload_optimizer.super_offload", "the update runs beside the copies, piece by piece"),
+    _no_effect("offload_param.buffer_size", "a buffer fits the largest shard", off=_NULL_ONLY),
+    _no_effect("offload_param.max_in_cpu", "max_live_parameters bounds what is in memory", off=_NULL_ONLY),
+    _refused("zenflow", "ZenFlow changes results", switch=""),
+    _refused("zero_hpz_partition_size", "a secondary partition (ZeRO++ hpZ) is not available yet; write 1",
         off=(0, 1, None)),
-    Row("zero_quantized_weights", REFUSED, "it changes results: gathers are exact"),
-    Row("zero_quantized_nontrainable_weights", REFUSED, "it changes results: parameters are kept exactly"),
-    Row("zero_quantized_gradients", REFUSED, "it changes results: reductions are exact"),
-    Row("zeropp_loco_param", REFUSED, "it changes results: reductions are exact", switch=""),
-    Row("mics_shard_size", REFUSED, "partitioning over part of the ranks (MiCS) is not available yet", off=(-1, None)),
-    Row("mics_hierarchical_params_gather", REFUSED, "partitioning over part of the ranks (MiCS) is not available yet"),
+    _refused("zero_quantized_weights", "it changes results: gathers are exact"),
+    _refused("zero_quantized_nontrainable_weights", "it changes results: parameters are kept exactly"),
+    _refused("zero_quantized_gradients", "it changes results: reductions are exact"),
+    _refused("zeropp_loco_param", "it changes results: reductions are exact", switch=""),
+    _refused("mics_shard_size", "partitioning over part of the ranks (MiCS) is not available yet", off=(-1, None)),
+    _refused("mics_hierarchical_params_gather", "partitioning over part of the ranks (MiCS) is not available yet"),
 ]
 
 OPTIMIZER = [
-    Row("optimizer.legacy_fusion", NO_EFFECT, "there is one fused update"),
-    Row("optimizer.params.torch_adam", NO_EFFECT, "the fused update computes the same as torch's"),
-    Row("optimizer.params.set_grad_none", NO_EFFECT, "gradients are dropped as they are reduced", off=_ALWAYS),
-    Row("optimizer.params.foreach", NO_EFFECT, "there is one fused update"),
-    Row("optimizer.params.fused", NO_EFFECT, "there is one fused update"),
-    Row("optimizer.params.capturable", NO_EFFECT, "no CUDA graphs are captured"),
-    Row("optimizer.params.differentiable", REFUSED, "the update is not differentiable"),
-    Row("optimizer.params.maximize", REFUSED, "negate the loss instead"),
-    Row("optimizer.params.amsgrad", REFUSED, "AMSGrad is not available"),
-    Row("optimizer.params.bias_correction", REFUSED, "Adam's moments are always corrected; write true",
+    _no_effect("optimizer.legacy_fusion", "there is one fused update"),
+    _no_effect("optimizer.params.torch_adam", "the fused update computes the same as torch's"),
+    _no_effect("optimizer.params.set_grad_none", "gradients are dropped as they are reduced", off=_NULL_ONLY),
+    _no_effect("optimizer.params.foreach", "there is one fused update"),
+    _no_effect("optimizer.params.fused", "there is one fused update"),
+    _no_effect("optimizer.params.capturable", "no CUDA graphs are captured"),
+    _refused("optimizer.params.differentiable", "the update is not differentiable"),
+    _refused("optimizer.params.maximize", "negate the loss instead"),
+    _refused("optimizer.params.amsgrad", "AMSGrad is not available"),
+    _refused("optimizer.params.bias_correction", "Adam's moments are always corrected; write true",
         off=(True, None)),
-    Row("optimizer.params.fp32_optimizer_states", REFUSED, 'write "optimizer_state_dtype": "bf16" at the top level',
+    _refused("optimizer.params.fp32_optimizer_states", 'write "optimizer_state_dtype": "bf16" at the top level',
         off=(True, None)),
-    Row("optimizer.params.max_grad_norm", REFUSED, 'write "gradient_clipping" at the top level instead', off=(0, None)),
-    Row("scheduler.params.last_batch_iteration", REFUSED, "a schedule starts at 0, or where its checkpoint says",
+    _refused("optimizer.params.max_grad_norm", 'write "gradient_clipping" at the top level instead', off=(0, None)),
+    _refused("scheduler.params.last_batch_iteration", "a schedule starts at 0, or where its checkpoint says",
         off=(-1, None)),
 ]
 # fmt: on
 
 
-def _zero_rows() -> list[Row]:
-    """DeepSpeed reads some of the keys under a stage3_ name as well."""
+def _zero_optimization_keys() -> list[DeepSpeedKey]:
+    """Return the rows of `zero_optimization`, once more for each key that DeepSpeed also reads under a stage3_ name."""
     twice = (
         "model_persistence_threshold",
         "max_reuse_distance",
@@ -231,5 +248,80 @@ def _zero_rows() -> list[Row]:
     ]
 
 
-TABLE: dict[str, Row] = {row.path: row for row in (*TOP, *_zero_rows(), *OPTIMIZER)}
-BLOCKS = ("compile",)  # objects that hold nothing but rows
+TABLE: dict[str, DeepSpeedKey] = {row.path: row for row in (*TOP, *_zero_optimization_keys(), *OPTIMIZER)}
+# Objects that hold nothing but keys of the table.
+BLOCKS = ("compile",)
+
+
+class KeySorter:
+    """Separates one configuration's own keys from comments and from the keys in `TABLE`.
+
+    Attributes:
+        refused: What is wrong with each refused key and each malformed block, by its path.
+        unknown: The paths of unknown keys within blocks of the table.
+        notices: A sentence for each key that has no effect.
+        comments: A sentence for each comment.
+    """
+
+    def __init__(self, source: ConfigSource) -> None:
+        self._source = source
+        self.refused: dict[KeyPath, str] = {}
+        self.unknown: list[KeyPath] = []
+        self.notices: list[str] = []
+        self.comments: list[str] = []
+
+    def sort(self, tree: dict[str, Any], path: KeyPath = ()) -> dict[str, Any]:
+        """Return the part of `tree`, which stands at `path`, that the models read; record the rest."""
+        rest: dict[str, Any] = {}
+        for key, value in tree.items():
+            key_path = (*path, str(key))
+            row = TABLE.get(".".join(key_path))
+            if key_path[-1].startswith(COMMENT_PREFIXES):
+                self._ignore_comment(key_path)
+            elif row is not None:
+                if not is_disabled_precision(tree, path):
+                    self._apply(row, key_path, value)
+            elif key_path == ("optimizer", "params") and is_import_path(tree.get("type")):
+                # The imported class decides which parameters it takes.
+                rest[key] = self._without_comments(value, key_path)
+            elif not path and key in BLOCKS:
+                self._sort_block(key_path, value)
+            else:
+                rest[key] = self.sort(value, key_path) if isinstance(value, dict) else value
+        return rest
+
+    def _ignore_comment(self, path: KeyPath) -> None:
+        self.comments.append(f"{self._source.label(path)} is ignored: it is a comment.")
+
+    def _without_comments(self, params: Any, path: KeyPath) -> Any:
+        if not isinstance(params, dict):
+            return params
+        comments = [key for key in params if str(key).startswith(COMMENT_PREFIXES)]
+        for key in comments:
+            self._ignore_comment((*path, str(key)))
+        return {key: value for key, value in params.items() if key not in comments}
+
+    def _sort_block(self, path: KeyPath, value: Any) -> None:
+        if isinstance(value, dict):
+            self.unknown += [(*path, str(key)) for key in self.sort(value, path)]
+        elif value is not None:
+            self.refused[path] = f"found {describe(value)}; write an object, {{...}}."
+
+    def _apply(self, row: DeepSpeedKey, path: KeyPath, value: Any) -> None:
+        """Record what `row` says of a key with this value."""
+        if row.keys and isinstance(value, dict):
+            known = row.keys.split()
+            self.unknown += [(*path, str(key)) for key in value if key not in known]
+        if row.is_off(value):
+            return
+        if row.status == "refused":
+            shown = "" if isinstance(value, dict) else f"the value {as_json(value) or 'given'} is "
+            self.refused[path] = f"{shown}refused; {row.reason}."
+        else:
+            self.notices.append(f"{self._source.label(path)} has no effect: {row.reason}.")
+
+
+def is_disabled_precision(tree: dict[str, Any], path: KeyPath) -> bool:
+    """Tell whether `tree`, which stands at `path`, is a switched-off precision, whose other keys do not matter."""
+    enabled = tree.get("enabled")
+    return path in (("fp16",), ("bf16",), ("torch_autocast",)) and enabled in (None, False)

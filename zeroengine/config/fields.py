@@ -1,8 +1,7 @@
-"""The vocabulary of the models: strict numbers, `"auto"`, and parameters checked by a model but kept as a dict."""
+"""Building blocks of the models: strict numbers, `"auto"`, and dicts that a model checks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -23,12 +22,18 @@ ABSENT = object()
 
 @dataclass(frozen=True)
 class Auto:
-    """Marks a field in which `words` may stand for `value`, which is the field's default unless given."""
+    """Marks a field in which any of `words` stands for `value`.
+
+    Attributes:
+        value: What the words stand for; the field's default if absent.
+        words: The accepted words. None is JSON's null.
+    """
 
     value: Any = ABSENT
     words: tuple[str | None, ...] = ("auto", None)
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """Return the field's JSON Schema, which accepts null and the words as well."""
         plain = handler(schema)
         choices = plain.pop("anyOf", None) or [dict(plain)]
         if {"type": "null"} not in choices:
@@ -66,25 +71,25 @@ class Section(BaseModel):
 
 @dataclass(frozen=True)
 class CheckedBy:
-    """Marks a dict that `model` checks, completes with its defaults, and gives back as a dict."""
+    """Marks a dict that `model` checks and completes with its defaults. The value stays a dict."""
 
     model: type[Section]
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        to_dict: Callable[[Any], dict[str, Any]] = lambda params: params.model_dump()  # noqa: E731
+        """Return the schema of a dict that is checked as `model`."""
         return core_schema.no_info_after_validator_function(
-            to_dict,
+            BaseModel.model_dump,
             handler.generate_schema(self.model),
             serialization=core_schema.plain_serializer_function_ser_schema(dict),
         )
 
 
-def _integral(value: Any) -> Any:
-    """5e8 is how people write 500000000; JSON reads it as a float."""
+def _to_integer(value: Any) -> Any:
+    """Return a float with an integral value as an int: people write 500000000 as 5e8, which JSON reads as a float."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _as_tuple(value: Any) -> Any:
+def _to_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -98,16 +103,17 @@ def _without_nul(path: str) -> str:
     return path
 
 
-# Bounds far beyond use, so that arithmetic on what is written neither overflows nor takes for ever.
+# These bounds lie far beyond any use. They keep arithmetic with written values from overflowing or taking for ever.
 MAX_COUNT = 2**63 - 1
-MAX_FLOAT = 3e38  # what fp32 holds
+# The largest number that fp32 holds is a little above this.
+MAX_FLOAT = 3e38
 
-WHOLE = BeforeValidator(_integral)
-Count = Annotated[int, Ge(0), Le(MAX_COUNT), WHOLE]
-Positive = Annotated[int, Ge(1), Le(MAX_COUNT), WHOLE]
+INTEGRAL = BeforeValidator(_to_integer)
+Count = Annotated[int, Ge(0), Le(MAX_COUNT), INTEGRAL]
+Positive = Annotated[int, Ge(1), Le(MAX_COUNT), INTEGRAL]
 NonNegative = Annotated[float, Ge(0), Le(MAX_FLOAT)]
 AboveZero = Annotated[float, Gt(0), Le(MAX_FLOAT)]
 Folder = Annotated[str, AfterValidator(_without_nul)]
 Fraction = Annotated[float, Ge(0), Le(1)]
 Decay = Annotated[float, Ge(0), Lt(1)]
-Betas = Annotated[tuple[Decay, Decay], BeforeValidator(_as_tuple)]
+Betas = Annotated[tuple[Decay, Decay], BeforeValidator(_to_tuple)]

@@ -1,4 +1,4 @@
-"""The key paths that a configuration may have, and the nearest of them to an unknown one."""
+"""The key paths that a configuration may have, and the known path nearest to an unknown one."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from pydantic.fields import FieldInfo
 from zeroengine.config import deepspeed_keys
 from zeroengine.config.fields import CheckedBy
 from zeroengine.config.model import Config
+from zeroengine.config.optimizers import IMPORTED_TAG
 from zeroengine.config.source import KeyPath
 
-# Names from other libraries, and the key that does the same here.
+# Names from other libraries, and the keys that do the same here.
 SYNONYMS = {
     "learning_rate": "optimizer.params.lr",
     "lr": "optimizer.params.lr",
@@ -35,12 +36,12 @@ SYNONYMS = {
 
 @cache
 def known_paths() -> tuple[str, ...]:
-    """Every key path that may be written: ours, second spellings, and DeepSpeed's others."""
+    """Return every key path that may be written: the models', second spellings, and DeepSpeed's other keys."""
     return tuple(dict.fromkeys([*honoured_paths(), *deepspeed_keys.ALIASES, *deepspeed_keys.TABLE]))
 
 
 def honoured_paths() -> list[str]:
-    """The key paths of our models."""
+    """Return the key paths of the models."""
     return list(_fields(Config, ""))
 
 
@@ -53,7 +54,7 @@ def _fields(model: type[BaseModel], prefix: str) -> Iterator[str]:
 
 
 def checked_models(info: FieldInfo) -> list[type[BaseModel]]:
-    """The models that check a field's value."""
+    """Return the models that check a field's value."""
     return [*(item.model for item in info.metadata if isinstance(item, CheckedBy)), *_models(info.annotation)]
 
 
@@ -66,61 +67,69 @@ def _models(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def siblings(path: KeyPath, kind: str | None) -> tuple[str, ...] | None:
-    """The keys beside one in the section of an optimizer or scheduler whose type is `kind`; None where it is None."""
+    """Return the keys that may stand beside a key of an optimizer's or scheduler's section.
+
+    Args:
+        path: The key's path.
+        kind: The section's type, or None if unknown or if the key is in another section; the result is None then.
+    """
     if kind is None:
         return None
     return _children(".".join(path[1:-1]), _fields(_types(path[0])[kind], ""))
 
 
 def types_that_take(path: KeyPath) -> list[str]:
-    """The types of optimizer or scheduler that have this key."""
-    inside = ".".join(path[1:])
-    return [name for name, model in _types(path[0]).items() if inside in _fields(model, "")]
+    """Return the types of optimizer or scheduler that have this key."""
+    path_in_section = ".".join(path[1:])
+    return [name for name, model in _types(path[0]).items() if path_in_section in _fields(model, "")]
 
 
 def _types(section: str) -> dict[str, type[BaseModel]]:
-    return {model.__name__: model for model in _models(Config.model_fields[section].annotation)}
+    """Return the models of the section, by type."""
+    models = _models(Config.model_fields[section].annotation)
+    return {(get_args(model.model_fields["type"].annotation) or (IMPORTED_TAG,))[0]: model for model in models}
 
 
 def nearest(path: KeyPath, siblings: tuple[str, ...] | None = None) -> str | None:
-    """The known key path that an unknown one most likely means: beside it, by another name, or in another section."""
+    """Return the known key path that an unknown one most likely means: a sibling, a synonym, or one elsewhere."""
     parent, name = ".".join(path[:-1]), path[-1]
-    near_by = {sibling: f"{parent}.{sibling}".lstrip(".") for sibling in siblings or _children(parent)}
-    if near := close(name, near_by, cutoff=0.75):
-        return near_by[near]
+    beside = {sibling: f"{parent}.{sibling}".lstrip(".") for sibling in siblings or _children(parent)}
+    if near := most_similar(name, beside, cutoff=0.75):
+        return beside[near]
     if name in SYNONYMS:
         return SYNONYMS[name]
     elsewhere = _leaves()
     if name in elsewhere:
         return elsewhere[name]
-    if near := close(name, near_by):
-        return near_by[near]
-    near = close(name, elsewhere, cutoff=0.8)
+    if near := most_similar(name, beside):
+        return beside[near]
+    near = most_similar(name, elsewhere, cutoff=0.8)
     return elsewhere[near] if near else None
 
 
 @cache
 def _leaves() -> dict[str, str]:
-    """The first known path that ends in each name."""
+    """Return the first known path that ends in each name."""
     leaves = {known.rpartition(".")[2]: known for known in reversed(known_paths())}
     return {leaf: known for leaf, known in leaves.items() if leaf not in ("enabled", "type", "params")}
 
 
-def beside(path: KeyPath, siblings: tuple[str, ...] | None = None) -> list[str]:
-    """The keys that could stand in an unknown one's place: ours, or else those of DeepSpeed's block."""
+def alternatives(path: KeyPath, siblings: tuple[str, ...] | None = None) -> list[str]:
+    """Return the keys that could replace an unknown one: honoured keys, or else those of DeepSpeed's block."""
     parent = ".".join(path[:-1])
     names = siblings or _children(parent)
     others = {*deepspeed_keys.TABLE, *deepspeed_keys.ALIASES}
     return [name for name in names if f"{parent}.{name}".lstrip(".") not in others] or list(names)
 
 
-def close(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The most similar of `names`, whatever the case."""
+def most_similar(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """Return the most similar of `names`, ignoring case, or None if the similarity of all is below `cutoff`."""
     by_lower = {known.lower(): known for known in names}
     return next((by_lower[near] for near in get_close_matches(name.lower(), by_lower, n=1, cutoff=cutoff)), None)
 
 
 def _children(parent: str, paths: Iterable[str] | None = None) -> tuple[str, ...]:
+    """Return the names of the keys in the object at `parent`."""
     if paths is None and (row := deepspeed_keys.TABLE.get(parent)) and row.keys:
         return tuple(row.keys.split())
     return tuple(path.rpartition(".")[2] for path in paths or known_paths() if path.rpartition(".")[0] == parent)

@@ -1,4 +1,4 @@
-"""`load`: from a file, dict or environment to a checked `Config`."""
+"""`load`: from a file, a dict or the environment to a checked `Config`."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from zeroengine.config import deepspeed_keys
-from zeroengine.config.fates import Fates, asleep
-from zeroengine.config.keys import close
-from zeroengine.config.messages import Problem, explain
+from zeroengine.config.deepspeed_keys import ALIASES, KeySorter, is_disabled_precision
+from zeroengine.config.keys import most_similar
+from zeroengine.config.messages import Problem, explain, unknown_keys
 from zeroengine.config.model import Config
 from zeroengine.config.optimizers import OPTIMIZER_TYPES
 from zeroengine.config.schedulers import SCHEDULER_TYPES
-from zeroengine.config.source import KeyPath, Source, describe, override, printable, read_dict, read_file
+from zeroengine.config.source import ConfigSource, KeyPath, describe, override, printable, read_dict, read_file
 from zeroengine.errors import ConfigError
 
 CONFIG_VARIABLE = "ZEROENGINE_CONFIG"
 OVERRIDES_VARIABLE = "ZEROENGINE_OVERRIDES"
 
-
-MAX_PASSES = 5  # a value, its section, what the section is in, and the configuration as a whole
-MAX_LISTED = 100  # problems in one error
+# A pass can find wrong values, then contradictions in a section, in the section around it, and in the configuration.
+MAX_PASSES = 5
+# Problems in one error.
+MAX_LISTED = 100
 TYPES = {"optimizer": OPTIMIZER_TYPES, "scheduler": SCHEDULER_TYPES}
-DEEPSPEED_NEEDS = {"train_batch_size", "train_micro_batch_size_per_gpu"}  # one of them in every file of its own
-# Keys that DeepSpeed does not have: a file with one was written for zeroengine.
-OURS_ALONE = {
+# DeepSpeed refuses a file without any of these keys.
+DEEPSPEED_REQUIRES = {"train_batch_size", "train_micro_batch_size_per_gpu"}
+# DeepSpeed does not have these keys, so a file with one of them was written for zeroengine.
+ZEROENGINE_ONLY = {
     "$schema",
     "checkpoint.async_save",
     "checkpoint.keep",
@@ -42,10 +43,17 @@ OURS_ALONE = {
 
 
 def load(config: str | Path | Mapping[str, Any] | Config | None = None, overrides: Sequence[str] = ()) -> Config:
-    """Load and check a configuration; raise ConfigError that lists everything wrong with it.
+    """Load and check a configuration.
 
-    `config` is a JSON or YAML file, a dict, or None for the file that ZEROENGINE_CONFIG names (zero-launch sets it).
-    Overrides, "key.path=value", come from ZEROENGINE_OVERRIDES (a JSON list), then from `overrides`.
+    Args:
+        config: A JSON or YAML file, a dict, or None for the file that ZEROENGINE_CONFIG names (zero-launch sets it).
+        overrides: Values to set, as in "key.path=value". Those in ZEROENGINE_OVERRIDES (a JSON list) come before them.
+
+    Returns:
+        The checked configuration, which `Config.resolve` fits to a world size.
+
+    Raises:
+        ConfigError: Something is wrong with the configuration. The message lists everything that is.
     """
     overrides = [*_environment_overrides(), *overrides]
     if isinstance(config, Config):
@@ -53,11 +61,11 @@ def load(config: str | Path | Mapping[str, Any] | Config | None = None, override
             return config
         config = config.to_dict()
     source = _read(config, bool(overrides))
-    _canonical(source)
+    _canonicalize(source)
     for text in overrides:
         key, equals, value = text.partition("=")
-        override(source, deepspeed_keys.ALIASES.get(key.strip(), key) + equals + value)
-    _canonical(source)
+        override(source, ALIASES.get(key.strip(), key) + equals + value)
+    _canonicalize(source)
     return _check(source)
 
 
@@ -76,13 +84,13 @@ def _environment_overrides() -> list[str]:
     return overrides
 
 
-def _read(config: str | Path | Mapping[str, Any] | None, has_overrides: bool) -> Source:
+def _read(config: str | Path | Mapping[str, Any] | None, has_overrides: bool) -> ConfigSource:
     if config is None:
         named = os.environ.get(CONFIG_VARIABLE)
         if named:
             return read_file(Path(named))
         if has_overrides:
-            return Source("the overrides", {})
+            return ConfigSource("the overrides", {})
         raise ConfigError(
             'no configuration was given. Pass config="ds.json" (a JSON or YAML file) or a dict such as '
             '{"zero_optimization": {"stage": 1}}, or start the script with zero-launch --config ds.json.'
@@ -96,22 +104,22 @@ def _read(config: str | Path | Mapping[str, Any] | None, has_overrides: bool) ->
     raise ConfigError(f"config is {describe(config)}; pass a JSON or YAML file, a dict, or None.")
 
 
-def _canonical(source: Source) -> None:
-    """Bring second spellings to ours: aliases, the case of type names, `"zero_optimization": true`."""
+def _canonicalize(source: ConfigSource) -> None:
+    """Replace second spellings: aliases, the case of type names, and `"zero_optimization": true`."""
     tree = source.tree
     if isinstance(tree.get("zero_optimization"), bool):
         tree["zero_optimization"] = {"stage": int(tree["zero_optimization"])}
-    for written, canonical in deepspeed_keys.ALIASES.items():
+    for written, canonical in ALIASES.items():
         old, new = tuple(written.split(".")), tuple(canonical.split("."))
-        section, home = source.get(old[:-1]), source.get(new[:-1])
-        if not isinstance(section, dict) or old[-1] not in section or not isinstance(home, dict):
+        section, new_section = source.get(old[:-1]), source.get(new[:-1])
+        if not isinstance(section, dict) or old[-1] not in section or not isinstance(new_section, dict):
             continue
-        if new[-1] in home and home[new[-1]] != section[old[-1]]:
+        if new[-1] in new_section and new_section[new[-1]] != section[old[-1]]:
             raise ConfigError(f"{source.name}: {source.label(old)} and {source.label(new)} are one setting; keep one.")
         value = section.pop(old[-1])
-        if home is not section and asleep(section, old[:-1]):
+        if new_section is not section and is_disabled_precision(section, old[:-1]):
             continue
-        home[new[-1]] = value
+        new_section[new[-1]] = value
         source.spelling[new] = old
         for path in [path for path in source.places if path[: len(old)] == old]:
             source.places[new + path[len(old) :]] = source.places.pop(path)
@@ -121,25 +129,30 @@ def _canonical(source: Source) -> None:
             section["type"] = next((t for t in types if t.lower() == section["type"].lower()), section["type"])
 
 
-def _check(source: Source) -> Config:
-    fates = Fates(source)
-    rest = fates.sort(source.tree)
-    config, problems = _validate(rest)
-    problems = [*fates.problems, *problems]
+def _check(source: ConfigSource) -> Config:
+    """Return the checked configuration, or raise a ConfigError that lists everything wrong with it."""
+    sorter = KeySorter(source)
+    tree = sorter.sort(source.tree)
+    config, problems = _validate(tree)
+    problems = [
+        *(Problem(path, text) for path, text in sorter.refused.items()),
+        *unknown_keys(sorter.unknown),
+        *problems,
+    ]
     if problems or config is None:
         raise ConfigError(_report(source, problems))
     config._source = source.name
-    written = {".".join(path) for path in _paths(rest)}
-    may_be_deepspeeds = bool(fates.notices) or (bool(DEEPSPEED_NEEDS & written) and not OURS_ALONE & written)
-    config._notices = (*fates.comments, *fates.notices, *_default_notices(source, rest, config, may_be_deepspeeds))
+    written = {".".join(path) for path in _paths(tree)}
+    may_be_deepspeeds = bool(sorter.notices) or (bool(DEEPSPEED_REQUIRES & written) and not ZEROENGINE_ONLY & written)
+    config._notices = (*sorter.comments, *sorter.notices, *_default_notices(source, tree, config, may_be_deepspeeds))
     return config
 
 
 def _validate(tree: dict[str, Any]) -> tuple[Config | None, list[Problem]]:
-    """The configuration, or everything wrong with it.
+    """Return the configuration, or None and everything wrong with it.
 
-    What a section says as a whole is checked only once each of its values is right, and the configuration as a whole
-    after that. So what is wrong is taken out, and the rest is checked again.
+    pydantic checks a section as a whole only if each of its values is right, and the configuration as a whole after
+    its sections. So every wrong value is removed, and the rest is checked again.
     """
     problems: list[Problem] = []
     tree = copy.deepcopy(tree)
@@ -147,9 +160,10 @@ def _validate(tree: dict[str, Any]) -> tuple[Config | None, list[Problem]]:
         try:
             config = Config.model_validate(tree)
         except ValidationError as error:
-            found = explain(error, tree)
-            problems += [new for new in found if not any(_follows(new, old) for old in problems)]
-            if not all([_correct(tree, problem.path) for problem in found]):
+            new_problems = explain(error, tree)
+            problems += [new for new in new_problems if not any(_follows(new, old) for old in problems)]
+            # The list makes every problem be corrected: all() alone would stop at the first failure.
+            if not all([_correct(tree, problem.path) for problem in new_problems]):
                 return None, problems
         else:
             return (None if problems else config), problems
@@ -157,40 +171,42 @@ def _validate(tree: dict[str, Any]) -> tuple[Config | None, list[Problem]]:
 
 
 def _follows(new: Problem, old: Problem) -> bool:
-    """Whether something may be wrong only because what was wrong there has been taken out."""
+    """Tell whether the problem `new` may exist only because the value of the problem `old` was removed."""
     depth = min(len(new.path), len(old.path))
-    of_one_place = depth > 0 and new.path[:depth] == old.path[:depth]
-    return new == old or (of_one_place and (new.missing or (new.of_section and len(new.path) < len(old.path))))
+    is_nested = depth > 0 and new.path[:depth] == old.path[:depth]
+    return new == old or (is_nested and (new.missing or (new.of_section and len(new.path) < len(old.path))))
 
 
 def _correct(tree: dict[str, Any], path: KeyPath) -> bool:
-    """Take out what is wrong; in its place put the type that was probably meant. Return whether anything changed."""
+    """Remove a wrong value, or replace a misspelt type by the nearest one. Return whether anything changed."""
     *above, name = path or ("",)
     section: Any = tree
     for key in above:
         if not isinstance(section, dict) or key not in section:
-            return True  # it has been taken out with another
+            # Another correction has removed the section.
+            return True
         section = section[key]
     if isinstance(section, list):
         section.clear()
         return True
     if not isinstance(section, dict) or name not in section:
-        if not above:
-            return False
-        return _correct(tree, tuple(above))  # something is missing there
+        # A required key is missing, so its section is wrong.
+        return bool(above) and _correct(tree, tuple(above))
     if len(above) == 1 and above[0] in TYPES and "type" not in section and name != "params":
-        section["type"] = section.pop(name)  # its name was misspelt
+        # The key "type" itself was misspelt.
+        section["type"] = section.pop(name)
         return True
-    meant = close(str(section[name]), TYPES[above[0]]) if above and name == "type" and above[0] in TYPES else None
-    if meant is not None and meant != section[name]:
-        section[name] = meant
+    is_type = bool(above) and name == "type" and above[0] in TYPES
+    nearest = most_similar(str(section[name]), TYPES[above[0]]) if is_type else None
+    if nearest is not None and nearest != section[name]:
+        section[name] = nearest
     else:
         del section[name]
     return True
 
 
-def _report(source: Source, problems: Sequence[Problem]) -> str:
-    """Everything wrong, in the order of the file."""
+def _report(source: ConfigSource, problems: Sequence[Problem]) -> str:
+    """Return the message that lists all problems in the order of the file."""
     order = {path: index for index, path in enumerate(_paths(source.tree))}
     in_order = sorted(problems, key=lambda problem: order.get(problem.path, order.get(problem.path[:-1], 0)))
     lines = [f"{source.label(problem.path)}: {problem.text}" for problem in in_order]
@@ -201,14 +217,16 @@ def _report(source: Source, problems: Sequence[Problem]) -> str:
     return "\n".join([f"{source.name}: {len(lines)} problems", *(f"  {line}" for line in shown)])
 
 
-def _default_notices(source: Source, rest: dict[str, Any], config: Config, may_be_deepspeeds: bool) -> Iterator[str]:
-    """What "auto" became, and defaults that people may expect to be others."""
-    written, values = Source("", rest), Source("", config.to_dict())
-    autos = [path for path in _paths(rest) if written.get(path) == "auto" and values.get(path) not in (None, "auto")]
+def _default_notices(
+    source: ConfigSource, tree: dict[str, Any], config: Config, may_be_deepspeeds: bool
+) -> Iterator[str]:
+    """Yield notices of the values of "auto", and of defaults that people may not expect."""
+    written, values = ConfigSource("", tree), ConfigSource("", config.to_dict())
+    autos = [path for path in _paths(tree) if written.get(path) == "auto" and values.get(path) not in (None, "auto")]
     if autos:
         chosen = (f"{'.'.join(source.spelling.get(path, path))} = {json.dumps(values.get(path))}" for path in autos)
         yield f'"auto" stands for the default: {", ".join(chosen)}.'
-    if may_be_deepspeeds and "gradient_clipping" not in rest:
+    if may_be_deepspeeds and "gradient_clipping" not in tree:
         yield "gradient_clipping is not given: no clipping. DeepSpeed 0.19.8 clips at 1.0 there."
     if config.keep_fp32_modules and config.torch_autocast.enabled:
         yield "keep_fp32_modules has no effect under torch_autocast, which decides operation by operation."
@@ -217,6 +235,7 @@ def _default_notices(source: Source, rest: dict[str, Any], config: Config, may_b
 
 
 def _paths(tree: Mapping[str, Any], above: KeyPath = ()) -> Iterator[KeyPath]:
+    """Yield the path of every key in `tree`, which stands at `above`."""
     for key, value in tree.items():
         yield (*above, str(key))
         if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, said for people: the key path, what was found, what to write."""
+"""Turns errors of the models into messages for people: the key path, what was found, what to write."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from zeroengine.config import keys
-from zeroengine.config.optimizers import OPTIMIZER_TYPES, OTHER_TYPES
+from zeroengine.config.optimizers import OPTIMIZER_TYPES, UNAVAILABLE_TYPES
 from zeroengine.config.schedulers import SCHEDULER_TYPES
 from zeroengine.config.source import KeyPath, describe
 
@@ -25,64 +25,74 @@ _EXAMPLES = {
     "params": "an object, {...}, with the parameters of this type",
 }
 
-
-MAX_SUGGESTIONS = 20  # unknown keys for which a nearest one is looked for
-MAX_KEY = 80  # characters of a key that may be near to another
+# The number of unknown keys for which the nearest known key is searched, and the length of the longest such key.
+# Both bound the time that a hostile file takes.
+MAX_SUGGESTIONS = 20
+MAX_KEY_LENGTH = 80
 
 
 @dataclass(frozen=True)
 class Problem:
+    """One thing that is wrong with a configuration.
+
+    Attributes:
+        path: The key path.
+        text: What is wrong and what to write, as the rest of a sentence that begins with the path.
+        missing: Whether a required key is missing.
+        of_section: Whether the values of a section contradict one another.
+    """
+
     path: KeyPath
     text: str
-    missing: bool = False  # something is not there
-    of_section: bool = False  # the values of a section contradict one another
+    missing: bool = False
+    of_section: bool = False
 
 
 def unknown_key(path: KeyPath, kind: str | None = None) -> Problem:
-    """An unknown key, with the nearest known one.
+    """Return the problem of an unknown key, with the nearest known key.
 
     Args:
-        path: of the key.
-        kind: the type of the optimizer or scheduler that the key is in the section of, where that is known.
+        path: The key's path.
+        kind: The type of the optimizer or scheduler whose section the key is in, if it is known.
     """
     siblings = keys.siblings(path, kind)
     if kind is not None and (others := keys.types_that_take(path)):
         verb, known = "does" if len(others) == 1 else "do", ", ".join(siblings or ())
-        return Problem(path, f"{kind} does not take it; {_list(others)} {verb}. {kind} takes {known}.")
-    near = keys.nearest(path, siblings) if len(path[-1]) <= MAX_KEY else None
+        return Problem(path, f"{kind} does not take it; {_enumerate(others)} {verb}. {kind} takes {known}.")
+    near = keys.nearest(path, siblings) if len(path[-1]) <= MAX_KEY_LENGTH else None
     if near:
         return Problem(path, f"unknown key. Did you mean {near}?")
     where = f"In {'.'.join(path[:-1])}" if len(path) > 1 else "At the top level"
-    return Problem(path, f"unknown key. {where} there are {', '.join(keys.beside(path, siblings))}.")
+    return Problem(path, f"unknown key. {where} there are {', '.join(keys.alternatives(path, siblings))}.")
 
 
 def unknown_keys(paths: Iterable[KeyPath]) -> list[Problem]:
-    """The first of many with the nearest known key, which takes a while to find."""
+    """Return the problems of unknown keys; the first `MAX_SUGGESTIONS` of them name the nearest known key."""
     return [
         unknown_key(path) if number < MAX_SUGGESTIONS else Problem(path, "unknown key.")
         for number, path in enumerate(paths)
     ]
 
 
-def _list(names: Sequence[str]) -> str:
+def _enumerate(names: Sequence[str]) -> str:
     return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
 
 
 def explain(error: ValidationError, tree: dict[str, Any]) -> list[Problem]:
-    """One problem per pydantic error, in our words."""
+    """Return one problem for each error that pydantic found in `tree`."""
     problems, num_unknown = [], 0
     for item in error.errors(include_url=False):
-        path, found = _follow(item["loc"], tree)
+        path, value = _locate(item["loc"], tree)
         num_unknown += item["type"] == "extra_forbidden"
         if item["type"] == "extra_forbidden" and num_unknown > MAX_SUGGESTIONS:
             problems.append(Problem(path, "unknown key."))
         else:
-            problems.append(_problem(item, path, found))
+            problems.append(_problem(item, path, value))
     return list(dict.fromkeys(problems))
 
 
-def _follow(location: tuple[int | str, ...], tree: Any) -> tuple[KeyPath, Any]:
-    """The key path of a pydantic location, which also names union members, and the value found there."""
+def _locate(location: tuple[int | str, ...], tree: Any) -> tuple[KeyPath, Any]:
+    """Return the key path and the value at a pydantic location, which also names members of unions."""
     path: list[str] = []
     node = tree
     for depth, part in enumerate(location):
@@ -91,9 +101,11 @@ def _follow(location: tuple[int | str, ...], tree: Any) -> tuple[KeyPath, Any]:
         elif isinstance(node, (list, tuple)) and isinstance(part, int) and part < len(node):
             node = node[part]
         elif depth == len(location) - 1:
-            node = None  # what is missing
+            # The location ends in a missing key.
+            node = None
         else:
-            continue  # the name of a union's member
+            # This part is the name of a union's member, which is no key.
+            continue
         path.append(str(part))
     return tuple(path), node
 
@@ -101,16 +113,17 @@ def _follow(location: tuple[int | str, ...], tree: Any) -> tuple[KeyPath, Any]:
 def _problem(item: Any, path: KeyPath, found: Any) -> Problem:
     kind, context = item["type"], item.get("ctx", {})
     if kind == "extra_forbidden":
+        # The location of a key in an optimizer's or scheduler's section is (section, type, ..., key).
         location = item["loc"]
-        typed = len(location) >= 3 and location[0] in _TYPES
-        return unknown_key(path, str(location[1]) if typed else None)
+        has_type = len(location) >= 3 and location[0] in _TYPES
+        return unknown_key(path, str(location[1]) if has_type else None)
     if kind == "invalid_key":
         return Problem(path, "keys are strings; put it in double quotes.")
     if kind == "missing":
         state = 'found "auto", which has no default here' if found == "auto" else "missing"
         return Problem(path, f"{state}; write {_EXAMPLES.get(path[-1], 'a value')}.", missing=True)
     if kind in ("union_tag_not_found", "union_tag_invalid") and isinstance(found, dict):
-        typo = None if "type" in found else keys.close("type", [str(k) for k in found if k != "params"])
+        typo = None if "type" in found else keys.most_similar("type", [str(k) for k in found if k != "params"])
         if typo is not None:
             return Problem((*path, typo), f"unknown key. Did you mean {path[-1]}.type?")
         return Problem((*path, "type"), _unknown_type(path[-1], found.get("type")), missing="type" not in found)
@@ -127,10 +140,10 @@ def _unknown_type(section: str, found: Any) -> str:
     if section == "optimizer":
         choices += ", the import path of a class such as torch.optim.RAdam,"
     remedy = f"or pass your own to initialize({'optimizer' if section == 'optimizer' else 'lr_scheduler'}=...)"
-    known = OTHER_TYPES if section == "optimizer" else {}
-    other = next((why for name, why in known.items() if name.lower() == str(found).lower()), None)
-    nearest = keys.close(str(found), names) if other is None else None
-    hint = f" It is not available: {other}." if other else f" Did you mean {nearest}?" if nearest else ""
+    unavailable = UNAVAILABLE_TYPES if section == "optimizer" else {}
+    reason = next((why for name, why in unavailable.items() if name.lower() == str(found).lower()), None)
+    nearest = keys.most_similar(str(found), names) if reason is None else None
+    hint = f" It is not available: {reason}." if reason else f" Did you mean {nearest}?" if nearest else ""
     return f"found {describe(found)}; write {choices} {remedy}.{hint}"
 
 
@@ -146,7 +159,7 @@ def _expected(kind: str, context: dict[str, Any], path: KeyPath, found: Any) -> 
     if kind in bounds:
         return "a value " + bounds[kind].format(**context)
     if kind == "literal_error":
-        return context["expected"].replace("'", '"').replace("False, True", "false, true")
+        return str(context["expected"]).replace("'", '"').replace("False, True", "false, true")
     if kind in ("model_type", "dict_type", "model_attributes_type", "union_tag_not_found"):
         key = "type" if path[-1] in _TYPES else "enabled"
         fits = isinstance(found, str if key == "type" else bool)
@@ -169,7 +182,7 @@ def _expected(kind: str, context: dict[str, Any], path: KeyPath, found: Any) -> 
         except ValueError:
             return f"{text}{' without quotes' if found in ('true', 'false') else ''}"
         fits = math.isfinite(number) and (kind == "float_type" or (kind == "int_type" and number.is_integer()))
-        plainly = json.dumps(int(number) if number.is_integer() and abs(number) < 1e15 else number)
-        written = found.strip() if re.fullmatch(_JSON_NUMBER, found.strip()) else plainly
+        as_number = json.dumps(int(number) if number.is_integer() and abs(number) < 1e15 else number)
+        written = found.strip() if re.fullmatch(_JSON_NUMBER, found.strip()) else as_number
         return f"{text}: {written}, without quotes" if fits else text
     return text

@@ -1,7 +1,7 @@
-"""`optimizer`: the known types and their parameters, and any other class by its import path.
+"""The `optimizer` section: the known types and their parameters, and any other class by its import path.
 
-What comes out is ready to be called: `cls(groups, **config.params)`. DeepSpeed's "Adam" decays weights decoupled
-unless `adam_w_mode` is false, so it comes out as AdamW.
+A checked section is ready for use: `optimizer_class(groups, **section.params)`. DeepSpeed's "Adam" decouples weight
+decay unless `adam_w_mode` is false, so such a section is turned into one of type "AdamW".
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ from pydantic import Discriminator, Field, Tag, field_serializer, field_validato
 from zeroengine.config.fields import AUTO, MAX_FLOAT, Betas, CheckedBy, Decay, NonNegative, Section
 
 IMPORT_PATH = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+"
+IMPORTED_TAG = "import path"
 
 
 class AdamWParams(Section):
+    """Parameters that AdamW and Adam share."""
+
     lr: Annotated[NonNegative, AUTO] = 1e-3
     """Learning rate."""
     betas: Annotated[Betas, AUTO] = (0.9, 0.999)
@@ -30,16 +33,20 @@ class AdamWParams(Section):
 
 
 class AdamParams(AdamWParams):
+    """Parameters of Adam in a file."""
+
     adam_w_mode: bool = True
-    """true: decoupled weight decay, the type comes out as AdamW. false: L2, as in torch.optim.Adam."""
+    """true: weight decay is decoupled, and the type becomes AdamW. false: L2 decay, as in torch.optim.Adam."""
 
 
-class AdamWParamsOfFile(AdamWParams):
+class AdamWFileParams(AdamWParams):
+    """Parameters of AdamW in a file."""
+
     adam_w_mode: Annotated[bool, AUTO, Field(exclude=True)] = True
-    """true, as the type says; DeepSpeed's files have it."""
+    """Must be true, as the type says. DeepSpeed's files write it."""
 
     @model_validator(mode="after")
-    def _decouples(self) -> AdamWParamsOfFile:
+    def _check_decoupled(self) -> AdamWFileParams:
         if not self.adam_w_mode:
             raise ValueError(
                 'adam_w_mode is false, but the type AdamW always decouples weight decay; write "type": "Adam" for L2'
@@ -48,6 +55,8 @@ class AdamWParamsOfFile(AdamWParams):
 
 
 class SGDParams(Section):
+    """Parameters of SGD."""
+
     lr: Annotated[NonNegative, AUTO] = 1e-3
     """Learning rate."""
     momentum: Annotated[Decay, AUTO] = 0.0
@@ -57,48 +66,58 @@ class SGDParams(Section):
     weight_decay: Annotated[NonNegative, AUTO] = 0.0
     """L2 weight decay."""
     nesterov: bool = False
-    """Nesterov momentum; needs a momentum above 0 and no dampening."""
+    """Use Nesterov momentum, which needs a momentum above 0 and no dampening."""
 
     @model_validator(mode="after")
-    def _nesterov_needs_momentum(self) -> SGDParams:
+    def _check_nesterov(self) -> SGDParams:
         if self.nesterov and (self.momentum == 0 or self.dampening != 0):
             raise ValueError('nesterov needs momentum above 0 and dampening 0; write for example "momentum": 0.9')
         return self
 
 
-class AdamW(Section):
+class AdamWConfig(Section):
+    """An `optimizer` section of type "AdamW"."""
+
     type: Literal["AdamW"]
     """Adam with decoupled weight decay."""
-    params: Annotated[dict[str, Any], CheckedBy(AdamWParamsOfFile)] = AdamWParams().model_dump()
+    params: Annotated[dict[str, Any], CheckedBy(AdamWFileParams)] = AdamWParams().model_dump()
     """Its hyperparameters."""
 
 
-class Adam(Section):
+class AdamConfig(Section):
+    """An `optimizer` section of type "Adam"."""
+
     type: Literal["Adam"]
-    """Adam; as in DeepSpeed, weight decay is decoupled unless adam_w_mode is false."""
+    """Adam. As in DeepSpeed, weight decay is decoupled unless adam_w_mode is false."""
     params: Annotated[dict[str, Any], CheckedBy(AdamParams)] = AdamParams().model_dump()
     """Its hyperparameters."""
 
     @model_validator(mode="after")
-    def _as_torch(self) -> Any:
+    def _to_torch_type(self) -> Any:
+        """Turn decoupled Adam into AdamW, and drop `adam_w_mode`, which torch's classes do not know."""
         params = {name: value for name, value in self.params.items() if name != "adam_w_mode"}
         if self.params.get("adam_w_mode", False):
-            return AdamW(type="AdamW", params=params)
+            return AdamWConfig(type="AdamW", params=params)
         return self.model_copy(update={"params": params})
 
     @field_serializer("params")
-    def _as_written(self, params: dict[str, Any]) -> dict[str, Any]:
+    def _with_adam_w_mode(self, params: dict[str, Any]) -> dict[str, Any]:
+        # Without the key a loader would take this section for decoupled Adam again.
         return {**params, "adam_w_mode": False}
 
 
-class SGD(Section):
+class SGDConfig(Section):
+    """An `optimizer` section of type "SGD"."""
+
     type: Literal["SGD"]
-    """Stochastic gradient descent, with momentum if asked."""
+    """Stochastic gradient descent, with optional momentum."""
     params: Annotated[dict[str, Any], CheckedBy(SGDParams)] = SGDParams().model_dump()
     """Its hyperparameters."""
 
 
 class AdagradParams(Section):
+    """Parameters of Adagrad."""
+
     lr: Annotated[NonNegative, AUTO] = 1e-2
     """Learning rate."""
     lr_decay: Annotated[NonNegative, AUTO] = 0.0
@@ -106,43 +125,51 @@ class AdagradParams(Section):
     weight_decay: Annotated[NonNegative, AUTO] = 0.0
     """L2 weight decay."""
     initial_accumulator_value: Annotated[NonNegative, AUTO] = 0.0
-    """What the sum of squares starts at."""
+    """Initial value of the sum of squares."""
     eps: Annotated[NonNegative, AUTO] = 1e-10
     """Added to the root of the sum of squares."""
 
 
-class Adagrad(Section):
+class AdagradConfig(Section):
+    """An `optimizer` section of type "Adagrad"."""
+
     type: Literal["Adagrad"]
-    """Rates that fall with the gradients seen so far (Duchi et al., JMLR 2011)."""
+    """Rates fall with the sum of the squared gradients so far (Duchi et al., JMLR 2011)."""
     params: Annotated[dict[str, Any], CheckedBy(AdagradParams)] = AdagradParams().model_dump()
     """Its hyperparameters."""
 
 
 class LionParams(Section):
+    """Parameters of Lion."""
+
     lr: Annotated[NonNegative, AUTO] = 1e-4
-    """Learning rate: a third to a tenth of AdamW's."""
+    """Learning rate. A tenth to a third of AdamW's is usual."""
     betas: Annotated[Betas, AUTO] = (0.9, 0.99)
-    """Decay rates: of the update's direction, and of the momentum."""
+    """Decay rates of the update's direction and of the momentum."""
     weight_decay: Annotated[NonNegative, AUTO] = 0.0
-    """Decoupled weight decay: three to ten times AdamW's."""
+    """Decoupled weight decay. Three to ten times AdamW's is usual."""
 
 
-class Lion(Section):
+class LionConfig(Section):
+    """An `optimizer` section of type "Lion"."""
+
     type: Literal["Lion"]
-    """The sign of a momentum (arXiv 2302.06675); half of Adam's state."""
+    """Updates by the sign of a momentum (arXiv 2302.06675), with half of Adam's state."""
     params: Annotated[dict[str, Any], CheckedBy(LionParams)] = LionParams().model_dump()
     """Its hyperparameters."""
 
 
-class ByImportPath(Section):
+class ImportedOptimizerConfig(Section):
+    """An `optimizer` section that names a class by its import path."""
+
     type: Annotated[str, Field(pattern=f"^{IMPORT_PATH}$")]
-    """A torch.optim.Optimizer class by its import path, such as "torch.optim.RAdam" or "mypackage.optim.Mine"."""
+    """Import path of a torch.optim.Optimizer class, such as "torch.optim.RAdam" or "mypackage.optim.MyOptimizer"."""
     params: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the class; "auto" leaves one out."""
+    """Keyword arguments of the class. An argument that is "auto" is left out."""
 
     @field_validator("params")
     @classmethod
-    def _as_json(cls, params: dict[str, Any]) -> dict[str, Any]:
+    def _check_json(cls, params: dict[str, Any]) -> dict[str, Any]:
         try:
             json.dumps(params, allow_nan=False)
         except (TypeError, ValueError) as error:
@@ -153,29 +180,29 @@ class ByImportPath(Section):
 
 
 def is_import_path(kind: Any) -> bool:
-    """Whether an optimizer's `type` is to be imported."""
+    """Tell whether an optimizer's `type` is the import path of a class."""
     return isinstance(kind, str) and re.fullmatch(IMPORT_PATH, kind) is not None
 
 
-def _kind(value: Any) -> str | None:
+def _discriminate(value: Any) -> str | None:
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return ByImportPath.__name__ if is_import_path(kind) else None if kind is None else str(kind)
+    return IMPORTED_TAG if is_import_path(kind) else None if kind is None else str(kind)
 
 
 OptimizerConfig = Annotated[
-    Annotated[Adam, Tag("Adam")]
-    | Annotated[AdamW, Tag("AdamW")]
-    | Annotated[SGD, Tag("SGD")]
-    | Annotated[Adagrad, Tag("Adagrad")]
-    | Annotated[Lion, Tag("Lion")]
-    | Annotated[ByImportPath, Tag("ByImportPath")],
-    Discriminator(_kind),
+    Annotated[AdamConfig, Tag("Adam")]
+    | Annotated[AdamWConfig, Tag("AdamW")]
+    | Annotated[SGDConfig, Tag("SGD")]
+    | Annotated[AdagradConfig, Tag("Adagrad")]
+    | Annotated[LionConfig, Tag("Lion")]
+    | Annotated[ImportedOptimizerConfig, Tag(IMPORTED_TAG)],
+    Discriminator(_discriminate),
 ]
 OPTIMIZER_TYPES = ("Adam", "AdamW", "SGD", "Adagrad", "Lion")
-# DeepSpeed's others, and why they have no name here.
-_WHOLE = "its update of an element looks at the whole parameter, so it cannot run on shards"
+# DeepSpeed's other optimizers, and why none of them is available.
+_NOT_ELEMENT_WISE = "its update of an element looks at the whole parameter, so it cannot run on shards"
 _COMPRESSED = "it compresses its communication, which changes results"
-OTHER_TYPES = {
-    **dict.fromkeys(("Lamb", "Muon", "OneBitLamb"), _WHOLE),
+UNAVAILABLE_TYPES = {
+    **dict.fromkeys(("Lamb", "Muon", "OneBitLamb"), _NOT_ELEMENT_WISE),
     **dict.fromkeys(("OneBitAdam", "ZeroOneAdam"), _COMPRESSED),
 }

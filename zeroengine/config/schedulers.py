@@ -1,6 +1,6 @@
-"""`scheduler`: DeepSpeed's five learning-rate schedules and their parameters.
+"""The `scheduler` section: DeepSpeed's five learning-rate schedules and their parameters.
 
-Steps count optimizer updates, not micro-steps. The schedules themselves are built by the engine.
+Steps are optimizer updates, not micro-steps. The engine builds the schedules themselves.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from zeroengine.config.fields import AUTO, Auto, CheckedBy, Count, Decay, Fracti
 
 
 class _Warmup(Section):
+    """Parameters that the three schedules with a warm-up share."""
+
     warmup_num_steps: Annotated[Count, AUTO] = 1000
     """Steps of warm-up."""
     warmup_type: Annotated[Literal["log", "linear"], AUTO] = "log"
@@ -20,31 +22,39 @@ class _Warmup(Section):
 
 
 class WarmupLRParams(_Warmup):
+    """Parameters of WarmupLR."""
+
     warmup_min_lr: Annotated[NonNegative, AUTO] = 0.0
     """Learning rate at the first step."""
     warmup_max_lr: Annotated[NonNegative | None, AUTO] = None
-    """Learning rate after warm-up; null or "auto": each param group's own."""
+    """Learning rate after warm-up. null or "auto": the rate of each param group."""
 
 
 class WarmupDecayLRParams(_Warmup):
+    """Parameters of WarmupDecayLR."""
+
     total_num_steps: Annotated[Positive, AUTO]
     """Step at which the learning rate reaches 0."""
     warmup_min_lr: Annotated[NonNegative, AUTO] = 0.0
     """Learning rate at the first step."""
     warmup_max_lr: Annotated[NonNegative | None, Auto(None)] = 0.001
-    """Learning rate after warm-up; "auto": each param group's own."""
+    """Learning rate after warm-up. "auto": the rate of each param group."""
 
 
 class WarmupCosineLRParams(_Warmup):
+    """Parameters of WarmupCosineLR."""
+
     total_num_steps: Annotated[Positive, AUTO]
     """Step at which the cosine ends."""
     warmup_min_ratio: Annotated[Fraction, AUTO] = 0.0
-    """Learning rate at the first step, as a fraction of each group's own."""
+    """Learning rate at the first step, as a fraction of the rate of each param group."""
     cos_min_ratio: Annotated[Fraction, AUTO] = 0.0001
-    """Learning rate at the end, as a fraction of each group's own."""
+    """Learning rate at the end, as a fraction of the rate of each param group."""
 
 
 class OneCycleParams(Section):
+    """Parameters of OneCycle."""
+
     cycle_min_lr: Annotated[NonNegative, AUTO]
     """Learning rate at the start and end of the cycle."""
     cycle_max_lr: Annotated[NonNegative, AUTO]
@@ -54,13 +64,13 @@ class OneCycleParams(Section):
     cycle_first_step_size: Annotated[Positive, AUTO] = 2000
     """Steps of the rising half."""
     cycle_second_step_size: Annotated[Count | None, AUTO] = None
-    """Steps of the falling half; null: as many as the rising half."""
+    """Steps of the falling half. null: as many as the rising half."""
     cycle_first_stair_count: Annotated[Count, AUTO] = 0
-    """Stairs in the rising half; 0: continuous."""
+    """Stairs in the rising half. 0: a continuous rise."""
     cycle_second_stair_count: Annotated[Count | None, AUTO] = None
-    """Stairs in the falling half; null: as many as in the rising half."""
+    """Stairs in the falling half. null: as many as in the rising half."""
     decay_step_size: Annotated[Count, AUTO] = 0
-    """Steps per decay after the cycle; 0: no decay."""
+    """Steps per decay after the cycle. 0: no decay."""
     cycle_momentum: bool = True
     """Cycle the momentum (Adam: the first beta) against the learning rate."""
     cycle_min_mom: Annotated[Decay, AUTO] = 0.8
@@ -72,6 +82,8 @@ class OneCycleParams(Section):
 
 
 class LRRangeTestParams(Section):
+    """Parameters of LRRangeTest."""
+
     lr_range_test_min_lr: Annotated[NonNegative, AUTO] = 0.001
     """Learning rate at the first step."""
     lr_range_test_step_size: Annotated[Positive, AUTO] = 2000
@@ -79,38 +91,48 @@ class LRRangeTestParams(Section):
     lr_range_test_step_rate: Annotated[NonNegative, AUTO] = 1.0
     """Rate of increase."""
     lr_range_test_staircase: bool = False
-    """Increase in stairs, not continuously."""
+    """Increase the rate in stairs instead of continuously."""
 
 
-class WarmupLR(Section):
+class WarmupLRConfig(Section):
+    """A `scheduler` section of type "WarmupLR"."""
+
     type: Literal["WarmupLR"]
-    """Rise from warmup_min_lr to warmup_max_lr, then stay."""
+    """Rise from warmup_min_lr to warmup_max_lr, then stay there."""
     params: Annotated[dict[str, Any], CheckedBy(WarmupLRParams)] = WarmupLRParams().model_dump()
     """Its parameters."""
 
 
-class WarmupDecayLR(Section):
+class WarmupDecayLRConfig(Section):
+    """A `scheduler` section of type "WarmupDecayLR"."""
+
     type: Literal["WarmupDecayLR"]
     """Rise, then fall linearly to 0 at total_num_steps."""
     params: Annotated[dict[str, Any], CheckedBy(WarmupDecayLRParams)]
     """Its parameters."""
 
 
-class WarmupCosineLR(Section):
+class WarmupCosineLRConfig(Section):
+    """A `scheduler` section of type "WarmupCosineLR"."""
+
     type: Literal["WarmupCosineLR"]
     """Rise, then fall along a cosine until total_num_steps."""
     params: Annotated[dict[str, Any], CheckedBy(WarmupCosineLRParams)]
     """Its parameters."""
 
 
-class OneCycle(Section):
+class OneCycleConfig(Section):
+    """A `scheduler` section of type "OneCycle"."""
+
     type: Literal["OneCycle"]
     """One cycle up and down, then decay; momentum moves the other way (arXiv 1803.09820)."""
     params: Annotated[dict[str, Any], CheckedBy(OneCycleParams)]
     """Its parameters."""
 
 
-class LRRangeTest(Section):
+class LRRangeTestConfig(Section):
+    """A `scheduler` section of type "LRRangeTest"."""
+
     type: Literal["LRRangeTest"]
     """A growing learning rate, to find the largest that trains (arXiv 1506.01186)."""
     params: Annotated[dict[str, Any], CheckedBy(LRRangeTestParams)] = LRRangeTestParams().model_dump()
@@ -118,6 +140,7 @@ class LRRangeTest(Section):
 
 
 SchedulerConfig = Annotated[
-    WarmupLR | WarmupDecayLR | WarmupCosineLR | OneCycle | LRRangeTest, Field(discriminator="type")
+    WarmupLRConfig | WarmupDecayLRConfig | WarmupCosineLRConfig | OneCycleConfig | LRRangeTestConfig,
+    Field(discriminator="type"),
 ]
 SCHEDULER_TYPES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")

@@ -1,9 +1,9 @@
-"""Where a configuration comes from: a JSON or YAML file, or a dict, and overrides on top.
+"""Reading a configuration: a JSON or YAML file or a dict, and overrides.
 
-Everything ends as a `Source`: a plain tree of bounded size, and for every key path the place where it was written.
+Every reader returns a `ConfigSource`: a plain tree of bounded size, and the place where each key was written.
 
-A file may say in a few bytes what takes for ever to read (YAML's aliases), and a dict may hold anything. So each reader
-counts what it reads, and whatever else goes wrong in a parser is a ConfigError, too.
+A file of a few bytes may stand for values without end (YAML's aliases), and a dict may hold any object. So every reader
+counts the values that it reads, and every failure of a parser becomes a ConfigError.
 """
 
 from __future__ import annotations
@@ -21,27 +21,38 @@ from zeroengine.errors import ConfigError
 KeyPath = tuple[str, ...]
 
 MAX_FILE_BYTES = 1 << 20
-MAX_VALUES = 10_000  # keys and items of lists in a whole configuration
-MAX_DEPTH = 32  # objects and lists within one another
-MAX_SHOWN = 60  # characters of a value in a message
+# Keys and list items in a whole configuration.
+MAX_VALUES = 10_000
+# Objects and lists within one another.
+MAX_DEPTH = 32
+# Characters of a value in a message.
+MAX_SHOWN = 60
 
 
 @dataclass
-class Source:
-    """A tree of values, and where each key was written ("line 4", "override a.b=1")."""
+class ConfigSource:
+    """A tree of values, and where each key was written.
+
+    Attributes:
+        name: The name of the file, or of what else the values come from.
+        tree: The values.
+        places: Where keys were written, such as "line 4" or "override a.b=1".
+        spelling: The paths that the user wrote, by their canonical paths.
+    """
 
     name: str
     tree: dict[str, Any]
     places: dict[KeyPath, str] = field(default_factory=dict)
-    spelling: dict[KeyPath, KeyPath] = field(default_factory=dict)  # canonical path: as the user wrote it
+    spelling: dict[KeyPath, KeyPath] = field(default_factory=dict)
 
     def label(self, path: KeyPath) -> str:
-        """The path as the user wrote it, and its place."""
+        """Return the path as the user wrote it, and its place."""
         written = printable(".".join(self.spelling.get(path, path)), 2 * MAX_SHOWN) or "the whole configuration"
         place = next((self.places[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self.places), None)
         return f"{written} ({place})" if place else written
 
     def get(self, path: Iterable[str], default: Any = None) -> Any:
+        """Return the value at `path`, or `default` where there is none."""
         node: Any = self.tree
         for key in path:
             if not isinstance(node, dict) or key not in node:
@@ -50,8 +61,12 @@ class Source:
         return node
 
 
-def read_file(path: Path) -> Source:
-    """Read a JSON or YAML file; raise ConfigError with line and column where it is malformed."""
+def read_file(path: Path) -> ConfigSource:
+    """Read a JSON or YAML file.
+
+    Raises:
+        ConfigError: The file cannot be read or is malformed. The message says in which line and column.
+    """
     try:
         mode = path.stat().st_mode
         data = path.read_bytes() if stat.S_ISDIR(mode) else _first_bytes(path, mode)
@@ -66,18 +81,20 @@ def read_file(path: Path) -> Source:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}.") from None
     except ConfigError:
         raise
-    except ValueError as error:  # a NUL in the path
-        raise ConfigError(f"{printable(str(path))}: this is no path of a file ({error}).") from None
+    except ValueError as error:
+        # The path holds a NUL character.
+        raise ConfigError(f"{printable(str(path))}: this is not the path of a file ({error}).") from None
     if not text.strip():
         raise ConfigError(f'{path}: the file is empty. Write at least {{"zero_optimization": {{"stage": 1}}}}.')
     is_yaml = path.suffix in (".yaml", ".yml") or (path.suffix != ".json" and not text.lstrip().startswith("{"))
     tree, lines = _parse_yaml(text, str(path)) if is_yaml else _parse_json(text, str(path))
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: the top level is {describe(tree)}; write an object, {{...}}, of keys and values.")
-    return Source(str(path), _copy(tree, str(path)), {key: f"line {line}" for key, line in lines.items()})
+    return ConfigSource(str(path), _copy(tree, str(path)), {key: f"line {line}" for key, line in lines.items()})
 
 
 def _first_bytes(path: Path, mode: int) -> bytes:
+    """Read a regular file that is no longer than a configuration may be."""
     if not stat.S_ISREG(mode):
         raise ConfigError(f"{path}: this is a device or a pipe. Give a JSON or YAML file.")
     with path.open("rb") as file:
@@ -87,13 +104,13 @@ def _first_bytes(path: Path, mode: int) -> bytes:
     return data
 
 
-def read_dict(tree: Mapping[str, Any], name: str = "the config dict") -> Source:
-    """Take a copy, so that the caller's dict is never changed."""
-    return Source(name, _copy(tree, name))
+def read_dict(tree: Mapping[str, Any], name: str = "the config dict") -> ConfigSource:
+    """Return a source with a copy of `tree`, so that the caller's dict is never changed."""
+    return ConfigSource(name, _copy(tree, name))
 
 
-def override(source: Source, text: str) -> None:
-    """Set one "a.b=value"; the value is JSON where it parses, else a string."""
+def override(source: ConfigSource, text: str) -> None:
+    """Apply an override "a.b=value" to `source`. A value that is not JSON is a string."""
     key, equals, raw = text.partition("=")
     path = tuple(key.strip().split("."))
     if not equals or not all(path) or len(path) > MAX_DEPTH:
@@ -102,22 +119,22 @@ def override(source: Source, text: str) -> None:
     for depth, part in enumerate(path[:-1], start=1):
         node = node.setdefault(part, {})
         if not isinstance(node, dict):
-            here = ".".join(path[:depth])
+            parent = ".".join(path[:depth])
             raise ConfigError(
-                f"override {printable(text)!r}: {here} is {describe(node)}, so nothing can be set below it."
+                f"override {printable(text)!r}: {parent} is {describe(node)}, so nothing can be set below it."
             )
     try:
         value = json.loads(raw)
     except (ValueError, RecursionError):
         value = raw
     node[path[-1]] = _copy(value, f"override {printable(text)!r}")
-    for below in [known for known in source.places if known[: len(path)] == path]:
-        del source.places[below]
+    for replaced in [known for known in source.places if known[: len(path)] == path]:
+        del source.places[replaced]
     source.places[path] = f"override {printable(text)}"
 
 
 def describe(value: Any) -> str:
-    """A value as an error shows it: what it is, and of which kind."""
+    """Return a value as an error shows it: the value and its kind."""
     kinds = {str: "a string", bool: "a boolean", int: "an integer", float: "a number", list: "a list", tuple: "a list"}
     if value is None:
         return "null"
@@ -129,24 +146,26 @@ def describe(value: Any) -> str:
 
 
 def as_json(value: Any) -> str:
-    """The value as JSON, shortened; "" where it has none, such as an integer of 5,000 digits."""
+    """Return the value as shortened JSON, or "" where that is impossible, as for an integer of 5,000 digits."""
     try:
         return printable(json.dumps(value, default=repr))
-    except Exception:  # whatever a foreign object's repr may raise
+    except Exception:
+        # The repr of a foreign object may raise anything.
         return ""
 
 
 def printable(text: str, limit: int = MAX_SHOWN) -> str:
-    """The text for a message: shortened, and nothing in it that moves a terminal's cursor or cannot be encoded."""
+    """Return the text for a message: shortened, and with escapes for characters that a terminal cannot show."""
     escaped = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
     return escaped if len(escaped) <= limit else escaped[: limit - 3] + "..."
 
 
 def _copy(tree: Any, name: str) -> Any:
-    """A copy of nested objects and lists.
+    """Return a copy of nested objects and lists.
 
     Raises:
-        ConfigError: they are more, or deeper, than a configuration has; an object that contains itself is.
+        ConfigError: There are more of them than a configuration has, or they are nested deeper. An object that
+            contains itself is nested too deeply.
     """
     count = 0
 
@@ -165,6 +184,7 @@ def _copy(tree: Any, name: str) -> Any:
 
 
 def too_large(name: str) -> ConfigError:
+    """Return the error for a configuration with too many values or levels."""
     return ConfigError(
         f"{name}: more than {MAX_VALUES} values, or objects and lists more than {MAX_DEPTH} deep. No configuration is "
         "so large: remove what repeats or contains itself."
@@ -172,7 +192,7 @@ def too_large(name: str) -> ConfigError:
 
 
 def _syntax_error(name: str, text: str, line: int, column: int, what: str, hint: str = "") -> ConfigError:
-    """`line` and `column` count from 1."""
+    """Return an error that shows the line. `line` and `column` count from 1."""
     rows = text.splitlines() or [""]
     row = rows[line - 1] if line <= len(rows) else ""
     pointer = "".join("\t" if char == "\t" else " " for char in row[: column - 1]) + "^"
@@ -187,9 +207,11 @@ def _parse_json(text: str, name: str) -> tuple[Any, dict[KeyPath, int]]:
         raise _syntax_error(name, text, error.lineno, error.colno, error.msg, hint) from None
     except RecursionError:
         raise too_large(name) from None
-    except ValueError:  # Python's own limit
+    except ValueError:
+        # Python limits the digits of an integer that it parses.
         raise ConfigError(f"{name}: a number has more than 4300 digits.") from None
-    _copy(tree, name)  # which bounds it
+    # The copy is discarded: making it checks the size.
+    _copy(tree, name)
     return tree, _json_lines(text, name)
 
 
@@ -212,12 +234,18 @@ _TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|[{}\[\]:,]|[^\s{}\[\]:,"]+')
 
 
 def _json_lines(text: str, name: str) -> dict[KeyPath, int]:
-    """The line of every key of a valid JSON text. A key that an object has twice is an error."""
+    """Return the line of every key of a valid JSON text.
+
+    Raises:
+        ConfigError: An object has a key twice.
+    """
     lines: dict[KeyPath, int] = {}
-    path: list[str] = []  # the open objects' and lists' keys; a list's key is ""
-    kinds: list[str] = []  # their opening marks
+    # The keys of the open objects and lists, "" within a list, and the marks that opened them.
+    path: list[str] = []
+    kinds: list[str] = []
     key, expects_key = "", False
-    line, counted = 1, 0  # the number of the line at this position of the text
+    # `line` is the number of the line at position `counted` of the text.
+    line, counted = 1, 0
     for token in _TOKEN.finditer(text):
         mark = token.group()
         if mark in "{[":
@@ -252,9 +280,9 @@ def _parse_yaml(text: str, name: str) -> tuple[Any, dict[KeyPath, int]]:
         raise ConfigError(f"{name}: YAML needs PyYAML: pip install pyyaml. Or write the file as JSON.") from None
 
     class Loader(yaml.SafeLoader):
-        """YAML 1.1 as PyYAML reads it, except for scalars, which are what JSON would take them for.
+        """PyYAML's reader of YAML 1.1, with the numbers of JSON.
 
-        So 1e-4 is a number, and 010, 1:30 and 2026-01-31 are strings: YAML 1.1 has 8, 90 and a date.
+        So 1e-4 is a number, and 010, 1:30 and 2026-01-31 are strings; in YAML 1.1 they are 8, 90 and a date.
         """
 
         yaml_implicit_resolvers = {  # noqa: RUF012
@@ -262,16 +290,18 @@ def _parse_yaml(text: str, name: str) -> tuple[Any, dict[KeyPath, int]]:
             for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
         }
 
-    whole = r"(?:0|[1-9][0-9_]*)"
+    integer = r"(?:0|[1-9][0-9_]*)"
     for kind, pattern in (
-        ("int", rf"[-+]?{whole}\Z"),
-        ("float", rf"[-+]?(?:{whole}(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?\Z|[-+]?\.(?:inf|Inf|INF)\Z|\.(?:nan|NaN|NAN)\Z"),
+        ("int", rf"[-+]?{integer}\Z"),
+        ("float", rf"[-+]?(?:{integer}(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?\Z"),
+        ("float", r"[-+]?\.(?:inf|Inf|INF)\Z|\.(?:nan|NaN|NAN)\Z"),
     ):
         Loader.add_implicit_resolver(f"tag:yaml.org,2002:{kind}", re.compile(pattern), list("-+0123456789."))
     lines: dict[KeyPath, int] = {}
     count = 0
 
     def walk(node: Any, path: KeyPath) -> None:
+        """Note the line of every key below `node`, before any value is constructed."""
         nonlocal count
         count += 1
         if count > 2 * MAX_VALUES or len(path) > MAX_DEPTH:
@@ -311,7 +341,8 @@ def _parse_yaml(text: str, name: str) -> tuple[Any, dict[KeyPath, int]]:
         raise too_large(name) from None
     except ConfigError:
         raise
-    except Exception as error:  # of the constructors of tags, such as `!!int x`
+    except Exception as error:
+        # The constructors of tags, such as `!!int x`, raise errors of many kinds.
         raise ConfigError(f"{name}: not YAML that a configuration can hold: {printable(str(error))}.") from None
     finally:
         if loader is not None:

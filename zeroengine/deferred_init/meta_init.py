@@ -168,12 +168,12 @@ def _children_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Modu
 
 def guard(model: nn.Module, units: Sequence[Unit]) -> None:
     """While some parameters are not set, a forward of ``model`` is an error."""
-    if not any(unit.unset for unit in units):
+    if not any(unit.unset_params for unit in units):
         return
 
     @eager
     def check(module: nn.Module, args: Any) -> None:
-        names = [slot.name for unit in units for slot in unit.layout.slots if slot.name in unit.unset]
+        names = [slot.name for unit in units for slot in unit.layout.slots if slot.name in unit.unset_params]
         if not names:
             handle.remove()
         elif module is model:  # else a copy, which took the hook along
@@ -190,4 +190,4 @@ def guard(model: nn.Module, units: Sequence[Unit]) -> None:
 def loaded(units: Sequence[Unit], missing: Sequence[str]) -> None:
     """Weights were loaded, of everything but ``missing``."""
     for unit in units:
-        unit.unset &= set(missing)
+        unit.unset_params &= set(missing)

@@ -92,14 +92,14 @@ class Accumulation(BackwardListener):
         if self._forwards_before_backward:
             self._passes += 1
             # Inside `no_sync` gradients add up on purpose.
-            self._local_passes += not self._backward.syncing
+            self._local_passes += not self._backward.sync_enabled
             self._warn_of_forgotten_step()
         if self._per_step is None:
-            self._backward.is_boundary = self._boundary is True
+            self._backward.is_last_microbatch = self._boundary is True
         elif self._last_update_by == OPTIMIZER_STEP:
-            self._backward.is_boundary = self.backwards + 1 >= self._per_step
+            self._backward.is_last_microbatch = self.backwards + 1 >= self._per_step
         else:
-            self._backward.is_boundary = self._ended_micro_steps + 1 == self._per_step
+            self._backward.is_last_microbatch = self._ended_micro_steps + 1 == self._per_step
 
     def end_backward(self, num_calls: int) -> None:
         """Count a backward that has produced gradients.

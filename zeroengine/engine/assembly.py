@@ -238,7 +238,7 @@ def _make_units(
         unit = Unit(plan, degrees, transport, group.broadcast, stored, master_store)
         # Freed are the values that its parameters had before, and the fp32 values from which a unit of lower
         # precision was rounded.
-        freed.add(unit.full.nbytes + (4 * plan.numel if unit.mixed else 0))
+        freed.add(unit.full_buffer.nbytes + (4 * plan.numel if unit.is_mixed_precision else 0))
         units.append(unit)
     return units
 

@@ -139,7 +139,7 @@ class EngineCheckpoints:
         with parts.group.agreeing("to load weights"):
             parts.state_offloader.check_resident("load_weights()")
             parts.foreign_parameters.check()
-            if parts.gatherer.lent:
+            if parts.gatherer.num_user_gathered:
                 raise ZeroEngineError(
                     "load_weights() inside `with zeroengine.gathered(...)`: its end would write the old values back. "
                     "Leave the `with` first."
@@ -161,7 +161,7 @@ class EngineCheckpoints:
             DivergenceError: On every rank, where the ranks wrote different values into the model.
         """
         parts = self._parts
-        parts.gatherer.settle()
+        parts.gatherer.finish_gathers_and_release()
         parts.placement.finish_copies()
         parts.external_writes.compare()
         parts.optimizer.reload_masters()
@@ -179,7 +179,7 @@ class EngineCheckpoints:
             parts.gatherer.publish_update(states.unit)
             parts.placement.evict(states.param, states.master)
         parts.external_writes.remember()
-        parts.gatherer.settle()
+        parts.gatherer.finish_gathers_and_release()
         parts.transport.fence()
 
     def _counters(self) -> dict[str, int]:

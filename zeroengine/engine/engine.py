@@ -108,9 +108,9 @@ class Engine:
         """The model's forward. On a GPU tensors in CPU memory among its inputs are copied there first."""
         if self._parts.state_offloader:
             self._parts.state_offloader.check_resident("the forward", ("parameters",))
-        if self.module.training and not self.gatherer.lent:
+        if self.module.training and not self.gatherer.num_user_gathered:
             self._parts.input_comparison.observe((args, kwargs))
-        with self.gatherer.forward():
+        with self.gatherer.model_forward():
             return self.module(*args, **kwargs)
 
     forward = __call__
@@ -352,25 +352,25 @@ class Engine:
 
     def _finish_gradients(self, call: str) -> None:
         """Return with the gradients of this step reduced. If it raises nothing has changed."""
-        if not self._parts.backward.syncing:
+        if not self._parts.backward.sync_enabled:
             raise ZeroEngineError(
                 f"{call} inside `with engine.no_sync()`: at the accumulation boundary the gradients are to be reduced. "
                 "Leave the `with` before the last backward of a step."
             )
-        if self.gatherer.lent:
+        if self.gatherer.num_user_gathered:
             raise ZeroEngineError(
                 f"{call} inside `with zeroengine.gathered(...)`: the update would not reach the gathered values. Leave "
                 "the `with` first."
             )
         self._parts.foreign_parameters.check()
-        self.reducer.finish()
+        self.reducer.reduce_remaining()
 
     def _update(self, call: str) -> bool | StepResult:
         """Take a step on behalf of ``call``. Return whether parameters were updated, or an object that tells."""
         parts = self._parts
         self._finish_gradients(call)
         # If anything up to this line raises, nothing has changed and the step may be called again.
-        self.gatherer.settle(before_update=True)
+        self.gatherer.finish_gathers_and_release(before_update=True)
         parts.accumulation.end_step(call)
         parts.input_comparison.end_micro_step(True)
         if call == ENGINE_STEP:
@@ -391,14 +391,14 @@ class Engine:
         backward = self._parts.backward
         # A plain backward before the `with` ends as it began, and so does the last one inside it.
         backward.end_if_over()
-        syncing_before, backward.syncing = backward.syncing, False
+        sync_enabled_before, backward.sync_enabled = backward.sync_enabled, False
         try:
             yield
         finally:
             try:
                 backward.end_if_over()
             finally:
-                backward.syncing = syncing_before
+                backward.sync_enabled = sync_enabled_before
 
     def train(self, mode: bool = True) -> Engine:
         """Sets training mode, as ``nn.Module.train``."""
@@ -615,7 +615,7 @@ class Engine:
             if parts.save_on_signal is not None:
                 parts.save_on_signal.close()
             self._checkpoints.close()
-            self.gatherer.settle()
+            self.gatherer.finish_gathers_and_release()
             # After an error the device may never get to the end of the last step.
             if sys.exc_info()[0] is None:
                 parts.step_runner.final_report()

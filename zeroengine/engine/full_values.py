@@ -76,10 +76,10 @@ class FullValues:
         return [next((rank for rank, flag in enumerate(row) if flag), -1) for row in flat.view_as(flags).tolist()]
 
     def take_over(self, unit: Unit, writer: int) -> None:
-        self._group.broadcast(unit.full, writer)
+        self._group.broadcast(unit.full_buffer, writer)
         torch.autograd.graph.increment_version(unit.params)
-        unit.take_from_full()
-        unit.unset.clear()
+        unit.copy_full_to_shard()
+        unit.unset_params.clear()
         self._writes.remember(unit)
         for states in self._optimizer.units:
             if states.unit is unit:
@@ -106,10 +106,10 @@ class FullValues:
         values: dict[nn.Parameter, torch.Tensor] = {}
         # One unit after another, so that a rank that returns nothing never holds more than one.
         for unit in self._units:
-            self.gatherer.hold(unit)
+            self.gatherer.pin(unit)
             if returns_values:
                 values |= {param: param.detach().to("cpu", copy=True) for param in unit.params}
-            self.gatherer.let_go(unit)
+            self.gatherer.unpin(unit)
         if not returns_values:
             return {}
         state: dict[str, torch.Tensor] = {}
@@ -127,15 +127,15 @@ class FullValues:
         self._backward.end_if_over()
         unit, index = self._unit(param)
         states = self._states(unit)
-        mine = self._reducer.waiting(states.grads, index) if states is not None else None
-        used = mine is not None or (states is not None and states.grads.used[index])
+        mine = self._reducer.unreduced_gradient(states.grads, index) if states is not None else None
+        used = mine is not None or (states is not None and states.grads.has_grad[index])
         with self._agreeing("full_gradient", unit, index, used) as used_on:
             states = self._trainable(unit, index)
-            self._reducer.check_ended()
-        self._reducer.settle()
+            self._reducer.check_backward_ended()
+        self._reducer.wait_reduces()
         if not any(used_on):
             return None
-        whole = self._part(unit, index, states.gradient if states.grads.reduced else None)
+        whole = self._part(unit, index, states.gradient if states.grads.is_reduced else None)
         if mine is not None:
             whole += mine
         self._group.all_reduce(whole)
@@ -147,10 +147,10 @@ class FullValues:
         with self._agreeing("set_full_gradient", unit, index):
             states = self._trainable(unit, index)
             value = self._fitting(unit, index, value)
-            self._reducer.check_ended()
-        self._reducer.settle()
+            self._reducer.check_backward_ended()
+        self._reducer.wait_reduces()
         self._group.broadcast(value)
-        self._reducer.replace(states.grads, index, value * self._divisor())
+        self._reducer.replace_gradient(states.grads, index, value * self._divisor())
 
     def optimizer_state(self, param: nn.Parameter, key: str) -> torch.Tensor:
         unit, index = self._unit(param)
@@ -211,9 +211,9 @@ class FullValues:
             whole = self._part(unit, index, states.master)
             self._group.all_reduce(whole)
             return whole
-        self.gatherer.hold(unit)  # frozen: there is none but itself
+        self.gatherer.pin(unit)  # frozen: there is none but itself
         value = param.detach().to(_wide(unit.dtype), copy=True)
-        self.gatherer.let_go(unit)
+        self.gatherer.unpin(unit)
         return value
 
     def set_master(self, param: nn.Parameter, value: torch.Tensor) -> None:
@@ -222,16 +222,16 @@ class FullValues:
             value = self._fitting(unit, index, value)
         self._group.broadcast(value)
         states = self._states(unit)
-        self.gatherer.hold(unit)
+        self.gatherer.pin(unit)
         if states is not None:
             for where, part in self._owned(unit, index, value):
                 populate(states.master[where], write=True)
                 states.master[where].copy_(part)
         with torch.no_grad():
             param.copy_(value)  # what everybody computes with
-        unit.take_from_full()
-        unit.unset.discard(unit.layout.slots[index].name)
-        self.gatherer.let_go(unit)
+        unit.copy_full_to_shard()
+        unit.unset_params.discard(unit.layout.slots[index].name)
+        self.gatherer.unpin(unit)
 
     # -- agreement --------------------------------------------------------------------------------
 
@@ -298,7 +298,7 @@ class FullValues:
         """Where ``value`` (contiguous) lies in this rank's optimizer shard, and the part of it that does."""
         flat = value.view(-1)
         for span in unit.layout.spans(self._group.rank, unit.degrees.optimizer):
-            if span.slot == index:
+            if span.param_index == index:
                 where = slice(span.shard_offset, span.shard_offset + span.numel)
                 yield where, flat[span.param_offset : span.param_offset + span.numel]
 

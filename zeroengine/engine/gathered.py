@@ -81,19 +81,19 @@ def gathered(module_or_params: nn.Module | nn.Parameter | Iterable[nn.Parameter]
     units = owner.units_of(params)
     with contextlib.ExitStack() as undo:
         for unit in units:
-            owner.gatherer.hold(unit)
-            undo.callback(owner.gatherer.let_go, unit)
-        before = [checksum(unit.full) for unit in units]
+            owner.gatherer.pin(unit)
+            undo.callback(owner.gatherer.unpin, unit)
+        before = [checksum(unit.full_buffer) for unit in units]
         undo.pop_all()
     try:
         yield
     finally:
-        refused = [name for unit in units for name in unit.adopt()]
-        changed = [checksum(unit.full) != seen for unit, seen in zip(units, before, strict=True)]
+        refused = [name for unit in units for name in unit.readopt_data()]
+        changed = [checksum(unit.full_buffer) != seen for unit, seen in zip(units, before, strict=True)]
         for unit, writer in zip(units, owner.first_to_write(changed), strict=True):
             if writer >= 0:
                 owner.take_over(unit, writer)
-            owner.gatherer.let_go(unit)
+            owner.gatherer.unpin(unit)
     if refused:
         raise ZeroEngineError(
             f"gathered(): the shape of a parameter cannot change, but .data was replaced: {', '.join(refused)}. Change "

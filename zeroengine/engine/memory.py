@@ -97,7 +97,7 @@ def measure_memory(parts: EngineParts, checkpoint_copy_bytes: int) -> Memory:
         device=str(parts.group.device),
         **on_device,
         buckets=parts.reducer.bucket_bytes(),
-        put_off={unit.name: unit.gathered_bytes() for unit in parts.gatherer.put_off()},
+        put_off={unit.name: unit.gathered_bytes() for unit in parts.gatherer.deferred_frees()},
         gathered=sum(unit.gathered_bytes() for unit in parts.units),
         staging=parts.placement.send_buffer_bytes + (host_staging if computes_on_cpu else 0),
         checkpoint=checkpoint_copy_bytes if computes_on_cpu else 0,
@@ -110,7 +110,7 @@ def _bytes_of_states(parts: EngineParts, medium: Medium | None) -> dict[str, int
     """Return the bytes of each state in one kind of memory; None is the device's."""
     sizes = parts.optimizer.bytes_in(medium)
     shards = ((unit.shard, unit.offloaded_shards) for unit in parts.units)
-    gradients = ((grads.kept, grads.store) for grads in parts.reducer.gradients)
+    gradients = ((grads.grad_shard, grads.store) for grads in parts.reducer.gradients)
     for name, tensors in (("parameters", shards), ("gradients", gradients)):
         sizes[name] = sum(
             resident_bytes(tensor) for tensor, store in tensors if (None if store is None else store.medium) == medium

@@ -26,14 +26,14 @@ def offload(
     parts.backward.end_if_over()
     # The report may ask for the gradients, so it comes before they move.
     parts.step_runner.sync_and_report()
-    parts.gatherer.settle()
-    parts.reducer.settle()
+    parts.gatherer.finish_gathers_and_release()
+    parts.reducer.wait_reduces()
     parts.transport.fence()
     if device == "cpu" and group.device.type == "cpu":
         return
     tensors = {
         "optimizer": parts.optimizer.tensors(),
-        "gradients": [grads.kept for grads in parts.reducer.gradients if grads.store is None],
+        "gradients": [grads.grad_shard for grads in parts.reducer.gradients if grads.store is None],
         "parameters": [unit.shard for unit in parts.units if unit.offloaded_shards is None],
     }
     if include is None:
@@ -47,5 +47,5 @@ def offload(
 def reload(parts: EngineParts) -> None:
     """Bring back what ``offload`` moved. A collective."""
     channels: dict[int, ChannelName | None] = {id(unit.shard): "gather" for unit in parts.units}
-    channels |= {id(grads.kept): grads.channel for grads in parts.reducer.gradients}
+    channels |= {id(grads.grad_shard): grads.channel for grads in parts.reducer.gradients}
     parts.state_offloader.reload(lambda tensor: parts.transport.refill(tensor, channels.get(id(tensor))))

@@ -201,7 +201,7 @@ class StepRunner(BackwardListener):
         try:
             norm, used, _ = self._summarise(self._label(limit))
         except DivergenceError:
-            self._reducer.reset()
+            self._reducer.end_step()
             raise
         divisor = self.divisor()
         self.grad_norm = norm / divisor
@@ -212,15 +212,15 @@ class StepRunner(BackwardListener):
         if updates:
             self._optimizer.update(self._clip_factor(self.grad_norm, limit) / divisor, used)
             self._gatherer.wait_for_peer_reads()
-        self._reducer.reset()
+        self._reducer.end_step()
         self._count(updates, finite)
         return updates
 
     def _summarise(self, label: str) -> GradientSummary:
         """Return the summary of the gradients, once those that wait on some rank have been reduced."""
-        summary = self._optimizer.summarise(label, late=self._reducer.late)
+        summary = self._optimizer.summarise(label, late=self._reducer.has_late_gradients)
         if summary.any_late:
-            self._reducer.reduce_late()
+            self._reducer.reduce_late_gradients()
             summary = self._optimizer.summarise(label, late=False)
         return summary
 
@@ -229,8 +229,8 @@ class StepRunner(BackwardListener):
 
         All ranks must have some or none: asking them would make the host wait.
         """
-        if self._reducer.late:
-            self._reducer.reduce_late()
+        if self._reducer.has_late_gradients:
+            self._reducer.reduce_late_gradients()
 
     def _issue(self, limit: float) -> StepResult:
         """Issue an update whose result is not known yet."""
@@ -248,7 +248,7 @@ class StepRunner(BackwardListener):
 
         result.on_query = on_query
         self._issued = (result, step_reversibly(self._step_schedule, schedule, groups) if known_late else None)
-        self._reducer.reset()
+        self._reducer.end_step()
         if not known_late:
             self.sync_step()
         return result
@@ -326,7 +326,7 @@ class StepRunner(BackwardListener):
         name = self._optimizer.first_not_finite() or "none alone: their sum of squares"
         what = f"the gradient of {name} is not finite"
         if self._config.scales_loss and self._scaler.exhausted:
-            self._reducer.reset()
+            self._reducer.end_step()
             raise ZeroEngineError(
                 f"step {step}: {what}, at the smallest loss scale, {self._scaler.scale:g} "
                 "(fp16.min_loss_scale). The model diverges or computes values beyond fp16's range: lower the learning "

@@ -1,5 +1,9 @@
-"""Names of DeepSpeed, DistributedDataParallel and FSDP that are not zeroengine's, and what to write instead.
+"""Names of DeepSpeed, DistributedDataParallel and FSDP that zeroengine does not have, and what to write instead.
 
-They are no aliases: one thing has one name here. A user who writes another library's name by habit is told this one's.
-Needs no torch.
+They are not aliases: one thing has one name here. A user who writes another library's name by habit gets an error that
+says what to write. Nothing here needs torch.
+
+- `names.py`: the tables.
+- `messages.py`: the messages of the errors.
+- `__main__.py`: prints the tables for docs/from-deepspeed.md.
 """

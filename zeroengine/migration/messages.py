@@ -1,4 +1,4 @@
-"""What is said to whoever writes another library's name: part of the error that Python raises anyway."""
+"""Messages for users of another library's name: they become part of the error that Python raises anyway."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ def engine_attribute(name: str, engine: object) -> str:
     return plain
 
 
-@functools.cache  # code that looks for an attribute of another library's engine may do so in every step
+# Code that looks for an attribute of another library's engine may do so in every step, so the answer is cached.
+@functools.cache
 def _configured(name: str) -> str | None:
-    """Return where the configuration has what DeepSpeed's engine has as a method ``name``, or why it has not."""
+    """Return the configuration key for the method ``name`` of DeepSpeed's engine, or why there is none."""
     from zeroengine.config import deepspeed_keys
     from zeroengine.config.keys import honoured_paths
 
@@ -41,12 +42,12 @@ def _configured(name: str) -> str | None:
         if path in honoured_paths():
             return f"Write engine.config.{path}"
         if path in deepspeed_keys.TABLE:
-            return f"Of {path} in the configuration: {deepspeed_keys.TABLE[path].why}"
+            return f"Of {path} in the configuration: {deepspeed_keys.TABLE[path].reason}"
     return None
 
 
 def module_attribute(name: str) -> str | None:
-    """Return what to say of ``zeroengine.name``, beside that there is none."""
+    """Return the sentences that follow the error for ``zeroengine.name``, or None where there are none."""
     row = MODULE.get(name)
     return None if row is None else f"It is a name of {row.origin}. {row.advice}"
 
@@ -62,18 +63,18 @@ def comm_attribute(name: str) -> str:
 
 
 def explains_arguments(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function of ``ARGUMENTS``: another library's keyword argument raises with what to write instead.
+    """Decorate a function in ``ARGUMENTS`` so that another library's keyword argument says what to write instead.
 
-    Other arguments that it has not raise Python's own TypeError.
+    Other unknown arguments raise Python's own TypeError.
     """
     name = function.__name__
     table = ARGUMENTS[name]
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        others = {argument: table[argument] for argument in kwargs if argument in table}
-        if others:
-            lines = (f"{argument}= is {row.origin}'s. {row.advice}" for argument, row in others.items())
+        foreign = {argument: table[argument] for argument in kwargs if argument in table}
+        if foreign:
+            lines = (f"{argument}= is {row.origin}'s. {row.advice}" for argument, row in foreign.items())
             raise ZeroEngineError(f"{name}(): {' '.join(lines)}")
         return function(*args, **kwargs)
 

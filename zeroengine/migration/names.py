@@ -1,4 +1,4 @@
-"""The tables: names of other libraries, and what to write instead of each. Data alone."""
+"""Tables of names of other libraries, and what to write instead of each. Data only."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 DEEPSPEED, DDP, FSDP, FSDP2 = "DeepSpeed", "DistributedDataParallel", "FSDP", "FSDP2"
-IN_THE_CONFIGURATION = " in the configuration"  # after what is written there
+# The end of `Counterpart.write` where it is a key of the configuration and not code.
+IN_THE_CONFIGURATION = " in the configuration"
 OPTIMIZER_GROUPS = "engine.optimizer.param_groups"
 
 
 @dataclass(frozen=True)
 class Counterpart:
-    """What stands for one name of another library.
+    """What to write here instead of one name of another library.
 
     Attributes:
-        write: the expression or argument to write instead; empty where there is none.
-        note: what differs, or why there is none.
-        origin: the library whose name it is.
+        write: The expression or argument to write instead; empty where there is none.
+        note: What differs, or why there is nothing to write.
+        origin: The library that the name belongs to.
     """
 
     write: str
@@ -26,16 +27,17 @@ class Counterpart:
 
     @property
     def line(self) -> str:
-        """What to write, in backticks, and the note."""
+        """What to write, in backticks, and the note, for a table."""
         code, place, _ = self.write.partition(IN_THE_CONFIGURATION)
         return f"`{code}`{place}" + (f"; {self.note}" if self.note else "") if code else self.note
 
     @property
     def advice(self) -> str:
+        """The sentence that ends an error message."""
         return f"{'Write ' if self.write else ''}{self.line}."
 
 
-def _of(origin: str, rows: Mapping[str, tuple[str, str]]) -> dict[str, Counterpart]:
+def _counterparts(origin: str, rows: Mapping[str, tuple[str, str]]) -> dict[str, Counterpart]:
     return {name: Counterpart(write, note, origin) for name, (write, note) in rows.items()}
 
 
@@ -48,7 +50,7 @@ _PREFETCH = '"zero_optimization": {"prefetch_bucket_size": ...} in the configura
 _STAGE = '"zero_optimization": {"stage": 3} in the configuration'
 _FORMAT = "There is one format of checkpoints, for every stage and number of ranks"
 
-ENGINE = _of(
+ENGINE = _counterparts(
     DEEPSPEED,
     {
         "train_batch_size": ("engine.config.train_batch_size", ""),
@@ -123,7 +125,7 @@ ENGINE = _of(
         "set_data_post_process_func": ("engine.dataloader(dataset, collate_fn=function)", ""),
     },
 )
-ENGINE |= _of(
+ENGINE |= _counterparts(
     "torch.nn.Module",
     {
         "state_dict": ("engine.full_state_dict()", "on every rank; engine.module's has released parameters at stage 3"),
@@ -135,7 +137,7 @@ ENGINE |= _of(
         },
     },
 )
-ENGINE |= _of(
+ENGINE |= _counterparts(
     DDP,
     {
         "require_backward_grad_sync": ("engine.no_sync()", "in a with statement"),
@@ -144,7 +146,7 @@ ENGINE |= _of(
         "find_unused_parameters": ("", "Leave it out: a parameter without a gradient is left alone"),
     },
 )
-ENGINE |= _of(
+ENGINE |= _counterparts(
     FSDP,
     {
         "summon_full_params": ("with zeroengine.gathered(engine.module):", ""),
@@ -156,7 +158,7 @@ ENGINE |= _of(
         "optim_state_dict_to_load": ("engine.load_checkpoint(directory)", "it holds the optimizer, loadable anywhere"),
     },
 )
-ENGINE |= _of(
+ENGINE |= _counterparts(
     FSDP2,
     {
         "set_requires_gradient_sync": ("with engine.no_sync():", "around the backwards that keep their gradients"),
@@ -173,7 +175,7 @@ ENGINE |= _of(
         "set_gradient_reduce_divide_factor": ("", _MEAN),
     },
 )
-# Of DeepSpeed's other attributes, what stands before many.
+# Prefixes of DeepSpeed's other attributes.
 ENGINE_PREFIXES = {
     "autotuning_": "There is no tuner: try stages and sizes with zero-launch --set",
     "curriculum_": "Data is your own: choose samples in the data set or its loader",
@@ -197,7 +199,7 @@ _EVERYTHING = "Leave it out: a checkpoint is whole, and `latest` names the newes
 _EAGER = "Leave it out: torch.distributed is started where nobody has"
 _EXAMPLE = "optimizer=torch.optim.AdamW(model_parameters, lr=1e-4)"
 
-INITIALIZE = _of(
+INITIALIZE = _counterparts(
     DEEPSPEED,
     {
         "args": ("config=args.deepspeed_config", "the arguments of the command line are your own"),
@@ -211,7 +213,7 @@ INITIALIZE = _of(
         "distributed_port": ("", "Set MASTER_PORT, or start with zero-launch --port"),
     },
 )
-INITIALIZE |= _of(
+INITIALIZE |= _counterparts(
     DDP,
     {
         "device_ids": ("", "Move the model to its device before initialize(), or leave it on the CPU to be moved"),
@@ -223,7 +225,7 @@ INITIALIZE |= _of(
         "bucket_cap_mb": ('"zero_optimization": {"reduce_bucket_size": ...} in the configuration', "in elements"),
     },
 )
-INITIALIZE |= _of(
+INITIALIZE |= _counterparts(
     FSDP,
     {
         "mesh": ('process_group=mesh["dp"]', "a DeviceMesh of one dimension"),
@@ -241,7 +243,7 @@ INITIALIZE |= _of(
         "param_init_fn": ("with zeroengine.meta_init():", "around the building of the model"),
     },
 )
-BACKWARD = _of(
+BACKWARD = _counterparts(
     DEEPSPEED,
     {
         "scale_wrt_gas": ("", _MEAN),
@@ -250,9 +252,11 @@ BACKWARD = _of(
         "gradient": ("engine.scale(loss).backward(gradient)", "engine.backward() takes a scalar loss"),
     },
 )
-STEP = _of(DEEPSPEED, {"lr_kwargs": ("", "Leave it out: a schedule is stepped without arguments")})
-STEP |= _of("torch.optim", {"closure": ("engine.step()", "no optimizer that calls a closure can be partitioned")})
-SAVE_CHECKPOINT = _of(
+STEP = _counterparts(DEEPSPEED, {"lr_kwargs": ("", "Leave it out: a schedule is stepped without arguments")})
+STEP |= _counterparts(
+    "torch.optim", {"closure": ("engine.step()", "no optimizer that calls a closure can be partitioned")}
+)
+SAVE_CHECKPOINT = _counterparts(
     DEEPSPEED,
     {
         "save_dir": ("directory=...", ""),
@@ -260,7 +264,7 @@ SAVE_CHECKPOINT = _of(
         "exclude_frozen_parameters": ("", "Leave it out: a checkpoint holds frozen parameters, too"),
     },
 )
-LOAD_CHECKPOINT = _of(
+LOAD_CHECKPOINT = _counterparts(
     DEEPSPEED,
     {
         "load_dir": ("directory=...", ""),
@@ -272,15 +276,15 @@ LOAD_CHECKPOINT = _of(
     },
 )
 _IN_ORDER = "Leave it out: copies are ordered with the computation"
-OFFLOAD_STATES = _of(
+OFFLOAD_STATES = _counterparts(
     DEEPSPEED,
     {
         "pin_memory": ("", "Leave it out: memory of the CPU is taken for as long as the states are there"),
         "non_blocking": ("", _IN_ORDER),
     },
 )
-RELOAD_STATES = _of(DEEPSPEED, {"non_blocking": ("", _IN_ORDER)})
-GATHERED = _of(
+RELOAD_STATES = _counterparts(DEEPSPEED, {"non_blocking": ("", _IN_ORDER)})
+GATHERED = _counterparts(
     DEEPSPEED,
     {
         "params": ("zeroengine.gathered(params)", "without its name"),
@@ -289,7 +293,7 @@ GATHERED = _of(
         "enabled": ("", "Leave it out: it is right at every stage"),
     },
 )
-META_INIT = _of(
+META_INIT = _counterparts(
     DEEPSPEED,
     {
         "module": ("", "Leave it out: a model that is built already is passed to initialize()"),
@@ -319,7 +323,7 @@ ARGUMENTS = {
 
 _OPTIMIZER = "torch.optim.AdamW(...)"
 _FUSED = "initialize() runs its update on the fused kernel, on CPUs and GPUs"
-MODULE = _of(
+MODULE = _counterparts(
     DEEPSPEED,
     {
         "zero": (
@@ -350,10 +354,11 @@ MODULE = _of(
         "logger": ('logging.getLogger("zeroengine")', ""),
     },
 )
-MODULE |= _of(DDP, {DDP: ("zeroengine.initialize(model, optimizer, config)", "")})
-MODULE |= _of(FSDP, {"FullyShardedDataParallel": ("zeroengine.initialize(model, optimizer, config)", "")})
-MODULE |= _of(FSDP2, {"fully_shard": ("zeroengine.initialize(model, optimizer, config)", "")})
-COMM = _of(DEEPSPEED, {"init_distributed": ("", _EAGER)})  # the rest is torch.distributed's
+MODULE |= _counterparts(DDP, {DDP: ("zeroengine.initialize(model, optimizer, config)", "")})
+MODULE |= _counterparts(FSDP, {"FullyShardedDataParallel": ("zeroengine.initialize(model, optimizer, config)", "")})
+MODULE |= _counterparts(FSDP2, {"fully_shard": ("zeroengine.initialize(model, optimizer, config)", "")})
+# The other functions of deepspeed.comm have the names of torch.distributed.
+COMM = _counterparts(DEEPSPEED, {"init_distributed": ("", _EAGER)})
 
 UNPACKED_ENGINE = (
     "initialize() returns the engine alone, and here it is unpacked or indexed as DeepSpeed's (engine, optimizer, "

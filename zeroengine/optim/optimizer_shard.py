@@ -31,11 +31,11 @@ class OptimizerShard:
         self.number, self.store = number, store
         self.grads, self.unit = grads, unit
         degree = unit.degrees.optimizer
-        self.param = unit.owned(degree)
-        self.gradient = grads.owned(degree)
+        self.param = unit.shard_of_degree(degree)
+        self.gradient = grads.shard_of_degree(degree)
         self.offset, _ = unit.layout.shard_range(unit.rank, degree)
         # DESIGN "One master": where parameters are fp32 they are the master.
-        self.mixed = unit.mixed
+        self.mixed = unit.is_mixed_precision
         self.master = self.param
         if self.mixed and store is not None and unit.master is not None and store.holds(unit.master):
             self.master, unit.master = unit.master, None
@@ -54,7 +54,7 @@ class OptimizerShard:
         numel = self.param.numel()
         if self.store is not None:
             return self.store.empty(numel, dtype)
-        tensor = torch.empty(numel, dtype=dtype, device=self.unit.full.device)
+        tensor = torch.empty(numel, dtype=dtype, device=self.unit.full_buffer.device)
         ops.advise_huge_pages(tensor)
         return tensor
 
@@ -87,8 +87,8 @@ class OptimizerShard:
 
     def gradient_for_norm(self, world_size: int) -> torch.Tensor:
         """This rank's 1/world of the summed gradients: the same elements at every stage."""
-        kept = self.grads.kept
-        if not self.grads.whole:
+        kept = self.grads.grad_shard
+        if not self.grads.unsharded:
             return kept
         size = self.unit.layout.numel // world_size
         return kept[self.unit.rank * size : (self.unit.rank + 1) * size]
@@ -99,7 +99,7 @@ class OptimizerShard:
 
         See "Values written into the model" in ``runtime/outside_writes.py``.
         """
-        return self.mixed and not self.unit.transient
+        return self.mixed and not self.unit.releasable
 
     def reload_master(self) -> None:
         """Take over published parameters that were written from outside; the others keep their master's bits."""

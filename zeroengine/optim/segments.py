@@ -35,7 +35,7 @@ def segments_of(
     segments: list[Segment] = []
     joins = False  # whether nothing was left out since the last segment
     for span in layout.spans(rank, layout.degrees.optimizer):
-        i, stop = span.slot, span.shard_offset + span.numel
+        i, stop = span.param_index, span.shard_offset + span.numel
         if not used[i]:
             joins = False
             continue

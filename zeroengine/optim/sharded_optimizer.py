@@ -49,7 +49,7 @@ class GradientSummary(NamedTuple):
 
     norm: float  # of the summed gradients, before any division
     used: list[list[bool]]  # for each unit and parameter, whether any rank computed a gradient
-    any_late: bool  # whether gradients still wait on some rank, see ``Reducer.reduce_late``
+    any_late: bool  # whether gradients still wait on some rank, see ``Reducer.reduce_late_gradients``
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -125,7 +125,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @property
     def computes_on(self) -> torch.device:
         """The device that gradients are on when their norm is taken."""
-        return self.units[0].unit.full.device if self.units else torch.device("cpu")
+        return self.units[0].unit.full_buffer.device if self.units else torch.device("cpu")
 
     @property
     def on_device(self) -> bool:
@@ -181,7 +181,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             DivergenceError: on every rank, where they did not. Nothing has changed.
         """
-        flags = [float(used) for states in self.units for used in states.grads.used]
+        flags = [float(used) for states in self.units for used in states.grads.has_grad]
         values = to_device([0.0, late, *flags, *self._writes.sums()], self.computes_on)
         world = self._transport.world_size
         for states in self.units:
@@ -210,7 +210,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for span in layout.spans(unit.rank, unit.degrees.optimizer):
                 gradient = states.gradient[span.shard_offset : span.shard_offset + span.numel]
                 populate(gradient)
-                bad[span.slot] = bad[span.slot] or not bool(torch.isfinite(gradient).all())
+                bad[span.param_index] = bad[span.param_index] or not bool(torch.isfinite(gradient).all())
             flags += bad
         names = [slot.name for states in self.units for slot in states.unit.layout.slots]
         total = self._transport.all_reduce_scalars(
@@ -256,7 +256,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             mine.update({key: value for key, value in theirs.items() if key != "params"})
         for states, flags in zip(self.units, used, strict=True):
             for span, piece in self._pieces[id(states)]:
-                if flags[span.slot]:
+                if flags[span.param_index]:
                     gradient = states.gradient[span.shard_offset : span.shard_offset + span.numel]
                     piece.grad = gradient.to(piece.dtype, copy=True).mul_(factor).view_as(piece)
         on_shards.step()
@@ -275,7 +275,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for states in self.units:
             pieces = self._pieces[id(states)] = []
             for span in states.unit.layout.spans(states.unit.rank, states.unit.degrees.optimizer):
-                param = states.unit.params[span.slot]
+                param = states.unit.params[span.param_index]
                 shape = param.shape if span.numel == param.numel() else (span.numel,)
                 flat = states.master[span.shard_offset : span.shard_offset + span.numel]
                 piece = torch.nn.Parameter(flat.view(shape))
@@ -334,7 +334,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         index = layout.slots.index(slot)
         self.settle()
         for number, span in enumerate(layout.spans(unit.rank, unit.degrees.optimizer)):
-            if span.slot != index:
+            if span.param_index != index:
                 continue
             where = slice(span.shard_offset, span.shard_offset + span.numel)
             if self._on_shards is not None:

@@ -1,6 +1,6 @@
 """How a model is cut into units: which parameters are gathered and released together.
 
-Hooks sit on modules, units on parameters. A unit's *holders* are the modules whose forward needs it.
+Hooks sit on modules, units on parameters. A unit's *modules* are the modules whose forward needs it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class UnitPlan:
 
     name: str
     params: tuple[tuple[str, nn.Parameter], ...]
-    holders: tuple[nn.Module, ...]
+    modules: tuple[nn.Module, ...]
     dtype: torch.dtype
     trainable: bool
 
@@ -184,8 +184,8 @@ def _split(
     inside = set(group.root.modules()) if group.root is not None else set()
     main = next(iter(sorted(kinds, key=lambda kind: not kind[1])))
     for (dtype, trainable), params in sorted(kinds.items(), key=lambda item: not item[0][1]):
-        holders = [group.root] if group.root is not None else []
+        modules = [group.root] if group.root is not None else []
         for _, param in params:
-            holders += [m for m in owners[param] if m not in inside and m not in holders]
+            modules += [m for m in owners[param] if m not in inside and m not in modules]
         suffix = "" if (dtype, trainable) == main else f" ({'frozen, ' * (not trainable)}{str(dtype)[6:]})"
-        yield UnitPlan(group.name + suffix, tuple(params), tuple(holders), dtype, trainable)
+        yield UnitPlan(group.name + suffix, tuple(params), tuple(modules), dtype, trainable)

@@ -50,7 +50,7 @@ class ParamSlot:
 class ShardSpan:
     """The elements of one parameter that one rank owns. Empty spans are never built."""
 
-    slot: int  # which parameter of the layout
+    param_index: int  # index of the parameter within the layout
     param_offset: int  # first owned element within the flattened parameter
     shard_offset: int  # where it lies within the rank's shard
     numel: int
@@ -100,7 +100,7 @@ class FlatLayout:
     def _offsets(self) -> list[int]:
         return [slot.offset for slot in self.slots]
 
-    def slot_at(self, offset: int) -> int:
+    def param_index_at(self, offset: int) -> int:
         """Return the number of the slot that holds the element at ``offset`` of the flat buffer."""
         return bisect_right(self._offsets, offset) - 1
 
@@ -113,7 +113,7 @@ class FlatLayout:
         start = self.degrees.index(rank, degree) * size
         return start, start + size
 
-    def share_range(self, rank: int, degree: int, world_size: int) -> tuple[int, int]:
+    def unreplicated_range(self, rank: int, degree: int, world_size: int) -> tuple[int, int]:
         """The part of ``rank``'s shard that it stands for where every element counts once over all ranks.
 
         Ranks that hold the same shard split it evenly.

@@ -110,7 +110,7 @@ class CallTracker:
     def complete(self, unit: Unit) -> None:
         """Every trainable parameter of ``unit`` has its gradient."""
         self._complete.add(unit)
-        for module in unit.holders:
+        for module in unit.modules:
             if module in self._calls:
                 self._after_backward(module)
 
@@ -129,7 +129,7 @@ class CallTracker:
         self._begins(module)
         self._calls.setdefault(module, []).append(call)
         for unit in self._holders[module]:
-            if unit.transient and unit.trainable and not any(param.requires_grad for param in unit.params):
+            if unit.releasable and unit.trainable and not any(param.requires_grad for param in unit.params):
                 self._complete.add(unit)  # frozen for now: no gradient will come
 
     def _ran(self, module: nn.Module, call: Call, index: int) -> None:
@@ -145,7 +145,7 @@ class CallTracker:
 
     def _after_backward(self, module: nn.Module) -> None:
         for unit in self._holders[module]:
-            if unit.transient and all(self._is_through(holder) for holder in unit.holders if holder in self._calls):
+            if unit.releasable and all(self._is_through(holder) for holder in unit.modules if holder in self._calls):
                 self._is_over(unit)
 
     def _is_through(self, module: nn.Module) -> bool:

@@ -76,16 +76,16 @@ class BackwardTracker:
 
     Attributes:
         in_progress: Whether a backward has begun that wants gradients and has not been ended.
-        syncing: Whether gradients are reduced; False inside ``no_sync``.
-        is_boundary: Whether the backward in progress is the last one before the update, as far as is known.
+        sync_enabled: Whether gradients are reduced; False inside ``no_sync``.
+        is_last_microbatch: Whether the backward in progress is the last one before the update, as far as is known.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], requires_scaled_loss: bool) -> None:
         self._params, self._requires_scaled_loss = params, requires_scaled_loss
         self._listeners: list[BackwardListener] = []
         self.in_progress = False
-        self.syncing = True
-        self.is_boundary = True
+        self.sync_enabled = True
+        self.is_last_microbatch = True
         self._run_by_engine = False
         self._run_raised = False
         self._ended_graph_tasks: set[int] = set()  # Plain backwards that ended since the first gradient came.

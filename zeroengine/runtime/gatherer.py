@@ -3,10 +3,10 @@
 [Note: Hooks are hints]
 Hooks on modules, and on the tensors that go in and come out, say when a unit is about to be needed and when it may be
 released. What is computed does not depend on them:
-- A use of a released parameter calls ``_resolve``, for its class tells (``released.py``). A read in backward of what
-  the graph saved of one calls ``_read_saved`` (see the note in ``saved_views.py``). Both gather the unit.
-- Memory that somebody shares is not freed (``Unit.is_shared``). That is *put off*, and tried again whenever a module or
-  a pass ends. If the memory is still shared at the next step it is left to those who share it.
+- A use of a released parameter calls ``_gather_for_use`` through its class (see ``released_parameter.py``). A backward
+  that reads a saved view of one calls ``_restore_saved_view`` (see the note in ``saved_views.py``). Both gather it.
+- A full buffer that other tensors alias is not freed (``Unit.is_aliased``). Its free is *deferred*: tried again when
+  a module or a pass ends. If the buffer is still aliased at the next step, the unit takes a new one.
 
 In backward a unit is gathered when the first gradient of its holder's outputs is there, and released as ``calls.py``
 says. What never gets that far (unused parameters) is released when the backward ends.
@@ -29,7 +29,7 @@ from zeroengine.errors import ReleasedParameterError, ZeroEngineError
 from zeroengine.runtime.autograd_tracking import Call, CallTracker, queue_callback
 from zeroengine.runtime.backward_tracker import BackwardListener, BackwardTracker
 from zeroengine.runtime.saved_views import SavedView, current_sequence_number, replace_saved_views
-from zeroengine.runtime.unit import State, Unit
+from zeroengine.runtime.unit import GatherState, Unit
 from zeroengine.runtime.visit_order import VisitOrder
 from zeroengine.utils.compiler_disable import eager, unrecorded, untransformed
 from zeroengine.utils.profiling import profile_range
@@ -71,33 +71,35 @@ class Gatherer(BackwardListener):
         stored = any(unit.offloaded_shards is not None for unit in self._units)
         self._prefetch_numel = prefetch_numel if transport.overlaps or stored else 0
         self._max_live_numel = max_live_numel
-        self._live_numel = sum(unit.layout.numel for unit in self._units if unit.transient)  # not released
+        self._live_numel = sum(unit.layout.numel for unit in self._units if unit.releasable)  # not released
         self._backward = backward
-        self._num_user_gathered: dict[Unit, int] = dict.fromkeys(self._units, 0)  # by ``gathered``
-        self.lent = 0  # units in `gathered`: ranks may run different forwards, so no order is learnt or followed
-        self._running = 0  # forwards of the whole model in progress
-        self._forwards: list[RunningForward] = []
+        self._user_pins: dict[Unit, int] = dict.fromkeys(self._units, 0)  # by ``gathered``
+        # Units inside `gathered`. Ranks may run different forwards meanwhile, so no order is learnt or followed.
+        self.num_user_gathered = 0
+        self._num_model_forwards = 0  # forwards of the whole model in progress
+        self._module_forwards: list[RunningForward] = []
         self._graph_tasks: list[int] = []  # autograd's numbers of the backwards in progress, the outermost first
-        self._unhooked: dict[Unit, None] = {}  # gathered for a use that no hook announced; released when the pass ends
-        self._put_off: dict[Unit, None] = {}  # to release as soon as nobody shares their memory
-        self._kept_by_hooks: set[Unit] = set()  # units of which a graph keeps a parameter by hooks of the user's
-        self._announced: set[Unit] = set()  # units of which it was said that they are put off
+        # Units that were gathered for a use that no hook announced. They are released when the pass ends.
+        self._unhooked_uses: dict[Unit, None] = {}
+        self._deferred_frees: dict[Unit, None] = {}  # to release as soon as nobody shares their memory
+        self._saved_by_user_hooks: set[Unit] = set()  # units of which a graph keeps a parameter by hooks of the user's
+        self._warned_of: set[Unit] = set()  # units of which it was said that they are put off
         self._order = VisitOrder()
         self._last_in_forward: Unit | None = None
         self._holders: dict[nn.Module, list[Unit]] = {}
         for unit in self._units:
-            for module in unit.holders:
+            for module in unit.modules:
                 self._holders.setdefault(module, []).append(unit)
         owner = weakref.ref(self)
         self._calls = CallTracker(
-            self._holders, partial(_call, owner, "_before_backward"), partial(_call, owner, "_after_backward")
+            self._holders, partial(_call, owner, "_pre_backward"), partial(_call, owner, "_post_backward")
         )
-        self._read_saved_view = partial(_call, owner, "_read_saved")
+        self._restore_view = partial(_call, owner, "_restore_saved_view")
         self._first_sequence_number = 0  # of the graph that the model's forward in progress makes
         self._model = model
         self._handles = self._hook(model)
         for unit in self._units:
-            if unit.transient:
+            if unit.releasable:
                 self._mark_released(unit)  # it was built without memory in its full buffer
         backward.subscribe(self)
 
@@ -115,7 +117,7 @@ class Gatherer(BackwardListener):
             return hook
 
         def away(unit: Unit) -> bool:
-            return unit.transient or unit.degrees.optimizer > unit.degrees.parameters
+            return unit.releasable or unit.degrees.optimizer > unit.degrees.parameters
 
         needing = {module: units for module, units in self._holders.items() if any(map(away, units))}
         for module in (model, *needing):
@@ -125,84 +127,86 @@ class Gatherer(BackwardListener):
                     "it was before torch.jit. torch.compile serves instead."
                 )
         handles = [
-            model.register_forward_pre_hook(bind("_enter_model"), prepend=True),
-            model.register_forward_hook(bind("_leave_model"), always_call=True),
+            model.register_forward_pre_hook(bind("_pre_model_forward"), prepend=True),
+            model.register_forward_hook(bind("_post_model_forward"), always_call=True),
         ]
         for module, units in needing.items():
-            before, after = bind("_before_forward"), bind("_after_forward")
+            before, after = bind("_pre_forward"), bind("_post_forward")
             handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-            if any(unit.transient for unit in units):
+            if any(unit.releasable for unit in units):
                 handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
         return handles
 
     # -- whole units ------------------------------------------------------------------------------
 
-    def start(self, unit: Unit) -> None:
+    def start_gather(self, unit: Unit) -> None:
         """Issues the gather of a released unit."""
-        if unit.state is State.RELEASED:
+        if unit.state is GatherState.RELEASED:
             with untransformed(), profile_range("gather", unit.name):
-                unit.gather()
+                unit.start_gather()
             self._live_numel += unit.layout.numel
 
-    def ensure(self, unit: Unit) -> None:
+    def ensure_gathered(self, unit: Unit) -> None:
         """Returns with ``unit`` ready."""
-        if unit.state is State.READY:
+        if unit.state is GatherState.GATHERED:
             return
-        self.start(unit)
-        assert unit.work is not None
+        self.start_gather(unit)
+        assert unit.gather_work is not None
         with untransformed(), profile_range("await", unit.name):
-            unit.work.wait()
-            unit.expose()
+            unit.gather_work.wait()
+            unit.finish_gather()
 
-    def refresh(self, unit: Unit) -> None:
+    def all_gather_updated(self, unit: Unit) -> None:
         """After a publish: issues the gather of a unit that is never released. Awaited at its next use."""
-        unit.guard(self._resolve)
+        unit.mark_stale(self._gather_for_use)
         with profile_range("gather", unit.name):
-            unit.work = self._channel.all_gather(unit.full, unit.owned(unit.degrees.optimizer), unit.name)
+            unit.gather_work = self._channel.all_gather(
+                unit.full_buffer, unit.shard_of_degree(unit.degrees.optimizer), unit.name
+            )
 
     def publish_update(self, unit: Unit) -> None:
         """Let all ranks compute with the updated parameters of ``unit``. Call it on every rank, in the units' order."""
         # Autograd then refuses a backward through a graph that saved the values of before.
         torch.autograd.graph.increment_version(unit.params)
         if unit.degrees.optimizer > unit.degrees.parameters:
-            self.refresh(unit)
+            self.all_gather_updated(unit)
 
     def wait_for_peer_reads(self) -> None:
         """Return when no rank reads the parameters of another one any more, where the transport does not overlap."""
         # Nothing is gained by not waiting there, and peers read this rank's parameters in place.
         if not self._transport.overlaps:
-            self.settle()
+            self.finish_gathers_and_release()
             self._transport.fence()
 
-    def settle(self, *, before_update: bool = False) -> None:
+    def finish_gathers_and_release(self, *, before_update: bool = False) -> None:
         """Before a step: return with no gather under way, and every unit released that the user has not gathered.
 
         No forward is in progress: what one left behind that ended without a word, by Ctrl-C, is forgotten. Whoever
         still shares the memory of a unit keeps that memory and its present values.
         """
         if before_update:
-            self._kept_by_hooks.clear()
+            self._saved_by_user_hooks.clear()
         self.abandon_forward()
         for unit in self._units:
-            if unit.state is State.GATHERING:
-                self.ensure(unit)
-            unit.check()
+            if unit.state is GatherState.GATHERING:
+                self.ensure_gathered(unit)
+            unit.check_parameters()
             self._release(unit)
-            if unit in self._put_off and unit.released and unit not in self._kept_by_hooks:
-                self._announce_put_off()
-                unit.leave_full_buffer()
-                del self._put_off[unit]
+            if unit in self._deferred_frees and unit.is_released and unit not in self._saved_by_user_hooks:
+                self._warn_of_deferred_frees()
+                unit.replace_full_buffer()
+                del self._deferred_frees[unit]
             if unit.offloaded_shards is not None:
                 unit.offloaded_shards.discard_prefetched()
 
-    def hold(self, unit: Unit) -> None:
-        self.ensure(unit)
-        self._num_user_gathered[unit] += 1
-        self.lent += 1
+    def pin(self, unit: Unit) -> None:
+        self.ensure_gathered(unit)
+        self._user_pins[unit] += 1
+        self.num_user_gathered += 1
 
-    def let_go(self, unit: Unit) -> None:
-        self._num_user_gathered[unit] -= 1
-        self.lent -= 1
+    def unpin(self, unit: Unit) -> None:
+        self._user_pins[unit] -= 1
+        self.num_user_gathered -= 1
         self._release(unit)
 
     def _release(self, unit: Unit) -> None:
@@ -211,44 +215,44 @@ class Gatherer(BackwardListener):
         Whether anybody does is a matter of this rank alone: the next use gathers the unit again in any case, so that
         the ranks agree on their collectives.
         """
-        if not unit.transient or unit.state is not State.READY or self._num_user_gathered[unit]:
+        if not unit.releasable or unit.state is not GatherState.GATHERED or self._user_pins[unit]:
             return
-        if any(unit in forward.units for forward in self._forwards):
+        if any(unit in forward.units for forward in self._module_forwards):
             return
         self._mark_released(unit)
-        if unit in self._kept_by_hooks or unit.is_shared:
-            self._put_off[unit] = None
+        if unit in self._saved_by_user_hooks or unit.is_aliased:
+            self._deferred_frees[unit] = None
         else:
-            self._put_off.pop(unit, None)
+            self._deferred_frees.pop(unit, None)
             unit.free_full_buffer()
 
     def _mark_released(self, unit: Unit) -> None:
         self._live_numel -= unit.layout.numel
-        unit.release(self._resolve)
+        unit.release(self._gather_for_use)
 
-    def put_off(self) -> list[Unit]:
+    def deferred_frees(self) -> list[Unit]:
         """Return the units whose full buffers are not freed because somebody shares their memory."""
-        self._release_put_off()
-        return list(self._put_off)
+        self._retry_deferred_frees()
+        return list(self._deferred_frees)
 
-    def _release_put_off(self) -> None:
-        for unit in list(self._put_off):
-            if unit.released and unit not in self._kept_by_hooks and not unit.is_shared:
-                del self._put_off[unit]
+    def _retry_deferred_frees(self) -> None:
+        for unit in list(self._deferred_frees):
+            if unit.is_released and unit not in self._saved_by_user_hooks and not unit.is_aliased:
+                del self._deferred_frees[unit]
                 unit.free_full_buffer()
 
-    def _release_unhooked(self) -> None:
-        units, self._unhooked = self._unhooked, {}
+    def _release_unhooked_uses(self) -> None:
+        units, self._unhooked_uses = self._unhooked_uses, {}
         for unit in units:
             self._release(unit)
-        self._release_put_off()
+        self._retry_deferred_frees()
 
-    def _announce_put_off(self) -> None:
+    def _warn_of_deferred_frees(self) -> None:
         """Say once of each unit that it is put off."""
-        units = [unit for unit in self._put_off if unit not in self._announced]
+        units = [unit for unit in self._deferred_frees if unit not in self._warned_of]
         if not units:
             return
-        self._announced.update(units)
+        self._warned_of.update(units)
         size = sum(unit.gathered_bytes() for unit in units) / 2**20
         names = ", ".join(unit.name for unit in units[:3]) + (f" and {len(units) - 3} more" if len(units) > 3 else "")
         log.warning(
@@ -259,69 +263,69 @@ class Gatherer(BackwardListener):
             names,
         )
 
-    def _resolve(self, param: nn.Parameter, use: str) -> None:
+    def _gather_for_use(self, param: nn.Parameter, use: str) -> None:
         """A parameter is used while it is away: see ``released``."""
         unit = next(u for u in self._units if any(p is param for p in u.params))
-        if unit.transient and unit.state is State.RELEASED:
+        if unit.releasable and unit.state is GatherState.RELEASED:
             in_backward = self._enter_backward()
-            if not (self._running or in_backward):
+            if not (self._num_model_forwards or in_backward):
                 slot = next(s for p, s in zip(unit.params, unit.layout.slots, strict=True) if p is param)
                 raise ReleasedParameterError(
                     f"parameter {slot.name} {slot.shape} is partitioned and released: `{use}` needs its values. Write "
                     "`with zeroengine.gathered(module_or_params):` around the code, on every rank, or use "
                     "engine.full_state_dict() to copy all of them."
                 )
-        if unit.transient:
-            self._unhooked[unit] = None
+        if unit.releasable:
+            self._unhooked_uses[unit] = None
         with unrecorded():
-            self.ensure(unit)
+            self.ensure_gathered(unit)
 
     @eager
-    def _read_saved(self, view: SavedView) -> torch.Tensor:
+    def _restore_saved_view(self, view: SavedView) -> torch.Tensor:
         """Backward reads what the graph saved of a parameter."""
         unit = view.unit
         with untransformed():
-            if unit.state is not State.READY:
-                if not (self._enter_backward() or self._running):
+            if unit.state is not GatherState.GATHERED:
+                if not (self._enter_backward() or self._num_model_forwards):
                     raise ReleasedParameterError(
                         f"what the graph saved of a parameter of unit {unit.name} is looked at outside of a backward, "
                         "where ranks need not come by: write `with zeroengine.gathered(module_or_params):` around it"
                     )
-                self._unhooked[unit] = None
-                self.ensure(unit)
+                self._unhooked_uses[unit] = None
+                self.ensure_gathered(unit)
             return view.restore()
 
     # -- forward ----------------------------------------------------------------------------------
 
-    def _enter_model(self, module: nn.Module, args: Any) -> None:
+    def _pre_model_forward(self, module: nn.Module, args: Any) -> None:
         if not self._enter_backward():
-            if not self._running:
+            if not self._num_model_forwards:
                 self.abandon_backward()
                 self._backward.enter_forward()
-                self._release_put_off()
-            if not (self._running or self.lent):
+                self._retry_deferred_frees()
+            if not (self._num_model_forwards or self.num_user_gathered):
                 self._order.start_pass()
-        if not self._running:
+        if not self._num_model_forwards:
             self._first_sequence_number = current_sequence_number()
-        self._running += 1
+        self._num_model_forwards += 1
 
-    def _leave_model(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._running = max(0, self._running - 1)
-        if self._running:
+    def _post_model_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._num_model_forwards = max(0, self._num_model_forwards - 1)
+        if self._num_model_forwards:
             return
-        if not (self._graph_tasks or self.lent):
+        if not (self._graph_tasks or self.num_user_gathered):
             self._last_in_forward = self._order.last
             self._order.end_pass()
         if not self._graph_tasks:
-            self._replace_saved(output, self._first_sequence_number, [*self._unhooked, *self._put_off])
-        self._release_unhooked()
+            self._replace_saved(output, self._first_sequence_number, [*self._unhooked_uses, *self._deferred_frees])
+        self._release_unhooked_uses()
         if not self._graph_tasks:
-            self._announce_put_off()
+            self._warn_of_deferred_frees()
 
     @contextmanager
-    def forward(self) -> Iterator[None]:
+    def model_forward(self) -> Iterator[None]:
         """Around a forward of the whole model: torch runs none of its hooks when Ctrl-C ends it."""
-        outermost = not self._running
+        outermost = not self._num_model_forwards
         try:
             yield
         except BaseException:
@@ -331,26 +335,28 @@ class Gatherer(BackwardListener):
 
     def abandon_forward(self) -> None:
         """Forget forwards that ended without a word. Call it where none can be in progress."""
-        self._running = 0
-        self._forwards.clear()
-        self._release_unhooked()
+        self._num_model_forwards = 0
+        self._module_forwards.clear()
+        self._release_unhooked_uses()
 
-    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._enter_backward()  # a checkpoint computes again within one
-        units = [unit for unit in self._holders[module] if unit.transient]
+        units = [unit for unit in self._holders[module] if unit.releasable]
         for unit in self._holders[module]:
-            self._need(unit)
+            self._gather_and_prefetch(unit)
         if units:
             watched = torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
             call = self._calls.watch_inputs(module, (args, kwargs)) if watched else None
-            self._forwards.append(RunningForward(module, units, call, current_sequence_number()))
+            self._module_forwards.append(RunningForward(module, units, call, current_sequence_number()))
 
-    def _after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        depth = next((i for i in reversed(range(len(self._forwards))) if self._forwards[i].module is module), None)
+    def _post_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        depth = next(
+            (i for i in reversed(range(len(self._module_forwards))) if self._module_forwards[i].module is module), None
+        )
         if depth is None:
             return  # somebody's hook raised before ours
-        forward = self._forwards[depth]
-        del self._forwards[depth:]  # those above it ended without a word
+        forward = self._module_forwards[depth]
+        del self._module_forwards[depth:]  # those above it ended without a word
         passes = False
         if forward.call is not None and torch.is_grad_enabled():
             passes = self._calls.watch_outputs(module, forward.call, output)
@@ -359,18 +365,18 @@ class Gatherer(BackwardListener):
         for unit in forward.units:
             if not self._graph_tasks and not (passes and unit is self._last_in_forward):
                 self._release(unit)
-        self._release_put_off()
+        self._retry_deferred_frees()
 
     def _replace_saved(self, output: Any, first_sequence_number: int, units: list[Unit]) -> None:
-        with_values = [unit for unit in units if unit.ready or unit in self._put_off]
-        self._kept_by_hooks |= replace_saved_views(
-            tensors_in(output), first_sequence_number, with_values, self._read_saved_view
+        with_values = [unit for unit in units if unit.is_gathered or unit in self._deferred_frees]
+        self._saved_by_user_hooks |= replace_saved_views(
+            tensors_in(output), first_sequence_number, with_values, self._restore_view
         )
 
-    def _need(self, unit: Unit) -> None:
-        """``ensure``, and start what came next the last time."""
-        self.ensure(unit)
-        if self.lent or not unit.transient or not (self._running or self._graph_tasks):
+    def _gather_and_prefetch(self, unit: Unit) -> None:
+        """``ensure_gathered``, and start what came next the last time."""
+        self.ensure_gathered(unit)
+        if self.num_user_gathered or not unit.releasable or not (self._num_model_forwards or self._graph_tasks):
             return
         self._order.visit(unit, bool(self._graph_tasks))
         if self._prefetch_numel:
@@ -385,14 +391,14 @@ class Gatherer(BackwardListener):
             if unit not in ahead:
                 ahead.add(unit)
                 ahead_numel += numel
-            live_numel += numel if unit.released else 0
+            live_numel += numel if unit.is_released else 0
             far = len(ahead) > 1 and ahead_numel > self._prefetch_numel
             if far or live_numel > self._max_live_numel:
                 break
-            if unit.released:
+            if unit.is_released:
                 shards = unit.offloaded_shards
                 if self._transport.overlaps if shards is None else shards.can_gather_ahead:
-                    self.start(unit)
+                    self.start_gather(unit)
                 elif shards is not None:
                     shards.prefetch(unit.shard)
 
@@ -426,36 +432,36 @@ class Gatherer(BackwardListener):
             self._graph_tasks.clear()
             self._end_backward()
 
-    def _before_backward(self, module: nn.Module) -> None:
+    def _pre_backward(self, module: nn.Module) -> None:
         """The backward of a call of ``module`` begins."""
         self._enter_backward()
         for unit in self._holders[module]:
-            if unit.transient:
-                self._need(unit)
+            if unit.releasable:
+                self._gather_and_prefetch(unit)
 
     def unit_complete(self, unit: Unit) -> None:
         """Release ``unit`` if it was gathered for a use that no hook announced: its gradients are complete."""
         self._calls.complete(unit)
-        if unit in self._unhooked and not self._running:
-            del self._unhooked[unit]
+        if unit in self._unhooked_uses and not self._num_model_forwards:
+            del self._unhooked_uses[unit]
             self._release(unit)
 
-    def _after_backward(self, unit: Unit) -> None:
+    def _post_backward(self, unit: Unit) -> None:
         """No call that holds ``unit`` is likely to read it any more."""
         self._release(unit)
-        self._release_put_off()
+        self._retry_deferred_frees()
 
     def _end_backward(self) -> None:
         """The backward is over: everything that was gathered for it is released."""
         self._order.end_pass()
         self._calls.end_backward()
-        if not self._running:  # else it was one within a forward, as of torch.autograd.grad
-            self._release_unhooked()
+        if not self._num_model_forwards:  # else it was one within a forward, as of torch.autograd.grad
+            self._release_unhooked_uses()
         for unit in self._units:
-            if unit not in self._unhooked:
+            if unit not in self._unhooked_uses:
                 self._release(unit)
-        if not self._running:
-            self._announce_put_off()
+        if not self._num_model_forwards:
+            self._warn_of_deferred_frees()
 
 
 def _call(owner: weakref.ref[Gatherer], name: str, argument: Any) -> Any:

@@ -37,7 +37,7 @@ class _Landing:
 
 
 def _part(memory: torch.Tensor, grads: UnitGradients, dtype: torch.dtype) -> torch.Tensor:
-    return memory[: grads.kept.numel() * dtype.itemsize].view(dtype)
+    return memory[: grads.grad_shard.numel() * dtype.itemsize].view(dtype)
 
 
 def _sum_dtype(grads: UnitGradients) -> torch.dtype:
@@ -70,7 +70,7 @@ class _Arriving:
         self._read: Transfer | None = None
         if accumulate:
             assert grads.store is not None and kept is not None
-            self._read = grads.store.read(grads.kept, kept.of(grads, grads.dtype))
+            self._read = grads.store.read(grads.grad_shard, kept.of(grads, grads.dtype))
 
     def wait(self) -> None:
         if self._taken:
@@ -89,7 +89,7 @@ class _Arriving:
         grads.squared_norm = ops.squared_norm(last.of(grads, grads.dtype))
         assert grads.store is not None
         last.grads, last.busy = grads, False
-        last.write = grads.store.write(last.of(grads, grads.dtype), grads.kept)
+        last.write = grads.store.write(last.of(grads, grads.dtype), grads.grad_shard)
 
     def is_completed(self) -> bool:
         return self._taken or self._work.is_completed()
@@ -165,17 +165,17 @@ class Landings:
             if accumulate or found.dtype is not grads.dtype:
                 total = self._lane(1, store, grads, grads.dtype)
             if accumulate:
-                store.read(grads.kept, total).follow()
+                store.read(grads.grad_shard, total).follow()
                 total.add_(found)
             elif total is not found:
                 total.copy_(found)
             grads.squared_norm = ops.squared_norm(total)
-            self._written[grads] = store.write(total, grads.kept)
+            self._written[grads] = store.write(total, grads.grad_shard)
         return OnItsWay(work, arrived)
 
     def _lane(self, number: int, store: OffloadStore, grads: UnitGradients, dtype: torch.dtype) -> torch.Tensor:
         """Memory that is used in line: the next use comes behind the last one."""
-        need = padded_nbytes(grads.kept.numel() * dtype.itemsize)
+        need = padded_nbytes(grads.grad_shard.numel() * dtype.itemsize)
         while len(self._in_line) <= number:
             self._in_line.append(store.staging_buffer(need))
         if self._in_line[number].nbytes < need:
@@ -187,7 +187,7 @@ class Landings:
         for arriving in [a for a in self._arriving if a.is_completed()]:
             arriving.wait()
             self._arriving.remove(arriving)
-        need = padded_nbytes(grads.kept.numel() * _sum_dtype(grads).itemsize)
+        need = padded_nbytes(grads.grad_shard.numel() * _sum_dtype(grads).itemsize)
         fitting = [landing for landing in self._landings if need <= landing.memory.nbytes <= 4 * need]
         free = [landing for landing in fitting if not landing.busy]
         free.sort(key=lambda landing: landing.write is not None and not landing.write.done())

@@ -42,7 +42,7 @@ class OutsideWrites:
 
     def __init__(self, units: Iterable[Unit], group: Group) -> None:
         self._group = group
-        kept = [unit for unit in units if not unit.transient] if group.world_size > 1 else []
+        kept = [unit for unit in units if not unit.releasable] if group.world_size > 1 else []
         self._params = [param for unit in kept for param in unit.params]
         self._names = [slot.name for unit in kept for slot in unit.layout.slots]
         self._nothing = [0.0] * (2 * len(self._params))

@@ -14,8 +14,8 @@ In one backward autograd adds up all that a parameter gets before it hands over 
 others: each reentrant checkpoint runs one of its own, and so does a Function whose backward calls ``torch.autograd``.
 A parameter that several of them use gets a gradient from each. So a unit is complete when as many gradients of each
 parameter have arrived as in the backward before. Those that come after it was sent all the same, as they do the first
-time, wait on this rank and are reduced with the next micro-step's, or before the update (``reduce_late``). No other
-rank knows of them (``late``), so whoever takes the step asks all ranks first.
+time, wait on this rank and are reduced with the next micro-step's, or before the update (``reduce_late_gradients``). No
+other rank knows of them (``has_late_gradients``), so whoever takes the step asks all ranks first.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ class Reducer(BackwardListener):
         self._slots = Slots(transport, self.gradients)
         self._slots.make(slots or {})
         self._slot_of: dict[UnitGradients, Slot] = {}  # being filled
-        self.late = False  # a gradient came after its unit was reduced in this step, and waits on this rank
+        # Whether a gradient came after its unit was reduced in this step. It waits on this rank.
+        self.has_late_gradients = False
         self._handles = [self._hook(grads, i, p) for grads in self.gradients for i, p in enumerate(grads.unit.params)]
         backward.subscribe(self)
 
@@ -99,7 +100,7 @@ class Reducer(BackwardListener):
         def ready(param: nn.Parameter) -> None:
             reducer, grads = me(), its()
             if reducer is not None and grads is not None:
-                reducer._ready(grads, index, param)
+                reducer._post_accumulate_grad(grads, index, param)
 
         return param.register_post_accumulate_grad_hook(ready)
 
@@ -111,38 +112,38 @@ class Reducer(BackwardListener):
         for grads in self.gradients:
             grads.begin_backward()
 
-    def _stays_local(self, grads: UnitGradients) -> bool:
+    def _defer_reduce(self, grads: UnitGradients) -> bool:
         """Return whether a gradient waits in ``param.grad``: inside no_sync, or because its unit was sent already."""
-        return grads.reduced if grads.whole else grads.sent or not self._backward.syncing
+        return grads.is_reduced if grads.unsharded else grads.reduce_launched or not self._backward.sync_enabled
 
-    def _ready(self, grads: UnitGradients, index: int, param: nn.Parameter) -> None:
+    def _post_accumulate_grad(self, grads: UnitGradients, index: int, param: nn.Parameter) -> None:
         self._backward.note_gradient()
         grads.count_arrival(index)
         if param.grad is None:
             pass  # a Function gave None: torch calls its hooks all the same
-        elif self._stays_local(grads):
-            self.late = self.late or grads.reduced
+        elif self._defer_reduce(grads):
+            self.has_late_gradients = self.has_late_gradients or grads.is_reduced
             if grads.dtype is not param.dtype:
-                self._set_aside(grads, index, param)
+                self._accumulate_local(grads, index, param)
         else:
-            self._collect(grads, index, param)
+            self._copy_to_bucket(grads, index, param)
         if not grads.num_pending:
             self._backward.note_unit_complete(grads.unit)
             self._launch_in_order()
 
-    def _collect(self, grads: UnitGradients, index: int, param: nn.Parameter) -> None:
+    def _copy_to_bucket(self, grads: UnitGradients, index: int, param: nn.Parameter) -> None:
         """The one copy of a gradient, cast on the way."""
-        if not grads.whole and grads not in self._slot_of:
+        if not grads.unsharded and grads not in self._slot_of:
             self._slot_of[grads] = self._slots.take(grads)
-        target = (grads.views if grads.whole else self._slot_of[grads].views)[index]
-        self._take(grads, index, param, target, add=grads.written[index])
-        grads.written[index] = True
+        target = (grads.param_views if grads.unsharded else self._slot_of[grads].views)[index]
+        self._copy_to(grads, index, param, target, add=grads.bucket_filled[index])
+        grads.bucket_filled[index] = True
 
-    def _take(
+    def _copy_to(
         self, grads: UnitGradients, index: int, param: nn.Parameter, target: torch.Tensor, *, add: bool = False
     ) -> None:
         """Moves a gradient, and what was set aside of earlier ones, into ``target``."""
-        gradient = grads.local.pop(index, None)
+        gradient = grads.no_sync_grads.pop(index, None)
         last = gradient_of(param)
         if last is not None:
             last = last.detach()  # a backward with create_graph gives it a history
@@ -163,48 +164,52 @@ class Reducer(BackwardListener):
             target.add_(gradient)
         else:
             target.copy_(gradient)
-        grads.used[index] = True
+        grads.has_grad[index] = True
         param.grad = None
 
-    def _copy_together(self) -> None:
+    def _flush_copies(self) -> None:
         """Gradients that were taken are where they belong."""
         if self._copies is not None:
             self._copies.flush()
 
-    def _set_aside(self, grads: UnitGradients, index: int, param: nn.Parameter) -> None:
+    def _accumulate_local(self, grads: UnitGradients, index: int, param: nn.Parameter) -> None:
         """Sums over micro-steps in the accumulation dtype, where ``param.grad`` would sum in a lower one."""
         assert param.grad is not None
         gradient = param.grad.detach()
-        if index in grads.local:
-            grads.local[index].add_(gradient)
+        if index in grads.no_sync_grads:
+            grads.no_sync_grads[index].add_(gradient)
         else:
-            grads.local[index] = gradient.to_dense().to(grads.dtype) if gradient.is_sparse else gradient.to(grads.dtype)
+            grads.no_sync_grads[index] = (
+                gradient.to_dense().to(grads.dtype) if gradient.is_sparse else gradient.to(grads.dtype)
+            )
         param.grad = None
 
     @staticmethod
     def _has_gradient(grads: UnitGradients, index: int) -> bool:
         """Whether one waits outside of the buckets."""
-        return index in grads.local or gradient_of(grads.unit.params[index]) is not None
+        return index in grads.no_sync_grads or gradient_of(grads.unit.params[index]) is not None
 
     def end_backward(self, num_calls: int) -> None:
         """Complete the units that the backward left incomplete, in order, and launch the last reductions."""
         for grads in self._order:
-            if not self._stays_local(grads):
+            if not self._defer_reduce(grads):
                 for index, count in enumerate(grads.arrived):
                     if not count and self._has_gradient(grads, index):  # from an earlier micro-step inside no_sync
-                        self._collect(grads, index, grads.unit.params[index])
+                        self._copy_to_bucket(grads, index, grads.unit.params[index])
             grads.end_backward()
         self._launch_in_order()
         self._flush()
-        self._copy_together()
+        self._flush_copies()
 
     def _launch_in_order(self) -> None:
         while self._launched < len(self._order) and not self._order[self._launched].num_pending:
             grads = self._order[self._launched]
             self._launched += 1
-            due = self._backward.syncing
-            if grads.whole:
-                due = due and self._backward.is_boundary and not grads.reduced
+            due = (
+                self._backward.is_last_microbatch and self._backward.sync_enabled and not grads.is_reduced
+                if grads.unsharded
+                else self._backward.sync_enabled
+            )
             if due:
                 numel = sum(g.unit.layout.numel for g in self._bucket) + grads.unit.layout.numel
                 if self._bucket and numel > self._bucket_numel:
@@ -217,88 +222,88 @@ class Reducer(BackwardListener):
         bucket, self._bucket = self._bucket, []
         for grads in bucket:
             with profile_range("reduce", grads.unit.name):
-                self._reduce(grads)
+                self._launch_reduce(grads)
 
-    def _reduce(self, grads: UnitGradients) -> None:
+    def _launch_reduce(self, grads: UnitGradients) -> None:
         unit = grads.unit
-        grads.sent = True
-        self._copy_together()
-        if grads.whole:
-            self._zero_unwritten(grads, grads.views)
-            mine = grads.owned(unit.degrees.optimizer)
-            if not grads.sent_as_kept:
+        grads.reduce_launched = True
+        self._flush_copies()
+        if grads.unsharded:
+            self._zero_unfilled(grads, grads.param_views)
+            mine = grads.shard_of_degree(unit.degrees.optimizer)
+            if not grads.reduced_in_place:
                 slot = self._slots.take(grads)
-                slot.memory[: unit.layout.numel].copy_(grads.kept)
-                self._send(slot, grads, mine, accumulate=False)
+                slot.memory[: unit.layout.numel].copy_(grads.grad_shard)
+                self._launch_from_buffer(slot, grads, mine, accumulate=False)
             elif unit.degrees.optimizer == 1:
-                self._works.append(self._channel.all_reduce(grads.kept, unit.name))
+                self._works.append(self._channel.all_reduce(grads.grad_shard, unit.name))
             else:
-                self._works.append(self._channel.reduce_scatter(mine, grads.kept, unit.name))
+                self._works.append(self._channel.reduce_scatter(mine, grads.grad_shard, unit.name))
         else:
             slot = self._slot_of.pop(grads) if grads in self._slot_of else self._slots.take(grads)
-            self._zero_unwritten(grads, slot.views)
-            self._send(slot, grads, grads.kept, accumulate=grads.reduced)
-            grads.written = [False] * len(unit.params)
-        grads.reduced = True
+            self._zero_unfilled(grads, slot.views)
+            self._launch_from_buffer(slot, grads, grads.grad_shard, accumulate=grads.is_reduced)
+            grads.bucket_filled = [False] * len(unit.params)
+        grads.is_reduced = True
 
-    def _send(self, slot: Slot, grads: UnitGradients, target: torch.Tensor, accumulate: bool) -> None:
+    def _launch_from_buffer(self, slot: Slot, grads: UnitGradients, target: torch.Tensor, accumulate: bool) -> None:
         """Reduces what is in ``slot`` into ``target``, all of the gradient or this rank's shard."""
         flat = slot.memory[: grads.unit.layout.numel]  # a bucket for the largest unit may serve a smaller one
         if grads.store is not None:
-            reduce = partial(self._reduced, flat=flat, label=grads.unit.name, accumulate=False)
+            reduce = partial(self._launch_collective, flat=flat, label=grads.unit.name, accumulate=False)
             slot.work = self._landings.send(grads, reduce, accumulate)
         else:
-            slot.work = self._reduced(target, flat, grads.unit.name, accumulate)
+            slot.work = self._launch_collective(target, flat, grads.unit.name, accumulate)
             self._works.append(slot.work)
         self._slots.sent(slot)
 
-    def _reduced(self, target: torch.Tensor, flat: torch.Tensor, label: str, accumulate: bool) -> Work:
+    def _launch_collective(self, target: torch.Tensor, flat: torch.Tensor, label: str, accumulate: bool) -> Work:
         if target.numel() == flat.numel():
             return SummedWork(self._channel.all_reduce(flat, label), flat, target, accumulate)
         return self._channel.reduce_scatter(target, flat, label, accumulate)
 
-    def _zero_unwritten(self, grads: UnitGradients, views: list[torch.Tensor]) -> None:
-        for written, view in zip(grads.written, views, strict=True):
+    def _zero_unfilled(self, grads: UnitGradients, views: list[torch.Tensor]) -> None:
+        for written, view in zip(grads.bucket_filled, views, strict=True):
             if not written:
                 view.zero_()
 
     # -- step -------------------------------------------------------------------------------------
 
-    def finish(self) -> None:
+    def reduce_remaining(self) -> None:
         """Return with every gradient reduced into what this rank keeps, except those that are ``late``."""
         for grads in self._order:
-            if not grads.reduced:  # all its micro-steps were inside no_sync
+            if not grads.is_reduced:  # all its micro-steps were inside no_sync
                 for index, param in enumerate(grads.unit.params):
                     if self._has_gradient(grads, index):
-                        self._collect(grads, index, param)
-                self._reduce(grads)
-        self.settle()
+                        self._copy_to_bucket(grads, index, param)
+                self._launch_reduce(grads)
+        self.wait_reduces()
 
-    def reduce_late(self) -> None:
+    def reduce_late_gradients(self) -> None:
         """Reduce the gradients that came after their unit was reduced. Call it on every rank if any rank has some."""
-        self.settle()
+        self.wait_reduces()
         for grads in self._order:
             slot = self._slots.take(grads)
             for index, param in enumerate(grads.unit.params):
                 if self._has_gradient(grads, index):
-                    self._take(grads, index, param, slot.views[index])
+                    self._copy_to(grads, index, param, slot.views[index])
                 else:
                     slot.views[index].zero_()
-            self._copy_together()
-            self._send(slot, grads, grads.owned(grads.unit.degrees.optimizer), accumulate=True)
-        self.settle()
-        self.late = False
+            self._flush_copies()
+            self._launch_from_buffer(slot, grads, grads.shard_of_degree(grads.unit.degrees.optimizer), accumulate=True)
+        self.wait_reduces()
+        self.has_late_gradients = False
 
     # -- looking and surgery ----------------------------------------------------------------------
 
-    def settle(self) -> None:
+    def wait_reduces(self) -> None:
         """Returns with no reduce under way. Call it on every rank: a reduce may need a hand from each."""
         for work in self._works:
             work.wait()
         self._works.clear()
         self._landings.settle()
 
-    def check_ended(self) -> None:
+    def check_backward_ended(self) -> None:
         """
         Raises:
             ZeroEngineError: a backward is under way, or the last one raised.
@@ -308,33 +313,33 @@ class Reducer(BackwardListener):
                 "a gradient can be read and replaced after a backward, not during one, nor after one that raised"
             )
 
-    def waiting(self, grads: UnitGradients, index: int) -> torch.Tensor | None:
+    def unreduced_gradient(self, grads: UnitGradients, index: int) -> torch.Tensor | None:
         """This rank's own gradient of a parameter, as far as it is not reduced yet; at least fp32."""
-        outside = (grads.local.get(index), gradient_of(grads.unit.params[index]))
+        outside = (grads.no_sync_grads.get(index), gradient_of(grads.unit.params[index]))
         parts = [part.detach().to_dense() / self.predivide for part in outside if part is not None]
-        if grads.whole and grads.written[index] and not grads.reduced:
-            parts.append(grads.views[index])
+        if grads.unsharded and grads.bucket_filled[index] and not grads.is_reduced:
+            parts.append(grads.param_views[index])
         wide = [part.to(torch.promote_types(part.dtype, torch.float32)) for part in parts]
         return torch.stack(wide).sum(0) if wide else None
 
-    def replace(self, grads: UnitGradients, index: int, value: torch.Tensor) -> None:
+    def replace_gradient(self, grads: UnitGradients, index: int, value: torch.Tensor) -> None:
         """The sum over ranks of a parameter's gradient is ``value``, whatever it was. Call it on every rank."""
         unit = grads.unit
-        grads.local.pop(index, None)
+        grads.no_sync_grads.pop(index, None)
         unit.params[index].grad = None
-        grads.used[index] = True
-        if grads.reduced:
-            mine, flat = grads.owned(unit.degrees.optimizer), value.flatten()
+        grads.has_grad[index] = True
+        if grads.is_reduced:
+            mine, flat = grads.shard_of_degree(unit.degrees.optimizer), value.flatten()
             grads.squared_norm = None
             for span in unit.layout.spans(unit.rank, unit.degrees.optimizer):
-                if span.slot == index:
+                if span.param_index == index:
                     part = flat[span.param_offset : span.param_offset + span.numel]
                     populate(mine[span.shard_offset : span.shard_offset + span.numel], write=True)
                     mine[span.shard_offset : span.shard_offset + span.numel].copy_(part)
             return
-        grads.written[index] = False
+        grads.bucket_filled[index] = False
         if unit.rank == 0:  # as if it alone had computed one
-            grads.local[index] = (value * self.predivide).to(grads.dtype)
+            grads.no_sync_grads[index] = (value * self.predivide).to(grads.dtype)
 
     def fail_backward(self, after_others: bool) -> None:
         """Drop every gradient since the last step: some of the backward that raised are missing."""
@@ -342,27 +347,27 @@ class Reducer(BackwardListener):
 
     def drop_gradients(self) -> None:
         """Drop every gradient since the last step. A reduction under way ends first, and is overwritten then."""
-        self.settle()
+        self.wait_reduces()
         if self._copies is not None:
             self._copies.forget()
         for slot in self._slot_of.values():
             slot.busy = False
         self._slot_of.clear()
         self._bucket.clear()
-        self.late = False
+        self.has_late_gradients = False
         for grads in self.gradients:
             grads.num_pending = 0
-            grads.local.clear()
+            grads.no_sync_grads.clear()
             for param in grads.unit.params:
                 param.grad = None
-        self.reset()
+        self.end_step()
 
-    def reset(self) -> None:
+    def end_step(self) -> None:
         """After a step: the next gradients overwrite."""
         for grads in self.gradients:
-            grads.written = [False] * len(grads.unit.params)
-            grads.used = [False] * len(grads.unit.params)
-            grads.reduced = False
+            grads.bucket_filled = [False] * len(grads.unit.params)
+            grads.has_grad = [False] * len(grads.unit.params)
+            grads.is_reduced = False
 
     def bucket_bytes(self) -> int:
         return self._slots.nbytes + self._landings.nbytes

@@ -54,7 +54,7 @@ class ReleasedParameter(nn.Parameter):
             return func(*_edges_of(args), **_edges_of(kwargs))
         if func not in _METADATA and not _tracing():
             for param in _released_in((args, kwargs)):
-                if is_released(param):  # still: the one before may have brought its whole unit
+                if is_released_parameter(param):  # still: the one before may have brought its whole unit
                     resolver_of(param)(param, _name(func))
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
@@ -131,24 +131,24 @@ def _released_class(cls: type) -> type:
     return type(f"Released{cls.__name__}", bases, {})
 
 
-def is_released(param: nn.Parameter) -> bool:
-    """Return whether ``swap_out`` was called last, faster than ``isinstance``, which torch does in Python."""
+def is_released_parameter(param: nn.Parameter) -> bool:
+    """Return whether ``mark_released`` was called last, faster than ``isinstance``, which torch does in Python."""
     return issubclass(type(param), ReleasedParameter)
 
 
-def swap_out(param: nn.Parameter, resolver: Resolver) -> None:
+def mark_released(param: nn.Parameter, resolver: Resolver) -> None:
     """From now on a use of ``param``'s values calls ``resolver(param, name of the operation)`` first.
 
-    The resolver either calls ``swap_in`` (or has it called) or raises.
+    The resolver either calls ``mark_gathered`` (or has it called) or raises.
     """
-    if not is_released(param):
+    if not is_released_parameter(param):
         param.__dict__["_zeroengine_class"] = type(param)
         param.__class__ = _released_class(type(param))
     param.__dict__["_zeroengine_resolver"] = resolver
 
 
-def swap_in(param: nn.Parameter) -> None:
+def mark_gathered(param: nn.Parameter) -> None:
     """``param`` is an ordinary parameter of its own class again."""
-    if is_released(param):
+    if is_released_parameter(param):
         param.__class__ = param.__dict__.pop("_zeroengine_class")
         del param.__dict__["_zeroengine_resolver"]

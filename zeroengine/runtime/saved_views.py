@@ -12,7 +12,7 @@ and sees every tensor that is saved. But torch.func refuses to run inside of it,
 changes in place from all activations.
 
 What the walk does not meet (graphs behind attributes, in objects of unknown classes, of torch.func) keeps its tensors.
-These share the memory of the full buffer, which is therefore not freed: see ``Unit.is_shared``.
+These share the memory of the full buffer, which is therefore not freed: see ``Unit.is_aliased``.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ def replace_saved_views(
     Returns:
         The units of which such hooks keep a parameter itself. Nothing would tell that backward reads it.
     """
-    ranges = [(unit.full.data_ptr(), unit.full.data_ptr() + unit.full.nbytes, unit) for unit in units]
+    ranges = [
+        (unit.full_buffer.data_ptr(), unit.full_buffer.data_ptr() + unit.full_buffer.nbytes, unit) for unit in units
+    ]
     if not ranges:
         return set()
     unit_of = {id(param): unit for unit in units for param in unit.params}
@@ -141,7 +143,7 @@ def _replace(saved: Any, unit: Unit, read: Callable[[SavedView], torch.Tensor]) 
     except RuntimeError:
         return  # it was changed in place since it was saved, as backward will say
     offset = tensor.storage_offset()
-    index = unit.layout.slot_at(offset)
+    index = unit.layout.param_index_at(offset)
     version = unit.params[index]._version  # not the tensor's, for `.data` has a count of its own
     view = SavedView(unit, index, tensor.size(), tensor.stride(), offset, version)
     saved.register_hooks(lambda _: view, read)

@@ -18,19 +18,19 @@ from zeroengine.offload.offloaded_shards import OffloadedShards
 from zeroengine.partition.cut import UnitPlan
 from zeroengine.partition.degrees import Degrees
 from zeroengine.partition.layout import FlatLayout
-from zeroengine.runtime.released_parameter import Resolver, is_released, swap_in, swap_out
+from zeroengine.runtime.released_parameter import Resolver, is_released_parameter, mark_gathered, mark_released
 
 
-class State(enum.Enum):
+class GatherState(enum.Enum):
     RELEASED = "released"  # a use of a parameter asks for a gather; the full buffer has no memory, if nobody shares it
     GATHERING = "gathering"  # a gather is under way; values may be stale or absent
-    READY = "ready"  # parameters hold their values
+    GATHERED = "gathered"  # parameters hold their values
 
 
 class Unit:
     """The parameters of one unit, and where they are on this rank.
 
-    ``full`` keeps its storage until somebody shares it when a step comes (``leave_full_buffer``). Where the parameter
+    ``full`` keeps its storage until somebody shares it when a step comes (``replace_full_buffer``). Where the parameter
     degree is 1 it always holds memory and ``shard`` is this rank's slice of it; otherwise ``release`` empties the
     storage and ``shard`` is memory of its own.
 
@@ -60,52 +60,52 @@ class Unit:
     ) -> None:
         self.name, self.dtype, self.trainable = plan.name, plan.dtype, plan.trainable
         self.params: tuple[nn.Parameter, ...] = tuple(param for _, param in plan.params)
-        self.holders = plan.holders
+        self.modules = plan.modules
         self.rank, self.degrees = transport.rank, degrees
         shapes = ((name, tuple(param.shape)) for name, param in plan.params)
         align = transport.shard_align(self.dtype)
         self.layout = FlatLayout.build(plan.name, shapes, degrees, transport.world_size, align)
-        self.state = State.READY
-        self.work: Work | None = None
+        self.state = GatherState.GATHERED
+        self.gather_work: Work | None = None
 
         self.offloaded_shards = offloaded_shards
         self._source = offloaded_shards or transport.gather
         self._buffer: Buffer | None = None
         self._transport = transport
         shard: torch.Tensor | None = None
-        if self.transient:  # what stays comes first, so that what comes and goes leaves no holes
+        if self.releasable:  # what stays comes first, so that what comes and goes leaves no holes
             numel = self.layout.shard_numel(degrees.parameters)
             if offloaded_shards is None:
                 shard = transport.empty(numel, self.dtype, "gather")
             else:
                 shard = offloaded_shards.empty(numel, self.dtype)
             self._buffer = self._new_buffer()
-            self.full = self._buffer.tensor
+            self.full_buffer = self._buffer.tensor
         else:
-            self.full = transport.empty(self.layout.numel, self.dtype, "gather")
-            ops.advise_huge_pages(self.full)
-        self.full.zero_()
+            self.full_buffer = transport.empty(self.layout.numel, self.dtype, "gather")
+            ops.advise_huge_pages(self.full_buffer)
+        self.full_buffer.zero_()
         self._views = self._views_of_full()
-        self.unset: set[str] = set()
+        self.unset_params: set[str] = set()
         self.master = self._load(synchronise, master_store)
-        self.shard = self.full if shard is None else shard
-        self.take_from_full()
-        self._stubs = [_stub(view) for view in self._views]
+        self.shard = self.full_buffer if shard is None else shard
+        self.copy_full_to_shard()
+        self._placeholders = [_placeholder(view) for view in self._views]
         self._required_grad = [param.requires_grad for param in self.params]
-        self._storage: int = self.full.untyped_storage()._cdata
-        # Counted while the parameters are views of the full buffer, as they are when ``is_shared`` compares with it.
+        self._storage: int = self.full_buffer.untyped_storage()._cdata
+        # Counted while the parameters are views of the full buffer, as they are when ``is_aliased`` compares with it.
         self._num_own_tensors = torch._C._storage_Use_Count(self._storage)  # type: ignore[attr-defined]
         if self._buffer is not None:
-            for param, stub in zip(self.params, self._stubs, strict=True):
-                param.data = stub
+            for param, placeholder in zip(self.params, self._placeholders, strict=True):
+                param.data = placeholder
             self._buffer.free()
 
     def _load(
         self, synchronise: Callable[[torch.Tensor], None], master_store: OffloadStore | None
     ) -> torch.Tensor | None:
         """The model's own values into the full buffer; this rank's fp32 master where they were not rounded yet."""
-        wide = self.trainable and self.mixed and any(p.dtype is not self.dtype for p in self.params)
-        source = torch.zeros_like(self.full, dtype=torch.float32) if wide else self.full
+        wide = self.trainable and self.is_mixed_precision and any(p.dtype is not self.dtype for p in self.params)
+        source = torch.zeros_like(self.full_buffer, dtype=torch.float32) if wide else self.full_buffer
         with torch.no_grad():
             for param, view, slot in zip(self.params, self._views, self.layout.slots, strict=True):
                 target = source[slot.offset : slot.end].view(slot.shape)
@@ -116,14 +116,14 @@ class Unit:
                 tape = detach(param)
                 assert tape is not None
                 if isinstance(tape, Unset):
-                    self.unset.add(slot.name)
+                    self.unset_params.add(slot.name)
                 if self.rank == 0:  # the others are sent them
                     tape.write(target)
                 become(param, view)
             synchronise(source)
             if not wide:
                 return None
-            self.full.copy_(source)
+            self.full_buffer.copy_(source)
             start, stop = self.layout.shard_range(self.rank, self.degrees.optimizer)
             if master_store is None:
                 return source[start:stop].clone()
@@ -135,28 +135,28 @@ class Unit:
         return self._transport.buffer(self.layout.numel, self.dtype, copied=self.offloaded_shards is not None)
 
     def _views_of_full(self) -> list[torch.Tensor]:
-        return [self.full[slot.offset : slot.end].view(slot.shape) for slot in self.layout.slots]
+        return [self.full_buffer[slot.offset : slot.end].view(slot.shape) for slot in self.layout.slots]
 
     @property
-    def mixed(self) -> bool:
+    def is_mixed_precision(self) -> bool:
         """Whether parameters are low precision, and an fp32 master is updated in their stead."""
         return self.dtype in (torch.bfloat16, torch.float16)
 
     @property
-    def released(self) -> bool:
-        return self.state is State.RELEASED
+    def is_released(self) -> bool:
+        return self.state is GatherState.RELEASED
 
     @property
-    def ready(self) -> bool:
-        return self.state is State.READY
+    def is_gathered(self) -> bool:
+        return self.state is GatherState.GATHERED
 
     @property
-    def is_shared(self) -> bool:
+    def is_aliased(self) -> bool:
         """Whether something besides this unit may still read the full buffer, which must hold values.
 
         That is a tensor that shares its memory, such as ``weight.detach()`` or what a graph has saved; or a graph that
-        has saved a parameter itself, which would be a stub when backward reads it. A parameter that Python code keeps
-        is none of these, for its class tells whether it is released.
+        has saved a parameter itself, which would be a placeholder when backward reads it. A parameter that Python code
+        keeps is none of these, for its class tells whether it is released.
         """
         if torch._C._storage_Use_Count(self._storage) > self._num_own_tensors:  # type: ignore[attr-defined]
             return True
@@ -169,76 +169,76 @@ class Unit:
             )
 
     @property
-    def transient(self) -> bool:
+    def releasable(self) -> bool:
         """Whether the full buffer is released between uses."""
         return self.degrees.parameters > 1 or self.offloaded_shards is not None
 
-    def owned(self, degree: int) -> torch.Tensor:
+    def shard_of_degree(self, degree: int) -> torch.Tensor:
         """The part of the parameters that this rank owns at ``degree``, as memory to update in place, 1-D."""
         start, stop = self.layout.shard_range(self.rank, degree)
         base, _ = self.layout.shard_range(self.rank, self.degrees.parameters)
         return self.shard[start - base : stop - base]
 
-    def gather(self) -> None:
-        """Issues the gather of the full buffer. The parameters stay stubs until ``expose``."""
+    def start_gather(self) -> None:
+        """Issues the gather of the full buffer. The parameters stay placeholders until ``expose``."""
         assert self._buffer is not None
         self._buffer.prepare()
-        self.state = State.GATHERING
-        self.work = self._source.all_gather(self.full, self.shard, self.name)
+        self.state = GatherState.GATHERING
+        self.gather_work = self._source.all_gather(self.full_buffer, self.shard, self.name)
 
     def gathered_bytes(self) -> int:
         """Bytes that the full buffer holds now beside the shard."""
         return 0 if self._buffer is None else self._buffer.nbytes()
 
-    def expose(self) -> None:
+    def finish_gather(self) -> None:
         """The parameters are views into the full buffer, ready for use."""
         for param, view in zip(self.params, self._views, strict=True):
-            if is_released(param):
-                swap_in(param)
+            if is_released_parameter(param):
+                mark_gathered(param)
                 param.data = view
         self._required_grad = [param.requires_grad for param in self.params]
-        self.state, self.work = State.READY, None
+        self.state, self.gather_work = GatherState.GATHERED, None
 
-    def guard(self, resolver: Resolver) -> None:
+    def mark_stale(self, resolver: Resolver) -> None:
         """While a gather is under way: a use of a parameter calls ``resolver`` first."""
-        for param, stub in zip(self.params, self._stubs, strict=True):
-            swap_in(param)
-            param.data = stub
-            swap_out(param, resolver)
-        self.state = State.GATHERING
+        for param, placeholder in zip(self.params, self._placeholders, strict=True):
+            mark_gathered(param)
+            param.data = placeholder
+            mark_released(param, resolver)
+        self.state = GatherState.GATHERING
 
     def release(self, resolver: Resolver) -> None:
         """Let a use of a parameter call ``resolver`` first. The full buffer keeps its values until it is freed."""
         for param in self.params:
-            swap_out(param, resolver)
-        self.state, self.work = State.RELEASED, None
+            mark_released(param, resolver)
+        self.state, self.gather_work = GatherState.RELEASED, None
 
     def free_full_buffer(self) -> None:
         """Give back the memory of a released unit."""
         assert self._buffer is not None
         with torch._C.DisableTorchFunctionSubclass():
-            for param, stub in zip(self.params, self._stubs, strict=True):
-                param.data = stub
+            for param, placeholder in zip(self.params, self._placeholders, strict=True):
+                param.data = placeholder
         self._buffer.free()
 
-    def leave_full_buffer(self) -> None:
+    def replace_full_buffer(self) -> None:
         """Leave the memory of a released unit's full buffer, as it is, to the tensors that share it."""
         assert self._buffer is not None
         self._buffer.detach()
         self._buffer = self._new_buffer()
-        self.full = self._buffer.tensor
+        self.full_buffer = self._buffer.tensor
         self._views = self._views_of_full()
-        self._storage = self.full.untyped_storage()._cdata
+        self._storage = self.full_buffer.untyped_storage()._cdata
         self.free_full_buffer()
 
-    def check(self) -> None:
+    def check_parameters(self) -> None:
         """Whether the parameters are still what ``initialize`` made of them.
 
         Raises:
             ZeroEngineError: one has other memory, which no update reaches, or is no longer frozen.
         """
         for param, view, slot in zip(self.params, self._views, self.layout.slots, strict=True):
-            if self.state is State.READY and param.data_ptr() != view.data_ptr():
+            if self.state is GatherState.GATHERED and param.data_ptr() != view.data_ptr():
                 raise ZeroEngineError(
                     f"parameter {slot.name} was given other memory after initialize(), by .to(), .half(), `.data =` or "
                     "the like: no update would reach it. Convert the model before initialize(), and write values "
@@ -251,7 +251,7 @@ class Unit:
                     "requires_grad may be switched off and on between steps."
                 )
 
-    def adopt(self) -> list[str]:
+    def readopt_data(self) -> list[str]:
         """Parameters whose ``data`` was replaced are views into the full buffer again, with the new values.
 
         Returns the names of those that could not be, for their shape is another.
@@ -267,18 +267,18 @@ class Unit:
             param.data = view
         return refused
 
-    def take_from_full(self) -> None:
+    def copy_full_to_shard(self) -> None:
         """The full buffer was written from outside: this rank's shard follows."""
-        if not self.transient:
+        if not self.releasable:
             return
         start, stop = self.layout.shard_range(self.rank, self.degrees.parameters)
         if self.offloaded_shards is None:
-            self.shard.copy_(self.full[start:stop])
+            self.shard.copy_(self.full_buffer[start:stop])
         else:
-            self.offloaded_shards.fill(self.shard, self.full[start:stop])
+            self.offloaded_shards.fill(self.shard, self.full_buffer[start:stop])
 
 
-def _stub(view: torch.Tensor) -> torch.Tensor:
+def _placeholder(view: torch.Tensor) -> torch.Tensor:
     """A NaN (0 in integer dtypes) of ``view``'s shape that takes no memory."""
     value = float("nan") if view.is_floating_point() or view.is_complex() else 0
     return torch.full((), value, dtype=view.dtype, device=view.device).expand(view.shape)

@@ -31,37 +31,37 @@ class UnitGradients:
         self.unit, self.dtype = unit, dtype
         layout, degrees = unit.layout, unit.degrees
         self.store = store if can_offload_gradients(degrees, transport) else None
-        self.whole = degrees.gradients == 1 and self.store is None
-        self.reduce_dtype = reduce_dtype or (dtype if self.whole else unit.dtype)
-        self.sent_as_kept = self.whole and dtype is self.reduce_dtype  # else they are sent from a slot
+        self.unsharded = degrees.gradients == 1 and self.store is None
+        self.reduce_dtype = reduce_dtype or (dtype if self.unsharded else unit.dtype)
+        self.reduced_in_place = self.unsharded and dtype is self.reduce_dtype  # else they are sent from a slot
         self.channel: ChannelName | None = None  # that moves what is kept, without a cast
         numel = layout.shard_numel(degrees.gradients)
         if self.store is not None:
-            self.kept = self.store.empty(numel, dtype)
+            self.grad_shard = self.store.empty(numel, dtype)
         elif dtype is self.reduce_dtype:
             self.channel = "reduce"
-            self.kept = transport.empty(numel, dtype, self.channel, sent=self.whole)
+            self.grad_shard = transport.empty(numel, dtype, self.channel, sent=self.unsharded)
         else:
-            self.kept = torch.empty(numel, dtype=dtype, device=unit.full.device)
-        self.views = views_of(unit, self.kept) if self.whole else []
+            self.grad_shard = torch.empty(numel, dtype=dtype, device=unit.full_buffer.device)
+        self.param_views = views_of(unit, self.grad_shard) if self.unsharded else []
         if self.store is None:
-            ops.advise_huge_pages(self.kept)
-            self.kept.zero_()
+            ops.advise_huge_pages(self.grad_shard)
+            self.grad_shard.zero_()
         self.squared_norm: torch.Tensor | None = None  # of what is kept, where it was known before it left
-        self.local: dict[int, torch.Tensor] = {}  # sums of earlier micro-steps in no_sync, by parameter
+        self.no_sync_grads: dict[int, torch.Tensor] = {}  # sums of earlier micro-steps in no_sync, by parameter
         self.expected = [1] * len(unit.params)  # gradients of each parameter in a backward, as in the last one
         self.arrived = [0] * len(unit.params)  # and in this one
         self.num_pending = 0  # parameters of which fewer have arrived than expected
-        self.sent = False  # in this backward
-        self.written = [False] * len(unit.params)  # in this micro-step (bucket) or since the step (whole)
-        self.used = [False] * len(unit.params)  # since the step, on this rank
-        self.reduced = False  # since the step
+        self.reduce_launched = False  # in this backward
+        self.bucket_filled = [False] * len(unit.params)  # in this micro-step (bucket) or since the step (whole)
+        self.has_grad = [False] * len(unit.params)  # since the step, on this rank
+        self.is_reduced = False  # since the step
 
     def begin_backward(self) -> None:
         """Expect gradients anew."""
         self.arrived = [0] * len(self.expected)
         self.num_pending = len(self.expected)
-        self.sent = False
+        self.reduce_launched = False
 
     def count_arrival(self, index: int) -> None:
         """Count one more gradient of parameter ``index`` in this backward."""
@@ -74,12 +74,12 @@ class UnitGradients:
         self.expected = [max(1, count) for count in self.arrived]
         self.num_pending = 0
 
-    def owned(self, degree: int) -> torch.Tensor:
+    def shard_of_degree(self, degree: int) -> torch.Tensor:
         """This rank's part at ``degree`` of the summed gradients, 1-D."""
         unit = self.unit
         start, stop = unit.layout.shard_range(unit.rank, degree)
-        base = 0 if self.whole else unit.layout.shard_range(unit.rank, unit.degrees.gradients)[0]
-        return self.kept[start - base : stop - base]
+        base = 0 if self.unsharded else unit.layout.shard_range(unit.rank, unit.degrees.gradients)[0]
+        return self.grad_shard[start - base : stop - base]
 
 
 def views_of(unit: Unit, flat: torch.Tensor) -> list[torch.Tensor]:

@@ -129,7 +129,7 @@ class DeviceAdam:
 
     def _facts(self) -> torch.Tensor:
         """What the ranks sum beside the norm: which parameters got a gradient, and what was written from outside."""
-        flags = [float(used) for states in self._units for used in states.grads.used] + self._writes.sums()
+        flags = [float(used) for states in self._units for used in states.grads.has_grad] + self._writes.sums()
         if flags != self._flags:
             self._flags, self._flags_there = flags, to_device(flags, self._device)
         return self._flags_there
@@ -145,7 +145,9 @@ def _buffers(units: Sequence[OptimizerShard], group_of: dict[torch.Tensor, int])
     for states in units:
         unit = states.unit
         segments = [
-            AdamSegment(s.shard_offset, s.shard_offset + s.numel, group_of[unit.params[s.slot]], first + s.slot)
+            AdamSegment(
+                s.shard_offset, s.shard_offset + s.numel, group_of[unit.params[s.param_index]], first + s.param_index
+            )
             for s in unit.layout.spans(unit.rank, unit.degrees.optimizer)
         ]
         yield AdamBuffer(segments, seed=states.number << 32, offset=states.offset)

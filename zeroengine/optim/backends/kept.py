@@ -32,7 +32,7 @@ class KeptState:
         if on_shards is None:
             where = slice(span.shard_offset, span.shard_offset + span.numel)
             moments = states.adam_moments()
-            step = torch.tensor(float(states.steps[span.slot]), device="cpu")
+            step = torch.tensor(float(states.steps[span.param_index]), device="cpu")
             return {"step": step, "exp_avg": moments[0][where], "exp_avg_sq": moments[1][where]}
         whole, piece = self._piece(states, span)
         at = span.param_offset - whole.param_offset
@@ -60,7 +60,7 @@ class KeptState:
     def take_numbers(self, states: OptimizerShard, span: ShardSpan, numbers: dict[str, torch.Tensor]) -> None:
         """The 0-d numbers that were loaded for a span."""
         if self._optimizer._on_shards is None:
-            states.steps[span.slot] = int(numbers["step"]) if "step" in numbers else 0
+            states.steps[span.param_index] = int(numbers["step"]) if "step" in numbers else 0
             return
         _, piece = self._piece(states, span)
         kept = self._optimizer._on_shards.state[piece]
@@ -74,11 +74,11 @@ class KeptState:
             for moment in states.adam_moments():
                 populate(moment[where], write=True)
                 moment[where].zero_()
-            states.steps[span.slot] = 0
+            states.steps[span.param_index] = 0
         else:
             self._optimizer._on_shards.state.pop(self._piece(states, span)[1], None)
 
     def _piece(self, states: OptimizerShard, span: ShardSpan) -> tuple[ShardSpan, torch.nn.Parameter]:
         """The whole span of this rank's shard that ``span`` is in, and its parameter on shards."""
         pieces = self._optimizer._pieces[id(states)]
-        return next((whole, piece) for whole, piece in pieces if whole.slot == span.slot)
+        return next((whole, piece) for whole, piece in pieces if whole.param_index == span.param_index)
