@@ -110,7 +110,8 @@ def steps_blindly(path: Path, more: dict[str, Any]) -> list[tuple[int, int, bool
             for number in range(4):
                 with blind():
                     losses.append(engine(*batch(number, 0)))
-                engine._parts.step_runner.sync_and_report()  # the backward's first act: waits for the norm of the step before
+                # The first act of a backward: it waits for the norm of the step before.
+                engine._parts.step_runner.sync_and_report()
                 with blind():
                     engine.backward(losses[-1])
                     verdict = engine.step()
