@@ -61,7 +61,9 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
     from torch.utils.data import Dataset
 
-    from zeroengine import checkpoint
+    from zeroengine.checkpoint.manager import CheckpointManager
+    from zeroengine.checkpoint.snapshot import EngineParts
+    from zeroengine.weights.live_weights import LoadResult, Weights
 
 log = logging.getLogger("zeroengine")
 
@@ -187,7 +189,7 @@ class Engine:
         self._foreign = ForeignParameters(model, self._units, optimizer, self.rank)
         self._input_comparison = InputComparison(self._transport, self.device)
         redirect_calls(optimizer, self._step_by_optimizer, self.zero_grad)
-        self._checkpoints: checkpoint.Checkpointer | None = None
+        self._checkpoints: CheckpointManager | None = None
         self._on_signal = SaveOnSignal(config, group) if config.checkpoint.on_signal else None
         self._stateful: dict[str, Stateful] = {}
         self._access = Access(
@@ -725,7 +727,7 @@ class Engine:
                 )
         self._steps.conclude()
         self._settle_parameters()
-        self._checkpointer().save(directory, f"step-{self.global_steps}" if tag is None else tag, client_state)
+        self._checkpoint_manager().save(directory, f"step-{self.global_steps}" if tag is None else tag, client_state)
 
     @returns_one_value(UNPACKED_CLIENT_STATE)
     @explains_arguments
@@ -764,7 +766,7 @@ class Engine:
         self._steps.conclude()
         self._backward.finish()
         self._settle_parameters()
-        restored = self._checkpointer().load(
+        restored = self._checkpoint_manager().load(
             directory, tag, weights_only=weights_only, strict=strict, fallback=fallback
         )
         meta_init.loaded(self._units, restored.missing)
@@ -814,9 +816,9 @@ class Engine:
             if self._checkpoints is not None:
                 self._checkpoints.check_not_half_loaded("save_weights()")
         self._settle_parameters()
-        save(self._trained(), directory, dtype, shard_size)
+        save(self._parts(), directory, dtype, shard_size)
 
-    def load_weights(self, weights: checkpoint.Weights, *, strict: bool = True) -> checkpoint.Loaded:
+    def load_weights(self, weights: Weights, *, strict: bool = True) -> LoadResult:
         """Takes over parameters and buffers from files or a state dict; optimizer, schedule and counters stay.
 
         Each rank reads the parts that it owns, cast to its own dtypes. Masters and the parameters that are computed
@@ -847,7 +849,7 @@ class Engine:
                 )
         self._backward.finish()
         self._settle_parameters()
-        found = load(self._trained(), weights, strict)
+        found = load(self._parts(), weights, strict)
         meta_init.loaded(self._units, found.missing_keys)
         return found
 
@@ -865,10 +867,10 @@ class Engine:
         self.optimizer.reload_masters()
         self._placement.evict()
 
-    def _trained(self) -> checkpoint.Trained:
-        from zeroengine.checkpoint.snapshot import Trained
+    def _parts(self) -> EngineParts:
+        from zeroengine.checkpoint.snapshot import EngineParts
 
-        return Trained(
+        return EngineParts(
             self.module,
             self._units,
             self.optimizer,
@@ -883,11 +885,13 @@ class Engine:
             self._placement.evict,
         )
 
-    def _checkpointer(self) -> checkpoint.Checkpointer:
+    def _checkpoint_manager(self) -> CheckpointManager:
         if self._checkpoints is None:
-            from zeroengine.checkpoint.manager import Checkpointer  # torch's own part of it takes 50 MB and a second
+            from zeroengine.checkpoint.manager import (
+                CheckpointManager,
+            )  # torch's own part of it takes 50 MB and a second
 
-            self._checkpoints = Checkpointer(self._trained())
+            self._checkpoints = CheckpointManager(self._parts())
         return self._checkpoints
 
     def _counters(self) -> dict[str, int]:
