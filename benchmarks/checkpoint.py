@@ -85,8 +85,8 @@ def make_checkpoint(folder: Path, gib: float, optimizer: bool) -> None:
     """A checkpoint as ``engine.save_checkpoint`` writes it, without the memory for the model: an embedding of an
     eighth, blocks for the rest, every tensor the same 64 MiB of noise over and over."""
     from zeroengine.checkpoint import dcp_io
-    from zeroengine.checkpoint.directory import FORMAT, File, Manifest, Store
-    from zeroengine.checkpoint.entries import MODEL, OPTIMIZER, Entry
+    from zeroengine.checkpoint.directory import FORMAT, CheckpointDirectory, FileRecord, Manifest
+    from zeroengine.checkpoint.entries import MODEL, OPTIMIZER, StateEntry
     from zeroengine.partition.boxes import Box
 
     if not dist.is_initialized():
@@ -106,22 +106,22 @@ def make_checkpoint(folder: Path, gib: float, optimizer: bool) -> None:
         for full in names:
             boxes = [(at, min(noise.shape[0], shape[0] - at)) for at in range(0, shape[0], noise.shape[0])]
             pieces = [(Box((at, 0), (count, width), at * width), noise[:count]) for at, count in boxes]
-            entries[full] = Entry(shape, torch.float32, pieces)
-    store = Store(folder)
-    store.open()
-    writing = store.begin("big", 0)
+            entries[full] = StateEntry(shape, torch.float32, pieces)
+    directory = CheckpointDirectory(folder)
+    directory.open()
+    writing = directory.begin("big", 0)
     sums = dcp_io.save(writing, entries, {}, {}, dist.group.WORLD, lambda n: None)
-    files = {name: File(bytes=(writing / name).stat().st_size, xxh3=total) for name, total in sums.items()}
+    files = {name: FileRecord(bytes=(writing / name).stat().st_size, xxh3=total) for name, total in sums.items()}
     facts: dict[str, object] = dict(step=1, stage=0, world_size=1, precision="float32", optimizer="AdamW", saved_at="")
     empty: dict[str, object] = dict(versions={}, counters={}, param_groups=[], loss_scaler={}, config={})
-    store.commit(writing, Manifest(format=FORMAT, tag="big", files=files, **facts, **empty), None)  # type: ignore
-    store.close()
+    directory.commit(writing, Manifest(format=FORMAT, tag="big", files=files, **facts, **empty), None)  # type: ignore
+    directory.close()
 
 
 # Not ru_maxrss, which remembers the process that this one was started by.
 EXPORT = """
 import sys
-from zeroengine.checkpoint.cli import export
+from zeroengine.cli.checkpoint_commands import export
 code = export()
 print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
 sys.exit(code)

@@ -51,7 +51,7 @@ class Ours:
         self.buffers = {kind: [self.buffer() for _ in range(2)] for kind in (False, True)}
         with DiskQueue() as queue:
             for offset in range(0, file.nbytes, PIECE):
-                queue.write(file, offset, self.buffers[True][0]).wait()
+                queue.write(file, offset, self.buffers[True][0]).wait_host()
         os.fsync(file.descriptors.buffered)
 
     @staticmethod
@@ -66,7 +66,7 @@ class Ours:
 
         def finish() -> None:
             write, buffer, transfer = under_way.popleft()
-            transfer.wait()
+            transfer.wait_host()
             free[write].append(buffer)
 
         start = time.perf_counter()

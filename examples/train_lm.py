@@ -2,8 +2,8 @@
 
     zero-launch --nproc 2 --config configs/zero2.json examples/train_lm.py
 
-Another configuration, another stage: the script stays as it is. `--text FILE` trains on a text of your own.
-With `--checkpoint FOLDER` it saves as it goes, and goes on from what is there, at any stage and number of ranks.
+Another configuration file gives another stage; the script stays as it is. `--text FILE` trains on your own text.
+With `--checkpoint FOLDER` the script saves checkpoints, and a later run continues at any stage and number of ranks.
 """
 
 from __future__ import annotations
@@ -24,9 +24,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import zeroengine
 
-VOCABULARY = 256  # a token is a byte
-TEXT_LIMIT = 8 << 20  # bytes of the standard library to train on
-HELD_OUT = 20  # every 20th file is held out, or the last 20th of a text
+# A token is a byte.
+VOCABULARY = 256
+# Bytes of the standard library to train on.
+TEXT_LIMIT = 8 << 20
+# Every 20th file is held out for evaluation, or the last 20th of a single text.
+HELD_OUT = 20
+# The steps that give the estimate of the run's duration. Earlier ones are slower.
+TIMED_STEPS = range(3, 9)
 
 
 class Block(nn.Module):
@@ -79,7 +84,7 @@ class GPT(nn.Module):
 
 
 def read_text(path: Path | None, context: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bytes to train on and those held out: of the standard library, other files; of one text, its end."""
+    """Return the bytes to train on and the held-out bytes: some files of the standard library, or the end of a text."""
     if path is not None:
         if not path.is_file():
             raise SystemExit(f"--text {path}: there is no such file")
@@ -100,7 +105,7 @@ def read_text(path: Path | None, context: int) -> tuple[torch.Tensor, torch.Tens
 
 
 def library_files() -> list[Path]:
-    """The standard library's source files without its tests, in the same order everywhere."""
+    """Return the standard library's source files without its tests, in the same order everywhere."""
     library = Path(sysconfig.get_path("stdlib"))
     files = sorted(file.relative_to(library) for file in library.rglob("*.py"))
     skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
@@ -108,20 +113,20 @@ def library_files() -> list[Path]:
 
 
 def sample(text: torch.Tensor, starts: torch.Tensor, context: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets, (batch, context): the bytes from each start, and those one further."""
+    """Return inputs and targets, each (batch, context): the bytes from each start, and the bytes one further."""
     window = text[starts[:, None] + torch.arange(context + 1)].long()
     return window[:, :-1], window[:, 1:]
 
 
 def draw(text: torch.Tensor, batch: int, context: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A random sample, the same for the same seed."""
+    """Return a random sample, which is the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
     return sample(text, torch.randint(len(text) - context, (batch,), generator=generator), context)
 
 
 @torch.no_grad()
 def evaluate(engine: zeroengine.Engine, text: torch.Tensor, count: int) -> float:
-    """The held-out loss in nats per byte over `count` batches a rank, evenly spaced and the same in every run."""
+    """Return the held-out loss in nats per byte over `count` evenly spaced batches per rank."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     batch, context = engine.config.train_micro_batch_size_per_gpu, engine.module.context
     starts = torch.linspace(0, len(text) - context - 1, count * batch * world_size).long()
@@ -137,13 +142,13 @@ def evaluate(engine: zeroengine.Engine, text: torch.Tensor, count: int) -> float
 
 
 def unigram_entropy(text: torch.Tensor) -> float:
-    """Of the bytes' frequencies, in nats: the loss of a model that knows nothing else."""
+    """Return the loss, in nats, of a model that knows only how frequent each byte is."""
     frequency = torch.bincount(text.int(), minlength=VOCABULARY).double() / len(text)
     return -torch.special.xlogy(frequency, frequency).sum().item()
 
 
 def used_memory(device: torch.device) -> str:
-    """What this process holds: on a GPU what torch has allocated, else its resident memory."""
+    """Return the memory of this process: what torch has allocated on a GPU, else its resident memory."""
     if device.type == "cuda":
         return f"{torch.cuda.memory_allocated(device) / 2**20:.0f} MiB allocated"
     resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -151,7 +156,7 @@ def used_memory(device: torch.device) -> str:
 
 
 def train(engine: zeroengine.Engine, text: torch.Tensor, options: argparse.Namespace) -> None:
-    """Train until step `options.steps`. Rank 0 shows a bar on a terminal, elsewhere a line now and then."""
+    """Train until step `options.steps`. Rank 0 shows a progress bar on a terminal, and lines elsewhere."""
     steps, rank, world_size = options.steps, dist.get_rank(), dist.get_world_size()
     batch, context = engine.config.train_micro_batch_size_per_gpu, engine.module.context
     console = Console()
@@ -160,6 +165,7 @@ def train(engine: zeroengine.Engine, text: torch.Tensor, options: argparse.Names
     micro_steps = engine.config.micro_steps_in_mean
     report_every = 10 if show_bar else max(1, steps // 20)
     total, done, tokens, start = torch.zeros((), device=engine.device), 0, 0, time.perf_counter()
+    timed_since, first = 0.0, engine.global_steps
     with Progress(*columns, console=console, disable=not show_bar) as progress:
         task = progress.add_task("training", total=steps, completed=engine.global_steps)
         for step in range(engine.global_steps + 1, steps + 1):
@@ -173,6 +179,11 @@ def train(engine: zeroengine.Engine, text: torch.Tensor, options: argparse.Names
                 tokens += ids.numel() * world_size
                 done += 1
             progress.advance(task)
+            if step - first == TIMED_STEPS.start:
+                timed_since = time.perf_counter()
+            elif step - first == TIMED_STEPS.stop and rank == 0:
+                seconds = (time.perf_counter() - timed_since) / len(TIMED_STEPS) * (steps - step)
+                print(f"{steps - step:,} steps left, about {duration(seconds)}", flush=True)
             if step % report_every == 0 or step == steps:
                 mean = total.item() / done
                 speed = tokens / (time.perf_counter() - start)
@@ -187,14 +198,20 @@ def train(engine: zeroengine.Engine, text: torch.Tensor, options: argparse.Names
                 start = time.perf_counter()
 
 
+def duration(seconds: float) -> str:
+    """Return the duration in seconds or minutes."""
+    return f"{seconds:.0f} seconds" if seconds < 90 else f"{seconds / 60:.0f} minutes"
+
+
 def printable(text: bytes) -> str:
-    """The text as a terminal may safely show it."""
+    """Return the text as a terminal may safely show it."""
     return "".join(
         c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text.decode(errors="replace")
     )
 
 
 def parse() -> argparse.Namespace:
+    """Parse and check the command line."""
     parser = argparse.ArgumentParser(description="Train a language model on bytes of text under zeroengine.")
     add = parser.add_argument
     add("--config", metavar="FILE", help="the configuration (default: the one that zero-launch names)")
@@ -215,13 +232,14 @@ def parse() -> argparse.Namespace:
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
     if options.width % options.heads:
-        parser.error(f"--width {options.width} is no multiple of --heads {options.heads}")
+        parser.error(f"--width {options.width} is not a multiple of --heads {options.heads}")
     if not options.prompt:
         parser.error("--prompt must not be empty")
     return options
 
 
 def main() -> None:
+    """Train, evaluate before and after, and show memory and a sample of what the model writes."""
     options = parse()
     text, held_out = read_text(options.text, options.context)
     torch.manual_seed(options.seed)
@@ -230,9 +248,9 @@ def main() -> None:
     engine = zeroengine.initialize(model=model, config=options.config)
     rank, world_size = dist.get_rank(), dist.get_world_size()
 
-    def say(*words: str) -> None:
+    def say(text: str) -> None:
         if rank == 0:
-            print(*words, flush=True)
+            print(text, flush=True)
 
     def nats(loss: float) -> str:
         return f"{loss:.4f} nats per byte ({loss / math.log(2):.3f} bits)"
@@ -240,11 +258,12 @@ def main() -> None:
     stage = engine.config.zero_optimization.stage
     say(f"{size:,} parameters at stage {stage} on {world_size} ranks ({engine.device.type})")
     say(f"{len(text):,} bytes to learn, {len(held_out):,} held out")
+    say(f"training for {options.steps:,} steps; --steps N changes that")
     say(f"byte unigram entropy  {nats(unigram_entropy(text))}")
     say(f"held-out loss before  {nats(evaluate(engine, held_out, options.eval_batches))}")
     if options.checkpoint is not None and (options.checkpoint / "latest").is_file():
         engine.load_checkpoint(options.checkpoint)
-        say(f"goes on after step {engine.global_steps} of {options.checkpoint}")
+        say(f"continues after step {engine.global_steps} of {options.checkpoint}")
     train(engine, text, options)
     say(f"held-out loss after   {nats(evaluate(engine, held_out, options.eval_batches))}")
 

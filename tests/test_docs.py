@@ -151,7 +151,7 @@ def assumed_names(page: str) -> dict[str, Any]:
     dataset = TensorDataset(ids[:, :-1], ids[:, 1:])
     names = {"torch": torch, "zeroengine": zeroengine, "Path": Path, "Model": Model, "model": Model()}
     names |= {"dataset": dataset, "epochs": 1, "windows": [[dataset[:8], dataset[8:16]], [dataset[16:24]]]}
-    if page in ("docs/checkpoints.md", "docs/offload.md", "docs/birth.md", "docstrings"):
+    if page in ("docs/checkpoints.md", "docs/offload.md", "docs/deferred-init.md", "docstrings"):
         engine = zeroengine.initialize(names["model"], config="zero3.json")
         loader = engine.dataloader(dataset)
         batch = next(iter(loader))

@@ -325,13 +325,13 @@ def registering(how: Any) -> tuple[list[float], list[Any]]:
     buffers = [transport.buffer(1 << 20, torch.float32) for _ in range(6)]
     found = []
     for buffer in buffers:
-        transport.gather.all_gather(buffer.tensor, shard, "unit").wait()
+        transport.gather.all_gather(buffer.tensor, shard, "unit").wait_stream()
         found.append(buffer.tensor.double().mean().item())
         buffer.free()
         buffer.prepare()
     kept, bucket = (transport.empty(1 << 20, torch.float32, "reduce").fill_(value) for value in (0.0, 3.0))
     for _ in range(2):
-        transport.reduce.reduce_scatter(kept, bucket, "unit", accumulate=True).wait()
+        transport.reduce.reduce_scatter(kept, bucket, "unit", accumulate=True).wait_stream()
     found.append(kept.double().mean().item())
     places = [group._pools["gather"].place(tensor) for tensor in (shard, *(buffer.tensor for buffer in buffers))]
     transport.close()
@@ -394,11 +394,11 @@ def stalling() -> str:
     transport = Group(None, torch.device("cuda", 0))._native(timeout=1.0)
     full, shard = (transport.empty(2, torch.float32, "gather") for _ in range(2))
     for _ in range(3):
-        transport.gather.all_gather(full, shard, "blocks.0").wait()
+        transport.gather.all_gather(full, shard, "blocks.0").wait_stream()
         torch.cuda.synchronize()
         time.sleep(1.0)
     torch.cuda._sleep(10_000_000_000)  # about five seconds
-    transport.gather.all_gather(full, shard, "blocks.4").wait()
+    transport.gather.all_gather(full, shard, "blocks.4").wait_stream()
     time.sleep(2.5)
     with pytest.raises(DivergenceError) as error:
         transport.gather.all_gather(full, shard, "blocks.5")

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from zeroengine.checkpoint import dcp_io, dcp_metadata
 from zeroengine.checkpoint.dcp_io import cause
-from zeroengine.checkpoint.entries import Entry
+from zeroengine.checkpoint.entries import StateEntry
 from zeroengine.errors import CheckpointError
 from zeroengine.partition.boxes import Box
 
@@ -41,7 +41,7 @@ class Full(io.BytesIO):
 def test_a_disk_that_fills_up_is_said_to_wherever_it_does(
     room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    entries = {"x": Entry((8,), torch.float32, [(Box((0,), (8,), 0), torch.ones(8))])}
+    entries = {"x": StateEntry((8,), torch.float32, [(Box((0,), (8,), 0), torch.ones(8))])}
     monkeypatch.setattr(dcp_io, "create", lambda path: Full(room))
     with pytest.raises(CheckpointException) as caught:
         dcp_io.save(tmp_path, entries, {}, {}, None, lambda n: None)
@@ -49,7 +49,7 @@ def test_a_disk_that_fills_up_is_said_to_wherever_it_does(
 
 
 def save_one(path: Path) -> None:
-    entries = {"x": Entry((8,), torch.float32, [(Box((0,), (8,), 0), torch.ones(8))])}
+    entries = {"x": StateEntry((8,), torch.float32, [(Box((0,), (8,), 0), torch.ones(8))])}
     dcp_io.save(path, entries, {}, {}, None, lambda n: None)
 
 

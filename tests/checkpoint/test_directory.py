@@ -10,43 +10,54 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.dying import Died, dying_after
-from zeroengine.checkpoint.directory import FORMAT, LATEST, MANIFEST, File, Manifest, Store, check_tag, checksum
+from zeroengine.checkpoint.directory import (
+    FORMAT,
+    LATEST,
+    MANIFEST,
+    CheckpointDirectory,
+    FileRecord,
+    Manifest,
+    check_tag,
+    checksum,
+)
 from zeroengine.errors import CheckpointError
 
 
-def write(store: Store, tag: str, step: int = 0, content: bytes = b"x" * 100, keep: int | None = None) -> None:
-    store.open()
-    writing = store.begin(tag, len(content))
+def write(
+    directory: CheckpointDirectory, tag: str, step: int = 0, content: bytes = b"x" * 100, keep: int | None = None
+) -> None:
+    directory.open()
+    writing = directory.begin(tag, len(content))
     (writing / "data").write_bytes(content)
-    files = {"data": File(bytes=len(content), xxh3=checksum(writing / "data"))}
+    files = {"data": FileRecord(bytes=len(content), xxh3=checksum(writing / "data"))}
     about: dict[str, Any] = {name: {} for name in ("versions", "counters", "loss_scaler", "config")}
     about |= {"stage": 0, "world_size": 1, "precision": "float32", "optimizer": "AdamW", "saved_at": "now"}
-    store.commit(writing, Manifest(format=FORMAT, tag=tag, step=step, param_groups=[], files=files, **about), keep)
+    directory.commit(writing, Manifest(format=FORMAT, tag=tag, step=step, param_groups=[], files=files, **about), keep)
 
 
 def test_the_newest_is_the_one_committed_last(tmp_path: Path) -> None:
-    store = Store(tmp_path / "deep" / "folder")
-    write(store, "b", 1)
-    write(store, "a", 2)
-    assert store.latest() == "a"
-    assert store.tags() == ["b", "a"], "oldest first"
-    assert store.damage("a", ["data"]) == []
+    directory = CheckpointDirectory(tmp_path / "deep" / "folder")
+    write(directory, "b", 1)
+    write(directory, "a", 2)
+    assert directory.latest() == "a"
+    assert directory.tags() == ["b", "a"], "oldest first"
+    assert directory.damage("a", ["data"]) == []
 
 
 def test_only_the_last_few_are_kept(tmp_path: Path) -> None:
-    store = Store(tmp_path)
+    directory = CheckpointDirectory(tmp_path)
     for step in range(5):
-        write(store, f"step-{step}", step, keep=2)
-    assert store.tags() == ["step-3", "step-4"]
+        write(directory, f"step-{step}", step, keep=2)
+    assert directory.tags() == ["step-3", "step-4"]
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", LATEST, "step-3", "step-4"]
 
 
 def test_a_tag_can_be_written_again(tmp_path: Path) -> None:
-    store = Store(tmp_path)
-    write(store, "best", content=b"old")
-    write(store, "best", content=b"new")
-    assert (store.checkpoint("best") / "data").read_bytes() == b"new"
-    assert store.damage("best", ["data"]) == []
+    directory = CheckpointDirectory(tmp_path)
+    write(directory, "best", content=b"old")
+    write(directory, "best", content=b"new")
+    assert (directory.checkpoint("best") / "data").read_bytes() == b"new"
+    assert directory.damage("best", ["data"]) == []
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["another tag", "the same tag"])
@@ -56,19 +67,19 @@ def test_a_writer_that_dies_between_any_two_operations_leaves_a_whole_checkpoint
     """Whatever comes first, the checkpoint before is there, or the new one."""
     for instant in range(30):
         folder = tmp_path / str(instant)
-        store = Store(folder)
-        write(store, "one", 1, b"first")
+        directory = CheckpointDirectory(folder)
+        write(directory, "one", 1, b"first")
         with dying_after(instant, monkeypatch):
             try:
-                write(store, "one" if again else "two", 2, b"second", keep=1)
+                write(directory, "one" if again else "two", 2, b"second", keep=1)
             except Died:
                 pass
             else:
                 assert instant > 5, "it died nowhere"
                 return
-        store.close()
+        directory.close()
         for reopened in (False, True):
-            after = Store(folder)
+            after = CheckpointDirectory(folder)
             if reopened:
                 after.open()
             tag = after.latest()
@@ -79,8 +90,8 @@ def test_a_writer_that_dies_between_any_two_operations_leaves_a_whole_checkpoint
 
 
 def hold(folder: Path, ready: Any, leave: Any) -> None:
-    store = Store(folder)
-    write(store, "theirs")
+    directory = CheckpointDirectory(folder)
+    write(directory, "theirs")
     ready.set()
     leave.wait(30)
 
@@ -92,31 +103,31 @@ def test_two_jobs_do_not_save_into_one_folder(tmp_path: Path) -> None:
     other.start()
     assert ready.wait(60)
     with pytest.raises(CheckpointError, match=rf"another job saves into .*process {other.pid}.*folder of its own"):
-        Store(tmp_path).open()
-    assert Store(tmp_path).latest() == "theirs", "reading is free"
+        CheckpointDirectory(tmp_path).open()
+    assert CheckpointDirectory(tmp_path).latest() == "theirs", "reading is free"
     leave.set()
     other.join()
-    write(Store(tmp_path), "ours")  # its lock went with it
+    write(CheckpointDirectory(tmp_path), "ours")  # its lock went with it
 
 
 def test_what_is_absent(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"there is no folder .*nowhere"):
-        Store(tmp_path / "nowhere").latest()
+        CheckpointDirectory(tmp_path / "nowhere").latest()
     with pytest.raises(CheckpointError, match=r"holds no checkpoint. engine.save_checkpoint"):
-        Store(tmp_path).latest()
+        CheckpointDirectory(tmp_path).latest()
     (tmp_path / "file").write_text("")
-    for use in (Store.latest, Store.open, Store.tags):
+    for use in (CheckpointDirectory.latest, CheckpointDirectory.open, CheckpointDirectory.tags):
         with pytest.raises(CheckpointError, match=r"file is a file: checkpoints are kept in a folder"):
-            use(Store(tmp_path / "file"))
-    store = Store(tmp_path)
-    write(store, "a")
+            use(CheckpointDirectory(tmp_path / "file"))
+    directory = CheckpointDirectory(tmp_path)
+    write(directory, "a")
     with pytest.raises(CheckpointError, match=r"checkpoint 'b' in .* does not exist; there are: a"):
-        store.checkpoint("b")
+        directory.checkpoint("b")
     (tmp_path / "b").mkdir()
     with pytest.raises(CheckpointError, match=r"is not whole: its writer did not finish"):
-        store.checkpoint("b")
+        directory.checkpoint("b")
     with pytest.raises(CheckpointError, match=r"is one checkpoint, not a folder of them: pass .* tag='a'"):
-        Store(tmp_path / "a").latest()
+        CheckpointDirectory(tmp_path / "a").latest()
 
 
 @pytest.mark.parametrize("tag", ["a/b", "", ".hidden", "a b", "..", LATEST, "x\n"])
@@ -126,35 +137,35 @@ def test_a_tag_is_a_folder_s_name(tag: str) -> None:
 
 
 def test_damage_is_found(tmp_path: Path) -> None:
-    store = Store(tmp_path)
-    write(store, "a")
+    directory = CheckpointDirectory(tmp_path)
+    write(directory, "a")
     data = tmp_path / "a" / "data"
     whole = data.read_bytes()
     data.write_bytes(whole[:-1])
-    assert store.damage("a", ["data"]) == [f"{data} has 99 bytes, not 100"]
+    assert directory.damage("a", ["data"]) == [f"{data} has 99 bytes, not 100"]
     data.write_bytes(b"y" + whole[1:])
-    assert store.damage("a", ["data"]) == [f"{data} has been changed: its checksum differs"]
+    assert directory.damage("a", ["data"]) == [f"{data} has been changed: its checksum differs"]
     data.unlink()
-    assert store.damage("a", ["data"]) == [f"{data} cannot be read: No such file or directory"]
+    assert directory.damage("a", ["data"]) == [f"{data} cannot be read: No such file or directory"]
     (tmp_path / "a" / MANIFEST).write_text("{")
     with pytest.raises(CheckpointError, match=f"{MANIFEST} is damaged"):
-        store.manifest("a")
+        directory.manifest("a")
 
 
 def test_a_newer_format_is_refused(tmp_path: Path) -> None:
-    store = Store(tmp_path)
-    write(store, "a")
+    directory = CheckpointDirectory(tmp_path)
+    write(directory, "a")
     path = tmp_path / "a" / MANIFEST
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": FORMAT + 1}))
     with pytest.raises(
         CheckpointError, match=f"has format {FORMAT + 1}; this version of zeroengine reads up to {FORMAT}"
     ):
-        store.manifest("a")
+        directory.manifest("a")
 
 
 def test_a_full_disk_is_found_before_anything_is_written(tmp_path: Path) -> None:
-    store = Store(tmp_path)
-    write(store, "a")
+    directory = CheckpointDirectory(tmp_path)
+    write(directory, "a")
     with pytest.raises(CheckpointError, match=r"is full: the checkpoint takes [\d,]+ MiB"):
-        store.begin("b", 1 << 60)
-    assert store.tags() == ["a"]
+        directory.begin("b", 1 << 60)
+    assert directory.tags() == ["a"]

@@ -17,13 +17,13 @@ from tests.checkpoint.models import engine_at, momentum
 from tests.distributed.models import TinyLM
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import Task, make_engine, take_steps
-from zeroengine.checkpoint.directory import MANIFEST, Store
+from zeroengine.checkpoint.directory import MANIFEST, CheckpointDirectory
 from zeroengine.errors import CheckpointError
 
 
 def fingerprint(engine: zeroengine.Engine) -> Any:
     """Everything that a load could change."""
-    inventory = engine._checkpoints._get_manager()._trained.inventory
+    inventory = engine._checkpoints._get_manager()._parts.state_index
     entries = inventory.model(once=False) | inventory.optimizer(once=False)
     tensors = {(name, box): piece.clone().flatten().tolist() for name, e in entries.items() for box, piece in e.pieces}
     counters = (engine.global_steps, engine.micro_steps, engine.skipped_steps, engine.loss_scale)
@@ -172,7 +172,7 @@ def several(root: Path) -> None:
         take_steps(engine, range(number, number + 1))
         engine.save_checkpoint(root)
     if engine.rank == 0:
-        assert Store(root).tags() == ["step-3", "step-4"]
+        assert CheckpointDirectory(root).tags() == ["step-3", "step-4"]
         assert (root / "latest").read_text() == "step-4\n"
     engine.load_checkpoint(root, "step-3")
     assert engine.global_steps == 3
@@ -305,7 +305,7 @@ def disk_full_on_rank_1(root: Path, background: bool) -> None:
         engine.save_checkpoint(root)
         assert background
         engine.close()
-    assert Store(root).tags() == ["step-1"] and Store(root).latest() == "step-1"
+    assert CheckpointDirectory(root).tags() == ["step-1"] and CheckpointDirectory(root).latest() == "step-1"
     assert not list(root.glob(".*.writing")), "nothing half done is left"
     assert take_steps(engine, range(2)) if not background else True, "training can go on"
 

@@ -15,7 +15,7 @@ import zeroengine
 from tests.checkpoint.models import engine_at
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import take_steps
-from zeroengine.checkpoint.directory import Store
+from zeroengine.checkpoint.directory import CheckpointDirectory
 
 STEPS = 400
 
@@ -60,8 +60,8 @@ def check_kills(root: Path, count: int, seed: int) -> None:
         folder, stage = root / str(number), chance.choice((1, 3))
         arguments = (folder, stage, chance.randrange(2), chance.uniform(0.0, 1.0), chance.random() < 0.5)
         run_ranks(2, outlive, *arguments, missing=(0, 1))
-        tag = Store(folder).latest()
-        assert not Store(folder).damage(tag, Store(folder).manifest(tag).files), arguments
+        tag = CheckpointDirectory(folder).latest()
+        assert not CheckpointDirectory(folder).damage(tag, CheckpointDirectory(folder).manifest(tag).files), arguments
         at, losses = run_ranks(2, go_on, folder, stage, 3)[0]
         assert tag == f"step-{at}"
         assert losses == expected[stage][at : at + 3], arguments

@@ -37,7 +37,7 @@ def whole_state(engine: zeroengine.Engine, keys: tuple[str, ...]) -> dict[str, t
 
 def check_shards(engine: zeroengine.Engine, expected: dict[str, torch.Tensor], what: str) -> None:
     """Whether what this rank owns is its part of ``expected``, bit for bit."""
-    inventory = engine._checkpoints._get_manager()._trained.inventory
+    inventory = engine._checkpoints._get_manager()._parts.state_index
     seen = set()
     for name, entry in (inventory.model(once=False) | inventory.optimizer(once=False)).items():
         whole = expected[readable(name)]

@@ -123,9 +123,11 @@ class OnDevice:
         self.completed = completed
         self.asked = 0
 
-    def wait(self) -> None: ...
+    def wait_stream(self) -> None: ...
 
-    def is_completed(self) -> bool:
+    def wait_host(self) -> None: ...
+
+    def done(self) -> bool:
         self.asked += 1
         return self.completed
 

@@ -79,7 +79,7 @@ def test_a_file_is_what_was_written_to_it(
 
     def finish(move: Move) -> None:
         under_way.remove(move)
-        move.transfer.wait()
+        move.transfer.wait_host()
         if not move.writes:
             assert move.tensor.numpy().tobytes() == model[move.begin : move.begin + move.tensor.nbytes]
 
@@ -118,8 +118,8 @@ def test_a_read_touches_nothing_but_its_tensor(
     file = folder.file("read", 1 << 18)
     around = buffer(nbytes + 64).fill_(7)
     with DiskQueue(4, 1 << 14, backend) as queue:
-        queue.write(file, 0, random_bytes(1 << 18, 1)).wait()
-        queue.read(file, ALIGNMENT, around[:nbytes]).wait()
+        queue.write(file, 0, random_bytes(1 << 18, 1)).wait_host()
+        queue.read(file, ALIGNMENT, around[:nbytes]).wait_host()
     assert around[:nbytes].numpy().tobytes() == contents(file)[ALIGNMENT : ALIGNMENT + nbytes]
     assert (around[nbytes:] == 7).all()
 
@@ -130,8 +130,8 @@ def test_any_shape_and_dtype(backend: str, folder: SwapFolder) -> None:
         for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool):
             x = torch.randn(3, 5, 7).to(dtype)
             y = torch.empty_like(x)
-            queue.write(file, 8192, x).wait()
-            queue.read(file, 8192, y).wait()
+            queue.write(file, 8192, x).wait_host()
+            queue.read(file, 8192, y).wait_host()
             assert torch.equal(x, y)
 
 
@@ -144,10 +144,10 @@ def test_many_transfers_from_many_threads(backend: str, folder: SwapFolder) -> N
             slots = range(number * each, (number + 1) * each)
             written = {slot: random_bytes(piece, slot) for slot in slots}
             for transfer in [queue.write(file, slot * piece, x) for slot, x in written.items()]:
-                transfer.wait()
+                transfer.wait_host()
             read = {slot: aligned(piece) for slot in slots}
             for transfer in [queue.read(file, slot * piece, x) for slot, x in read.items()]:
-                transfer.wait()
+                transfer.wait_host()
             assert all(torch.equal(read[slot], written[slot]) for slot in slots)
         except BaseException as error:
             failures.append(error)
@@ -170,7 +170,7 @@ def test_a_transfer_gets_on_by_itself(backend: str, folder: SwapFolder) -> None:
         deadline = time.monotonic() + 60
         while contents(file) != x.numpy().tobytes():  # nobody looks at the queue or at the transfer
             assert time.monotonic() < deadline
-        transfer.wait()
+        transfer.wait_host()
 
 
 class TestFaults:
@@ -184,7 +184,7 @@ class TestFaults:
         if not write:
             os.pwrite(file.descriptors.buffered, x.numpy().tobytes(), ALIGNMENT)
             x.zero_()
-        (queue.write if write else queue.read)(file, ALIGNMENT, x).wait()
+        (queue.write if write else queue.read)(file, ALIGNMENT, x).wait_host()
         assert x.numpy().tobytes() == contents(file)[ALIGNMENT : ALIGNMENT + x.nbytes]
 
     @pytest.mark.parametrize("buffer", BUFFERS)
@@ -211,7 +211,7 @@ class TestFaults:
             transfer = (queue.write if write else queue.read)(file, ALIGNMENT, x)
             for _ in range(2):  # as often as it is asked
                 with pytest.raises(OffloadError) as caught:
-                    transfer.wait()
+                    transfer.wait_host()
             assert transfer.done()
             message = str(caught.value)
             assert message.startswith("writing" if write else "reading")
@@ -232,7 +232,7 @@ class TestFaults:
             failed = []
             for i, transfer in enumerate(transfers):
                 try:
-                    transfer.wait()
+                    transfer.wait_host()
                     assert contents(file)[i << 15 : (i + 1) << 15] == xs[i].numpy().tobytes()
                 except OffloadError:
                     failed.append(i)
@@ -254,8 +254,8 @@ class TestFaults:
         file._descriptors = Descriptors(os.open(f"/proc/self/fd/{file.descriptors.buffered}", os.O_RDONLY))
         with DiskQueue(2, self.BLOCK, backend) as queue:
             with pytest.raises(OffloadError, match=r"failed at offset 0: Bad file descriptor \(EBADF\)"):
-                queue.write(file, 0, aligned(self.NBYTES)).wait()
-            queue.read(file, 0, aligned(self.NBYTES)).wait()
+                queue.write(file, 0, aligned(self.NBYTES)).wait_host()
+            queue.read(file, 0, aligned(self.NBYTES)).wait_host()
 
     def test_nobody_misses_a_failure(self, folder: SwapFolder, caplog: pytest.LogCaptureFixture) -> None:
         file = folder.file("unseen", 1 << 18)
@@ -271,8 +271,8 @@ class TestFaults:
             from zeroengine.disk.swap_files import SwapFolder
             file = SwapFolder(sys.argv[1], rank=0).file("x", 8192)
             with DiskQueue() as queue:
-                queue.write(file, 0, aligned_empty(4096, torch.uint8)).wait()
-                queue.write(file, 4096, aligned_empty(4096, torch.uint8)).wait()
+                queue.write(file, 0, aligned_empty(4096, torch.uint8)).wait_host()
+                queue.write(file, 4096, aligned_empty(4096, torch.uint8)).wait_host()
         """
         done = python(code, disk, ZEROENGINE_AIO_FAULT=f"{errno.ENOSPC}:2")
         assert done.returncode == 1 and "at offset 4,096: No space left on device (ENOSPC): make room" in done.stderr
@@ -300,7 +300,7 @@ def test_a_file_that_ends_early_is_an_error(backend: str, disk: Path) -> None:
         DiskQueue(2, ALIGNMENT, backend) as queue,
         pytest.raises(OffloadError, match=r"at offset 12,288: the file ends"),
     ):
-        queue.read(file, 0, aligned(8 * ALIGNMENT)).wait()
+        queue.read(file, 0, aligned(8 * ALIGNMENT)).wait_host()
 
 
 @pytest.mark.parametrize("order", ["queue", "transfer", "tensor", "file"])
@@ -326,7 +326,7 @@ def test_closing_waits(backend: str, folder: SwapFolder) -> None:
     transfer = queue.write(file, 0, x)
     queue.close()
     assert transfer.done() and contents(file) == x.numpy().tobytes()
-    transfer.wait()
+    transfer.wait_host()
     queue.close()
     with pytest.raises(OffloadError, match="is closed"):
         queue.read(file, 0, x)
@@ -338,7 +338,7 @@ def test_a_closed_file_serves_the_transfers_under_way(backend: str, disk: Path) 
         transfer = queue.write(file, 0, x)
         del file
         others = [os.open(disk / "other", os.O_CREAT | os.O_RDWR) for _ in range(4)]  # would take the numbers
-        transfer.wait()
+        transfer.wait_host()
     for other in others:
         os.close(other)
     assert (disk / "closed").read_bytes() == x.numpy().tobytes() and (disk / "other").stat().st_size == 0
@@ -377,7 +377,7 @@ def test_a_queue_stays_with_its_process(disk: Path) -> None:
         if child == 0:
             x.fill_(7)  # its own copy
             for queue, transfer in zip(queues, transfers):
-                for use in (lambda: queue.read(file, 0, x), transfer.wait, transfer.done):
+                for use in (lambda: queue.read(file, 0, x), transfer.wait_host, transfer.done):
                     try:
                         use()
                     except Exception as error:
@@ -386,8 +386,8 @@ def test_a_queue_stays_with_its_process(disk: Path) -> None:
             sys.exit()  # as usual, with what is run at exit
         assert os.waitpid(child, 0)[1] == 0 and not x.any()
         for queue, transfer in zip(queues, transfers):
-            transfer.wait()
-            queue.read(file, 0, x).wait()
+            transfer.wait_host()
+            queue.read(file, 0, x).wait_host()
     """
     done = python(code, disk, *_aio.available())
     assert done.stderr == "" and done.returncode == 0
@@ -405,7 +405,7 @@ def test_auto_takes_what_works(disk: Path) -> None:
         best = DiskQueue().backend
         resource.setrlimit(resource.RLIMIT_NOFILE, (os.dup(0), 4096))  # the others want a descriptor
         with DiskQueue() as queue:
-            queue.write(file, 0, aligned_empty(4096, torch.uint8)).wait()
+            queue.write(file, 0, aligned_empty(4096, torch.uint8)).wait_host()
             print(best, queue.backend)
         DiskQueue(backend="libaio")
     """

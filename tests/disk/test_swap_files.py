@@ -38,7 +38,7 @@ class TestLife:
         files = [folder.file("state", 8192) for folder in (first, second)]
         with DiskQueue() as queue:
             for number, file in enumerate(files):
-                queue.write(file, 0, torch.full((8192,), number + 1, dtype=torch.uint8)).wait()
+                queue.write(file, 0, torch.full((8192,), number + 1, dtype=torch.uint8)).wait_host()
         assert [file.mapped(0, 8192, torch.uint8).unique().tolist() for file in files] == [[1], [2]]
         first.close()
         assert files[1].mapped(0, 1, torch.uint8).item() == 2
@@ -178,7 +178,7 @@ class TestRefusals:
         file = folder.file("state", 1 << 16)
         assert not file.direct
         with DiskQueue() as queue:
-            queue.write(file, 0, aligned_empty(1 << 16, torch.uint8).fill_(9)).wait()
+            queue.write(file, 0, aligned_empty(1 << 16, torch.uint8).fill_(9)).wait_host()
         assert (file.mapped(0, 1 << 16, torch.uint8) == 9).all()
 
 
@@ -187,12 +187,12 @@ class TestMapped:
     def test_it_is_that_part_of_the_file(self, folder: SwapFolder, offset: int) -> None:
         file, values = folder.file("part", 1 << 16), torch.arange((1 << 16) // 4, dtype=torch.int32)
         with DiskQueue() as queue:
-            queue.write(file, 0, values).wait()
+            queue.write(file, 0, values).wait_host()
             mapped = file.mapped(offset, 1000, torch.int32)
             assert torch.equal(mapped, values[offset // 4 :][:1000])
             mapped += 7
             into = torch.empty_like(values)
-            queue.read(file, 0, into).wait()
+            queue.read(file, 0, into).wait_host()
         values[offset // 4 :][:1000] += 7
         assert torch.equal(into, values)
 
@@ -210,10 +210,10 @@ class TestMapped:
                         mapped[part] = values
                         model[part] = values
                     case 1:
-                        queue.write(file, part.start * 4, values).wait()
+                        queue.write(file, part.start * 4, values).wait_host()
                         model[part] = values
                     case 2:
-                        queue.read(file, part.start * 4, values).wait()
+                        queue.read(file, part.start * 4, values).wait_host()
                         assert torch.equal(values, model[part])
                     case 3:
                         assert torch.equal(mapped[part], model[part])

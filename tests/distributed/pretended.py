@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroengine.disk.queue import aligned_empty
-from zeroengine.offload.device_copies import Way
+from zeroengine.offload.device_copies import Direction
 
 EMPTY = torch.empty(0)
 LOCK = threading.RLock()  # a disk's thread waits for copies, too
@@ -40,7 +40,7 @@ class Lane:
 
 @dataclass(eq=False)
 class Late:
-    """See ``Transfer``."""
+    """See ``Work``."""
 
     target: torch.Tensor
     source: torch.Tensor
@@ -48,15 +48,15 @@ class Late:
     behind: Mark
 
     def run(self) -> None:
-        self.behind.wait()
+        self.behind.wait_host()
         assert self.target.untyped_storage().nbytes(), "its memory was freed"
         self.target.copy_(self.source)
 
-    def wait(self) -> None:
+    def wait_host(self) -> None:
         self.lane.flush(self)
         self.target = self.source = EMPTY
 
-    def follow(self) -> None:
+    def wait_stream(self) -> None:
         self.lane.flush(self)
 
     def done(self) -> bool:
@@ -65,16 +65,16 @@ class Late:
 
 @dataclass(eq=False)
 class Mark:
-    """What a lane was at, or the stream that computes, where everything is done at once. See ``Transfer``."""
+    """What a lane was at, or the stream that computes, where everything is done at once. See ``Work``."""
 
     lane: Lane | None
     last: Late | None
 
-    def wait(self) -> None:
+    def wait_host(self) -> None:
         if self.lane is not None and self.last is not None:
             self.lane.flush(self.last)
 
-    follow = wait
+    wait_stream = wait_host
 
     def done(self) -> bool:
         return self.last is None or self.last.done()
@@ -89,7 +89,7 @@ class LateCopies:
 
     def __init__(self, late: bool = True) -> None:
         self._late = late
-        self._lanes: dict[Way, Lane] = {"in": Lane(), "out": Lane()}
+        self._lanes: dict[Direction, Lane] = {"in": Lane(), "out": Lane()}
         self._local = threading.local()  # each thread has a current stream of its own
         self._host: list[tuple[int, int]] = []  # addresses
         self.copied = {"in": 0, "out": 0}  # bytes
@@ -102,10 +102,10 @@ class LateCopies:
         assert target.shape == source.shape and target.dtype is source.dtype
         to_host = self.is_host(target)
         assert to_host != self.is_host(source), "from one to the other"
-        way: Way = "out" if to_host else "in"
+        way: Direction = "out" if to_host else "in"
         with LOCK:
             lane = self._lanes[way] if behind is not None or self._current is None else self._current
-            late = Late(target, source, lane, self.mark() if behind is None else behind)
+            late = Late(target, source, lane, self.record_event() if behind is None else behind)
             if late.behind.lane is lane:
                 late.behind = Mark(None, None)  # in line
             self.copied[way] += source.nbytes
@@ -117,24 +117,24 @@ class LateCopies:
                 late.run()
         return late
 
-    def mark(self) -> Mark:
+    def record_event(self) -> Mark:
         lane = self._current
         return Mark(lane, lane.waiting[-1] if lane is not None and lane.waiting else None)
 
     @contextmanager
-    def beside(self, way: Way) -> Iterator[None]:
-        before, self._local.lane = self._current, self._lanes[way]
-        self._lanes[way].flush()  # what is computed inside comes after
+    def on_copy_stream(self, direction: Direction) -> Iterator[None]:
+        before, self._local.lane = self._current, self._lanes[direction]
+        self._lanes[direction].flush()  # what is computed inside comes after
         try:
             yield
         finally:
             self._local.lane = before
 
-    def follow(self) -> None:
+    def wait_stream(self) -> None:
         for lane in self._lanes.values():
             lane.flush()
 
-    synchronize = follow
+    synchronize = wait_stream
 
     def host_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         memory = aligned_empty(numel, dtype)

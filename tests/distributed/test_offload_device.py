@@ -316,11 +316,11 @@ def test_a_late_copy_shows_who_does_not_wait() -> None:
     host, device = copies.host_memory(8, torch.float32), torch.arange(8.0)
     transfer = copies.copy(host, device)
     assert host.isnan().all() and not transfer.done()
-    transfer.wait()
+    transfer.wait_host()
     assert torch.equal(host, torch.arange(8.0)) and transfer.done()
     transfer = copies.copy(host, device)
     device.zero_()
-    transfer.follow()
+    transfer.wait_stream()
     assert not host.any(), "what was written to the source meanwhile spoiled it"
 
 
@@ -367,10 +367,10 @@ def test_memory_on_the_device_goes_when_its_values_are_on_disk(tmp_path: Path) -
     for _ in range(6):
         state, landing = behind.empty(1024, torch.float32), behind.staging_buffer(4096).view(torch.float32).fill_(3)
         left.append(weakref.ref(landing))
-        behind.write(landing, state).wait()
+        behind.write(landing, state).wait_host()
         del landing
         into = behind.staging_buffer(4096).view(torch.float32)
-        behind.read(state, into).wait()
+        behind.read(state, into).wait_host()
         assert into.sum() == 3 * 1024
         left.append(weakref.ref(into))
         del into

@@ -48,27 +48,28 @@ def losses(output: str) -> dict[str, str]:
     return dict(re.findall(r"(byte unigram entropy|held-out loss before|held-out loss after) +([\d.]+) nats", output))
 
 
-def test_it_learns_the_same_at_every_stage() -> None:
+def test_training_gives_the_same_losses_at_every_stage() -> None:
     runs = {stage: train(stage) for stage in (0, 3)}
     for stage, run in runs.items():
         assert run.returncode == 0, run.stderr
         assert f"at stage {stage} on 2 ranks (cpu)" in run.stdout
         assert re.search(r"\[rank 0\] step 20/20  loss [\d.]+  [\d,]+ tokens/s  \d+ MiB resident", run.stdout)
         assert re.search(r"memory of rank 1 .* MiB of parameters, gradients and optimizer state", run.stdout)
+        assert re.search(r"\[rank 0\] 11 steps left, about \d+ seconds", run.stdout)
         assert "[rank 0] def " in run.stdout and "[rank 1]" not in run.stdout
-    found = losses(runs[0].stdout)
-    assert len(found) == 3
-    assert float(found["held-out loss after"]) < float(found["held-out loss before"]) - 1
-    assert losses(runs[3].stdout) == found
+    stage_0 = losses(runs[0].stdout)
+    assert len(stage_0) == 3
+    assert float(stage_0["held-out loss after"]) < float(stage_0["held-out loss before"]) - 1
+    assert losses(runs[3].stdout) == stage_0
 
 
 @pytest.mark.slow
-def test_it_goes_on_from_a_checkpoint_at_another_stage(tmp_path: Path) -> None:
+def test_a_run_continues_from_a_checkpoint_at_another_stage(tmp_path: Path) -> None:
     saving = ("--checkpoint", str(tmp_path), "--save-every", "7")
     whole = train(1, "--steps", "14")
     assert train(1, *saving, "--steps", "7").returncode == 0
     run = train(3, *saving, "--steps", "14")
-    assert f"goes on after step 7 of {tmp_path}" in run.stdout, run.stderr
+    assert f"continues after step 7 of {tmp_path}" in run.stdout, run.stderr
     assert losses(run.stdout) == losses(whole.stdout)
     assert sorted(path.name for path in tmp_path.glob("[!.]*")) == ["latest", "step-14", "step-7"]
 
@@ -81,7 +82,7 @@ def test_it_goes_on_from_a_checkpoint_at_another_stage(tmp_path: Path) -> None:
             ["--text", "setup.py", "--context", "1000"],
             "setup.py has too little text: name a file of at least 20,020 bytes",
         ),
-        (["--width", "30", "--heads", "4"], "--width 30 is no multiple of --heads 4"),
+        (["--width", "30", "--heads", "4"], "--width 30 is not a multiple of --heads 4"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments: list[str], message: str) -> None:

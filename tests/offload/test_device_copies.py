@@ -125,9 +125,9 @@ def test_who_follows_a_copy_waits_on_the_gpu_and_who_waits_on_the_host(cuda: Rec
     ways = GPUCopies(GPU)
     transfer = copy(ways, HOST, DEVICE)
     cuda.events.clear()
-    transfer.follow()
-    transfer.wait()
-    ways.follow()
+    transfer.wait_stream()
+    transfer.wait_host()
+    ways.wait_stream()
     ways.synchronize()
     assert cuda.events == [
         "main waits for event on out",
@@ -142,8 +142,8 @@ def test_who_follows_a_copy_waits_on_the_gpu_and_who_waits_on_the_host(cuda: Rec
 def test_beside_the_current_stream_copies_of_either_way_are_in_line(cuda: Recorded) -> None:
     """Else what a sum is added to would make every later shard wait for the sum."""
     ways = GPUCopies(GPU)
-    with ways.beside("out"):
-        copy(ways, DEVICE, HOST).follow()
+    with ways.on_copy_stream("out"):
+        copy(ways, DEVICE, HOST).wait_stream()
         copy(ways, HOST, DEVICE)
     assert cuda.events == [
         "out waits for main",
@@ -158,7 +158,7 @@ def test_beside_the_current_stream_copies_of_either_way_are_in_line(cuda: Record
 
 def test_a_copy_begun_by_another_thread_comes_behind_a_mark(cuda: Recorded) -> None:
     ways = GPUCopies(GPU)
-    mark = ways.mark()
+    mark = ways.record_event()
     copy(ways, DEVICE, HOST, mark)
     assert cuda.events == ["event on main", "in waits for event on main", "copy on in", "event on in"]
 

@@ -33,12 +33,12 @@ from tests.distributed.models import batch
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import start
 from tests.emulated import cpu_alone
-from zeroengine.checkpoint.dcp_metadata import Piece, read_metadata
+from zeroengine.checkpoint.dcp_metadata import StoredPiece, read_metadata
 from zeroengine.cli import checkpoint_commands
 from zeroengine.errors import CheckpointError
 from zeroengine.weights import huggingface_format
 from zeroengine.weights.export import export
-from zeroengine.weights.output_folder import Output
+from zeroengine.weights.output_folder import OutputFolder
 
 CASES = [(world, stage, "fp32") for world in (1, 2, 3) for stage in (0, 1, 2, 3)] + [(2, 1, "bf16"), (2, 3, "bf16")]
 
@@ -270,7 +270,7 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(data)
 
 
-def items(folder: Path, prefix: str) -> list[Piece]:
+def items(folder: Path, prefix: str) -> list[StoredPiece]:
     return [
         piece for name, stored in read_metadata(folder).items() if name.startswith(prefix) for piece in stored.pieces
     ]
@@ -478,7 +478,7 @@ def test_an_export_that_dies_between_any_two_operations_loses_nothing(
         (out / "config.json").write_text("{}")
         (out / "model.safetensors").write_text("old")
 
-        output, died = Output(out), False
+        output, died = OutputFolder(out), False
         with dying_after(instant, monkeypatch):
             try:
                 writing = output.begin(3)
@@ -487,7 +487,7 @@ def test_an_export_that_dies_between_any_two_operations_loses_nothing(
             except Died:
                 died = True
         output._unlock()  # as the kernel does
-        again = Output(out)
+        again = OutputFolder(out)
         again.begin(3)
         assert (out / "config.json").read_text() == "{}", instant
         assert (out / "model.safetensors").read_text() in ("old", "new"), instant
@@ -513,7 +513,7 @@ def test_what_a_killed_export_left_is_cleared(run: Path, tmp_path: Path) -> None
 
 
 def test_two_exports_into_one_folder_do_not_mix(run: Path, tmp_path: Path) -> None:
-    other = Output(tmp_path / "out")
+    other = OutputFolder(tmp_path / "out")
     other.begin(0)
     with pytest.raises(CheckpointError, match="another process is writing"):
         export(run, tmp_path / "out")
@@ -586,7 +586,7 @@ def test_it_is_a_command_of_a_checkout(run: Path, tmp_path: Path) -> None:
 
 MEASURE = """
 import sys
-from zeroengine.checkpoint.export import export
+from zeroengine.weights.export import export
 peak = lambda: next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
 before = peak()
 export(sys.argv[1], sys.argv[2], dtype="bf16", shard_size="50MB")

@@ -1,4 +1,4 @@
-"""Entries to and from the files of torch Distributed Checkpoint, which plain PyTorch reads and writes as well."""
+"""StateEntries to and from the files of torch Distributed Checkpoint, which plain PyTorch reads and writes as well."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from zeroengine.checkpoint.dcp_metadata import Item, digest_of_items
-from zeroengine.checkpoint.directory import File
-from zeroengine.checkpoint.entries import Entries
+from zeroengine.checkpoint.dcp_metadata import ByteRange, digest_of_items
+from zeroengine.checkpoint.directory import FileRecord
+from zeroengine.checkpoint.entries import StateEntries
 from zeroengine.disk.sequential_files import SequentialFile, create
 from zeroengine.disk.swap_files import populate
 from zeroengine.errors import CheckpointError
@@ -50,14 +50,14 @@ from zeroengine.partition.boxes import Box
 from zeroengine.utils.paths import is_file_name
 
 METADATA = ".metadata"
-Written = dict[str, tuple[str, "list[Item] | None"]]  # by name of the file: its checksum, and where its items are
+Written = dict[str, tuple[str, "list[ByteRange] | None"]]  # by name of the file: its checksum, and where its items are
 Report = Callable[[int], None]  # bytes since the last call
 Read = Callable[[str, Box, torch.Tensor], None]
 
 
 def save(
     path: Path,
-    entries: Entries,
+    entries: StateEntries,
     objects: Mapping[str, Any],
     aliases: Mapping[str, str],
     group: dist.ProcessGroup | None,
@@ -86,14 +86,14 @@ def save(
     return {name: (total, writer.items.get(name)) for name, total in writer.hashing.sums.items()}
 
 
-def describe(path: Path, written: Written) -> dict[str, File]:
+def describe(path: Path, written: Written) -> dict[str, FileRecord]:
     """Return what the manifest says of the files that ``save`` has written on this rank, by name. No collective.
 
     Raises:
         OSError: one cannot be read.
     """
     return {
-        name: File(
+        name: FileRecord(
             bytes=(path / name).stat().st_size,
             xxh3=total,
             items=None if items is None else digest_of_items(path / name, items),
@@ -102,7 +102,9 @@ def describe(path: Path, written: Written) -> dict[str, File]:
     }
 
 
-def load(path: Path, metadata: Metadata, entries: Entries, objects: Iterable[str], report: Report) -> dict[str, Any]:
+def load(
+    path: Path, metadata: Metadata, entries: StateEntries, objects: Iterable[str], report: Report
+) -> dict[str, Any]:
     """Reads what ``entries`` have pieces for into them, cast to their dtypes, and gives the objects. Not a collective.
 
     Raises:
@@ -111,7 +113,7 @@ def load(path: Path, metadata: Metadata, entries: Entries, objects: Iterable[str
     return _load(path, metadata, _LoadPlanner(entries, objects, metadata, report))
 
 
-def check_readable(path: Path, metadata: Metadata, entries: Entries, report: Report) -> None:
+def check_readable(path: Path, metadata: Metadata, entries: StateEntries, report: Report) -> None:
     """Read what ``load`` would, and keep nothing of it.
 
     Raises:
@@ -203,13 +205,13 @@ class _Writer(dcp.FileSystemWriter):
         super().__init__(path, overwrite=False, sync_files=False)  # they are when they are closed
         self.fs = self.hashing = _HashingFileSystem(report)
         self._aliases = aliases
-        self.items: dict[str, list[Item]] = {}  # of the files that this rank wrote
+        self.items: dict[str, list[ByteRange]] = {}  # of the files that this rank wrote
 
     def write_data(self, *args: Any, **kwargs: Any) -> Any:
         results = super().write_data(*args, **kwargs)
         for result in results.value():
             place = result.storage_data
-            self.items.setdefault(place.relative_path, []).append(Item(place.offset, place.length))
+            self.items.setdefault(place.relative_path, []).append(ByteRange(place.offset, place.length))
         return results
 
     def finish(self, metadata: Metadata, results: Any) -> None:
@@ -227,7 +229,7 @@ def _renamed(result: Any, name: str) -> Any:
 
 
 class _SavePlanner(dcp.DefaultSavePlanner):
-    def __init__(self, entries: Entries, objects: Mapping[str, Any], read: Read | None) -> None:
+    def __init__(self, entries: StateEntries, objects: Mapping[str, Any], read: Read | None) -> None:
         super().__init__(flatten_state_dict=False)
         self._entries, self._objects, self._read = entries, objects, read
         self._data: dict[MetadataIndex, tuple[Box, torch.Tensor]] = {}
@@ -288,7 +290,7 @@ class _Reader(dcp.FileSystemReader):
 
 
 class _LoadPlanner(LoadPlanner):
-    def __init__(self, entries: Entries, objects: Iterable[str], metadata: Metadata, report: Report) -> None:
+    def __init__(self, entries: StateEntries, objects: Iterable[str], metadata: Metadata, report: Report) -> None:
         self._entries, self._wanted, self._metadata, self._report = entries, objects, metadata, report
         self._pieces: dict[MetadataIndex, torch.Tensor] = {}
         self.objects: dict[str, Any] = {}

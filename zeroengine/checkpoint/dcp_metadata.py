@@ -28,7 +28,7 @@ METADATA = ".metadata"
 EXTRA = "zeroengine."  # what the names of objects begin with that only zeroengine reads
 
 
-class Item(NamedTuple):
+class ByteRange(NamedTuple):
     """Where one value lies in a file: its first byte, and how many they are."""
 
     start: int
@@ -36,7 +36,7 @@ class Item(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Piece:
+class StoredPiece:
     """A box of a tensor, and the item of a file that holds it."""
 
     name: str
@@ -48,15 +48,15 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """One whole tensor."""
 
     shape: tuple[int, ...]
     dtype: str  # torch's name: float32
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StoredPiece, ...]
 
 
-def read_metadata(path: Path) -> dict[str, Stored]:
+def read_metadata(path: Path) -> dict[str, StoredTensor]:
     """The tensors of the checkpoint directory ``path``, by name, in their order.
 
     Raises:
@@ -90,20 +90,20 @@ def _unpickled(path: Path) -> Iterator[Any]:
         raise CheckpointError(f"{path / METADATA} cannot be read: {type(error).__name__}: {error}") from error
 
 
-def items_by_file(path: Path) -> dict[str, list[Item]]:
+def items_by_file(path: Path) -> dict[str, list[ByteRange]]:
     """Where everything lies in the files of the checkpoint directory ``path``, objects included.
 
     Raises:
         CheckpointError: there is no metadata, or it cannot be read.
     """
-    items: dict[str, list[Item]] = {}
+    items: dict[str, list[ByteRange]] = {}
     with _unpickled(path) as tree:
         for info in tree.storage_data.values():
-            items.setdefault(str(info.relative_path), []).append(Item(int(info.offset), int(info.length)))
+            items.setdefault(str(info.relative_path), []).append(ByteRange(int(info.offset), int(info.length)))
     return items
 
 
-def digest_of_items(path: Path, items: Iterable[Item]) -> str:
+def digest_of_items(path: Path, items: Iterable[ByteRange]) -> str:
     """Return a digest of the checksums (CRC-32) that the items of a file have in the file itself.
 
     Each item is a zip archive, whose directory is all that is read.
@@ -121,7 +121,7 @@ def digest_of_items(path: Path, items: Iterable[Item]) -> str:
 class Window(io.RawIOBase):
     """An item of a file, as a file."""
 
-    def __init__(self, file: IO[bytes], item: Item) -> None:
+    def __init__(self, file: IO[bytes], item: ByteRange) -> None:
         self._file, self._start, self._length, self._at = file, item.start, item.length, 0
 
     def seekable(self) -> bool:
@@ -145,7 +145,7 @@ class Window(io.RawIOBase):
         return data
 
 
-def tied(tensors: Mapping[str, Stored], names: Iterable[str]) -> dict[str, str]:
+def tied(tensors: Mapping[str, StoredTensor], names: Iterable[str]) -> dict[str, str]:
     """Those of ``names`` that are stored under another name too, and the first name of each."""
     first: dict[Any, str] = {}
     found = {}
@@ -157,7 +157,7 @@ def tied(tensors: Mapping[str, Stored], names: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def _stored(name: str, tensor: _Tensor, places: Mapping[Any, Any]) -> Stored:
+def _stored(name: str, tensor: _Tensor, places: Mapping[Any, Any]) -> StoredTensor:
     shape = tuple(tensor.size)
     pieces = []
     for chunk in tensor.chunks:
@@ -171,11 +171,11 @@ def _stored(name: str, tensor: _Tensor, places: Mapping[Any, Any]) -> Stored:
         place = (info.relative_path, int(info.offset), int(info.length))
         if place[1] < 0 or place[2] <= 0:
             raise CheckpointError(f"part of {name} is said to have {place[2]} bytes at {place[1]}: it is damaged")
-        pieces.append(Piece(name, tuple(chunk.offsets), tuple(chunk.sizes), *place))
+        pieces.append(StoredPiece(name, tuple(chunk.offsets), tuple(chunk.sizes), *place))
     tiles = [(piece.offsets, piece.sizes) for piece in pieces]
     if sum(math.prod(sizes) for _, sizes in tiles) != math.prod(shape) or not _tile(shape, tiles):
         raise CheckpointError(f"part of {name} is missing: the checkpoint is incomplete")
-    return Stored(shape, str(tensor.properties.state[0]), tuple(pieces))
+    return StoredTensor(shape, str(tensor.properties.state[0]), tuple(pieces))
 
 
 def _tile(shape: tuple[int, ...], boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:

@@ -52,7 +52,7 @@ TAG = re.compile(r"[A-Za-z0-9][\w.+=@-]*")
 CHUNK = 1 << 22
 
 
-class File(BaseModel):
+class FileRecord(BaseModel):
     """A file of a checkpoint."""
 
     bytes: Annotated[int, Ge(0)]
@@ -83,7 +83,7 @@ class Manifest(BaseModel):
     param_groups: list[dict[str, Any]]
     loss_scaler: dict[str, Any]
     config: dict[str, Any]
-    files: Annotated[dict[str, File], MinLen(1)]
+    files: Annotated[dict[str, FileRecord], MinLen(1)]
 
     @property
     def nbytes(self) -> int:
@@ -137,7 +137,7 @@ def check_tag(tag: str) -> str:
     return tag
 
 
-class Store:
+class CheckpointDirectory:
     """One folder of checkpoints on this rank's file system."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -299,7 +299,7 @@ class Store:
         lock.write(f"process {os.getpid()} on {os.uname().nodename}\n{self._run}\n")
         lock.flush()
         self._lock = lock
-        _open_stores.add(self)
+        _locked_directories.add(self)
         for entry in self.path.glob(".*.writing"):  # of writers that died
             shutil.rmtree(entry, ignore_errors=True)
         for entry in sorted(self.path.glob(".*.replaced"), key=_modified, reverse=True):
@@ -344,7 +344,7 @@ class Store:
                 fcntl.flock(self._lock, fcntl.LOCK_UN)  # a process that was forked may have it open still
             self._lock.close()
             self._lock = None
-        _open_stores.discard(self)
+        _locked_directories.discard(self)
 
     def begin(self, tag: str, nbytes: int) -> Path:
         """A new directory to write into.
@@ -412,16 +412,16 @@ class Store:
         shutil.rmtree(dying, ignore_errors=True)
 
 
-_open_stores: weakref.WeakSet[Store] = weakref.WeakSet()  # that hold a lock
+_locked_directories: weakref.WeakSet[CheckpointDirectory] = weakref.WeakSet()  # that hold a lock
 
 
 def _forget_locks() -> None:
     """In a process that was forked, such as a DataLoader's worker: the lock is its parent's alone."""
-    for store in list(_open_stores):
-        lock, store._lock = store._lock, None
+    for directory in list(_locked_directories):
+        lock, directory._lock = directory._lock, None
         if lock is not None:
             lock.close()
-    _open_stores.clear()
+    _locked_directories.clear()
 
 
 os.register_at_fork(after_in_child=_forget_locks)

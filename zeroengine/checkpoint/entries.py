@@ -27,7 +27,7 @@ MODEL, OPTIMIZER = "model.", "optimizer.state."
 
 
 @dataclass
-class Entry:
+class StateEntry:
     """One whole tensor, and the boxes of it that are here."""
 
     shape: tuple[int, ...]
@@ -40,10 +40,10 @@ class Entry:
         return sum(piece.nbytes for _, piece in self.pieces)
 
 
-Entries = dict[str, Entry]
+StateEntries = dict[str, StateEntry]
 
 
-class Inventory:
+class StateIndex:
     """The entries of one engine's model and optimizer.
 
     Args:
@@ -69,16 +69,16 @@ class Inventory:
                     found[name] = kept
         return found
 
-    def model(self, *, once: bool) -> Entries:
+    def model(self, *, once: bool) -> StateEntries:
         """Masters, frozen parameters, and persistent buffers."""
-        entries: Entries = {}
+        entries: StateEntries = {}
         for unit in self._units:
             states = self._states.get(unit)
             values, degree = (
                 (unit.shard, unit.degrees.parameters) if states is None else (states.master, unit.degrees.optimizer)
             )
             for slot in unit.layout.slots:
-                entries[MODEL + slot.name] = Entry(slot.shape, values.dtype)
+                entries[MODEL + slot.name] = StateEntry(slot.shape, values.dtype)
             for span in self._spans(unit, degree, once):
                 slot = unit.layout.slots[span.param_index]
                 entries[MODEL + slot.name].pieces += _boxed(slot.shape, span, values)
@@ -86,24 +86,24 @@ class Inventory:
             entries[MODEL + name] = _replicated(buffer, held=not once or self._rank == 0)
         return entries
 
-    def optimizer(self, *, once: bool) -> Entries:
+    def optimizer(self, *, once: bool) -> StateEntries:
         """What the optimizer keeps of each parameter."""
-        entries: Entries = {}
+        entries: StateEntries = {}
         for states in self._optimizer.units:
             unit = states.unit
             for span in self._spans(unit, unit.degrees.optimizer, once):
                 self._add_state(entries, states, span, once)
         return entries
 
-    def _add_state(self, entries: Entries, states: OptimizerShard, span: ShardSpan, once: bool) -> None:
+    def _add_state(self, entries: StateEntries, states: OptimizerShard, span: ShardSpan, once: bool) -> None:
         slot = states.unit.layout.slots[span.param_index]
         for key, value in KeptState(self._optimizer).of(states, span).items():
             name = f"{OPTIMIZER}{slot.name}.{key}"
             if value.dim() == 0:
                 if not once or span.param_offset == 0:
-                    entries[name] = Entry((), value.dtype, [(Box((), (), 0), value)])
+                    entries[name] = StateEntry((), value.dtype, [(Box((), (), 0), value)])
                 continue
-            entry = entries.setdefault(name, Entry(slot.shape, value.dtype))
+            entry = entries.setdefault(name, StateEntry(slot.shape, value.dtype))
             entry.pieces += _boxed(slot.shape, span, value, within=True)
 
     def _spans(self, unit: Unit, degree: int, once: bool) -> Iterator[ShardSpan]:
@@ -120,9 +120,9 @@ def _boxed(
     return [(box, values[base + box.start : base + box.start + box.numel].view(box.sizes)) for box in runs]
 
 
-def _replicated(tensor: torch.Tensor, held: bool) -> Entry:
+def _replicated(tensor: torch.Tensor, held: bool) -> StateEntry:
     box = Box((0,) * tensor.dim(), tuple(tensor.shape), 0)
-    return Entry(tuple(tensor.shape), tensor.dtype, [(box, tensor.detach())] if held else [])
+    return StateEntry(tuple(tensor.shape), tensor.dtype, [(box, tensor.detach())] if held else [])
 
 
 def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

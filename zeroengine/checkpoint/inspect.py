@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroengine.checkpoint.dcp_metadata import EXTRA, METADATA, names_in, read_metadata, tied
-from zeroengine.checkpoint.directory import LATEST, MANIFEST, Manifest, Store, check_tag, tag_of
+from zeroengine.checkpoint.directory import LATEST, MANIFEST, CheckpointDirectory, Manifest, check_tag, tag_of
 from zeroengine.errors import CheckpointError
 from zeroengine.utils.paths import checked_path
 from zeroengine.utils.progress import progress
@@ -22,7 +22,7 @@ WHOLE, DAMAGED, UNFINISHED, UNCHECKED, PLAIN = "whole", "damaged", "unfinished",
 THREADS = 4  # files hashed at a time
 
 
-def find(folder: str | os.PathLike[str], tag: str | None) -> tuple[Path, Manifest | None]:
+def find_checkpoint(folder: str | os.PathLike[str], tag: str | None) -> tuple[Path, Manifest | None]:
     """The directory of a checkpoint, and what it says of itself; None where plain PyTorch wrote it.
 
     Args:
@@ -36,11 +36,11 @@ def find(folder: str | os.PathLike[str], tag: str | None) -> tuple[Path, Manifes
     plain = path if tag is None else path / check_tag(tag)
     if is_plain(plain):
         return plain, None
-    store = Store(path)
+    directory = CheckpointDirectory(path)
     if tag is None and (path / MANIFEST).is_file():
-        store, tag = Store(path.parent), path.name
-    tag = store.latest() if tag is None else tag
-    return store.checkpoint(tag), store.manifest(tag)
+        directory, tag = CheckpointDirectory(path.parent), path.name
+    tag = directory.latest() if tag is None else tag
+    return directory.checkpoint(tag), directory.manifest(tag)
 
 
 def is_plain(path: Path) -> bool:
@@ -60,7 +60,7 @@ def is_plain(path: Path) -> bool:
 
 
 @dataclass
-class Found:
+class CheckpointInfo:
     """One checkpoint, or what is left of one."""
 
     tag: str
@@ -88,11 +88,11 @@ class Found:
 
 
 @dataclass
-class Folder:
+class FolderInfo:
     """What was found, oldest first, and what is wrong with the folder itself."""
 
     path: Path
-    checkpoints: list[Found]
+    checkpoints: list[CheckpointInfo]
     problems: list[str]
 
     @property
@@ -100,7 +100,7 @@ class Folder:
         return bool(self.problems) or any(found.verdict == DAMAGED for found in self.checkpoints)
 
 
-def look(folder: str | os.PathLike[str], tag: str | None = None, *, verify: bool = True) -> Folder:
+def inspect_folder(folder: str | os.PathLike[str], tag: str | None = None, *, verify: bool = True) -> FolderInfo:
     """What is in ``folder``: a folder of checkpoints, or one checkpoint.
 
     Args:
@@ -112,50 +112,50 @@ def look(folder: str | os.PathLike[str], tag: str | None = None, *, verify: bool
     """
     path = Path(os.path.abspath(checked_path(folder, "the folder of checkpoints", CheckpointError)))
     if tag is None and ((path / MANIFEST).is_file() or (path / METADATA).is_file()):
-        found, problems = [_look(path, path.name)], []
+        found, problems = [_inspect_checkpoint(path, path.name)], []
     else:
         found = [one for one in _scan(path) if tag is None or one.tag == check_tag(tag)]
         problems = _mark_latest(path, found) if tag is None or found else []
         if not found and not problems:
-            find(path, tag)  # says what is wrong
+            find_checkpoint(path, tag)  # says what is wrong
             raise CheckpointError(f"{path} holds no checkpoint")
     _check(found, verify)
-    return Folder(path, found, problems)
+    return FolderInfo(path, found, problems)
 
 
-def _scan(path: Path) -> list[Found]:
+def _scan(path: Path) -> list[CheckpointInfo]:
     if not path.is_dir():
         return []
     found = [one for entry in path.iterdir() if entry.is_dir() for one in _entry(path, entry)]
     return sorted(found, key=_age)
 
 
-def _age(found: Found) -> tuple[int, str, float, str]:
-    """As ``Store.tags``; first come those that do not say when they were saved."""
+def _age(found: CheckpointInfo) -> tuple[int, str, float, str]:
+    """As ``CheckpointDirectory.tags``; first come those that do not say when they were saved."""
     if found.manifest is None:
         return -1, "", found.seen, found.tag
     return *found.manifest.order, found.seen, found.tag
 
 
-def _entry(path: Path, entry: Path) -> Iterator[Found]:
+def _entry(path: Path, entry: Path) -> Iterator[CheckpointInfo]:
     name = entry.name
     if name.startswith(".") and name.endswith(".writing"):
-        yield Found(tag_of(name), str(entry), UNFINISHED, _size(entry), seen=entry.stat().st_mtime)
+        yield CheckpointInfo(tag_of(name), str(entry), UNFINISHED, _size(entry), seen=entry.stat().st_mtime)
     elif name.startswith(".") and name.endswith(".replaced"):
         tag = tag_of(name)
         if not (path / tag).exists():  # its writer died between two renames: it counts
-            yield _look(entry, tag)
+            yield _inspect_checkpoint(entry, tag)
     elif not name.startswith(".") and any(
         (entry / MANIFEST).is_file() or file.name == METADATA or file.suffix == ".distcp" for file in entry.iterdir()
     ):
-        yield _look(entry, name)
+        yield _inspect_checkpoint(entry, name)
 
 
-def _look(path: Path, tag: str) -> Found:
-    found = Found(tag, str(path), UNCHECKED, _size(path), seen=path.stat().st_mtime)
+def _inspect_checkpoint(path: Path, tag: str) -> CheckpointInfo:
+    found = CheckpointInfo(tag, str(path), UNCHECKED, _size(path), seen=path.stat().st_mtime)
     if (path / MANIFEST).is_file():
         try:
-            found.manifest = Store(path.parent).manifest(tag)
+            found.manifest = CheckpointDirectory(path.parent).manifest(tag)
         except CheckpointError as error:
             found.verdict, found.problems = DAMAGED, [str(error)]
     elif (path / METADATA).is_file():
@@ -173,14 +173,14 @@ def _size(path: Path) -> int:
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
-def _mark_latest(path: Path, found: list[Found]) -> list[str]:
+def _mark_latest(path: Path, found: list[CheckpointInfo]) -> list[str]:
     whole = [one for one in found if one.manifest is not None]
     if not (path / LATEST).is_file():
         if whole:
             whole[-1].latest = True
         return []
     try:
-        tag = Store(path).latest()
+        tag = CheckpointDirectory(path).latest()
     except (OSError, ValueError) as error:
         return [f"{path / LATEST} cannot be read: {error}"]
     for one in found:
@@ -190,7 +190,7 @@ def _mark_latest(path: Path, found: list[Found]) -> list[str]:
     return []
 
 
-def _check(found: list[Found], verify: bool) -> None:
+def _check(found: list[CheckpointInfo], verify: bool) -> None:
     """Looks at every file that a manifest lists."""
     checked = [one for one in found if one.manifest is not None]
     files = [(one, name) for one in checked for name in (one.manifest.files if one.manifest else ())]
@@ -198,11 +198,11 @@ def _check(found: list[Found], verify: bool) -> None:
 
     with progress("checking", total, verify) as report, ThreadPoolExecutor(THREADS) as threads:
 
-        def problems_of(file: tuple[Found, str]) -> list[str]:
+        def problems_of(file: tuple[CheckpointInfo, str]) -> list[str]:
             one, name = file
             assert one.manifest is not None
             if verify:
-                return Store(Path(one.path).parent).damage(one.tag, [name], report)
+                return CheckpointDirectory(Path(one.path).parent).damage(one.tag, [name], report)
             return _size_damage(Path(one.path) / name, one.manifest.files[name].bytes)
 
         for (one, _), problems in zip(files, threads.map(problems_of, files), strict=True):
@@ -220,7 +220,7 @@ def _size_damage(path: Path, expected: int) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Tensor:
+class TensorInfo:
     """A tensor of a checkpoint."""
 
     name: str
@@ -230,7 +230,7 @@ class Tensor:
     tied_to: str | None = None  # stored once, under that name
 
 
-def tensors(path: Path) -> list[Tensor]:
+def list_tensors(path: Path) -> list[TensorInfo]:
     """The tensors of the checkpoint in ``path``, by name.
 
     Raises:
@@ -239,7 +239,9 @@ def tensors(path: Path) -> list[Tensor]:
     stored = read_metadata(path)
     aliases = tied(stored, stored)
     return [
-        Tensor(name, tensor.shape, tensor.dtype, math.prod(tensor.shape) * _itemsize(tensor.dtype), aliases.get(name))
+        TensorInfo(
+            name, tensor.shape, tensor.dtype, math.prod(tensor.shape) * _itemsize(tensor.dtype), aliases.get(name)
+        )
         for name, tensor in sorted(stored.items())
     ]
 

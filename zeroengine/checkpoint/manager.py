@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from zeroengine.checkpoint import dcp_io
-from zeroengine.checkpoint.directory import FORMAT, File, Manifest, Store, check_tag
+from zeroengine.checkpoint.directory import FORMAT, CheckpointDirectory, FileRecord, Manifest, check_tag
 from zeroengine.checkpoint.inspect import is_plain
 from zeroengine.checkpoint.restore import HalfLoadedError, Restored, as_checkpoint_errors, restore
-from zeroengine.checkpoint.snapshot import SHOWN, Snapshot, Trained, snapshot
+from zeroengine.checkpoint.snapshot import SHOWN, EngineParts, Snapshot, snapshot
 from zeroengine.comm.group import check_same
 from zeroengine.disk.queue import aligned_empty
 from zeroengine.errors import CheckpointError
@@ -29,13 +29,13 @@ log = logging.getLogger("zeroengine")
 MAX_SEARCHES = 10  # for a checkpoint while another process removes those that are found
 
 
-class Checkpointer:
+class CheckpointManager:
     """The checkpoints of one engine. Every method is a collective."""
 
-    def __init__(self, trained: Trained) -> None:
-        self._trained, self._group = trained, trained.group
+    def __init__(self, parts: EngineParts) -> None:
+        self._parts, self._group = parts, parts.group
         self._gloo: dist.ProcessGroup | None = None
-        self._stores: dict[Path, Store] = {}
+        self._directories: dict[Path, CheckpointDirectory] = {}
         self._saving: _Saving | None = None
         self._copy = torch.empty(0, dtype=torch.uint8, device="cpu")  # of the states, while the background writes them
         self._half_loaded = False
@@ -56,22 +56,22 @@ class Checkpointer:
             named = checked_path(folder, "save_checkpoint(directory)", CheckpointError)
             arguments |= {"directory": os.path.abspath(named), "tag": check_tag(tag)}
             self.check_not_half_loaded("save_checkpoint()")
-            found = snapshot(self._trained, client_state)
+            found = snapshot(self._parts, client_state)
         check_same("save_checkpoint()", every)
         if self._gloo is None:
             self._gloo = self._group.like("gloo")
-        store = self._stores.setdefault(Path(folder).absolute(), Store(folder))
+        directory = self._directories.setdefault(Path(folder).absolute(), CheckpointDirectory(folder))
         total = sum(self._group.exchange(found.nbytes))
         paths: list[Path] = []
         with self._group.agreeing("to save a checkpoint"):
             if self._group.rank == 0:
-                store.open()
-                paths.append(store.begin(tag, total))
+                directory.open()
+                paths.append(directory.begin(tag, total))
         writing = self._group.exchange(paths[0] if paths else None)[0]
         assert writing is not None
-        settings = self._trained.config.checkpoint
-        saving = _Saving(self._group.rank, self._gloo, store, tag, writing, found, settings.keep)
-        if settings.async_save and not self._trained.on_disk:
+        settings = self._parts.config.checkpoint
+        saving = _Saving(self._group.rank, self._gloo, directory, tag, writing, found, settings.keep)
+        if settings.async_save and not self._parts.on_disk:
             if self._copy.nbytes < found.copy_bytes:  # fresh pages would cost more than the copy, so it is kept
                 self._copy = aligned_empty(found.copy_bytes, torch.uint8)
             saving.snapshot = found.copied(self._copy)
@@ -80,8 +80,8 @@ class Checkpointer:
         else:
             with progress(f"saving {tag}", found.nbytes, self._group.rank == 0) as report:
                 with self._group.waiting(f"save {tag}"):
-                    saving.run(releasing(report, self._trained.evict))
-            self._trained.evict()
+                    saving.run(releasing(report, self._parts.evict))
+            self._parts.evict()
             self._conclude(saving)
 
     @property
@@ -108,7 +108,7 @@ class Checkpointer:
         check_same("load_checkpoint()", every)
         try:
             with self._found(folder, tag, fallback=fallback) as (path, manifest):
-                restored = restore(self._trained, path, manifest, weights_only=weights_only, strict=strict)
+                restored = restore(self._parts, path, manifest, weights_only=weights_only, strict=strict)
         except HalfLoadedError:
             self._half_loaded = True
             raise
@@ -116,7 +116,7 @@ class Checkpointer:
         self._waiting = {name: (state, restored.same_world) for name, state in restored.stateful.items()}
         try:
             with self._group.agreeing("to load a checkpoint"), as_checkpoint_errors():
-                for name in self._trained.stateful:
+                for name in self._parts.stateful:
                     self.hand_over(name)
         except CheckpointError as error:
             self._half_loaded = True
@@ -131,7 +131,7 @@ class Checkpointer:
         if name not in self._waiting:
             return
         state, same_world = self._waiting.pop(name)
-        stateful = self._trained.stateful[name]
+        stateful = self._parts.stateful[name]
         if same_world or getattr(stateful, "world_independent", False):
             stateful.load_state_dict(state)
         elif self._group.rank == 0:
@@ -155,8 +155,8 @@ class Checkpointer:
         errors = [error for error in self._group.exchange(saving.error, "to save a checkpoint") if error is not None]
         if errors:
             raise CheckpointError(
-                f"checkpoint {saving.tag} in {saving.store.path} was not saved: {errors[0]}. The checkpoints before it "
-                "are as they were."
+                f"checkpoint {saving.tag} in {saving.directory.path} was not saved: {errors[0]}. The checkpoints "
+                "before it are as they were."
             )
 
     def check_not_half_loaded(self, call: str) -> None:
@@ -186,7 +186,7 @@ class Checkpointer:
             CheckpointError: there is none.
         """
         self.wait()
-        store, group = Store(folder), self._group
+        directory, group = CheckpointDirectory(folder), self._group
         plain = Path(folder) if tag is None else Path(folder) / tag
         kinds: list[bool] = []
         with group.agreeing("to find a checkpoint", kinds) as every:
@@ -202,29 +202,29 @@ class Checkpointer:
         problems: list[str] = []
         what = "checkpoint"
         for _ in range(MAX_SEARCHES):
-            candidates = self._candidates(store, tag, fallback, problems)
+            candidates = self._candidates(directory, tag, fallback, problems)
             what = f"checkpoint {candidates[0]}" if candidates else f"every checkpoint in {folder}"
             for candidate in candidates:
                 with contextlib.ExitStack() as stack:
                     identities: list[tuple[int, int] | None] = []
                     if group.rank == 0:  # which is enough: a lock is seen by all that may remove something
                         with contextlib.suppress(CheckpointError):
-                            stack.enter_context(store.held(candidate))
-                            identities.append(store.identity(candidate))
+                            stack.enter_context(directory.held(candidate))
+                            identities.append(directory.identity(candidate))
                     identity = group.exchange(identities)[0]
-                    found = self._damage(store, candidate)
+                    found = self._damage(directory, candidate)
                     if not found:
                         manifests: list[Manifest] = []
                         with group.agreeing("to find a checkpoint"):
-                            manifests.append(store.manifest(candidate))
-                        yield store.checkpoint(candidate), manifests[0]
-                        if group.exchange(_was_removed(store, candidate, identity))[0]:
+                            manifests.append(directory.manifest(candidate))
+                        yield directory.checkpoint(candidate), manifests[0]
+                        if group.exchange(_was_removed(directory, candidate, identity))[0]:
                             raise HalfLoadedError(
                                 f"checkpoint {candidate} in {folder} was replaced while it was read: load it again "
                                 "before training goes on"
                             )
                         return
-                    was_removed = group.exchange(_was_removed(store, candidate, identity))[0]
+                    was_removed = group.exchange(_was_removed(directory, candidate, identity))[0]
                 if was_removed and tag is None:
                     problems = []
                     break  # by another process, which has saved a newer one
@@ -234,26 +234,28 @@ class Checkpointer:
         whole = "" if fallback else " load_checkpoint(..., fallback=True) takes the newest whole one before it."
         raise CheckpointError(f"{what} is damaged: {'; '.join(dict.fromkeys(problems[:SHOWN]))}.{whole}")
 
-    def _candidates(self, store: Store, tag: str | None, fallback: bool, problems: list[str]) -> list[str]:
+    def _candidates(
+        self, directory: CheckpointDirectory, tag: str | None, fallback: bool, problems: list[str]
+    ) -> list[str]:
         """The tags to try in turn, the same on every rank."""
         with self._group.agreeing("to find a checkpoint"):
             first = [tag] if tag is not None else []
             if tag is None:
                 try:
-                    first = [store.latest()]
+                    first = [directory.latest()]
                 except CheckpointError as error:
-                    if not fallback or not store.tags():
+                    if not fallback or not directory.tags():
                         raise
                     problems.append(str(error))
-            others = [other for other in reversed(store.tags()) if other not in first] if fallback else []
+            others = [other for other in reversed(directory.tags()) if other not in first] if fallback else []
         return self._group.exchange([*first, *others])[0]
 
-    def _damage(self, store: Store, tag: str) -> list[str]:
+    def _damage(self, directory: CheckpointDirectory, tag: str) -> list[str]:
         """What is wrong with a checkpoint. Each rank looks at its part of the files."""
         mine: list[str] = []
         try:
-            names = sorted(store.manifest(tag).files)[self._group.rank :: self._group.world_size]
-            mine = store.damage(tag, names)
+            names = sorted(directory.manifest(tag).files)[self._group.rank :: self._group.world_size]
+            mine = directory.damage(tag, names)
         except CheckpointError as error:
             mine = [str(error)]
         return list(dict.fromkeys(problem for found in self._group.exchange(mine) for problem in found))
@@ -262,22 +264,22 @@ class Checkpointer:
         try:
             self.wait()
         finally:
-            for store in self._stores.values():
-                store.close()
+            for directory in self._directories.values():
+                directory.close()
 
 
-def _was_removed(store: Store, tag: str, identity: Sequence[tuple[int, int] | None]) -> bool:
+def _was_removed(directory: CheckpointDirectory, tag: str, identity: Sequence[tuple[int, int] | None]) -> bool:
     """Return whether another process has removed or replaced a checkpoint since it was found.
 
     Args:
         identity: what it was when it was held; empty if it could not be held.
     """
     if identity:
-        return store.identity(tag) != identity[0]
-    if store.identity(tag) is not None:
+        return directory.identity(tag) != identity[0]
+    if directory.identity(tag) is not None:
         return True  # it was being removed, and another of its tag has come
     try:
-        return store.latest() != tag
+        return directory.latest() != tag
     except CheckpointError:
         return False
 
@@ -289,7 +291,7 @@ class _Saving(threading.Thread):
         self,
         rank: int,
         group: dist.ProcessGroup,
-        store: Store,
+        directory: CheckpointDirectory,
         tag: str,
         writing: Path,
         snapshot: Snapshot,
@@ -297,7 +299,7 @@ class _Saving(threading.Thread):
     ) -> None:
         super().__init__(name="zeroengine-save", daemon=False)
         self._rank, self._group, self._keep = rank, group, keep
-        self.store, self.tag, self.writing, self.snapshot = store, tag, writing, snapshot
+        self.directory, self.tag, self.writing, self.snapshot = directory, tag, writing, snapshot
         self.error: str | None = None
 
     def run(self, report: dcp_io.Report = lambda n: None) -> None:
@@ -306,14 +308,14 @@ class _Saving(threading.Thread):
         except BaseException as error:
             self.error = dcp_io.cause(error)
             if self._rank == 0:
-                self.store.abandon(self.writing)
+                self.directory.abandon(self.writing)
         finally:
             del self.snapshot
 
     def _write(self, report: dcp_io.Report) -> None:
         snapshot = self.snapshot
         written = dcp_io.save(self.writing, snapshot.entries, snapshot.objects, snapshot.aliases, self._group, report)
-        mine: dict[str, File] | str
+        mine: dict[str, FileRecord] | str
         try:
             mine = dcp_io.describe(self.writing, written)
         except Exception as caught:
@@ -322,15 +324,15 @@ class _Saving(threading.Thread):
         dist.all_gather_object(everyone, mine, group=self._group)
         error: str | None = next((answer for answer in everyone if isinstance(answer, str)), None)
         if self._rank == 0 and error is not None:
-            self.store.abandon(self.writing)
+            self.directory.abandon(self.writing)
         elif self._rank == 0:
             try:
                 together = {name: file for files in everyone for name, file in files.items()}
                 manifest = Manifest(format=FORMAT, tag=self.tag, files=together, **snapshot.about)
-                self.store.commit(self.writing, manifest, self._keep)
+                self.directory.commit(self.writing, manifest, self._keep)
             except Exception as caught:
                 error = dcp_io.cause(caught)
-                self.store.abandon(self.writing)
+                self.directory.abandon(self.writing)
         answer = [error]
         dist.broadcast_object_list(answer, group_src=0, group=self._group)
         self.error = answer[0]

@@ -1,4 +1,4 @@
-"""Saves a checkpoint and ends the ranks when a signal says that their time is nearly over: `checkpoint.on_signal`.
+"""Save a checkpoint and end the ranks when a signal announces the end of the job: `checkpoint.on_signal`.
 
 [Note: Agreement on a signal]
 Ranks get a signal at different moments, some perhaps never, and all must save after the same step. At the end of some
@@ -36,7 +36,7 @@ MOST_STEPS = 100  # between two sums: steps may take longer from now on
 LAST_SUM = timedelta(seconds=5)  # for the other ranks to come to the end of the last step
 
 
-class Saves(Protocol):
+class SavingEngine(Protocol):
     """What an engine does for this module."""
 
     global_steps: int
@@ -129,7 +129,7 @@ class SaveOnSignal:
         self._steps, self._began = 0, now
         return max(1, min(MOST_STEPS, int(per_second * EVERY_S)))
 
-    def save_and_exit(self, engine: Saves) -> None:
+    def save_and_exit(self, engine: SavingEngine) -> None:
         """Save, and end this rank with an exit code that says so.
 
         Raises:

@@ -17,8 +17,15 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from zeroengine.checkpoint import dcp_io
 from zeroengine.checkpoint.dcp_metadata import EXTRA, METADATA
 from zeroengine.checkpoint.directory import MANIFEST, Manifest
-from zeroengine.checkpoint.entries import MODEL, OPTIMIZER, Entries
-from zeroengine.checkpoint.snapshot import SHOWN, Trained, param_groups, random_states, set_random_states, stateful_name
+from zeroengine.checkpoint.entries import MODEL, OPTIMIZER, StateEntries
+from zeroengine.checkpoint.snapshot import (
+    SHOWN,
+    EngineParts,
+    param_groups,
+    random_states,
+    set_random_states,
+    stateful_name,
+)
 from zeroengine.errors import CheckpointError, ZeroEngineError
 from zeroengine.optim.backends.kept import Keys
 from zeroengine.optim.optimizer_shard import OptimizerShard
@@ -39,8 +46,8 @@ class Restored:
     missing: list[str]  # parameters and buffers that it does not hold
 
 
-def restore(trained: Trained, path: Path, manifest: Manifest | None, *, weights_only: bool, strict: bool) -> Restored:
-    """Puts a checkpoint's state into ``trained``. A collective.
+def restore(parts: EngineParts, path: Path, manifest: Manifest | None, *, weights_only: bool, strict: bool) -> Restored:
+    """Puts a checkpoint's state into ``parts``. A collective.
 
     Args:
         manifest: None where plain PyTorch wrote the checkpoint.
@@ -50,24 +57,24 @@ def restore(trained: Trained, path: Path, manifest: Manifest | None, *, weights_
     Raises:
         CheckpointError: on every rank, before anything is changed: it does not fit.
     """
-    agreeing = trained.group.agreeing
+    agreeing = parts.group.agreeing
     with agreeing("to load a checkpoint"):
-        plan = _plan(trained, path, manifest, weights_only=weights_only, strict=strict)
+        plan = _plan(parts, path, manifest, weights_only=weights_only, strict=strict)
     with agreeing("to load a checkpoint"):
         objects = dcp_io.load(path, plan.metadata, {}, plan.objects, lambda nbytes: None)
         if manifest is None:  # no checksum has told that all can be read
-            _rehearse(trained, path, plan)
+            _rehearse(parts, path, plan)
     undo: list[Callable[[], None]] = []
     try:
         with agreeing("to load a checkpoint"), as_checkpoint_errors():
             if not weights_only:
-                _remember(trained, undo)
-                _take_over(trained, manifest, plan, objects)
+                _remember(parts, undo)
+                _take_over(parts, manifest, plan, objects)
         try:
             with agreeing("to load a checkpoint"), as_checkpoint_errors():
-                _read(trained, path, plan)
+                _read(parts, path, plan)
             with agreeing("to load a checkpoint"), as_checkpoint_errors():
-                trained.republish()
+                parts.republish()
         except ZeroEngineError as error:
             raise HalfLoadedError(
                 f"{error}. It could be read a moment ago, and part of the engine's states have been overwritten: load "
@@ -78,32 +85,32 @@ def restore(trained: Trained, path: Path, manifest: Manifest | None, *, weights_
             with contextlib.suppress(Exception):  # of a schedule of the caller's: what came first is what counts
                 action()
         raise
-    return _restored(trained, manifest, plan, objects)
+    return _restored(parts, manifest, plan, objects)
 
 
 class HalfLoadedError(CheckpointError):
     """A checkpoint that became unreadable while it was loaded."""
 
 
-def _remember(trained: Trained, undo: list[Callable[[], None]]) -> None:
+def _remember(parts: EngineParts, undo: list[Callable[[], None]]) -> None:
     """Fill ``undo`` with what puts hyperparameters, schedule, loss scale and random states back, the last one first."""
-    random, scaler = random_states(trained.group.device), copy.deepcopy(trained.scaler.state_dict())
-    groups = [dict(group) for group in trained.optimizer.param_groups]
+    random, scaler = random_states(parts.group.device), copy.deepcopy(parts.scaler.state_dict())
+    groups = [dict(group) for group in parts.optimizer.param_groups]
     tensors = [
         (value, value.clone()) for group in groups for value in group.values() if isinstance(value, torch.Tensor)
     ]
 
     def put_groups_back() -> None:
-        for group, before in zip(trained.optimizer.param_groups, groups, strict=True):
+        for group, before in zip(parts.optimizer.param_groups, groups, strict=True):
             group.clear()
             group.update(before)
         for value, before_value in tensors:
             value.copy_(before_value)
 
-    undo.append(lambda: set_random_states(random, trained.group.device))
-    undo.append(lambda: trained.scaler.load_state_dict(scaler))
+    undo.append(lambda: set_random_states(random, parts.group.device))
+    undo.append(lambda: parts.scaler.load_state_dict(scaler))
     undo.append(put_groups_back)  # after the schedule, which may write rates
-    scheduler = trained.lr_scheduler
+    scheduler = parts.lr_scheduler
     if hasattr(scheduler, "state_dict"):
         try:
             before = copy.deepcopy(scheduler.state_dict())
@@ -128,8 +135,8 @@ class _Plan:
     """What is to be read of a checkpoint, and where to."""
 
     metadata: Metadata
-    naming: Naming
-    model: Entries  # by their names in the checkpoint
+    name_mapping: NameMapping
+    model: StateEntries  # by their names in the checkpoint
     optimizer: list[tuple[OptimizerShard, ShardSpan, Keys]]  # for each of this rank's spans what the checkpoint keeps
     objects: list[str]
     stateful: str  # what the names of the user's objects for this rank begin with
@@ -137,96 +144,98 @@ class _Plan:
     weights_only: bool
 
 
-def _plan(trained: Trained, path: Path, manifest: Manifest | None, *, weights_only: bool, strict: bool) -> _Plan:
-    group, inventory = trained.group, trained.inventory
+def _plan(parts: EngineParts, path: Path, manifest: Manifest | None, *, weights_only: bool, strict: bool) -> _Plan:
+    group, state_index = parts.group, parts.state_index
     metadata = dcp_io.read_metadata(path)
     if manifest is not None:
         unlisted = {METADATA, *dcp_io.files_of(metadata)} - manifest.files.keys()
         if unlisted:
             raise CheckpointError(f"{path} is damaged: its {MANIFEST} does not list {', '.join(sorted(unlisted)[:3])}")
-    model = inventory.model(once=False)
-    naming = Naming(metadata, model, inventory.aliases())
-    naming.check_model(path, strict=strict)
+    model = state_index.model(once=False)
+    name_mapping = NameMapping(metadata, model, state_index.aliases())
+    name_mapping.check_model(path, strict=strict)
     same_world = manifest is not None and manifest.world_size == group.world_size
     stateful = stateful_name("", group.rank if same_world else 0)
     optimizer: list[tuple[OptimizerShard, ShardSpan, Keys]] = []
     wanted = [f"{EXTRA}client_state"]
     if not weights_only:
-        optimizer = _plan_optimizer(trained, naming, manifest, path)
+        optimizer = _plan_optimizer(parts, name_mapping, manifest, path)
         if manifest is not None:
-            _check_groups(trained, manifest, path)
+            _check_groups(parts, manifest, path)
         wanted.append(f"{EXTRA}lr_scheduler")
         wanted += [name for name in metadata.state_dict_metadata if name.startswith(stateful)]
         if same_world:
             wanted.append(f"{EXTRA}rank.{group.rank}")
-    there = {naming.model[name]: entry for name, entry in model.items() if name in naming.model}
+    there = {name_mapping.model[name]: entry for name, entry in model.items() if name in name_mapping.model}
     objects = [name for name in wanted if name in metadata.state_dict_metadata]
-    return _Plan(metadata, naming, there, optimizer, objects, stateful, same_world, weights_only)
+    return _Plan(metadata, name_mapping, there, optimizer, objects, stateful, same_world, weights_only)
 
 
-def _rehearse(trained: Trained, path: Path, plan: _Plan) -> None:
+def _rehearse(parts: EngineParts, path: Path, plan: _Plan) -> None:
     """Read all that ``_read`` will, where that can be told already: what the optimizer keeps is made by it."""
-    entries, total = _entries(plan, _optimizer_state(trained, plan))
-    with progress(f"checking {path.name}", total, trained.group.rank == 0) as report:
-        dcp_io.check_readable(path, plan.metadata, entries, releasing(report, trained.evict))
+    entries, total = _entries(plan, _optimizer_state(parts, plan))
+    with progress(f"checking {path.name}", total, parts.group.rank == 0) as report:
+        dcp_io.check_readable(path, plan.metadata, entries, releasing(report, parts.evict))
 
 
-def _optimizer_state(trained: Trained, plan: _Plan) -> Entries:
+def _optimizer_state(parts: EngineParts, plan: _Plan) -> StateEntries:
     """Return what the optimizer keeps now, by its names here; nothing where the weights alone are loaded."""
-    return {} if plan.weights_only else trained.inventory.optimizer(once=False)
+    return {} if plan.weights_only else parts.state_index.optimizer(once=False)
 
 
-def _entries(plan: _Plan, state: Entries) -> tuple[Entries, int]:
+def _entries(plan: _Plan, state: StateEntries) -> tuple[StateEntries, int]:
     """Return what is read, by its names in the checkpoint, and how many bytes these are."""
-    entries = plan.model | {plan.naming.state[name]: e for name, e in state.items() if name in plan.naming.state}
+    entries = plan.model | {
+        plan.name_mapping.state[name]: e for name, e in state.items() if name in plan.name_mapping.state
+    }
     return entries, sum(entry.nbytes for entry in entries.values())
 
 
-def _read(trained: Trained, path: Path, plan: _Plan) -> None:
+def _read(parts: EngineParts, path: Path, plan: _Plan) -> None:
     """Fills this rank's part of the state."""
     for states, span, keys in plan.optimizer:
         if keys:
-            trained.kept.make(states, span, keys)
+            parts.kept.make(states, span, keys)
         else:
-            trained.kept.clear(states, span)
-    state = _optimizer_state(trained, plan)
+            parts.kept.clear(states, span)
+    state = _optimizer_state(parts, plan)
     entries, total = _entries(plan, state)
-    with progress(f"loading {path.name}", total, trained.group.rank == 0) as report:
-        dcp_io.load(path, plan.metadata, entries, (), releasing(report, trained.evict))
+    with progress(f"loading {path.name}", total, parts.group.rank == 0) as report:
+        dcp_io.load(path, plan.metadata, entries, (), releasing(report, parts.evict))
     for states, span, keys in plan.optimizer:
         name = OPTIMIZER + states.unit.layout.slots[span.param_index].name
         numbers = {key: state[f"{name}.{key}"].pieces[0][1] for key, (_, is_number) in keys.items() if is_number}
         if keys:
-            trained.kept.take_numbers(states, span, numbers)
+            parts.kept.take_numbers(states, span, numbers)
 
 
-def _take_over(trained: Trained, manifest: Manifest | None, plan: _Plan, objects: Mapping[str, Any]) -> None:
+def _take_over(parts: EngineParts, manifest: Manifest | None, plan: _Plan, objects: Mapping[str, Any]) -> None:
     """What is no tensor: hyperparameters, schedule, scaler, random states."""
-    group = trained.group
+    group = parts.group
     if plan.weights_only:
         return
     if manifest is not None:
-        _set_groups(trained, manifest)
-        if manifest.loss_scaler and trained.config.scales_loss:
-            trained.scaler.load_state_dict(manifest.loss_scaler)
-    if trained.lr_scheduler is not None and f"{EXTRA}lr_scheduler" in objects:
-        trained.lr_scheduler.load_state_dict(objects[f"{EXTRA}lr_scheduler"])
+        _set_groups(parts, manifest)
+        if manifest.loss_scaler and parts.config.scales_loss:
+            parts.scaler.load_state_dict(manifest.loss_scaler)
+    if parts.lr_scheduler is not None and f"{EXTRA}lr_scheduler" in objects:
+        parts.lr_scheduler.load_state_dict(objects[f"{EXTRA}lr_scheduler"])
     if f"{EXTRA}rank.{group.rank}" in objects:
         set_random_states(objects[f"{EXTRA}rank.{group.rank}"], group.device)
 
 
-def _restored(trained: Trained, manifest: Manifest | None, plan: _Plan, objects: Mapping[str, Any]) -> Restored:
+def _restored(parts: EngineParts, manifest: Manifest | None, plan: _Plan, objects: Mapping[str, Any]) -> Restored:
     client_state = objects.get(f"{EXTRA}client_state")
     if plan.weights_only:
-        return Restored(client_state, {}, {}, plan.same_world, plan.naming.missing)
-    steps = [int(max(states.steps, default=0)) for states in trained.optimizer.units]
+        return Restored(client_state, {}, {}, plan.same_world, plan.name_mapping.missing)
+    steps = [int(max(states.steps, default=0)) for states in parts.optimizer.units]
     counters = manifest.counters if manifest is not None else {"global_steps": max(steps, default=0)}
     mine = plan.stateful
     stateful = {name.removeprefix(mine): state for name, state in objects.items() if name.startswith(mine)}
-    return Restored(client_state, counters, stateful, plan.same_world, plan.naming.missing)
+    return Restored(client_state, counters, stateful, plan.same_world, plan.name_mapping.missing)
 
 
-class Naming:
+class NameMapping:
     """Our names, and those that a checkpoint has for the same things.
 
     Whoever wrote it may have put prefixes before parameter names and before ``state.``; and of a tied parameter it
@@ -236,7 +245,7 @@ class Naming:
         model, state: from the names of entries here to those in the checkpoint, where it has them.
     """
 
-    def __init__(self, metadata: Metadata, model: Entries, aliases: Mapping[str, str]) -> None:
+    def __init__(self, metadata: Metadata, model: StateEntries, aliases: Mapping[str, str]) -> None:
         self._entries = model
         self._there = {
             name: known
@@ -315,33 +324,33 @@ def _prefix(there: Mapping[str, Any], params: Sequence[str]) -> str:
 
 
 def _plan_optimizer(
-    trained: Trained, naming: Naming, manifest: Manifest | None, path: Path
+    parts: EngineParts, name_mapping: NameMapping, manifest: Manifest | None, path: Path
 ) -> list[tuple[OptimizerShard, ShardSpan, Keys]]:
     """For each of this rank's spans: what the checkpoint keeps of its parameter."""
-    saved = sorted({key for keys in naming.keys.values() for key in keys})
-    expected = trained.kept.expected_keys()
-    by_another = manifest is not None and expected is None and manifest.optimizer != trained.kept.rule
+    saved = sorted({key for keys in name_mapping.keys.values() for key in keys})
+    expected = parts.kept.expected_keys()
+    by_another = manifest is not None and expected is None and manifest.optimizer != parts.kept.rule
     if by_another or (expected is not None and not expected <= set(saved)):
         rule = manifest.optimizer if manifest is not None else "another optimizer"
         raise CheckpointError(
             f"{path} holds the state of {rule} ({', '.join(saved) or 'nothing'}), and the optimizer here is "
-            f"{trained.kept.rule}. Use the same optimizer, or load with weights_only=True."
+            f"{parts.kept.rule}. Use the same optimizer, or load with weights_only=True."
         )
     planned = []
-    for states in trained.optimizer.units:
+    for states in parts.optimizer.units:
         unit = states.unit
         for span in unit.layout.spans(unit.rank, unit.degrees.optimizer):
-            keys = naming.keys.get(unit.layout.slots[span.param_index].name, {})
+            keys = name_mapping.keys.get(unit.layout.slots[span.param_index].name, {})
             if expected is not None and keys and not expected <= set(keys):
                 raise CheckpointError(f"{path} lacks optimizer state of {unit.layout.slots[span.param_index].name}")
             planned.append((states, span, keys))
     return planned
 
 
-def _check_groups(trained: Trained, manifest: Manifest, path: Path) -> None:
-    here = [sorted(group["params"]) for group in param_groups(trained)]
+def _check_groups(parts: EngineParts, manifest: Manifest, path: Path) -> None:
+    here = [sorted(group["params"]) for group in param_groups(parts)]
     there = [sorted(group["params"]) for group in manifest.param_groups]
-    trainable = {slot.name for states in trained.optimizer.units for slot in states.unit.layout.slots}
+    trainable = {slot.name for states in parts.optimizer.units for slot in states.unit.layout.slots}
     if [[p for p in group if p in trainable] for group in here] != [
         [p for p in group if p in trainable] for group in there
     ]:
@@ -350,7 +359,7 @@ def _check_groups(trained: Trained, manifest: Manifest, path: Path) -> None:
             f"{path}: the optimizer's groups hold other parameters ({sizes}). Make the same groups, or load with "
             "weights_only=True."
         )
-    for group, saved in zip(trained.optimizer.param_groups, manifest.param_groups, strict=True):
+    for group, saved in zip(parts.optimizer.param_groups, manifest.param_groups, strict=True):
         for key, value in saved.items():
             if key != "params" and not _fits(key, value, group.get(key)):
                 raise CheckpointError(
@@ -376,9 +385,9 @@ def _is_scalar(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.numel() == 1
 
 
-def _set_groups(trained: Trained, manifest: Manifest) -> None:
+def _set_groups(parts: EngineParts, manifest: Manifest) -> None:
     """Hyperparameters are those of the checkpoint, as with ``torch.optim.Optimizer.load_state_dict``."""
-    for group, saved in zip(trained.optimizer.param_groups, manifest.param_groups, strict=True):
+    for group, saved in zip(parts.optimizer.param_groups, manifest.param_groups, strict=True):
         for key, value in saved.items():
             present = group.get(key)
             if isinstance(present, torch.Tensor) and key != "params":

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from zeroengine.checkpoint.dcp_metadata import EXTRA
-from zeroengine.checkpoint.entries import MODEL, Entries, Entry, Inventory
+from zeroengine.checkpoint.entries import MODEL, StateEntries, StateEntry, StateIndex
 from zeroengine.comm.group import Group
 from zeroengine.config import Config
 from zeroengine.errors import CheckpointError
@@ -33,7 +33,7 @@ SHOWN = 10  # of what is wrong
 class Snapshot:
     """Everything that a checkpoint holds, as one rank sees it."""
 
-    entries: Entries
+    entries: StateEntries
     objects: dict[str, Any]  # by name, from this rank alone
     aliases: dict[str, str]
     about: dict[str, Any]  # the manifest's fields that the engine knows
@@ -48,7 +48,7 @@ class Snapshot:
                 own = memory[end : end + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
                 pieces.append((box, own.copy_(tensor.detach())))
                 end += _aligned(tensor.nbytes)
-            entries[name] = Entry(entry.shape, entry.dtype, pieces)
+            entries[name] = StateEntry(entry.shape, entry.dtype, pieces)
         return Snapshot(entries, self.objects, self.aliases, self.about)
 
     @property
@@ -66,7 +66,7 @@ def _aligned(nbytes: int) -> int:
 
 
 @dataclass(frozen=True)
-class Trained:
+class EngineParts:
     """The parts of an engine that have state, and what they need to be put back."""
 
     module: nn.Module
@@ -83,8 +83,8 @@ class Trained:
     evict: Callable[[], None] = lambda: None  # gives back the memory that using states on disk took
 
     @property
-    def inventory(self) -> Inventory:
-        return Inventory(self.module, self.units, self.optimizer, self.group.rank, self.group.world_size)
+    def state_index(self) -> StateIndex:
+        return StateIndex(self.module, self.units, self.optimizer, self.group.rank, self.group.world_size)
 
     @property
     def kept(self) -> KeptState:
@@ -95,39 +95,39 @@ class Trained:
         return {p: s.name for u in self.units for p, s in zip(u.params, u.layout.slots, strict=True)}
 
 
-def snapshot(trained: Trained, client_state: Any) -> Snapshot:
-    """What a checkpoint of ``trained`` holds. Tensors are views: they must stay until it is saved.
+def snapshot(parts: EngineParts, client_state: Any) -> Snapshot:
+    """What a checkpoint of ``parts`` holds. Tensors are views: they must stay until it is saved.
 
     Raises:
         CheckpointError: ``client_state`` or the schedule holds objects that no checkpoint may.
     """
-    inventory, rank = trained.inventory, trained.group.rank
-    objects: dict[str, Any] = {f"{EXTRA}rank.{rank}": random_states(trained.group.device)}
-    for name, stateful in trained.stateful.items():
+    state_index, rank = parts.state_index, parts.group.rank
+    objects: dict[str, Any] = {f"{EXTRA}rank.{rank}": random_states(parts.group.device)}
+    for name, stateful in parts.stateful.items():
         objects[stateful_name(name, rank)] = storable(f"the state of {name!r}", stateful.state_dict())
-    groups = param_groups(trained)
+    groups = param_groups(parts)
     if rank == 0:
         objects[f"{EXTRA}client_state"] = storable("client_state", client_state)
-        if trained.lr_scheduler is not None:
-            objects[f"{EXTRA}lr_scheduler"] = storable("the LR schedule", trained.lr_scheduler.state_dict())
+        if parts.lr_scheduler is not None:
+            objects[f"{EXTRA}lr_scheduler"] = storable("the LR schedule", parts.lr_scheduler.state_dict())
         for i, group in enumerate(groups):
             objects |= {f"optimizer.param_groups.{i}.{key}": value for key, value in group.items()}
-    counters = trained.counters()
+    counters = parts.counters()
     about = {
         "step": counters["global_steps"],
-        "stage": trained.config.zero_optimization.stage,
-        "world_size": trained.group.world_size,
-        "precision": str(trained.config.low_precision or torch.float32).removeprefix("torch."),
-        "optimizer": trained.kept.rule,
+        "stage": parts.config.zero_optimization.stage,
+        "world_size": parts.group.world_size,
+        "precision": str(parts.config.low_precision or torch.float32).removeprefix("torch."),
+        "optimizer": parts.kept.rule,
         "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "versions": versions(),
         "counters": counters,
         "param_groups": json.loads(json.dumps(groups, default=_as_number)),
-        "loss_scaler": trained.scaler.state_dict() if trained.config.scales_loss else {},
-        "config": trained.config.to_dict(),
+        "loss_scaler": parts.scaler.state_dict() if parts.config.scales_loss else {},
+        "config": parts.config.to_dict(),
     }
-    entries = inventory.model(once=True) | inventory.optimizer(once=True)
-    aliases = {MODEL + alias: MODEL + kept for alias, kept in inventory.aliases().items()}
+    entries = state_index.model(once=True) | state_index.optimizer(once=True)
+    aliases = {MODEL + alias: MODEL + kept for alias, kept in state_index.aliases().items()}
     return Snapshot(entries, objects, aliases, about)
 
 
@@ -149,13 +149,13 @@ def versions() -> dict[str, str]:
     return found
 
 
-def param_groups(trained: Trained) -> list[dict[str, Any]]:
+def param_groups(parts: EngineParts) -> list[dict[str, Any]]:
     """The optimizer's groups, with names for parameters."""
-    names = trained.names
+    names = parts.names
     return [
         {key: value for key, value in group.items() if key != "params"}
         | {"params": [names[p] for p in group["params"]]}
-        for group in trained.optimizer.param_groups
+        for group in parts.optimizer.param_groups
     ]
 
 

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 from zeroengine.cli.parser import CommandParser, run_command
 from zeroengine.errors import CheckpointError
 from zeroengine.utils.byte_size import format_byte_size, parse_byte_size
-from zeroengine.weights.output_folder import DTYPES, Output, parse_dtype
+from zeroengine.weights.output_folder import DTYPES, OutputFolder, parse_dtype
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from zeroengine.checkpoint.inspect import Folder, Tensor
+    from zeroengine.checkpoint.inspect import FolderInfo, TensorInfo
 
 EXPORT = "zero-export DIR OUT [options]"
 EXPORT_EXAMPLES = """\
@@ -62,10 +62,10 @@ def _export(argv: list[str] | None) -> int:
     options = command.parse_args(argv)
     parse_dtype(options.dtype)
     parse_byte_size(options.shard_size, "shard size", CheckpointError)
-    from zeroengine.checkpoint.inspect import find
+    from zeroengine.checkpoint.inspect import find_checkpoint
 
-    path, _ = find(options.dir, options.tag)
-    Output(options.out).check(force=options.force, apart_from=[path])
+    path, _ = find_checkpoint(options.dir, options.tag)
+    OutputFolder(options.out).check(force=options.force, apart_from=[path])
 
     import torch
 
@@ -106,7 +106,7 @@ def _import(argv: list[str] | None) -> int:
     options = command.parse_args(argv)
     from zeroengine.integrations.deepspeed import checkpoint_files as files
 
-    files.files_of(files.find(options.dir, options.tag))
+    files.files_of(files.find_checkpoint(options.dir, options.tag))
     files.check_out(options.out, options.dir, force=options.force)
 
     from zeroengine.integrations.deepspeed import checkpoint_import
@@ -139,13 +139,13 @@ def _inspect(argv: list[str] | None) -> int:
     add("--json", action="store_true", help="print JSON")
     add("--no-verify", action="store_true", help="do not read the files: compare sizes alone")
     options = command.parse_args(argv)
-    from zeroengine.checkpoint.inspect import find, look, tensors
+    from zeroengine.checkpoint.inspect import find_checkpoint, inspect_folder, list_tensors
 
-    folder = look(options.dir, options.tag, verify=not options.no_verify)
-    listed: list[Tensor] | None = None
+    folder = inspect_folder(options.dir, options.tag, verify=not options.no_verify)
+    listed: list[TensorInfo] | None = None
     if options.tensors:
         try:
-            listed = tensors(find(options.dir, options.tag)[0])
+            listed = list_tensors(find_checkpoint(options.dir, options.tag)[0])
         except CheckpointError as error:  # shown as well: what else there is
             folder.problems.append(str(error))
     if options.json:
@@ -169,7 +169,7 @@ def _inspect(argv: list[str] | None) -> int:
 COLOURS = {"whole": "green", "damaged": "bold red", "unfinished": "yellow"}
 
 
-def _checkpoints(folder: Folder) -> Table:
+def _checkpoints(folder: FolderInfo) -> Table:
     from rich.text import Text
 
     table = _table("tag", "step", "stage", "ranks", "precision", "optimizer", "size", "saved at", "versions", "state")
@@ -185,7 +185,7 @@ def _checkpoints(folder: Folder) -> Table:
     return table
 
 
-def _tensors(listed: list[Tensor]) -> Table:
+def _tensors(listed: list[TensorInfo]) -> Table:
     from rich.text import Text
 
     table = _table("tensor", "shape", "dtype", "size")

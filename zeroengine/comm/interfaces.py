@@ -23,21 +23,13 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
 
+from zeroengine.utils.work import Work
+
 ChannelName = Literal["gather", "reduce"]
-
-
-class Work(Protocol):
-    """An operation under way."""
-
-    def wait(self) -> None:
-        """Returns when this rank's result is there; on CUDA, when later kernels are ordered behind it."""
-
-    def is_completed(self) -> bool: ...
 
 
 class Buffer(Protocol):
@@ -191,13 +183,3 @@ class Transport(Protocol):
         """Moves outstanding operations on where this transport needs the caller's time."""
 
     def close(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class Done:
-    """An operation that has nothing left to do."""
-
-    def wait(self) -> None: ...
-
-    def is_completed(self) -> bool:
-        return True

@@ -36,8 +36,8 @@ from typing import NamedTuple, NoReturn
 
 import torch.distributed as dist
 
-from zeroengine.comm.interfaces import Done, Work
 from zeroengine.errors import DivergenceError
+from zeroengine.utils.work import Work
 
 log = logging.getLogger("zeroengine")
 
@@ -70,7 +70,7 @@ class Issued:
     told: bool = False  # that it takes long
 
     def is_through(self) -> bool:
-        return self.work is not None and self.work.is_completed()
+        return self.work is not None and self.work.done()
 
 
 class Record:
@@ -271,7 +271,7 @@ class Watchdog:
     def close(self) -> None:
         self._finalizer()
 
-    def issue(self, what: str, run: Callable[[], Work | None]) -> Work:
+    def issue(self, what: str, run: Callable[[], Work]) -> Work:
         """What ``run`` issues; the thread looks after it from now on. See "Stalls on a device" above.
 
         Raises:
@@ -280,7 +280,7 @@ class Watchdog:
         issued = self._record.begin(what)
         self.record(what)
         try:
-            issued.work = work = run() or Done()
+            issued.work = work = run()
         except BaseException:
             self._record.drop(issued)
             raise

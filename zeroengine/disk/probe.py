@@ -124,7 +124,7 @@ class Probe:
         start = time.perf_counter()
         with DiskQueue() as queue:
             while self._written < self.num_pieces and (self._written < 2 or time.perf_counter() - start < seconds):
-                queue.write(self._file, self._written * PIECE, self._buffer(True, 0)).wait()
+                queue.write(self._file, self._written * PIECE, self._buffer(True, 0)).wait_host()
                 self._written += 1
                 yield PIECE
 
@@ -146,7 +146,7 @@ class Probe:
             under_way = deque(begin(*one) for one in buffers)
             while under_way:
                 kind, buffer, transfer = under_way.popleft()
-                transfer.wait()
+                transfer.wait_host()
                 moved += buffer.nbytes
                 if time.perf_counter() - start < seconds:
                     under_way.append(begin(kind, buffer))

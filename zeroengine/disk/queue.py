@@ -131,7 +131,7 @@ class Transfer:
         self._errno = 0
         self._told = False
 
-    def wait(self) -> None:
+    def wait_host(self) -> None:
         """Returns once the data is where it belongs: in the tensor, or in the file for whoever reads it.
 
         Raises:
@@ -147,11 +147,10 @@ class Transfer:
             failure.errno = self._errno
             raise failure
 
-    follow = wait
-    """What a disk does is in no stream."""
+    wait_stream = wait_host
 
     def done(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
+        """Return whether `wait_host` would return, or raise, at once."""
         self._check_process()
         if not self._lock.acquire(blocking=False):
             return False  # another thread waits
@@ -267,7 +266,7 @@ class DiskQueue:
         return self._begin(True, file, offset_bytes, source)
 
     def close(self) -> None:
-        """Waits for what is under way, and ends; each transfer's `wait` says how it went. Nothing in a forked child."""
+        """Wait for what is under way, and end; each `wait_host` says how its transfer went. A no-op in forks."""
         if self._process == os.getpid():
             with self._lock:
                 self._close()

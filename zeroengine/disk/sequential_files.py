@@ -137,7 +137,7 @@ class DirectFile(io.RawIOBase):
         if write is None:
             return
         try:
-            write.wait()
+            write.wait_host()
         except OffloadError as error:
             code = error.errno or errno.EIO
             raise OSError(code, os.strerror(code), self.path) from error
@@ -146,7 +146,7 @@ class DirectFile(io.RawIOBase):
         super().close()
         for write in filter(None, self._writes):
             with contextlib.suppress(OffloadError):  # of several errors the first is raised
-                write.wait()
+                write.wait_host()
         if self._queue is not None:
             self._queue.close()
         del self.descriptors, self._buffers, self._views

@@ -43,7 +43,7 @@ log = logging.getLogger("zeroengine")
 
 
 @dataclass(frozen=True)
-class EngineParts:
+class EngineComponents:
     """The parts of one engine. Each uses only parts that are listed above it.
 
     Attributes:
@@ -101,7 +101,7 @@ def assemble(
     zero_grad: Callable[[], None],
     on_device: bool | None,
     copies: Copies | None,
-) -> EngineParts:
+) -> EngineComponents:
     """Partition ``model`` and return the parts of the engine that trains it. Call it on every rank.
 
     Args:
@@ -194,7 +194,7 @@ def assemble(
     return_freed_memory()
     if group.rank == 0:
         _log_notices(config, group, transport)
-    return EngineParts(
+    return EngineComponents(
         model,
         config,
         group,

@@ -10,15 +10,15 @@ import torch
 from zeroengine.deferred_init import meta_init
 from zeroengine.disk.swap_files import populate
 from zeroengine.engine.accumulation import MANUAL_MODE
-from zeroengine.engine.assembly import EngineParts
+from zeroengine.engine.assembly import EngineComponents
 from zeroengine.errors import ZeroEngineError
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
 
-    from zeroengine.checkpoint.manager import Checkpointer
-    from zeroengine.checkpoint.snapshot import Trained
-    from zeroengine.weights.live_weights import Loaded, Weights
+    from zeroengine.checkpoint.manager import CheckpointManager
+    from zeroengine.checkpoint.snapshot import EngineParts
+    from zeroengine.weights.live_weights import LoadResult, Weights
 
 
 class EngineCheckpoints:
@@ -30,9 +30,9 @@ class EngineCheckpoints:
         parts: The parts of the engine.
     """
 
-    def __init__(self, parts: EngineParts) -> None:
+    def __init__(self, parts: EngineComponents) -> None:
         self._parts = parts
-        self._manager: Checkpointer | None = None
+        self._manager: CheckpointManager | None = None
         self._stateful: dict[str, Stateful] = {}
 
     @property
@@ -129,9 +129,9 @@ class EngineCheckpoints:
             self._parts.foreign_parameters.check()
             self.check_not_half_loaded("save_weights()")
         self._settle_parameters()
-        save(self._trained(), directory, dtype, shard_size)
+        save(self._stateful_parts(), directory, dtype, shard_size)
 
-    def load_weights(self, weights: Weights, strict: bool) -> Loaded:
+    def load_weights(self, weights: Weights, strict: bool) -> LoadResult:
         """Load parameters and buffers. See ``Engine.load_weights``."""
         from zeroengine.weights.live_weights import load
 
@@ -146,7 +146,7 @@ class EngineCheckpoints:
                 )
         parts.backward.finish()
         self._settle_parameters()
-        loaded = load(self._trained(), weights, strict)
+        loaded = load(self._stateful_parts(), weights, strict)
         meta_init.loaded(parts.units, loaded.missing_keys)
         return loaded
 
@@ -201,11 +201,11 @@ class EngineCheckpoints:
             micro_steps = (runner.num_updates + runner.num_skipped) * int(config.gradient_accumulation_steps)
         self._parts.accumulation.micro_steps = micro_steps
 
-    def _trained(self) -> Trained:
-        from zeroengine.checkpoint.snapshot import Trained
+    def _stateful_parts(self) -> EngineParts:
+        from zeroengine.checkpoint.snapshot import EngineParts
 
         parts = self._parts
-        return Trained(
+        return EngineParts(
             parts.model,
             parts.units,
             parts.optimizer,
@@ -220,9 +220,9 @@ class EngineCheckpoints:
             parts.placement.evict,
         )
 
-    def _get_manager(self) -> Checkpointer:
+    def _get_manager(self) -> CheckpointManager:
         if self._manager is None:
-            from zeroengine.checkpoint.manager import Checkpointer
+            from zeroengine.checkpoint.manager import CheckpointManager
 
-            self._manager = Checkpointer(self._trained())
+            self._manager = CheckpointManager(self._stateful_parts())
         return self._manager

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
     from torch.utils.data import Dataset
 
-    from zeroengine.weights.live_weights import Loaded, Weights
+    from zeroengine.weights.live_weights import LoadResult, Weights
 
 
 class Engine:
@@ -583,7 +583,7 @@ class Engine:
         """
         self._checkpoints.save_weights(directory, dtype, shard_size)
 
-    def load_weights(self, weights: Weights, *, strict: bool = True) -> Loaded:
+    def load_weights(self, weights: Weights, *, strict: bool = True) -> LoadResult:
         """Takes over parameters and buffers from files or a state dict; optimizer, schedule and counters stay.
 
         Each rank reads the parts that it owns, cast to its own dtypes. Masters and the parameters that are computed

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from zeroengine.config import Config
-from zeroengine.engine.assembly import EngineParts
+from zeroengine.engine.assembly import EngineComponents
 from zeroengine.offload.disk_store import Medium
 from zeroengine.offload.offload_states import resident_bytes
 
@@ -83,7 +83,7 @@ class Memory:
         return "\n".join(lines)
 
 
-def measure_memory(parts: EngineParts, checkpoint_copy_bytes: int) -> Memory:
+def measure_memory(parts: EngineComponents, checkpoint_copy_bytes: int) -> Memory:
     """Return the bytes that each state holds on this rank now.
 
     Args:
@@ -106,7 +106,7 @@ def measure_memory(parts: EngineParts, checkpoint_copy_bytes: int) -> Memory:
     )
 
 
-def _bytes_of_states(parts: EngineParts, medium: Medium | None) -> dict[str, int]:
+def _bytes_of_states(parts: EngineComponents, medium: Medium | None) -> dict[str, int]:
     """Return the bytes of each state in one kind of memory; None is the device's."""
     sizes = parts.optimizer.bytes_in(medium)
     shards = ((unit.shard, unit.offloaded_shards) for unit in parts.units)

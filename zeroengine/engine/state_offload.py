@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 from zeroengine.comm.group import check_same
 from zeroengine.comm.interfaces import ChannelName
-from zeroengine.engine.assembly import EngineParts
+from zeroengine.engine.assembly import EngineComponents
 from zeroengine.offload import offload_states
 from zeroengine.utils.malloc_trim import return_freed_memory
 
 
 def offload(
-    parts: EngineParts, include: Sequence[str] | None, device: str, nvme_path: str | os.PathLike[str] | None
+    parts: EngineComponents, include: Sequence[str] | None, device: str, nvme_path: str | os.PathLike[str] | None
 ) -> None:
     """Move states to CPU memory or a disk. A collective. See ``Engine.offload_states``."""
     zero, group = parts.config.zero_optimization, parts.group
@@ -44,7 +44,7 @@ def offload(
     return_freed_memory()
 
 
-def reload(parts: EngineParts) -> None:
+def reload(parts: EngineComponents) -> None:
     """Bring back what ``offload`` moved. A collective."""
     channels: dict[int, ChannelName | None] = {id(unit.shard): "gather" for unit in parts.units}
     channels |= {id(grads.grad_shard): grads.channel for grads in parts.reducer.gradients}

@@ -13,46 +13,35 @@ import torch
 
 from zeroengine.disk.queue import Pages, aligned_empty, memory_behind
 from zeroengine.errors import OffloadError
+from zeroengine.utils.work import Work
 
-Way = Literal["in", "out"]  # of the device
-
-
-class Transfer(Protocol):
-    """A copy, read or write under way."""
-
-    def wait(self) -> None:
-        """Returns once the data is where it belongs, for the host to use."""
-
-    def follow(self) -> None:
-        """Later work of the current stream comes behind it. Where there is no stream, as ``wait``."""
-
-    def done(self) -> bool:
-        """Whether ``wait`` would return at once."""
+Direction = Literal["in", "out"]  # into device memory, or out of it
 
 
 class Copies(Protocol):
     """The ways between one device and the host."""
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, behind: Transfer | None = None) -> Transfer:
+    def copy(self, target: torch.Tensor, source: torch.Tensor, behind: Work | None = None) -> Work:
         """Starts ``target.copy_(source)``; one of the two is on the host.
 
-        Neither may be written, and ``target`` not be read, before the transfer is awaited or followed.
+        Neither may be written, and ``target`` not be read, before the work is awaited.
 
         Args:
-            behind: what it comes behind. None: the work of the current stream; inside ``beside`` it is in line with it.
+            behind: What the copy comes behind. None: the work of the current stream, which inside of
+                ``on_copy_stream`` is the stream of the copy itself.
         """
 
-    def mark(self) -> Transfer:
-        """Done when the work of the current stream so far is."""
+    def record_event(self) -> Work:
+        """Return a work that is done when everything in the current stream so far is."""
 
-    def beside(self, way: Way) -> AbstractContextManager[Any]:
-        """Work issued inside goes on beside later work of the current stream, in line with the copies that ``way``."""
+    def on_copy_stream(self, direction: Direction) -> AbstractContextManager[Any]:
+        """Make the stream of the copies in that direction the current one, behind what is current now."""
 
-    def follow(self) -> None:
-        """Later work of the current stream comes behind every copy so far."""
+    def wait_stream(self) -> None:
+        """Order later kernels of the current stream behind every copy so far."""
 
     def synchronize(self) -> None:
-        """Returns once every copy so far is done."""
+        """Return once every copy so far is done."""
 
     def host_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """New 1-D host memory of exactly this size, zeros, as fast to copy from and to as there is."""
@@ -61,20 +50,26 @@ class Copies(Protocol):
         """New bytes on the device."""
 
 
-class Copied:
-    """See ``Transfer``. Its tensors stay alive as long as it does, or until the host has waited."""
+class RecordedEvent:
+    """A ``Work`` that is done when the device reaches an event.
+
+    Its tensors stay alive as long as it does, or until the host has waited.
+    """
 
     def __init__(self, event: torch.cuda.Event, device: torch.device, *tensors: torch.Tensor) -> None:
         self._event, self._device, self._tensors = event, device, tensors
 
-    def wait(self) -> None:
+    def wait_host(self) -> None:
+        """Block the host until the device has reached the event."""
         self._event.synchronize()
         self._tensors = ()
 
-    def follow(self) -> None:
+    def wait_stream(self) -> None:
+        """Order the current stream behind the event."""
         torch.cuda.current_stream(self._device).wait_event(self._event)
 
     def done(self) -> bool:
+        """Return whether the device has reached the event."""
         return bool(self._event.query())
 
 
@@ -89,20 +84,21 @@ class GPUCopies:
         self._device, self._pin = device, pin
         self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, behind: Transfer | None = None) -> Transfer:
+    def copy(self, target: torch.Tensor, source: torch.Tensor, behind: Work | None = None) -> Work:
         stream, current = self._in if target.is_cuda else self._out, torch.cuda.current_stream(self._device)
         if behind is None and current in (self._in, self._out):
             stream = current
         with torch.cuda.stream(stream):
             if behind is not None:
-                behind.follow()
+                behind.wait_stream()
             elif stream != current:
                 stream.wait_stream(current)
             target.copy_(source, non_blocking=True)
-            return Copied(self._event(), self._device, target, source)
+            return RecordedEvent(self._event(), self._device, target, source)
 
-    def mark(self) -> Transfer:
-        return Copied(self._event(), self._device)
+    def record_event(self) -> Work:
+        """See ``Copies.record_event``."""
+        return RecordedEvent(self._event(), self._device)
 
     def _event(self) -> torch.cuda.Event:
         event = torch.cuda.Event(blocking=True)
@@ -110,13 +106,13 @@ class GPUCopies:
         return event
 
     @contextlib.contextmanager
-    def beside(self, way: Way) -> Iterator[None]:
-        stream = self._in if way == "in" else self._out
+    def on_copy_stream(self, direction: Direction) -> Iterator[None]:
+        stream = self._in if direction == "in" else self._out
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             yield
 
-    def follow(self) -> None:
+    def wait_stream(self) -> None:
         current = torch.cuda.current_stream(self._device)
         current.wait_stream(self._in)
         current.wait_stream(self._out)

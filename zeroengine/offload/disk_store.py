@@ -23,7 +23,8 @@ import torch
 from zeroengine.disk.queue import DiskQueue, aligned_empty, round_up
 from zeroengine.disk.swap_files import SwapFile, SwapFolder, populate, release_mapped
 from zeroengine.errors import ZeroEngineError
-from zeroengine.offload.device_copies import Transfer, Way
+from zeroengine.offload.device_copies import Direction
+from zeroengine.utils.work import Completed, Work
 
 FILE = 1 << 26  # bytes of a further file, at least
 CHUNK = 1 << 22  # bytes of a mapped state that are in memory at once, while it is filled
@@ -44,10 +45,10 @@ class StateStore(Poisonable, Protocol):
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is a state that lives here, or part of one."""
 
-    def read(self, state: torch.Tensor, into: torch.Tensor) -> Transfer:
+    def read(self, state: torch.Tensor, into: torch.Tensor) -> Work:
         """Starts to read a state, or a part of one that begins at a block, into memory of as many bytes."""
 
-    def write(self, source: torch.Tensor, state: torch.Tensor) -> Transfer:
+    def write(self, source: torch.Tensor, state: torch.Tensor) -> Work:
         """Starts to write memory, as of ``read``, over a state or a part of one."""
 
 
@@ -55,11 +56,11 @@ class OffloadStore(StateStore, Protocol):
     """Where states live, if not in the memory of the device that computes with them.
 
     Attributes:
-        in_order: whether the device's streams order transfers, so that nobody need look if they are through.
+        stream_ordered: whether the device's streams order transfers, so that nobody need look if they are through.
     """
 
     medium: Medium
-    in_order: bool
+    stream_ordered: bool
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A new state, 1-D, zeros until written, for the CPU to use where it is."""
@@ -70,10 +71,10 @@ class OffloadStore(StateStore, Protocol):
     def staging_buffer(self, nbytes: int) -> torch.Tensor:
         """New bytes on the device, for states on their way: what ``read`` and ``write`` take."""
 
-    def beside(self, way: Way) -> AbstractContextManager[Any]:
+    def on_copy_stream(self, direction: Direction) -> AbstractContextManager[Any]:
         """As of ``Copies``; nothing where transfers are in no stream."""
 
-    def mark(self) -> Transfer:
+    def record_event(self) -> Work:
         """As of ``Copies``, where streams order transfers."""
 
     def evict(self, *states: torch.Tensor) -> None:
@@ -134,7 +135,7 @@ class DiskStore:
     """
 
     medium: Medium = "nvme"
-    in_order = False
+    stream_ordered = False
 
     def __init__(self, folder: SwapFolder, queue: DiskQueue, expected_bytes: int) -> None:
         self._folder, self._queue = folder, queue
@@ -168,19 +169,19 @@ class DiskStore:
     def staging_buffer(self, nbytes: int) -> torch.Tensor:
         return aligned_empty(nbytes, torch.uint8)
 
-    def beside(self, way: Way) -> AbstractContextManager[Any]:
+    def on_copy_stream(self, direction: Direction) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def mark(self) -> Transfer:
-        return _Done()
+    def record_event(self) -> Work:
+        return Completed()
 
-    def read(self, state: torch.Tensor, into: torch.Tensor) -> Transfer:
+    def read(self, state: torch.Tensor, into: torch.Tensor) -> Work:
         """See ``OffloadStore``. The memory begins at a block too, and is nobody else's to the end of its last one."""
         place = self._places.at(state)
         assert place is not None
         return self._queue.read(place.file, place.offset + state.data_ptr() - place.address, _blocks(into))
 
-    def write(self, source: torch.Tensor, state: torch.Tensor) -> Transfer:
+    def write(self, source: torch.Tensor, state: torch.Tensor) -> Work:
         """As ``read``."""
         place = self._places.at(state)
         assert place is not None
@@ -219,17 +220,6 @@ class DiskStore:
     def close(self) -> None:
         self._queue.close()
         self._folder.close()
-
-
-class _Done:
-    """See ``Transfer``. What was issued in no stream is done."""
-
-    def wait(self) -> None: ...
-
-    def follow(self) -> None: ...
-
-    def done(self) -> bool:
-        return True
 
 
 def padded_nbytes(nbytes: int) -> int:

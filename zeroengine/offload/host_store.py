@@ -14,15 +14,16 @@ from typing import Any
 
 import torch
 
-from zeroengine.offload.device_copies import Copies, Transfer, Way
+from zeroengine.offload.device_copies import Copies, Direction
 from zeroengine.offload.disk_store import AddressMap, DiskStore, Medium, OffloadStore, padded_nbytes
+from zeroengine.utils.work import Work
 
 
 class HostStore:
     """See ``OffloadStore``."""
 
     medium: Medium = "cpu"
-    in_order = True
+    stream_ordered = True
 
     def __init__(self, copies: Copies) -> None:
         self._copies = copies
@@ -42,16 +43,16 @@ class HostStore:
     def staging_buffer(self, nbytes: int) -> torch.Tensor:
         return self._copies.device_memory(nbytes)
 
-    def beside(self, way: Way) -> AbstractContextManager[Any]:
-        return self._copies.beside(way)
+    def on_copy_stream(self, direction: Direction) -> AbstractContextManager[Any]:
+        return self._copies.on_copy_stream(direction)
 
-    def mark(self) -> Transfer:
-        return self._copies.mark()
+    def record_event(self) -> Work:
+        return self._copies.record_event()
 
-    def read(self, state: torch.Tensor, into: torch.Tensor) -> Transfer:
+    def read(self, state: torch.Tensor, into: torch.Tensor) -> Work:
         return self._copies.copy(into, state)
 
-    def write(self, source: torch.Tensor, state: torch.Tensor) -> Transfer:
+    def write(self, source: torch.Tensor, state: torch.Tensor) -> Work:
         return self._copies.copy(state, source)
 
     def evict(self, *states: torch.Tensor) -> None: ...
@@ -68,10 +69,10 @@ class DeviceStore:
     def holds(self, tensor: torch.Tensor) -> bool:
         return not any(other.holds(tensor) for other in self._others)
 
-    def read(self, state: torch.Tensor, into: torch.Tensor) -> Transfer:
+    def read(self, state: torch.Tensor, into: torch.Tensor) -> Work:
         return self._copies.copy(into, state)
 
-    def write(self, source: torch.Tensor, state: torch.Tensor) -> Transfer:
+    def write(self, source: torch.Tensor, state: torch.Tensor) -> Work:
         return self._copies.copy(state, source)
 
     def poison(self, error: BaseException) -> None: ...
@@ -82,7 +83,7 @@ class _Bounce:
     """Host memory between the two."""
 
     memory: torch.Tensor  # bytes
-    last: Transfer | None = None  # that used it
+    last: Work | None = None  # that used it
 
 
 class DiskThroughHost:
@@ -93,13 +94,13 @@ class DiskThroughHost:
     """
 
     medium: Medium = "nvme"
-    in_order = True
+    stream_ordered = True
 
     def __init__(self, disk: DiskStore, copies: Copies, num_buffers: int) -> None:
         self._disk, self._copies, self._num_buffers = disk, copies, num_buffers
         self._bounces: list[_Bounce] = []
         # By the state's address. What nobody holds any more has been waited for.
-        self._writing: weakref.WeakValueDictionary[int, _InTurn] = weakref.WeakValueDictionary()
+        self._writing: weakref.WeakValueDictionary[int, _SecondOfTwo] = weakref.WeakValueDictionary()
         # A write waits for the device, which may wait for a read.
         self._reader, self._writer = (_Worker(f"zeroengine-{name}") for name in ("read", "write"))
 
@@ -118,11 +119,11 @@ class DiskThroughHost:
     def poison(self, error: BaseException) -> None:
         self._disk.poison(error)
 
-    def beside(self, way: Way) -> AbstractContextManager[Any]:
-        return self._copies.beside(way)
+    def on_copy_stream(self, direction: Direction) -> AbstractContextManager[Any]:
+        return self._copies.on_copy_stream(direction)
 
-    def mark(self) -> Transfer:
-        return self._copies.mark()
+    def record_event(self) -> Work:
+        return self._copies.record_event()
 
     @property
     def nbytes(self) -> int:
@@ -132,24 +133,24 @@ class DiskThroughHost:
     def staging_buffer(self, nbytes: int) -> torch.Tensor:
         return self._copies.device_memory(nbytes)
 
-    def read(self, state: torch.Tensor, into: torch.Tensor) -> Transfer:
+    def read(self, state: torch.Tensor, into: torch.Tensor) -> Work:
         self._settle(state)
         bounce = self._bounce(into.nbytes)
         part = bounce.memory[: into.nbytes].view(into.dtype)
-        here, read = self._copies.mark(), self._disk.read(state, part)
-        bounce.last = _InTurn(self._reader.submit(self._bring, read, into, part, here))
+        here, read = self._copies.record_event(), self._disk.read(state, part)
+        bounce.last = _SecondOfTwo(self._reader.submit(self._bring, read, into, part, here))
         return bounce.last
 
-    def _bring(self, read: Transfer, into: torch.Tensor, part: torch.Tensor, behind: Transfer) -> Transfer:
-        read.wait()
+    def _bring(self, read: Work, into: torch.Tensor, part: torch.Tensor, behind: Work) -> Work:
+        read.wait_host()
         return self._copies.copy(into, part, behind)
 
-    def write(self, source: torch.Tensor, state: torch.Tensor) -> Transfer:
+    def write(self, source: torch.Tensor, state: torch.Tensor) -> Work:
         self._settle(state)
         bounce = self._bounce(source.nbytes)
         part = bounce.memory[: source.nbytes].view(source.dtype)
         copied = self._copies.copy(part, source)
-        bounce.last = written = _InTurn(self._writer.submit(self._write, copied, part, state), copied)
+        bounce.last = written = _SecondOfTwo(self._writer.submit(self._write, copied, part, state), copied)
         self._writing[state.data_ptr()] = written
         return written
 
@@ -157,10 +158,10 @@ class DiskThroughHost:
         """Waits for the last write of a state: what is under way on a disk has no order."""
         last = self._writing.pop(state.data_ptr(), None)
         if last is not None:
-            last.wait()
+            last.wait_host()
 
-    def _write(self, copied: Transfer, part: torch.Tensor, state: torch.Tensor) -> Transfer:
-        copied.wait()
+    def _write(self, copied: Work, part: torch.Tensor, state: torch.Tensor) -> Work:
+        copied.wait_host()
         return self._disk.write(part, state)
 
     def _bounce(self, nbytes: int) -> _Bounce:
@@ -176,7 +177,7 @@ class DiskThroughHost:
         self._bounces.append(free)  # the longest in use first
         last, free.last = free.last, None
         if last is not None:
-            last.wait()
+            last.wait_host()
         return free
 
     def close(self) -> None:
@@ -188,12 +189,12 @@ class _Worker:
     """A thread that does one thing after the other. It does not outlive the interpreter, whatever it waits for."""
 
     def __init__(self, name: str) -> None:
-        self._todo: SimpleQueue[tuple[Future[Transfer], Callable[[], Transfer]] | None] = SimpleQueue()
+        self._todo: SimpleQueue[tuple[Future[Work], Callable[[], Work]] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, begin: Callable[..., Transfer], *arguments: Any) -> Future[Transfer]:
-        future: Future[Transfer] = Future()
+    def submit(self, begin: Callable[..., Work], *arguments: Any) -> Future[Work]:
+        future: Future[Work] = Future()
         self._todo.put((future, partial(begin, *arguments)))
         return future
 
@@ -211,23 +212,27 @@ class _Worker:
         self._thread.join()
 
 
-class _InTurn:
-    """Two transfers, of which a thread begins the second when the first is done.
+class _SecondOfTwo:
+    """A ``Work`` of two, of which a thread begins the second when the first is done.
 
     Args:
-        first: given where ``follow`` is about that one, for it is the one that the device takes part in.
+        second: What the thread begins.
+        device_work: The one that the device takes part in, for streams to wait for; None: it is the second.
     """
 
-    def __init__(self, second: Future[Transfer], first: Transfer | None = None) -> None:
-        self._second, self._first = second, first
+    def __init__(self, second: Future[Work], device_work: Work | None = None) -> None:
+        self._second, self._device_work = second, device_work
 
-    def wait(self) -> None:
-        self._second.result().wait()
+    def wait_host(self) -> None:
+        """Return when the second is done."""
+        self._second.result().wait_host()
 
-    def follow(self) -> None:
-        (self._second.result() if self._first is None else self._first).follow()
+    def wait_stream(self) -> None:
+        """Order the current stream behind the part that the device takes."""
+        (self._second.result() if self._device_work is None else self._device_work).wait_stream()
 
     def done(self) -> bool:
+        """Return whether the second is done, or could not be begun."""
         if not self._second.done():
             return False
         return self._second.exception() is not None or self._second.result().done()

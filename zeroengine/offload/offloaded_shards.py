@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from zeroengine.comm.interfaces import Transport, Work
+from zeroengine.comm.interfaces import Transport
 from zeroengine.disk.queue import ALIGNMENT
-from zeroengine.offload.device_copies import Transfer
 from zeroengine.offload.disk_store import OffloadStore, padded_nbytes
+from zeroengine.utils.work import Work
 
 PATIENCE_S = 1.0
 
@@ -21,19 +21,6 @@ class _Slot:
     memory: torch.Tensor  # bytes
     work: Work | None = None
     busy: bool = False
-
-
-@dataclass
-class _Arriving:
-    """A shard that is read straight into the full buffer, for it is all of it."""
-
-    transfer: Transfer
-
-    def wait(self) -> None:
-        self.transfer.follow()
-
-    def is_completed(self) -> bool:
-        return self.transfer.done()
 
 
 class OffloadedShards:
@@ -51,7 +38,7 @@ class OffloadedShards:
         self.can_gather_ahead = self._alone or (transport.overlaps and store.medium == "cpu")
         """Whether a gather may be issued ahead of use: else the host would wait for the disk, or for its peers."""
         self._slots: list[_Slot] = []
-        self._ahead: dict[int, tuple[_Slot, Transfer]] = {}  # by the shard's address
+        self._ahead: dict[int, tuple[_Slot, Work]] = {}  # by the shard's address
 
     @property
     def nbytes(self) -> int:
@@ -67,19 +54,19 @@ class OffloadedShards:
         self._store.fill(shard, values)
 
     @property
-    def in_order(self) -> bool:
+    def stream_ordered(self) -> bool:
         """See ``OffloadStore``."""
-        return self._store.in_order
+        return self._store.stream_ordered
 
     def staging_buffer(self, shard: torch.Tensor) -> torch.Tensor:
         """New memory on the device for a shard."""
         return self._store.staging_buffer(padded_nbytes(shard.nbytes))[: shard.nbytes].view(shard.dtype)
 
-    def read(self, shard: torch.Tensor, into: torch.Tensor) -> Transfer:
+    def read(self, shard: torch.Tensor, into: torch.Tensor) -> Work:
         """Starts to bring a shard."""
         return self._store.read(shard, into)
 
-    def write(self, source: torch.Tensor, shard: torch.Tensor) -> Transfer:
+    def write(self, source: torch.Tensor, shard: torch.Tensor) -> Work:
         """Starts to take back a shard. What was read ahead of it must have been forgotten."""
         return self._store.write(source, shard)
 
@@ -91,13 +78,13 @@ class OffloadedShards:
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Work:
         """As ``Channel.all_gather``."""
         if self._alone:
-            return _Arriving(self._store.read(shard, full))
+            return self._store.read(shard, full)  # the shard is all of the full buffer
         ahead = self._ahead.pop(shard.data_ptr(), None)
         slot, transfer = ahead if ahead is not None else self._start(shard)
         mine = slot.memory[: shard.nbytes].view(shard.dtype)
-        with self._store.beside("in"):
+        with self._store.on_copy_stream("in"):
             try:
-                transfer.follow()
+                transfer.wait_stream()
             finally:
                 slot.busy = False
             slot.work = self._transport.gather.all_gather(full, mine, label)
@@ -113,13 +100,13 @@ class OffloadedShards:
         for slot, _ in ahead.values():
             slot.busy = False
         for _, transfer in ahead.values():
-            transfer.wait()
+            transfer.wait_host()
 
     def poison(self, error: BaseException) -> None:
         """See ``OffloadStore``."""
         self._store.poison(error)
 
-    def _start(self, shard: torch.Tensor) -> tuple[_Slot, Transfer]:
+    def _start(self, shard: torch.Tensor) -> tuple[_Slot, Work]:
         slot = self._slot_for(shard.nbytes)
         slot.busy = True
         return slot, self._store.read(shard, slot.memory[: shard.nbytes].view(shard.dtype))
@@ -145,7 +132,7 @@ class OffloadedShards:
             return True
         if not patience:
             return self._transport.gather.reusable(slot.work, 0.0)
-        with self._store.beside("in"):  # which the shard comes by
+        with self._store.on_copy_stream("in"):  # which the shard comes by
             return self._transport.gather.reusable(slot.work, patience)
 
     def _last(self, slot: _Slot) -> _Slot:

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 import torch
 
 from zeroengine.disk.queue import aligned_empty
-from zeroengine.offload.device_copies import Copies, Transfer
+from zeroengine.offload.device_copies import Copies
 from zeroengine.offload.disk_store import StateStore, padded_nbytes, poison_on_error
+from zeroengine.utils.work import Work
 
 
 @dataclass(frozen=True)
@@ -38,12 +39,12 @@ class Piece:
 @dataclass
 class _Buffer:
     memory: torch.Tensor  # bytes
-    writes: list[Transfer] = field(default_factory=list)
+    writes: list[Work] = field(default_factory=list)
 
     def free(self) -> None:
         """Returns when everything that left from here has arrived."""
         while self.writes:
-            self.writes.pop().wait()
+            self.writes.pop().wait_host()
 
 
 @dataclass
@@ -51,7 +52,7 @@ class _Loading:
     piece: Piece
     buffer: _Buffer
     tensors: list[torch.Tensor]
-    reads: list[Transfer]
+    reads: list[Work]
     writes: list[tuple[StateStore, torch.Tensor, torch.Tensor]]  # from where, and which state
 
 
@@ -83,10 +84,10 @@ class Pipeline:
     def nbytes(self) -> int:
         return sum(buffer.memory.nbytes for buffer in self._buffers)
 
-    def follow(self) -> None:
-        """Later work of the device's current stream comes behind what was moved so far."""
+    def wait_stream(self) -> None:
+        """Order later kernels of the device's current stream behind what was moved so far."""
         if self._copies is not None:
-            self._copies.follow()
+            self._copies.wait_stream()
 
     def home_of(self, tensor: torch.Tensor) -> StateStore | None:
         """Where a state lives that is moved; None: it is used where it is."""
@@ -143,17 +144,17 @@ class Pipeline:
 
     def _finish(self, loading: _Loading) -> None:
         while loading.reads:
-            loading.reads.pop(0).wait()
+            loading.reads.pop(0).wait_host()
         loading.piece.compute(*loading.tensors)
         loading.buffer.writes += [store.write(part, home) for store, part, home in loading.writes]
 
 
-def _settle(transfers: list[Transfer]) -> Exception | None:
+def _settle(transfers: list[Work]) -> Exception | None:
     """Waits for all of them, and gives the first error."""
     first = None
     while transfers:
         try:
-            transfers.pop().wait()
+            transfers.pop().wait_host()
         except Exception as error:
             first = first or error
     return first

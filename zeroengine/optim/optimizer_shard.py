@@ -75,7 +75,7 @@ class OptimizerShard:
     def param_only_offloaded(self) -> OffloadedShards | None:
         """Where the parameter shard is, if it alone is elsewhere: it is brought to the update, then."""
         stored = self.unit.offloaded_shards
-        alone = self.store is None and self.grads.store is None and stored is not None and stored.in_order
+        alone = self.store is None and self.grads.store is None and stored is not None and stored.stream_ordered
         return stored if alone else None
 
     def bytes_in(self, medium: Medium | None) -> dict[str, int]:

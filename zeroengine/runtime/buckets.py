@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from zeroengine.comm.interfaces import Transport, Work
+from zeroengine.comm.interfaces import Transport
 from zeroengine.partition.layout import FlatLayout
-from zeroengine.runtime.offloaded_gradients import OnItsWay
 from zeroengine.runtime.unit_gradients import UnitGradients, views_of
+from zeroengine.utils.work import Work
 
 PATIENCE_S = 1.0
 
@@ -43,29 +43,10 @@ class Slot:
     memory: torch.Tensor
     layout: BucketLayout | None = None
     views: list[torch.Tensor] = field(default_factory=list)
-    work: Work | None = None
+    sent: Work | None = None  # the channel's operation that reads the memory
+    work: Work | None = None  # done when this rank needs the memory no more: ``sent``, or what comes behind it
     busy: bool = False
     launched: int = 0  # the how-manieth bucket it last was
-
-
-class SummedWork:
-    """An all-reduce in a slot, taken over into what is kept when awaited."""
-
-    def __init__(self, work: Work, flat: torch.Tensor, kept: torch.Tensor, accumulate: bool) -> None:
-        self.work, self._flat, self._kept, self._accumulate = work, flat, kept, accumulate
-        self._taken = False
-
-    def wait(self) -> None:
-        if not self._taken:
-            self._taken = True
-            self.work.wait()
-            if self._accumulate:
-                self._kept.add_(self._flat)
-            else:
-                self._kept.copy_(self._flat)
-
-    def is_completed(self) -> bool:
-        return self._taken or self.work.is_completed()
 
 
 def slot_numel(numel: int, largest: int) -> int:
@@ -108,12 +89,10 @@ class Slots:
             s for s in self._slots if s.memory.numel() == need and s.memory.dtype == grads.reduce_dtype and not s.busy
         ]
         fitting.sort(key=lambda s: s.launched)
-        chosen = next((s for s in fitting if s.work is None or self._reusable(s.work, 0.0)), None)
+        chosen = next((s for s in fitting if self._reusable(s, 0.0)), None)
         if chosen is None and len(fitting) >= 2:
             # A peer may read this slot only after its backward, which may need our next gather: do not insist.
-            oldest = fitting[0]
-            assert oldest.work is not None
-            chosen = oldest if self._reusable(oldest.work, PATIENCE_S) else None
+            chosen = fitting[0] if self._reusable(fitting[0], PATIENCE_S) else None
         if chosen is None:
             chosen = Slot(self._transport.empty(need, grads.reduce_dtype, "reduce"))
             self._slots.append(chosen)
@@ -124,10 +103,11 @@ class Slots:
         chosen.busy = True
         return chosen
 
-    def _reusable(self, work: Work, patience: float) -> bool:
-        while isinstance(work, (SummedWork, OnItsWay)):
-            if not patience and not work.is_completed():
+    def _reusable(self, slot: Slot, patience: float) -> bool:
+        if slot.work is None or slot.sent is None:
+            return True
+        if slot.work is not slot.sent:
+            if not patience and not slot.work.done():
                 return False
-            work.wait()  # nothing is ever gathered at degree 1, so no peer waits for this rank meanwhile
-            work = work.work
-        return self._transport.reduce.reusable(work, patience)
+            slot.work.wait_stream()  # nothing is ever gathered at degree 1, so no peer waits for this rank meanwhile
+        return self._transport.reduce.reusable(slot.sent, patience)

@@ -153,7 +153,7 @@ class Gatherer(BackwardListener):
         self.start_gather(unit)
         assert unit.gather_work is not None
         with untransformed(), profile_range("await", unit.name):
-            unit.gather_work.wait()
+            unit.gather_work.wait_stream()
             unit.finish_gather()
 
     def all_gather_updated(self, unit: Unit) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from zeroengine import ops
-from zeroengine.comm.interfaces import Work
-from zeroengine.offload.device_copies import Transfer
 from zeroengine.offload.disk_store import OffloadStore, padded_nbytes, poison_on_error
 from zeroengine.runtime.unit_gradients import UnitGradients
+from zeroengine.utils.work import Then, Work
 
 NUM_LANDINGS = 3  # of one size; more only while reduces stay under way
 
@@ -22,7 +22,7 @@ class _Landing:
 
     memory: torch.Tensor  # bytes
     busy: bool = True  # with a sum that has not arrived
-    write: Transfer | None = None
+    write: Work | None = None
     grads: UnitGradients | None = None  # that are on their way from it
 
     def of(self, grads: UnitGradients, dtype: torch.dtype) -> torch.Tensor:
@@ -45,68 +45,11 @@ def _sum_dtype(grads: UnitGradients) -> torch.dtype:
     return torch.promote_types(grads.reduce_dtype, grads.dtype)
 
 
-def _await(transfer: Transfer, grads: UnitGradients) -> None:
+def _await(transfer: Work, grads: UnitGradients) -> None:
     """Where it fails a gradient is lost, and no step may be taken with what is left."""
     assert grads.store is not None
     with poison_on_error(grads.store):
-        transfer.wait()
-
-
-class _Arriving:
-    """A reduce whose result is written to a store. ``wait`` returns when it is there, and on its way.
-
-    Args:
-        landing: what it is reduced to.
-        kept: another, for what is written where that is not the sum itself.
-        accumulate: whether the sum is added to what is in the store.
-    """
-
-    def __init__(
-        self, work: Work, grads: UnitGradients, landing: _Landing, kept: _Landing | None, accumulate: bool
-    ) -> None:
-        self.grads = grads
-        self._work, self._landing, self._kept = work, landing, kept
-        self._taken = False
-        self._read: Transfer | None = None
-        if accumulate:
-            assert grads.store is not None and kept is not None
-            self._read = grads.store.read(grads.grad_shard, kept.of(grads, grads.dtype))
-
-    def wait(self) -> None:
-        if self._taken:
-            return
-        self._taken = True
-        self._work.wait()
-        grads, last = self.grads, self._landing
-        if self._kept is not None:
-            found, total = last.of(grads, _sum_dtype(grads)), self._kept.of(grads, grads.dtype)
-            if self._read is None:
-                total.copy_(found)
-            else:
-                _await(self._read, grads)
-                total.add_(found)
-            last.busy, last = False, self._kept
-        grads.squared_norm = ops.squared_norm(last.of(grads, grads.dtype))
-        assert grads.store is not None
-        last.grads, last.busy = grads, False
-        last.write = grads.store.write(last.of(grads, grads.dtype), grads.grad_shard)
-
-    def is_completed(self) -> bool:
-        return self._taken or self._work.is_completed()
-
-
-@dataclass(frozen=True)
-class OnItsWay:
-    """A reduce whose result is being written to a store, in the order of streams. Done when it has arrived."""
-
-    work: Work
-    arrived: Transfer
-
-    def wait(self) -> None:
-        self.arrived.follow()
-
-    def is_completed(self) -> bool:
-        return self.arrived.done()
+        transfer.wait_host()
 
 
 class Landings:
@@ -118,9 +61,9 @@ class Landings:
 
     def __init__(self) -> None:
         self._landings: list[_Landing] = []
-        self._arriving: list[_Arriving] = []
+        self._arriving: list[tuple[UnitGradients, Work]] = []  # done when the sum is on its way to the store
         self._in_line: list[torch.Tensor] = []  # for a sum, and for what it is added to
-        self._written: dict[UnitGradients, Transfer] = {}  # in the order of streams
+        self._written: dict[UnitGradients, Work] = {}  # in the order of streams
 
     @property
     def nbytes(self) -> int:
@@ -134,44 +77,68 @@ class Landings:
             reduce: starts a reduce into the tensor it is given.
 
         Returns:
-            The reduce.
+            Done when the gradients that were reduced are needed no more.
         """
         assert grads.store is not None
-        if grads.store.in_order:
+        if grads.store.stream_ordered:
             return self._send_in_order(grads, grads.store, reduce, accumulate)
         landing = self._target(grads)
         work = reduce(landing.of(grads, _sum_dtype(grads)))
         kept = None
         if accumulate:
-            for earlier in [a for a in self._arriving if a.grads is grads]:
-                earlier.wait()
+            for earlier in [pair for pair in self._arriving if pair[0] is grads]:
+                earlier[1].wait_stream()
                 self._arriving.remove(earlier)
             for earlier_landing in self._landings:
                 if earlier_landing.grads is grads:
                     earlier_landing.settle()
         if accumulate or _sum_dtype(grads) is not grads.dtype:
             kept = self._target(grads)
-        self._arriving.append(_Arriving(work, grads, landing, kept, accumulate))
+        read = None
+        if accumulate:
+            assert kept is not None
+            read = grads.store.read(grads.grad_shard, kept.of(grads, grads.dtype))
+        self._arriving.append((grads, Then(work, partial(self._write, grads, landing, kept, read))))
         return work
+
+    def _write(self, grads: UnitGradients, landing: _Landing, kept: _Landing | None, read: Work | None) -> None:
+        """Start to write the sum that has arrived in ``landing``.
+
+        Args:
+            kept: where it is added or cast, if not written as it is.
+            read: what brings the earlier sum to ``kept``, to be added to.
+        """
+        if kept is not None:
+            found, total = landing.of(grads, _sum_dtype(grads)), kept.of(grads, grads.dtype)
+            if read is None:
+                total.copy_(found)
+            else:
+                _await(read, grads)
+                total.add_(found)
+            landing.busy, landing = False, kept
+        written = landing.of(grads, grads.dtype)
+        grads.squared_norm = ops.squared_norm(written)
+        assert grads.store is not None
+        landing.grads, landing.busy = grads, False
+        landing.write = grads.store.write(written, grads.grad_shard)
 
     def _send_in_order(
         self, grads: UnitGradients, store: OffloadStore, reduce: Callable[[torch.Tensor], Work], accumulate: bool
     ) -> Work:
-        with store.beside("out"), poison_on_error(store):
+        with store.on_copy_stream("out"), poison_on_error(store):
             total = found = self._lane(0, store, grads, _sum_dtype(grads))
-            work = reduce(found)
-            work.wait()
-            arrived = store.mark()
+            reduce(found).wait_stream()
+            arrived = store.record_event()
             if accumulate or found.dtype is not grads.dtype:
                 total = self._lane(1, store, grads, grads.dtype)
             if accumulate:
-                store.read(grads.grad_shard, total).follow()
+                store.read(grads.grad_shard, total).wait_stream()
                 total.add_(found)
             elif total is not found:
                 total.copy_(found)
             grads.squared_norm = ops.squared_norm(total)
             self._written[grads] = store.write(total, grads.grad_shard)
-        return OnItsWay(work, arrived)
+        return arrived
 
     def _lane(self, number: int, store: OffloadStore, grads: UnitGradients, dtype: torch.dtype) -> torch.Tensor:
         """Memory that is used in line: the next use comes behind the last one."""
@@ -184,8 +151,8 @@ class Landings:
 
     def _target(self, grads: UnitGradients) -> _Landing:
         """Where the next sum of ``grads`` is to be reduced to."""
-        for arriving in [a for a in self._arriving if a.is_completed()]:
-            arriving.wait()
+        for arriving in [pair for pair in self._arriving if pair[1].done()]:
+            arriving[1].wait_stream()
             self._arriving.remove(arriving)
         need = padded_nbytes(grads.grad_shard.numel() * _sum_dtype(grads).itemsize)
         fitting = [landing for landing in self._landings if need <= landing.memory.nbytes <= 4 * need]
@@ -202,7 +169,7 @@ class Landings:
     def settle(self) -> None:
         """Returns when everything has arrived and is where it is kept."""
         while self._arriving:
-            self._arriving.pop(0).wait()
+            self._arriving.pop(0)[1].wait_stream()
         for landing in self._landings:
             landing.settle()
         while self._written:

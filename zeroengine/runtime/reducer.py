@@ -28,12 +28,12 @@ from itertools import zip_longest
 import torch
 from torch import nn
 
-from zeroengine.comm.interfaces import Transport, Work
+from zeroengine.comm.interfaces import Transport
 from zeroengine.disk.swap_files import populate
 from zeroengine.errors import ZeroEngineError
 from zeroengine.offload.disk_store import OffloadStore
 from zeroengine.runtime.backward_tracker import BackwardListener, BackwardTracker
-from zeroengine.runtime.buckets import Slot, Slots, SummedWork
+from zeroengine.runtime.buckets import Slot, Slots
 from zeroengine.runtime.casting import CastCopies
 from zeroengine.runtime.offloaded_gradients import Landings
 from zeroengine.runtime.released_parameter import gradient_of
@@ -41,6 +41,7 @@ from zeroengine.runtime.unit import Unit
 from zeroengine.runtime.unit_gradients import UnitGradients
 from zeroengine.utils.compiler_disable import eager
 from zeroengine.utils.profiling import profile_range
+from zeroengine.utils.work import Then, Work
 
 
 class Reducer(BackwardListener):
@@ -250,17 +251,21 @@ class Reducer(BackwardListener):
         """Reduces what is in ``slot`` into ``target``, all of the gradient or this rank's shard."""
         flat = slot.memory[: grads.unit.layout.numel]  # a bucket for the largest unit may serve a smaller one
         if grads.store is not None:
-            reduce = partial(self._launch_collective, flat=flat, label=grads.unit.name, accumulate=False)
+            reduce = partial(self._launch_collective, slot, flat=flat, label=grads.unit.name, accumulate=False)
             slot.work = self._landings.send(grads, reduce, accumulate)
         else:
-            slot.work = self._launch_collective(target, flat, grads.unit.name, accumulate)
+            slot.work = self._launch_collective(slot, target, flat, grads.unit.name, accumulate)
             self._works.append(slot.work)
         self._slots.sent(slot)
 
-    def _launch_collective(self, target: torch.Tensor, flat: torch.Tensor, label: str, accumulate: bool) -> Work:
-        if target.numel() == flat.numel():
-            return SummedWork(self._channel.all_reduce(flat, label), flat, target, accumulate)
-        return self._channel.reduce_scatter(target, flat, label, accumulate)
+    def _launch_collective(
+        self, slot: Slot, target: torch.Tensor, flat: torch.Tensor, label: str, accumulate: bool
+    ) -> Work:
+        if target.numel() < flat.numel():
+            slot.sent = self._channel.reduce_scatter(target, flat, label, accumulate)
+            return slot.sent
+        slot.sent = self._channel.all_reduce(flat, label)
+        return Then(slot.sent, partial(torch.Tensor.add_ if accumulate else torch.Tensor.copy_, target, flat))
 
     def _zero_unfilled(self, grads: UnitGradients, views: list[torch.Tensor]) -> None:
         for written, view in zip(grads.bucket_filled, views, strict=True):
@@ -299,7 +304,7 @@ class Reducer(BackwardListener):
     def wait_reduces(self) -> None:
         """Returns with no reduce under way. Call it on every rank: a reduce may need a hand from each."""
         for work in self._works:
-            work.wait()
+            work.wait_stream()
         self._works.clear()
         self._landings.settle()
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from zeroengine import ops
-from zeroengine.comm.interfaces import Buffer, Transport, Work
+from zeroengine.comm.interfaces import Buffer, Transport
 from zeroengine.deferred_init.parameter import become, detach
 from zeroengine.deferred_init.trace import Unset
 from zeroengine.errors import ZeroEngineError
@@ -19,6 +19,7 @@ from zeroengine.partition.cut import UnitPlan
 from zeroengine.partition.degrees import Degrees
 from zeroengine.partition.layout import FlatLayout
 from zeroengine.runtime.released_parameter import Resolver, is_released_parameter, mark_gathered, mark_released
+from zeroengine.utils.work import Work
 
 
 class GatherState(enum.Enum):

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import xxhash
 
-from zeroengine.checkpoint.dcp_metadata import Item, Piece, Window
+from zeroengine.checkpoint.dcp_metadata import ByteRange, StoredPiece, Window
 from zeroengine.errors import CheckpointError
 
 CHUNK = 1 << 22  # bytes; a multiple of every dtype's size
@@ -42,14 +42,16 @@ STORAGES = {
     "ComplexFloatStorage": torch.complex64,
 }
 
-Take = Callable[[Piece, int, torch.Tensor], None]  # its elements from the first given on, 1-D; good until it returns
+Take = Callable[
+    [StoredPiece, int, torch.Tensor], None
+]  # its elements from the first given on, 1-D; good until it returns
 
 
 @dataclass(frozen=True)
-class Located:
+class LocatedPiece:
     """A piece, and where its elements are."""
 
-    piece: Piece
+    piece: StoredPiece
     start: int  # its first byte within the file
     dtype: torch.dtype | None  # None: not known, the item is to be loaded as a whole
     crc: int = 0  # of its bytes, CRC-32; 0: not known
@@ -59,15 +61,15 @@ class Located:
         return self.piece.length if self.dtype is None else math.prod(self.piece.sizes) * self.dtype.itemsize
 
 
-def locate(path: Path, pieces: Iterable[Piece]) -> list[Located]:
+def locate(path: Path, pieces: Iterable[StoredPiece]) -> list[LocatedPiece]:
     """``pieces``, all of the file ``path``, in the order in which they lie there."""
     with open(path, "rb") as file:
-        found = [_locate(_Archive(file, Item(piece.start, piece.length)), piece) for piece in pieces]
+        found = [_locate(_Archive(file, ByteRange(piece.start, piece.length)), piece) for piece in pieces]
     return sorted(found, key=lambda one: one.start)
 
 
 def read(
-    path: Path, located: Iterable[Located], take: Take, report: Callable[[int], None], *, check: str
+    path: Path, located: Iterable[LocatedPiece], take: Take, report: Callable[[int], None], *, check: str
 ) -> str | None:
     """Gives ``take`` the elements of pieces, all of the file ``path``.
 
@@ -103,7 +105,7 @@ def read(
     return None if total is None else total.hexdigest()
 
 
-_Range = tuple["Located | None", int, int]  # of what, from byte, to byte
+_Range = tuple["LocatedPiece | None", int, int]  # of what, from byte, to byte
 
 
 def read_at(file: io.FileIO, path: Path, into: memoryview, at: int) -> None:
@@ -119,7 +121,7 @@ def read_at(file: io.FileIO, path: Path, into: memoryview, at: int) -> None:
         into, at = into[count:], at + count
 
 
-def _ranges(located: Iterable[Located], size: int | None) -> Iterator[_Range]:
+def _ranges(located: Iterable[LocatedPiece], size: int | None) -> Iterator[_Range]:
     """The file's chunks, in order: those of each piece and, where ``size`` is given, what lies between and behind."""
     at = 0
     for one in located:
@@ -131,7 +133,7 @@ def _ranges(located: Iterable[Located], size: int | None) -> Iterator[_Range]:
         yield from _chunks(None, at, size)
 
 
-def _chunks(one: Located | None, start: int, stop: int) -> Iterator[_Range]:
+def _chunks(one: LocatedPiece | None, start: int, stop: int) -> Iterator[_Range]:
     for at in range(start, stop, CHUNK):
         yield one, at, min(at + CHUNK, stop)
 
@@ -208,7 +210,7 @@ def _plain_tensor(
     return key, dtype, offset, tuple(size)
 
 
-def _locate(item: _Archive, piece: Piece) -> Located:
+def _locate(item: _Archive, piece: StoredPiece) -> LocatedPiece:
     try:
         archive = zipfile.ZipFile(item)
         entries = {info.filename.partition("/")[2]: info for info in archive.infolist()}
@@ -224,12 +226,12 @@ def _locate(item: _Archive, piece: Piece) -> Located:
             raise _Unusual
         at, _ = item.entry(data, length=0)
         crc = data.CRC if nbytes == data.file_size else 0
-        return Located(piece, piece.start + at + offset * dtype.itemsize, dtype, crc)
+        return LocatedPiece(piece, piece.start + at + offset * dtype.itemsize, dtype, crc)
     except Exception:  # nothing that we know: torch says what is wrong with it
-        return Located(piece, piece.start, None)
+        return LocatedPiece(piece, piece.start, None)
 
 
-def _load(item: bytearray, piece: Piece) -> torch.Tensor:
+def _load(item: bytearray, piece: StoredPiece) -> torch.Tensor:
     tensor = torch.load(io.BytesIO(item), map_location="cpu", weights_only=True)
     if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != piece.sizes:
         raise CheckpointError(f"{piece.file} does not hold what it is said to of {piece.name}")

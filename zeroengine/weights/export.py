@@ -16,27 +16,27 @@ import torch
 
 from zeroengine.checkpoint.dcp_metadata import (
     METADATA,
-    Item,
-    Piece,
-    Stored,
+    ByteRange,
+    StoredPiece,
+    StoredTensor,
     digest_of_items,
     items_by_file,
     read_metadata,
     tied,
 )
-from zeroengine.checkpoint.directory import Manifest, Store, checksum, tag_of
-from zeroengine.checkpoint.inspect import find
+from zeroengine.checkpoint.directory import CheckpointDirectory, Manifest, checksum, tag_of
+from zeroengine.checkpoint.inspect import find_checkpoint
 from zeroengine.errors import CheckpointError
 from zeroengine.utils.byte_size import parse_byte_size
 from zeroengine.utils.progress import progress
 from zeroengine.weights import chunked_reads, huggingface_format
-from zeroengine.weights.output_folder import Output, parse_dtype
+from zeroengine.weights.output_folder import OutputFolder, parse_dtype
 
 MODEL = "model."
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportResult:
     """What was written."""
 
     path: Path
@@ -57,7 +57,7 @@ def export(
     force: bool = False,
     verify: bool = True,
     prefix: str | None = None,
-) -> Exported:
+) -> ExportResult:
     """Writes a checkpoint's parameters and buffers to the folder ``out``: whole or not at all.
 
     Parameters are the fp32 masters. A tied parameter is written once; the files' metadata says what its other names
@@ -78,8 +78,8 @@ def export(
     """
     target, most = parse_dtype(dtype), parse_byte_size(shard_size, "shard size", CheckpointError)
     to = None if target is None else getattr(torch, target)
-    path, manifest = find(folder, tag)
-    with Store(path.parent).held(tag_of(path.name)) if manifest is not None else nullcontext():
+    path, manifest = find_checkpoint(folder, tag)
+    with CheckpointDirectory(path.parent).held(tag_of(path.name)) if manifest is not None else nullcontext():
         return _export(path, manifest, out, to, most, force=force, verify=verify, prefix=prefix)
 
 
@@ -93,8 +93,8 @@ def _export(
     force: bool,
     verify: bool,
     prefix: str | None,
-) -> Exported:
-    output = Output(out)
+) -> ExportResult:
+    output = OutputFolder(out)
     output.check(force=force, apart_from=[path])
     if manifest is not None and verify:
         _check_file(path, METADATA, manifest, hashed=True)
@@ -103,11 +103,11 @@ def _export(
     aliases = tied(stored, names)
     kept = {there: name for there, name in names.items() if there not in aliases}
     specs = {
-        name: huggingface_format.Spec(stored[there].shape, getattr(torch, stored[there].dtype)).cast(to)
+        name: huggingface_format.TensorSpec(stored[there].shape, getattr(torch, stored[there].dtype)).cast(to)
         for there, name in kept.items()
     }
     plan = huggingface_format.plan(specs, {names[alias]: names[there] for alias, there in aliases.items()}, most)
-    by_file: dict[str, list[Piece]] = {}
+    by_file: dict[str, list[StoredPiece]] = {}
     for there in kept:
         for piece in stored[there].pieces:
             by_file.setdefault(piece.file, []).append(piece)
@@ -116,14 +116,14 @@ def _export(
     for file in by_file:
         _check_file(path, file, checked)
     sources = [
-        _Source(path / file, chunked_reads.locate(path / file, by_file[file]), items[file], checked, verify)
+        _CheckpointFile(path / file, chunked_reads.locate(path / file, by_file[file]), items[file], checked, verify)
         for file in sorted(by_file)
     ]
-    writer = huggingface_format.Writer(output.begin(plan.nbytes), plan)
+    writer = huggingface_format.SafetensorsWriter(output.begin(plan.nbytes), plan)
     try:
         writer.create()
 
-        def take(piece: Piece, first: int, values: torch.Tensor) -> None:
+        def take(piece: StoredPiece, first: int, values: torch.Tensor) -> None:
             writer.write(names[piece.name], piece.offsets, piece.sizes, first, values)
 
         with progress(f"exporting {path.name}", sum(source.nbytes for source in sources)) as report:
@@ -136,11 +136,11 @@ def _export(
         writer.close()
         output.abandon()
         raise
-    return Exported(output.path, path, len(plan.sizes), len(specs), len(aliases), plan.nbytes)
+    return ExportResult(output.path, path, len(plan.sizes), len(specs), len(aliases), plan.nbytes)
 
 
 def weights_of(
-    stored: Mapping[str, Stored], manifest: Manifest | None, prefix: str | None, path: Path
+    stored: Mapping[str, StoredTensor], manifest: Manifest | None, prefix: str | None, path: Path
 ) -> dict[str, str]:
     """The names of a checkpoint's parameters and buffers, and what each is called in there.
 
@@ -205,7 +205,7 @@ def _changed(path: Path) -> CheckpointError:
     return CheckpointError(f"{path} has been changed: its checksum differs")
 
 
-class _Source:
+class _CheckpointFile:
     """A file of the checkpoint, and what is wanted of it.
 
     Where most of it is wanted, all is read, and its checksum compared; else the checksums that the wanted pieces have
@@ -216,8 +216,8 @@ class _Source:
     def __init__(
         self,
         path: Path,
-        located: list[chunked_reads.Located],
-        items: list[Item],
+        located: list[chunked_reads.LocatedPiece],
+        items: list[ByteRange],
         manifest: Manifest | None,
         verify: bool,
     ) -> None:

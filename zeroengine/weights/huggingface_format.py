@@ -47,7 +47,7 @@ OPEN_FILES = 64  # at a time
 
 
 @dataclass(frozen=True)
-class Spec:
+class TensorSpec:
     """What a tensor is."""
 
     shape: tuple[int, ...]
@@ -57,25 +57,25 @@ class Spec:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def cast(self, dtype: torch.dtype | None) -> Spec:
+    def cast(self, dtype: torch.dtype | None) -> TensorSpec:
         """In another floating dtype, where it is floating."""
-        return self if dtype is None or not self.dtype.is_floating_point else Spec(self.shape, dtype)
+        return self if dtype is None or not self.dtype.is_floating_point else TensorSpec(self.shape, dtype)
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorPlacement:
     """Where a tensor's bytes are to lie."""
 
     file: str
     start: int
-    spec: Spec
+    spec: TensorSpec
 
 
 @dataclass(frozen=True)
-class Plan:
+class FileLayout:
     """Every file of an export before there is one: the same on all ranks that make it of the same tensors."""
 
-    places: dict[str, Place]
+    places: dict[str, TensorPlacement]
     headers: dict[str, bytes]  # of each file
     sizes: dict[str, int]  # of each file, header included
     index: str | None  # None where there is one file
@@ -85,7 +85,7 @@ class Plan:
         return sum(self.sizes.values())
 
 
-def plan(tensors: Mapping[str, Spec], tied: Mapping[str, str], shard_size: int) -> Plan:
+def plan(tensors: Mapping[str, TensorSpec], tied: Mapping[str, str], shard_size: int) -> FileLayout:
     """Shares ``tensors`` out to files of at most ``shard_size`` bytes of values, in their names' order.
 
     A tensor that is larger has a file to itself.
@@ -111,7 +111,7 @@ def plan(tensors: Mapping[str, Spec], tied: Mapping[str, str], shard_size: int) 
     count = len(groups)
     files = [SINGLE] if count == 1 else [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
     about = {"tied": json.dumps(dict(sorted(tied.items())))} if tied else {}
-    places: dict[str, Place] = {}
+    places: dict[str, TensorPlacement] = {}
     headers: dict[str, bytes] = {}
     sizes: dict[str, int] = {}
     for file, names in zip(files, groups, strict=True):
@@ -130,13 +130,13 @@ def plan(tensors: Mapping[str, Spec], tied: Mapping[str, str], shard_size: int) 
         text += b" " * (-len(text) % 8)
         headers[file] = len(text).to_bytes(8, "little") + text
         sizes[file] = len(headers[file]) + end
-        places |= {name: Place(file, len(headers[file]) + starts[name], tensors[name]) for name in names}
+        places |= {name: TensorPlacement(file, len(headers[file]) + starts[name], tensors[name]) for name in names}
     if count == 1:
-        return Plan(places, headers, sizes, None)
+        return FileLayout(places, headers, sizes, None)
     total = sum(spec.nbytes for spec in tensors.values())
     weight_map = {name: places[name].file for name in places}
     index = json.dumps({"metadata": {"total_size": total, **about}, "weight_map": weight_map}, indent=2)
-    return Plan(places, headers, sizes, index + "\n")
+    return FileLayout(places, headers, sizes, index + "\n")
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
@@ -144,10 +144,10 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
-class Writer:
+class SafetensorsWriter:
     """Puts values to their places in the files of ``folder``."""
 
-    def __init__(self, folder: Path, plan: Plan) -> None:
+    def __init__(self, folder: Path, plan: FileLayout) -> None:
         self._folder, self._plan = folder, plan
         self._files: OrderedDict[str, int] = OrderedDict()
         self._touched: set[str] = set()

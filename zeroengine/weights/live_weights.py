@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zeroengine.checkpoint.entries import MODEL, Entries, Entry
-from zeroengine.checkpoint.snapshot import SHOWN, Trained
+from zeroengine.checkpoint.entries import MODEL, StateEntries, StateEntry
+from zeroengine.checkpoint.snapshot import SHOWN, EngineParts
 from zeroengine.comm.group import check_same
 from zeroengine.disk.swap_files import populate
 from zeroengine.errors import CheckpointError
@@ -22,15 +22,15 @@ from zeroengine.utils.byte_size import parse_byte_size
 from zeroengine.utils.paths import checked_path
 from zeroengine.utils.progress import progress
 from zeroengine.weights import huggingface_format, sources
-from zeroengine.weights.output_folder import Output, parse_dtype
-from zeroengine.weights.sources import Source
+from zeroengine.weights.output_folder import OutputFolder, parse_dtype
+from zeroengine.weights.sources import WeightSource
 
 CHUNK = 1 << 22  # elements that are on their way at a time
 
 Weights = str | os.PathLike[str] | Mapping[str, torch.Tensor] | None
 
 
-class Loaded(NamedTuple):
+class LoadResult(NamedTuple):
     """What ``load_state_dict`` gives: names that only one side has."""
 
     missing_keys: list[str]
@@ -40,14 +40,14 @@ class Loaded(NamedTuple):
 # -- out ------------------------------------------------------------------------------------------
 
 
-def save(trained: Trained, directory: str | os.PathLike[str], dtype: Any, shard_size: str | int) -> None:
+def save(parts: EngineParts, directory: str | os.PathLike[str], dtype: Any, shard_size: str | int) -> None:
     """Writes the weights as ``zero-export`` does. A collective: every rank writes the boxes that it owns.
 
     Raises:
         CheckpointError: on every rank; what was in ``directory`` is as it was.
         DivergenceError: on every rank; they pass different arguments.
     """
-    group = trained.group
+    group = parts.group
     arguments: dict[str, object] = {}
     with group.agreeing("to save weights", arguments) as every:
         name, most = parse_dtype(dtype), parse_byte_size(shard_size, "shard size", CheckpointError)
@@ -55,13 +55,15 @@ def save(trained: Trained, directory: str | os.PathLike[str], dtype: Any, shard_
         arguments |= {"directory": os.path.abspath(named), "dtype": name, "shard_size": most}
     check_same("save_weights()", every)
     with group.agreeing("to save weights"):
-        output = Output(directory)
+        output = OutputFolder(directory)
         to = None if name is None else getattr(torch, name)
-        entries = {name.removeprefix(MODEL): entry for name, entry in trained.inventory.model(once=True).items()}
-        tied = {alias: kept for alias, kept in trained.inventory.aliases().items() if kept in entries}
-        specs = {name: huggingface_format.Spec(entry.shape, entry.dtype).cast(to) for name, entry in entries.items()}
+        entries = {name.removeprefix(MODEL): entry for name, entry in parts.state_index.model(once=True).items()}
+        tied = {alias: kept for alias, kept in parts.state_index.aliases().items() if kept in entries}
+        specs = {
+            name: huggingface_format.TensorSpec(entry.shape, entry.dtype).cast(to) for name, entry in entries.items()
+        }
         plan = huggingface_format.plan(specs, tied, most)
-        writer = huggingface_format.Writer(output.writing, plan)
+        writer = huggingface_format.SafetensorsWriter(output.writing, plan)
     try:
         with group.agreeing("to save weights"), _telling(output):
             if group.rank == 0:
@@ -91,7 +93,7 @@ def save(trained: Trained, directory: str | os.PathLike[str], dtype: Any, shard_
 
 
 @contextlib.contextmanager
-def _telling(output: Output) -> Iterator[None]:
+def _telling(output: OutputFolder) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -101,15 +103,15 @@ def _telling(output: Output) -> Iterator[None]:
 # -- in -------------------------------------------------------------------------------------------
 
 
-def load(trained: Trained, given: Weights, strict: bool) -> Loaded:
+def load(parts: EngineParts, given: Weights, strict: bool) -> LoadResult:
     """Puts weights from files, or rank 0's state dict, into the shards. A collective.
 
     Raises:
         CheckpointError: on every rank, before anything is changed: they do not fit.
         DivergenceError: on every rank; they name different files.
     """
-    group = trained.group
-    source: Source | None = None
+    group = parts.group
+    source: WeightSource | None = None
     arguments: dict[str, object] = {"strict": strict}
     with group.agreeing("to load weights", arguments) as every:
         source = _open(given)
@@ -121,8 +123,8 @@ def load(trained: Trained, given: Weights, strict: bool) -> Loaded:
     from_rank_0 = _check_offers(offers)
     found = group.exchange((source.where, source.tensors) if source is not None and group.rank == 0 else None)[0]
     assert found is not None
-    entries = {name.removeprefix(MODEL): entry for name, entry in trained.inventory.model(once=False).items()}
-    names, loaded = _match(*found, entries, trained.inventory.aliases(), strict)
+    entries = {name.removeprefix(MODEL): entry for name, entry in parts.state_index.model(once=False).items()}
+    names, loaded = _match(*found, entries, parts.state_index.aliases(), strict)
     with group.agreeing("to load weights"):
         mine = 0 if from_rank_0 else sum(entries[name].nbytes for name in names)
         specs = [found[1][there] for there in names.values()]
@@ -132,15 +134,15 @@ def load(trained: Trained, given: Weights, strict: bool) -> Loaded:
         with progress("loading", mine, group.rank == 0 and not from_rank_0) as report:
             for name, there in names.items():
                 if from_rank_0:
-                    _receive(trained, entries[name], found[1][there], source, there, buffer)
+                    _receive(parts, entries[name], found[1][there], source, there, buffer)
                 else:
                     assert source is not None
                     _read(entries[name], source, there, report)
-    trained.republish()
+    parts.republish()
     return loaded
 
 
-def _open(given: Weights) -> Source | None:
+def _open(given: Weights) -> WeightSource | None:
     if given is None or (isinstance(given, Mapping) and not given):
         return None
     if isinstance(given, Mapping):
@@ -150,7 +152,7 @@ def _open(given: Weights) -> Source | None:
     raise CheckpointError(f"load_weights() takes a file, a folder or a state dict, found {type(given).__name__}")
 
 
-def _digest(source: Source) -> str:
+def _digest(source: WeightSource) -> str:
     return hashlib.sha256(repr(sorted(source.tensors.items())).encode()).hexdigest()
 
 
@@ -170,8 +172,12 @@ def _check_offers(offers: list[tuple[bool, str] | None]) -> bool:
 
 
 def _match(
-    where: str, there: Mapping[str, huggingface_format.Spec], entries: Entries, aliases: Mapping[str, str], strict: bool
-) -> tuple[dict[str, str], Loaded]:
+    where: str,
+    there: Mapping[str, huggingface_format.TensorSpec],
+    entries: StateEntries,
+    aliases: Mapping[str, str],
+    strict: bool,
+) -> tuple[dict[str, str], LoadResult]:
     """The names here that have values there, and what each is called there.
 
     Raises:
@@ -184,7 +190,9 @@ def _match(
     known = {name: [prefix + other for other in (name, *others.get(name, ()))] for name in entries}
     names = {name: found for name, all_ in known.items() if (found := next((n for n in all_ if n in there), None))}
     expected = {name for all_ in known.values() for name in all_}
-    loaded = Loaded([name for name in entries if name not in names], [name for name in there if name not in expected])
+    loaded = LoadResult(
+        [name for name in entries if name not in names], [name for name in there if name not in expected]
+    )
     problems = [
         f"{name} has shape {there[found].shape} there and {entries[name].shape} here"
         for name, found in names.items()
@@ -211,7 +219,7 @@ def _prefix(there: Mapping[str, Any], names: Mapping[str, Any]) -> str:
     return max(sorted(candidates, key=len), key=lambda prefix: sum(prefix + name in there for name in names))
 
 
-def _read(entry: Entry, source: Source, name: str, report: Callable[[int], None]) -> None:
+def _read(entry: StateEntry, source: WeightSource, name: str, report: Callable[[int], None]) -> None:
     """This rank's boxes from a file."""
     for box, piece in entry.pieces:
         for first in range(box.start, box.start + box.numel, CHUNK):
@@ -223,10 +231,10 @@ def _read(entry: Entry, source: Source, name: str, report: Callable[[int], None]
 
 
 def _receive(
-    trained: Trained,
-    entry: Entry,
-    spec: huggingface_format.Spec,
-    source: Source | None,
+    parts: EngineParts,
+    entry: StateEntry,
+    spec: huggingface_format.TensorSpec,
+    source: WeightSource | None,
     name: str,
     buffer: torch.Tensor,
 ) -> None:
@@ -235,11 +243,11 @@ def _receive(
     for first in range(0, numel, CHUNK):
         stop = min(first + CHUNK, numel)
         values = buffer[: (stop - first) * spec.dtype.itemsize].view(spec.dtype)
-        if trained.group.rank == 0:
+        if parts.group.rank == 0:
             assert source is not None
             for part in boxes_of_run(entry.shape, first, stop):
                 values[part.start - first :][: part.numel].copy_(source.read(name, part).reshape(-1))
-        trained.group.broadcast(values.view(torch.uint8))
+        parts.group.broadcast(values.view(torch.uint8))
         for box, piece in entry.pieces:
             for part in boxes_of_run(entry.shape, max(first, box.start), min(stop, box.start + box.numel)):
                 target = _within(piece, box, part)

@@ -33,7 +33,7 @@ def parse_dtype(name: object) -> str | None:
     return found
 
 
-class Output:
+class OutputFolder:
     """A folder that is to appear as a whole, written by one process or several.
 
     Where it is there already its weights give way, and everything else in it stays.

@@ -19,7 +19,7 @@ from zeroengine.disk.swap_files import populate_pages
 from zeroengine.errors import CheckpointError
 from zeroengine.partition.boxes import Box
 from zeroengine.weights.chunked_reads import read_at
-from zeroengine.weights.huggingface_format import NAMES, Spec
+from zeroengine.weights.huggingface_format import NAMES, TensorSpec
 
 SAFETENSORS, PICKLES = (".safetensors",), (".pt", ".bin", ".pth", ".ckpt")
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
@@ -28,7 +28,7 @@ WRAPPERS = ("model", "state_dict", "model_state_dict", "module")  # where script
 
 
 @dataclass
-class Source:
+class WeightSource:
     """Tensors by name, with no values in memory.
 
     Attributes:
@@ -36,11 +36,11 @@ class Source:
     """
 
     where: str
-    tensors: dict[str, Spec]
+    tensors: dict[str, TensorSpec]
     read: Callable[[str, Box], torch.Tensor] = field(repr=False)
 
 
-def of_state_dict(state: Mapping[str, Any], where: str) -> Source:
+def of_state_dict(state: Mapping[str, Any], where: str) -> WeightSource:
     tensors = {name: value.detach() for name, value in state.items() if isinstance(value, torch.Tensor)}
     others = [name for name in state if name not in tensors and not str(name).endswith("_extra_state")]
     if others:
@@ -51,8 +51,8 @@ def of_state_dict(state: Mapping[str, Any], where: str) -> Source:
     for name, value in tensors.items():
         if (what := _unreadable(value)) is not None:
             raise CheckpointError(f"{where} holds a tensor {what} under {name!r}")
-    specs = {name: Spec(tuple(value.shape), value.dtype) for name, value in tensors.items()}
-    return Source(where, specs, lambda name, box: tensors[name][_slices(box)])
+    specs = {name: TensorSpec(tuple(value.shape), value.dtype) for name, value in tensors.items()}
+    return WeightSource(where, specs, lambda name, box: tensors[name][_slices(box)])
 
 
 def _unreadable(tensor: torch.Tensor) -> str | None:
@@ -66,7 +66,7 @@ def _unreadable(tensor: torch.Tensor) -> str | None:
     return None
 
 
-def of_path(path: Path) -> Source:
+def of_path(path: Path) -> WeightSource:
     """The weights in a file, or in those of a folder.
 
     Raises:
@@ -74,7 +74,7 @@ def of_path(path: Path) -> Source:
     """
     files = _files_of(path)
     sources = [_of_file(file) for file in files]
-    owner: dict[str, Source] = {}
+    owner: dict[str, WeightSource] = {}
     for source in sources:
         for name in source.tensors:
             if name in owner:
@@ -84,7 +84,7 @@ def of_path(path: Path) -> Source:
         if name not in owner:
             raise CheckpointError(f"{path} is incomplete: its index says that {name} is in {file}, and it is not")
     specs = {name: source.tensors[name] for name, source in owner.items()}
-    return Source(str(path), specs, lambda name, box: owner[name].read(name, box))
+    return WeightSource(str(path), specs, lambda name, box: owner[name].read(name, box))
 
 
 # -- which files ----------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ def _index_of(path: Path) -> dict[str, str]:
 # -- one file -------------------------------------------------------------------------------------
 
 
-def _of_file(path: Path) -> Source:
+def _of_file(path: Path) -> WeightSource:
     if path.name.endswith(SAFETENSORS):
         return _safetensors(path)
     if path.name.endswith(PICKLES):
@@ -156,7 +156,7 @@ def _of_file(path: Path) -> Source:
     raise CheckpointError(f"{path}: weights are read from {known} files, a .json index of such, or a folder with them")
 
 
-def _safetensors(path: Path) -> Source:
+def _safetensors(path: Path) -> WeightSource:
     """The tensors of a file, read and not mapped: where the disk fails under a mapped file, using it is SIGBUS."""
     from safetensors import SafetensorError, safe_open
 
@@ -167,7 +167,7 @@ def _safetensors(path: Path) -> Source:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
         header.pop("__metadata__", None)
-        specs = {name: Spec(tuple(known["shape"]), DTYPES[known["dtype"]]) for name, known in header.items()}
+        specs = {name: TensorSpec(tuple(known["shape"]), DTYPES[known["dtype"]]) for name, known in header.items()}
     except KeyError as error:
         raise CheckpointError(f"{path} has tensors of dtype {error}: weights are not read from it") from error
     except (OSError, ValueError, SafetensorError) as error:
@@ -183,10 +183,10 @@ def _safetensors(path: Path) -> Source:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
         return values.view(box.sizes)
 
-    return Source(str(path), specs, read)
+    return WeightSource(str(path), specs, read)
 
 
-def _pickled(path: Path) -> Source:
+def _pickled(path: Path) -> WeightSource:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
@@ -210,7 +210,7 @@ def _pickled(path: Path) -> Source:
     if not isinstance(state, Mapping) or not state:
         raise CheckpointError(f"{path} holds no state dict, but {type(state).__name__}")
     source = of_state_dict(state, str(path))
-    return Source(source.where, source.tensors, lambda name, box: _loaded(source.read(name, box), path))
+    return WeightSource(source.where, source.tensors, lambda name, box: _loaded(source.read(name, box), path))
 
 
 def _loaded(tensor: torch.Tensor, path: Path) -> torch.Tensor:

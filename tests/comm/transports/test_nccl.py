@@ -26,7 +26,7 @@ def native() -> NativeTransport:
 
 def gather(transport: Transport, label: str) -> None:
     full = transport.empty(2 * transport.world_size, torch.float32, "gather")
-    transport.gather.all_gather(full, torch.full((2,), float(transport.rank)), label).wait()
+    transport.gather.all_gather(full, torch.full((2,), float(transport.rank)), label).wait_stream()
     assert full.tolist() == [0, 0, 1, 1]
 
 
@@ -67,10 +67,12 @@ class Pending:
         self.completed = False
         self.waits = 0
 
-    def wait(self) -> None:
+    def wait_stream(self) -> None:
         self.waits += 1
 
-    def is_completed(self) -> bool:
+    wait_host = wait_stream
+
+    def done(self) -> bool:
         return self.completed
 
 
@@ -89,9 +91,9 @@ def accumulates() -> tuple[list[float], bool]:
     transport = native()
     shard, full = torch.ones(2), transport.empty(4, torch.bfloat16, "reduce").fill_(1 + transport.rank)
     work = transport.reduce.reduce_scatter(shard, full, "blocks.0", accumulate=True)
-    work.wait()
-    work.wait()
-    return shard.tolist(), work.is_completed()
+    work.wait_stream()
+    work.wait_stream()
+    return shard.tolist(), work.done()
 
 
 def test_a_sum_is_added_once_in_the_dtype_of_what_is_kept() -> None:
@@ -102,7 +104,7 @@ def stalls() -> tuple[str, float]:
     """Rank 1 stays away; the hosts of the others run ahead, and wait for nothing."""
     transport = Group(None, CPU)._native(timeout=2.0)
     rank, store, began = transport.rank, dist.distributed_c10d._get_default_store(), time.monotonic()
-    transport.gather.all_gather(transport.empty(6, torch.float32, "gather"), torch.ones(2), "blocks.4").wait()
+    transport.gather.all_gather(transport.empty(6, torch.float32, "gather"), torch.ones(2), "blocks.4").wait_stream()
     message, labels = "", iter(["blocks.7", "blocks.6", "blocks.5"])
     while rank != 1 and not message and time.monotonic() < began + 30:
         try:

@@ -67,11 +67,11 @@ def allocating() -> list[list[int]]:
         note()
         shard, full = torch.ones(512), transport.empty(1024, torch.float32, "reduce").zero_()
         note()
-        transport.reduce.reduce_scatter(kept[1][:512], full, "received where it is kept").wait()
+        transport.reduce.reduce_scatter(kept[1][:512], full, "received where it is kept").wait_stream()
         note()
         for _ in range(2):
-            transport.reduce.reduce_scatter(shard, full, "received beside it, and added", accumulate=True).wait()
-        transport.reduce.reduce_scatter(shard.bfloat16(), full, "received beside it, and cast").wait()
+            transport.reduce.reduce_scatter(shard, full, "received beside it, and added", accumulate=True).wait_stream()
+        transport.reduce.reduce_scatter(shard.bfloat16(), full, "received beside it, and cast").wait_stream()
         note()
         for channel in ("gather", "reduce", None):
             kept[0].untyped_storage().resize_(0)
@@ -157,8 +157,8 @@ def asking(how: Any) -> list[bool]:
     with pretended():
         _, transport = start(how)
         work = transport.gather.all_gather(transport.empty(2, torch.float32, "gather"), torch.ones(2), "blocks.0")
-        work.wait()
-        return [work.is_completed(), *(transport.gather.reusable(work, patience) for patience in (0.0, 1.0))]
+        work.wait_stream()
+        return [work.done(), *(transport.gather.reusable(work, patience) for patience in (0.0, 1.0))]
 
 
 def test_which_memory_is_used_depends_on_no_clock_where_it_must_be_the_same_on_all_ranks() -> None:
@@ -173,7 +173,7 @@ def lying_elsewhere() -> str:
         group.reserve({"gather": 1 << 16, "reduce": 1 << 16})
         early = transport.empty(8, torch.float32, "gather") if transport.rank else None
         full, shard = (transport.empty(numel, torch.float32, "gather") for numel in (4, 2))
-        transport.gather.all_gather(full, shard.zero_(), "blocks.0").wait()
+        transport.gather.all_gather(full, shard.zero_(), "blocks.0").wait_stream()
         transport.all_reduce_scalars(torch.ones(1, dtype=torch.float64), "norm")
         with pytest.raises(DivergenceError) as error:
             transport.check_order()

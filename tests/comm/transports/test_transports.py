@@ -67,8 +67,8 @@ class Script:
 
     def finish(self, index: int) -> None:
         _, work, result, expected = self.open.pop(index)
-        work.wait()
-        assert work.is_completed()
+        work.wait_stream()
+        assert work.done()
         if expected is not None:
             assert torch.equal(result, expected)
 
@@ -113,7 +113,7 @@ class Script:
 
     def all_reduce(self, numel: int, dtype: torch.dtype) -> None:
         full, everyone = self.sent(numel * self.size, dtype, "reduce")
-        self.transport.reduce.all_reduce(full, f"unit {self.number}").wait()  # in one order on all ranks
+        self.transport.reduce.all_reduce(full, f"unit {self.number}").wait_stream()  # in one order on all ranks
         assert torch.equal(full, summed(everyone))
 
     def scalars(self, numel: int, dtype: torch.dtype) -> None:
@@ -149,7 +149,7 @@ def reuse_memory(kind: str) -> int:
         while not transport.reduce.reusable(works[-1], 0.01):
             waits += 1
     for work in works:
-        work.wait()
+        work.wait_stream()
     for step, shard in enumerate(shards):
         pieces = [values(step, rank, numel * size, torch.float32).chunk(size)[transport.rank] for rank in range(size)]
         assert torch.equal(shard, summed(pieces)), step
@@ -175,7 +175,7 @@ def gather_again(kind: str) -> None:
             assert buffer.nbytes() == 0
             shard.copy_(values(step, transport.rank, numel, dtype))
             buffer.prepare()
-            transport.gather.all_gather(buffer.tensor, shard, "unit").wait()
+            transport.gather.all_gather(buffer.tensor, shard, "unit").wait_stream()
             assert buffer.nbytes() == buffer.tensor.nbytes
             for rank, view in enumerate(views):
                 assert torch.equal(view, values(step, rank, numel, dtype))
@@ -201,7 +201,7 @@ def many_operations() -> None:
         for i, (f, s) in enumerate(zip(fulls, shards, strict=True))
     ]
     for step, (work, full) in enumerate(zip(works, fulls, strict=True)):
-        work.wait()
+        work.wait_stream()
         assert full.eq(step).all()
     transport.all_reduce_scalars(torch.zeros(1, dtype=torch.float64), "norm")
 
@@ -237,11 +237,11 @@ def test_one_rank_alone_moves_nothing() -> None:
     transport = LocalTransport(CPU)
     shard = torch.arange(5.0)
     full = transport.empty(5, torch.float32, "reduce")
-    transport.gather.all_gather(full, shard, "unit").wait()
+    transport.gather.all_gather(full, shard, "unit").wait_stream()
     assert torch.equal(full, shard)
-    transport.reduce.reduce_scatter(full, shard, "unit", accumulate=True).wait()
+    transport.reduce.reduce_scatter(full, shard, "unit", accumulate=True).wait_stream()
     assert torch.equal(full, 2 * shard)
-    transport.reduce.all_reduce(full, "unit").wait()
+    transport.reduce.all_reduce(full, "unit").wait_stream()
     assert torch.equal(full, 2 * shard)
     assert transport.all_reduce_scalars(shard.double(), "norm").tolist() == shard.tolist()
 

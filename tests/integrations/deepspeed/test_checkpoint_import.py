@@ -39,8 +39,8 @@ from tests.distributed.training import start
 from tests.integrations.deepspeed.deepspeed_runs import DATA, MOMENTS, RUNS, SHARED, Small, adamw, digests, run, train
 from zeroengine.checkpoint import dcp_io
 from zeroengine.checkpoint.dcp_metadata import read_metadata
-from zeroengine.checkpoint.directory import Store
-from zeroengine.checkpoint.inspect import look
+from zeroengine.checkpoint.directory import CheckpointDirectory
+from zeroengine.checkpoint.inspect import inspect_folder
 from zeroengine.cli import checkpoint_commands
 from zeroengine.errors import CheckpointError
 from zeroengine.integrations.deepspeed import checkpoint_import
@@ -144,7 +144,7 @@ def whole_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 def test_it_is_a_checkpoint_like_any_other(written: Path, tmp_path: Path) -> None:
     assert checkpoint_commands.import_deepspeed([str(written / "bf16-3"), str(tmp_path / "out")]) == 0
-    found = look(tmp_path / "out")
+    found = inspect_folder(tmp_path / "out")
     assert not found.damaged
     assert [(one.tag, one.verdict, one.latest) for one in found.checkpoints] == [("global_step3", "whole", True)]
     manifest = found.checkpoints[0].manifest
@@ -178,11 +178,11 @@ def test_force_adds_to_a_folder_and_replaces_a_tag(written: Path, tmp_path: Path
     assert checkpoint_commands.import_deepspeed([str(written / "fp16-2"), out]) == 2
     assert checkpoint_commands.import_deepspeed([str(written / "fp16-2"), out, "--force"]) == 0
     assert checkpoint_commands.import_deepspeed([str(written / "bf16-3"), out, "--force"]) == 0
-    found = look(out)
+    found = inspect_folder(out)
     assert not found.damaged
     assert {one.tag for one in found.checkpoints} == {"global_step22", "global_step3"}
     assert [one.tag for one in found.checkpoints if one.latest] == ["global_step3"]
-    assert Store(out).manifest("global_step3").stage == 3
+    assert CheckpointDirectory(out).manifest("global_step3").stage == 3
 
 
 # -- where elements lie ---------------------------------------------------------------------------

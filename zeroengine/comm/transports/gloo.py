@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Callable
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from zeroengine.comm.interfaces import Buffer, ChannelName, ResizableBuffer, Work, refill
+from zeroengine.comm.interfaces import Buffer, ChannelName, ResizableBuffer, refill
 from zeroengine.comm.rank_order_sum import sum_in_rank_order
 from zeroengine.comm.watchdog import Watchdog
+from zeroengine.utils.work import Then, Work
 
 
 class GlooWork:
@@ -26,14 +26,13 @@ class GlooWork:
     wants to wait for a while only leaves the waiting to a thread.
     """
 
-    def __init__(
-        self, channel: GlooChannel, what: str, works: list[dist.Work], finish: Callable[[], None] | None
-    ) -> None:
-        self._channel, self._what, self._works, self._finish = channel, what, works, finish
+    def __init__(self, channel: GlooChannel, what: str, works: list[dist.Work]) -> None:
+        self._channel, self._what, self._works = channel, what, works
         self._waiter: threading.Thread | None = None
         self._error: RuntimeError | None = None
 
-    def wait(self) -> None:
+    def wait_host(self) -> None:
+        """Return when everything was sent and received."""
         with self._channel.watchdog.guard(self._what):
             if self._waiter is None:
                 self._wait_for_works()
@@ -41,24 +40,21 @@ class GlooWork:
                 self._waiter.join()
             if self._error is not None:
                 raise self._error
-        if self._finish is not None:
-            finish, self._finish = self._finish, None
-            finish()
 
-    def wait_at_most(self, seconds: float) -> bool:
-        """Whether it is done by then."""
+    wait_stream = wait_host
+
+    def done(self) -> bool:
+        """Return whether somebody has waited for everything."""
+        return not self._works
+
+    def done_within(self, seconds: float) -> bool:
+        """Return whether it is done, after waiting for at most so long."""
         if seconds > 0 and self._works and self._waiter is None:
             self._waiter = threading.Thread(target=self._wait_for_works, name="zeroengine-gloo", daemon=True)
             self._waiter.start()
         if self._waiter is not None:
             self._waiter.join(seconds)
-        if not self.is_completed():
-            return False
-        self.wait()
-        return True
-
-    def is_completed(self) -> bool:
-        return not self._works
+        return self.done()
 
     def _wait_for_works(self) -> None:
         try:
@@ -67,26 +63,6 @@ class GlooWork:
         except RuntimeError as error:
             self._error = error
         self._works = []
-
-
-class ThenGather:
-    """The second half of an all-reduce starts when the first is awaited."""
-
-    def __init__(self, first: Work, second: Callable[[], Work]) -> None:
-        self._first, self._second = first, second
-        self._gather: Work | None = None
-
-    def wait(self) -> None:
-        if self._gather is None:
-            self._first.wait()
-            self._gather = self._second()
-        self._gather.wait()
-
-    def wait_at_most(self, seconds: float) -> bool:
-        return self.is_completed()
-
-    def is_completed(self) -> bool:
-        return self._gather is not None and self._gather.is_completed()
 
 
 class GlooChannel:
@@ -98,7 +74,7 @@ class GlooChannel:
         self._rank, self._size = group.rank(), group.size()
         self._seq = 0
         self._spare: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
-        self._writers: dict[int, GlooWork] = {}  # address of a sum to the operation that writes it last
+        self._writers: dict[int, Work] = {}  # address of a sum to the operation that writes it last
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Work:
         slices = list(full.chunk(self._size))
@@ -114,15 +90,15 @@ class GlooChannel:
         pieces = list(arrived.chunk(self._size - 1))
         pieces.insert(self._rank, sent[self._rank])
 
-        before = self._writers.get(shard.data_ptr())
+        before = self._writers.get(shard.data_ptr()) if accumulate else None
 
         def finish() -> None:
-            if accumulate and before is not None:
-                before.wait()  # operations may be awaited in any order, but these sums build on one another
+            if before is not None:
+                before.wait_stream()  # operations may be awaited in any order, but these sums build on one another
             sum_in_rank_order(shard, pieces, accumulate)
             spare.append(arrived)
 
-        work = self._writers[shard.data_ptr()] = self._exchange("reduce", label, sent, pieces, finish)
+        work = self._writers[shard.data_ptr()] = Then(self._exchange("reduce", label, sent, pieces), finish)
         return work
 
     def all_reduce(self, full: torch.Tensor, label: str) -> Work:
@@ -131,15 +107,20 @@ class GlooChannel:
         number = self._seq  # of the second half, fixed now: waits may come in another order
         first = self.reduce_scatter(mine, full, label)
 
-        def second() -> Work:
+        def gather() -> None:
             slices = list(full.chunk(self._size))
-            return self._exchange("gather", label, [mine] * self._size, slices, number=number)
+            self._exchange("gather", label, [mine] * self._size, slices, number=number).wait_host()
 
-        return ThenGather(first, second)
+        return Then(first, gather)
 
     def reusable(self, work: Work, patience: float) -> bool:
-        assert isinstance(work, (GlooWork, ThenGather))
-        return work.wait_at_most(patience)
+        sending = work.work if isinstance(work, Then) else work
+        if not isinstance(sending, GlooWork):  # an all-reduce, whose second half begins when it is awaited
+            return isinstance(work, Then) and work.finished
+        if not sending.done_within(patience):
+            return False
+        work.wait_stream()
+        return True
 
     def _exchange(
         self,
@@ -147,7 +128,6 @@ class GlooChannel:
         label: str,
         sent: list[torch.Tensor],
         received: list[torch.Tensor],
-        finish: Callable[[], None] | None = None,
         number: int = 0,
     ) -> GlooWork:
         """Sends ``sent[r]`` to each peer r and receives ``received[r]`` from it.
@@ -167,7 +147,7 @@ class GlooChannel:
                 to, source = (self._rank + step) % self._size, (self._rank - step) % self._size
                 works.append(self._group.recv([received[source]], source, tag))
                 works.append(self._group.send([sent[to]], to, tag))
-        return GlooWork(self, what, works, finish)
+        return GlooWork(self, what, works)
 
 
 class GlooTransport:
@@ -198,7 +178,7 @@ class GlooTransport:
     def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
         arrived = torch.empty(self.world_size * values.numel(), dtype=values.dtype, device="cpu")
         out = torch.empty_like(values)
-        self.reduce.all_gather(arrived, values, label).wait()
+        self.reduce.all_gather(arrived, values, label).wait_host()
         sum_in_rank_order(out, list(arrived.chunk(self.world_size)), accumulate=False)
         return out
 

@@ -6,39 +6,13 @@ the transport that it goes through.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
+from weakref import WeakSet
 
 import torch
 
-from zeroengine.comm.interfaces import Buffer, Channel, ChannelName, ResizableBuffer, Transport, Work, refill
-
-
-class StagedWork:
-    """An operation in host memory; ``arrive`` takes its result to the device, behind the operation ``before`` it.
-
-    Attributes:
-        free: whether what was sent may be written at once.
-    """
-
-    def __init__(
-        self, inner: Work, arrive: Callable[[], object], *, free: bool = False, before: Work | None = None
-    ) -> None:
-        self.inner, self.free = inner, free
-        self._arrive: Callable[[], object] | None = arrive
-        self._before = before
-
-    def wait(self) -> None:
-        arrive, self._arrive = self._arrive, None
-        before, self._before = self._before, None
-        if arrive is not None:
-            if before is not None:
-                before.wait()
-            self.inner.wait()
-            arrive()
-
-    def is_completed(self) -> bool:
-        return self._arrive is None
+from zeroengine.comm.interfaces import Buffer, Channel, ChannelName, ResizableBuffer, Transport, refill
+from zeroengine.utils.work import Then, Work
 
 
 class StagedChannel:
@@ -46,39 +20,47 @@ class StagedChannel:
 
     def __init__(self, inner: Channel) -> None:
         self._inner = inner
-        self._writers: dict[int, StagedWork] = {}  # address of a sum to the operation that writes it last
+        self._writers: dict[int, Work] = {}  # address of a sum to the operation that writes it last
+        # Gathers whose sent tensor was copied to the host, and which write elsewhere.
+        self._sent_by_copy: WeakSet[Work] = WeakSet()
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Work:
         there = _host_empty(full, full.dtype)
         inner = self._inner.all_gather(there, _on_host(shard), label)
         apart = shard.untyped_storage().data_ptr() != full.untyped_storage().data_ptr()
-        return StagedWork(inner, partial(full.copy_, there), free=apart)
+        work = Then(inner, partial(full.copy_, there))
+        if apart:
+            self._sent_by_copy.add(work)
+        return work
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool = False) -> Work:
         mine = _host_empty(shard, torch.promote_types(shard.dtype, torch.float32) if accumulate else shard.dtype)
         inner = self._inner.reduce_scatter(mine, _on_host(full), label)
 
+        before = self._writers.get(shard.data_ptr()) if accumulate else None
+
         def arrive() -> None:
+            if before is not None:
+                before.wait_stream()  # operations may be awaited in any order, but these sums build on one another
             if accumulate:
                 mine.add_(_on_host(shard))
             shard.copy_(mine)
 
-        before = self._writers.get(shard.data_ptr()) if accumulate else None
-        work = self._writers[shard.data_ptr()] = StagedWork(inner, arrive, before=before)
+        work = self._writers[shard.data_ptr()] = Then(inner, arrive)
         return work
 
     def all_reduce(self, full: torch.Tensor, label: str) -> Work:
         there = _on_host(full)
-        return StagedWork(self._inner.all_reduce(there, label), partial(full.copy_, there))
+        return Then(self._inner.all_reduce(there, label), partial(full.copy_, there))
 
     def reusable(self, work: Work, patience: float) -> bool:
         """What is sent is a copy. It counts as much, so that no more of them are under way than buckets would be."""
-        assert isinstance(work, StagedWork)
-        if work.free or work.is_completed():
+        assert isinstance(work, Then)
+        if work.finished or work in self._sent_by_copy:
             return True
-        if not patience or not self._inner.reusable(work.inner, patience):
+        if not patience or not self._inner.reusable(work.work, patience):
             return False
-        work.wait()
+        work.wait_stream()
         return True
 
 

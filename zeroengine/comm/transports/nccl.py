@@ -9,36 +9,37 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from zeroengine.comm.interfaces import Buffer, ChannelName, Done, ResizableBuffer, Work, refill
+from zeroengine.comm.interfaces import Buffer, ChannelName, ResizableBuffer, refill
 from zeroengine.comm.transports.nccl_memory_pool import RegisteredPool
 from zeroengine.comm.watchdog import Watchdog
 from zeroengine.errors import DivergenceError
 from zeroengine.utils.host_copies import HostCopy, to_device
+from zeroengine.utils.work import Then, Work, synchronize_stream
 
 # torch 2.13 renamed these.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class ArrivingWork:
-    """A reduce-scatter into a spare buffer, added or copied to the shard when awaited."""
+class Collective:
+    """A collective of torch.distributed under way."""
 
-    def __init__(self, work: Work, shard: torch.Tensor, arrived: torch.Tensor, accumulate: bool) -> None:
-        self._work, self._shard, self._accumulate = work, shard, accumulate
-        self._arrived: torch.Tensor | None = arrived
+    def __init__(self, work: dist.Work | None) -> None:
+        self._work = work  # None where the backend has nothing to do
 
-    def wait(self) -> None:
-        arrived, self._arrived = self._arrived, None
-        if arrived is not None:
+    def wait_stream(self) -> None:
+        """Order the current stream behind it."""
+        if self._work is not None:
             self._work.wait()
-            if self._accumulate:
-                self._shard.add_(arrived)
-            else:
-                self._shard.copy_(arrived)
-            arrived.untyped_storage().resize_(0)  # whoever looks after the work still holds the tensor
 
-    def is_completed(self) -> bool:
-        return self._arrived is None or self._work.is_completed()
+    def wait_host(self) -> None:
+        """Return when the device has run it."""
+        self.wait_stream()
+        synchronize_stream()
+
+    def done(self) -> bool:
+        """Return whether the device has run it."""
+        return self._work is None or self._work.is_completed()
 
 
 class NativeChannel:
@@ -79,7 +80,17 @@ class NativeChannel:
         target = shard if direct else self.empty(shard.numel(), full.dtype)
         self.record(f"reduce {label}", full, target)
         work = self.issue(lambda: _reduce_scatter(target, full, group=self._group, async_op=True))
-        return work if direct else ArrivingWork(work, shard, target, accumulate)
+        if direct:
+            return work
+
+        def take_over() -> None:
+            if accumulate:
+                shard.add_(target)
+            else:
+                shard.copy_(target)
+            target.untyped_storage().resize_(0)  # the watchdog still holds the work, and so the tensor
+
+        return Then(work, take_over)
 
     def all_reduce(self, full: torch.Tensor, label: str) -> Work:
         self.record(f"reduce {label}", full)
@@ -91,8 +102,8 @@ class NativeChannel:
         Without it the answer depends on how far the device is, unless all ranks are to use the same memory.
         """
         if not patience:
-            return not self._symmetric and work.is_completed()
-        work.wait()
+            return not self._symmetric and work.done()
+        work.wait_stream()
         return True
 
     def record(self, what: str, full: torch.Tensor | None = None, shard: torch.Tensor | None = None) -> None:
@@ -104,9 +115,11 @@ class NativeChannel:
             what = f"{what} {lies[0]} {lies[1] and lies[1][0]}"
         self.order = zlib.crc32(what.encode(), self.order)
 
-    def issue(self, run: Callable[[], Work | None]) -> Work:
-        """What ``run`` issues is the operation recorded last."""
-        return (run() or Done()) if self._watchdog is None else self._watchdog.issue(self.last, run)
+    def issue(self, run: Callable[[], dist.Work | None]) -> Work:
+        """Issue the operation that was recorded last."""
+        if self._watchdog is None:
+            return Collective(run())
+        return self._watchdog.issue(self.last, lambda: Collective(run()))
 
 
 @dataclass(frozen=True)
@@ -165,7 +178,7 @@ class NativeTransport:
         self.reduce.record(label)
         mine = (float(self.gather.order), float(self.reduce.order))
         sent = torch.cat([values, to_device(mine, values.device, values.dtype)])
-        self.reduce.issue(lambda: dist.all_reduce(sent, group=self._group, async_op=True)).wait()
+        self.reduce.issue(lambda: dist.all_reduce(sent, group=self._group, async_op=True)).wait_stream()
         if self.name != "fake":
             self._orders = _Orders(HostCopy(sent[-2:]), mine, f"{self.gather.last}, {self.reduce.last}")
         return sent[:-2]

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from zeroengine import ops
-from zeroengine.comm.interfaces import Work
 from zeroengine.comm.rank_order_sum import sum_in_rank_order
 from zeroengine.errors import DivergenceError, ZeroEngineError
+from zeroengine.utils.work import Work
 
 if TYPE_CHECKING:
     from zeroengine.comm.transports.shared_memory import ShmTransport
@@ -80,10 +80,14 @@ class ShmWork:
     seq: int
     steps: deque[Step] = field(default_factory=deque)
 
-    def wait(self) -> None:
+    def wait_host(self) -> None:
+        """Execute this operation and those before it, waiting for peers."""
         self.channel.execute(self, block=True)
 
-    def is_completed(self) -> bool:
+    wait_stream = wait_host
+
+    def done(self) -> bool:
+        """Execute what peers are ready for, and return whether this operation was among it."""
         return self.channel.execute(self, block=False)
 
 
@@ -159,7 +163,7 @@ class ShmChannel:
             sum_in_rank_order(out, pieces, accumulate=False)
 
         work.steps.append(Step(self._posted, range(t.world_size), add))
-        self._issue(work).wait()
+        self._issue(work).wait_host()
         return out
 
     def reusable(self, work: Work, patience: float) -> bool:
@@ -181,7 +185,7 @@ class ShmChannel:
         for peer in t.others:
             self._await(self._executed[peer.rank], self._seq - RING, peer.rank, "room")
         while self._pending and self._pending[0].seq <= self._seq - RING:
-            self._pending[0].wait()  # it compares records, and its own is about to be overwritten
+            self._pending[0].wait_host()  # it compares records, and its own is about to be overwritten
         record = RECORD.pack(self._seq, kind, sent.nbytes, t.offset_of(sent), _shortened(label))
         start = self._base + COUNTERS + self._seq % RING * RECORD.size
         t.control[start : start + RECORD.size] = record
@@ -204,7 +208,7 @@ class ShmChannel:
 
     def drain(self) -> None:
         if self._pending:
-            self._pending[-1].wait()
+            self._pending[-1].wait_host()
 
     def execute(self, last: ShmWork, block: bool) -> bool:
         """Executes pending operations up to ``last``; stops at the first that peers are not ready for."""

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import torch
 
-from zeroengine.comm.interfaces import Buffer, ChannelName, Done, PagedBuffer, ResizableBuffer, Work, refill
+from zeroengine.comm.interfaces import Buffer, ChannelName, PagedBuffer, ResizableBuffer, refill
+from zeroengine.utils.work import Completed, Work
 
 
 class LocalChannel:
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Work:
         if full.data_ptr() != shard.data_ptr():
             full.copy_(shard)
-        return Done()
+        return Completed()
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool = False) -> Work:
         if accumulate:
             shard.add_(full)
         elif full.data_ptr() != shard.data_ptr():
             shard.copy_(full)
-        return Done()
+        return Completed()
 
     def all_reduce(self, full: torch.Tensor, label: str) -> Work:
-        return Done()
+        return Completed()
 
     def reusable(self, work: Work, patience: float) -> bool:
         return True

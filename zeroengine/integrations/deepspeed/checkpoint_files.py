@@ -32,7 +32,7 @@ UNSUPPORTED = (
 
 
 @dataclass(frozen=True)
-class Files:
+class DeepSpeedFiles:
     """The files of one checkpoint, by rank; ``model`` has rank 0 alone at stages 1 and 2."""
 
     path: Path
@@ -59,7 +59,7 @@ class Files:
             raise CheckpointError(f"{self.path} is of {world_size} ranks, and {spare[0]} of another run: remove it")
 
 
-def find(directory: str | os.PathLike[str], tag: str | None) -> Path:
+def find_checkpoint(directory: str | os.PathLike[str], tag: str | None) -> Path:
     """The folder of a DeepSpeed checkpoint: ``tag`` of ``directory``, or the newest, or ``directory`` itself.
 
     Raises:
@@ -98,7 +98,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
-def files_of(path: Path) -> Files:
+def files_of(path: Path) -> DeepSpeedFiles:
     """The files of the checkpoint in ``path``.
 
     Raises:
@@ -129,7 +129,7 @@ def files_of(path: Path) -> Files:
         )
     if 0 not in model:
         raise CheckpointError(f"{path} lacks the model's states, mp_rank_00_model_states.pt at stages 1 and 2")
-    return Files(path, model, optimizer)
+    return DeepSpeedFiles(path, model, optimizer)
 
 
 def check_out(out: str | os.PathLike[str], source: str | os.PathLike[str], *, force: bool) -> None:

@@ -20,13 +20,20 @@ import torch
 
 from zeroengine.checkpoint import dcp_io
 from zeroengine.checkpoint.dcp_io import cause
-from zeroengine.checkpoint.directory import FORMAT, MANIFEST, TAG, Manifest, Store
-from zeroengine.checkpoint.entries import MODEL, OPTIMIZER, Entry
+from zeroengine.checkpoint.directory import FORMAT, MANIFEST, TAG, CheckpointDirectory, Manifest
+from zeroengine.checkpoint.entries import MODEL, OPTIMIZER, StateEntry
 from zeroengine.checkpoint.snapshot import EXTRA, Snapshot, storable, versions
 from zeroengine.disk.swap_files import populate_pages
 from zeroengine.errors import CheckpointError
-from zeroengine.integrations.deepspeed.checkpoint_files import Files, check_out, files_of, find
-from zeroengine.integrations.deepspeed.optimizer_states import Place, RankState, cut, kept_of, places_of, read_states
+from zeroengine.integrations.deepspeed.checkpoint_files import DeepSpeedFiles, check_out, files_of, find_checkpoint
+from zeroengine.integrations.deepspeed.optimizer_states import (
+    ParameterSlice,
+    RankState,
+    cut,
+    kept_of,
+    places_of,
+    read_states,
+)
 from zeroengine.optim.loss_scaler import LossScaler
 from zeroengine.partition.boxes import Box, boxes_of_run
 from zeroengine.partition.cut import plain_name
@@ -54,7 +61,7 @@ BY_KEYS = {
 
 
 @dataclass(frozen=True)
-class Imported:
+class ImportResult:
     """What was done.
 
     Attributes:
@@ -74,7 +81,7 @@ class Imported:
 
 def import_checkpoint(
     directory: str | os.PathLike[str], out: str | os.PathLike[str], tag: str | None = None, *, force: bool = False
-) -> Imported:
+) -> ImportResult:
     """Writes ``out/TAG``, from which an engine resumes at any stage and world size, of a ZeRO checkpoint.
 
     Args:
@@ -86,7 +93,7 @@ def import_checkpoint(
         CheckpointError: there is no such checkpoint, it is damaged or of a kind that is not supported, or ``out`` is
             there. Nothing is left of what was begun.
     """
-    source = find(directory, tag)
+    source = find_checkpoint(directory, tag)
     files = files_of(source)
     check_out(out, directory, force=force)
     with _understanding(source):
@@ -96,7 +103,7 @@ def import_checkpoint(
     tag = source.name if TAG.fullmatch(source.name) else f"step-{snapshot.about['step']}"
     manifest = _write(snapshot, Path(out), tag, lambda name, *piece: found.wholes[name].read(*piece))
     tensors = sum(name.startswith(MODEL) for name in entries)
-    return Imported(Path(out) / tag, source, manifest, tensors, len(snapshot.aliases), found.notes)
+    return ImportResult(Path(out) / tag, source, manifest, tensors, len(snapshot.aliases), found.notes)
 
 
 @contextlib.contextmanager
@@ -120,7 +127,7 @@ class _Checkpoint:
         notes: what is not taken over.
     """
 
-    def __init__(self, files: Files) -> None:
+    def __init__(self, files: DeepSpeedFiles) -> None:
         self._path = files.path
         self._models: list[Mapping[str, Any]] = [load(files.model[0])]
         self._model = model = self._models[0]
@@ -152,14 +159,14 @@ class _Checkpoint:
 
     # -- tensors ----------------------------------------------------------------------------------
 
-    def _wholes(self) -> dict[str, _Whole]:
+    def _wholes(self) -> dict[str, _ScatteredTensor]:
         """Every tensor, tied ones once."""
-        found: dict[str, _Whole] = {}
+        found: dict[str, _ScatteredTensor] = {}
         shapes = {name: tuple(shape) for named in self._model["param_shapes"] for name, shape in named.items()}
         for name, shape in shapes.items():
             places = self._places[name]
             values = [self._states[place.rank].weights[place.vector] for place in places]
-            found[_in_model(name)] = _Whole.of(shape, places, values)
+            found[_in_model(name)] = _ScatteredTensor.of(shape, places, values)
         for name, whole in (*self._frozen(), *self._buffers()):
             found.setdefault(_in_model(name), whole)
         shared = (self._model.get("shared_params") or {}).items()
@@ -172,31 +179,33 @@ class _Checkpoint:
             for key, values in kept.items():
                 number = values[0].dim() == 0
                 found[f"{OPTIMIZER}{plain_name(name)}.{key}"] = (
-                    _Whole.given(values[0]) if number else _Whole.of(shape, self._places[name], values)
+                    _ScatteredTensor.given(values[0])
+                    if number
+                    else _ScatteredTensor.of(shape, self._places[name], values)
                 )
         return found
 
-    def _frozen(self) -> Iterator[tuple[str, _Whole]]:
+    def _frozen(self) -> Iterator[tuple[str, _ScatteredTensor]]:
         """Parameters that no optimizer holds, as they are: there is no fp32 copy of them."""
         shapes = self._model.get("frozen_param_shapes")
         if shapes is None and self._states[0].stage < 3:  # stage 1: what is left of the model's state dict
             known = {*self._places, *self._model["buffer_names"], *(self._model.get("shared_params") or {})}
             for name, value in self._model["module"].items():
                 if name not in known and isinstance(value, torch.Tensor) and not name.endswith("_extra_state"):
-                    yield name, _Whole.given(value)
+                    yield name, _ScatteredTensor.given(value)
         for name, shape in (shapes or {}).items():
             if math.prod(shape) == 0:
                 continue
             fragments = [model["frozen_param_fragments"][name].flatten() for model in self._models]
             spans = cut(math.prod(shape), 0, len(fragments))  # at stage 2 there is one fragment, whole
-            places = [Place(rank, 0, span) for rank, span in spans]
+            places = [ParameterSlice(rank, 0, span) for rank, span in spans]
             if any(fragments[place.rank].numel() < place.span.numel for place in places):
                 raise CheckpointError(f"{self._path} lacks part of the frozen parameter {name}")
             if not all(fragment.is_floating_point() for fragment in fragments):
                 raise CheckpointError(f"{self._path} holds the frozen parameter {name} quantized: not supported")
-            yield name, _Whole.of(tuple(shape), places, [fragments[place.rank] for place in places])
+            yield name, _ScatteredTensor.of(tuple(shape), places, [fragments[place.rank] for place in places])
 
-    def _buffers(self) -> Iterator[tuple[str, _Whole]]:
+    def _buffers(self) -> Iterator[tuple[str, _ScatteredTensor]]:
         first: dict[Any, str] = {}
         for name in self._model["buffer_names"]:
             value = self._model["module"].get(name)
@@ -205,7 +214,7 @@ class _Checkpoint:
             same = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
             kept = first.setdefault(same, name) if value.numel() else name
             if kept == name:
-                yield name, _Whole.given(value)
+                yield name, _ScatteredTensor.given(value)
             else:
                 self.aliases[_in_model(name)] = _in_model(kept)
 
@@ -308,7 +317,7 @@ def _in_model(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class _Whole:
+class _ScatteredTensor:
     """A tensor, and the runs of its elements as they lie in the files."""
 
     shape: tuple[int, ...]
@@ -316,23 +325,25 @@ class _Whole:
     runs: list[tuple[int, torch.Tensor]]  # from which element on; 1-D, in order
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], places: Sequence[Place], values: Sequence[torch.Tensor]) -> _Whole:
+    def of(
+        cls, shape: tuple[int, ...], places: Sequence[ParameterSlice], values: Sequence[torch.Tensor]
+    ) -> _ScatteredTensor:
         """A tensor whose elements lie at ``places`` of ``values``."""
         spans = [(place.span, value) for place, value in zip(places, values, strict=True)]
         runs = [(s.param_offset, value[s.shard_offset : s.shard_offset + s.numel]) for s, value in spans]
         return cls(shape, values[0].dtype, runs)
 
     @classmethod
-    def given(cls, value: torch.Tensor) -> _Whole:
+    def given(cls, value: torch.Tensor) -> _ScatteredTensor:
         return cls(tuple(value.shape), value.dtype, [(0, value.detach().flatten())])
 
-    def entry(self) -> Entry:
+    def entry(self) -> StateEntry:
         """In pieces of ``PIECE`` bytes at most, and of whole rows where these are smaller; without values."""
         numel, row, most = math.prod(self.shape), math.prod(self.shape[1:]), PIECE // self.dtype.itemsize
         step = most // row * row if 0 < row <= most else most
         boxes = [b for at in range(0, numel, step) for b in boxes_of_run(self.shape, at, min(at + step, numel))]
         pieces = [(b, torch.empty(b.sizes, dtype=self.dtype, device="meta")) for b in boxes]
-        return Entry(self.shape, self.dtype, pieces)
+        return StateEntry(self.shape, self.dtype, pieces)
 
     def read(self, box: Box, into: torch.Tensor) -> None:
         start, stop = box.start, box.start + box.numel
@@ -374,18 +385,18 @@ def _scaler(state: RankState) -> dict[str, Any]:
 def _write(snapshot: Snapshot, out: Path, tag: str, read: dcp_io.Read) -> Manifest:
     if (out / tag).exists() and not (out / tag / MANIFEST).is_file():
         raise CheckpointError(f"{out / tag} is there already, and no checkpoint of zeroengine: name another folder")
-    there, store = out.exists(), Store(out)
+    there, directory = out.exists(), CheckpointDirectory(out)
     try:
-        store.open()
-        writing = store.begin(tag, snapshot.nbytes)
+        directory.open()
+        writing = directory.begin(tag, snapshot.nbytes)
         try:
             with progress(f"importing {tag}", snapshot.nbytes) as report:
                 written = dcp_io.save(writing, snapshot.entries, snapshot.objects, snapshot.aliases, None, report, read)
             files = dcp_io.describe(writing, written)
             manifest = Manifest(format=FORMAT, tag=tag, files=files, **snapshot.about)
-            store.commit(writing, manifest, None)
+            directory.commit(writing, manifest, None)
         except BaseException as error:  # which DCP's own is
-            store.abandon(writing)
+            directory.abandon(writing)
             if isinstance(error, (CheckpointError, KeyboardInterrupt, SystemExit)):
                 raise
             raise CheckpointError(f"{out} was not written: {cause(error).removeprefix('rank 0: ')}") from error
@@ -394,5 +405,5 @@ def _write(snapshot: Snapshot, out: Path, tag: str, read: dcp_io.Read) -> Manife
             shutil.rmtree(out, ignore_errors=True)
         raise
     finally:
-        store.close()
+        directory.close()
     return manifest

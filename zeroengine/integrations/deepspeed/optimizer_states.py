@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from zeroengine.errors import CheckpointError
-from zeroengine.integrations.deepspeed.checkpoint_files import Files
+from zeroengine.integrations.deepspeed.checkpoint_files import DeepSpeedFiles
 from zeroengine.partition.layout import ShardSpan
 from zeroengine.utils.safe_pickle import Inert, load
 
@@ -28,7 +28,7 @@ Shapes = Mapping[str, tuple[int, ...]]  # of parameters, by name
 
 
 @dataclass(frozen=True)
-class Place:
+class ParameterSlice:
     """Elements of a parameter, and the vector of a rank in which they lie."""
 
     rank: int
@@ -61,7 +61,7 @@ class RankState:
     scaler: Mapping[str, Any]
 
 
-def read_states(files: Files) -> list[RankState]:
+def read_states(files: DeepSpeedFiles) -> list[RankState]:
     """Of every rank.
 
     Raises:
@@ -84,7 +84,7 @@ def read_states(files: Files) -> list[RankState]:
     return states
 
 
-def _read(files: Files, rank: int) -> RankState:
+def _read(files: DeepSpeedFiles, rank: int) -> RankState:
     path = files.optimizer[rank]
     tree = load(path)
     try:
@@ -156,7 +156,7 @@ def _stage(value: Any) -> int:
 # -- where parameters lie -------------------------------------------------------------------------
 
 
-def places_of(states: Sequence[RankState], shapes: Sequence[Shapes]) -> dict[str, list[Place]]:
+def places_of(states: Sequence[RankState], shapes: Sequence[Shapes]) -> dict[str, list[ParameterSlice]]:
     """Where each parameter lies; see "DeepSpeed's flat vectors".
 
     Args:
@@ -168,7 +168,7 @@ def places_of(states: Sequence[RankState], shapes: Sequence[Shapes]) -> dict[str
     """
     if len(shapes) != len(states[0].weights):
         raise CheckpointError(f"has {len(states[0].weights)} vectors of weights and names parameters of {len(shapes)}")
-    found: dict[str, list[Place]] = {}
+    found: dict[str, list[ParameterSlice]] = {}
     for vector, named in enumerate(shapes):
         if states[0].stage == 3:
             found |= _cut_each(named, vector, len(states))
@@ -182,7 +182,7 @@ def places_of(states: Sequence[RankState], shapes: Sequence[Shapes]) -> dict[str
     return found
 
 
-def _cut_row(shapes: Shapes, vector: int, gaps: Sequence[int], length: int) -> dict[str, list[Place]]:
+def _cut_row(shapes: Shapes, vector: int, gaps: Sequence[int], length: int) -> dict[str, list[ParameterSlice]]:
     found, at = {}, 0
     for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
         stop = at + math.prod(shape)
@@ -191,19 +191,19 @@ def _cut_row(shapes: Shapes, vector: int, gaps: Sequence[int], length: int) -> d
     return found
 
 
-def _pieces(vector: int, start: int, stop: int, length: int) -> Iterator[Place]:
+def _pieces(vector: int, start: int, stop: int, length: int) -> Iterator[ParameterSlice]:
     at = start
     while at < stop:
         rank, offset = divmod(at, length)
         numel = min(stop - at, length - offset)
-        yield Place(rank, vector, ShardSpan(0, at - start, offset, numel))
+        yield ParameterSlice(rank, vector, ShardSpan(0, at - start, offset, numel))
         at += numel
 
 
-def _cut_each(shapes: Shapes, vector: int, world_size: int) -> dict[str, list[Place]]:
+def _cut_each(shapes: Shapes, vector: int, world_size: int) -> dict[str, list[ParameterSlice]]:
     found, at = {}, 0
     for name, shape in shapes.items():
-        found[name] = [Place(rank, vector, span) for rank, span in cut(math.prod(shape), at, world_size)]
+        found[name] = [ParameterSlice(rank, vector, span) for rank, span in cut(math.prod(shape), at, world_size)]
         at += -(-math.prod(shape) // world_size)
     return found
 
@@ -217,7 +217,7 @@ def cut(numel: int, at: int, world_size: int) -> Iterator[tuple[int, ShardSpan]]
             yield rank, ShardSpan(0, first, at, stop - first)
 
 
-def _check_place(name: str, place: Place, states: Sequence[RankState]) -> None:
+def _check_place(name: str, place: ParameterSlice, states: Sequence[RankState]) -> None:
     needed = place.span.shard_offset + place.span.numel
     held = states[place.rank].weights[place.vector].numel() if place.rank < len(states) else 0
     if held < needed:
@@ -230,7 +230,7 @@ def _check_place(name: str, place: Place, states: Sequence[RankState]) -> None:
 # -- the optimizer's state ------------------------------------------------------------------------
 
 
-def kept_of(states: Sequence[RankState], name: str, places: Sequence[Place]) -> dict[str, list[torch.Tensor]]:
+def kept_of(states: Sequence[RankState], name: str, places: Sequence[ParameterSlice]) -> dict[str, list[torch.Tensor]]:
     """What the optimizer keeps of a parameter: for each key the vectors, one for each place, or one 0-d number.
 
     Raises:

@@ -11,7 +11,6 @@ from functools import partial
 import torch
 
 from zeroengine import ops
-from zeroengine.offload.device_copies import Transfer
 from zeroengine.offload.disk_store import poison_on_error
 from zeroengine.offload.offloaded_shards import OffloadedShards
 from zeroengine.offload.pipeline import Piece, Pipeline, Stream
@@ -19,6 +18,7 @@ from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.optim.segments import Segment, segments_of
 from zeroengine.runtime.unit_gradients import UnitGradients
 from zeroengine.utils.profiling import profile_range
+from zeroengine.utils.work import Work
 
 SEGMENT_TABLES = 16  # remembered of each unit
 SHARDS_LEAVING = 3  # at once
@@ -53,9 +53,9 @@ class PendingWriteback:
     """Updated parameter shards on their way from the device, a few at once."""
 
     def __init__(self) -> None:
-        self._transfers: deque[tuple[OffloadedShards, Transfer]] = deque()
+        self._transfers: deque[tuple[OffloadedShards, Work]] = deque()
 
-    def take(self, stored: OffloadedShards, update: Callable[[], Transfer]) -> None:
+    def take(self, stored: OffloadedShards, update: Callable[[], Work]) -> None:
         """Runs ``update``, which sends a shard to where it is ``stored``."""
         with poison_on_error(stored):
             self._transfers.append((stored, update()))
@@ -70,7 +70,7 @@ class PendingWriteback:
     def _wait(self) -> None:
         stored, transfer = self._transfers.popleft()
         with poison_on_error(stored):
-            transfer.wait()
+            transfer.wait_host()
 
 
 class FusedAdam:
@@ -127,14 +127,14 @@ class FusedAdam:
 
     def _with_the_shard(
         self, states: OptimizerShard, stored: OffloadedShards, flags: Sequence[bool], factor: float
-    ) -> Transfer:
+    ) -> Work:
         """The update on the device where the parameter shard alone is elsewhere. Gives what takes that back."""
         shard = states.param
         here = stored.staging_buffer(shard)
         if states.mixed and all(flags):
             here.zero_()  # the padding, for all the rest is written
         else:
-            stored.read(shard, here).follow()
+            stored.read(shard, here).wait_stream()
         tensors = [here if tensor is states.param else tensor for tensor in self._tensors(states)]
         self._update(states, flags, factor, *tensors)
         return stored.write(here, shard)
@@ -176,7 +176,7 @@ class FusedAdam:
 
     def _land(self, states: OptimizerShard, publish: Callable[[UnitGradients], None]) -> None:
         assert self._pipeline is not None
-        self._pipeline.follow()
+        self._pipeline.wait_stream()
         publish(states.grads)
 
     def _compute(

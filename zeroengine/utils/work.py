@@ -1,0 +1,93 @@
+"""Operations under way: collectives, copies, reads and writes.
+
+Everything that starts such an operation returns a ``Work``, whether a network, a GPU or a disk carries it out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+class Work(Protocol):
+    """An operation under way.
+
+    Each method may be called any number of times, and the works of one channel, queue or store may be awaited in any
+    order: an operation that builds on an earlier one waits for that one itself. The waiting methods belong to the
+    thread that uses the result; ``done`` may be called from any thread. An operation that failed raises where it is
+    awaited.
+    """
+
+    def wait_stream(self) -> None:
+        """Order later kernels of the current CUDA stream behind the result, without blocking the host.
+
+        Where no stream carries the operation, as on CPUs and disks, this is ``wait_host``.
+        """
+
+    def wait_host(self) -> None:
+        """Return when the result is there for the host to use."""
+
+    def done(self) -> bool:
+        """Return whether ``wait_host`` would return, or raise, without waiting for anybody else."""
+
+
+@dataclass(frozen=True)
+class Completed:
+    """A ``Work`` that has nothing left to do."""
+
+    def wait_stream(self) -> None:
+        """Return at once."""
+
+    def wait_host(self) -> None:
+        """Return at once."""
+
+    def done(self) -> bool:
+        """Return True."""
+        return True
+
+
+class Then:
+    """A ``Work`` followed by what this rank has to do with its result.
+
+    Args:
+        work: The operation under way.
+        finish: Called once, by the first wait, when later kernels are ordered behind ``work``. A wait that fails
+            leaves ``finish`` to the next one.
+
+    Attributes:
+        work: The operation under way, also after ``finish`` has run.
+    """
+
+    def __init__(self, work: Work, finish: Callable[[], object]) -> None:
+        self.work = work
+        self._finish: Callable[[], object] | None = finish
+
+    @property
+    def finished(self) -> bool:
+        """Whether ``finish`` has run."""
+        return self._finish is None
+
+    def wait_stream(self) -> None:
+        """Order the current stream behind ``work``, then run ``finish``."""
+        if self._finish is not None:
+            self.work.wait_stream()
+            finish, self._finish = self._finish, None
+            finish()
+
+    def wait_host(self) -> None:
+        """Wait for ``work`` and for the kernels that ``finish`` launches."""
+        self.wait_stream()
+        synchronize_stream()
+
+    def done(self) -> bool:
+        """Return whether ``work`` is done; ``finish`` may still have to run."""
+        return self.finished or self.work.done()
+
+
+def synchronize_stream() -> None:
+    """Block the host until the current CUDA stream has run everything so far. On CPUs nothing is outstanding."""
+    if torch.cuda.is_initialized():
+        torch.cuda.current_stream().synchronize()
