@@ -1,0 +1,106 @@
+"""The structure of the sources: layers import downwards, no files import each other in a circle, names are unique.
+
+Imports count wherever they stand: at the top, inside functions, and for type checkers alone.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+# From the lowest to the highest. A package imports packages of lower tiers alone, so those of one tier are independent.
+TIERS = [
+    {"errors"},
+    {"utils", "ops"},
+    {"config", "partition"},
+    {"migration"},
+    {"comm", "disk"},
+    {"offload", "deferred_init"},
+    {"runtime"},
+    {"optim"},
+    {"checkpoint"},
+    {"weights"},
+    {"engine"},
+    {"integrations", "launch"},
+    {"cli"},
+]
+TIER_OF = {package: number for number, tier in enumerate(TIERS) for package in tier}
+# Packages whose __init__ re-exports names for users; elsewhere a name is imported from the module that defines it.
+PUBLIC_PACKAGES = {"zeroengine", "zeroengine.config", "zeroengine.ops"}
+
+
+def module_name(path: Path) -> str:
+    """Return the dotted name of the module at ``path``."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+SOURCES = {module_name(path): path for path in sorted((ROOT / "zeroengine").rglob("*.py"))}
+TREES = {module: ast.parse(path.read_text()) for module, path in SOURCES.items()}
+
+
+def imports_of(module: str) -> Iterator[tuple[str, str]]:
+    """Yield the modules of zeroengine that ``module`` imports, each with the name that it takes from there."""
+    for node in ast.walk(TREES[module]):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names if alias.name.split(".")[0] == "zeroengine")
+        elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "zeroengine":
+            for alias in node.names:
+                submodule = f"{node.module}.{alias.name}"
+                yield (submodule, "") if submodule in SOURCES else (node.module, alias.name)
+
+
+def package_of(module: str) -> str:
+    """Return the part of ``module`` that has a tier."""
+    return module.split(".")[1]
+
+
+@pytest.mark.parametrize("package", sorted(TIER_OF))
+def test_a_package_imports_lower_tiers_alone(package: str) -> None:
+    upward = [
+        f"{module} imports {target}"
+        for module in SOURCES
+        if module.count(".") and package_of(module) == package
+        for target, _ in imports_of(module)
+        if target != "zeroengine" and package_of(target) != package and TIER_OF[package_of(target)] >= TIER_OF[package]
+    ]
+    assert not upward
+
+
+def test_every_package_has_a_tier() -> None:
+    packages = {package_of(module) for module in SOURCES if module.count(".")}
+    assert packages == set(TIER_OF)
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    graph = {module: {target for target, _ in imports_of(module)} - {module} for module in SOURCES}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"circle of imports: {' -> '.join(error.args[1])}")
+
+
+def test_imports_are_absolute_and_name_the_defining_module() -> None:
+    for module, tree in TREES.items():
+        relative = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level]
+        assert not relative, f"{module}: relative imports in lines {relative}"
+        for target, name in imports_of(module):
+            is_package = SOURCES[target].name == "__init__.py"
+            assert not name or not is_package or target in PUBLIC_PACKAGES, f"{module}: {name} from package {target}"
+
+
+def test_no_two_classes_share_a_name() -> None:
+    modules: defaultdict[str, list[str]] = defaultdict(list)
+    for module, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                modules[node.name].append(module)
+    shared = {name: places for name, places in modules.items() if len(places) > 1}
+    assert not shared
