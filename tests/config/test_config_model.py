@@ -120,6 +120,11 @@ def test_modules_that_keep_fp32_are_none_of_autocast_s_business() -> None:
     assert "keep_fp32_modules has no effect under torch_autocast" in notice
 
 
+def test_symmetric_registration_means_plain_registration_with_a_notice() -> None:
+    (notice,) = load({"comm": {"register_buffers": "symmetric"}}).notices
+    assert '"symmetric" means true' in notice
+
+
 @pytest.mark.parametrize("spelling", ["bf16", "bfloat16", "torch.bfloat16"])
 def test_a_dtype_may_be_spelt_as_torch_does(spelling: str) -> None:
     tree = {"communication_data_type": spelling, "torch_autocast": {"enabled": True, "dtype": spelling}}

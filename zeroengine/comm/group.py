@@ -9,7 +9,7 @@ import socket
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -50,7 +50,6 @@ class Group:
         self.rank, self.world_size = group.rank(), group.size()
         self.device = device
         self._watchdog: Watchdog | None = None
-        self._pools: dict[ChannelName, RegisteredPool] = {}
         if device.type == "cuda":
             torch.cuda.set_device(device)
         self.backend = backend_of(group, device.type)
@@ -127,13 +126,13 @@ class Group:
         """Another process group of the same ranks."""
         return self._new_group(backend, timeout=None)
 
-    def transport(self, kind: str, timeout: float, registered: bool | Literal["symmetric"] = False) -> Transport:
+    def transport(self, kind: str, timeout: float, registered: bool = False) -> Transport:
         """The fastest transport that all ranks can use.
 
         Args:
             kind: ``auto``, ``shm`` or ``gloo``: the configuration's ``comm.transport``.
             timeout: seconds after which a stalled operation is an error.
-            registered: whether NCCL is to register the memory that it moves. "symmetric": ``reserve`` comes next.
+            registered: whether NCCL is to register the memory that it moves.
 
         Raises:
             ZeroEngineError: ``shm`` (on CPUs) or registration was asked for and some rank cannot use it.
@@ -160,38 +159,18 @@ class Group:
         reasons = [r for r in self.exchange(found if isinstance(found, str) else None) if r is not None]
         return reasons[0] if reasons else found
 
-    def _native(self, timeout: float, registered: bool | Literal["symmetric"] = False) -> NativeTransport:
+    def _native(self, timeout: float, registered: bool = False) -> NativeTransport:
         if self.backend == "fake":
             return NativeTransport(self.process_group, self.process_group, self.device, self.backend, None)
         later = timeout + LATER_S
         gather, reduce = self._new_group(self.backend, later), self._new_group(self.backend, later)
-        self._pools = {}
+        pools: dict[ChannelName, RegisteredPool] = {}
         if registered:
             for group in (gather, reduce):
                 dist.all_reduce(torch.zeros((), device=self.device), group=group)  # NCCL connects when first used
             with self.agreeing("to register memory with NCCL"):
-                symmetric = registered == "symmetric"
-                self._pools["gather"] = RegisteredPool(gather, self.device, symmetric)
-                self._pools["reduce"] = RegisteredPool(reduce, self.device, symmetric)
-        return NativeTransport(gather, reduce, self.device, self.backend, self._watch(timeout), self._pools)
-
-    @property
-    def symmetric(self) -> bool:
-        """Whether the transport's memory is symmetric, and to be reserved."""
-        return any(pool.symmetric for pool in self._pools.values())
-
-    def reserve(self, nbytes: Mapping[ChannelName, int]) -> None:
-        """Registers as many bytes for each channel of a transport whose memory is ``symmetric``.
-
-        Raises:
-            ZeroEngineError: this torch or its NCCL cannot.
-        """
-        with self.agreeing("to take memory for NCCL"):
-            for channel, pool in self._pools.items():
-                pool.reserve(nbytes[channel])
-        with self.agreeing("to register memory with NCCL"), self.waiting("register memory with NCCL"):
-            for pool in self._pools.values():
-                pool.register()
+                pools = {"gather": RegisteredPool(gather, self.device), "reduce": RegisteredPool(reduce, self.device)}
+        return NativeTransport(gather, reduce, self.device, self.backend, self._watch(timeout), pools)
 
     def _new_group(self, backend: str, timeout: float | None) -> dist.ProcessGroup:
         """Return another process group of the same ranks.

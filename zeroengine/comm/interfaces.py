@@ -179,7 +179,4 @@ class Transport(Protocol):
     def fence(self) -> None:
         """Returns when no rank reads this rank's memory any more. Every rank calls it at the same place."""
 
-    def progress(self) -> None:
-        """Moves outstanding operations on where this transport needs the caller's time."""
-
     def close(self) -> None: ...

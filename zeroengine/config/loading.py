@@ -228,6 +228,8 @@ def _default_notices(
         yield f'"auto" stands for the default: {", ".join(chosen)}.'
     if may_be_deepspeeds and "gradient_clipping" not in tree:
         yield "gradient_clipping is not given: no clipping. DeepSpeed 0.19.8 clips at 1.0 there."
+    if config.comm.register_buffers == "symmetric":
+        yield 'comm.register_buffers "symmetric" means true: symmetric memory is not supported any more.'
     if config.keep_fp32_modules and config.torch_autocast.enabled:
         yield "keep_fp32_modules has no effect under torch_autocast, which decides operation by operation."
     if written.get(("optimizer", "type")) == "AdamW" and written.get(("optimizer", "params", "weight_decay")) is None:

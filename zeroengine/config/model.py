@@ -159,7 +159,7 @@ class Comm(Section):
     """On CPU: shared memory between the ranks of one machine, or Gloo. "auto": shared memory where it is available."""
     register_buffers: Literal[False, True, "symmetric"] = False
     """On NCCL: take the memory of collectives from registered pools, so that NCCL needs no copies of its own.
-    "symmetric": pools with the same layout on all ranks, for NCCL's symmetric kernels."""
+    "symmetric" is an older value that means true."""
 
 
 def _finite_or_never(value: Any) -> Any:

@@ -35,7 +35,6 @@ from zeroengine.runtime.backward_tracker import BackwardTracker
 from zeroengine.runtime.gatherer import Gatherer
 from zeroengine.runtime.outside_writes import OutsideWrites
 from zeroengine.runtime.reducer import Reducer
-from zeroengine.runtime.reserve import expected, needed, slots_needed
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.malloc_trim import Freed, return_freed_memory
 
@@ -117,16 +116,11 @@ def assemble(
         copies: Moves tensors between the device and the host. None decides by the device.
     """
     zero = config.zero_optimization
-    transport = group.transport(config.comm.transport, config.comm.timeout_seconds, config.comm.register_buffers)
+    transport = group.transport(config.comm.transport, config.comm.timeout_seconds, bool(config.comm.register_buffers))
     degrees = degrees_of_stage(zero.stage, group.world_size)
     with group.agreeing("to initialize"):
         placement = place_states(plans, degrees, config, transport, group.device, copies)
     degrees_of_units = [_degrees_of(plan, degrees, config) for plan in plans]
-    slots = None
-    if group.symmetric:  # before any other memory of the channels
-        expecting = expected(plans, degrees_of_units, placement, config, transport)
-        group.reserve(needed(expecting, zero.prefetch_bucket_size, zero.reduce_bucket_size))
-        slots = slots_needed(expecting, zero.reduce_bucket_size)
     units = _make_units(plans, degrees_of_units, group, transport, placement)
     meta_init.guard(model, units)
     mixed_precision.prepare_buffers(model, config, group.device, group.broadcast)
@@ -152,7 +146,6 @@ def assemble(
         backward=backward,
         stores=placement.optimizer,
         together=group.device.type == "cuda" if on_device is None else on_device,
-        slots=slots,
     )
     external_writes = OutsideWrites(units, group)
     with group.agreeing("to initialize"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -49,11 +49,6 @@ class Slot:
     launched: int = 0  # the how-manieth bucket it last was
 
 
-def slot_numel(numel: int, largest: int) -> int:
-    """Elements of the slot for a unit of ``numel``: a large unit takes one that fits any unit, a small one its own."""
-    return largest if 4 * numel > largest else numel
-
-
 class Slots:
     """All of one rank's.
 
@@ -71,11 +66,6 @@ class Slots:
     def nbytes(self) -> int:
         return sum(slot.memory.nbytes for slot in self._slots)
 
-    def make(self, counts: Mapping[tuple[int, torch.dtype], int]) -> None:
-        """Makes slots before they are needed: how many of which size and dtype."""
-        for (numel, dtype), count in counts.items():
-            self._slots += [Slot(self._transport.empty(numel, dtype, "reduce")) for _ in range(count)]
-
     def sent(self, slot: Slot) -> None:
         """It is on its way: free once its work is through."""
         slot.busy = False
@@ -84,7 +74,9 @@ class Slots:
 
     def take(self, grads: UnitGradients) -> Slot:
         """Memory for one unit's gradients: a free slot, else one on its way, else a new one."""
-        unit, need = grads.unit, slot_numel(grads.unit.layout.numel, self._largest)
+        unit = grads.unit
+        # A large unit takes a slot that fits any unit, a small one a slot of its own size.
+        need = self._largest if 4 * unit.layout.numel > self._largest else unit.layout.numel
         fitting = [
             s for s in self._slots if s.memory.numel() == need and s.memory.dtype == grads.reduce_dtype and not s.busy
         ]

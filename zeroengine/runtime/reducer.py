@@ -21,7 +21,7 @@ other rank knows of them (``has_late_gradients``), so whoever takes the step ask
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import zip_longest
 
@@ -54,7 +54,6 @@ class Reducer(BackwardListener):
         backward: Tells when a backward begins and ends; learns of each gradient and each complete unit from here.
         stores: where each trainable unit's summed gradients live, if not on the device.
         together: whether gradients are copied into buckets some at a time, as a GPU likes it.
-        slots: those to make at once, rather than when they are needed. See ``Slots.make``.
     """
 
     def __init__(
@@ -69,7 +68,6 @@ class Reducer(BackwardListener):
         backward: BackwardTracker,
         stores: Sequence[OffloadStore | None] = (),
         together: bool = False,
-        slots: Mapping[tuple[int, torch.dtype], int] | None = None,
     ) -> None:
         self._transport, self._channel = transport, transport.reduce
         self._bucket_numel = bucket_numel or 0
@@ -86,7 +84,6 @@ class Reducer(BackwardListener):
         self._bucket: list[UnitGradients] = []  # complete, waiting for the bucket to fill
         self._works: list[Work] = []
         self._slots = Slots(transport, self.gradients)
-        self._slots.make(slots or {})
         self._slot_of: dict[UnitGradients, Slot] = {}  # being filled
         # Whether a gradient came after its unit was reduced in this step. It waits on this rank.
         self.has_late_gradients = False

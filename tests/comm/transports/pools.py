@@ -13,9 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroengine.comm.group import Group
-from zeroengine.comm.transports import nccl, nccl_memory_pool
-from zeroengine.comm.transports.nccl_memory_pool import RegisteredPool
-from zeroengine.runtime import reserve
+from zeroengine.comm.transports import nccl
 
 SEGMENT = 1 << 12  # bytes that segments are a multiple of
 Place = tuple[int, int]  # a segment, and a byte of it
@@ -89,31 +87,22 @@ class Backend:
 
     def __init__(self, name: str) -> None:
         self.mem_allocator = name
-        self.registered: list[tuple[str, dict[str, bool], int]] = []  # whose pool, how, and segments by then
+        self.registered: list[str] = []  # whose pool
         self.deregistered: list[str] = []
         Backend.all.append(self)
 
-    def register_mem_pool(self, pool: Pool, **how: bool) -> None:
-        self.registered.append((pool.allocator, how, len(pool.segments)))
+    def register_mem_pool(self, pool: Pool) -> None:
+        self.registered.append(pool.allocator)
 
     def deregister_mem_pool(self, pool: Pool) -> None:
         self.deregistered.append(pool.allocator)
 
 
-class OldBackend(Backend):
-    """Of a torch that knows no windows."""
-
-    def register_mem_pool(self, pool: Pool) -> None:  # type: ignore[override]
-        super().register_mem_pool(pool)
-
-
 class RefusingBackend(Backend):
-    """Of an NCCL that knows none."""
+    """Of an NCCL that cannot register memory."""
 
-    def register_mem_pool(self, pool: Pool, **how: bool) -> None:
-        if how:
-            raise RuntimeError("NCCL error: invalid usage\nmore of it")
-        super().register_mem_pool(pool)
+    def register_mem_pool(self, pool: Pool) -> None:
+        raise RuntimeError("NCCL error: invalid usage\nmore of it")
 
 
 @contextmanager
@@ -156,12 +145,8 @@ class GatherOfItsOwn:
 
 
 @contextmanager
-def pretended(backend: type[Backend] = Backend, least: int = 512) -> Iterator[None]:
-    """Every group's backend is NCCL as far as registration goes; Gloo moves the bytes.
-
-    Args:
-        least: bytes that torch takes from a large segment. Nothing is reserved beside what is expected.
-    """
+def pretended(backend: type[Backend] = Backend) -> Iterator[None]:
+    """Every group's backend is NCCL as far as registration goes; Gloo moves the bytes."""
     backends: dict[str, Backend] = {}
     resize = torch.UntypedStorage.resize_
 
@@ -178,19 +163,11 @@ def pretended(backend: type[Backend] = Backend, least: int = 512) -> Iterator[No
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nccl, "_all_gather", GatherOfItsOwn)
-        patch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
         patch.setattr(torch.cuda, "MemPool", Pool)
         patch.setattr(torch.cuda, "use_mem_pool", use)
         patch.setattr(torch.cuda, "synchronize", lambda device: None)
         patch.setattr(torch.UntypedStorage, "resize_", resized)
         patch.setattr(dist.ProcessGroup, "_get_backend", backend_of)
-        patch.setattr(RegisteredPool, "place", lambda pool, tensor: pool._pool.place(tensor))
         patch.setattr(Group, "transport", lambda group, kind, timeout, how: group._native(timeout, how))
-        for module, name, value in (
-            (nccl_memory_pool, "LEAST_SYMMETRIC", least),
-            (reserve, "LEAST_SYMMETRIC", least),
-            (reserve, "SLACK", 0),
-        ):
-            patch.setattr(module, name, value)
         with Allocations():
             yield

@@ -186,7 +186,5 @@ class GlooTransport:
 
     def fence(self) -> None: ...
 
-    def progress(self) -> None: ...
-
     def close(self) -> None:
         self._watchdog.close()

@@ -95,9 +95,6 @@ class StagedTransport:
     def fence(self) -> None:
         self._inner.fence()
 
-    def progress(self) -> None:
-        self._inner.progress()
-
     def close(self) -> None:
         self._inner.close()
 

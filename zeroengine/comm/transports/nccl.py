@@ -53,7 +53,6 @@ class NativeChannel:
         pool: RegisteredPool | None = None,
     ) -> None:
         self._group, self._device, self._watchdog, self._pool = group, device, watchdog, pool
-        self._symmetric = pool is not None and pool.symmetric
         self._seq = 0
         self.order = 0  # a checksum of every operation so far, compared at each step
         self.last = "nothing yet"
@@ -72,13 +71,13 @@ class NativeChannel:
             self._pool.refill(tensor)
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Work:
-        self.record(f"gather {label}", full, shard)
+        self.record(f"gather {label}")
         return self.issue(lambda: _all_gather(full, shard, group=self._group, async_op=True))
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool = False) -> Work:
         direct = not accumulate and shard.dtype is full.dtype
         target = shard if direct else self.empty(shard.numel(), full.dtype)
-        self.record(f"reduce {label}", full, target)
+        self.record(f"reduce {label}")
         work = self.issue(lambda: _reduce_scatter(target, full, group=self._group, async_op=True))
         if direct:
             return work
@@ -93,26 +92,20 @@ class NativeChannel:
         return Then(work, take_over)
 
     def all_reduce(self, full: torch.Tensor, label: str) -> Work:
-        self.record(f"reduce {label}", full)
+        self.record(f"reduce {label}")
         return self.issue(lambda: dist.all_reduce(full, group=self._group, async_op=True))
 
     def reusable(self, work: Work, patience: float) -> bool:
-        """With patience the caller's stream is ordered behind ``work``, and the host goes on at once.
-
-        Without it the answer depends on how far the device is, unless all ranks are to use the same memory.
-        """
+        """See ``Channel.reusable``. With patience the current stream is ordered behind ``work``: the host goes on."""
         if not patience:
-            return not self._symmetric and work.done()
+            return work.done()
         work.wait_stream()
         return True
 
-    def record(self, what: str, full: torch.Tensor | None = None, shard: torch.Tensor | None = None) -> None:
-        """Before an operation is issued. ``full`` must lie alike on all ranks, ``shard`` be in the same segment."""
+    def record(self, what: str) -> None:
+        """Add the operation that is issued next to the order that the ranks compare."""
         self._seq += 1
         self.last = f"{what} (number {self._seq})"
-        if self._pool is not None and self._symmetric:
-            lies = [None if tensor is None else self._pool.place(tensor) for tensor in (full, shard)]
-            what = f"{what} {lies[0]} {lies[1] and lies[1][0]}"
         self.order = zlib.crc32(what.encode(), self.order)
 
     def issue(self, run: Callable[[], dist.Work | None]) -> Work:
@@ -155,7 +148,6 @@ class NativeTransport:
         self._device, self._group, self._watchdog = device, reduce, watchdog
         self.gather = NativeChannel(gather, device, watchdog, self._pools.get("gather"))
         self.reduce = NativeChannel(reduce, device, watchdog, self._pools.get("reduce"))
-        self._symmetric = any(pool.symmetric for pool in self._pools.values())
         self._orders: _Orders | None = None  # not compared yet
 
     def empty(self, numel: int, dtype: torch.dtype, channel: ChannelName, *, sent: bool = True) -> torch.Tensor:
@@ -189,14 +181,10 @@ class NativeTransport:
             raise DivergenceError(
                 f"the ranks have run different units since the start: rank {self.rank} was at {orders.at}. Every rank "
                 "must run the same modules in the same order."
-                + ' With "register_buffers": "symmetric" their memory may differ, too: write true.'
-                * self._symmetric
             )
         self._orders = None
 
     def fence(self) -> None: ...
-
-    def progress(self) -> None: ...
 
     def close(self) -> None:
         for pool in self._pools.values():
