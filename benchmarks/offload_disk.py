@@ -25,8 +25,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from zeroengine.disk.aligned_memory import aligned_empty
 from zeroengine.disk.mounts import mount_of
-from zeroengine.disk.queue import Descriptors, DiskQueue, Transfer, aligned_empty
+from zeroengine.disk.queue import Descriptors, DiskQueue, Transfer
 from zeroengine.ops import _aio_library as _aio
 from zeroengine.utils.byte_size import parse_byte_size
 

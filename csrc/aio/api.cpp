@@ -41,7 +41,6 @@ constexpr int64_t kMaxBlock = int64_t(1) << 30;
 int open_backend(int kind, Queue* queue, Backend** backend) {
   switch (kind) {
     case ZE_AIO_IO_URING: return ze::open_io_uring(queue, backend);
-    case ZE_AIO_LIBAIO: return ze::open_libaio(queue, backend);
     case ZE_AIO_THREADS: return ze::open_threads(queue, backend);
     default: return -EINVAL;
   }
@@ -68,7 +67,7 @@ ZE_API int ze_aio_open(int backend, int depth, int64_t block_bytes, ze_aio_queue
   try {
     auto queue = std::make_unique<ze_aio_queue>(depth, block_bytes);
     int status = -EINVAL;
-    for (int kind = ZE_AIO_IO_URING; kind <= ZE_AIO_THREADS; ++kind) {
+    for (int kind : {ZE_AIO_IO_URING, ZE_AIO_THREADS}) {
       if (backend != ZE_AIO_AUTO && backend != kind) continue;
       status = open_backend(kind, &queue->queue, &queue->backend);
       queue->kind = kind;

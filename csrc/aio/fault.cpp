@@ -1,4 +1,5 @@
-// Blocks that go wrong on purpose, for tests: at the lowest level, so that what handles them is what runs.
+// Blocks that fail on purpose, for tests. A fault replaces the system's result of a block, so that all of the code above
+// runs as it does with a failing disk.
 
 #include <atomic>
 #include <cstdio>

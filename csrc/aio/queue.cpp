@@ -9,8 +9,8 @@ namespace ze {
 
 namespace {
 
-constexpr int kMaxRetries = 2000;   // of EAGAIN and EINTR without progress
-constexpr int kQuickRetries = 16;   // further ones wait a millisecond each
+constexpr int kMaxRetries = 2000;  // of EAGAIN and EINTR without progress
+constexpr int kQuickRetries = 16;  // further ones wait a millisecond each
 
 bool aligned(const Block& block) {
   const auto bits = reinterpret_cast<uintptr_t>(block.address) | uintptr_t(block.offset) | uintptr_t(block.bytes);
@@ -33,15 +33,15 @@ void Queue::submit(Transfer* transfer) {
   ++under_way_;
   if (transfer->bytes == 0) {
     waiting_[transfer->write].pop_back();
-    settle(transfer);
+    finish(transfer);
   }
   work_.notify_all();
 }
 
 Block* Queue::take() {
-  if (!again_.empty()) {
-    Block* block = again_.front();
-    again_.pop_front();
+  if (!retries_.empty()) {
+    Block* block = retries_.front();
+    retries_.pop_front();
     return block;
   }
   if (free_.empty() || (waiting_[0].empty() && waiting_[1].empty())) return nullptr;
@@ -51,7 +51,8 @@ Block* Queue::take() {
   Block* block = free_.back();
   free_.pop_back();
 
-  // The ragged end of a transfer is a block of its own, so that the rest can be direct.
+  // O_DIRECT takes aligned sizes only. The ragged end of a transfer is a block of its own, so that the rest can be
+  // direct.
   const int64_t left = transfer->bytes - transfer->issued;
   int64_t bytes = std::min(left, block_bytes_);
   if (bytes > ZE_AIO_ALIGNMENT) bytes -= bytes % ZE_AIO_ALIGNMENT;
@@ -92,6 +93,7 @@ void Queue::complete(Block* block, int64_t result) {
   Transfer* transfer = block->transfer;
   bool again = false;
   if (result == -EINVAL && block->direct) {
+    // The file system refuses O_DIRECT for this block: it goes through the page cache.
     block->direct = false;
     ++transfer->result.refused;
     again = true;
@@ -107,28 +109,28 @@ void Queue::complete(Block* block, int64_t result) {
   }
   if (again) {
     block->request = block->bytes;
-    again_.push_back(block);
-    work_.notify_one();
+    retries_.push_back(block);
     return;
   }
   if (result <= 0) {
-    ze_aio_result& said = transfer->result;
-    if (said.error == 0 || block->offset < said.error_offset) {
-      said.error = result < 0 ? int32_t(-result) : ZE_AIO_NO_PROGRESS;
-      said.error_offset = block->offset;
+    // Of several failures the one that is first in the file is reported, whatever order they arrive in.
+    ze_aio_result& reported = transfer->result;
+    if (reported.error == 0 || block->offset < reported.error_offset) {
+      reported.error = result < 0 ? int32_t(-result) : ZE_AIO_NO_PROGRESS;
+      reported.error_offset = block->offset;
     }
-    if (transfer->issued < transfer->bytes) {  // the rest is not begun
+    // The rest of a transfer that failed is never issued.
+    if (transfer->issued < transfer->bytes) {
       auto& waiting = waiting_[transfer->write];
       waiting.erase(std::find(waiting.begin(), waiting.end(), transfer));
       transfer->issued = transfer->bytes;
     }
   }
   free_.push_back(block);
-  if (--transfer->in_flight == 0 && transfer->issued == transfer->bytes) settle(transfer);
-  work_.notify_one();
+  if (--transfer->in_flight == 0 && transfer->issued == transfer->bytes) finish(transfer);
 }
 
-void Queue::settle(Transfer* transfer) {
+void Queue::finish(Transfer* transfer) {
   {
     std::lock_guard lock(transfer->mutex);
     transfer->done = true;

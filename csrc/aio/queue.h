@@ -1,4 +1,4 @@
-// What the three backends share: transfers, their blocks, and what becomes of a block's result.
+// The part that both backends share: transfers, their blocks, and the handling of a block's result.
 #pragma once
 
 #include <atomic>
@@ -19,7 +19,7 @@ struct ze_aio_transfer {
   int64_t bytes, offset;
 
   // Guarded by the queue's mutex.
-  int64_t issued = 0;  // bytes that blocks were made of
+  int64_t issued = 0;  // bytes that blocks were cut from
   int in_flight = 0;   // blocks
   ze_aio_result result{};
 
@@ -45,20 +45,23 @@ struct Block {
   int fd() const { return direct ? transfer->direct_fd : transfer->fd; }
 };
 
-// [Note: Who calls what]
-// submit() is the callers'. next() and complete() are the backend's own threads', which run from start() to stop().
-// A block belongs to the thread that took it from next() until that thread hands it to complete(), which may put it
-// back into line: short ones for the rest, interrupted ones for another try.
+// [Note: Threads of a queue]
+// Callers of the library run submit() and wait for transfers. The backend's own threads run next() (or wait_next()) and
+// complete(). A block belongs to the thread that took it until that thread hands it to complete(). A block that was cut
+// short or interrupted goes back into line for the rest or for another try.
+//
+// submit() alone wakes sleeping threads. complete() need not: it frees one block at most, and the thread that calls it
+// takes the next block right after.
 class Queue {
  public:
   Queue(int depth, int64_t block_bytes);
 
   void submit(Transfer* transfer);
-  // A block to issue, or nullptr: none now, or depth are in flight.
+  // Returns a block to issue, or nullptr: there is none now, or `depth` are in flight.
   Block* next();
-  // As next(), but waits; nullptr once the queue is closed and nothing is left.
+  // Waits for a block to issue. Returns nullptr once the queue is closed and nothing is left.
   Block* wait_next();
-  // result: bytes moved, or -errno.
+  // Takes a block back with its result: bytes moved, or -errno.
   void complete(Block* block, int64_t result);
   // Waits until no transfer is under way.
   void drain();
@@ -70,15 +73,15 @@ class Queue {
 
  private:
   Block* take();
-  void settle(Transfer* transfer);
+  void finish(Transfer* transfer);
 
   const int64_t block_bytes_;
   std::mutex mutex_;
   std::condition_variable work_, idle_;
   std::vector<Block> blocks_;
   std::vector<Block*> free_;
-  std::deque<Block*> again_;
-  std::deque<Transfer*> waiting_[2];  // not wholly issued; reads and writes take turns
+  std::deque<Block*> retries_;
+  std::deque<Transfer*> waiting_[2];  // reads and writes that are not wholly issued; they take turns
   int turn_ = 0;
   int64_t under_way_ = 0;
   bool closed_ = false;
@@ -87,22 +90,24 @@ class Queue {
 // The threads that carry blocks to the kernel and back.
 class Backend {
  public:
-  virtual ~Backend() = default;  // stops them; the queue is drained and closed
-  virtual void wake() = 0;       // there may be something to take from Queue::next()
+  // Stops the threads. The queue is drained and closed before.
+  virtual ~Backend() = default;
+  // Says that Queue::next() may have a block now.
+  virtual void wake() = 0;
 };
 
-// 0 with *backend set, or -errno. `queue` outlives it.
+// Each returns 0 with *backend set, or -errno. `queue` outlives the backend.
 int open_io_uring(Queue* queue, Backend** backend);
-int open_libaio(Queue* queue, Backend** backend);
 int open_threads(Queue* queue, Backend** backend);
 
-// Marks a new block if it is one that shall go wrong.
+// Marks a new block if a test wants it to fail.
 void inject(Block* block);
 void read_fault_environment();
 
 void release(Transfer* transfer);
 
-// No signal is delivered to the threads that this makes, so that handlers run in the program's own.
+// Blocks all signals for its lifetime. Threads that are made meanwhile inherit the mask, so that the program's signal
+// handlers never run in a thread of this library, where Python would not expect them.
 class SignalsBlocked {
  public:
   SignalsBlocked();

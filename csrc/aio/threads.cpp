@@ -1,4 +1,4 @@
-// pread and pwrite, a thread for each block in flight: what every system has.
+// pread and pwrite in a thread for each block in flight, which every system has.
 
 #include <cerrno>
 #include <system_error>
@@ -20,7 +20,8 @@ class Threads : public Backend {
     try {
       for (int i = 0; i < queue->depth; ++i) threads_.emplace_back([this] { run(); });
     } catch (const std::system_error&) {
-      if (threads_.empty()) throw;  // fewer threads do as well
+      // Fewer threads serve as well, with fewer blocks in flight.
+      if (threads_.empty()) throw;
     }
   }
 
@@ -28,7 +29,8 @@ class Threads : public Backend {
     for (std::thread& thread : threads_) thread.join();
   }
 
-  void wake() override {}  // they wait on the queue itself
+  // The threads wait on the queue itself.
+  void wake() override {}
 
  private:
   void run() {

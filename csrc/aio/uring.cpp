@@ -1,4 +1,4 @@
-// io_uring by its own system calls; from Linux 5.6 on, whose IORING_OP_READ it needs.
+// io_uring by its own system calls. It needs IORING_OP_READ, which Linux has from 5.6 on.
 
 #include "queue.h"
 
@@ -22,7 +22,7 @@
 #include <time.h>
 #include <unistd.h>
 
-// Of kernels that are newer than the headers may be.
+// Flags of kernels that may be newer than the headers.
 #ifndef IORING_SETUP_COOP_TASKRUN
 #define IORING_SETUP_COOP_TASKRUN (1U << 8)
 #endif
@@ -40,7 +40,8 @@ namespace {
 unsigned load(const unsigned* x) { return __atomic_load_n(x, __ATOMIC_ACQUIRE); }
 void store(unsigned* x, unsigned value) { __atomic_store_n(x, value, __ATOMIC_RELEASE); }
 
-// The two queues that are shared with the kernel. Used by one thread, which also makes it.
+// The submission and completion queues that are shared with the kernel. IORING_SETUP_SINGLE_ISSUER wants one thread to
+// make the ring and to use it.
 class Ring {
  public:
   Ring() = default;
@@ -55,7 +56,8 @@ class Ring {
 
   int open(unsigned entries) {
     io_uring_params params{};
-    // The fewer interruptions of this thread, the newer the kernel: none, none while it computes, the ordinary ones.
+    // The newer the kernel, the less it interrupts this thread with completions: never, never outside of system calls,
+    // at any time.
     for (unsigned flags : {IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN, IORING_SETUP_COOP_TASKRUN, 0U}) {
       params = io_uring_params{};
       params.flags = flags;
@@ -84,7 +86,7 @@ class Ring {
     return 0;
   }
 
-  // Puts a request in line. There is room: no more are under way than the ring was made for.
+  // Puts a request in line. There is always room, for no more are under way than the ring was made for.
   void push(int opcode, int fd, void* address, unsigned bytes, int64_t offset, void* user) {
     const unsigned tail = *sq_tail_, slot = tail & sq_mask_;
     io_uring_sqe& sqe = static_cast<io_uring_sqe*>(sqes_)[slot];
@@ -99,13 +101,13 @@ class Ring {
     store(sq_tail_, tail + 1);
   }
 
-  // Submits what is in line and waits for a completion. 0 or -errno.
+  // Submits the requests in line and waits for a completion. Returns 0 or -errno.
   int enter() {
     const unsigned ready = *sq_tail_ - load(sq_head_);
     return syscall(SYS_io_uring_enter, fd_, ready, 1U, IORING_ENTER_GETEVENTS, nullptr, 0) < 0 ? -errno : 0;
   }
 
-  // The next completion, if there is one.
+  // Takes the next completion. Returns false where there is none.
   bool pop(void** user, int* result) {
     const unsigned head = *cq_head_;
     if (head == load(cq_tail_)) return false;
@@ -137,7 +139,8 @@ class Ring {
   io_uring_cqe* cqes_ = nullptr;
 };
 
-// One thread owns the ring and sleeps in it. A read of an eventfd is always under way, so that wake() is a completion.
+// One thread owns the ring and sleeps in it. A read of an eventfd is always under way, so that wake(), which writes to
+// the eventfd, arrives as a completion.
 class IoUring : public Backend {
  public:
   explicit IoUring(Queue* queue) : queue_(queue) {}
@@ -176,17 +179,18 @@ class IoUring : public Backend {
       opened_.notify_one();
       if (status_ < 0) return;
     }
-    bool awaited = false;  // whether the eventfd's read is under way
+    bool eventfd_read = false;  // whether it is under way
     for (;;) {
-      if (!awaited) ring.push(IORING_OP_READ, event_, &wakes_, sizeof wakes_, 0, nullptr);
-      awaited = true;
+      if (!eventfd_read) ring.push(IORING_OP_READ, event_, &wakes_, sizeof wakes_, 0, nullptr);
+      eventfd_read = true;
       while (Block* block = queue_->next()) {
         ring.push(block->transfer->write ? IORING_OP_WRITE : IORING_OP_READ, block->fd(), block->address,
                   unsigned(block->request), block->offset, block);
         ++in_flight_;
       }
       const int status = ring.enter();
-      if (status < 0 && status != -EINTR) {  // EAGAIN, EBUSY: the kernel is short of something
+      // EAGAIN and EBUSY: the kernel is short of memory or of room for completions.
+      if (status < 0 && status != -EINTR) {
         const timespec pause{0, 1000000};
         nanosleep(&pause, nullptr);
       }
@@ -194,13 +198,13 @@ class IoUring : public Backend {
       int result;
       while (ring.pop(&user, &result)) {
         if (user == nullptr) {
-          awaited = false;
+          eventfd_read = false;
           continue;
         }
         --in_flight_;
         queue_->complete(static_cast<Block*>(user), result);
       }
-      if (!awaited && in_flight_ == 0 && queue_->closed()) return;
+      if (!eventfd_read && in_flight_ == 0 && queue_->closed()) return;
     }
   }
 

@@ -16,7 +16,7 @@ import pytest
 from tests.conftest import ROOT
 from zeroengine.cli.zero_io import main
 from zeroengine.disk import probe
-from zeroengine.disk.probe import Settings, candidates
+from zeroengine.disk.probe import DiskSettings, candidate_settings
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -24,9 +24,9 @@ Run = Callable[..., tuple[int, str, str]]
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     """zero-io that takes no time; gives its exit code, output and errors."""
-    monkeypatch.setattr(probe, "TRY_SECONDS", 0)
+    monkeypatch.setattr(probe, "TRIAL_SECONDS", 0)
     monkeypatch.setattr(probe, "DEPTHS", (1, 2))
-    monkeypatch.setattr(probe, "BLOCKS", (1 << 18, 1 << 20))
+    monkeypatch.setattr(probe, "BLOCK_SIZES", (1 << 18, 1 << 20))
     monkeypatch.setenv("COLUMNS", "200")
 
     def call(*arguments: object) -> tuple[int, str, str]:
@@ -36,8 +36,8 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     return call
 
 
-def settings_of(tree: dict[str, Any]) -> Settings:
-    return Settings(**tree)
+def settings_of(tree: dict[str, Any]) -> DiskSettings:
+    return DiskSettings(**tree)
 
 
 def test_it_shows_the_disk_every_try_and_what_to_write(run: Run, disk: Path) -> None:
@@ -45,20 +45,20 @@ def test_it_shows_the_disk_every_try_and_what_to_write(run: Run, disk: Path) -> 
     code, out, err = run(disk, "--size", "8MiB")
     assert (code, err) == (0, "") and os.listdir(disk) == before
     assert out.startswith(f"{os.path.realpath(disk)}: ") and "direct I/O" in out
-    rows = re.findall(r"^(io_uring|libaio|threads) +(\d+) +([\d,]+) +[\d.]+ +[\d.]+ +[\d.]+", out, re.MULTILINE)
+    rows = re.findall(r"^(io_uring|threads) +(\d+) +([\d,]+) +[\d.]+ +[\d.]+ +[\d.]+", out, re.MULTILINE)
     assert [(name, int(depth), int(block.replace(",", ""))) for name, depth, block in rows] == [
-        (one.backend, one.queue_depth, one.block_size) for one in candidates()
+        (one.backend, one.queue_depth, one.block_size) for one in candidate_settings()
     ]
     assert out.count("best") == 1
     chosen = json.loads("{" + out.splitlines()[-1] + "}")
-    assert settings_of(chosen["aio"]) in candidates()
+    assert settings_of(chosen["aio"]) in candidate_settings()
 
 
 def test_it_prints_json_for_programs(run: Run, disk: Path) -> None:
     code, out, _ = run(disk, "--size", "8MiB", "--json")
     tree = json.loads(out)
-    assert code == 0 and settings_of(tree["aio"]) in candidates()
-    assert len(tree["tried"]) == len(candidates()) and tree["best"] in tree["tried"]
+    assert code == 0 and settings_of(tree["aio"]) in candidate_settings()
+    assert len(tree["tried"]) == len(candidate_settings()) and tree["best"] in tree["tried"]
     assert all(tree["best"][f"{name}_gb_s"] > 0 for name in ("read", "write", "both"))
     assert tree["disk"]["path"] == os.path.realpath(disk)
 

@@ -20,7 +20,7 @@ def whole() -> Iterator[None]:
     _aio.set_fault("none")
 
 
-@pytest.fixture(params=["io_uring", "libaio", "threads"])
+@pytest.fixture(params=["io_uring", "threads"])
 def backend(request: pytest.FixtureRequest) -> str:
     if reason := _aio.unavailable(request.param):
         pytest.skip(f"this machine has no {request.param}: {reason}")
@@ -29,7 +29,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(params=[True, False], ids=["direct", "buffered"])
 def folder(request: pytest.FixtureRequest, disk: Path) -> Iterator[SwapFolder]:
-    folder = SwapFolder(disk, rank=0, direct=request.param)
+    folder = SwapFolder(disk, direct=request.param)
     if folder.direct != request.param:
         pytest.skip("this disk has no direct I/O")
     yield folder

@@ -8,41 +8,42 @@ from pathlib import Path
 import pytest
 
 from zeroengine.disk import probe
-from zeroengine.disk.probe import Settings, Speed, best, candidates, disk_of, tune
+from zeroengine.disk.probe import DiskSettings, DiskSpeed, candidate_settings, describe_disk, fastest, tune
 from zeroengine.disk.swap_files import SwapFolder
 from zeroengine.errors import OffloadError
 from zeroengine.ops import _aio_library as _aio
 
 
 def test_the_fastest_is_chosen_and_of_equals_the_one_that_asks_least() -> None:
-    def speed(backend: str, depth: int, block: int, gb_s: float) -> Speed:
-        return Speed(Settings(backend, depth, block), gb_s, gb_s, gb_s)
+    def speed(backend: str, depth: int, block: int, gb_s: float) -> DiskSpeed:
+        return DiskSpeed(DiskSettings(backend, depth, block), gb_s, gb_s, gb_s)
 
     slow = speed("io_uring", 4, 1 << 20, 1.0)
     small, large = speed("io_uring", 16, 1 << 20, 2.0), speed("io_uring", 32, 1 << 20, 2.05)
     threads = speed("threads", 4, 1 << 20, 2.05)
-    assert best([slow, large, threads, small]) is small
-    assert best([slow, large, threads, speed("threads", 4, 4 << 20, 2.5)]).settings == Settings("threads", 4, 4 << 20)
+    assert fastest([slow, large, threads, small]) is small
+    much_faster = speed("threads", 4, 4 << 20, 2.5)
+    assert fastest([slow, large, threads, much_faster]) is much_faster
 
 
 def test_every_candidate_works(disk: Path) -> None:
-    assert {one.backend for one in candidates()} == set(_aio.available())
-    for one in candidates():
+    assert {one.backend for one in candidate_settings()} == set(_aio.available())
+    for one in candidate_settings():
         with one.queue() as queue:
             assert (queue.backend, queue.depth, queue.block_bytes) == (one.backend, one.queue_depth, one.block_size)
 
 
 def test_speeds_are_of_what_was_asked_for(disk: Path) -> None:
-    folder = SwapFolder(disk, rank=0)
-    work = probe.Probe(folder, 3 * probe.PIECE + 5)
-    assert list(work.fill()) == [probe.PIECE] * 3
-    speeds = probe.measure(work, candidates()[:2])
+    folder = SwapFolder(disk)
+    work = probe.Probe(folder, 3 * probe.TRANSFER_BYTES + 5)
+    assert list(work.fill()) == [probe.TRANSFER_BYTES] * 3
+    speeds = probe.measure(work, candidate_settings()[:2])
     assert all(value > 0 for speed in speeds for value in (speed.read, speed.write, speed.both))
-    assert [speed.settings for speed in speeds] == candidates()[:2]
+    assert [speed.settings for speed in speeds] == candidate_settings()[:2]
 
 
 def test_tuning_is_done_once_a_disk(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "_tuned", {})
+    monkeypatch.setattr(probe, "_tuned_by_device", {})
     settings = tune(disk)
     assert settings.backend == _aio.available()[0]
     settings.queue().close()
@@ -53,7 +54,7 @@ def test_tuning_is_done_once_a_disk(disk: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_disk_is_described(disk: Path) -> None:
-    found = disk_of(SwapFolder(disk, rank=0))
+    found = describe_disk(SwapFolder(disk))
     assert found.path == os.path.realpath(disk) and found.filesystem not in ("unknown", "tmpfs")
     assert found.free_bytes > 0 and found.rotational in (True, False, None)
     assert found.block_size is None or found.block_size % 512 == 0

@@ -85,7 +85,7 @@ def test_another_s_exception_passes_through(path: Path, caplog: pytest.LogCaptur
 
 
 def test_the_page_cache_serves_where_direct_writes_do_not(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sequential_files, "FILESYSTEMS", ())
+    monkeypatch.setattr(sequential_files, "DIRECT_FILESYSTEMS", ())
     with sequential_files.create(path) as file:
         assert isinstance(file, SyncedFile)
         file.write(b"abc")

@@ -16,9 +16,11 @@ import pytest
 import torch
 
 from tests.conftest import ROOT
-from zeroengine.disk import mounts, swap_files
-from zeroengine.disk.queue import DiskQueue, aligned_empty
-from zeroengine.disk.swap_files import SwapFolder, release_mapped
+from zeroengine.disk import mounts
+from zeroengine.disk.aligned_memory import aligned_empty
+from zeroengine.disk.mapped_memory import release_mapped
+from zeroengine.disk.queue import DiskQueue
+from zeroengine.disk.swap_files import SwapFolder
 from zeroengine.errors import OffloadError
 
 NBYTES = 64 << 20
@@ -34,7 +36,7 @@ def memory_of_files() -> int:
 
 class TestLife:
     def test_files_are_private_though_they_share_a_folder(self, disk: Path) -> None:
-        first, second = SwapFolder(disk, rank=0), SwapFolder(disk, rank=0)
+        first, second = SwapFolder(disk), SwapFolder(disk)
         files = [folder.file("state", 8192) for folder in (first, second)]
         with DiskQueue() as queue:
             for number, file in enumerate(files):
@@ -50,10 +52,10 @@ class TestLife:
         found = os.fstat(file.descriptors.buffered)
         assert found.st_nlink == 0 and file.nbytes == found.st_size == 12_288
         assert found.st_blocks * 512 >= file.nbytes, "its space is not taken"
-        assert file.path.startswith(folder.path) and "rank0-state" in file.path
+        assert file.path.startswith(folder.path) and "states-state" in file.path
 
     def test_closing_gives_the_space_back(self, disk: Path) -> None:
-        folder, before = SwapFolder(disk, rank=0), space_held(os.getpid(), disk)
+        folder, before = SwapFolder(disk), space_held(os.getpid(), disk)
         file = folder.file("state", NBYTES)
         assert space_held(os.getpid(), disk) == before + NBYTES
         mapped = file.mapped(0, 10, torch.float32).fill_(3)
@@ -67,9 +69,10 @@ class TestLife:
     def test_a_killed_process_leaves_nothing(self, disk: Path) -> None:
         code = f"""
             import sys, time, torch
-            from zeroengine.disk.queue import DiskQueue, aligned_empty
+            from zeroengine.disk.aligned_memory import aligned_empty
+            from zeroengine.disk.queue import DiskQueue
             from zeroengine.disk.swap_files import SwapFolder
-            folder = SwapFolder(sys.argv[1], rank=0)
+            folder = SwapFolder(sys.argv[1])
             queue, x = DiskQueue(2, 4096), aligned_empty(1 << 24, torch.uint8).fill_(1)
             files = [folder.file(str(n), {NBYTES} // 4) for n in range(4)]
             transfers = [queue.write(file, 0, x) for file in files]
@@ -102,18 +105,18 @@ def space_held(pid: int, disk: Path) -> int:
 class TestRefusals:
     def test_no_folder(self, disk: Path) -> None:
         with pytest.raises(OffloadError, match=rf"nvme_path {disk}/nowhere does not exist: write a folder .*mkdir -p"):
-            SwapFolder(disk / "nowhere", rank=0)
+            SwapFolder(disk / "nowhere")
 
     def test_a_file(self, disk: Path) -> None:
         (disk / "file").write_text("")
         with pytest.raises(OffloadError, match=r"file is a file: write a folder on a local disk"):
-            SwapFolder(disk / "file", rank=0)
+            SwapFolder(disk / "file")
 
     def test_memory(self) -> None:
         if not os.path.isdir("/dev/shm") or not mounts.mount_of("/dev/shm").in_memory:
             pytest.skip("there is no /dev/shm here")
         with pytest.raises(OffloadError, match=r'/dev/shm is on tmpfs, which is memory: .* with "device": "cpu"'):
-            SwapFolder("/dev/shm", rank=0)
+            SwapFolder("/dev/shm")
 
     @pytest.mark.parametrize(
         ("number", "what"),
@@ -132,22 +135,22 @@ class TestRefusals:
         with pytest.raises(
             OffloadError, match=rf"nvme_path {disk} {what}: write a folder on a disk that can be written"
         ):
-            SwapFolder(disk, rank=0)
+            SwapFolder(disk)
 
     @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
     def test_another_users_folder(self) -> None:
         with pytest.raises(OffloadError, match="cannot be written by this user"):
-            SwapFolder("/", rank=0)
+            SwapFolder("/")
 
     def test_no_file_system_for_files(self) -> None:
         with pytest.raises(OffloadError, match="nvme_path /proc cannot"):
-            SwapFolder("/proc", rank=0)
+            SwapFolder("/proc")
 
     def test_too_little_room(self, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        with pytest.raises(OffloadError, match=r"has [\d,.]+ [MG]iB free, but 1,048,576.0 GiB are needed: make room"):
-            SwapFolder(disk, rank=0, min_free_bytes=1 << 50)
-        folder = SwapFolder(disk, rank=3)
-        message = r"rank3-big needs 1,024.0 GiB, .*\(No space left on device; its disk has [\d,.]+ [MG]iB free\): make"
+        with pytest.raises(OffloadError, match=r"has [\d.]+ [MG]iB free, but 1.0 PiB are needed: make room"):
+            SwapFolder(disk, min_free_bytes=1 << 50)
+        folder = SwapFolder(disk, label="rank3")
+        message = r"rank3-big needs 1.0 TiB, .*\(No space left on device; its disk has [\d.]+ [MG]iB free\): make"
         with monkeypatch.context() as patch:
             patch.setattr(folder, "free_bytes", lambda: 10 << 30)
             patch.delattr(os, "posix_fallocate")  # is not even tried: it would fill the disk for others
@@ -173,7 +176,7 @@ class TestRefusals:
             return real(*arguments)
 
         monkeypatch.setattr(os, call, refuse)
-        folder = SwapFolder(disk, rank=0)
+        folder = SwapFolder(disk)
         assert not folder.direct and "has no direct I/O; transfers go through the page cache" in caplog.text
         file = folder.file("state", 1 << 16)
         assert not file.direct
@@ -269,4 +272,3 @@ def test_the_mount_of_a_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
         ("ext4", "/dev/sdb1", False),
         ("ext4", "/dev/vda", False),
     ]
-    assert swap_files._size(3 << 20) == "3.0 MiB"

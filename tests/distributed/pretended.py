@@ -14,7 +14,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zeroengine.disk.queue import aligned_empty
+from zeroengine.disk.aligned_memory import aligned_empty
 from zeroengine.offload.device_copies import Direction
 
 EMPTY = torch.empty(0)

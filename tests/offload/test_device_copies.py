@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from zeroengine.disk import queue
+from zeroengine.disk import aligned_memory
 from zeroengine.errors import OffloadError
 from zeroengine.offload.device_copies import GPUCopies
 
@@ -191,7 +191,7 @@ def test_a_forked_child_has_no_part_in_locked_memory(cuda: Recorded) -> None:
     if not child:
         del memory
         gc.collect()
-        os._exit(0 if cuda.registered and queue._foreign else 1)
+        os._exit(0 if cuda.registered and aligned_memory._pages_of_parent else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 

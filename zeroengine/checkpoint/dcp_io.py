@@ -43,8 +43,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from zeroengine.checkpoint.dcp_metadata import ByteRange, digest_of_items
 from zeroengine.checkpoint.directory import FileRecord
 from zeroengine.checkpoint.entries import StateEntries
+from zeroengine.disk.mapped_memory import populate
 from zeroengine.disk.sequential_files import SequentialFile, create
-from zeroengine.disk.swap_files import populate
 from zeroengine.errors import CheckpointError
 from zeroengine.partition.boxes import Box
 from zeroengine.utils.paths import is_file_name

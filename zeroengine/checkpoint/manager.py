@@ -19,7 +19,7 @@ from zeroengine.checkpoint.inspect import is_plain
 from zeroengine.checkpoint.restore import HalfLoadedError, Restored, as_checkpoint_errors, restore
 from zeroengine.checkpoint.snapshot import SHOWN, EngineParts, Snapshot, snapshot
 from zeroengine.comm.group import check_same
-from zeroengine.disk.queue import aligned_empty
+from zeroengine.disk.aligned_memory import aligned_empty
 from zeroengine.errors import CheckpointError
 from zeroengine.utils.paths import checked_path
 from zeroengine.utils.progress import progress, releasing

@@ -1,6 +1,6 @@
-"""The command `zero-io`: how fast a disk is, and the settings that drive it best.
+"""The command ``zero-io``: how fast a disk is, and the settings that drive it best.
 
-What needs torch is imported once the request is known to be right.
+Modules that need torch are imported after the request was checked, so that a wrong one is refused at once.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 from zeroengine.cli.parser import CommandParser, run_command
 from zeroengine.errors import OffloadError
 from zeroengine.utils.byte_size import parse_byte_size
+from zeroengine.utils.progress import progress
 
 if TYPE_CHECKING:
-    from zeroengine.disk.probe import Disk, Settings, Speed
+    from zeroengine.disk.probe import DiskInfo, DiskSpeed
 
 USAGE = "zero-io PATH [options]"
 EXAMPLES = """\
@@ -30,7 +31,8 @@ examples:
 """
 
 
-def parser() -> CommandParser:
+def make_parser() -> CommandParser:
+    """Return the parser of the command line."""
     about = "Measure how fast a disk reads and writes, and find the settings that drive it best."
     parser = CommandParser("zero-io", USAGE, about, EXAMPLES)
     add = parser.add_argument
@@ -44,56 +46,55 @@ def parser() -> CommandParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; returns its exit code."""
-    return run_command("zero-io", lambda: probe(parser().parse_args(argv)))
+    """Run the command and return its exit code."""
+    return run_command("zero-io", lambda: probe_disk(make_parser().parse_args(argv)))
 
 
-def probe(options: argparse.Namespace) -> int:
+def probe_disk(options: argparse.Namespace) -> int:
+    """Measure the disk, print the result, write the configuration if asked to, and return the exit code."""
     nbytes = parse_byte_size(options.size, "--size", OffloadError)
     config = read_config(options.write_config)
 
-    from zeroengine.disk.probe import Probe, best, candidates, disk_of, measure
+    from zeroengine.disk.probe import TRANSFER_BYTES, Probe, candidate_settings, describe_disk, fastest, measure
     from zeroengine.disk.swap_files import SwapFolder
 
-    folder = SwapFolder(options.path, rank=0, min_free_bytes=nbytes)
-    disk, settings = disk_of(folder), candidates()
-    work = Probe(folder, nbytes)
-    with Progress() as progress:
-        progress.begin("writing a file", work.num_pieces)
-        for _ in work.fill():
-            progress.step()
-        progress.begin("trying settings", 2 * len(settings))
-        speeds = measure(work, settings, progress.step)
+    folder = SwapFolder(options.path, min_free_bytes=nbytes)
+    disk, candidates = describe_disk(folder), candidate_settings()
+    probe = Probe(folder, nbytes)
+    with progress("writing a file", probe.num_transfers * TRANSFER_BYTES) as advance:
+        for written_bytes in probe.fill():
+            advance(written_bytes)
+    with progress("trying settings", 2 * len(candidates), in_bytes=False) as advance:
+        speeds = measure(probe, candidates, lambda: advance(1))
     folder.close()
-    winner = best(speeds)
+    best = fastest(speeds)
     if options.json:
-        print(json.dumps(report(disk, speeds, winner), indent=2))
+        print(json.dumps(make_report(disk, speeds, best), indent=2))
     else:
-        show(disk, speeds, winner)
+        print_table(disk, speeds, best)
     if options.write_config:
-        write_config(options.write_config, config, keys(winner.settings))
+        write_config(options.write_config, config, dataclasses.asdict(best.settings))
         print(f'zero-io: "aio" is now in {options.write_config}', file=sys.stderr)
     return 0
 
 
-def keys(settings: Settings) -> dict[str, Any]:
-    """What stands under "aio" in a configuration."""
-    return dataclasses.asdict(settings)
+def make_report(disk: DiskInfo, speeds: list[DiskSpeed], best: DiskSpeed) -> dict[str, Any]:
+    """Return everything that was measured, for programs."""
 
-
-def report(disk: Disk, speeds: list[Speed], winner: Speed) -> dict[str, Any]:
-    def entry(speed: Speed) -> dict[str, Any]:
-        return keys(speed.settings) | {f"{name}_gb_s": getattr(speed, name) / 1e9 for name in ("read", "write", "both")}
+    def entry(speed: DiskSpeed) -> dict[str, Any]:
+        speeds_gb_s = {f"{name}_gb_s": getattr(speed, name) / 1e9 for name in ("read", "write", "both")}
+        return dataclasses.asdict(speed.settings) | speeds_gb_s
 
     return {
         "disk": dataclasses.asdict(disk),
         "tried": [entry(speed) for speed in speeds],
-        "best": entry(winner),
-        "aio": keys(winner.settings),
+        "best": entry(best),
+        "aio": dataclasses.asdict(best.settings),
     }
 
 
-def show(disk: Disk, speeds: list[Speed], winner: Speed) -> None:
+def print_table(disk: DiskInfo, speeds: list[DiskSpeed], best: DiskSpeed) -> None:
+    """Print the disk, a table of all speeds, and the configuration of the best settings."""
     from rich.console import Console
     from rich.table import Table
 
@@ -111,49 +112,24 @@ def show(disk: Disk, speeds: list[Speed], winner: Speed) -> None:
         table.add_column(name, justify="right")
     table.add_column("")
     for speed in speeds:
-        chosen = speed is winner
+        is_best = speed is best
         table.add_row(
             speed.settings.backend,
             str(speed.settings.queue_depth),
             f"{speed.settings.block_size:,}",
             *(f"{x / 1e9:.2f}" for x in (speed.read, speed.write, speed.both)),
-            "best" if chosen else "",
-            style="bold green" if chosen else None,
+            "best" if is_best else "",
+            style="bold green" if is_best else None,
         )
     Console().print(table)
-    print(f'\nIn the configuration:\n\n"aio": {json.dumps(keys(winner.settings))}')
-
-
-class Progress:
-    """A bar on the terminal, where there is one."""
-
-    def __enter__(self) -> Progress:
-        from rich.console import Console
-        from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
-        from rich.progress import Progress as Bar
-
-        columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-        self._bar = Bar(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
-        self._bar.start()
-        return self
-
-    def begin(self, what: str, total: int) -> None:
-        for task in self._bar.task_ids:
-            self._bar.remove_task(task)
-        self._task = self._bar.add_task(what, total=total)
-
-    def step(self) -> None:
-        self._bar.advance(self._task)
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+    print(f'\nIn the configuration:\n\n"aio": {json.dumps(dataclasses.asdict(best.settings))}')
 
 
 def read_config(path: Path | None) -> dict[str, Any]:
-    """The configuration that the settings shall go into.
+    """Return the configuration that the settings are to be put into; an empty one for None.
 
     Raises:
-        OffloadError: it is not there, or is not a JSON object.
+        OffloadError: It cannot be read, or is not a JSON object.
     """
     if path is None:
         return {}
@@ -169,9 +145,14 @@ def read_config(path: Path | None) -> dict[str, Any]:
 
 
 def write_config(path: Path, config: dict[str, Any], settings: dict[str, Any]) -> None:
-    """Replaces the file by one with the settings, at once and as a whole."""
-    old = config.get("aio")
-    config["aio"] = (old if isinstance(old, dict) else {}) | settings
+    """Put ``settings`` into ``config`` and write that to ``path``, whose file is replaced as a whole.
+
+    Raises:
+        OffloadError: It cannot be written.
+    """
+    section = config.get("aio")
+    config["aio"] = (section if isinstance(section, dict) else {}) | settings
+    # A link is followed, so that the file it points to is replaced and not the link.
     path = Path(os.path.realpath(path))
     try:
         with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:

@@ -232,6 +232,8 @@ def _default_notices(
         yield 'comm.register_buffers "symmetric" means true: symmetric memory is not supported any more.'
     if config.keep_fp32_modules and config.torch_autocast.enabled:
         yield "keep_fp32_modules has no effect under torch_autocast, which decides operation by operation."
+    if config.aio.backend == "libaio":
+        yield 'aio.backend "libaio" is not used: io_uring serves instead, and threads where that is not available.'
     if written.get(("optimizer", "type")) == "AdamW" and written.get(("optimizer", "params", "weight_decay")) is None:
         yield "optimizer.params.weight_decay is not given and is 0.0, as in DeepSpeed; torch.optim.AdamW's own is 0.01."
 

@@ -58,7 +58,7 @@ class Aio(Section):
     """How files on NVMe are read and written. "auto" values are measured on the disk, in less than a second."""
 
     backend: Annotated[Literal["io_uring", "libaio", "threads"] | None, AUTO] = None
-    """The system interface for transfers. "auto": the first of these that works here."""
+    """The system interface for transfers. "auto": the first of these that works here. "libaio" stands for "auto"."""
     block_size: Annotated[Annotated[int, Ge(BLOCK), Le(1 << 30), INTEGRAL] | None, AUTO] = None
     """Bytes in one request to the disk."""
     queue_depth: Annotated[Annotated[int, Ge(1), Le(1 << 15), INTEGRAL] | None, AUTO] = None

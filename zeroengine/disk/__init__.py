@@ -1,1 +1,13 @@
-"""Asynchronous direct I/O, which offload and checkpoints both stand on. Knows nothing of models or ranks."""
+"""Asynchronous direct I/O: the ground floor that offload and checkpoints stand on.
+
+Nothing here knows of models, shards or the configuration's schema. What goes in and out are paths, tensors of the CPU
+and byte offsets. From the bottom up:
+
+- ``mounts``: The file system that a path lies on.
+- ``aligned_memory``: CPU memory that direct I/O can use without a copy.
+- ``queue``: Reads and writes of tensors, any number at once, beside the computation.
+- ``mapped_memory``: Tensors that are part of a mapped file, populated before use and evicted after it.
+- ``swap_files``: Files without names, for states that do not fit in memory.
+- ``sequential_files``: Files that are written from start to end and synced, for checkpoints.
+- ``probe``: Measurements of a disk, and the settings that drive it best.
+"""

@@ -1,47 +1,57 @@
-"""What a path lies on: its file system, as the kernel lists it."""
+"""The file system that a path lies on, as the kernel lists it in ``/proc/self/mountinfo``."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
 
-MEMORY = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
+MEMORY_FILESYSTEMS = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
 
 
 @dataclass(frozen=True)
 class Mount:
-    """A mounted file system."""
+    """A mounted file system.
+
+    Attributes:
+        path: The folder that it is mounted on.
+        filesystem: Its type, such as ext4, xfs, nfs4 or tmpfs.
+        device: What it is mounted from, such as /dev/nvme0n1p1 or server:/export.
+    """
 
     path: str
-    filesystem: str  # ext4, xfs, nfs4, tmpfs, ...
-    device: str  # /dev/nvme0n1p1, server:/export, ...
+    filesystem: str
+    device: str
 
     @property
     def in_memory(self) -> bool:
-        return self.filesystem in MEMORY
+        """Whether files on it take memory and not a disk."""
+        return self.filesystem in MEMORY_FILESYSTEMS
 
 
 def mount_of(path: str | os.PathLike[str]) -> Mount:
-    """The file system of a path that exists. Where the kernel does not tell, its type and device are "unknown"."""
-    real = os.path.realpath(path)
-    best = Mount("/", "unknown", "unknown")
+    """Return the file system of a path that exists.
+
+    Where the kernel does not list it, type and device are "unknown".
+    """
+    real_path = os.path.realpath(path)
+    mount = Mount("/", "unknown", "unknown")
     try:
         with open("/proc/self/mountinfo") as lines:
             for line in lines:
                 before, _, after = line.partition(" - ")
-                point, (kind, device) = unescape(before.split()[4]), after.split()[:2]
-                # Of two mounts on one point the later hides the earlier.
-                if is_within(real, point) and len(point) >= len(best.path):
-                    best = Mount(point, kind, unescape(device))
+                mount_point, (filesystem, device) = _unescape(before.split()[4]), after.split()[:2]
+                # Of two mounts on one point the later hides the earlier, so equal lengths replace.
+                if _is_within(real_path, mount_point) and len(mount_point) >= len(mount.path):
+                    mount = Mount(mount_point, filesystem, _unescape(device))
     except OSError:
         pass
-    return best
+    return mount
 
 
-def is_within(path: str, folder: str) -> bool:
+def _is_within(path: str, folder: str) -> bool:
     return path == folder or path.startswith(folder.rstrip("/") + "/")
 
 
-def unescape(text: str) -> str:
-    """mountinfo writes spaces and the like as octal numbers."""
+def _unescape(text: str) -> str:
+    """Return a field of mountinfo, which writes spaces and the like as octal numbers, as plain text."""
     return text.encode("latin-1", "backslashreplace").decode("unicode_escape") if "\\" in text else text

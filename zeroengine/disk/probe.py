@@ -1,4 +1,4 @@
-"""How fast a disk is, and how it is best driven: backends, depths and block sizes, each tried for a moment."""
+"""How fast a disk is, and the settings that drive it best: backends, depths and block sizes, each tried shortly."""
 
 from __future__ import annotations
 
@@ -13,205 +13,268 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from zeroengine.disk.aligned_memory import aligned_empty
 from zeroengine.disk.mounts import mount_of
-from zeroengine.disk.queue import BLOCK_BYTES, DEPTH, DiskQueue, Transfer, aligned_empty
+from zeroengine.disk.queue import DEFAULT_BLOCK_BYTES, DEFAULT_DEPTH, DiskQueue, Transfer
 from zeroengine.disk.swap_files import SwapFile, SwapFolder
 from zeroengine.ops import _aio_library as _aio
 
 KIB, MIB = 1 << 10, 1 << 20
-READ, WRITE, BOTH = (False,), (True,), (False, True)
-DEPTHS, BLOCKS = (4, 16, 32), (256 * KIB, MIB, 4 * MIB)
-MAX_IN_FLIGHT = 32 * MIB
-PIECE = 4 * MIB  # of one transfer
-TRY_SECONDS, LONG_SECONDS = 0.06, 15
-ALIKE = 0.95  # of the best: tries at least as fast count as equal
+DEPTHS, BLOCK_SIZES = (4, 16, 32), (256 * KIB, MIB, 4 * MIB)
+MAX_BYTES_IN_FLIGHT = 32 * MIB
+TRANSFER_BYTES = 4 * MIB
+TRIAL_SECONDS, MAX_FIRST_ROUND_SECONDS = 0.06, 15
+TUNING_FILE_BYTES, TUNING_FILL_SECONDS = 64 * MIB, 0.3
+# Settings within this factor of the fastest count as equally fast.
+EQUAL_SPEED = 0.95
 
-_tuned: dict[int, Settings] = {}  # by device number
+# What a trial does: reads (False), writes (True), or both at once.
+READ, WRITE, READ_AND_WRITE = (False,), (True,), (False, True)
+
+_tuned_by_device: dict[int, DiskSettings] = {}
 
 
 @dataclass(frozen=True)
-class Settings:
-    """How a disk is driven: the keys of "aio" in the configuration. The defaults are good ones, and need no probe."""
+class DiskSettings:
+    """How a disk is driven: the keys of "aio" in the configuration. The defaults are good without a measurement.
+
+    Attributes:
+        backend: As of ``DiskQueue``.
+        queue_depth: Blocks in flight.
+        block_size: The size of a block in bytes.
+    """
 
     backend: str = "auto"
-    queue_depth: int = DEPTH  # blocks in flight
-    block_size: int = BLOCK_BYTES  # bytes
+    queue_depth: int = DEFAULT_DEPTH
+    block_size: int = DEFAULT_BLOCK_BYTES
 
     def queue(self) -> DiskQueue:
-        """A new queue of these settings."""
+        """Return a new queue with these settings."""
         return DiskQueue(self.queue_depth, self.block_size, self.backend)
 
 
 @dataclass(frozen=True)
-class Speed:
-    """What settings gave, in bytes a second."""
+class DiskSpeed:
+    """What a disk gave with some settings, in bytes per second.
 
-    settings: Settings
+    Attributes:
+        settings: The settings.
+        read: The speed of reads alone.
+        write: The speed of writes alone.
+        both: Bytes read plus bytes written per second, while half of each is under way.
+    """
+
+    settings: DiskSettings
     read: float
     write: float
-    both: float  # read plus written, while half of each is under way
+    both: float
 
     @property
     def score(self) -> float:
-        return (self.read * self.write * self.both) ** (1 / 3)
+        """The geometric mean of the three speeds."""
+        return float((self.read * self.write * self.both) ** (1 / 3))
 
 
 @dataclass(frozen=True)
-class Disk:
-    """What a folder lies on."""
+class DiskInfo:
+    """The disk that a folder lies on.
+
+    Attributes:
+        path: The folder.
+        filesystem: The type of its file system.
+        device: The device that is mounted there.
+        rotational: Whether the disk rotates, as the kernel says, which guesses in virtual machines. None: unknown.
+        block_size: Bytes of a logical block of the device. None: unknown.
+        direct: Whether direct I/O works.
+        free_bytes: Bytes that this process may still write.
+    """
 
     path: str
     filesystem: str
     device: str
-    rotational: bool | None  # as the kernel says, which guesses in virtual machines; None where it does not know
-    block_size: int | None  # bytes of a logical block of the device
-    direct: bool  # whether direct I/O works
+    rotational: bool | None
+    block_size: int | None
+    direct: bool
     free_bytes: int
 
 
-def disk_of(folder: SwapFolder) -> Disk:
+def describe_disk(folder: SwapFolder) -> DiskInfo:
+    """Return what the kernel tells about the disk that a folder lies on."""
     mount = mount_of(folder.path)
-    queue = _queue_of(folder.path, mount.device)
+    queue_folder = _queue_folder(folder.path, mount.device)
 
-    def number(name: str) -> int | None:
+    def read_number(name: str) -> int | None:
         try:
-            return int(Path(queue, name).read_text()) if queue else None
+            return int(Path(queue_folder, name).read_text()) if queue_folder else None
         except (OSError, ValueError):
             return None
 
-    rotational = number("rotational")
-    return Disk(
+    rotational = read_number("rotational")
+    return DiskInfo(
         path=folder.path,
         filesystem=mount.filesystem,
         device=mount.device,
         rotational=None if rotational is None else bool(rotational),
-        block_size=number("logical_block_size"),
+        block_size=read_number("logical_block_size"),
         direct=folder.direct,
         free_bytes=folder.free_bytes(),
     )
 
 
-def _queue_of(path: str, device: str) -> str | None:
-    """The folder of /sys that describes a path's block device."""
-    numbers = [os.stat(path).st_dev]
+def _queue_folder(path: str, device: str) -> str | None:
+    """Return the folder of /sys that describes the request queue of a path's block device."""
+    device_numbers = [os.stat(path).st_dev]
+    # Some file systems (btrfs, overlay) have a device number of their own; the mounted device has the disk's.
     if device.startswith("/dev/") and os.path.exists(device):
-        numbers.append(os.stat(device).st_rdev)
-    for number in numbers:
+        device_numbers.append(os.stat(device).st_rdev)
+    for number in device_numbers:
         entry = os.path.realpath(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
-        for folder in (entry, os.path.dirname(entry)):  # a partition's queue is its disk's
+        # A partition's queue is that of its disk, the folder above.
+        for folder in (entry, os.path.dirname(entry)):
             if os.path.isdir(os.path.join(folder, "queue")):
                 return os.path.join(folder, "queue")
     return None
 
 
 class Probe:
-    """A file full of data on the disk in question, and buffers to move it with."""
+    """A file full of data on the disk in question, and the buffers to move it with.
+
+    Args:
+        folder: A folder on the disk.
+        nbytes: The size of the file in bytes; at least two transfers are taken.
+
+    Attributes:
+        num_transfers: The size of the file in transfers of ``TRANSFER_BYTES``.
+
+    Raises:
+        OffloadError: There is no room.
+    """
 
     def __init__(self, folder: SwapFolder, nbytes: int) -> None:
-        """Takes `nbytes` of the disk, at least two pieces.
-
-        Raises:
-            OffloadError: there is no room.
-        """
-        self.num_pieces = max(nbytes // PIECE, 2)
-        self._file: SwapFile = folder.file("probe", self.num_pieces * PIECE)
-        self._written = 0  # pieces
-        self._buffers: dict[bool, list[Tensor]] = {False: [], True: []}
+        self.num_transfers = max(nbytes // TRANSFER_BYTES, 2)
+        self._file: SwapFile = folder.file("probe", self.num_transfers * TRANSFER_BYTES)
+        self._num_filled = 0
+        self._read_buffers: list[Tensor] = []
+        self._write_buffers: list[Tensor] = []
 
     def fill(self, seconds: float = math.inf) -> Iterator[int]:
-        """Writes the file piece by piece, so that there is something to read; gives the bytes of each. After `seconds`
-        what is written so far must do."""
+        """Write the file transfer by transfer, so that there is something to read, and yield the bytes of each.
+
+        Args:
+            seconds: The time after which trials use what is written so far.
+        """
         start = time.perf_counter()
         with DiskQueue() as queue:
-            while self._written < self.num_pieces and (self._written < 2 or time.perf_counter() - start < seconds):
-                queue.write(self._file, self._written * PIECE, self._buffer(True, 0)).wait_host()
-                self._written += 1
-                yield PIECE
+            while self._num_filled < self.num_transfers and (
+                self._num_filled < 2 or time.perf_counter() - start < seconds
+            ):
+                queue.write(self._file, self._num_filled * TRANSFER_BYTES, self._buffer(True, 0)).wait_host()
+                self._num_filled += 1
+                yield TRANSFER_BYTES
 
-    def speed(self, settings: Settings, kinds: Sequence[bool], seconds: float) -> float:
-        """Bytes a second, of reads (False), writes (True) or both at once."""
-        moved = 0
-        # Enough that the queue is full while one of them is waited for.
-        at_once = -(-settings.queue_depth * settings.block_size // PIECE) + 1
-        position = {kind: index * self._written // 2 for index, kind in enumerate(kinds)}
+    def speed(self, settings: DiskSettings, kinds: Sequence[bool], seconds: float) -> float:
+        """Return the bytes per second of one trial.
+
+        Args:
+            settings: The settings to try.
+            kinds: ``READ``, ``WRITE`` or ``READ_AND_WRITE``.
+            seconds: The length of the trial.
+        """
+        moved_bytes = 0
+        # One more than fills the queue, which must stay full while one of them is waited for.
+        num_buffers = -(-settings.queue_depth * settings.block_size // TRANSFER_BYTES) + 1
+        position = {kind: index * self._num_filled // 2 for index, kind in enumerate(kinds)}
         with settings.queue() as queue:
 
-            def begin(kind: bool, buffer: Tensor) -> tuple[bool, Tensor, Transfer]:
-                offset = position[kind] % self._written * PIECE
+            def start_transfer(kind: bool, buffer: Tensor) -> tuple[bool, Tensor, Transfer]:
+                offset = position[kind] % self._num_filled * TRANSFER_BYTES
                 position[kind] += 1
                 return kind, buffer, (queue.write if kind else queue.read)(self._file, offset, buffer)
 
-            buffers = [(kind, self._buffer(kind, index)) for index in range(at_once) for kind in kinds]
+            buffers = [(kind, self._buffer(kind, index)) for index in range(num_buffers) for kind in kinds]
             start = time.perf_counter()
-            under_way = deque(begin(*one) for one in buffers)
+            under_way = deque(start_transfer(kind, buffer) for kind, buffer in buffers)
             while under_way:
                 kind, buffer, transfer = under_way.popleft()
                 transfer.wait_host()
-                moved += buffer.nbytes
+                moved_bytes += buffer.nbytes
                 if time.perf_counter() - start < seconds:
-                    under_way.append(begin(kind, buffer))
-            return moved / (time.perf_counter() - start)
+                    under_way.append(start_transfer(kind, buffer))
+            return moved_bytes / (time.perf_counter() - start)
 
-    def _buffer(self, kind: bool, index: int) -> Tensor:
-        buffers = self._buffers[kind]
+    def _buffer(self, write: bool, index: int) -> Tensor:
+        buffers = self._write_buffers if write else self._read_buffers
         while len(buffers) <= index:
-            # No zeros, which disks of virtual machines may leave out.
-            buffers.append(aligned_empty(PIECE // 8, torch.int64).random_())
+            # Random bytes, because disks of virtual machines may leave zeros out.
+            buffers.append(aligned_empty(TRANSFER_BYTES // 8, torch.int64).random_())
         return buffers[index]
 
-    def close(self) -> None:
-        self._file.close()
 
-
-def candidates() -> list[Settings]:
-    """What `zero-io` tries: every backend of this machine with every depth and block size."""
+def candidate_settings() -> list[DiskSettings]:
+    """Return what ``zero-io`` tries: every backend of this machine with every depth and block size."""
     return [
-        Settings(backend, depth, block)
+        DiskSettings(backend, depth, block_size)
         for backend in _aio.available()
-        for block in BLOCKS
+        for block_size in BLOCK_SIZES
         for depth in DEPTHS
-        if depth * block <= MAX_IN_FLIGHT
+        if depth * block_size <= MAX_BYTES_IN_FLIGHT
     ]
 
 
-def measure(probe: Probe, settings: Sequence[Settings], step: Callable[[], None] = lambda: None) -> list[Speed]:
-    """Tries all settings in turn, reading, writing and both at once; calls `step` after each. Then once more, so that
-    slow and fast moments of the disk fall on all alike, unless that takes long."""
+def measure(
+    probe: Probe, candidates: Sequence[DiskSettings], report_progress: Callable[[], None] = lambda: None
+) -> list[DiskSpeed]:
+    """Try all candidates in turn, reading, writing and both at once, and return the mean speeds of each.
+
+    There are two rounds, so that slow and fast moments of the disk fall on all candidates alike, unless the first took
+    long.
+
+    Args:
+        probe: A filled probe.
+        candidates: The settings to try.
+        report_progress: Called after each trial.
+    """
     rounds: list[list[tuple[float, ...]]] = []
     start = time.perf_counter()
-    while not rounds or (len(rounds) < 2 and time.perf_counter() - start < LONG_SECONDS):
+    while not rounds or (len(rounds) < 2 and time.perf_counter() - start < MAX_FIRST_ROUND_SECONDS):
         rounds.append([])
-        for one in settings:
-            rounds[-1].append(tuple(probe.speed(one, kinds, TRY_SECONDS) for kinds in (READ, WRITE, BOTH)))
-            step()
-    means = [[sum(speeds) / len(rounds) for speeds in zip(*tries, strict=True)] for tries in zip(*rounds, strict=True)]
-    return [Speed(one, *mean) for one, mean in zip(settings, means, strict=True)]
+        for settings in candidates:
+            rounds[-1].append(
+                tuple(probe.speed(settings, kinds, TRIAL_SECONDS) for kinds in (READ, WRITE, READ_AND_WRITE))
+            )
+            report_progress()
+    trials_by_candidate = zip(*rounds, strict=True)
+    means = [[sum(speeds) / len(rounds) for speeds in zip(*trials, strict=True)] for trials in trials_by_candidate]
+    return [DiskSpeed(settings, *mean) for settings, mean in zip(candidates, means, strict=True)]
 
 
-def best(speeds: Sequence[Speed]) -> Speed:
-    """The fastest. Of those about as fast, the one that asks least: by backend, then by bytes in flight."""
-    fastest = max(speed.score for speed in speeds)
+def fastest(speeds: Sequence[DiskSpeed]) -> DiskSpeed:
+    """Return the fastest. Of those about as fast, the one that asks least: by backend, then by bytes in flight."""
+    top_score = max(speed.score for speed in speeds)
     rank = list(_aio.BACKENDS).index
-    alike = [speed for speed in speeds if speed.score >= ALIKE * fastest]
-    return min(alike, key=lambda x: (rank(x.settings.backend), x.settings.queue_depth * x.settings.block_size))
+    equals = [speed for speed in speeds if speed.score >= EQUAL_SPEED * top_score]
+    return min(equals, key=lambda x: (rank(x.settings.backend), x.settings.queue_depth * x.settings.block_size))
 
 
-def tune(path: str | os.PathLike[str]) -> Settings:
-    """Good settings for the disk that a folder is on, found in less than a second with 64 MiB of it; once a process and
-    disk, after which they are remembered.
+def tune(path: str | os.PathLike[str]) -> DiskSettings:
+    """Return good settings for the disk that a folder is on, found in less than a second with 64 MiB of it.
+
+    The result is remembered for each disk as long as the process lives.
 
     Raises:
-        OffloadError: the folder cannot be used.
+        OffloadError: The folder cannot be used.
     """
-    folder = SwapFolder(path, rank=0)
+    folder = SwapFolder(path)
     device = os.stat(folder.path).st_dev
-    if device not in _tuned:
-        probe = Probe(folder, 64 * MIB)
-        for _ in probe.fill(seconds=0.3):
+    if device not in _tuned_by_device:
+        probe = Probe(folder, TUNING_FILE_BYTES)
+        for _ in probe.fill(seconds=TUNING_FILL_SECONDS):
             pass
         backend = _aio.available()[0]
-        tries = [Settings(backend, *numbers) for numbers in ((16, 256 * KIB), (8, MIB), (32, MIB))]
-        speeds = {one: probe.speed(one, BOTH, TRY_SECONDS) for one in tries}
-        _tuned[device] = next(one for one in tries if speeds[one] >= ALIKE * max(speeds.values()))
+        # Ascending by bytes in flight: the first that is fast enough asks least.
+        candidates = [DiskSettings(backend, *numbers) for numbers in ((16, 256 * KIB), (8, MIB), (32, MIB))]
+        speeds = {settings: probe.speed(settings, READ_AND_WRITE, TRIAL_SECONDS) for settings in candidates}
+        enough = EQUAL_SPEED * max(speeds.values())
+        _tuned_by_device[device] = next(settings for settings in candidates if speeds[settings] >= enough)
         folder.close()
-    return _tuned[device]
+    return _tuned_by_device[device]

@@ -1,4 +1,10 @@
-"""Files that are written once, from start to end, and are on the disk when they are closed."""
+"""Files that are written once, from start to end, and are on the disk when they are closed.
+
+Guarantees: ``close`` syncs a file (``fsync``) before it returns, so what was written survives a power cut; syncing the
+folder that holds its name is the caller's part. ``DirectFile`` writes past the page cache with O_DIRECT in aligned
+buffers, pads the last one to the alignment, and cuts the file to its true size afterwards. A file whose ``close``
+raised or never ran holds a part of its bytes.
+"""
 
 from __future__ import annotations
 
@@ -11,34 +17,38 @@ from typing import Any, TypeAlias
 
 import torch
 
+from zeroengine.disk.aligned_memory import aligned_empty, round_up
 from zeroengine.disk.mounts import mount_of
-from zeroengine.disk.queue import Descriptors, DiskQueue, Transfer, aligned_empty, round_up
+from zeroengine.disk.queue import Descriptors, DiskQueue, Transfer
 from zeroengine.errors import OffloadError
 from zeroengine.ops import _aio_library as _aio
 
 BUFFER_BYTES, NUM_BUFFERS = 4 << 20, 4
-AHEAD = 256 << 20  # bytes of the disk that are taken before they are written
-# Local ones, whose fallocate() takes space without writing it. Elsewhere the page cache serves better.
-FILESYSTEMS = ("ext4", "xfs", "btrfs", "f2fs", "overlay")
+# How much of the disk is allocated before it is written, so that a file lies in few extents.
+PREALLOCATED_BYTES = 256 << 20
+# Local file systems whose fallocate() takes space without writing it. On others the page cache serves better.
+DIRECT_FILESYSTEMS = ("ext4", "xfs", "btrfs", "f2fs", "overlay")
 
 
 def create(path: str | os.PathLike[str]) -> SequentialFile:
-    """A new file, or an empty one in the place of another; on a local disk past the page cache.
+    """Return a new file, or an empty one in the place of another: a ``DirectFile`` on a local disk.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: It cannot be made.
     """
-    if hasattr(os, "O_DIRECT") and mount_of(os.path.dirname(os.path.abspath(path))).filesystem in FILESYSTEMS:
-        with contextlib.suppress(OffloadError):  # no library
+    if hasattr(os, "O_DIRECT") and mount_of(os.path.dirname(os.path.abspath(path))).filesystem in DIRECT_FILESYSTEMS:
+        # Without the disk library the page cache serves.
+        with contextlib.suppress(OffloadError):
             _aio.library()
             return DirectFile(path)
     return SyncedFile(io.FileIO(path, "w"))
 
 
 class SyncedFile(io.BufferedWriter):
-    """One in the page cache until ``close``."""
+    """A file that goes through the page cache and is synced by ``close``."""
 
     def close(self) -> None:
+        """Write what is buffered, sync and close."""
         if not self.closed:
             self.flush()
             os.fsync(self.fileno())
@@ -46,49 +56,64 @@ class SyncedFile(io.BufferedWriter):
 
 
 class DirectFile(io.RawIOBase):
-    """One that is written past the page cache, beside the work that makes its bytes. Takes 16 MiB of memory.
+    """A file that is written past the page cache, beside the work that makes its bytes. Takes 16 MiB of memory.
 
-    Its errors are ``OSError``, as of any file. Where a ``with`` ends with another exception, part of it is written.
+    ``write`` fills buffers in turn; a full one is sent to the disk while the next is filled. A file that fits in one
+    buffer starts no queue and goes through the page cache.
+
+    Its errors are ``OSError``, as of any file. Where a ``with`` block ends with another exception, the file is left
+    unfinished and not synced.
+
+    Attributes:
+        path: Its path.
+        nbytes: A bound for the queue, which refuses transfers behind the end of a file: this one grows.
+        descriptors: Its open descriptors.
     """
 
-    nbytes = 1 << 62  # for the queue: it grows
+    nbytes = 1 << 62
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
         flags = os.O_RDWR | os.O_CLOEXEC
         self.descriptors = Descriptors(os.open(path, flags | os.O_CREAT | os.O_TRUNC, 0o666))
-        with contextlib.suppress(OSError):  # then its blocks pass through the page cache
+        # Where O_DIRECT is refused the blocks pass through the page cache.
+        with contextlib.suppress(OSError):
             self.descriptors.direct = os.open(path, flags | os.O_DIRECT)
-        self._queue: DiskQueue | None = None  # a small file needs none
+        self._queue: DiskQueue | None = None
         self._buffers = [aligned_empty(BUFFER_BYTES, torch.uint8) for _ in range(NUM_BUFFERS)]
         self._views = [_bytes_of(buffer) for buffer in self._buffers]
         self._writes: list[Transfer | None] = [None] * NUM_BUFFERS
-        self._current = 0  # of the buffers: the one being filled
-        self._filled = 0  # bytes of it
-        self._end = 0  # of the file: where it goes
-        self._taken = 0  # of the disk, in bytes
+        self._current = 0
+        self._filled_bytes = 0
+        self._sent_bytes = 0
+        self._allocated_bytes = 0
 
     def writable(self) -> bool:
+        """Return True."""
         return True
 
     def write(self, data: Any) -> int:
-        """Appends a copy of ``data``. Waits for the disk where it has fallen behind by all buffers."""
+        """Append a copy of ``data``, any contiguous buffer, and return its size in bytes.
+
+        Waits for the disk where it has fallen behind by all buffers.
+        """
         source = memoryview(data).cast("B")
         done = 0
         while done < len(source):
-            count = min(len(source) - done, BUFFER_BYTES - self._filled)
-            self._views[self._current][self._filled : self._filled + count] = source[done : done + count]
-            self._filled += count
+            count = min(len(source) - done, BUFFER_BYTES - self._filled_bytes)
+            self._views[self._current][self._filled_bytes : self._filled_bytes + count] = source[done : done + count]
+            self._filled_bytes += count
             done += count
-            if self._filled == BUFFER_BYTES:
+            if self._filled_bytes == BUFFER_BYTES:
                 self._send(BUFFER_BYTES)
         return done
 
     def tell(self) -> int:
-        """Bytes written so far."""
-        return self._end + self._filled
+        """Return the bytes written so far."""
+        return self._sent_bytes + self._filled_bytes
 
     def close(self) -> None:
+        """Write the rest, sync and close."""
         if self.closed:
             return
         size = self.tell()
@@ -96,43 +121,49 @@ class DirectFile(io.RawIOBase):
             if self._queue is None:
                 self._write_through_the_page_cache()
             else:
-                self._end_transfers(size)
+                self._finish_transfers(size)
+            # O_DIRECT passes by the page cache, not by the disk's own cache, and never syncs the size.
             os.fsync(self.descriptors.buffered)
         finally:
-            self._let_go()
+            self._release()
 
     def _write_through_the_page_cache(self) -> None:
-        left = self._views[0][: self._filled]
+        """Write a file that fits in one buffer."""
+        rest = self._views[0][: self._filled_bytes]
         try:
-            while left:
-                left = left[os.write(self.descriptors.buffered, left) :]
+            while rest:
+                rest = rest[os.write(self.descriptors.buffered, rest) :]
         except OSError as error:
             error.filename = self.path
             raise
 
-    def _end_transfers(self, size: int) -> None:
-        if self._filled:
-            last = round_up(self._filled)
-            self._views[self._current][self._filled : last] = bytes(last - self._filled)
-            self._send(last)
+    def _finish_transfers(self, size: int) -> None:
+        """Send the last buffer padded to the alignment, wait for all of them, and cut the file to ``size`` bytes."""
+        if self._filled_bytes:
+            padded = round_up(self._filled_bytes)
+            self._views[self._current][self._filled_bytes : padded] = bytes(padded - self._filled_bytes)
+            self._send(padded)
         for i in range(NUM_BUFFERS):
             self._wait(i)
         os.ftruncate(self.descriptors.buffered, size)
 
     def _send(self, nbytes: int) -> None:
+        """Start to write the first ``nbytes`` of the current buffer, and make the next one current once it is free."""
         if self._queue is None:
             self._queue = DiskQueue()
-        if self._end + nbytes > self._taken:
-            with contextlib.suppress(OSError):  # the write says what is wrong, if anything is
-                os.posix_fallocate(self.descriptors.buffered, self._end, AHEAD)
-            self._taken = self._end + AHEAD
+        if self._sent_bytes + nbytes > self._allocated_bytes:
+            # Only an optimisation: where the disk is full the write below says so.
+            with contextlib.suppress(OSError):
+                os.posix_fallocate(self.descriptors.buffered, self._sent_bytes, PREALLOCATED_BYTES)
+            self._allocated_bytes = self._sent_bytes + PREALLOCATED_BYTES
         i = self._current
-        self._writes[i] = self._queue.write(self, self._end, self._buffers[i][:nbytes])
-        self._end += self._filled
-        self._current, self._filled = (i + 1) % NUM_BUFFERS, 0
+        self._writes[i] = self._queue.write(self, self._sent_bytes, self._buffers[i][:nbytes])
+        self._sent_bytes += self._filled_bytes
+        self._current, self._filled_bytes = (i + 1) % NUM_BUFFERS, 0
         self._wait(self._current)
 
     def _wait(self, i: int) -> None:
+        """Wait for the write from buffer ``i``, if there is one."""
         write, self._writes[i] = self._writes[i], None
         if write is None:
             return
@@ -142,23 +173,26 @@ class DirectFile(io.RawIOBase):
             code = error.errno or errno.EIO
             raise OSError(code, os.strerror(code), self.path) from error
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
+        """Close without a sync. Of several errors the first is raised, so those of the remaining writes are dropped."""
         super().close()
         for write in filter(None, self._writes):
-            with contextlib.suppress(OffloadError):  # of several errors the first is raised
+            with contextlib.suppress(OffloadError):
                 write.wait_host()
         if self._queue is not None:
             self._queue.close()
         del self.descriptors, self._buffers, self._views
 
     def __enter__(self) -> DirectFile:
+        """Return the file itself."""
         return self
 
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
+    def __exit__(self, error_type: object, *_: object) -> None:
+        """Close the file; after an exception without finishing it."""
+        if error_type is None:
             self.close()
         elif not self.closed:
-            self._let_go()
+            self._release()
 
 
 def _bytes_of(buffer: torch.Tensor) -> memoryview:

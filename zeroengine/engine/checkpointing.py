@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zeroengine.deferred_init import meta_init
-from zeroengine.disk.swap_files import populate
+from zeroengine.disk.mapped_memory import populate
 from zeroengine.engine.accumulation import MANUAL_MODE
 from zeroengine.engine.assembly import EngineComponents
 from zeroengine.errors import ZeroEngineError

@@ -17,7 +17,7 @@ from torch import nn
 
 from zeroengine.comm.group import Group
 from zeroengine.comm.interfaces import Transport
-from zeroengine.disk.swap_files import populate
+from zeroengine.disk.mapped_memory import populate
 from zeroengine.engine.accumulation import Accumulation
 from zeroengine.engine.gathered import owner_of
 from zeroengine.errors import ZeroEngineError

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from zeroengine.disk.queue import Pages, aligned_empty, memory_behind
+from zeroengine.disk.aligned_memory import Pages, aligned_empty, pages_of
 from zeroengine.errors import OffloadError
 from zeroengine.utils.work import Work
 
@@ -124,7 +124,7 @@ class GPUCopies:
     def host_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         memory = aligned_empty(numel, dtype)
         if self._pin and numel:
-            _pin(memory_behind(memory), memory)
+            _pin(pages_of(memory), memory)
         return memory
 
     def device_memory(self, nbytes: int) -> torch.Tensor:
@@ -153,4 +153,4 @@ def _pin(pages: Pages, memory: torch.Tensor) -> None:
         with contextlib.suppress(Exception):  # the interpreter may be on its way out
             cudart.cudaHostUnregister(address)
 
-    pages.before_end, pages.owner = unpin, process
+    pages.before_unmap, pages.owner = unpin, process

@@ -20,8 +20,10 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import torch
 
-from zeroengine.disk.queue import DiskQueue, aligned_empty, round_up
-from zeroengine.disk.swap_files import SwapFile, SwapFolder, populate, release_mapped
+from zeroengine.disk.aligned_memory import aligned_empty, round_up
+from zeroengine.disk.mapped_memory import populate, release_mapped
+from zeroengine.disk.queue import DiskQueue
+from zeroengine.disk.swap_files import SwapFile, SwapFolder
 from zeroengine.errors import ZeroEngineError
 from zeroengine.offload.device_copies import Direction
 from zeroengine.utils.work import Completed, Work

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from zeroengine.comm.interfaces import Transport
-from zeroengine.disk.queue import ALIGNMENT
+from zeroengine.disk.aligned_memory import ALIGNMENT
 from zeroengine.offload.disk_store import OffloadStore, padded_nbytes
 from zeroengine.utils.work import Work
 

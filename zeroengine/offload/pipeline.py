@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from zeroengine.disk.queue import aligned_empty
+from zeroengine.disk.aligned_memory import aligned_empty
 from zeroengine.offload.device_copies import Copies
 from zeroengine.offload.disk_store import StateStore, padded_nbytes, poison_on_error
 from zeroengine.utils.work import Work

@@ -14,7 +14,7 @@ import torch
 from zeroengine.comm.interfaces import Transport
 from zeroengine.config import FLOATS, Config
 from zeroengine.config.offload import OffloadOptimizer, OffloadParam
-from zeroengine.disk.probe import Settings, tune
+from zeroengine.disk.probe import DiskSettings, tune
 from zeroengine.disk.queue import DiskQueue
 from zeroengine.disk.swap_files import SwapFolder
 from zeroengine.errors import OffloadError
@@ -27,7 +27,7 @@ from zeroengine.partition.cut import UnitPlan
 from zeroengine.partition.degrees import Degrees
 from zeroengine.partition.layout import FlatLayout
 
-WORTH_TUNING = 1 << 28  # bytes of states
+MIN_TUNED_BYTES = 1 << 28  # of states on one disk
 PIECE = 4096  # what buffers hold a multiple of, in elements
 MEMORY = ""  # stands for CPU memory where a folder's name would
 
@@ -215,18 +215,21 @@ def _text(path: str | Path) -> str:
 
 
 def open_disk(path: str, nbytes: int, config: Config, rank: int) -> DiskStore:
-    """
+    """Open a store of ``nbytes`` bytes in the folder ``path``, with the settings of the configuration.
+
     Raises:
         OffloadError: ``path`` cannot be used, or has too little room.
     """
-    folder = SwapFolder(path, rank=rank, min_free_bytes=nbytes)
-    found = (
-        tune(path) if nbytes > WORTH_TUNING and None in (config.aio.block_size, config.aio.queue_depth) else Settings()
-    )
+    folder = SwapFolder(path, label=f"rank{rank}", min_free_bytes=nbytes)
+    # A measurement of what the configuration leaves "auto" is worth its time only where there is much to move.
+    auto = None in (config.aio.block_size, config.aio.queue_depth)
+    tuned = tune(path) if auto and nbytes > MIN_TUNED_BYTES else DiskSettings()
+    # Configurations may name "libaio", as DeepSpeed's do: it is accepted with a notice, and stands for "auto".
+    backend = None if config.aio.backend == "libaio" else config.aio.backend
     queue = DiskQueue(
-        config.aio.queue_depth or found.queue_depth,
-        config.aio.block_size or found.block_size,
-        config.aio.backend or found.backend,
+        config.aio.queue_depth or tuned.queue_depth,
+        config.aio.block_size or tuned.block_size,
+        backend or tuned.backend,
     )
     return DiskStore(folder, queue, nbytes)
 

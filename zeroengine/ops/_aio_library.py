@@ -1,4 +1,4 @@
-"""Finds the disk library built from csrc/aio, loads it with ctypes and declares its C interface."""
+"""The disk library built from csrc/aio: found, loaded with ctypes, and its C interface declared."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from zeroengine.ops._loading import Signatures, open_library
 ABI_VERSION = 1
 PATH = Path(__file__).with_name("_aio.so")
 ALIGNMENT = 4096
-BACKENDS = {"auto": 0, "io_uring": 1, "libaio": 2, "threads": 3}
+BACKENDS = {"auto": 0, "io_uring": 1, "threads": 3}
 NO_PROGRESS = -1
 FAULTS = {"none": 0, "short": -1, "empty": -2}
 
 
 class Result(ctypes.Structure):
-    """`ze_aio_result` of csrc/zeroengine_aio.h."""
+    """The struct ``ze_aio_result`` of csrc/zeroengine_aio.h."""
 
     _fields_ = (("error", c_int32), ("refused", c_int32), ("error_offset", c_int64))
 
@@ -40,10 +40,10 @@ _SIGNATURES: Signatures = {
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The disk library of csrc/zeroengine_aio.h, loaded once.
+    """Return the disk library, which is loaded once.
 
     Raises:
-        OffloadError: it is missing, or another version's.
+        OffloadError: It is missing, or another version's.
     """
     try:
         return open_library(PATH, _SIGNATURES, "ze_aio_abi_version", ABI_VERSION)
@@ -57,24 +57,26 @@ def library() -> ctypes.CDLL:
 
 @functools.cache
 def available() -> tuple[str, ...]:
-    """The backends that work on this machine, best first.
+    """Return the names of the backends that work on this machine, best first.
 
     Raises:
-        OffloadError: the library is missing.
+        OffloadError: The library is missing.
     """
     return tuple(name for name, code in BACKENDS.items() if name != "auto" and library().ze_aio_probe(code) == 0)
 
 
 def unavailable(backend: str) -> str:
-    """Why a backend does not work here, as the system puts it; "" where it does."""
+    """Return the system's reason why a backend does not work here; "" where it does."""
     status = library().ze_aio_probe(BACKENDS[backend])
     return os.strerror(-status) if status else ""
 
 
-def set_fault(what: str | int, first: int = 1, count: int = 1) -> None:
-    """For tests: blocks number `first` to `first + count - 1` of this process from now on, counted from 1, go wrong.
+def set_fault(fault: str | int, first: int = 1, count: int = 1) -> None:
+    """Make blocks of this process fail, for tests.
 
     Args:
-        what: "short" (half of the block is moved), "empty" (nothing is), an errno, or "none" for an end of it.
+        fault: "short" (half of the block is moved), "empty" (nothing is), an errno, or "none" to end all faults.
+        first: The first block that fails, counted from 1 from this call on.
+        count: The number of blocks that fail.
     """
-    library().ze_aio_set_fault(FAULTS[what] if isinstance(what, str) else what, first, count)
+    library().ze_aio_set_fault(FAULTS[fault] if isinstance(fault, str) else fault, first, count)

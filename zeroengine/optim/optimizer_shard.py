@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from zeroengine import ops
-from zeroengine.disk.swap_files import populate
+from zeroengine.disk.mapped_memory import populate
 from zeroengine.offload.disk_store import Medium, OffloadStore
 from zeroengine.offload.offload_states import resident_bytes
 from zeroengine.offload.offloaded_shards import OffloadedShards

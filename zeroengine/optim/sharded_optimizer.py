@@ -18,7 +18,7 @@ import torch
 
 from zeroengine import ops
 from zeroengine.comm.interfaces import Transport
-from zeroengine.disk.swap_files import populate
+from zeroengine.disk.mapped_memory import populate
 from zeroengine.errors import ZeroEngineError
 from zeroengine.offload.disk_store import Medium, OffloadStore
 from zeroengine.offload.offload_states import resident_bytes

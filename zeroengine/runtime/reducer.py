@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from zeroengine.comm.interfaces import Transport
-from zeroengine.disk.swap_files import populate
+from zeroengine.disk.mapped_memory import populate
 from zeroengine.errors import ZeroEngineError
 from zeroengine.offload.disk_store import OffloadStore
 from zeroengine.runtime.backward_tracker import BackwardListener, BackwardTracker

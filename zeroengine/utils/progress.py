@@ -25,15 +25,25 @@ def releasing(report: Callable[[int], None], evict: Callable[[], None]) -> Calla
 
 
 @contextlib.contextmanager
-def progress(what: str, total: int, shown: bool = True) -> Iterator[Callable[[int], None]]:
-    """Gives a function to be called with the bytes done since its last call."""
+def progress(
+    description: str, total: int, shown: bool = True, *, in_bytes: bool = True
+) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar on a terminal, and yield a function to be called with the amount done since its last call.
+
+    Args:
+        description: The label of the bar.
+        total: The amount that is to be done.
+        shown: False to show nothing.
+        in_bytes: Whether amounts are bytes; otherwise they are counts.
+    """
     if not (shown and sys.stderr.isatty()):
         yield lambda done: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=total)
+    amount = (DownloadColumn(), TransferSpeedColumn()) if in_bytes else ()
+    columns = (TextColumn("{task.description}"), BarColumn(), *amount, TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(description, total=total)
         yield lambda done: bar.advance(task, done)

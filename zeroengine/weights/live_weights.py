@@ -15,7 +15,7 @@ import torch
 from zeroengine.checkpoint.entries import MODEL, StateEntries, StateEntry
 from zeroengine.checkpoint.snapshot import SHOWN, EngineParts
 from zeroengine.comm.group import check_same
-from zeroengine.disk.swap_files import populate
+from zeroengine.disk.mapped_memory import populate
 from zeroengine.errors import CheckpointError
 from zeroengine.partition.boxes import Box, boxes_of_run
 from zeroengine.utils.byte_size import parse_byte_size

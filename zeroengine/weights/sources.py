@@ -15,7 +15,7 @@ import torch
 
 from zeroengine.checkpoint.dcp_metadata import METADATA
 from zeroengine.checkpoint.directory import LATEST, MANIFEST
-from zeroengine.disk.swap_files import populate_pages
+from zeroengine.disk.mapped_memory import populate_pages
 from zeroengine.errors import CheckpointError
 from zeroengine.partition.boxes import Box
 from zeroengine.weights.chunked_reads import read_at

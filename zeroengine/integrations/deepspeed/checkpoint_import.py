@@ -23,7 +23,7 @@ from zeroengine.checkpoint.dcp_io import cause
 from zeroengine.checkpoint.directory import FORMAT, MANIFEST, TAG, CheckpointDirectory, Manifest
 from zeroengine.checkpoint.entries import MODEL, OPTIMIZER, StateEntry
 from zeroengine.checkpoint.snapshot import EXTRA, Snapshot, storable, versions
-from zeroengine.disk.swap_files import populate_pages
+from zeroengine.disk.mapped_memory import populate_pages
 from zeroengine.errors import CheckpointError
 from zeroengine.integrations.deepspeed.checkpoint_files import DeepSpeedFiles, check_out, files_of, find_checkpoint
 from zeroengine.integrations.deepspeed.optimizer_states import (

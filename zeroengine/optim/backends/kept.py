@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from zeroengine.disk.swap_files import populate
+from zeroengine.disk.mapped_memory import populate
 from zeroengine.optim.sharded_optimizer import OptimizerShard, ShardedOptimizer, as_tensor
 from zeroengine.partition.layout import ShardSpan
 

@@ -1,0 +1,102 @@
+"""CPU memory that direct I/O reads into and writes from without a copy.
+
+Guarantees of ``aligned_empty``: The address is a multiple of ``ALIGNMENT`` bytes. The memory belongs to the tensor up
+to the end of its last page. It is zero at first, and unmapped when the last view of the tensor is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from zeroengine.ops._aio_library import ALIGNMENT as ALIGNMENT
+
+HUGE_PAGE_BYTES = 2 << 20
+
+
+class Pages(mmap.mmap):
+    """Anonymous memory of this process alone.
+
+    [Note: Memory and forked children]
+    A private mapping is copied on write after a fork. Memory that is page-locked must not be: the kernel would copy
+    all of it at the fork. It is therefore marked MADV_DONTFORK, and the child has nothing at its address, or something
+    else. Python's object for the mapping exists in the child all the same, and its destructor would unmap that
+    something else. ``owner`` tells the child to keep the object for ever instead.
+
+    Attributes:
+        before_unmap: Called before the memory is unmapped, to unlock it.
+        owner: The process that has the memory, where its forked children do not.
+    """
+
+    before_unmap: Callable[[], None] | None = None
+    owner: int | None = None
+
+    def __new__(cls, nbytes: int) -> Pages:
+        """Map ``nbytes`` bytes of zeros. mmap's default, a shared mapping, would be shared with forked children."""
+        return super().__new__(cls, -1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+    def __del__(self) -> None:
+        """Unlock the memory before it goes, or keep the object where the memory is another process's."""
+        if self.owner not in (None, os.getpid()):
+            _pages_of_parent.append(self)
+        elif self.before_unmap is not None:
+            self.before_unmap()
+
+
+_pages_of_parent: list[Pages] = []
+"""Objects that a forked child must never destroy. See the note in ``Pages``."""
+
+_pages_by_address: weakref.WeakValueDictionary[int, Pages] = weakref.WeakValueDictionary()
+"""The pages behind each ``aligned_empty``, by the address of its storage."""
+
+
+def round_up(nbytes: int) -> int:
+    """Return ``nbytes`` rounded up to a multiple of ``ALIGNMENT``."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def aligned_empty(numel: int, dtype: torch.dtype) -> Tensor:
+    """Return a new 1-D CPU tensor of zeros that direct I/O can use without a copy.
+
+    Large tensors begin at a huge page and lie in huge pages where the system has them.
+    """
+    nbytes = numel * dtype.itemsize
+    if nbytes == 0:
+        return torch.empty(0, dtype=dtype, device="cpu")
+    padded = round_up(nbytes)
+    large = padded >= HUGE_PAGE_BYTES
+    pages = Pages(padded + HUGE_PAGE_BYTES * large)
+    offset = 0
+    if large:
+        with contextlib.suppress(OSError, AttributeError):
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        offset = -address_of(pages) % HUGE_PAGE_BYTES
+    tensor = torch.frombuffer(pages, dtype=dtype, count=numel, offset=offset)
+    _pages_by_address[tensor.data_ptr()] = pages
+    return tensor
+
+
+def pages_of(tensor: Tensor) -> Pages:
+    """Return the pages of an ``aligned_empty`` or of a view of one."""
+    return _pages_by_address[tensor.untyped_storage().data_ptr()]
+
+
+def owns_last_page(tensor: Tensor) -> bool:
+    """Return whether the rest of the tensor's last page belongs to it, so that direct I/O may move the whole page.
+
+    This is so for an ``aligned_empty`` and for a view of its end.
+    """
+    storage = tensor.untyped_storage()
+    end = tensor.data_ptr() + tensor.nbytes
+    return storage.data_ptr() in _pages_by_address and end == storage.data_ptr() + storage.nbytes()
+
+
+def address_of(mapping: mmap.mmap) -> int:
+    """Return the address that a mapping begins at."""
+    return torch.frombuffer(mapping, dtype=torch.uint8, count=1).data_ptr()

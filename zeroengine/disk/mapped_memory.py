@@ -1,0 +1,98 @@
+"""Tensors that are part of a mapped file: read into memory before they are used, evicted after it.
+
+[Note: SIGBUS]
+A page of a mapped file is read when it is touched first. Where the disk fails, the kernel cannot return an error from a
+load or a store; it ends the process by SIGBUS. ``populate`` asks for the pages by ``madvise`` (MADV_POPULATE_READ and
+MADV_POPULATE_WRITE, Linux 5.14), which does return an error. So whoever is about to use a mapped tensor populates it
+first. On an older kernel ``madvise`` says EINVAL, nothing is populated, and SIGBUS remains possible.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import weakref
+
+from torch import Tensor
+
+from zeroengine.disk.aligned_memory import address_of
+from zeroengine.errors import OffloadError
+
+# Python's mmap has no names for these.
+MADV_POPULATE_READ, MADV_POPULATE_WRITE = 22, 23
+_libc = ctypes.CDLL(None, use_errno=True)
+
+_mapping_by_address: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
+"""The mapping behind each registered tensor, by the address of the tensor's storage."""
+
+
+def register(tensor: Tensor, mapping: mmap.mmap) -> None:
+    """Make ``tensor``, a view of ``mapping``, and its views known to ``populate`` and ``release_mapped``."""
+    _mapping_by_address[tensor.untyped_storage().data_ptr()] = mapping
+
+
+def populate(tensor: Tensor, *, write: bool = False) -> None:
+    """Bring a mapped tensor, or a view of one, into memory before its values are used in place.
+
+    Tensors that are not registered are left alone.
+
+    Args:
+        write: Whether the values are going to be written.
+
+    Raises:
+        OffloadError: The disk cannot be read.
+    """
+    if tensor.device.type != "cpu" or tensor.untyped_storage().data_ptr() not in _mapping_by_address:
+        return
+    try:
+        populate_pages(tensor, write=write)
+    except OSError:
+        raise OffloadError(
+            "states on NVMe cannot be read: the disk fails, or the file has lost its space (see dmesg). Replace the "
+            "disk, write another nvme_path, and load the last checkpoint"
+        ) from None
+
+
+def populate_pages(tensor: Tensor, *, write: bool = False) -> None:
+    """Bring the pages that any CPU tensor lies in into memory. Those of a mapped file are read now.
+
+    Args:
+        write: Whether the values are going to be written.
+
+    Raises:
+        OSError: They cannot be read. See the note above for kernels that cannot say so.
+    """
+    if not tensor.numel():
+        return
+    start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    stop = tensor.data_ptr() + _extent_bytes(tensor)
+    advice = MADV_POPULATE_WRITE if write else MADV_POPULATE_READ
+    failed = _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), advice)
+    if failed and ctypes.get_errno() != errno.EINVAL:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def release_mapped(tensor: Tensor) -> None:
+    """Evict the pages of a mapped tensor, or of a view of one, from this process. The data stays in the file.
+
+    Raises:
+        OffloadError: The tensor is not registered.
+    """
+    mapping = _mapping_by_address.get(tensor.untyped_storage().data_ptr())
+    if mapping is None:
+        raise OffloadError("release_mapped: this tensor is not one of SwapFile.mapped; pass what that returned")
+    offset = tensor.data_ptr() - address_of(mapping)
+    start, stop = offset // mmap.PAGESIZE * mmap.PAGESIZE, offset + _extent_bytes(tensor)
+    if stop > start:
+        # The file is mapped shared, so what was written stays in the page cache and goes to the disk from there.
+        mapping.madvise(mmap.MADV_DONTNEED, start, stop - start)
+
+
+def _extent_bytes(tensor: Tensor) -> int:
+    """Return the bytes from the first element of a strided tensor to the end of its last one."""
+    if not tensor.numel():
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (1 + last) * tensor.element_size()
