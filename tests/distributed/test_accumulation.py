@@ -28,7 +28,7 @@ from tests.distributed.training import (
     train_at,
     train_plainly,
 )
-from tests.parametrization import EVERY_TRANSPORT
+from tests.parametrization import EVERY_TRANSPORT, SHARED_MEMORY_AND_SLOW_GLOO, TRANSPORTS, in_turn
 
 
 def by_pairs(task: Task, loop: Train, plain: Trained, **more: Any) -> None:
@@ -44,7 +44,7 @@ def by_pairs(task: Task, loop: Train, plain: Trained, **more: Any) -> None:
 # -- accumulation -------------------------------------------------------------------------------------
 
 
-@EVERY_TRANSPORT
+@SHARED_MEMORY_AND_SLOW_GLOO
 def test_micro_steps_add_up_to_the_mean(transport: str) -> None:
     task = Task(micro_steps=3, steps=3)
     by_pairs(task, ordinary_loop, train_plainly(task), comm={"transport": transport})
@@ -167,8 +167,7 @@ def plain_windows(task: Task) -> Trained:
     return Trained(losses, norms, {name: value.clone() for name, value in model.state_dict().items()})
 
 
-@EVERY_TRANSPORT
-@pytest.mark.parametrize("loop", [manual, manual_with_boundaries])
+@in_turn(("loop", "transport"), [manual, manual_with_boundaries], TRANSPORTS)
 def test_manual_accumulation_steps_after_as_many_backwards_as_come(loop: Train, transport: str) -> None:
     by_pairs(Task(), loop, plain_windows(Task()), comm={"transport": transport}, **MANUAL)
 
@@ -316,14 +315,17 @@ def loop_one_after_another(task: Task, engine: zeroengine.Engine) -> Any:
     return backwards(task, engine, one_after_another)
 
 
-@EVERY_TRANSPORT
-@pytest.mark.parametrize(
-    ("run", "loop"),
-    [(two_forwards, loop_two_forwards), (retained, loop_retained), (one_after_another, loop_one_after_another)],
-    ids=["two graphs", "one retained graph", "one after another"],
+@in_turn(
+    ("runs", "transport"),
+    [
+        pytest.param((two_forwards, loop_two_forwards), id="two graphs"),
+        pytest.param((retained, loop_retained), id="one retained graph"),
+        pytest.param((one_after_another, loop_one_after_another), id="one after another"),
+    ],
+    TRANSPORTS,
 )
-def test_two_backwards_before_one_step_add_up(run: Any, loop: Train, transport: str) -> None:
-    task = Task()
+def test_two_backwards_before_one_step_add_up(runs: tuple[Any, Train], transport: str) -> None:
+    task, (run, loop) = Task(), runs
     check_every_stage(task, loop=loop, plain=plain_backwards(task, run), comm={"transport": transport})
 
 

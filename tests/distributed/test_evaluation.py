@@ -25,7 +25,7 @@ from tests.distributed.training import (
     train_at,
 )
 from tests.emulated import cpu_alone
-from tests.parametrization import EVERY_TRANSPORT
+from tests.parametrization import SHARED_MEMORY_AND_SLOW_GLOO, TRANSPORTS, in_turn
 
 
 def evaluating(task: Task, engine: zeroengine.Engine) -> tuple[list[float], list[float]]:
@@ -53,7 +53,7 @@ def evaluating(task: Task, engine: zeroengine.Engine) -> tuple[list[float], list
     return losses, norms
 
 
-@EVERY_TRANSPORT
+@SHARED_MEMORY_AND_SLOW_GLOO
 def test_evaluation_anywhere_between_steps_changes_nothing(transport: str) -> None:
     check_every_stage(Task(), loop=evaluating, comm={"transport": transport})
 
@@ -168,8 +168,7 @@ class Plain(Net):
     """The same modules without checkpointing."""
 
 
-@EVERY_TRANSPORT
-@pytest.mark.parametrize("factory", [Checkpointed, Reentrant, InSegments])
+@in_turn(("factory", "transport"), [Checkpointed, Reentrant, InSegments], TRANSPORTS)
 def test_activation_checkpointing_changes_no_bit(factory: Any, transport: str) -> None:
     comm = {"transport": transport}
     recomputed = check_every_stage(Task(factory=factory, data=features), comm=comm)
@@ -206,7 +205,7 @@ def gathers_per_step(tasks: list[Task], transport: str, more: dict[str, Any]) ->
     return found
 
 
-@EVERY_TRANSPORT
+@SHARED_MEMORY_AND_SLOW_GLOO
 def test_activation_checkpointing_gathers_no_unit_twice_in_the_backward(transport: str) -> None:
     tasks = [Task(factory=factory, data=features) for factory in (Plain, Checkpointed, Reentrant, InSegments)]
     more = {"units": ["stem", "blocks.*", "head"]}
@@ -231,7 +230,7 @@ def gathers_of_evaluations(transport: str) -> list[tuple[list[str], int]]:
     return found
 
 
-@EVERY_TRANSPORT
+@SHARED_MEMORY_AND_SLOW_GLOO
 def test_an_evaluation_gathers_each_block_once_and_leaves_nothing_whole(transport: str) -> None:
     """With a tied embedding too, whose unit is used first and last: nothing follows the second time."""
     for found in run_ranks(2, gathers_of_evaluations, transport):

@@ -24,7 +24,7 @@ from tests.distributed.ranks import run_ranks
 from tests.distributed.test_parameters import Net, Skipping, features
 from tests.distributed.training import start
 from tests.emulated import cpu_alone, need_transport
-from tests.parametrization import EVERY_TRANSPORT
+from tests.parametrization import EVERY_TRANSPORT, SHARED_MEMORY_AND_SLOW_GLOO
 from zeroengine import DivergenceError
 from zeroengine.comm.group import Group
 
@@ -149,7 +149,7 @@ def scale_differently(transport: str, timeout: float) -> tuple[str, float]:
     return until_error(run)
 
 
-@EVERY_TRANSPORT
+@SHARED_MEMORY_AND_SLOW_GLOO
 def test_ranks_whose_loss_scales_differ_are_told(transport: str) -> None:
     for rank, (message, seconds) in enumerate(run_ranks(2, scale_differently, transport, PATIENCE)):
         assert seconds < SOON and f"loss scale {(8, 16)[rank]}" in message, message

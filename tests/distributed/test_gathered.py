@@ -15,7 +15,7 @@ from tests.distributed.models import TinyLM, batch, build
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_parameters import Net, features
 from tests.distributed.training import Task, make_engine, start
-from tests.parametrization import EVERY_TRANSPORT
+from tests.parametrization import SHARED_MEMORY_AND_SLOW_GLOO
 from zeroengine import ReleasedParameterError, ZeroEngineError, gathered
 
 STAGES = (0, 1, 2, 3)
@@ -233,7 +233,7 @@ def write_and_train(transport: str) -> None:
         assert engine.full_state_dict()["norm.weight"][0] != 5.0
 
 
-@EVERY_TRANSPORT
+@SHARED_MEMORY_AND_SLOW_GLOO
 def test_what_is_written_inside_gathered_holds_on_all_ranks_and_is_trained_on(transport: str) -> None:
     run_ranks(2, write_and_train, transport)
 

@@ -30,7 +30,7 @@ from tests.distributed.training import (
     train_at,
     train_plainly,
 )
-from tests.parametrization import EVERY_TRANSPORT
+from tests.parametrization import SHARED_MEMORY_AND_SLOW_GLOO
 from zeroengine import ZeroEngineError
 from zeroengine.optim.loss_scaler import LossScaler
 
@@ -368,7 +368,7 @@ def divided(transport: str) -> list[Any]:
     return [train_at(STAGES, task, mixed, more | {"comm": {"transport": transport}}) for more in DIVIDED]
 
 
-@EVERY_TRANSPORT
+@SHARED_MEMORY_AND_SLOW_GLOO
 def test_dividing_gradients_before_their_sum_changes_no_number(transport: str) -> None:
     ranks = run_ranks(2, divided, transport)
     for usual, prescaled, by_eight, by_three in ranks:

@@ -17,6 +17,7 @@ import zeroengine
 from tests.distributed.models import TinyLM, batch, build, config
 from tests.distributed.ranks import RankFailed, run_ranks
 from tests.distributed.training import take_steps
+from tests.parametrization import in_turn
 from zeroengine.comm.transports.single_process import LocalTransport
 from zeroengine.config import load
 from zeroengine.offload.placement import place_states
@@ -26,6 +27,7 @@ from zeroengine.partition.degrees import degrees_of_stage
 
 OPTIMIZER, BOTH = ("offload_optimizer",), ("offload_optimizer", "offload_param")
 PARAM = ("offload_param",)
+PRECISIONS = [pytest.param({}, id="fp32"), pytest.param({"bf16": {"enabled": True}}, id="bf16")]
 
 
 def offloaded(stage: int, path: Path | str, which: tuple[str, ...], **more: Any) -> dict[str, Any]:
@@ -61,17 +63,30 @@ def assert_same(one: Any, other: Any) -> None:
     assert all(torch.equal(one[2][name], other[2][name]) for name in one[2])
 
 
-@pytest.mark.parametrize(
-    ("world_size", "stage", "which"),
-    [
-        (1, 3, BOTH), (1, 2, OPTIMIZER), (1, 3, PARAM), (2, 1, OPTIMIZER), (2, 2, OPTIMIZER), (2, 3, OPTIMIZER),
-        (2, 3, PARAM), (2, 3, BOTH), (3, 3, BOTH),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+CASES = [
+    (1, 3, BOTH),
+    (2, 3, BOTH),
+    (2, 1, OPTIMIZER),
+    (1, 2, OPTIMIZER),
+    (2, 3, PARAM),
+    (1, 3, PARAM),
+    (3, 3, BOTH),
+    (2, 2, OPTIMIZER),
+    (2, 3, OPTIMIZER),
+]
+NAMES = {OPTIMIZER: "optimizer", PARAM: "parameters", BOTH: "both"}
+WHICH = [pytest.param(which, id=NAMES[which]) for which in (OPTIMIZER, BOTH)]
+
+
+@in_turn(
+    ("case", "precision"),
+    [pytest.param(case, id=f"{case[0]} ranks, stage {case[1]}, {NAMES[case[2]]}") for case in CASES],
+    PRECISIONS,
+)
 def test_nvme_gives_the_bits_of_memory(
-    tmp_path: Path, world_size: int, stage: int, which: tuple[str, ...], precision: dict[str, Any]
+    tmp_path: Path, case: tuple[int, int, tuple[str, ...]], precision: dict[str, Any]
 ) -> None:
+    world_size, stage, which = case
     zero = {"param_persistence_threshold": 0}
     here = config(stage, **precision)
     here["zero_optimization"] |= zero
@@ -102,8 +117,7 @@ def load_and_go_on(settings: dict[str, Any], folder: str, steps: int) -> Any:
     return take_steps(engine, range(steps, 2 * steps)), engine.full_state_dict()
 
 
-@pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("to_disk", [True, False])
+@in_turn(("to_disk", "precision"), [pytest.param(True, id="to disk"), pytest.param(False, id="to memory")], PRECISIONS)
 def test_checkpoints_go_between_disk_and_memory(tmp_path: Path, to_disk: bool, precision: dict[str, Any]) -> None:
     (tmp_path / "nvme").mkdir()
     away = offloaded(3, tmp_path / "nvme", BOTH, checkpoint={"async_save": True}, **precision)
@@ -136,8 +150,7 @@ def look_and_write(settings: dict[str, Any]) -> Any:
     return seen, engine.full_state_dict()
 
 
-@pytest.mark.parametrize("which", [OPTIMIZER, BOTH])
-@pytest.mark.parametrize("world_size", [1, 2])
+@in_turn(("world_size", "which"), [1, 2], WHICH)
 def test_inspection_and_surgery_reach_what_is_on_disk(tmp_path: Path, world_size: int, which: tuple[str, ...]) -> None:
     here = config(3, zero_optimization={"param_persistence_threshold": 0})
     expected = run_ranks(world_size, look_and_write, here)
@@ -152,9 +165,12 @@ def accumulate(settings: dict[str, Any]) -> Any:
     return train(settings, 3)[:3]
 
 
-@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 2), (2, 3)])
-@pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
-def test_gradients_add_up_on_disk(tmp_path: Path, world_size: int, stage: int, precision: dict[str, Any]) -> None:
+GRADIENT_CASES = [pytest.param(case, id=f"{case[0]} ranks, stage {case[1]}") for case in ((1, 3), (2, 2), (2, 3))]
+
+
+@in_turn(("case", "precision"), GRADIENT_CASES, PRECISIONS)
+def test_gradients_add_up_on_disk(tmp_path: Path, case: tuple[int, int], precision: dict[str, Any]) -> None:
+    world_size, stage = case
     more = {"gradient_accumulation_steps": 3, **precision}
     expected = run_ranks(world_size, accumulate, config(stage, **more))
     found = run_ranks(world_size, accumulate, offloaded(stage, tmp_path, OPTIMIZER, **more))
@@ -225,8 +241,7 @@ def fail_on_rank_0(settings: dict[str, Any], folder: str, kind: int, when: str) 
     return " | ".join(told)
 
 
-@pytest.mark.parametrize("when", ["forward", "gradients", "update"])
-@pytest.mark.parametrize("kind", [errno.EIO, errno.ENOSPC])
+@in_turn(("when", "kind"), ["forward", "gradients", "update"], [errno.EIO, errno.ENOSPC])
 def test_a_failing_disk_ends_every_rank_with_an_error_and_the_checkpoint_still_loads(
     tmp_path: Path, kind: int, when: str
 ) -> None:
@@ -299,7 +314,7 @@ def room_and_use(path: Path) -> list[tuple[str, int, int, int]]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_the_room_that_is_asked_for_is_what_the_states_take(world_size: int, tmp_path: Path) -> None:
     for of_rank in run_ranks(world_size, room_and_use, tmp_path):
         for shape, num_files, asked, used in of_rank:
@@ -381,8 +396,7 @@ def generate_between_steps(settings: dict[str, Any], nvme: str | None) -> Any:
     return losses + take_steps(engine, range(2, 4)), seen, engine.full_state_dict()
 
 
-@pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [1, 3])
+@in_turn(("stage", "precision"), [1, 3], PRECISIONS)
 def test_states_leave_for_a_while_and_come_back(tmp_path: Path, stage: int, precision: dict[str, Any]) -> None:
     settings = config(stage, **precision)
     expected = run_ranks(2, generate_between_steps, settings, None)
@@ -462,8 +476,7 @@ def use_in_place(settings: dict[str, Any], root: Path) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("which", [OPTIMIZER, BOTH])
+@in_turn(("which", "precision"), WHICH, PRECISIONS)
 def test_a_disk_that_fails_under_mapped_states_is_an_error_and_no_signal(
     which: tuple[str, ...], precision: dict[str, Any], tmp_path: Path
 ) -> None:

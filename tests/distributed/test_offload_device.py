@@ -25,6 +25,7 @@ from tests.distributed.models import TinyLM, batch, build, config
 from tests.distributed.pretended import Apart, ApartMode, LateCopies
 from tests.distributed.ranks import RankFailed, run_ranks
 from tests.distributed.training import start, take_steps
+from tests.parametrization import in_turn
 from zeroengine import ops
 from zeroengine.comm.group import Group
 from zeroengine.comm.transports import nccl as native_module
@@ -111,12 +112,15 @@ CASES = {
 }
 
 
+EVERY_CASE = itertools.product((1, 2), PRECISIONS, (1, 2), (True, False))
+NORMAL_CASES = {(1, "fp32", 2, True), (1, "bf16", 1, False), (2, "fp32", 1, True), (2, "bf16", 2, True)}
+
+
 @pytest.mark.parametrize(
-    ("precision", "micro_steps", "late"),
-    [*itertools.product(PRECISIONS, (1, 2), [True]), ("bf16", 2, False)],
+    ("world_size", "precision", "micro_steps", "late"),
+    [pytest.param(*case, marks=() if case in NORMAL_CASES else pytest.mark.slow) for case in EVERY_CASE],
     ids=lambda value: {True: "late", False: "at once"}.get(value) if isinstance(value, bool) else None,
 )
-@pytest.mark.parametrize("world_size", [1, 2])
 def test_bits_are_those_of_states_on_the_device(
     tmp_path: Path, world_size: int, precision: str, micro_steps: int, late: bool
 ) -> None:
@@ -188,8 +192,7 @@ def saved_and_loaded(stage: int, which: dict[str, Any], path: Path, more: dict[s
     return found
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("which", [BOTH, DISK], ids=["cpu", "nvme"])
+@in_turn(("which", "precision"), [pytest.param(BOTH, id="cpu"), pytest.param(DISK, id="nvme")], list(PRECISIONS))
 def test_checkpoints_go_both_ways(tmp_path: Path, which: dict[str, Any], precision: str) -> None:
     more = PRECISIONS[precision] | {"checkpoint": {"async_save": True}}
     for losses in run_ranks(2, saved_and_loaded, 3, which, tmp_path, more):

@@ -14,7 +14,7 @@ from tests.distributed.models import WIDTH, Block, TinyLM, batch, build
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import Task, adamw, check_every_stage, make_engine, ordinary_loop, settings, start
 from tests.emulated import a_real_gpu
-from tests.parametrization import EVERY_TRANSPORT
+from tests.parametrization import EVERY_TRANSPORT, SHARED_MEMORY_AND_SLOW_GLOO
 from zeroengine.optim.backends.host_adam import SEGMENT_TABLES
 
 
@@ -266,7 +266,7 @@ def by_parts(task: Task, engine: zeroengine.Engine) -> tuple[list[float], list[f
     return losses, norms
 
 
-@EVERY_TRANSPORT
+@SHARED_MEMORY_AND_SLOW_GLOO
 def test_a_model_may_be_called_by_its_parts(transport: str) -> None:
     check_every_stage(Task(factory=Net, data=features), loop=by_parts, comm={"transport": transport})
 

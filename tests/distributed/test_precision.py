@@ -26,7 +26,7 @@ from tests.distributed.training import (
     train_plainly,
 )
 from tests.emulated import cpu_alone
-from tests.parametrization import EVERY_TRANSPORT
+from tests.parametrization import SHARED_MEMORY_AND_SLOW_GLOO
 
 STAGES = (0, 1, 2, 3)
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 10}}
@@ -364,7 +364,7 @@ def with_gradients_in(transport: str) -> dict[str, list[Trained]]:
     return found
 
 
-@EVERY_TRANSPORT
+@SHARED_MEMORY_AND_SLOW_GLOO
 def test_gradients_may_accumulate_and_travel_in_another_dtype(transport: str) -> None:
     ranks = run_ranks(2, with_gradients_in, transport)
     plain = train_plainly(Task(micro_steps=3, steps=2))

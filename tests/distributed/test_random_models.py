@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Iterable
 
 import pytest
 
@@ -11,10 +13,12 @@ from tests.distributed.random_models.features import FEATURES, draw_features, ra
 from tests.distributed.random_models.recipe import BlockSpec, Op, Recipe
 from tests.distributed.random_models.training import train_plainly
 
-SHORT = range(160, 200)
+# Together these have every feature in at least two models: `test_recipes_are_sound` counts.
+SHORT = (161, 162, 163, 164, 166, 167, 169, 171, 173, 174, 175, 177)
+SHORT += (180, 181, 182, 185, 190, 191, 192, 194, 196, 198, 199)
 
 
-def assert_right(seeds: range) -> None:
+def assert_right(seeds: Iterable[int]) -> None:
     wrong = check([random_recipe(seed) for seed in seeds])
     assert not wrong, describe(wrong)
 
@@ -66,12 +70,12 @@ def test_500_random_models(first: int) -> None:
 
 def test_recipes_are_sound() -> None:
     """What they are compared with trains: finite losses and gradients, on other data at each rank; and none is lost."""
-    drawn: set[str] = set()
+    drawn: Counter[str] = Counter()
     for seed in SHORT:
-        drawn |= set(draw_features(seed))
+        drawn.update(set(draw_features(seed)))
         assert random_recipe(seed) == random_recipe(seed)
-    assert drawn == set(FEATURES)
-    for seed in SHORT[::8]:
+    assert drawn.keys() == set(FEATURES) and min(drawn.values()) >= 2
+    for seed in SHORT[::6]:
         first, second = train_plainly(random_recipe(seed)).values()
         assert all(map(math.isfinite, first.values + first.norms)) and all(first.norms)
         assert first.values != second.values and first.norms == second.norms

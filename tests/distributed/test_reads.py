@@ -30,7 +30,7 @@ from tests.distributed.training import (
     train_at,
     train_plainly,
 )
-from tests.parametrization import EVERY_TRANSPORT, SHARED_MEMORY_AND_SLOW_GLOO
+from tests.parametrization import SHARED_MEMORY_AND_SLOW_GLOO, TRANSPORTS, in_turn
 
 
 class BlockTwice(TinyLM):
@@ -290,8 +290,7 @@ MODELS: list[Callable[[], nn.Module]] = [
 ]
 
 
-@EVERY_TRANSPORT
-@pytest.mark.parametrize("factory", MODELS)
+@in_turn(("factory", "transport"), MODELS, TRANSPORTS)
 def test_reads_that_no_hook_announces_train_as_plain_pytorch(factory: Callable[[], nn.Module], transport: str) -> None:
     check_every_stage(Task(factory=factory), comm={"transport": transport})
 
@@ -456,7 +455,7 @@ def keep_none(transport: str) -> list[float]:
     return take_steps(engine, range(2, 4))
 
 
-@EVERY_TRANSPORT
+@SHARED_MEMORY_AND_SLOW_GLOO
 def test_a_tensor_that_shares_a_parameter_keeps_its_values(transport: str, caplog: pytest.LogCaptureFixture) -> None:
     expected = run_ranks(2, keep_none, transport)
     for found, losses in zip(run_ranks(2, keep_views, transport), expected, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,8 +76,23 @@ def trained(stage: int, how: bool, more: dict[str, Any], folder: Path) -> Seen:
     return Seen(losses, came - back - (len(slots) - made))
 
 
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("name", PRECISIONS)
+NORMAL_CASES = {
+    (0, "fp32"),
+    (1, "accumulating in fp32"),
+    (2, "accumulating in fp32"),
+    (2, "in buckets"),
+    (3, "fp32"),
+    (3, "accumulating in fp32"),
+}
+
+
+@pytest.mark.parametrize(
+    ("stage", "name"),
+    [
+        pytest.param(*case, marks=() if case in NORMAL_CASES else pytest.mark.slow)
+        for case in itertools.product(range(4), PRECISIONS)
+    ],
+)
 def test_registered_memory_changes_no_loss_and_comes_from_the_channels_pool(
     stage: int, name: str, tmp_path: Path
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -85,7 +86,12 @@ def test_a_run_continues_from_a_checkpoint_at_another_stage(tmp_path: Path) -> N
         (["--width", "30", "--heads", "4"], "--width 30 is not a multiple of --heads 4"),
     ],
 )
-def test_wrong_arguments_are_refused(arguments: list[str], message: str) -> None:
-    run = subprocess.run([sys.executable, "examples/train_lm.py", *arguments], cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode != 0
-    assert message in run.stderr.splitlines()[-1]
+def test_wrong_arguments_are_refused(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["train_lm.py", *arguments])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path("examples/train_lm.py", run_name="__main__")
+    assert end.value.code
+    assert message in (capsys.readouterr().err or str(end.value.code)).splitlines()[-1]

@@ -19,7 +19,7 @@ from tests.distributed.test_evaluation import record
 from tests.distributed.test_parameters import Net
 from tests.distributed.training import Task, Trained, assert_close, assert_same_bits, make_engine, start
 from tests.models.constructions import TABLE, Construction, loss_of
-from tests.parametrization import EVERY_TRANSPORT
+from tests.parametrization import SHARED_MEMORY_AND_SLOW_GLOO
 from zeroengine import ZeroEngineError
 
 STAGES = (0, 1, 2, 3)
@@ -154,7 +154,7 @@ def check(name: str, world_size: int, steps: int, transport: str) -> None:
         assert_close([found], plain, TABLE[name].tolerance)
 
 
-@EVERY_TRANSPORT
+@SHARED_MEMORY_AND_SLOW_GLOO
 @pytest.mark.parametrize("name", [name for name, c in TABLE.items() if c.in_fp32])
 def test_in_fp32(name: str, transport: str) -> None:
     check(name, 2, 4, transport)
@@ -232,7 +232,7 @@ def gathers(names: Sequence[str], transport: str) -> list[list[str]]:
     return found
 
 
-@EVERY_TRANSPORT
+@SHARED_MEMORY_AND_SLOW_GLOO
 def test_checkpoints_within_blocks_gather_no_unit_again(transport: str) -> None:
     names = ["without", "checkpoints within blocks", "reentrant checkpoints within blocks"]
     for without, *others in run_ranks(2, gathers, names, transport):

@@ -28,7 +28,7 @@ from tests.distributed.training import (
     settings,
     start,
 )
-from tests.parametrization import EVERY_TRANSPORT
+from tests.parametrization import EVERY_TRANSPORT, SHARED_MEMORY_AND_SLOW_GLOO, TRANSPORTS, in_turn
 from zeroengine import ZeroEngineError
 
 STAGES = (0, 1, 2, 3)
@@ -74,7 +74,7 @@ def loop_some(task: Task, engine: zeroengine.Engine) -> Any:
     return backwards(task, engine, for_some)
 
 
-@EVERY_TRANSPORT
+@SHARED_MEMORY_AND_SLOW_GLOO
 def test_two_losses_of_one_graph_add_up(transport: str) -> None:
     task = Task()
     check_every_stage(task, loop=loop_two, plain=plain_backwards(task, two_losses), comm={"transport": transport})
@@ -86,7 +86,7 @@ def test_three_losses_of_two_graphs_add_up(transport: str) -> None:
     by_pairs(task, loop_three, plain_backwards(task, three_losses), comm={"transport": transport})
 
 
-@EVERY_TRANSPORT
+@SHARED_MEMORY_AND_SLOW_GLOO
 def test_a_loss_may_be_for_some_parameters(transport: str) -> None:
     task = Task()
     found = check_every_stage(
@@ -262,8 +262,7 @@ def play_all(game: str, more: dict[str, Any]) -> tuple[list[Trained], Trained]:
     return found, play(game, Plain(build(Generator)), Plain(build(Discriminator, seed=1)))
 
 
-@EVERY_TRANSPORT
-@pytest.mark.parametrize("game", GAMES)
+@in_turn(("game", "transport"), list(GAMES), TRANSPORTS)
 def test_a_game_of_two_engines_is_that_of_plain_pytorch(game: str, transport: str) -> None:
     for found, plain in run_ranks(2, play_all, game, {"comm": {"transport": transport}}):
         for stages, trained in zip(PAIRS, found, strict=True):
