@@ -19,6 +19,7 @@ from tests.distributed.models import TinyLM, batch, build
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_parameters import features, trainable_only
 from tests.distributed.training import Task, Trained, adamw, assert_same_bits, settings, start
+from tests.parametrization import in_turn
 
 STEPS = 4
 Backend = Callable[[Any, Any], Any]
@@ -126,16 +127,29 @@ def check(way: str, stages: tuple[int, ...], task: Task, autograd: bool, more: d
     return found
 
 
-def ten_blocks() -> nn.Module:
-    """More than torch.compile would compile one frame for."""
-    return TinyLM(blocks=10)
+# Stage 3 in every way, the others in some; AOTAutograd makes the graphs of the backward over Gloo.
+NORMAL_CASES = [("shm", way, (0, 3) if "whole" in way else (3,), 3) for way in WAYS]
+NORMAL_CASES[0] = ("shm", "blocks in place", (0, 3), 10)
+NORMAL_CASES += [("gloo", way, (1,), 3) for way in ("blocks wrapped", "whole in place")]
+SLOW_CASES = [case for way in WAYS for case in (("shm", way, (0, 3), 10), ("gloo", way, (1,), 10))]
 
 
-@pytest.mark.parametrize(("transport", "stages"), [("shm", (0, 3)), ("gloo", (1,))])
-@pytest.mark.parametrize("way", WAYS)
-def test_compiled_models_train_as_eager_ones(way: str, transport: str, stages: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("transport", "way", "stages", "blocks"),
+    [
+        *(pytest.param(*case, id=" ".join(map(str, case))) for case in NORMAL_CASES),
+        *(
+            pytest.param(*case, id=" ".join(map(str, case)), marks=pytest.mark.slow)
+            for case in SLOW_CASES
+            if case not in NORMAL_CASES
+        ),
+    ],
+)
+def test_compiled_models_train_as_eager_ones(transport: str, way: str, stages: tuple[int, ...], blocks: int) -> None:
+    """Ten blocks are more than torch.compile would compile one frame for."""
+    task = Task(factory=functools.partial(TinyLM, blocks=blocks))
     more = {"comm": {"transport": transport}}
-    for counts in run_ranks(2, check, way, stages, Task(factory=ten_blocks), transport == "gloo", more):
+    for counts in run_ranks(2, check, way, stages, task, transport == "gloo", more):
         assert max(n for count in counts for n in count) <= 10, "blocks share their graphs"
 
 
@@ -158,16 +172,16 @@ def test_compiled_models_of_all_kinds(model: str) -> None:
 
 
 LOW = {
-    "bf16": {"bf16": {"enabled": True}},
     "fp32 norms": {"bf16": {"enabled": True}, "keep_fp32_modules": ["*norm*"]},
-    "autocast": {"torch_autocast": {"enabled": True}},
+    "bf16": {"bf16": {"enabled": True}},
     "small units": {"units": ["blocks.*.up", "tok"]},
+    "autocast": {"torch_autocast": {"enabled": True}},
 }
 
 
-@pytest.mark.parametrize("name", LOW)
-def test_compiled_models_in_low_precision_and_in_other_units(name: str) -> None:
-    run_ranks(2, check, "whole wrapped", (1, 3), Task(), False, LOW[name])
+@in_turn(("name", "stage"), list(LOW), [3, 1])
+def test_compiled_models_in_low_precision_and_in_other_units(name: str, stage: int) -> None:
+    run_ranks(2, check, "whole wrapped", (stage,), Task(), False, LOW[name])
 
 
 def refuse() -> list[str]:

@@ -129,10 +129,9 @@ def lowered(value: Any, low: torch.dtype | None) -> Any:
 
 
 @functools.cache
-def trained(world_size: int, steps: int, precision: str, transport: str) -> list[Found]:
+def trained(world_size: int, steps: int, precision: str, transport: str, stages: tuple[int, ...]) -> list[Found]:
     names = [name for name, c in TABLE.items() if c.in_fp32 or precision == "bf16" or world_size > 2]
     more = {"comm": {"transport": transport}} | PRECISIONS[precision]
-    stages = STAGES if world_size == 2 else (0, 3)
     return run_ranks(world_size, train_all, names, stages, steps, more, timeout=300)
 
 
@@ -148,8 +147,8 @@ def same_at_every_stage(ranks: list[Found], name: str) -> list[Trained]:
     return seen
 
 
-def check(name: str, world_size: int, steps: int, transport: str) -> None:
-    ranks = same_at_every_stage(trained(world_size, steps, "fp32", transport), name)
+def check(name: str, world_size: int, steps: int, transport: str, stages: tuple[int, ...]) -> None:
+    ranks = same_at_every_stage(trained(world_size, steps, "fp32", transport, stages), name)
     for found, plain in zip(ranks, train_plainly(name, world_size, steps), strict=True):
         assert_close([found], plain, TABLE[name].tolerance)
 
@@ -157,19 +156,20 @@ def check(name: str, world_size: int, steps: int, transport: str) -> None:
 @SHARED_MEMORY_AND_SLOW_GLOO
 @pytest.mark.parametrize("name", [name for name, c in TABLE.items() if c.in_fp32])
 def test_in_fp32(name: str, transport: str) -> None:
-    check(name, 2, 4, transport)
+    check(name, 2, 4, transport, STAGES)
 
 
 @pytest.mark.parametrize("name", TABLE)
 def test_on_4_ranks(name: str) -> None:
-    check(name, 4, 2, "gloo")
+    check(name, 4, 2, "gloo", (0, 3))
 
 
+@pytest.mark.parametrize("stages", [(0, 3), pytest.param(STAGES, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("name", TABLE)
-def test_in_bf16(name: str) -> None:
+def test_in_bf16(name: str, stages: tuple[int, ...]) -> None:
     """The same bits at every stage; and a path that leaves that of plain PyTorch by less than 5 % of its length."""
     before = build(TABLE[name].factory).state_dict()
-    ranks = same_at_every_stage(trained(2, 4, "bf16", "gloo"), name)
+    ranks = same_at_every_stage(trained(2, 4, "bf16", "gloo", stages), name)
     for found, plain in zip(ranks, train_plainly(name, 2, 4, torch.bfloat16), strict=True):
         assert found.losses == pytest.approx(plain.losses, rel=2e-2)
         off = moved = 0.0
