@@ -23,7 +23,7 @@ def run(*arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so_and_measures_nothing(tmp_path: Path) -> None:
+def test_without_a_gpu_the_benchmark_says_so_and_measures_nothing(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     done = run("--output", str(page))
     assert done.returncode == 2

@@ -356,7 +356,7 @@ class Forces(nn.Module):
 
 
 @pytest.mark.parametrize("factory", [Penalised, Forces])
-def test_a_loss_that_holds_a_gradient(factory: Callable[[], nn.Module]) -> None:
+def test_a_loss_that_holds_a_gradient_trains_as_plain_pytorch(factory: Callable[[], nn.Module]) -> None:
     check_every_stage(Task(factory=factory, data=features))
 
 
@@ -375,7 +375,7 @@ def loop_penalised_outside(task: Task, engine: zeroengine.Engine) -> Any:
     return found
 
 
-def test_a_gradient_penalty_taken_outside_of_the_model() -> None:
+def test_a_gradient_penalty_outside_of_the_model_trains_as_plain_pytorch() -> None:
     task = Task(factory=Net, data=features)
     check_every_stage(task, loop=loop_penalised_outside, plain=plain_backwards(task, penalised_outside))
 

@@ -207,7 +207,7 @@ def asked_by_one_rank(stage: int) -> tuple[list[str], list[float], int]:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_one_rank_may_ask_and_the_name_comes_with_the_next_backward(stage: int) -> None:
+def test_one_rank_may_query_a_step_and_the_next_backward_names_the_overflow(stage: int) -> None:
     (first, *rest), (second, *others) = run_ranks(2, asked_by_one_rank, stage)
     assert rest == others and len(first) == 1 and second == [], "rank 0 speaks"
 
@@ -228,7 +228,7 @@ def surgery() -> list[Any]:
     return found
 
 
-def test_step_counts_can_be_read_and_written_while_a_verdict_is_open() -> None:
+def test_step_counts_can_be_read_and_written_while_a_step_result_is_unknown() -> None:
     (waiting, issued), _ = run_ranks(2, surgery)
     assert waiting[:2] == issued[:2] == (1, 42)
     assert differences(waiting[2], issued[2]) == []
@@ -276,7 +276,7 @@ def exhausted() -> tuple[str, int, int]:
     return str(error.value), engine.global_steps, engine.skipped_steps
 
 
-def test_in_fp16_an_overflow_at_the_smallest_scale_is_an_error_of_its_own_step() -> None:
+def test_fp16_overflow_at_the_smallest_scale_is_an_error_of_its_own_step() -> None:
     for message, updates, skipped in run_ranks(2, exhausted):
         assert message.startswith("step 1: the gradient of blocks.1.down.weight is not finite, at the smallest loss")
         assert (updates, skipped) == (1, 0)

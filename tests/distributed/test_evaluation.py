@@ -284,5 +284,5 @@ class Autocast(TinyLM):
 
 
 @cpu_alone("autocast casts other operations on a GPU")
-def test_autocast_in_an_fp32_model() -> None:
+def test_autocast_in_an_fp32_model_trains_as_plain_autocast() -> None:
     check_every_stage(Task(factory=Autocast), tolerance=2e-3)

@@ -100,7 +100,7 @@ def toggled_plainly(task: Task) -> Trained:
     return Trained(losses, norms, {name: value.clone() for name, value in model.state_dict().items()})
 
 
-def test_what_is_frozen_for_a_while_keeps_its_value_moments_and_step_count() -> None:
+def test_a_parameter_frozen_for_a_while_keeps_value_moments_and_step_count() -> None:
     ranks = run_ranks(2, toggled_at_every_stage, {})
     for i, task in enumerate(TASKS):
         plain = toggled_plainly(task)
@@ -112,7 +112,7 @@ def test_what_is_frozen_for_a_while_keeps_its_value_moments_and_step_count() -> 
                 assert_same_bits(found[i][0 if task.micro_steps == 1 else stage // 2 * 2][0], trained, (i, stage))
 
 
-def test_and_so_it_does_in_bf16() -> None:
+def test_a_parameter_frozen_for_a_while_keeps_its_state_in_bf16() -> None:
     for found in run_ranks(2, toggled_at_every_stage, {"bf16": {"enabled": True}}):
         for by_stage in found:
             for stage, (trained, moved) in enumerate(by_stage):
@@ -156,7 +156,7 @@ def trainable_only(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-2)
 
 
-def test_what_was_frozen_at_initialize_cannot_be_trained_and_the_step_may_be_taken_without_it() -> None:
+def test_a_parameter_frozen_at_initialize_cannot_be_trained_later() -> None:
     for ranks in run_ranks(2, unfrozen_too_late):
         for message, counted, plain, late in ranks:
             assert message == (

@@ -234,7 +234,7 @@ def write_and_train(transport: str) -> None:
 
 
 @SHARED_MEMORY_AND_SLOW_GLOO
-def test_what_is_written_inside_gathered_holds_on_all_ranks_and_is_trained_on(transport: str) -> None:
+def test_writes_inside_gathered_hold_on_all_ranks_and_are_trained_on(transport: str) -> None:
     run_ranks(2, write_and_train, transport)
 
 
@@ -263,7 +263,7 @@ def write_in_bf16() -> None:
                 assert set(master.tolist()) == {0.5}
 
 
-def test_in_bf16_a_write_reaches_the_master_of_what_was_written_and_of_nothing_else() -> None:
+def test_a_bf16_write_reaches_the_master_of_the_written_parameter_alone() -> None:
     run_ranks(2, write_in_bf16)
 
 

@@ -59,7 +59,7 @@ def masked(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor | None]:
     return x, (x > 0 if step % 2 else None)
 
 
-def test_containers_and_keyword_arguments_between_modules() -> None:
+def test_containers_and_keyword_arguments_between_modules_train_as_plain_pytorch() -> None:
     check_every_stage(Task(factory=Contained, data=masked))
 
 
@@ -88,7 +88,7 @@ class Carried(Net):
         return self.loss(carrier.hidden)
 
 
-def test_tensors_in_objects_of_unknown_classes() -> None:
+def test_tensors_in_objects_of_unknown_classes_train_as_plain_pytorch() -> None:
     check_every_stage(Task(factory=Carried, data=features))
 
 
@@ -128,7 +128,7 @@ def half_carried() -> nn.Module:
 
 
 @pytest.mark.parametrize("factory", [CarriedAdapters, half_carried])
-def test_frozen_layers_whose_input_nobody_sees(factory: Any) -> None:
+def test_frozen_layers_with_hidden_inputs_train_as_plain_pytorch(factory: Any) -> None:
     check_every_stage(Task(factory=factory, data=features))
 
 
@@ -150,7 +150,7 @@ class Sided(Net):
         return loss + torch.stack([block.auxiliary for block in self.blocks]).sum()
 
 
-def test_losses_that_modules_leave_by_the_side() -> None:
+def test_losses_stored_in_module_attributes_train_as_plain_pytorch() -> None:
     check_every_stage(Task(factory=Sided, data=features))
 
 
@@ -188,7 +188,7 @@ def cast_inputs() -> dict[str, Any]:
     }
 
 
-def test_in_bf16_floating_inputs_are_cast_wherever_they_are_and_containers_keep_their_type() -> None:
+def test_bf16_casts_floating_inputs_in_any_container_and_keeps_its_type() -> None:
     found = run_ranks(2, cast_inputs)[0]
     assert found == {
         "types": [True] * 6,

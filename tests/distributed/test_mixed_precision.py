@@ -104,7 +104,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     ],
     ids=["accumulation", "accumulation over Gloo", "unused parameters", "an optimizer on shards"],
 )
-def test_in_bf16_too_the_stages_give_the_same_bits(task: Task, transport: str) -> None:
+def test_bf16_stages_give_the_same_bits(task: Task, transport: str) -> None:
     more = BF16 | {"comm": {"transport": transport}}
     for found in run_ranks(2, train_at, (0, 1, 2, 3), task, ordinary_loop, more):
         assert_same_bits(found[0], found[1])

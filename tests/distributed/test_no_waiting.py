@@ -130,7 +130,7 @@ MORE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", MORE)
-def test_no_value_is_looked_at_in_forward_backward_or_step(kernels: Path, name: str) -> None:
+def test_forward_backward_and_step_read_no_tensor_value(kernels: Path, name: str) -> None:
     updates = 2 if name == "accumulation" else 4
     for *counts, losses, by_the_cpu in run_ranks(1, steps_blindly, kernels, MORE[name])[0]:
         assert counts == [updates, 4, True]
@@ -150,7 +150,7 @@ def who_looks(path: Path) -> list[str]:
         return found
 
 
-def test_who_looks_is_caught(kernels: Path) -> None:
+def test_a_tensor_value_that_is_read_is_detected(kernels: Path) -> None:
     """A step that waits for its norm, first of all."""
     found = run_ranks(1, who_looks, kernels)[0]
     for what, message in zip(("tolist", "item", "__bool__", "index", "_local_scalar_dense"), found, strict=True):
@@ -214,7 +214,7 @@ def at(events: list[str], event: str) -> int:
     return events.index(event)
 
 
-def test_at_stage_3_units_are_gathered_ahead_used_and_released_in_order(kernels: Path) -> None:
+def test_stage_3_gathers_units_ahead_and_releases_them_in_order(kernels: Path) -> None:
     forward, backward, step = run_ranks(1, traced, kernels, 3)[0]
     for name, following in zip(NAMES, [*NAMES[1:], None], strict=True):
         assert at(forward, f"gather {name}") < at(forward, f"ready {name}") < at(forward, f"compute {name}")
@@ -236,7 +236,7 @@ def test_at_stage_3_units_are_gathered_ahead_used_and_released_in_order(kernels:
 
 # A block has between 3600 and 4000 elements.
 @pytest.mark.parametrize("prefetch, blocks", [(0, 0), (1, 1), (4000, 1), (8000, 2)])
-def test_as_many_units_are_gathered_ahead_as_may_be_and_one_however_large(
+def test_prefetch_is_bounded_by_its_settings_and_takes_at_least_one_unit(
     kernels: Path, prefetch: int, blocks: int
 ) -> None:
     for events in run_ranks(1, traced, kernels, 3, prefetch)[0][:2]:
@@ -252,7 +252,7 @@ def test_as_many_units_are_gathered_ahead_as_may_be_and_one_however_large(
         assert gathered and max(ahead) == blocks
 
 
-def test_at_stage_2_each_unit_is_gathered_as_soon_as_it_is_updated(kernels: Path) -> None:
+def test_stage_2_gathers_each_unit_as_soon_as_it_is_updated(kernels: Path) -> None:
     forward, backward, step = run_ranks(1, traced, kernels, 2)[0]
     assert step == ["sum norm", "prepare", *(f"{what} {n}" for n in NAMES for what in ("update", "gather"))]
     assert forward == [f"{what} {name}" for name in NAMES for what in ("ready", "compute")], "awaited where it is used"

@@ -166,7 +166,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_inspection_and_surgery_reach_what_is_away(tmp_path: Path, precision: str) -> None:
+def test_inspection_and_surgery_reach_offloaded_states(tmp_path: Path, precision: str) -> None:
     cases = [(1, OPTIMIZER), (3, BOTH), (3, DISK)]
     for found in run_ranks(2, looked_at_and_written, cases, tmp_path, PRECISIONS[precision]):
         assert all(len(equal) > 20 and all(equal) for equal in found)
@@ -193,7 +193,9 @@ def saved_and_loaded(stage: int, which: dict[str, Any], path: Path, more: dict[s
 
 
 @in_turn(("which", "precision"), [pytest.param(BOTH, id="cpu"), pytest.param(DISK, id="nvme")], list(PRECISIONS))
-def test_checkpoints_go_both_ways(tmp_path: Path, which: dict[str, Any], precision: str) -> None:
+def test_checkpoints_load_with_states_on_the_device_or_offloaded(
+    tmp_path: Path, which: dict[str, Any], precision: str
+) -> None:
     more = PRECISIONS[precision] | {"checkpoint": {"async_save": True}}
     for losses in run_ranks(2, saved_and_loaded, 3, which, tmp_path, more):
         assert losses[0] == losses[1] == losses[2]
@@ -305,7 +307,7 @@ def over_native_collectives(path: Path, more: dict[str, Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_so_it_is_over_native_collectives(tmp_path: Path, precision: str) -> None:
+def test_offloading_over_nccl_collectives_changes_no_bit(tmp_path: Path, precision: str) -> None:
     more = PRECISIONS[precision] | {"gradient_accumulation_steps": 2}
     for found in run_ranks(2, over_native_collectives, tmp_path, more):
         assert [differs for differs, _, _ in found] == [[], [], []]
@@ -314,7 +316,7 @@ def test_so_it_is_over_native_collectives(tmp_path: Path, precision: str) -> Non
 # -- what is pretended ----------------------------------------------------------------------------
 
 
-def test_a_late_copy_shows_who_does_not_wait() -> None:
+def test_a_simulated_late_copy_exposes_a_missing_wait() -> None:
     copies = LateCopies()
     host, device = copies.host_memory(8, torch.float32), torch.arange(8.0)
     transfer = copies.copy(host, device)
@@ -327,7 +329,7 @@ def test_a_late_copy_shows_who_does_not_wait() -> None:
     assert not host.any(), "what was written to the source meanwhile spoiled it"
 
 
-def test_memory_that_is_apart_does_not_meet() -> None:
+def test_host_and_device_memory_in_one_operation_is_an_error() -> None:
     copies = LateCopies()
     host, device = copies.host_memory(8, torch.float32), torch.ones(8)
     with ApartMode(copies):
@@ -357,13 +359,13 @@ def fail_to_take_back(settings: dict[str, Any], folder: str) -> list[str]:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_shard_that_could_not_be_taken_back_is_never_saved(tmp_path: Path, precision: str) -> None:
+def test_a_shard_whose_writeback_failed_is_never_saved(tmp_path: Path, precision: str) -> None:
     settings = away(3, {"offload_param": NVME}, tmp_path, **PRECISIONS[precision])
     said, said_later = run_ranks(1, fail_to_take_back, settings, str(tmp_path / "saved"))[0]
     assert "EIO" in said and "half updated" in said_later
 
 
-def test_memory_on_the_device_goes_when_its_values_are_on_disk(tmp_path: Path) -> None:
+def test_device_memory_is_freed_once_its_values_are_on_disk(tmp_path: Path) -> None:
     copies, queue = LateCopies(late=False), DiskQueue()
     disk = DiskStore(SwapFolder(str(tmp_path), rank=0), queue, 1 << 20)
     behind, left = DiskThroughHost(disk, copies, 3), []

@@ -34,7 +34,7 @@ def two_groups(model: nn.Module) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("optimizer", [adamw, two_groups])
-def test_the_stages_give_the_same_bits(optimizer: Any) -> None:
+def test_bf16_moments_give_the_same_bits_at_every_stage(optimizer: Any) -> None:
     task = Task(optimizer=optimizer, steps=6)
     exact = run_ranks(2, train_at, (2,), task, ordinary_loop, {})[0][0]
     for found in check_every_stage(task, tolerance=1e-2, **BF16):
@@ -42,7 +42,7 @@ def test_the_stages_give_the_same_bits(optimizer: Any) -> None:
         assert found.losses != exact.losses
 
 
-def test_the_stages_give_the_same_bits_in_mixed_precision() -> None:
+def test_bf16_moments_give_the_same_bits_at_every_stage_in_mixed_precision() -> None:
     task, more = Task(steps=6), {"bf16": {"enabled": True}, **BF16}
     for found in run_ranks(2, train_at, (0, 1, 2, 3), task, ordinary_loop, more):
         for stage in (1, 2, 3):
@@ -53,7 +53,7 @@ def same_data(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return batch(step, 0)
 
 
-def test_any_number_of_ranks_gives_the_same_bits() -> None:
+def test_bf16_moments_give_the_same_bits_on_any_number_of_ranks() -> None:
     task = Task(data=same_data, clip=0.0)  # the sum of equal gradients is exact
     alone, *others = [run_ranks(n, train_at, (0, 3), task, ordinary_loop, BF16)[0] for n in (1, 2, 4)]
     for found in others:
@@ -74,7 +74,7 @@ def moments_and_bytes(stage: int) -> list[tuple[set[torch.dtype], int]]:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_they_take_half_the_memory(stage: int) -> None:
+def test_bf16_moments_take_half_the_memory(stage: int) -> None:
     for (fp32, fp32_bytes), (bf16, bf16_bytes) in run_ranks(2, moments_and_bytes, stage):
         assert (fp32, bf16) == ({torch.float32}, {torch.bfloat16})
         assert 2 * bf16_bytes == fp32_bytes > 0
@@ -91,7 +91,7 @@ def refused() -> list[str]:
     return messages
 
 
-def test_another_optimizer_is_refused() -> None:
+def test_bf16_moments_of_an_optimizer_other_than_adam_are_refused() -> None:
     for messages in run_ranks(2, refused):
         for message, name in zip(messages, ("SGD", "RAdam"), strict=True):
             assert f"only Adam and AdamW on fp32 masters keep moments in bf16, not {name}" in message

@@ -126,13 +126,13 @@ def optimizer_on(device: str, path: str) -> dict[str, Any]:
     ],
     ids=["fp32", "bf16", "bf16, issued at once", "fp16", "bf16, an optimizer on shards"],
 )
-def test_the_next_update_starts_from_what_was_written(task: Task, more: dict[str, Any], on_device: bool) -> None:
+def test_the_next_update_starts_from_outside_writes(task: Task, more: dict[str, Any], on_device: bool) -> None:
     cases = [(stage, FP32, {"on_device": on_device}) for stage in (0, 1, 2)]
     cases.append((3, stay_whole(10**9), {"on_device": on_device}))
     run_ranks(2, compare_with_gathered, task, more, cases)
 
 
-def test_offloaded_masters_too_start_from_what_was_written(tmp_path: Path) -> None:
+def test_updates_of_offloaded_masters_start_from_outside_writes(tmp_path: Path) -> None:
     cases = [(stage, optimizer_on("nvme", str(tmp_path)), {}) for stage in (0, 2)]
     run_ranks(2, compare_with_gathered, Task(factory=untied), BF16, cases)
 
@@ -179,7 +179,7 @@ def write_unused(task: Task, on_device: bool) -> None:
     ],
     ids=["fused", "issued at once", "an optimizer on shards"],
 )
-def test_what_is_written_into_an_unused_parameter_stays_until_it_is_used(task: Task, on_device: bool) -> None:
+def test_a_write_into_an_unused_parameter_stays_until_it_is_used(task: Task, on_device: bool) -> None:
     run_ranks(2, write_unused, task, on_device)
 
 
@@ -221,7 +221,7 @@ def save_after_writing(folder: str) -> None:
         engine.close()
 
 
-def test_saves_hold_what_was_written_before_the_next_step(tmp_path: Path) -> None:
+def test_saves_hold_outside_writes_before_the_next_step(tmp_path: Path) -> None:
     run_ranks(2, save_after_writing, str(tmp_path))
 
 

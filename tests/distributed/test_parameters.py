@@ -199,7 +199,7 @@ def by_rank(step: int, rank: int) -> tuple[torch.Tensor, int]:
     return (*features(step, rank), rank)
 
 
-def test_parameters_of_one_unit_that_get_gradients_on_different_ranks() -> None:
+def test_a_unit_whose_parameters_get_gradients_on_different_ranks_trains_as_plain_pytorch() -> None:
     check_every_stage(Task(factory=OnePart, data=by_rank))
 
 
@@ -225,7 +225,7 @@ class Recurrent(Net):
         self.blocks.append(self.blocks[1])
 
 
-def test_a_module_that_is_called_several_times_in_one_forward() -> None:
+def test_a_module_called_several_times_in_one_forward_trains_as_plain_pytorch() -> None:
     check_every_stage(Task(factory=Recurrent, data=features))
 
 
@@ -289,7 +289,7 @@ class Branched(Net):
         return super().forward(self.blocks[0](x))
 
 
-def test_a_branch_that_depends_on_weights_alone() -> None:
+def test_a_branch_that_depends_on_weights_alone_trains_as_plain_pytorch() -> None:
     check_every_stage(Task(factory=Branched, data=features))
 
 
@@ -307,7 +307,7 @@ class Attention(nn.Module):
 
 
 @a_real_gpu("a kernel of its own for LSTM cells")
-def test_attention_and_recurrent_layers_of_torch() -> None:
+def test_attention_and_recurrent_layers_of_torch_train_as_plain_pytorch() -> None:
     check_every_stage(Task(factory=Attention, data=features), units=["attention.out_proj", "lstm"])
 
 
@@ -330,7 +330,7 @@ def adapted() -> nn.Module:
     return model
 
 
-def test_low_rank_adapters_beside_frozen_layers() -> None:
+def test_low_rank_adapters_beside_frozen_layers_train_as_plain_pytorch() -> None:
     check_every_stage(Task(factory=adapted, data=features, optimizer=trainable_only))
 
 
@@ -372,7 +372,7 @@ def all_identities() -> None:
         identities(stage)
 
 
-def test_a_parameter_is_the_same_object_of_the_same_shape_for_life() -> None:
+def test_a_parameter_stays_the_same_object_of_the_same_shape() -> None:
     run_ranks(2, all_identities)
 
 

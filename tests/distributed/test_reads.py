@@ -291,7 +291,7 @@ MODELS: list[Callable[[], nn.Module]] = [
 
 
 @in_turn(("factory", "transport"), MODELS, TRANSPORTS)
-def test_reads_that_no_hook_announces_train_as_plain_pytorch(factory: Callable[[], nn.Module], transport: str) -> None:
+def test_unhooked_parameter_uses_train_as_plain_pytorch(factory: Callable[[], nn.Module], transport: str) -> None:
     check_every_stage(Task(factory=factory), comm={"transport": transport})
 
 
@@ -477,7 +477,7 @@ def keep_on_one_rank(transport: str) -> Any:
     return losses, shared is None or torch.equal(shared, before)
 
 
-def test_ranks_may_differ_in_what_they_keep() -> None:
+def test_ranks_may_keep_different_tensors() -> None:
     for transport in ("shm", "gloo"):
         answers = run_ranks(2, keep_on_one_rank, transport)
         expected = run_ranks(2, train_at, (3,), Task(), ordinary_loop, {})
@@ -625,7 +625,7 @@ def read_on_one_rank(transport: str) -> str:
 
 
 @SHARED_MEMORY_AND_SLOW_GLOO
-def test_a_read_on_one_rank_alone_is_an_error_by_name(transport: str) -> None:
+def test_a_use_on_one_rank_alone_is_an_error_that_names_the_parameter(transport: str) -> None:
     messages = run_ranks(2, read_on_one_rank, transport)
     assert any("blocks.2" in message for message in messages), messages
     assert "no error" not in messages

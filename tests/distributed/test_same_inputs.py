@@ -158,7 +158,7 @@ def quiet() -> dict[str, list[str]]:
     return {train.__name__: warnings_of(train, 3, {}) for train in QUIET}
 
 
-def test_who_has_a_reason_is_not_told() -> None:
+def test_ranks_with_a_reason_to_read_the_same_inputs_are_not_warned() -> None:
     for warnings in run_ranks(2, quiet):
         assert warnings == {train.__name__: [] for train in QUIET}
 
@@ -181,7 +181,7 @@ def alone() -> list[str]:
     return warnings_of(unshared, 2, {})
 
 
-def test_one_rank_shares_with_nobody() -> None:
+def test_a_single_rank_has_no_duplicate_inputs() -> None:
     assert run_ranks(1, alone) == [[]]
 
 

@@ -100,7 +100,7 @@ def test_the_volume_of_a_step_is_the_papers(world_size: int) -> None:
             assert numbers == wanted | ({"gather": 2 * len(units) - 1} if stage == 3 else {})
 
 
-def test_in_bf16_half_the_bytes_travel() -> None:
+def test_bf16_sends_half_the_bytes() -> None:
     for stage in (0, 3):
         (_, full), (_, half) = (
             run_ranks(1, steps, 64, stage, 1, {"bf16": {"enabled": enabled}})[0] for enabled in (False, True)

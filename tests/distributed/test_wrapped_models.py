@@ -106,7 +106,7 @@ MESSAGES = {
 
 
 @cpu_alone("the wrappers compute on the CPU")
-def test_what_is_distributed_already_is_refused_with_what_to_pass() -> None:
+def test_an_already_distributed_model_is_refused_with_what_to_pass() -> None:
     for rank, found in enumerate(run_ranks(2, refused)):
         for name, wanted in MESSAGES.items():
             assert re.search(wanted, found[name]) or (rank, name) == (0, "no member"), (name, found[name])

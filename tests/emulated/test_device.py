@@ -60,7 +60,7 @@ def test_a_graph_is_done_at_its_replay() -> None:
         assert y.tolist() == [expected] * 3
 
 
-def test_its_memory_is_counted_and_starts_as_nan() -> None:
+def test_device_memory_is_counted_and_starts_as_nan() -> None:
     before = torch.cuda.memory_allocated()
     x = torch.empty(1000, device="cuda")
     assert x.isnan().all()

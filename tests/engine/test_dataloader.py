@@ -160,5 +160,5 @@ def wrong() -> None:
         engine.register_stateful("x", PerRank())
 
 
-def test_wrong_input() -> None:
+def test_wrong_dataloader_arguments_are_refused() -> None:
     run_ranks(2, wrong)

@@ -110,7 +110,7 @@ NEVER, FIRST, LAST, BOTH = (False, False), (True, False), (False, True), (True, 
 @pytest.mark.parametrize(
     ("kind", "local"), [("adam", NEVER), ("adam", FIRST), ("adam", LAST), ("sgd", LAST), ("sgd", BOTH)], ids=str
 )
-def test_what_is_read_is_what_plain_pytorch_has(kind: str, local: tuple[bool, ...]) -> None:
+def test_full_values_are_those_of_plain_pytorch(kind: str, local: tuple[bool, ...]) -> None:
     """``local``: which micro-steps of a step run inside ``no_sync``."""
     run_ranks(2, read_beside_plain, kind, local)
 
@@ -224,7 +224,7 @@ PRECISIONS = {
 @pytest.mark.parametrize(
     ("kind", "precision"), [*(("adam", precision) for precision in PRECISIONS), ("sgd", "fp32"), ("sgd", "bf16")]
 )
-def test_the_next_step_takes_what_was_set(kind: str, precision: str) -> None:
+def test_the_next_step_takes_set_values(kind: str, precision: str) -> None:
     run_ranks(2, replace_and_step, kind, PRECISIONS[precision])
 
 
@@ -317,7 +317,7 @@ def sometimes() -> None:
             assert (full_master(bias) < before).all(), (name, stage)
 
 
-def test_unused_parameters_numbers_and_optimizers_on_shards() -> None:
+def test_full_values_of_unused_parameters_numbers_and_optimizers_on_shards() -> None:
     run_ranks(2, sometimes)
 
 
@@ -334,7 +334,7 @@ def factored() -> None:
     assert torch.equal(full_optimizer_state(weight, "row_var"), torch.full((72, 1), 2.0))
 
 
-def test_a_state_of_any_shape_is_read_and_set_where_it_is_whole() -> None:
+def test_an_optimizer_state_of_any_shape_is_read_and_set_where_it_is_unpartitioned() -> None:
     run_ranks(2, factored)
 
 

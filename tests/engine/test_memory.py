@@ -56,7 +56,7 @@ def test_states_follow_the_formula_and_nothing_else_stays(stage: int, ranks: int
     assert memory.total == memory.states + memory.buckets
 
 
-def test_in_fp32_the_parameters_are_the_master() -> None:
+def test_fp32_parameters_are_the_master() -> None:
     memory, numel, _ = run_ranks(1, memory_of, 1, 64, False)[0]
     assert memory.master == 0
     assert memory.states == pytest.approx(numel * (4 + 4 + 8 / 64), rel=0.03)

@@ -50,7 +50,7 @@ def test_patterns_choose_the_outermost_modules_that_are_called(patterns: list[st
     assert sorted(kept(patterns, data_types={"buffer_dtype": "bf16"})) == sorted(expected)
 
 
-def test_in_fp32_there_is_nothing_to_keep_but_patterns_are_checked() -> None:
+def test_fp32_checks_keep_fp32_patterns() -> None:
     assert kept(["LayerNorm"], bf16={"enabled": False}) == []
     with pytest.raises(ZeroEngineError, match=r"'RMSNorm' matches no module.*classes are Embedding, ModuleList"):
         kept(["RMSNorm"], bf16={"enabled": False})

@@ -166,7 +166,7 @@ IN_BLOCKS = ("containers", "reentrant checkpoints")
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_compiled_models_of_all_kinds(model: str) -> None:
+def test_compiled_models_of_all_kinds_train_as_eager_ones(model: str) -> None:
     way = "blocks in place" if model in IN_BLOCKS else "whole in place"
     run_ranks(2, check, way, (3,), MODELS[model], False, {"comm": {"transport": "gloo"}})
 
@@ -180,7 +180,7 @@ LOW = {
 
 
 @in_turn(("name", "stage"), list(LOW), [3, 1])
-def test_compiled_models_in_low_precision_and_in_other_units(name: str, stage: int) -> None:
+def test_compiled_models_in_low_precision_and_other_units_train_as_eager_ones(name: str, stage: int) -> None:
     run_ranks(2, check, "whole wrapped", (stage,), Task(), False, LOW[name])
 
 
@@ -213,7 +213,7 @@ def with_inductor(stages: tuple[int, ...]) -> list[tuple[Trained, Trained]]:
 
 
 @pytest.mark.slow
-def test_inductor_s_own_kernels() -> None:
+def test_inductor_kernels_train_as_eager_within_rounding() -> None:
     for found in run_ranks(2, with_inductor, (0, 3), timeout=300):
         for eager, compiled in found:
             assert_same_bits(found[0][1], compiled)
@@ -259,6 +259,6 @@ assert "torch._dynamo" not in sys.modules
 """
 
 
-def test_who_does_not_compile_does_not_load_the_compiler() -> None:
+def test_training_without_torch_compile_does_not_load_the_compiler() -> None:
     """It takes 70 MB and a second on every rank."""
     subprocess.run([sys.executable, "-c", LEAN], check=True, timeout=60)

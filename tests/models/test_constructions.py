@@ -155,18 +155,20 @@ def check(name: str, world_size: int, steps: int, transport: str, stages: tuple[
 
 @SHARED_MEMORY_AND_SLOW_GLOO
 @pytest.mark.parametrize("name", [name for name, c in TABLE.items() if c.in_fp32])
-def test_in_fp32(name: str, transport: str) -> None:
+def test_fp32_constructions_match_plain_pytorch_and_the_same_bits_at_every_stage(name: str, transport: str) -> None:
     check(name, 2, 4, transport, STAGES)
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_on_4_ranks(name: str) -> None:
+def test_constructions_match_plain_pytorch_on_4_ranks(name: str) -> None:
     check(name, 4, 2, "gloo", (0, 3))
 
 
 @pytest.mark.parametrize("stages", [(0, 3), pytest.param(STAGES, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("name", TABLE)
-def test_in_bf16(name: str, stages: tuple[int, ...]) -> None:
+def test_bf16_constructions_follow_plain_pytorch_and_the_same_bits_at_every_stage(
+    name: str, stages: tuple[int, ...]
+) -> None:
     """The same bits at every stage; and a path that leaves that of plain PyTorch by less than 5 % of its length."""
     before = build(TABLE[name].factory).state_dict()
     ranks = same_at_every_stage(trained(2, 4, "bf16", "gloo", stages), name)

@@ -108,7 +108,7 @@ def gradients() -> list[list[torch.Tensor]]:
     return found
 
 
-def test_torch_autograd_grad_takes_parameters_that_are_away() -> None:
+def test_torch_autograd_grad_takes_released_parameters() -> None:
     model = build()
     for rank, found in enumerate(run_ranks(2, gradients)):
         expected = torch.autograd.grad(model(*batch(0, rank)), list(model.parameters()))
@@ -274,7 +274,7 @@ def test_a_game_of_two_engines_is_that_of_plain_pytorch(game: str, transport: st
 
 
 @pytest.mark.parametrize("game", GAMES)
-def test_a_game_in_bf16(game: str) -> None:
+def test_a_bf16_game_of_two_engines_follows_plain_pytorch(game: str) -> None:
     for found, plain in run_ranks(2, play_all, game, {"bf16": {"enabled": True}}, [(1, 2), (3, 0)]):
         for trained in found:
             assert trained.losses == pytest.approx(plain.losses, rel=3e-2)

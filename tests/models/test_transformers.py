@@ -181,7 +181,7 @@ def test_transformers_train_in_bf16_within_its_rounding() -> None:
             assert ranks[0][number].norms == pytest.approx(plain.norms, rel=5e-2), (each, stage)
 
 
-def test_transformers_train_on_four_ranks() -> None:
+def test_transformers_train_on_four_ranks_as_plain_pytorch() -> None:
     tasks = [("tied llama", False), ("t5", True)]
     for each, *ranks in zip(tasks, *run_ranks(4, train_all, tasks, (0, 3), {}), strict=True):
         for found in ranks:
@@ -275,7 +275,7 @@ def use_in_every_way(folder: Path) -> None:
             assert engine.step()
 
 
-def test_attributes_outputs_and_save_pretrained(tmp_path: Path) -> None:
+def test_transformers_attributes_outputs_and_save_pretrained_match_plain_models(tmp_path: Path) -> None:
     run_ranks(2, quietly, use_in_every_way, tmp_path)
 
 
@@ -326,7 +326,7 @@ def odd_inputs() -> list[str]:
     return messages
 
 
-def test_adapters_outputs_as_inputs_and_resized_embeddings() -> None:
+def test_adapters_and_outputs_as_inputs_train_and_resized_embeddings_are_refused() -> None:
     for (message,) in run_ranks(2, quietly, odd_inputs):
         assert "given another shape after initialize(), (64, 32) where it had (61, 32)" in message
         assert "Change the model before initialize()." in message

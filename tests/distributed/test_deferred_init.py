@@ -44,7 +44,7 @@ def train(all_settings: list[dict[str, Any]], under_meta_init: bool) -> list[Any
 
 
 @pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
-def test_training_is_that_of_an_ordinary_build(tmp_path: Path, precision: dict[str, Any]) -> None:
+def test_deferred_init_trains_as_an_ordinary_build(tmp_path: Path, precision: dict[str, Any]) -> None:
     settings = [*(config(stage, **precision) for stage in range(4)), offloaded(3, tmp_path, BOTH, **precision)]
     expected = run_ranks(2, train, settings, False)
     found = run_ranks(2, train, settings, True)
@@ -67,7 +67,7 @@ def load(path: str) -> tuple[float, list[str]]:
     return engine(*batch(0, 0)).item(), errors
 
 
-def test_weights_fill_what_was_built_without_values(tmp_path: Path) -> None:
+def test_loaded_weights_fill_a_model_built_without_values(tmp_path: Path) -> None:
     model = build(TinyLM)
     torch.save(model.state_dict(), tmp_path / "weights.pt")
     for loss, errors in run_ranks(2, load, str(tmp_path / "weights.pt")):
@@ -91,7 +91,7 @@ def build_big(under_meta_init: bool) -> tuple[int, int]:
     return peak.growth, memory.total
 
 
-def test_a_rank_holds_its_shards_and_one_unit() -> None:
+def test_deferred_init_holds_a_rank_s_shards_and_one_unit() -> None:
     unit = 4 * (4 * BIG * BIG + 3 * BIG)
     for growth, total in run_ranks(2, build_big, True):
         assert total < 1.1 * BLOCKS * unit  # half of parameters and of gradients
