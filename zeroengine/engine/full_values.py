@@ -1,7 +1,7 @@
-"""Whole values of a partitioned state, read and written from outside: parameters, gradients, optimizer state.
+"""Read and write whole values of partitioned states: parameters, gradients, optimizer states, master weights.
 
-For looking and for surgery. Every function here is a collective: call it on every rank, of the same parameter.
-What is wrong on one rank is an error on all of them, and then nothing has changed.
+Every public function here is a collective: call it on every rank, with the same parameter. An error on one rank is an
+error on all ranks, and then nothing has changed.
 """
 
 from __future__ import annotations
@@ -36,6 +36,14 @@ class FullValues:
     """Serves ``gathered``, ``Engine.full_state_dict`` and the functions below.
 
     Args:
+        model: The module that was passed to ``initialize``.
+        units: All units of the engine.
+        group: The ranks of the engine.
+        transport: Adds up flags over the ranks.
+        gatherer: Gathers whole units.
+        reducer: Owns the gradients.
+        optimizer: Owns master weights and optimizer states.
+        external_writes: Is told of values that were written on purpose.
         divisor: Returns what the summed gradient is to be divided by for the mean.
         accumulation: Says whether gradients have come since the last call of ``step``.
         backward: Ends a plain backward that is over.
@@ -50,46 +58,51 @@ class FullValues:
         gatherer: Gatherer,
         reducer: Reducer,
         optimizer: ShardedOptimizer,
-        writes: OutsideWrites,
+        external_writes: OutsideWrites,
         divisor: Callable[[], float],
         accumulation: Accumulation,
         backward: BackwardTracker,
     ) -> None:
-        self._backward = backward
         self.gatherer = gatherer
         self._model, self._units, self._group, self._transport = model, units, group, transport
-        self._reducer, self._divisor = reducer, divisor
-        self._optimizer, self._writes, self._accumulation = optimizer, writes, accumulation
-        self._warned = False
+        self._reducer, self._optimizer, self._external_writes = reducer, optimizer, external_writes
+        self._divisor, self._accumulation, self._backward = divisor, accumulation, backward
+        self._warned_of_missing_gradient = False
 
     # -- for `gathered` ---------------------------------------------------------------------------
 
     def units_of(self, params: Iterable[nn.Parameter]) -> list[Unit]:
-        self._backward.end_if_over()  # what it has left to reduce comes before what the caller is about to exchange
-        wanted = {id(param) for param in params}
-        return [unit for unit in self._units if any(id(param) in wanted for param in unit.params)]
+        """Return the units that hold any of ``params``, in the order of registration."""
+        # The reductions that are left of the last backward come before what the caller is about to exchange.
+        self._backward.end_if_over()
+        param_ids = {id(param) for param in params}
+        return [unit for unit in self._units if any(id(param) in param_ids for param in unit.params)]
 
-    def first_to_write(self, changed: Sequence[bool]) -> list[int]:
+    def first_writers(self, changed: Sequence[bool]) -> list[int]:
+        """Return for each flag the lowest rank that raised it, or -1. A collective."""
         flags = torch.zeros(len(changed), self._group.world_size, dtype=torch.float64, device="cpu")
         flags[:, self._group.rank] = torch.tensor(changed, dtype=torch.float64, device="cpu")
         flat = self._transport.all_reduce_scalars(flags.flatten().to(self._group.device), "gathered")
         return [next((rank for rank, flag in enumerate(row) if flag), -1) for row in flat.view_as(flags).tolist()]
 
-    def take_over(self, unit: Unit, writer: int) -> None:
+    def apply_writes(self, unit: Unit, writer: int) -> None:
+        """Give all ranks the values of ``unit`` that rank ``writer`` holds, masters included. A collective."""
         self._group.broadcast(unit.full_buffer, writer)
         torch.autograd.graph.increment_version(unit.params)
         unit.copy_full_to_shard()
         unit.unset_params.clear()
-        self._writes.remember(unit)
-        for states in self._optimizer.units:
-            if states.unit is unit:
-                states.reload_master()
+        self._external_writes.remember(unit)
+        shard = self._optimizer_shard(unit)
+        if shard is not None:
+            shard.reload_master()
 
     def note_gradient_read(self) -> None:
+        """Warn once where ``grad`` of a parameter is read between ``backward`` and ``step``, for it is None."""
         has_gradients = self._accumulation.has_new_gradients or self._backward.in_progress
-        if self._warned or not has_gradients or torch._C._current_graph_task_id() >= 0:
+        is_inside_backward = torch._C._current_graph_task_id() >= 0
+        if self._warned_of_missing_gradient or not has_gradients or is_inside_backward:
             return
-        self._warned = True
+        self._warned_of_missing_gradient = True
         if self._group.rank == 0:
             log.warning(
                 "`grad` of a parameter was read between backward() and step(), and it is None: gradients are reduced "
@@ -124,150 +137,180 @@ class FullValues:
     # -- one parameter's values -------------------------------------------------------------------
 
     def gradient(self, param: nn.Parameter) -> torch.Tensor | None:
+        """Return the mean gradient of ``param``. See ``full_gradient``."""
         self._backward.end_if_over()
-        unit, index = self._unit(param)
-        states = self._states(unit)
-        mine = self._reducer.unreduced_gradient(states.grads, index) if states is not None else None
-        used = mine is not None or (states is not None and states.grads.has_grad[index])
-        with self._agreeing("full_gradient", unit, index, used) as used_on:
-            states = self._trainable(unit, index)
+        unit, index = self._locate(param)
+        shard = self._optimizer_shard(unit)
+        local_gradient = None if shard is None else self._reducer.unreduced_gradient(shard.grads, index)
+        has_gradient = local_gradient is not None or (shard is not None and shard.grads.has_grad[index])
+        with self._same_call("full_gradient", unit, index, has_gradient) as has_gradient_by_rank:
+            shard = self._trainable_shard(unit, index)
             self._reducer.check_backward_ended()
         self._reducer.wait_reduces()
-        if not any(used_on):
+        if not any(has_gradient_by_rank):
             return None
-        whole = self._part(unit, index, states.gradient if states.grads.is_reduced else None)
-        if mine is not None:
-            whole += mine
-        self._group.all_reduce(whole)
-        return whole / self._divisor()
+        gradient = self._expand_shard(unit, index, shard.gradient if shard.grads.is_reduced else None)
+        if local_gradient is not None:
+            gradient += local_gradient
+        self._group.all_reduce(gradient)
+        return gradient / self._divisor()
 
     def set_gradient(self, param: nn.Parameter, value: torch.Tensor) -> None:
+        """Replace the mean gradient of ``param``. See ``set_full_gradient``."""
         self._backward.end_if_over()
-        unit, index = self._unit(param)
-        with self._agreeing("set_full_gradient", unit, index):
-            states = self._trainable(unit, index)
-            value = self._fitting(unit, index, value)
+        unit, index = self._locate(param)
+        with self._same_call("set_full_gradient", unit, index):
+            shard = self._trainable_shard(unit, index)
+            value = self._checked_copy(unit, index, value)
             self._reducer.check_backward_ended()
         self._reducer.wait_reduces()
         self._group.broadcast(value)
-        self._reducer.replace_gradient(states.grads, index, value * self._divisor())
+        self._reducer.replace_gradient(shard.grads, index, value * self._divisor())
 
     def optimizer_state(self, param: nn.Parameter, key: str) -> torch.Tensor:
-        unit, index = self._unit(param)
-        states, shape, holder = self._kept("full_optimizer_state", unit, index, key)
-        values = self._optimizer.values(states, unit.layout.slots[index], key)
-        if shape is None:  # a value of each element
-            part = torch.zeros_like(states.master)
-            for where, value in values:
-                part[where] = value.flatten().to(part.dtype)
-            whole = self._part(unit, index, part)
+        """Return the state ``key`` of ``param``. See ``full_optimizer_state``."""
+        unit, index = self._locate(param)
+        shard, shape, holder = self._find_state("full_optimizer_state", unit, index, key)
+        values = self._optimizer.values(shard, unit.layout.slots[index], key)
+        if shape is None:
+            # The state has a value for each element: each rank adds its part of them.
+            shard_values = torch.zeros_like(shard.master)
+            for shard_range, value in values:
+                shard_values[shard_range] = value.flatten().to(shard_values.dtype)
+            state = self._expand_shard(unit, index, shard_values)
         else:
-            whole = torch.zeros(shape, dtype=_wide(unit.dtype), device=self._group.device)
+            state = torch.zeros(shape, dtype=_exchange_dtype(unit.dtype), device=self._group.device)
             if self._group.rank == holder:
-                whole.copy_(values[0][1])
-        self._group.all_reduce(whole)
-        return whole
+                state.copy_(values[0][1])
+        self._group.all_reduce(state)
+        return state
 
     def set_optimizer_state(self, param: nn.Parameter, key: str, value: torch.Tensor) -> None:
-        unit, index = self._unit(param)
-        states, shape, _ = self._kept("set_full_optimizer_state", unit, index, key)
-        with self._agreeing("set_full_optimizer_state", unit, index):
-            value = self._fitting(unit, index, value, shape)
+        """Replace the state ``key`` of ``param``. See ``set_full_optimizer_state``."""
+        unit, index = self._locate(param)
+        shard, shape, _ = self._find_state("set_full_optimizer_state", unit, index, key)
+        with self._same_call("set_full_optimizer_state", unit, index):
+            value = self._checked_copy(unit, index, value, shape)
         self._group.broadcast(value)
         if shape is None:
-            part = torch.zeros_like(states.master)
-            for where, values in self._owned(unit, index, value):
-                part[where] = values
-            value = part
-        self._optimizer.set_values(states, unit.layout.slots[index], key, value)
+            shard_values = torch.zeros_like(shard.master)
+            for shard_range, owned_values in self._owned_parts(unit, index, value):
+                shard_values[shard_range] = owned_values
+            value = shard_values
+        self._optimizer.set_values(shard, unit.layout.slots[index], key, value)
 
-    def _kept(self, call: str, unit: Unit, index: int, key: str) -> tuple[OptimizerShard, tuple[int, ...] | None, int]:
-        """Whose state it is, its shape (see ``ShardedOptimizer.shapes``), and the lowest rank that has some of it."""
-        mine, slot = self._states(unit), unit.layout.slots[index]
-        fact = self._optimizer.shapes(mine, slot) if mine is not None else {}
-        with self._agreeing(f"{call} {key!r}", unit, index, fact) as shapes_on:
-            states = self._trainable(unit, index)
-        holders = [rank for rank, shapes in enumerate(shapes_on) if key in shapes]
+    def _find_state(
+        self, call: str, unit: Unit, index: int, key: str
+    ) -> tuple[OptimizerShard, tuple[int, ...] | None, int]:
+        """Find the state ``key`` of a parameter.
+
+        Returns:
+            The shard of the optimizer's states, the shape of the state (None for a value of each element; see
+            ``ShardedOptimizer.shapes``), and the lowest rank that holds some of it.
+        """
+        own_shard, slot = self._optimizer_shard(unit), unit.layout.slots[index]
+        own_shapes = {} if own_shard is None else self._optimizer.shapes(own_shard, slot)
+        with self._same_call(f"{call} {key!r}", unit, index, own_shapes) as shapes_by_rank:
+            shard = self._trainable_shard(unit, index)
+        holders = [rank for rank, shapes in enumerate(shapes_by_rank) if key in shapes]
         if not holders:
-            known = sorted({name for shapes in shapes_on for name in shapes})
+            known = sorted({name for shapes in shapes_by_rank for name in shapes})
             raise ZeroEngineError(
                 f"the optimizer keeps no state {key!r} of {slot.name}; it keeps: {', '.join(known) or 'nothing yet'}"
             )
-        shape = shapes_on[holders[0]][key]
+        shape = shapes_by_rank[holders[0]][key]
         if shape is not None and math.prod(shape) > 1 and unit.degrees.optimizer > 1:
             raise ZeroEngineError(
                 f"the optimizer's state {key!r} of {slot.name} {slot.shape} has shape {shape} on a shard: neither a "
                 "number nor a value of each element, so there is no whole of it"
             )
-        return states, shape, holders[0]
+        return shard, shape, holders[0]
 
     def master(self, param: nn.Parameter) -> torch.Tensor:
-        unit, index = self._unit(param)
-        with self._agreeing("full_master", unit, index):
-            states = self._states(unit)
-        if states is not None:
-            if states.may_be_written:
-                states.reload_master()
-            whole = self._part(unit, index, states.master)
-            self._group.all_reduce(whole)
-            return whole
-        self.gatherer.pin(unit)  # frozen: there is none but itself
-        value = param.detach().to(_wide(unit.dtype), copy=True)
+        """Return the master weights of ``param``. See ``full_master``."""
+        unit, index = self._locate(param)
+        with self._same_call("full_master", unit, index):
+            shard = self._optimizer_shard(unit)
+        if shard is not None:
+            if shard.may_be_written:
+                shard.reload_master()
+            value = self._expand_shard(unit, index, shard.master)
+            self._group.all_reduce(value)
+            return value
+        # A frozen parameter has no master but itself.
+        self.gatherer.pin(unit)
+        value = param.detach().to(_exchange_dtype(unit.dtype), copy=True)
         self.gatherer.unpin(unit)
         return value
 
     def set_master(self, param: nn.Parameter, value: torch.Tensor) -> None:
-        unit, index = self._unit(param)
-        with self._agreeing("set_full_master", unit, index):
-            value = self._fitting(unit, index, value)
+        """Replace the master weights of ``param``. See ``set_full_master``."""
+        unit, index = self._locate(param)
+        with self._same_call("set_full_master", unit, index):
+            value = self._checked_copy(unit, index, value)
         self._group.broadcast(value)
-        states = self._states(unit)
+        shard = self._optimizer_shard(unit)
         self.gatherer.pin(unit)
-        if states is not None:
-            for where, part in self._owned(unit, index, value):
-                populate(states.master[where], write=True)
-                states.master[where].copy_(part)
+        if shard is not None:
+            for shard_range, owned_values in self._owned_parts(unit, index, value):
+                populate(shard.master[shard_range], write=True)
+                shard.master[shard_range].copy_(owned_values)
         with torch.no_grad():
-            param.copy_(value)  # what everybody computes with
+            param.copy_(value)  # All ranks compute with the value in the parameter's dtype.
         unit.copy_full_to_shard()
         unit.unset_params.discard(unit.layout.slots[index].name)
         self.gatherer.unpin(unit)
 
-    # -- agreement --------------------------------------------------------------------------------
+    # -- checks -----------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _agreeing(self, call: str, unit: Unit, index: int, fact: Any = None) -> Iterator[list[Any]]:
-        """For checks, as ``Group.agreeing``; and every rank is to make the same call."""
-        call = f"{call} of {unit.layout.slots[index].name}"
-        facts: list[Any] = []
-        with self._group.agreeing(f"in {call}", (call, fact)) as every:
-            yield facts
-        if any(other != call for other, _ in every):
-            calls = ", ".join(f"rank {rank}: {other}" for rank, (other, _) in enumerate(every))
-            raise ZeroEngineError(f"every rank is to make the same call of the same parameter, found {calls}")
-        facts += [fact for _, fact in every]
-
-    def _unit(self, param: nn.Parameter) -> tuple[Unit, int]:
-        (unit,) = self.units_of([param])
-        return unit, next(i for i, p in enumerate(unit.params) if p is param)
-
-    def _states(self, unit: Unit) -> OptimizerShard | None:
-        return next((states for states in self._optimizer.units if states.unit is unit), None)
-
-    def _trainable(self, unit: Unit, index: int) -> OptimizerShard:
-        states = self._states(unit)
-        if states is None:
-            name = unit.layout.slots[index].name
-            raise ZeroEngineError(f"parameter {name} is frozen: it has no gradient and no optimizer state")
-        return states
-
-    def _fitting(
-        self, unit: Unit, index: int, value: torch.Tensor, shape: tuple[int, ...] | None = None
-    ) -> torch.Tensor:
-        """A copy of ``value`` on the device, in the dtype to send it in.
+    def _same_call(self, call: str, unit: Unit, index: int, fact: Any = None) -> Iterator[list[Any]]:
+        """Raise on every rank what is raised inside on any, or where ranks make different calls. A collective.
 
         Args:
-            shape: what it is to have; the parameter's where None.
+            call: The public function that was called.
+            unit: The unit of the parameter that it was called with.
+            index: The parameter's place in the unit.
+            fact: Is collected from every rank.
+
+        Yields:
+            A list that holds the ranks' facts, in rank order, once the ``with`` has ended.
+        """
+        call = f"{call} of {unit.layout.slots[index].name}"
+        facts: list[Any] = []
+        with self._group.agreeing(f"in {call}", (call, fact)) as calls_by_rank:
+            yield facts
+        if any(other_call != call for other_call, _ in calls_by_rank):
+            calls = ", ".join(f"rank {rank}: {other_call}" for rank, (other_call, _) in enumerate(calls_by_rank))
+            raise ZeroEngineError(f"every rank is to make the same call of the same parameter, found {calls}")
+        facts += [fact for _, fact in calls_by_rank]
+
+    def _locate(self, param: nn.Parameter) -> tuple[Unit, int]:
+        """Return the unit of ``param`` and its place among the unit's parameters."""
+        (unit,) = self.units_of([param])
+        return unit, next(index for index, candidate in enumerate(unit.params) if candidate is param)
+
+    def _optimizer_shard(self, unit: Unit) -> OptimizerShard | None:
+        """Return what the optimizer keeps of ``unit``; None where the unit is frozen."""
+        return next((shard for shard in self._optimizer.units if shard.unit is unit), None)
+
+    def _trainable_shard(self, unit: Unit, index: int) -> OptimizerShard:
+        shard = self._optimizer_shard(unit)
+        if shard is None:
+            name = unit.layout.slots[index].name
+            raise ZeroEngineError(f"parameter {name} is frozen: it has no gradient and no optimizer state")
+        return shard
+
+    def _checked_copy(
+        self, unit: Unit, index: int, value: torch.Tensor, shape: tuple[int, ...] | None = None
+    ) -> torch.Tensor:
+        """Return a copy of ``value`` on the device, in the dtype in which it is sent.
+
+        Args:
+            unit: The unit of the parameter.
+            index: The parameter's place in the unit.
+            value: What the user passed.
+            shape: The shape that it must have; that of the parameter where None.
         """
         slot = unit.layout.slots[index]
         shape = slot.shape if shape is None else shape
@@ -277,46 +320,61 @@ class FullValues:
             raise ZeroEngineError(
                 f"{slot.name}: the value is to have shape {shape}, the one given has {tuple(value.shape)}"
             )
-        return value.detach().to(self._group.device, _wide(unit.dtype), copy=True).contiguous()
+        return value.detach().to(self._group.device, _exchange_dtype(unit.dtype), copy=True).contiguous()
 
     # -- between whole values and shards ----------------------------------------------------------
 
-    def _part(self, unit: Unit, index: int, shard: torch.Tensor | None) -> torch.Tensor:
-        """What this rank adds to a whole parameter's values, of its shape, where shards are of the optimizer's degree.
+    def _expand_shard(self, unit: Unit, index: int, shard: torch.Tensor | None) -> torch.Tensor:
+        """Return a tensor of a parameter's shape with this rank's values from ``shard``, and zeros elsewhere.
 
-        The ranks' parts sum to the whole; None adds nothing.
+        Summed over the ranks it is the whole parameter's values. Where ``shard`` is None it is all zeros.
+
+        Args:
+            unit: The unit of the parameter.
+            index: The parameter's place in the unit.
+            shard: 1-D, partitioned by the optimizer's degree.
         """
         slot = unit.layout.slots[index]
-        value = torch.zeros(slot.shape, dtype=_wide(unit.dtype), device=self._group.device)
-        if shard is not None and self._group.rank < unit.degrees.optimizer:  # these hold each shard once
-            for where, part in self._owned(unit, index, value):
-                populate(shard[where])
-                part.copy_(shard[where])
+        value = torch.zeros(slot.shape, dtype=_exchange_dtype(unit.dtype), device=self._group.device)
+        # With an optimizer degree below the world size several ranks hold a shard; the first of them count.
+        if shard is not None and self._group.rank < unit.degrees.optimizer:
+            for shard_range, owned_part in self._owned_parts(unit, index, value):
+                populate(shard[shard_range])
+                owned_part.copy_(shard[shard_range])
         return value
 
-    def _owned(self, unit: Unit, index: int, value: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Where ``value`` (contiguous) lies in this rank's optimizer shard, and the part of it that does."""
+    def _owned_parts(self, unit: Unit, index: int, value: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield the ranges of this rank's optimizer shard that hold a parameter, each with that part of ``value``.
+
+        Args:
+            unit: The unit of the parameter.
+            index: The parameter's place in the unit.
+            value: Contiguous, of the parameter's shape. What is yielded are views of it.
+        """
         flat = value.view(-1)
         for span in unit.layout.spans(self._group.rank, unit.degrees.optimizer):
             if span.param_index == index:
-                where = slice(span.shard_offset, span.shard_offset + span.numel)
-                yield where, flat[span.param_offset : span.param_offset + span.numel]
+                shard_range = slice(span.shard_offset, span.shard_offset + span.numel)
+                yield shard_range, flat[span.param_offset : span.param_offset + span.numel]
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """What values of ``dtype`` are looked at in: fp32 for lower ones, else their own."""
+def _exchange_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which values of ``dtype`` are exchanged: at least fp32 for floating ones."""
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point or dtype.is_complex else dtype
 
 
 def full_gradient(param: nn.Parameter) -> torch.Tensor | None:
-    """The mean gradient of ``param`` over the ranks, as far as this step's backwards have come, before clipping.
+    """Return the mean gradient of ``param`` over the ranks, from the backwards of this step so far, before clipping.
 
     It is what ``param.grad`` would be without partitioning and with each loss divided by
     ``gradient_accumulation_steps``. Call it on every rank, between ``backward`` and ``engine.step``.
 
+    Args:
+        param: A parameter of the model that was passed to ``initialize``.
+
     Returns:
-        A copy of the parameter's shape, fp32 (or wider, as the parameter is), on the engine's device; None where no
-        rank has a gradient.
+        A copy of the parameter's shape on the engine's device, in fp32 or in the parameter's dtype where that is wider;
+        None where no rank has a gradient.
 
     Raises:
         ZeroEngineError: ``param`` belongs to no engine, or is frozen, or a backward is under way.
@@ -325,43 +383,67 @@ def full_gradient(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def set_full_gradient(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Replaces what ``full_gradient`` gives by rank 0's ``value``. Later backwards of the step add to it.
+    """Replace the value that ``full_gradient`` returns by rank 0's ``value``. Later backwards of the step add to it.
+
+    Args:
+        param: A parameter of the model that was passed to ``initialize``.
+        value: Of the parameter's shape, in any floating dtype, on any device.
 
     Raises:
-        ZeroEngineError: as ``full_gradient``, or ``value`` has another shape.
+        ZeroEngineError: As for ``full_gradient``, or ``value`` has another shape.
     """
     _owner(param).set_gradient(param, value)
 
 
 def full_optimizer_state(param: nn.Parameter, key: str) -> torch.Tensor:
-    """What the optimizer keeps of ``param`` under ``key``: ``exp_avg``, ``exp_avg_sq``, ``step``, ...
+    """Return the optimizer state ``key`` of ``param``.
+
+    Args:
+        param: A parameter of the model that was passed to ``initialize``.
+        key: The optimizer's name of the state: ``exp_avg``, ``exp_avg_sq``, ``step``, ...
 
     Returns:
-        A copy of the parameter's shape, fp32 (or wider, as the parameter is), or 0-d for a number.
+        A copy of the parameter's shape, in fp32 or in the parameter's dtype where that is wider; 0-d for a number.
 
     Raises:
-        ZeroEngineError: ``param`` belongs to no engine or is frozen, or the optimizer keeps no such thing (yet: most
-            begin with the first step).
+        ZeroEngineError: ``param`` belongs to no engine or is frozen, or the optimizer keeps no such state. Most states
+            begin with the first step.
     """
     return _owner(param).optimizer_state(param, key)
 
 
 def set_full_optimizer_state(param: nn.Parameter, key: str, value: torch.Tensor) -> None:
-    """Replaces what ``full_optimizer_state`` gives by rank 0's ``value``.
+    """Replace the value that ``full_optimizer_state`` returns by rank 0's ``value``.
+
+    Args:
+        param: A parameter of the model that was passed to ``initialize``.
+        key: The optimizer's name of the state.
+        value: Of the state's shape.
 
     Raises:
-        ZeroEngineError: as ``full_optimizer_state``, or ``value`` has another shape.
+        ZeroEngineError: As for ``full_optimizer_state``, or ``value`` has another shape.
     """
     _owner(param).set_optimizer_state(param, key, value)
 
 
 def full_master(param: nn.Parameter) -> torch.Tensor:
-    """The fp32 master of ``param``, or a copy of its own values where there is none. Of the parameter's shape."""
+    """Return the fp32 master weights of ``param``, or a copy of its values where it has none; of its shape.
+
+    Args:
+        param: A parameter of the model that was passed to ``initialize``.
+
+    Raises:
+        ZeroEngineError: ``param`` belongs to no engine.
+    """
     return _owner(param).master(param)
 
 
 def set_full_master(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Rank 0's ``value`` becomes the master of ``param``, and, rounded, the parameter.
+    """Replace the master weights of ``param`` by rank 0's ``value``, and the parameter by the same, rounded.
+
+    Args:
+        param: A parameter of the model that was passed to ``initialize``.
+        value: Of the parameter's shape.
 
     Raises:
         ZeroEngineError: ``param`` belongs to no engine, or ``value`` has another shape.

@@ -1,4 +1,4 @@
-"""Whole parameters inside a ``with``, on every rank, written back at its end."""
+"""Gather whole parameters inside a ``with``, on every rank, and keep what is written to them."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ class ParameterOwner(Protocol):
 
     gatherer: Gatherer
 
-    def first_to_write(self, changed: Sequence[bool]) -> list[int]:
-        """For each flag the lowest rank that raised it, or -1. A collective."""
+    def first_writers(self, changed: Sequence[bool]) -> list[int]:
+        """Return for each flag the lowest rank that raised it, or -1. A collective."""
 
-    def take_over(self, unit: Unit, writer: int) -> None:
-        """The whole ``unit`` that rank ``writer`` holds becomes everybody's. A collective."""
+    def apply_writes(self, unit: Unit, writer: int) -> None:
+        """Give all ranks the values of ``unit`` that rank ``writer`` holds. A collective."""
 
-    def units_of(self, params: Iterable[nn.Parameter]) -> list[Unit]: ...
+    def units_of(self, params: Iterable[nn.Parameter]) -> list[Unit]:
+        """Return the units that hold any of ``params``."""
 
     def note_gradient_read(self) -> None:
-        """Somebody has looked for ``grad`` of a released parameter and found None."""
+        """Note that ``grad`` of a released parameter was read and is None."""
 
 
 def owner_of(param: nn.Parameter) -> ParameterOwner | None:
@@ -49,17 +50,17 @@ def attach_owner(params: Iterable[nn.Parameter], owner: ParameterOwner) -> None:
 @explains_arguments
 @contextlib.contextmanager
 def gathered(module_or_params: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> Iterator[None]:
-    """Gives whole parameters inside the ``with``, at every stage; what is written to them is kept.
+    """Gather whole parameters inside the ``with``, at every stage, and keep what is written to them.
 
-    Enter and leave it on every rank, with the same parameters. Where ranks wrote different values, those of
-    the lowest rank that wrote are kept on all. Inside, ranks may run different numbers of forwards. Parameters still
+    Enter and leave it on every rank, with the same parameters. Where ranks wrote different values, all ranks take
+    those of the lowest rank that wrote. Inside, ranks may run different numbers of forwards. Parameters still
     require gradients there: to write in place enter ``torch.no_grad()`` as well, as for any parameter.
 
     Args:
-        module_or_params: a module (all parameters below it), one parameter, or several.
+        module_or_params: A module (all parameters below it), one parameter, or several.
 
     Raises:
-        ZeroEngineError: the parameters belong to no engine, or were given another shape inside.
+        ZeroEngineError: The parameters belong to no engine, or were given another shape inside.
     """
     if isinstance(module_or_params, nn.Module):
         params = list(module_or_params.parameters())
@@ -90,9 +91,9 @@ def gathered(module_or_params: nn.Module | nn.Parameter | Iterable[nn.Parameter]
     finally:
         refused = [name for unit in units for name in unit.readopt_data()]
         changed = [checksum(unit.full_buffer) != seen for unit, seen in zip(units, before, strict=True)]
-        for unit, writer in zip(units, owner.first_to_write(changed), strict=True):
+        for unit, writer in zip(units, owner.first_writers(changed), strict=True):
             if writer >= 0:
-                owner.take_over(unit, writer)
+                owner.apply_writes(unit, writer)
             owner.gatherer.unpin(unit)
     if refused:
         raise ZeroEngineError(
