@@ -27,7 +27,7 @@ from tests.distributed.ranks import run_ranks
 from tests.models import test_transformers
 from zeroengine import ConfigError, ZeroEngineError
 from zeroengine.deferred_init import meta_init
-from zeroengine.deferred_init.parameter import tape_of
+from zeroengine.deferred_init.parameter import trace_of
 
 SEED = 3
 
@@ -136,12 +136,12 @@ FACTORIES: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.fixture(params=[0, 1 << 14, 1 << 26], ids=["no room", "some room", "all the room"])
 def room(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meta_init, "ROOM", request.param)
+    monkeypatch.setattr(meta_init, "CACHE_BYTES", request.param)
 
 
 @pytest.fixture
 def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meta_init, "ROOM", 0)
+    monkeypatch.setattr(meta_init, "CACHE_BYTES", 0)
 
 
 @pytest.fixture(autouse=True)
@@ -151,15 +151,15 @@ def restored() -> Iterator[None]:
     before = len(hooks), torch.get_default_dtype()
     yield
     assert (len(hooks), torch.get_default_dtype()) == before
-    assert not meta_init.recording()
+    assert not meta_init.is_recording()
 
 
 def values_of(param: nn.Parameter) -> torch.Tensor:
-    tape = tape_of(param)
-    if tape is None:
+    trace = trace_of(param)
+    if trace is None:
         return param.detach()
     out = torch.full(param.shape, 77, dtype=param.dtype)
-    tape.write(out)
+    trace.write(out)
     return out
 
 
@@ -235,11 +235,11 @@ def test_parameters_take_no_memory_and_say_so() -> None:
 
 def test_a_tape_goes_with_its_parameter() -> None:
     model = born()
-    tape = weakref.ref(tape_of(model.head.weight))
-    assert tape() is not None
+    trace = weakref.ref(trace_of(model.head.weight))
+    assert trace() is not None
     del model
     gc.collect()
-    assert tape() is None
+    assert trace() is None
 
 
 def test_a_copy_has_the_same_values() -> None:
@@ -428,7 +428,7 @@ def test_without_reset_parameters_names_are_named() -> None:
         model.register_buffer("mask", torch.ones(3))
     with pytest.raises(ZeroEngineError, match=r"without values: pos, mask.*inside `with zeroengine.meta_init"):
         zeroengine.initialize(model, config=config(0))
-    assert model.pos.is_meta and model.mask.is_meta and tape_of(model.pos) is None
+    assert model.pos.is_meta and model.mask.is_meta and trace_of(model.pos) is None
 
 
 def test_a_graph_of_the_meta_model_is_in_the_way() -> None:

@@ -22,7 +22,7 @@ def train(all_settings: list[dict[str, Any]], under_meta_init: bool) -> list[Any
     """Ranks other than 0 draw other values: those of rank 0 win."""
     dist.init_process_group("gloo")
     rank, found = dist.get_rank(), []
-    meta_init.ROOM = 0
+    meta_init.CACHE_BYTES = 0
     for settings in all_settings:
         if under_meta_init:
             torch.manual_seed(rank)

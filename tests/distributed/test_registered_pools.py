@@ -41,7 +41,7 @@ def check_pools(engine: zeroengine.Engine) -> None:
         engine.gatherer.pin(unit)
         assert gather.place(unit.full_buffer) and gather.place(unit.shard)
         engine.gatherer.unpin(unit)
-    assert all(reduce.place(slot.memory) for slot in engine.reducer._slots._slots)
+    assert all(reduce.place(buffer.memory) for buffer in engine.reducer._buffer_pool._buffers)
     for grads in engine.reducer.gradients:
         assert (reduce.place(grads.grad_shard) is not None) == (grads.dtype is grads.reduce_dtype)
         assert not gather.place(grads.grad_shard)
@@ -58,8 +58,8 @@ def trained(stage: int, how: bool, more: dict[str, Any], folder: Path) -> Seen:
     rank = start()
     with pretended():
         engine = make_engine(build(), None, config(stage, **more, comm={"register_buffers": how}), None)
-        losses, slots = [], engine.reducer._slots._slots
-        built, made = len(Pool.all[1].log) if how else 0, len(slots)
+        losses, buffers = [], engine.reducer._buffer_pool._buffers
+        built, made = len(Pool.all[1].log) if how else 0, len(buffers)
         for number in range(7):
             loss = engine(*batch(number, rank))
             engine.backward(loss)
@@ -73,7 +73,7 @@ def trained(stage: int, how: bool, more: dict[str, Any], folder: Path) -> Seen:
         engine.close()
     came = sum(size > 0 for size, _ in log[built:])
     back = sum(grads.channel is not None for grads in engine.reducer.gradients)
-    return Seen(losses, came - back - (len(slots) - made))
+    return Seen(losses, came - back - (len(buffers) - made))
 
 
 NORMAL_CASES = {

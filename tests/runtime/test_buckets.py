@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroengine import ops
-from zeroengine.runtime import casting
-from zeroengine.runtime.casting import CastCopies
+from zeroengine.runtime import buckets
+from zeroengine.runtime.buckets import CastCopies
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 STEPS = st.tuples(
@@ -29,7 +29,7 @@ def test_any_sequence_gives_the_bits_of_one_by_one(
     waiting = [target.clone() for target in at_once]
     copies = CastCopies()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(casting, "TOGETHER", together)
+        patch.setattr(buckets, "MAX_TENSORS_PER_LAUNCH", together)
         for number, dtype, add in steps:
             source = torch.randn(5, generator=generator).to(dtype)
             if add:
@@ -42,7 +42,7 @@ def test_any_sequence_gives_the_bits_of_one_by_one(
 
 
 def test_what_waits_is_bounded_by_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(casting, "BYTES_TOGETHER", 64)
+    monkeypatch.setattr(buckets, "MAX_PENDING_BYTES", 64)
     target, copies = torch.zeros(3, 8), CastCopies()
     for row in target:
         copies.add(torch.ones(8), row, accumulate=False)
@@ -54,6 +54,6 @@ def test_what_is_forgotten_is_not_done(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "cast_copy", lambda *args, **more: done.append(args))
     copies = CastCopies()
     copies.add(torch.ones(8), torch.zeros(8), accumulate=True)
-    copies.forget()
+    copies.discard()
     copies.flush()
     assert not done

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from zeroengine.deferred_init.trace import tensors_of
-from zeroengine.utils.compiler_disable import eager
+from zeroengine.utils.compiler_disable import disable_compile
 
 _T = torch.Tensor
 # No operation shows that these read values, or give an address away.
@@ -46,7 +46,7 @@ class Operations(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # torch's own way to skip it imports it: 70 MB and a second. `eager` does it, too
 
-    @eager
+    @disable_compile
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunction():
             return self._watcher.run(func, args, kwargs or {})
@@ -73,6 +73,6 @@ class Unseen(TorchFunctionMode):
         return result
 
 
-def recording() -> bool:
+def is_recording() -> bool:
     """Whether a recorder is at work in this thread."""
     return any(isinstance(mode, Operations) for mode in _get_current_dispatch_mode_stack())

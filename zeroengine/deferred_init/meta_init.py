@@ -12,17 +12,15 @@ import torch
 from torch import nn
 
 from zeroengine.config import Config, load
-from zeroengine.deferred_init.dispatch_modes import recording
-from zeroengine.deferred_init.parameter import become, detach, has_graph, tape_of
+from zeroengine.deferred_init.dispatch_modes import is_recording
+from zeroengine.deferred_init.parameter import has_graph, swap_data, take_trace, trace_of
 from zeroengine.deferred_init.recorder import Recorder
 from zeroengine.errors import ZeroEngineError
 from zeroengine.migration.messages import explains_arguments
-from zeroengine.runtime.unit import Unit
-from zeroengine.utils.compiler_disable import eager
 
 log = logging.getLogger("zeroengine")
 
-ROOM = 1 << 26  # bytes of parameters in memory at a time, beside those in use
+CACHE_BYTES = 1 << 26  # bytes of parameters in memory at a time, beside those in use
 SHOWN = 5
 
 
@@ -54,7 +52,7 @@ def meta_init(config: str | Path | Mapping[str, Any] | Config | None = None, *, 
     """
     if config is not None:
         load(config)
-    recorder = Recorder(ROOM, values)
+    recorder = Recorder(CACHE_BYTES, values)
     recorder.start()
     kept: list[tuple[str, int, str]] = []
     try:
@@ -73,19 +71,19 @@ def _notice(kept: Sequence[tuple[str, int, str]]) -> str:
     return f"meta_init(): {total:,} bytes of parameters stay in memory. {'; '.join(shown[:SHOWN])}{more}"
 
 
-def check_outside() -> None:
+def check_not_recording() -> None:
     """
     Raises:
         ZeroEngineError: this is inside of a ``meta_init``.
     """
-    if recording():
+    if is_recording():
         raise ZeroEngineError(
             "initialize() inside `with zeroengine.meta_init():`: only the model is to be built there. Leave the `with` "
             "first."
         )
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+def check_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     """
     Raises:
         ZeroEngineError: it has made states of parameters that have no values yet.
@@ -97,7 +95,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def complete(model: nn.Module) -> None:
+def initialize_meta_parameters(model: nn.Module) -> None:
     """Finds a way to the values of parameters and buffers that are on the meta device and have none.
 
     By the ``reset_parameters`` of their modules, which draw from the random generators, children first.
@@ -111,7 +109,7 @@ def complete(model: nn.Module) -> None:
             f"autograd has a graph or a gradient of parameters on the meta device: {', '.join(held[:SHOWN])}. "
             "Drop what was computed with them, such as outputs of the model, before initialize()."
         )
-    params = {p: name for name, p in model.named_parameters() if p.is_meta and tape_of(p) is None}
+    params = {p: name for name, p in model.named_parameters() if p.is_meta and trace_of(p) is None}
     places = [
         (module, key, f"{prefix}.{key}" if prefix else key)
         for prefix, module in model.named_modules()
@@ -121,11 +119,11 @@ def complete(model: nn.Module) -> None:
     if not params and not places:
         return
     on_meta: dict[Any, str] = {module._buffers[key]: name for module, key, name in places}
-    recorder = Recorder(ROOM)
+    recorder = Recorder(CACHE_BYTES)
     recorder.start()
     try:
         for param, name in params.items():
-            become(param, torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="cpu"))
+            swap_data(param, torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="cpu"))
             recorder.watch(param, name)
         made = {b: torch.empty_strided(b.shape, b.stride(), dtype=b.dtype, device="cpu") for b in on_meta}
         for module, key, _ in places:
@@ -145,7 +143,7 @@ def complete(model: nn.Module) -> None:
         return
     for param, name in params.items():
         if name in blank:
-            detach(param)
+            take_trace(param)
     was = {new: old for old, new in made.items()}
     for module, key, _ in places:
         module._buffers[key] = was[module._buffers[key]]
@@ -164,30 +162,3 @@ def _children_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Modu
         for child in module.children():
             yield from _children_first(child, seen)
         yield module
-
-
-def guard(model: nn.Module, units: Sequence[Unit]) -> None:
-    """While some parameters are not set, a forward of ``model`` is an error."""
-    if not any(unit.unset_params for unit in units):
-        return
-
-    @eager
-    def check(module: nn.Module, args: Any) -> None:
-        names = [slot.name for unit in units for slot in unit.layout.slots if slot.name in unit.unset_params]
-        if not names:
-            handle.remove()
-        elif module is model:  # else a copy, which took the hook along
-            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-            raise ZeroEngineError(
-                f"these parameters were built under meta_init(values=False) and have no values yet: "
-                f"{', '.join(names[:SHOWN])}{more}. Load them with engine.load_weights(path) or "
-                "engine.load_checkpoint(directory)."
-            )
-
-    handle = model.register_forward_pre_hook(check, prepend=True)
-
-
-def loaded(units: Sequence[Unit], missing: Sequence[str]) -> None:
-    """Weights were loaded, of everything but ``missing``."""
-    for unit in units:
-        unit.unset_params &= set(missing)

@@ -1,4 +1,4 @@
-"""Parameters between their construction and ``initialize``: on the meta device, with a tape of their values."""
+"""Parameters between their construction and ``initialize``: on the meta device, with a trace of their values."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroengine.deferred_init.trace import Tape
+from zeroengine.deferred_init.trace import Trace
 
-_TAPE = "_zeroengine_tape"
+_TAPE = "_zeroengine_trace"
 
 
-def bear(param: nn.Parameter, tape: Tape) -> None:
+def make_meta(param: nn.Parameter, trace: Trace) -> None:
     """``param`` takes no memory from now on: a meta parameter, and the way to its values."""
     meta = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="meta")
-    become(param, meta)
-    attach(param, tape)
+    swap_data(param, meta)
+    attach_trace(param, trace)
 
 
-def attach(param: nn.Parameter, tape: Tape) -> None:
-    param.__dict__[_TAPE] = tape
+def attach_trace(param: nn.Parameter, trace: Trace) -> None:
+    param.__dict__[_TAPE] = trace
     param.__dict__["__deepcopy__"] = functools.partial(_copied, weakref.ref(param))  # a copy has the same values
 
 
@@ -30,23 +30,23 @@ def _copied(reference: weakref.ref[nn.Parameter], memo: dict[int, Any]) -> nn.Pa
     param = reference()
     assert param is not None
     copied: nn.Parameter = type(param).__deepcopy__(param, memo)  # type: ignore[no-untyped-call]
-    attach(copied, param.__dict__[_TAPE])
+    attach_trace(copied, param.__dict__[_TAPE])
     return copied
 
 
-def tape_of(param: nn.Parameter) -> Tape | None:
+def trace_of(param: nn.Parameter) -> Trace | None:
     return param.__dict__.get(_TAPE)
 
 
-def detach(param: nn.Parameter) -> Tape | None:
-    """``tape_of``, and ``param`` has none from now on."""
-    tape = param.__dict__.pop(_TAPE, None)
-    if tape is not None:
+def take_trace(param: nn.Parameter) -> Trace | None:
+    """``trace_of``, and ``param`` has none from now on."""
+    trace = param.__dict__.pop(_TAPE, None)
+    if trace is not None:
         del param.__dict__["__deepcopy__"]
-    return tape
+    return trace
 
 
-def become(param: nn.Parameter, data: torch.Tensor) -> None:
+def swap_data(param: nn.Parameter, data: torch.Tensor) -> None:
     """``param``, the same object with its hooks, has the memory, dtype and device of ``data``."""
     assert not has_graph(param)
     other = nn.Parameter(data.data, requires_grad=param.requires_grad)  # .data: writes to ``data`` are not counted here

@@ -2,7 +2,7 @@
 
 [Note: Recording]
 Inside, everything is computed as ever. A dispatch mode sees each operation and makes versions of what it writes
-(see ``tape``). Of a parameter whose values have a version the memory can be freed: its storage is emptied, and filled
+(see ``trace``). Of a parameter whose values have a version the memory can be freed: its storage is emptied, and filled
 again by a replay when an operation takes it (see ``room``). What cannot be followed keeps its memory:
 
 - memory that was not made here, or that something outside of torch has the address of (``numpy()``, ``data_ptr()``);
@@ -25,16 +25,16 @@ from torch.nn.modules.module import (
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zeroengine.deferred_init.dispatch_modes import Operations, Unseen, recording
+from zeroengine.deferred_init.dispatch_modes import Operations, Unseen, is_recording
 from zeroengine.deferred_init.memory_budget import Holder, Known, Room
 from zeroengine.deferred_init.op_schema import METADATA, Facts, facts_of
-from zeroengine.deferred_init.parameter import bear, has_graph
-from zeroengine.deferred_init.trace import Ref, Step, Tape, Unset, Version, default_generator, mapped, tensors_of
+from zeroengine.deferred_init.parameter import has_graph, make_meta
+from zeroengine.deferred_init.trace import Ref, Step, Trace, UnsetTrace, Version, default_generator, mapped, tensors_of
 from zeroengine.errors import ZeroEngineError
 from zeroengine.utils.malloc_trim import return_freed_memory
 
-SMALL = 1 << 16  # bytes: of a tensor that a tape may hold a copy of, and of a tape of any parameter
-SHARE = 4  # a tape takes at most one such part of the values' bytes
+SMALL = 1 << 16  # bytes: of a tensor that a trace may hold a copy of, and of a trace of any parameter
+SHARE = 4  # a trace takes at most one such part of the values' bytes
 
 _KNOWN = "_zeroengine_known"  # the attribute of a storage
 _aten = torch.ops.aten
@@ -62,7 +62,7 @@ class Recorder:
         Raises:
             ZeroEngineError: another one is recording in this thread.
         """
-        if recording():
+        if is_recording():
             raise ZeroEngineError(
                 "meta_init() inside of meta_init(): one `with` does for everything that is built inside it"
             )
@@ -97,8 +97,8 @@ class Recorder:
             if param.is_meta or torch.nn.parameter.is_lazy(param):
                 continue
             found = self._tape(param)
-            if isinstance(found, Tape):
-                bear(param, found)
+            if isinstance(found, Trace):
+                make_meta(param, found)
             else:
                 kept.append((name, param.nbytes, found))
         self._room.close()
@@ -116,18 +116,18 @@ class Recorder:
             raise unseen
         return kept
 
-    def _tape(self, param: nn.Parameter) -> Tape | str:
-        """A parameter's tape; or why it has none."""
+    def _tape(self, param: nn.Parameter) -> Trace | str:
+        """A parameter's trace; or why it has none."""
         known = self._of(param) if _is_plain(param) else None
         if known is None:
             return "its memory was not made by torch inside of the `with`"
         if has_graph(param):
             return "autograd has a graph or a gradient of it"
         if not self._values and not known.why:
-            return Unset()
+            return UnsetTrace()
         if known.version is None:
             return known.why
-        return Tape(Ref.to(param, known.number, known.nbytes, known.version))
+        return Trace(Ref.to(param, known.number, known.nbytes, known.version))
 
     # -- what happens meanwhile -------------------------------------------------------------------
 

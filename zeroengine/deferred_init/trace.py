@@ -117,7 +117,7 @@ _BLANK = {
 }
 
 
-class Tape:
+class Trace:
     """The values of a parameter that has no memory."""
 
     def __init__(self, ref: Ref) -> None:
@@ -140,8 +140,8 @@ class Tape:
         )
 
 
-class Unset(Tape):
-    """In place of a tape: no values, for others will be loaded. They are zeros until then."""
+class UnsetTrace(Trace):
+    """In place of a trace: no values, for others will be loaded. They are zeros until then."""
 
     def __init__(self) -> None: ...
 

@@ -14,7 +14,6 @@ from zeroengine.checkpoint.on_signal import SaveOnSignal
 from zeroengine.comm.group import Group
 from zeroengine.comm.interfaces import Transport
 from zeroengine.config import FLOATS, Config
-from zeroengine.deferred_init import meta_init
 from zeroengine.engine import mixed_precision
 from zeroengine.engine.accumulation import Accumulation
 from zeroengine.engine.duplicate_inputs import InputComparison
@@ -22,6 +21,7 @@ from zeroengine.engine.foreign_parameters import ForeignParameters
 from zeroengine.engine.full_values import FullValues
 from zeroengine.engine.gathered import attach_owner
 from zeroengine.engine.step import StepRunner
+from zeroengine.engine.unset_parameters import forbid_forward_while_unset
 from zeroengine.offload.device_copies import Copies
 from zeroengine.offload.offload_states import StateOffloader
 from zeroengine.offload.placement import Placement, place_states
@@ -36,7 +36,7 @@ from zeroengine.runtime.gatherer import Gatherer
 from zeroengine.runtime.outside_writes import OutsideWrites
 from zeroengine.runtime.reducer import Reducer
 from zeroengine.runtime.unit import Unit
-from zeroengine.utils.malloc_trim import Freed, return_freed_memory
+from zeroengine.utils.malloc_trim import MallocTrimmer, return_freed_memory
 
 log = logging.getLogger("zeroengine")
 
@@ -122,7 +122,7 @@ def assemble(
         placement = place_states(plans, degrees, config, transport, group.device, copies)
     degrees_of_units = [_degrees_of(plan, degrees, config) for plan in plans]
     units = _make_units(plans, degrees_of_units, group, transport, placement)
-    meta_init.guard(model, units)
+    forbid_forward_while_unset(model, units)
     mixed_precision.prepare_buffers(model, config, group.device, group.broadcast)
     scaler = LossScaler.of(config.fp16) if config.scales_loss else LossScaler()
     backward = BackwardTracker([p for unit in units if unit.trainable for p in unit.params], config.scales_loss)
@@ -225,13 +225,13 @@ def _make_units(
     placement: Placement,
 ) -> list[Unit]:
     """Move the model's parameters into units, one after another, and give back the memory that each frees."""
-    units, freed, master_stores = [], Freed(), iter(placement.optimizer)
+    units, trimmer, master_stores = [], MallocTrimmer(), iter(placement.optimizer)
     for plan, degrees, stored in zip(plans, degrees_of_units, placement.parameters, strict=True):
         master_store = next(master_stores) if plan.trainable else None
         unit = Unit(plan, degrees, transport, group.broadcast, stored, master_store)
         # Freed are the values that its parameters had before, and the fp32 values from which a unit of lower
         # precision was rounded.
-        freed.add(unit.full_buffer.nbytes + (4 * plan.numel if unit.is_mixed_precision else 0))
+        trimmer.add_freed(unit.full_buffer.nbytes + (4 * plan.numel if unit.is_mixed_precision else 0))
         units.append(unit)
     return units
 

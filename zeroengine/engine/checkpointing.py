@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zeroengine.deferred_init import meta_init
 from zeroengine.disk.mapped_memory import populate
 from zeroengine.engine.accumulation import MANUAL_MODE
 from zeroengine.engine.assembly import EngineComponents
+from zeroengine.engine.unset_parameters import mark_loaded
 from zeroengine.errors import ZeroEngineError
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class EngineCheckpoints:
         parts.backward.finish()
         self._settle_parameters()
         restored = self._get_manager().load(directory, tag, weights_only=weights_only, strict=strict, fallback=fallback)
-        meta_init.loaded(parts.units, restored.missing)
+        mark_loaded(parts.units, restored.missing)
         # Without counters the weights alone were loaded, and the step in progress goes on.
         if restored.counters:
             parts.step_runner.forget_clipping()
@@ -147,7 +147,7 @@ class EngineCheckpoints:
         parts.backward.finish()
         self._settle_parameters()
         loaded = load(self._stateful_parts(), weights, strict)
-        meta_init.loaded(parts.units, loaded.missing_keys)
+        mark_loaded(parts.units, loaded.missing_keys)
         return loaded
 
     # -- what both need ---------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from zeroengine.comm.interfaces import Transport
-from zeroengine.utils.compiler_disable import eager
+from zeroengine.utils.compiler_disable import disable_compile
 from zeroengine.utils.host_copies import HostCopy, to_device
 from zeroengine.utils.tensor_tree import leaves_in
 
@@ -50,7 +50,7 @@ class InputComparison:
         self._checksum: Checksum | None = None  # of the one in progress
         self._summed: HostCopy | None = None  # the checksums of all ranks, not looked at yet
 
-    @eager
+    @disable_compile
     def observe(self, inputs: Any) -> None:
         """Take in the inputs of a forward of the whole model. The first of a micro-step count.
 

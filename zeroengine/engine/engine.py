@@ -27,7 +27,7 @@ from zeroengine.optim.lr_schedules import LRSchedulerLike
 from zeroengine.optim.step_result import StepResult
 from zeroengine.partition.cut import UnitPlan
 from zeroengine.utils.call_site import returns_one_value
-from zeroengine.utils.compiler_disable import eager
+from zeroengine.utils.compiler_disable import disable_compile
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
@@ -115,7 +115,7 @@ class Engine:
 
     forward = __call__
 
-    @eager
+    @disable_compile
     @explain_out_of_memory
     @explains_arguments
     def backward(
@@ -274,7 +274,7 @@ class Engine:
     def gradient_clipping(self, max_norm: float) -> None:
         self._parts.step_runner.set_gradient_clipping(max_norm)
 
-    @eager
+    @disable_compile
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Clip the gradient of this step to ``max_norm``: what ``torch.nn.utils.clip_grad_norm_`` does elsewhere.
 
@@ -297,7 +297,7 @@ class Engine:
         self._finish_gradients("clip_grad_norm_()")
         return self._parts.step_runner.clip(max_norm)
 
-    @eager
+    @disable_compile
     @explain_out_of_memory
     @explains_arguments
     def step(self) -> bool | StepResult:
@@ -322,7 +322,7 @@ class Engine:
             return False
         return self._update(ENGINE_STEP)
 
-    @eager
+    @disable_compile
     @explain_out_of_memory
     def _end_step_by_optimizer(self) -> None:
         """``step()`` of ``optimizer`` or of the optimizer that was passed in. See "Who ends a step"."""

@@ -12,7 +12,7 @@ from torch import nn
 from zeroengine.errors import ZeroEngineError
 from zeroengine.migration.messages import explains_arguments
 from zeroengine.runtime.gatherer import Gatherer
-from zeroengine.runtime.released_parameter import OWNER
+from zeroengine.runtime.released_parameter import OWNER_ATTRIBUTE
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.checksum import checksum
 
@@ -37,14 +37,14 @@ class ParameterOwner(Protocol):
 
 def owner_of(param: nn.Parameter) -> ParameterOwner | None:
     """Return the owner that was attached to ``param``; None where there is none or it is gone."""
-    reference = param.__dict__.get(OWNER)
+    reference = param.__dict__.get(OWNER_ATTRIBUTE)
     return reference() if reference is not None else None
 
 
 def attach_owner(params: Iterable[nn.Parameter], owner: ParameterOwner) -> None:
     """Let ``owner_of`` find ``owner`` from each of ``params``, for as long as it lives."""
     for param in params:
-        param.__dict__[OWNER] = weakref.ref(owner)
+        param.__dict__[OWNER_ATTRIBUTE] = weakref.ref(owner)
 
 
 @explains_arguments

@@ -12,7 +12,7 @@ from torch import nn
 from zeroengine.config import FLOATS, Config
 from zeroengine.errors import ZeroEngineError
 from zeroengine.partition.cut import plain_name
-from zeroengine.utils.compiler_disable import eager
+from zeroengine.utils.compiler_disable import disable_compile
 from zeroengine.utils.tensor_tree import map_tensors
 
 
@@ -111,12 +111,12 @@ def install(model: nn.Module, config: Config, device: torch.device) -> None:
     if autocast is not None:
         contexts: list[Any] = []
 
-        @eager
+        @disable_compile
         def enter(module: nn.Module, args: Any) -> None:
             contexts.append(torch.autocast(device.type, autocast))
             contexts[-1].__enter__()
 
-        @eager
+        @disable_compile
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             if contexts:
                 contexts.pop().__exit__(None, None, None)

@@ -1,155 +1,199 @@
-"""Forwards of holders, and the hooks by which autograd tells how far their backward is.
+"""How far autograd is with the backward of each forward of a module.
 
-[Note: Backward]
-A holder's outputs carry a hook: when the first of their gradients is there, the backward of that call begins. It is
-through when every trainable parameter of the holder's units has its gradient and the gradients of the holder's inputs
-are done, for until then some operation is likely to read a weight.
+[Note: When a module's backward is over]
+A module's outputs carry a hook: when the first of their gradients arrives, the backward of that call begins. It is over
+when every trainable parameter of the module's units has its gradient and the gradients of the module's inputs are
+computed, for until then some operation is likely to read a weight.
+
 An input that several calls took, such as an encoder's output by each decoder block, has its gradient only when all of
-their backwards are through: there the last nodes of the call's own graph tell instead.
+their backwards are over. For such an input the last nodes of the call's own graph are watched instead (``last_nodes``).
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zeroengine.runtime.graph import last_nodes
 from zeroengine.runtime.unit import Unit
-from zeroengine.utils.compiler_disable import eager
+from zeroengine.utils.compiler_disable import disable_compile
 from zeroengine.utils.tensor_tree import tensors_in
 
-# Has a function called when the innermost backward in progress ends; not if it raises.
+MAX_NODES = 5000  # nodes of one call's graph that are visited
+
+# Let autograd call a function when the innermost backward in progress ends. It does not if that backward raises.
 queue_callback: Callable[[Callable[[], None]], None]
 queue_callback = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
 
 
 @dataclass
 class Call:
-    """One forward of a holder that may see a backward, or several where its graph is retained."""
+    """One forward of a module, and how far its backward is. A retained graph sees several backwards."""
 
-    num_inputs: int
-    edges: list[GradientEdge] = field(default_factory=list)  # of the inputs, where other calls took some of them, too
-    nodes: dict[int, int] = field(default_factory=dict)  # how many add to the gradient of an input that is shared
-    inputs_left: set[int] = field(default_factory=set)  # whose gradient this call still adds to
-    nodes_left: dict[int, int] = field(default_factory=dict)
+    num_inputs: int  # that require a gradient
+    input_edges: list[GradientEdge] = field(default_factory=list)  # of the inputs, where other calls share some of them
+    num_last_nodes: dict[int, int] = field(default_factory=dict)  # by shared input: nodes that add to its gradient
+    pending_inputs: set[int] = field(default_factory=set)  # whose gradient this call still adds to
+    pending_nodes: dict[int, int] = field(default_factory=dict)  # by shared input: last nodes that have not run
     started: bool = False
 
     def start(self) -> None:
+        """Begin a backward: nothing has run yet."""
         self.started = True
-        self.inputs_left, self.nodes_left = set(range(self.num_inputs)), dict(self.nodes)
+        self.pending_inputs, self.pending_nodes = set(range(self.num_inputs)), dict(self.num_last_nodes)
 
 
 class Hook:
-    """A method for autograd to call, which does not keep its owner alive."""
+    """A method for autograd to call.
 
-    def __init__(self, owner: object, step: Callable[..., None], *args: Any) -> None:
-        self._owner, self._step, self._args = weakref.ref(owner), step, args
+    The graph owns its hooks, and a hook that owned the tracker would close a cycle through C++ that the garbage
+    collector cannot see. So the hook refers to its owner weakly.
+    """
 
-    @eager
+    def __init__(self, owner: object, method: Callable[..., None], *args: Any) -> None:
+        self._owner, self._method, self._args = weakref.ref(owner), method, args
+
+    @disable_compile
     def __call__(self, *_: Any) -> None:
+        """Call the method, if the owner is still alive. Ignore what autograd passes."""
         owner = self._owner()
         if owner is not None:
-            self._step(owner, *self._args)
+            self._method(owner, *self._args)
 
 
 class CallTracker:
-    """Tells when the backwards of calls of holders begin, and when they have read all that they are likely to read.
+    """Reports when the backward of a module's call begins, and when a unit is likely to be read no more.
 
     Args:
-        holders: from a module to the units that its forward needs.
-        before_backward: called with a holder, before the backward of a call of it.
-        after_backward: called with a unit, when the backwards of its holders' calls are through.
+        units_of: The units that each module's forward needs.
+        pre_backward: Called with a module before the backward of a call of it.
+        post_backward: Called with a unit when the backwards of its modules' calls are over.
     """
 
     def __init__(
         self,
-        holders: Mapping[nn.Module, list[Unit]],
-        before_backward: Callable[[nn.Module], None],
-        after_backward: Callable[[Unit], None],
+        units_of: Mapping[nn.Module, list[Unit]],
+        pre_backward: Callable[[nn.Module], None],
+        post_backward: Callable[[Unit], None],
     ) -> None:
-        self._holders, self._begins, self._is_over = holders, before_backward, after_backward
-        self._calls: dict[nn.Module, list[Call]] = {}  # whose backward has begun
-        self._taken: Any = WeakIdKeyDictionary()  # tensors that some call had as an input
-        self._complete: set[Unit] = set()  # every trainable parameter has its gradient
+        self._units_of, self._pre_backward, self._post_backward = units_of, pre_backward, post_backward
+        self._active_calls: dict[nn.Module, list[Call]] = {}  # calls whose backward has begun
+        self._seen_inputs: Any = WeakIdKeyDictionary()  # tensors that some call has had as an input
+        self._complete_units: set[Unit] = set()  # units whose trainable parameters all have their gradients
 
     def watch_inputs(self, module: nn.Module, inputs: Any) -> Call:
-        """Put hooks on what goes in, before the forward may change it in place: they are of the values until then."""
-        before = [t for t in tensors_in(inputs) if t.requires_grad]
-        # Completeness says nothing of frozen units: without an input to go by they wait for the backward's end.
-        call = Call(len(before) or any(not unit.trainable for unit in self._holders[module]))
-        if any(tensor in self._taken for tensor in before):
-            call.edges = [get_gradient_edge(tensor) for tensor in before]
-        for index, tensor in enumerate(before):
-            hook = Hook(self, CallTracker._passed, module, call, index)
-            if tensor.is_leaf:  # its own hooks would stay for ever; those of the graph's node for it go with the graph
+        """Put hooks on the inputs of a forward. Call this before the forward, which may change them in place."""
+        tensors = [t for t in tensors_in(inputs) if t.requires_grad]
+        # Frozen units have no gradients to wait for. Without an input that requires a gradient, nothing would tell when
+        # their backward is over, so one input that never arrives keeps them until the whole backward ends.
+        call = Call(len(tensors) or any(not unit.trainable for unit in self._units_of[module]))
+        if any(tensor in self._seen_inputs for tensor in tensors):
+            call.input_edges = [get_gradient_edge(tensor) for tensor in tensors]
+        for index, tensor in enumerate(tensors):
+            hook = Hook(self, CallTracker._input_done, module, call, index)
+            # A leaf keeps its own hooks for ever. Those of its node in this graph go with the graph.
+            if tensor.is_leaf:
                 get_gradient_edge(tensor).node.register_hook(hook)
             else:
                 tensor.register_hook(hook)
-            self._taken[tensor] = True
+            self._seen_inputs[tensor] = True
         return call
 
     def watch_outputs(self, module: nn.Module, call: Call, output: Any) -> bool:
-        """Put hooks on what comes out. Return whether a backward can pass here."""
+        """Put hooks on the outputs of a forward. Return whether a backward can pass through them."""
         outputs = [t for t in tensors_in(output) if t.requires_grad and not t.is_leaf]
         for tensor in outputs:
-            tensor.register_hook(Hook(self, CallTracker._before_backward, module, call))
-        edges, call.edges = call.edges, []  # they keep the graph
+            tensor.register_hook(Hook(self, CallTracker._start_backward, module, call))
+        # The edges keep the graph alive, so the call drops them here.
+        edges, call.input_edges = call.input_edges, []
         for index, nodes in enumerate(last_nodes(edges, outputs) if outputs and edges else []):
-            call.nodes[index] = len(nodes)
+            call.num_last_nodes[index] = len(nodes)
             for node in nodes:
-                node.register_hook(Hook(self, CallTracker._ran, module, call, index))
+                node.register_hook(Hook(self, CallTracker._last_node_ran, module, call, index))
         return bool(outputs)
 
     def complete(self, unit: Unit) -> None:
-        """Every trainable parameter of ``unit`` has its gradient."""
-        self._complete.add(unit)
+        """Record that every trainable parameter of ``unit`` has its gradient."""
+        self._complete_units.add(unit)
         for module in unit.modules:
-            if module in self._calls:
-                self._after_backward(module)
+            if module in self._active_calls:
+                self._report_finished_units(module)
 
     def end_backward(self) -> None:
-        """Forget what the backward has done."""
-        for calls in self._calls.values():
+        """Forget the backward that has ended."""
+        # A retained graph may see another backward, in which the same calls start again.
+        for calls in self._active_calls.values():
             for call in calls:
-                call.started = False  # the graph may be retained
-        self._calls.clear()
-        self._complete.clear()
+                call.started = False
+        self._active_calls.clear()
+        self._complete_units.clear()
 
-    def _before_backward(self, module: nn.Module, call: Call) -> None:
+    def _start_backward(self, module: nn.Module, call: Call) -> None:
         if call.started:
             return
         call.start()
-        self._begins(module)
-        self._calls.setdefault(module, []).append(call)
-        for unit in self._holders[module]:
+        self._pre_backward(module)
+        self._active_calls.setdefault(module, []).append(call)
+        for unit in self._units_of[module]:
+            # Parameters may be frozen for the time being. No gradient of theirs will arrive.
             if unit.releasable and unit.trainable and not any(param.requires_grad for param in unit.params):
-                self._complete.add(unit)  # frozen for now: no gradient will come
+                self._complete_units.add(unit)
 
-    def _ran(self, module: nn.Module, call: Call, index: int) -> None:
-        call.nodes_left[index] -= 1
-        if not call.nodes_left[index]:
-            self._passed(module, call, index)
+    def _last_node_ran(self, module: nn.Module, call: Call, index: int) -> None:
+        call.pending_nodes[index] -= 1
+        if not call.pending_nodes[index]:
+            self._input_done(module, call, index)
 
-    def _passed(self, module: nn.Module, call: Call, index: int) -> None:
-        """The backward of ``call`` is through to one of its inputs."""
-        call.inputs_left.discard(index)
-        if not call.inputs_left:
-            self._after_backward(module)
+    def _input_done(self, module: nn.Module, call: Call, index: int) -> None:
+        """Record that ``call`` adds no more to the gradient of one of its inputs."""
+        call.pending_inputs.discard(index)
+        if not call.pending_inputs:
+            self._report_finished_units(module)
 
-    def _after_backward(self, module: nn.Module) -> None:
-        for unit in self._holders[module]:
-            if unit.releasable and all(self._is_through(holder) for holder in unit.modules if holder in self._calls):
-                self._is_over(unit)
+    def _report_finished_units(self, module: nn.Module) -> None:
+        for unit in self._units_of[module]:
+            active = [user for user in unit.modules if user in self._active_calls]
+            if unit.releasable and all(self._is_backward_over(user) for user in active):
+                self._post_backward(unit)
 
-    def _is_through(self, module: nn.Module) -> bool:
+    def _is_backward_over(self, module: nn.Module) -> bool:
         """Return whether no operation of ``module``'s backward is likely to read a weight."""
-        if any(call.inputs_left for call in self._calls[module]):
+        if any(call.pending_inputs for call in self._active_calls[module]):
             return False
-        return all(unit in self._complete for unit in self._holders[module] if unit.trainable)
+        return all(unit in self._complete_units for unit in self._units_of[module] if unit.trainable)
+
+
+def last_nodes(inputs: Sequence[torch.Tensor | GradientEdge], outputs: Sequence[torch.Tensor]) -> list[set[Node]]:
+    """Return, for each of ``inputs``, the nodes that add to its gradient in a backward from ``outputs``.
+
+    When they have run, so has every node of the call that leads to the input. The set is empty where the call does not
+    read the input, and for all inputs where the call's graph has more than ``MAX_NODES`` nodes.
+    """
+    nodes_before: dict[tuple[Node | None, int], set[Node]] = {_edge(tensor): set() for tensor in inputs}
+    edges = [_edge(tensor) for tensor in outputs]
+    visited: set[Node] = set()
+    while edges:
+        edge = edges.pop()
+        node = edge[0]
+        if node is None or node in visited or edge in nodes_before:
+            continue
+        visited.add(node)
+        if len(visited) > MAX_NODES:
+            return [set() for _ in inputs]
+        for next_edge in node.next_functions:
+            if next_edge in nodes_before:
+                nodes_before[next_edge].add(node)
+            else:
+                edges.append(next_edge)
+    return [nodes_before[_edge(tensor)] for tensor in inputs]
+
+
+def _edge(tensor: torch.Tensor | GradientEdge) -> tuple[Node | None, int]:
+    edge = get_gradient_edge(tensor) if isinstance(tensor, torch.Tensor) else tensor
+    return edge.node, edge.output_nr

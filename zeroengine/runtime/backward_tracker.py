@@ -20,7 +20,7 @@ from torch import nn
 from zeroengine.errors import ZeroEngineError
 from zeroengine.runtime.autograd_tracking import queue_callback
 from zeroengine.runtime.unit import Unit
-from zeroengine.utils.compiler_disable import eager
+from zeroengine.utils.compiler_disable import disable_compile
 
 _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__  # The function that every call of autograd uses.
 _RUN_BY_ENGINE = -1  # Stands for the backward of ``run`` where otherwise autograd's number of a backward stands.
@@ -204,13 +204,13 @@ class BackwardTracker:
     def _raised(self) -> bool:
         return self._run_raised or bool(self._graph_tasks)
 
-    @eager
+    @disable_compile
     def end_if_over(self) -> None:
         """End the last backward where that has not been done yet, unless it raised or is still running."""
         if self.in_progress and not self._is_running and not self._raised:
             self._end()
 
-    @eager
+    @disable_compile
     def finish(self) -> None:
         """End the last backward where that has not been done yet, unless it is still running.
 

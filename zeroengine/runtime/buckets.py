@@ -1,4 +1,8 @@
-"""Memory for buckets on their way. It is kept."""
+"""Memory for the gradients of units on their way to a reduce, and the copies that fill it.
+
+Each unit has its own reduce. A ``UnitBuffer`` holds the gradients of one unit. What ``reduce_bucket_size`` calls a
+bucket is a queue of units whose reduces are launched together (see ``reducer.py``).
+"""
 
 from __future__ import annotations
 
@@ -7,99 +11,161 @@ from dataclasses import dataclass, field
 
 import torch
 
+from zeroengine import ops
 from zeroengine.comm.interfaces import Transport
 from zeroengine.partition.layout import FlatLayout
-from zeroengine.runtime.unit_gradients import UnitGradients, views_of
+from zeroengine.runtime.unit_gradients import UnitGradients, param_views_of
 from zeroengine.utils.work import Work
 
-PATIENCE_S = 1.0
+REUSE_TIMEOUT_S = 1.0
+
+# Gradients that one launch of `ops.cast_copy` takes.
+MAX_TENSORS_PER_LAUNCH = 64
+# Bytes of gradients that may wait for a launch. Until it runs they occupy memory beside the buffer.
+MAX_PENDING_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
-class BucketLayout:
-    """Which elements of a bucket are padding. Two units whose layouts are equal may use one bucket in turn.
+class PaddingLayout:
+    """Which elements of a unit's buffer are padding. Two units with equal layouts may use one buffer in turn.
 
     ``numel`` counts although it follows from the parameters for one dtype: a unit of another dtype pads its shards to
     another length (``Transport.shard_align``), so equal parameters leave different padding at the end.
     """
 
     numel: int  # of the flat buffer, padding included
-    params: tuple[tuple[int, tuple[int, ...]], ...]  # offset and shape
+    params: tuple[tuple[int, tuple[int, ...]], ...]  # offset (in elements) and shape of each parameter
 
     @classmethod
-    def of(cls, layout: FlatLayout) -> BucketLayout:
-        """Return the bucket layout of a unit."""
+    def of_unit(cls, layout: FlatLayout) -> PaddingLayout:
+        """Return the padding layout of a unit."""
         return cls(layout.numel, tuple((slot.offset, slot.shape) for slot in layout.slots))
 
 
 @dataclass(eq=False)
-class Slot:
-    """Memory for one bucket on its way.
+class UnitBuffer:
+    """The flat buffer that one unit's gradients are copied into and reduced from.
 
-    Its padding is zero for units of ``layout``: it was zeroed when that layout came, gradients are written into
-    ``views`` alone, and the ranks' paddings sum to zero. The norm counts on it, as it reads padding, too.
+    Its padding is zero for units of ``layout``: the buffer is zeroed when it takes on that layout, gradients are
+    written into ``param_views`` alone, and the sum of the ranks' paddings is zero. The norm relies on this, for it
+    reads the padding, too.
     """
 
-    memory: torch.Tensor
-    layout: BucketLayout | None = None
-    views: list[torch.Tensor] = field(default_factory=list)
-    sent: Work | None = None  # the channel's operation that reads the memory
-    work: Work | None = None  # done when this rank needs the memory no more: ``sent``, or what comes behind it
-    busy: bool = False
-    launched: int = 0  # the how-manieth bucket it last was
+    memory: torch.Tensor  # 1-D, at least as long as the unit's flat buffer
+    layout: PaddingLayout | None = None
+    param_views: list[torch.Tensor] = field(default_factory=list)  # one for each parameter, in its shape
+    collective: Work | None = None  # the last collective that reads the memory
+    work: Work | None = None  # done when this rank needs the memory no more: ``collective``, or what follows it
+    in_use: bool = False  # being filled
+    launch_number: int = 0  # counts the launches of the pool; the buffer with the lowest one is free first
 
 
-class Slots:
-    """All of one rank's.
+class UnitBufferPool:
+    """All unit buffers of one rank. A buffer is reused and never given back.
 
     Args:
-        gradients: whose buckets they are for.
+        gradients: The units that the buffers are for.
     """
 
     def __init__(self, transport: Transport, gradients: Sequence[UnitGradients]) -> None:
         self._transport = transport
         self._largest = max((grads.unit.layout.numel for grads in gradients), default=0)
-        self._slots: list[Slot] = []
-        self._num_sent = 0
+        self._buffers: list[UnitBuffer] = []
+        self._num_launched = 0
 
     @property
     def nbytes(self) -> int:
-        return sum(slot.memory.nbytes for slot in self._slots)
+        """Bytes of all buffers."""
+        return sum(buffer.memory.nbytes for buffer in self._buffers)
 
-    def sent(self, slot: Slot) -> None:
-        """It is on its way: free once its work is through."""
-        slot.busy = False
-        self._num_sent += 1
-        slot.launched = self._num_sent
+    def mark_launched(self, buffer: UnitBuffer) -> None:
+        """Record that the reduce of ``buffer`` was launched: the buffer is free again when the reduce is done."""
+        buffer.in_use = False
+        self._num_launched += 1
+        buffer.launch_number = self._num_launched
 
-    def take(self, grads: UnitGradients) -> Slot:
-        """Memory for one unit's gradients: a free slot, else one on its way, else a new one."""
+    def acquire(self, grads: UnitGradients) -> UnitBuffer:
+        """Return a buffer to fill with one unit's gradients, whose padding is zero.
+
+        A buffer whose reduce is done comes first. If there are two or more with reduces in progress, the oldest is
+        awaited for ``REUSE_TIMEOUT_S``. Otherwise a new buffer is allocated.
+        """
         unit = grads.unit
-        # A large unit takes a slot that fits any unit, a small one a slot of its own size.
+        # Large units share buffers that fit any unit. A unit of less than a quarter of that has a buffer of its size.
         need = self._largest if 4 * unit.layout.numel > self._largest else unit.layout.numel
         fitting = [
-            s for s in self._slots if s.memory.numel() == need and s.memory.dtype == grads.reduce_dtype and not s.busy
+            buffer
+            for buffer in self._buffers
+            if buffer.memory.numel() == need and buffer.memory.dtype == grads.reduce_dtype and not buffer.in_use
         ]
-        fitting.sort(key=lambda s: s.launched)
-        chosen = next((s for s in fitting if self._reusable(s, 0.0)), None)
+        fitting.sort(key=lambda buffer: buffer.launch_number)
+        chosen = next((buffer for buffer in fitting if self._reusable(buffer, 0.0)), None)
         if chosen is None and len(fitting) >= 2:
-            # A peer may read this slot only after its backward, which may need our next gather: do not insist.
-            chosen = fitting[0] if self._reusable(fitting[0], PATIENCE_S) else None
+            # A peer may read this buffer only after its own backward, which may need this rank's next gather.
+            # Waiting without a limit could therefore deadlock.
+            chosen = fitting[0] if self._reusable(fitting[0], REUSE_TIMEOUT_S) else None
         if chosen is None:
-            chosen = Slot(self._transport.empty(need, grads.reduce_dtype, "reduce"))
-            self._slots.append(chosen)
-        layout = BucketLayout.of(unit.layout)
+            chosen = UnitBuffer(self._transport.empty(need, grads.reduce_dtype, "reduce"))
+            self._buffers.append(chosen)
+        layout = PaddingLayout.of_unit(unit.layout)
         if chosen.layout != layout:
             chosen.memory[: unit.layout.numel].zero_()
-            chosen.layout, chosen.views = layout, views_of(unit, chosen.memory)
-        chosen.busy = True
+            chosen.layout, chosen.param_views = layout, param_views_of(unit, chosen.memory)
+        chosen.in_use = True
         return chosen
 
-    def _reusable(self, slot: Slot, patience: float) -> bool:
-        if slot.work is None or slot.sent is None:
+    def _reusable(self, buffer: UnitBuffer, timeout_s: float) -> bool:
+        """Return whether ``buffer`` may be written, after waiting for its peers for at most ``timeout_s`` seconds."""
+        if buffer.work is None or buffer.collective is None:
             return True
-        if slot.work is not slot.sent:
-            if not patience and not slot.work.done():
+        if buffer.work is not buffer.collective:
+            if not timeout_s and not buffer.work.done():
                 return False
-            slot.work.wait_stream()  # nothing is ever gathered at degree 1, so no peer waits for this rank meanwhile
-        return self._transport.reduce.reusable(slot.sent, patience)
+            # What follows a collective is a copy at optimizer degree 1, where nothing is gathered and so no peer waits
+            # for this rank meanwhile, or an event of the offload's stream, for which the host does not wait.
+            buffer.work.wait_stream()
+        return self._transport.reduce.reusable(buffer.collective, timeout_s)
+
+
+class CastCopies:
+    """Copies and additions of gradients into buffers, collected so that one launch on a GPU serves many.
+
+    The results are the bits of copies made one by one.
+    """
+
+    def __init__(self) -> None:
+        # By whether the copy is added to its target: pairs of source and target.
+        self._pairs: dict[bool, list[tuple[torch.Tensor, torch.Tensor]]] = {False: [], True: []}
+        self._target_addresses: set[int] = set()
+        self._nbytes = 0
+
+    @staticmethod
+    def supports(source: torch.Tensor, target: torch.Tensor) -> bool:
+        """Return whether the kernel knows both dtypes."""
+        return source.dtype in ops.DTYPE_CODES and target.dtype in ops.DTYPE_CODES
+
+    def add(self, source: torch.Tensor, target: torch.Tensor, *, accumulate: bool) -> None:
+        """Copy ``source`` into ``target``, or add it, at the next flush. ``source`` must not change until then."""
+        # One launch gives its copies in no order, so two to one target need two launches.
+        if target.data_ptr() in self._target_addresses:
+            self.flush()
+        self._pairs[accumulate].append((source, target))
+        self._target_addresses.add(target.data_ptr())
+        self._nbytes += source.nbytes
+        if len(self._target_addresses) >= MAX_TENSORS_PER_LAUNCH or self._nbytes >= MAX_PENDING_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Launch all pending copies."""
+        for accumulate, pairs in self._pairs.items():
+            for dtype in {target.dtype for _, target in pairs}:
+                sources, targets = zip(*(pair for pair in pairs if pair[1].dtype is dtype), strict=True)
+                ops.cast_copy(sources, targets, accumulate=accumulate)
+        self.discard()
+
+    def discard(self) -> None:
+        """Drop all pending copies."""
+        for pairs in self._pairs.values():
+            pairs.clear()
+        self._target_addresses.clear()
+        self._nbytes = 0

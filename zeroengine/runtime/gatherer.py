@@ -31,7 +31,7 @@ from zeroengine.runtime.backward_tracker import BackwardListener, BackwardTracke
 from zeroengine.runtime.saved_views import SavedView, current_sequence_number, replace_saved_views
 from zeroengine.runtime.unit import GatherState, Unit
 from zeroengine.runtime.visit_order import VisitOrder
-from zeroengine.utils.compiler_disable import eager, unrecorded, untransformed
+from zeroengine.utils.compiler_disable import disable_compile, hidden_from_checkpoint, outside_torch_func
 from zeroengine.utils.profiling import profile_range
 from zeroengine.utils.tensor_tree import tensors_in
 
@@ -107,11 +107,11 @@ class Gatherer(BackwardListener):
         me = weakref.ref(self)
 
         def bind(name: str) -> Callable[..., Any]:
-            @eager
+            @disable_compile
             def hook(module: nn.Module, *args: Any) -> Any:
                 gatherer = me()
                 if gatherer is not None and (module is gatherer._model or module in gatherer._holders):
-                    with unrecorded():
+                    with hidden_from_checkpoint():
                         getattr(gatherer, name)(module, *args)  # else a copy of the model, which took the hooks along
 
             return hook
@@ -142,7 +142,7 @@ class Gatherer(BackwardListener):
     def start_gather(self, unit: Unit) -> None:
         """Issues the gather of a released unit."""
         if unit.state is GatherState.RELEASED:
-            with untransformed(), profile_range("gather", unit.name):
+            with outside_torch_func(), profile_range("gather", unit.name):
                 unit.start_gather()
             self._live_numel += unit.layout.numel
 
@@ -152,7 +152,7 @@ class Gatherer(BackwardListener):
             return
         self.start_gather(unit)
         assert unit.gather_work is not None
-        with untransformed(), profile_range("await", unit.name):
+        with outside_torch_func(), profile_range("await", unit.name):
             unit.gather_work.wait_stream()
             unit.finish_gather()
 
@@ -277,14 +277,14 @@ class Gatherer(BackwardListener):
                 )
         if unit.releasable:
             self._unhooked_uses[unit] = None
-        with unrecorded():
+        with hidden_from_checkpoint():
             self.ensure_gathered(unit)
 
-    @eager
+    @disable_compile
     def _restore_saved_view(self, view: SavedView) -> torch.Tensor:
         """Backward reads what the graph saved of a parameter."""
         unit = view.unit
-        with untransformed():
+        with outside_torch_func():
             if unit.state is not GatherState.GATHERED:
                 if not (self._enter_backward() or self._num_model_forwards):
                     raise ReleasedParameterError(

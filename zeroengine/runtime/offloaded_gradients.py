@@ -1,4 +1,15 @@
-"""Summed gradients on their way from the device to where they are kept."""
+"""Summed gradients on their way from the device to the store that keeps them.
+
+[Note: The path of an offloaded sum]
+A reduce puts the sum into a staging buffer on the device. It is rounded once: where the collective's dtype differs from
+the one that is kept, or where the sum of an earlier micro-step must be read back and added, a second staging buffer
+holds the result. Its squared norm is computed before it leaves, so that the norm of the step reads nothing back. Then
+it is written to the store.
+
+Where the store's copies are ordered by a CUDA stream, everything is issued at once on that stream, beside the backward.
+Two staging buffers suffice, for the stream orders their uses. Elsewhere the host must see that a reduce is done before
+it writes the sum, which it does when it next looks for a free buffer, or at ``wait_all``.
+"""
 
 from __future__ import annotations
 
@@ -13,165 +24,173 @@ from zeroengine.offload.disk_store import OffloadStore, padded_nbytes, poison_on
 from zeroengine.runtime.unit_gradients import UnitGradients
 from zeroengine.utils.work import Then, Work
 
-NUM_LANDINGS = 3  # of one size; more only while reduces stay under way
+# Buffers of one size that are allocated rather than waiting for a write. Reduces in progress may need more.
+MAX_IDLE_STAGING_BUFFERS = 3
 
 
 @dataclass(eq=False)
-class _Landing:
-    """Memory that a sum lands in and is written from."""
+class StagingBuffer:
+    """Device memory that a sum is reduced into and written to its store from."""
 
-    memory: torch.Tensor  # bytes
-    busy: bool = True  # with a sum that has not arrived
-    write: Work | None = None
-    grads: UnitGradients | None = None  # that are on their way from it
+    memory: torch.Tensor  # 1-D, uint8
+    holds_sum: bool = True  # a sum that is not being written yet
+    write: Work | None = None  # in progress, of the gradients below
+    grads: UnitGradients | None = None
 
-    def of(self, grads: UnitGradients, dtype: torch.dtype) -> torch.Tensor:
-        return _part(self.memory, grads, dtype)
+    def view_for(self, grads: UnitGradients, dtype: torch.dtype) -> torch.Tensor:
+        """Return as many elements of ``dtype`` as this rank keeps of ``grads`` (1-D)."""
+        return _shard_view(self.memory, grads, dtype)
 
-    def settle(self) -> None:
-        """Returns when what was in it is where it is kept."""
+    def wait_write(self) -> None:
+        """Return when what was in the buffer is in its store."""
         write, self.write = self.write, None
         if write is not None:
             assert self.grads is not None
-            _await(write, self.grads)
+            _wait_transfer(write, self.grads)
 
 
-def _part(memory: torch.Tensor, grads: UnitGradients, dtype: torch.dtype) -> torch.Tensor:
+def _shard_view(memory: torch.Tensor, grads: UnitGradients, dtype: torch.dtype) -> torch.Tensor:
     return memory[: grads.grad_shard.numel() * dtype.itemsize].view(dtype)
 
 
 def _sum_dtype(grads: UnitGradients) -> torch.dtype:
-    """What a sum lands in, so that it is rounded but once, when it is added to what is kept."""
+    """Return the dtype to reduce into, wide enough that the sum is rounded once: when it becomes what is kept."""
     return torch.promote_types(grads.reduce_dtype, grads.dtype)
 
 
-def _await(transfer: Work, grads: UnitGradients) -> None:
-    """Where it fails a gradient is lost, and no step may be taken with what is left."""
+def _wait_transfer(transfer: Work, grads: UnitGradients) -> None:
+    """Wait for a read or a write. If it fails a gradient is lost, so the store refuses every later step."""
     assert grads.store is not None
     with poison_on_error(grads.store):
         transfer.wait_host()
 
 
-class Landings:
-    """The memory that sums land in before they are written. It is kept.
-
-    Where streams order transfers everything is issued at once, beside the backward. Elsewhere a sum is written when
-    somebody sees that it has arrived.
-    """
+class OffloadedGradients:
+    """Reduces gradients into staging buffers and writes the sums to their stores. Buffers are never given back."""
 
     def __init__(self) -> None:
-        self._landings: list[_Landing] = []
-        self._arriving: list[tuple[UnitGradients, Work]] = []  # done when the sum is on its way to the store
-        self._in_line: list[torch.Tensor] = []  # for a sum, and for what it is added to
-        self._written: dict[UnitGradients, Work] = {}  # in the order of streams
+        self._staging_buffers: list[StagingBuffer] = []
+        # For each reduce in progress a work that, when awaited, starts the write of the sum.
+        self._reducing: list[tuple[UnitGradients, Work]] = []
+        self._ordered_buffers: list[torch.Tensor] = []  # 1-D, uint8: used in the order of the store's stream
+        self._ordered_writes: dict[UnitGradients, Work] = {}
 
     @property
     def nbytes(self) -> int:
-        memory = [landing.memory for landing in self._landings] + self._in_line
-        return sum(tensor.nbytes for tensor in memory)
+        """Bytes of all staging buffers."""
+        return sum(b.memory.nbytes for b in self._staging_buffers) + sum(b.nbytes for b in self._ordered_buffers)
 
-    def send(self, grads: UnitGradients, reduce: Callable[[torch.Tensor], Work], accumulate: bool) -> Work:
-        """Reduces gradients, and sees to it that their sum gets to its store; added to what is there already.
+    def reduce_and_store(self, grads: UnitGradients, reduce: Callable[[torch.Tensor], Work], accumulate: bool) -> Work:
+        """Reduce gradients and see to it that their sum is written to their store.
 
         Args:
-            reduce: starts a reduce into the tensor it is given.
+            reduce: Launches a reduce into the tensor it is given (1-D).
+            accumulate: Whether the sum is added to what the store holds.
 
         Returns:
-            Done when the gradients that were reduced are needed no more.
+            A work that is done when the gradients that were reduced are needed no more.
         """
         assert grads.store is not None
         if grads.store.stream_ordered:
-            return self._send_in_order(grads, grads.store, reduce, accumulate)
-        landing = self._target(grads)
-        work = reduce(landing.of(grads, _sum_dtype(grads)))
-        kept = None
+            return self._reduce_and_store_ordered(grads, grads.store, reduce, accumulate)
+        sum_buffer = self._acquire(grads)
+        work = reduce(sum_buffer.view_for(grads, _sum_dtype(grads)))
         if accumulate:
-            for earlier in [pair for pair in self._arriving if pair[0] is grads]:
-                earlier[1].wait_stream()
-                self._arriving.remove(earlier)
-            for earlier_landing in self._landings:
-                if earlier_landing.grads is grads:
-                    earlier_landing.settle()
-        if accumulate or _sum_dtype(grads) is not grads.dtype:
-            kept = self._target(grads)
+            self._wait_stored(grads)
+        total_buffer = self._acquire(grads) if accumulate or _sum_dtype(grads) is not grads.dtype else None
         read = None
         if accumulate:
-            assert kept is not None
-            read = grads.store.read(grads.grad_shard, kept.of(grads, grads.dtype))
-        self._arriving.append((grads, Then(work, partial(self._write, grads, landing, kept, read))))
+            assert total_buffer is not None
+            read = grads.store.read(grads.grad_shard, total_buffer.view_for(grads, grads.dtype))
+        self._reducing.append((grads, Then(work, partial(self._write, grads, sum_buffer, total_buffer, read))))
         return work
 
-    def _write(self, grads: UnitGradients, landing: _Landing, kept: _Landing | None, read: Work | None) -> None:
-        """Start to write the sum that has arrived in ``landing``.
+    def _wait_stored(self, grads: UnitGradients) -> None:
+        """Return when the sums of earlier micro-steps are in the store, from where they are read back."""
+        for pair in [pair for pair in self._reducing if pair[0] is grads]:
+            pair[1].wait_stream()
+            self._reducing.remove(pair)
+        for buffer in self._staging_buffers:
+            if buffer.grads is grads:
+                buffer.wait_write()
+
+    def _write(
+        self, grads: UnitGradients, sum_buffer: StagingBuffer, total_buffer: StagingBuffer | None, read: Work | None
+    ) -> None:
+        """Start to write a sum that has been reduced.
 
         Args:
-            kept: where it is added or cast, if not written as it is.
-            read: what brings the earlier sum to ``kept``, to be added to.
+            total_buffer: Where the sum is cast or added, if it is not written as it is.
+            read: The read of the earlier sum into ``total_buffer``, to which this one is added.
         """
-        if kept is not None:
-            found, total = landing.of(grads, _sum_dtype(grads)), kept.of(grads, grads.dtype)
+        buffer = sum_buffer
+        if total_buffer is not None:
+            latest, total = sum_buffer.view_for(grads, _sum_dtype(grads)), total_buffer.view_for(grads, grads.dtype)
             if read is None:
-                total.copy_(found)
+                total.copy_(latest)
             else:
-                _await(read, grads)
-                total.add_(found)
-            landing.busy, landing = False, kept
-        written = landing.of(grads, grads.dtype)
-        grads.squared_norm = ops.squared_norm(written)
+                _wait_transfer(read, grads)
+                total.add_(latest)
+            sum_buffer.holds_sum, buffer = False, total_buffer
+        total = buffer.view_for(grads, grads.dtype)
+        grads.squared_norm = ops.squared_norm(total)
         assert grads.store is not None
-        landing.grads, landing.busy = grads, False
-        landing.write = grads.store.write(written, grads.grad_shard)
+        buffer.grads, buffer.holds_sum = grads, False
+        buffer.write = grads.store.write(total, grads.grad_shard)
 
-    def _send_in_order(
+    def _reduce_and_store_ordered(
         self, grads: UnitGradients, store: OffloadStore, reduce: Callable[[torch.Tensor], Work], accumulate: bool
     ) -> Work:
         with store.on_copy_stream("out"), poison_on_error(store):
-            total = found = self._lane(0, store, grads, _sum_dtype(grads))
-            reduce(found).wait_stream()
-            arrived = store.record_event()
-            if accumulate or found.dtype is not grads.dtype:
-                total = self._lane(1, store, grads, grads.dtype)
+            total = latest = self._ordered_buffer(0, store, grads, _sum_dtype(grads))
+            reduce(latest).wait_stream()
+            reduced = store.record_event()
+            if accumulate or latest.dtype is not grads.dtype:
+                total = self._ordered_buffer(1, store, grads, grads.dtype)
             if accumulate:
                 store.read(grads.grad_shard, total).wait_stream()
-                total.add_(found)
-            elif total is not found:
-                total.copy_(found)
+                total.add_(latest)
+            elif total is not latest:
+                total.copy_(latest)
             grads.squared_norm = ops.squared_norm(total)
-            self._written[grads] = store.write(total, grads.grad_shard)
-        return arrived
+            self._ordered_writes[grads] = store.write(total, grads.grad_shard)
+        return reduced
 
-    def _lane(self, number: int, store: OffloadStore, grads: UnitGradients, dtype: torch.dtype) -> torch.Tensor:
-        """Memory that is used in line: the next use comes behind the last one."""
+    def _ordered_buffer(
+        self, index: int, store: OffloadStore, grads: UnitGradients, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return one of the two buffers whose uses the store's stream orders, large enough for ``grads``."""
         need = padded_nbytes(grads.grad_shard.numel() * dtype.itemsize)
-        while len(self._in_line) <= number:
-            self._in_line.append(store.staging_buffer(need))
-        if self._in_line[number].nbytes < need:
-            self._in_line[number] = store.staging_buffer(need)
-        return _part(self._in_line[number], grads, dtype)
+        while len(self._ordered_buffers) <= index:
+            self._ordered_buffers.append(store.staging_buffer(need))
+        if self._ordered_buffers[index].nbytes < need:
+            self._ordered_buffers[index] = store.staging_buffer(need)
+        return _shard_view(self._ordered_buffers[index], grads, dtype)
 
-    def _target(self, grads: UnitGradients) -> _Landing:
-        """Where the next sum of ``grads`` is to be reduced to."""
-        for arriving in [pair for pair in self._arriving if pair[1].done()]:
-            arriving[1].wait_stream()
-            self._arriving.remove(arriving)
+    def _acquire(self, grads: UnitGradients) -> StagingBuffer:
+        """Return a staging buffer for ``grads``, preferably one whose write is done."""
+        for pair in [pair for pair in self._reducing if pair[1].done()]:
+            pair[1].wait_stream()
+            self._reducing.remove(pair)
         need = padded_nbytes(grads.grad_shard.numel() * _sum_dtype(grads).itemsize)
-        fitting = [landing for landing in self._landings if need <= landing.memory.nbytes <= 4 * need]
-        free = [landing for landing in fitting if not landing.busy]
-        free.sort(key=lambda landing: landing.write is not None and not landing.write.done())
-        if not free or (free[0].write is not None and len(fitting) < NUM_LANDINGS):
+        # A buffer of more than four times the size is left to larger units.
+        fitting = [buffer for buffer in self._staging_buffers if need <= buffer.memory.nbytes <= 4 * need]
+        idle = [buffer for buffer in fitting if not buffer.holds_sum]
+        idle.sort(key=lambda buffer: buffer.write is not None and not buffer.write.done())
+        if not idle or (idle[0].write is not None and len(fitting) < MAX_IDLE_STAGING_BUFFERS):
             assert grads.store is not None
-            self._landings.append(_Landing(grads.store.staging_buffer(need)))
-            return self._landings[-1]
-        free[0].settle()
-        free[0].busy = True
-        return free[0]
+            self._staging_buffers.append(StagingBuffer(grads.store.staging_buffer(need)))
+            return self._staging_buffers[-1]
+        idle[0].wait_write()
+        idle[0].holds_sum = True
+        return idle[0]
 
-    def settle(self) -> None:
-        """Returns when everything has arrived and is where it is kept."""
-        while self._arriving:
-            self._arriving.pop(0)[1].wait_stream()
-        for landing in self._landings:
-            landing.settle()
-        while self._written:
-            grads, written = self._written.popitem()
-            _await(written, grads)
+    def wait_all(self) -> None:
+        """Return when every sum is in its store."""
+        while self._reducing:
+            self._reducing.pop(0)[1].wait_stream()
+        for buffer in self._staging_buffers:
+            buffer.wait_write()
+        while self._ordered_writes:
+            grads, write = self._ordered_writes.popitem()
+            _wait_transfer(write, grads)

@@ -1,21 +1,37 @@
-"""Collects gradients into buckets as autograd makes them, and reduces the buckets while it goes on.
+"""Reduces gradients over the ranks while autograd computes the next ones.
 
-Where the gradient degree is 1 a unit's gradients stay whole in a kept buffer, accumulate there over the
-micro-steps, and are reduced once. Otherwise each micro-step's gradients pass through a bucket, and only
-this rank's shard of their sum is kept.
+[Note: The path of a gradient]
+1. Autograd accumulates a gradient into ``param.grad`` and calls the parameter's hook (``_post_accumulate_grad``).
+2. The hook copies the gradient, cast to the dtype that is sent, into a unit buffer and drops ``param.grad``
+   (``_copy_to_bucket``). This is the only copy. On a GPU, copies are collected and launched together (``CastCopies``).
+3. When all gradients of a unit have arrived, and those of all units before it in the fixed order, the unit joins the
+   bucket: a queue of units. When the queue holds ``bucket_numel`` elements the reduce of each of its units is launched,
+   one collective for each unit (``_launch_reduce``).
+4. A reduce-scatter leaves this rank's shard of the sum in ``UnitGradients.grad_shard``. With gradient accumulation each
+   micro-step is reduced and added there.
+5. ``Engine.step`` waits for the reduces (``reduce_remaining``). The optimizer reads the shards for the norm and for the
+   update, and ``end_step`` lets the next gradients overwrite them.
 
-[Note: Order]
-Units are reduced in one fixed order, the reverse of registration, on every rank. A unit that is complete
-early waits for those before it; one that never completes (unused parameters) is reduced with zeros in
-their place when the backward ends. So ranks that use different parameters still agree on every collective.
+At gradient degree 1 (stages 0 and 1) the copy goes to ``grad_shard`` itself, which holds the gradients of the whole
+unit. Micro-steps accumulate there and only the last one is reduced: by an all-reduce at optimizer degree 1, by a
+reduce-scatter of this rank's part otherwise. In one process all degrees are 1, so stage 2 takes the path of stage 0.
+
+Inside ``no_sync`` partitioned gradients stay in ``param.grad``, or in ``no_sync_grads`` where they accumulate in a
+wider dtype. The next micro-step outside of it adds them to the unit buffer. With offload the sum is reduced into a
+staging buffer and written from there to the store; its norm is computed on the way (``OffloadedGradients``).
+
+[Note: Units are reduced in one order]
+Every rank reduces the units in reverse order of registration. A unit that is complete early waits for those before it.
+A unit that never completes, for some of its parameters are unused, is reduced when the backward ends, with zeros in
+their place. So ranks that use different parameters still agree on every collective.
 
 [Note: Several gradients of one parameter]
 In one backward autograd adds up all that a parameter gets before it hands over one gradient. But a backward may hold
 others: each reentrant checkpoint runs one of its own, and so does a Function whose backward calls ``torch.autograd``.
 A parameter that several of them use gets a gradient from each. So a unit is complete when as many gradients of each
-parameter have arrived as in the backward before. Those that come after it was sent all the same, as they do the first
-time, wait on this rank and are reduced with the next micro-step's, or before the update (``reduce_late_gradients``). No
-other rank knows of them (``has_late_gradients``), so whoever takes the step asks all ranks first.
+parameter have arrived as in the backward before. The first time, gradients may arrive after their unit was reduced.
+Such *late* gradients wait on this rank and are reduced with the next micro-step's, or before the update
+(``reduce_late_gradients``). No other rank knows of them, so whoever takes the step asks all ranks first.
 """
 
 from __future__ import annotations
@@ -33,27 +49,30 @@ from zeroengine.disk.mapped_memory import populate
 from zeroengine.errors import ZeroEngineError
 from zeroengine.offload.disk_store import OffloadStore
 from zeroengine.runtime.backward_tracker import BackwardListener, BackwardTracker
-from zeroengine.runtime.buckets import Slot, Slots
-from zeroengine.runtime.casting import CastCopies
-from zeroengine.runtime.offloaded_gradients import Landings
+from zeroengine.runtime.buckets import CastCopies, UnitBuffer, UnitBufferPool
+from zeroengine.runtime.offloaded_gradients import OffloadedGradients
 from zeroengine.runtime.released_parameter import gradient_of
 from zeroengine.runtime.unit import Unit
 from zeroengine.runtime.unit_gradients import UnitGradients
-from zeroengine.utils.compiler_disable import eager
+from zeroengine.utils.compiler_disable import disable_compile
 from zeroengine.utils.profiling import profile_range
 from zeroengine.utils.work import Then, Work
 
 
 class Reducer(BackwardListener):
-    """Owns the gradients of the trainable units. Knows gradients only.
+    """Owns the gradients of the trainable units. It knows nothing of parameters' values.
 
     Args:
-        bucket_numel: elements that one bucket may hold; a larger unit is a bucket alone. None: one unit each.
-        accumulation_dtype, reduce_dtype: from a unit's dtype to that of what is kept, and of what is sent (None: free).
-        predivide: what gradients are divided by on their way; the update makes up for it.
-        backward: Tells when a backward begins and ends; learns of each gradient and each complete unit from here.
-        stores: where each trainable unit's summed gradients live, if not on the device.
-        together: whether gradients are copied into buckets some at a time, as a GPU likes it.
+        bucket_numel: Elements that one bucket may hold. A larger unit is a bucket alone. None launches unit by unit.
+        accumulation_dtype: Returns, for a unit's dtype, the dtype in which its gradients are kept.
+        reduce_dtype: Returns, for a unit's dtype, the dtype that is sent. None leaves the choice to ``UnitGradients``.
+        predivide: What gradients are divided by before they are summed. The update multiplies by it again.
+        backward: Tells when a backward begins and ends, and learns of each gradient and each complete unit from here.
+        stores: Where each trainable unit's summed gradients live, if not on the device.
+        together: Whether copies into buffers are collected and launched together, which pays on a GPU.
+
+    Attributes:
+        has_late_gradients: A gradient arrived after its unit was reduced in this step, and waits on this rank.
     """
 
     def __init__(
@@ -77,88 +96,93 @@ class Reducer(BackwardListener):
             UnitGradients(unit, transport, accumulation_dtype(unit.dtype), reduce_dtype(unit.dtype), store)
             for unit, store in zip_longest((unit for unit in units if unit.trainable), stores)
         ]
-        self._landings = Landings()
-        self._copies = CastCopies() if together else None
-        self._order = self.gradients[::-1]
-        self._launched = 0  # of _order, in this backward
-        self._bucket: list[UnitGradients] = []  # complete, waiting for the bucket to fill
+        self._offloaded = OffloadedGradients()
+        self._cast_copies = CastCopies() if together else None
+        self._reduce_order = self.gradients[::-1]
+        self._num_queued = 0  # units of `_reduce_order` that joined a bucket in this backward, or need no reduce
+        self._bucket: list[UnitGradients] = []  # complete units that wait for the bucket to fill
         self._works: list[Work] = []
-        self._slots = Slots(transport, self.gradients)
-        self._slot_of: dict[UnitGradients, Slot] = {}  # being filled
-        # Whether a gradient came after its unit was reduced in this step. It waits on this rank.
+        self._buffer_pool = UnitBufferPool(transport, self.gradients)
+        self._buffer_of: dict[UnitGradients, UnitBuffer] = {}  # buffers that are being filled
         self.has_late_gradients = False
-        self._handles = [self._hook(grads, i, p) for grads in self.gradients for i, p in enumerate(grads.unit.params)]
+        self._handles = [
+            self._register_hook(grads, index, param)
+            for grads in self.gradients
+            for index, param in enumerate(grads.unit.params)
+        ]
         backward.subscribe(self)
 
-    def _hook(self, grads: UnitGradients, index: int, param: nn.Parameter) -> object:
-        # The hook lives in the parameter, where the garbage collector sees no cycles.
-        me, its = weakref.ref(self), weakref.ref(grads)
+    def _register_hook(self, grads: UnitGradients, index: int, param: nn.Parameter) -> object:
+        # The parameter owns the hook in C++, where the garbage collector sees no cycles. So the hook refers weakly to
+        # the reducer and to the gradients, whose unit owns the parameter.
+        reducer_ref, grads_ref = weakref.ref(self), weakref.ref(grads)
 
-        @eager
-        def ready(param: nn.Parameter) -> None:
-            reducer, grads = me(), its()
+        @disable_compile
+        def hook(param: nn.Parameter) -> None:
+            reducer, grads = reducer_ref(), grads_ref()
             if reducer is not None and grads is not None:
                 reducer._post_accumulate_grad(grads, index, param)
 
-        return param.register_post_accumulate_grad_hook(ready)
+        return param.register_post_accumulate_grad_hook(hook)
 
     # -- backward ---------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
-        """Expect the gradients of every unit."""
-        self._launched = 0
+        """Expect gradients of every unit."""
+        self._num_queued = 0
         for grads in self.gradients:
             grads.begin_backward()
 
     def _defer_reduce(self, grads: UnitGradients) -> bool:
-        """Return whether a gradient waits in ``param.grad``: inside no_sync, or because its unit was sent already."""
+        """Return whether a gradient stays in ``param.grad``: inside no_sync, or because its unit was reduced."""
         return grads.is_reduced if grads.unsharded else grads.reduce_launched or not self._backward.sync_enabled
 
     def _post_accumulate_grad(self, grads: UnitGradients, index: int, param: nn.Parameter) -> None:
         self._backward.note_gradient()
         grads.count_arrival(index)
-        if param.grad is None:
-            pass  # a Function gave None: torch calls its hooks all the same
-        elif self._defer_reduce(grads):
-            self.has_late_gradients = self.has_late_gradients or grads.is_reduced
-            if grads.dtype is not param.dtype:
-                self._accumulate_local(grads, index, param)
-        else:
-            self._copy_to_bucket(grads, index, param)
+        # Autograd calls the hook without a gradient, too, where a Function returned None for it.
+        if param.grad is not None:
+            if self._defer_reduce(grads):
+                self.has_late_gradients = self.has_late_gradients or grads.is_reduced
+                if grads.dtype is not param.dtype:
+                    self._accumulate_local(grads, index, param)
+            else:
+                self._copy_to_bucket(grads, index, param)
         if not grads.num_pending:
             self._backward.note_unit_complete(grads.unit)
-            self._launch_in_order()
+            self._queue_in_order()
 
     def _copy_to_bucket(self, grads: UnitGradients, index: int, param: nn.Parameter) -> None:
-        """The one copy of a gradient, cast on the way."""
-        if not grads.unsharded and grads not in self._slot_of:
-            self._slot_of[grads] = self._slots.take(grads)
-        target = (grads.param_views if grads.unsharded else self._slot_of[grads].views)[index]
-        self._copy_to(grads, index, param, target, add=grads.bucket_filled[index])
+        """Copy a gradient to where it is reduced from, or add it to an earlier one there."""
+        if not grads.unsharded and grads not in self._buffer_of:
+            self._buffer_of[grads] = self._buffer_pool.acquire(grads)
+        views = grads.param_views if grads.unsharded else self._buffer_of[grads].param_views
+        self._copy_to(grads, index, param, views[index], accumulate=grads.bucket_filled[index])
         grads.bucket_filled[index] = True
 
     def _copy_to(
-        self, grads: UnitGradients, index: int, param: nn.Parameter, target: torch.Tensor, *, add: bool = False
+        self, grads: UnitGradients, index: int, param: nn.Parameter, target: torch.Tensor, *, accumulate: bool = False
     ) -> None:
-        """Moves a gradient, and what was set aside of earlier ones, into ``target``."""
+        """Move a parameter's gradient, with those of earlier micro-steps inside no_sync, into ``target``."""
         gradient = grads.no_sync_grads.pop(index, None)
-        last = gradient_of(param)
-        if last is not None:
-            last = last.detach()  # a backward with create_graph gives it a history
-            last = last.to_dense() if last.is_sparse else last
-            if last.shape != target.shape:
+        latest = gradient_of(param)
+        if latest is not None:
+            # A backward with create_graph=True gives the gradient a history.
+            latest = latest.detach()
+            latest = latest.to_dense() if latest.is_sparse else latest
+            if latest.shape != target.shape:
                 name = grads.unit.layout.slots[index].name
                 raise ZeroEngineError(
-                    f"parameter {name} was given another shape after initialize(), {tuple(last.shape)} where it had "
+                    f"parameter {name} was given another shape after initialize(), {tuple(latest.shape)} where it had "
                     f"{tuple(target.shape)}, as by resize_token_embeddings(). Change the model before initialize()."
                 )
-            gradient = last if gradient is None else gradient.add_(last)
+            gradient = latest if gradient is None else gradient.add_(latest)
         assert gradient is not None
         if self.predivide != 1:
             gradient = gradient / self.predivide
-        if self._copies is not None and self._copies.takes(gradient, target):
-            self._copies.add(gradient, target, accumulate=add)
-        elif add:
+        if self._cast_copies is not None and self._cast_copies.supports(gradient, target):
+            self._cast_copies.add(gradient, target, accumulate=accumulate)
+        elif accumulate:
             target.add_(gradient)
         else:
             target.copy_(gradient)
@@ -166,195 +190,167 @@ class Reducer(BackwardListener):
         param.grad = None
 
     def _flush_copies(self) -> None:
-        """Gradients that were taken are where they belong."""
-        if self._copies is not None:
-            self._copies.flush()
+        if self._cast_copies is not None:
+            self._cast_copies.flush()
 
     def _accumulate_local(self, grads: UnitGradients, index: int, param: nn.Parameter) -> None:
-        """Sums over micro-steps in the accumulation dtype, where ``param.grad`` would sum in a lower one."""
+        """Sum micro-steps inside no_sync in the accumulation dtype, where ``param.grad`` would sum in a lower one."""
         assert param.grad is not None
         gradient = param.grad.detach()
         if index in grads.no_sync_grads:
             grads.no_sync_grads[index].add_(gradient)
         else:
-            grads.no_sync_grads[index] = (
-                gradient.to_dense().to(grads.dtype) if gradient.is_sparse else gradient.to(grads.dtype)
-            )
+            dense = gradient.to_dense() if gradient.is_sparse else gradient
+            grads.no_sync_grads[index] = dense.to(grads.dtype)
         param.grad = None
 
     @staticmethod
-    def _has_gradient(grads: UnitGradients, index: int) -> bool:
-        """Whether one waits outside of the buckets."""
+    def _has_local_gradient(grads: UnitGradients, index: int) -> bool:
+        """Return whether a gradient waits outside of the buffers."""
         return index in grads.no_sync_grads or gradient_of(grads.unit.params[index]) is not None
 
     def end_backward(self, num_calls: int) -> None:
-        """Complete the units that the backward left incomplete, in order, and launch the last reductions."""
-        for grads in self._order:
+        """Launch the reduces that the backward left open, in order."""
+        for grads in self._reduce_order:
             if not self._defer_reduce(grads):
-                for index, count in enumerate(grads.arrived):
-                    if not count and self._has_gradient(grads, index):  # from an earlier micro-step inside no_sync
+                for index, count in enumerate(grads.arrived_counts):
+                    # A parameter without a gradient in this backward may have one of an earlier one, inside no_sync.
+                    if not count and self._has_local_gradient(grads, index):
                         self._copy_to_bucket(grads, index, grads.unit.params[index])
             grads.end_backward()
-        self._launch_in_order()
-        self._flush()
+        self._queue_in_order()
+        self._launch_bucket()
         self._flush_copies()
 
-    def _launch_in_order(self) -> None:
-        while self._launched < len(self._order) and not self._order[self._launched].num_pending:
-            grads = self._order[self._launched]
-            self._launched += 1
-            due = (
-                self._backward.is_last_microbatch and self._backward.sync_enabled and not grads.is_reduced
-                if grads.unsharded
-                else self._backward.sync_enabled
-            )
-            if due:
-                numel = sum(g.unit.layout.numel for g in self._bucket) + grads.unit.layout.numel
-                if self._bucket and numel > self._bucket_numel:
-                    self._flush()
+    def _queue_in_order(self) -> None:
+        """Move complete units into the bucket, up to the first incomplete one. Launch the bucket when it is full."""
+        while self._num_queued < len(self._reduce_order) and not self._reduce_order[self._num_queued].num_pending:
+            grads = self._reduce_order[self._num_queued]
+            self._num_queued += 1
+            needs_reduce = self._backward.sync_enabled
+            if grads.unsharded:
+                needs_reduce = needs_reduce and self._backward.is_last_microbatch and not grads.is_reduced
+            if needs_reduce:
+                if self._bucket and self._queued_numel() + grads.unit.layout.numel > self._bucket_numel:
+                    self._launch_bucket()
                 self._bucket.append(grads)
-        if self._bucket and sum(g.unit.layout.numel for g in self._bucket) >= self._bucket_numel:
-            self._flush()
+        if self._bucket and self._queued_numel() >= self._bucket_numel:
+            self._launch_bucket()
 
-    def _flush(self) -> None:
+    def _queued_numel(self) -> int:
+        return sum(grads.unit.layout.numel for grads in self._bucket)
+
+    def _launch_bucket(self) -> None:
         bucket, self._bucket = self._bucket, []
         for grads in bucket:
             with profile_range("reduce", grads.unit.name):
                 self._launch_reduce(grads)
 
     def _launch_reduce(self, grads: UnitGradients) -> None:
+        """Launch the collective of one unit. Parameters without a gradient count as zeros."""
         unit = grads.unit
         grads.reduce_launched = True
         self._flush_copies()
-        if grads.unsharded:
-            self._zero_unfilled(grads, grads.param_views)
-            mine = grads.shard_of_degree(unit.degrees.optimizer)
-            if not grads.reduced_in_place:
-                slot = self._slots.take(grads)
-                slot.memory[: unit.layout.numel].copy_(grads.grad_shard)
-                self._launch_from_buffer(slot, grads, mine, accumulate=False)
-            elif unit.degrees.optimizer == 1:
-                self._works.append(self._channel.all_reduce(grads.grad_shard, unit.name))
-            else:
-                self._works.append(self._channel.reduce_scatter(mine, grads.grad_shard, unit.name))
-        else:
-            slot = self._slot_of.pop(grads) if grads in self._slot_of else self._slots.take(grads)
-            self._zero_unfilled(grads, slot.views)
-            self._launch_from_buffer(slot, grads, grads.grad_shard, accumulate=grads.is_reduced)
+        if not grads.unsharded:
+            buffer = self._buffer_of.pop(grads) if grads in self._buffer_of else self._buffer_pool.acquire(grads)
+            self._zero_unfilled(grads, buffer.param_views)
+            self._launch_from_buffer(buffer, grads, grads.grad_shard, accumulate=grads.is_reduced)
             grads.bucket_filled = [False] * len(unit.params)
+            grads.is_reduced = True
+            return
+        self._zero_unfilled(grads, grads.param_views)
+        shard = grads.shard_of_degree(unit.degrees.optimizer)
+        if not grads.reduced_in_place:
+            buffer = self._buffer_pool.acquire(grads)
+            buffer.memory[: unit.layout.numel].copy_(grads.grad_shard)
+            self._launch_from_buffer(buffer, grads, shard, accumulate=False)
+        elif unit.degrees.optimizer == 1:
+            self._works.append(self._channel.all_reduce(grads.grad_shard, unit.name))
+        else:
+            self._works.append(self._channel.reduce_scatter(shard, grads.grad_shard, unit.name))
         grads.is_reduced = True
 
-    def _launch_from_buffer(self, slot: Slot, grads: UnitGradients, target: torch.Tensor, accumulate: bool) -> None:
-        """Reduces what is in ``slot`` into ``target``, all of the gradient or this rank's shard."""
-        flat = slot.memory[: grads.unit.layout.numel]  # a bucket for the largest unit may serve a smaller one
+    def _launch_from_buffer(
+        self, buffer: UnitBuffer, grads: UnitGradients, target: torch.Tensor, accumulate: bool
+    ) -> None:
+        """Reduce what is in ``buffer`` into ``target`` (1-D): the unit's whole gradient, or this rank's shard of it."""
+        # A buffer for the largest unit may serve a smaller one.
+        flat = buffer.memory[: grads.unit.layout.numel]
         if grads.store is not None:
-            reduce = partial(self._launch_collective, slot, flat=flat, label=grads.unit.name, accumulate=False)
-            slot.work = self._landings.send(grads, reduce, accumulate)
+            reduce = partial(self._launch_collective, buffer, flat=flat, label=grads.unit.name, accumulate=False)
+            buffer.work = self._offloaded.reduce_and_store(grads, reduce, accumulate)
         else:
-            slot.work = self._launch_collective(slot, target, flat, grads.unit.name, accumulate)
-            self._works.append(slot.work)
-        self._slots.sent(slot)
+            buffer.work = self._launch_collective(buffer, target, flat, grads.unit.name, accumulate)
+            self._works.append(buffer.work)
+        self._buffer_pool.mark_launched(buffer)
 
     def _launch_collective(
-        self, slot: Slot, target: torch.Tensor, flat: torch.Tensor, label: str, accumulate: bool
+        self, buffer: UnitBuffer, target: torch.Tensor, flat: torch.Tensor, label: str, accumulate: bool
     ) -> Work:
         if target.numel() < flat.numel():
-            slot.sent = self._channel.reduce_scatter(target, flat, label, accumulate)
-            return slot.sent
-        slot.sent = self._channel.all_reduce(flat, label)
-        return Then(slot.sent, partial(torch.Tensor.add_ if accumulate else torch.Tensor.copy_, target, flat))
+            buffer.collective = self._channel.reduce_scatter(target, flat, label, accumulate)
+            return buffer.collective
+        buffer.collective = self._channel.all_reduce(flat, label)
+        return Then(buffer.collective, partial(torch.Tensor.add_ if accumulate else torch.Tensor.copy_, target, flat))
 
     def _zero_unfilled(self, grads: UnitGradients, views: list[torch.Tensor]) -> None:
-        for written, view in zip(grads.bucket_filled, views, strict=True):
-            if not written:
+        for filled, view in zip(grads.bucket_filled, views, strict=True):
+            if not filled:
                 view.zero_()
 
     # -- step -------------------------------------------------------------------------------------
 
     def reduce_remaining(self) -> None:
-        """Return with every gradient reduced into what this rank keeps, except those that are ``late``."""
-        for grads in self._order:
-            if not grads.is_reduced:  # all its micro-steps were inside no_sync
+        """Return with every gradient reduced into ``grad_shard``, except late ones. Call this on every rank."""
+        for grads in self._reduce_order:
+            # Units whose micro-steps were all inside no_sync have not been reduced.
+            if not grads.is_reduced:
                 for index, param in enumerate(grads.unit.params):
-                    if self._has_gradient(grads, index):
+                    if self._has_local_gradient(grads, index):
                         self._copy_to_bucket(grads, index, param)
                 self._launch_reduce(grads)
         self.wait_reduces()
 
     def reduce_late_gradients(self) -> None:
-        """Reduce the gradients that came after their unit was reduced. Call it on every rank if any rank has some."""
+        """Reduce the gradients that arrived after their unit was reduced. Call this on every rank if any has some."""
         self.wait_reduces()
-        for grads in self._order:
-            slot = self._slots.take(grads)
+        for grads in self._reduce_order:
+            buffer = self._buffer_pool.acquire(grads)
             for index, param in enumerate(grads.unit.params):
-                if self._has_gradient(grads, index):
-                    self._copy_to(grads, index, param, slot.views[index])
+                if self._has_local_gradient(grads, index):
+                    self._copy_to(grads, index, param, buffer.param_views[index])
                 else:
-                    slot.views[index].zero_()
+                    buffer.param_views[index].zero_()
             self._flush_copies()
-            self._launch_from_buffer(slot, grads, grads.shard_of_degree(grads.unit.degrees.optimizer), accumulate=True)
+            shard = grads.shard_of_degree(grads.unit.degrees.optimizer)
+            self._launch_from_buffer(buffer, grads, shard, accumulate=True)
         self.wait_reduces()
         self.has_late_gradients = False
 
-    # -- looking and surgery ----------------------------------------------------------------------
-
     def wait_reduces(self) -> None:
-        """Returns with no reduce under way. Call it on every rank: a reduce may need a hand from each."""
+        """Return with no reduce in progress. Call this on every rank: a reduce may need each rank's host."""
         for work in self._works:
             work.wait_stream()
         self._works.clear()
-        self._landings.settle()
+        self._offloaded.wait_all()
 
-    def check_backward_ended(self) -> None:
-        """
-        Raises:
-            ZeroEngineError: a backward is under way, or the last one raised.
-        """
-        if self._backward.in_progress:
-            raise ZeroEngineError(
-                "a gradient can be read and replaced after a backward, not during one, nor after one that raised"
-            )
-
-    def unreduced_gradient(self, grads: UnitGradients, index: int) -> torch.Tensor | None:
-        """This rank's own gradient of a parameter, as far as it is not reduced yet; at least fp32."""
-        outside = (grads.no_sync_grads.get(index), gradient_of(grads.unit.params[index]))
-        parts = [part.detach().to_dense() / self.predivide for part in outside if part is not None]
-        if grads.unsharded and grads.bucket_filled[index] and not grads.is_reduced:
-            parts.append(grads.param_views[index])
-        wide = [part.to(torch.promote_types(part.dtype, torch.float32)) for part in parts]
-        return torch.stack(wide).sum(0) if wide else None
-
-    def replace_gradient(self, grads: UnitGradients, index: int, value: torch.Tensor) -> None:
-        """The sum over ranks of a parameter's gradient is ``value``, whatever it was. Call it on every rank."""
-        unit = grads.unit
-        grads.no_sync_grads.pop(index, None)
-        unit.params[index].grad = None
-        grads.has_grad[index] = True
-        if grads.is_reduced:
-            mine, flat = grads.shard_of_degree(unit.degrees.optimizer), value.flatten()
-            grads.squared_norm = None
-            for span in unit.layout.spans(unit.rank, unit.degrees.optimizer):
-                if span.param_index == index:
-                    part = flat[span.param_offset : span.param_offset + span.numel]
-                    populate(mine[span.shard_offset : span.shard_offset + span.numel], write=True)
-                    mine[span.shard_offset : span.shard_offset + span.numel].copy_(part)
-            return
-        grads.bucket_filled[index] = False
-        if unit.rank == 0:  # as if it alone had computed one
-            grads.no_sync_grads[index] = (value * self.predivide).to(grads.dtype)
+    def end_step(self) -> None:
+        """Let the next gradients overwrite those of the step that has ended."""
+        for grads in self.gradients:
+            grads.end_step()
 
     def fail_backward(self, after_others: bool) -> None:
         """Drop every gradient since the last step: some of the backward that raised are missing."""
         self.drop_gradients()
 
     def drop_gradients(self) -> None:
-        """Drop every gradient since the last step. A reduction under way ends first, and is overwritten then."""
+        """Drop every gradient since the last step. Reduces that were launched finish first."""
         self.wait_reduces()
-        if self._copies is not None:
-            self._copies.forget()
-        for slot in self._slot_of.values():
-            slot.busy = False
-        self._slot_of.clear()
+        if self._cast_copies is not None:
+            self._cast_copies.discard()
+        for buffer in self._buffer_of.values():
+            buffer.in_use = False
+        self._buffer_of.clear()
         self._bucket.clear()
         self.has_late_gradients = False
         for grads in self.gradients:
@@ -364,12 +360,45 @@ class Reducer(BackwardListener):
                 param.grad = None
         self.end_step()
 
-    def end_step(self) -> None:
-        """After a step: the next gradients overwrite."""
-        for grads in self.gradients:
-            grads.bucket_filled = [False] * len(grads.unit.params)
-            grads.has_grad = [False] * len(grads.unit.params)
-            grads.is_reduced = False
+    # -- reading and replacing gradients ----------------------------------------------------------
+
+    def check_backward_ended(self) -> None:
+        """Raise ``ZeroEngineError`` if a backward is in progress, or if the last one raised."""
+        if self._backward.in_progress:
+            raise ZeroEngineError(
+                "a gradient can be read and replaced after a backward, not during one, nor after one that raised"
+            )
+
+    def unreduced_gradient(self, grads: UnitGradients, index: int) -> torch.Tensor | None:
+        """Return what this rank adds to a parameter's gradient in its next reduce, in fp32 or wider."""
+        local = (grads.no_sync_grads.get(index), gradient_of(grads.unit.params[index]))
+        parts = [part.detach().to_dense() / self.predivide for part in local if part is not None]
+        if grads.unsharded and grads.bucket_filled[index] and not grads.is_reduced:
+            parts.append(grads.param_views[index])
+        wide = [part.to(torch.promote_types(part.dtype, torch.float32)) for part in parts]
+        return torch.stack(wide).sum(0) if wide else None
+
+    def replace_gradient(self, grads: UnitGradients, index: int, value: torch.Tensor) -> None:
+        """Make ``value`` the sum over ranks of a parameter's gradient. Call this on every rank."""
+        unit = grads.unit
+        grads.no_sync_grads.pop(index, None)
+        unit.params[index].grad = None
+        grads.has_grad[index] = True
+        if grads.is_reduced:
+            shard, flat = grads.shard_of_degree(unit.degrees.optimizer), value.flatten()
+            grads.squared_norm = None
+            for span in unit.layout.spans(unit.rank, unit.degrees.optimizer):
+                if span.param_index == index:
+                    target = shard[span.shard_offset : span.shard_offset + span.numel]
+                    # Offloaded gradients may be a mapped file. If the disk fails this raises, where a use would SIGBUS.
+                    populate(target, write=True)
+                    target.copy_(flat[span.param_offset : span.param_offset + span.numel])
+            return
+        grads.bucket_filled[index] = False
+        # The reduce that follows sums over the ranks, so one rank gives the value and the others give nothing.
+        if unit.rank == 0:
+            grads.no_sync_grads[index] = (value * self.predivide).to(grads.dtype)
 
     def bucket_bytes(self) -> int:
-        return self._slots.nbytes + self._landings.nbytes
+        """Return the bytes of all buffers that gradients pass through."""
+        return self._buffer_pool.nbytes + self._offloaded.nbytes

@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroengine.utils.compiler_disable import eager
+from zeroengine.utils.compiler_disable import disable_compile
 
-OWNER = "_zeroengine_owner"  # the one attribute on a parameter that is never taken off: refers weakly to its `Owner`
+OWNER_ATTRIBUTE = (
+    "_zeroengine_owner"  # the one attribute on a parameter that is never taken off: refers weakly to its `Owner`
+)
 Resolver = Callable[[nn.Parameter, str], None]
 
 _T: Any = torch.Tensor
@@ -45,7 +47,7 @@ class ReleasedParameter(nn.Parameter):
     """The class of a parameter while its values are away. Never built: ``release`` swaps it in."""
 
     @classmethod
-    @eager
+    @disable_compile
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -95,7 +97,7 @@ def gradient_of(param: nn.Parameter) -> torch.Tensor | None:
 
 def note_gradient_read(param: nn.Parameter) -> None:
     """Tell the engine of ``param`` that somebody has looked for a gradient and found none."""
-    reference = param.__dict__.get(OWNER)
+    reference = param.__dict__.get(OWNER_ATTRIBUTE)
     owner = reference() if reference is not None else None
     if owner is not None:
         owner.note_gradient_read()

@@ -10,8 +10,8 @@ from torch import nn
 
 from zeroengine import ops
 from zeroengine.comm.interfaces import Buffer, Transport
-from zeroengine.deferred_init.parameter import become, detach
-from zeroengine.deferred_init.trace import Unset
+from zeroengine.deferred_init.parameter import swap_data, take_trace
+from zeroengine.deferred_init.trace import UnsetTrace
 from zeroengine.errors import ZeroEngineError
 from zeroengine.offload.disk_store import OffloadStore
 from zeroengine.offload.offloaded_shards import OffloadedShards
@@ -114,13 +114,13 @@ class Unit:
                     target.copy_(param.detach())
                     param.data = view
                     continue
-                tape = detach(param)
-                assert tape is not None
-                if isinstance(tape, Unset):
+                trace = take_trace(param)
+                assert trace is not None
+                if isinstance(trace, UnsetTrace):
                     self.unset_params.add(slot.name)
                 if self.rank == 0:  # the others are sent them
-                    tape.write(target)
-                become(param, view)
+                    trace.write(target)
+                swap_data(param, view)
             synchronise(source)
             if not wide:
                 return None

@@ -1,4 +1,21 @@
-"""The gradients of one unit on one rank: memory and bookkeeping, no communication."""
+"""The gradients of one unit on one rank: memory and bookkeeping, no communication.
+
+[Note: Flags of a unit's gradients]
+All lists have one entry for each parameter. The reducer calls every method named here.
+
+    attribute           true or set from ...                            cleared by ...
+    num_pending         ``begin_backward``: parameters to wait for      ``count_arrival``, ``end_backward``, a discard
+    no_sync_grads       a gradient inside no_sync, or a late one,       the next copy into a buffer, or a discard
+                        if it accumulates in another dtype than its own
+    bucket_filled       the copy of a gradient into the buffer          the launch of its reduce (if partitioned), or
+                                                                        ``end_step`` (if unsharded)
+    has_grad            the same copy: this rank has had a gradient     ``end_step``
+    reduce_launched     the launch of the reduce in this backward       ``begin_backward``
+    is_reduced          the launch of the first reduce in this step     ``end_step``
+    squared_norm        an offloaded sum, before it leaves the device   the next offloaded sum, or a replaced gradient
+
+``Reducer.end_step`` runs after an update and when gradients are discarded.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +29,12 @@ from zeroengine.runtime.unit import Unit
 
 
 class UnitGradients:
-    """The gradients of one unit: what this rank keeps, and how far the present micro-step is.
+    """The summed gradients that this rank keeps of one unit, and how far the micro-step in progress is.
 
     Args:
-        dtype: of what is kept, in which gradients accumulate.
-        reduce_dtype: in which they are reduced; None: as they are sent without a cast.
-        store: where what is kept lives, if not on the device. Only of gradients that need not be kept whole.
+        dtype: The dtype of what is kept, in which gradients accumulate.
+        reduce_dtype: The dtype that is sent. None chooses the one that needs no cast.
+        store: Where the sums live, if not on the device. Ignored where all ranks must keep them unsharded.
     """
 
     def __init__(
@@ -33,8 +50,11 @@ class UnitGradients:
         self.store = store if can_offload_gradients(degrees, transport) else None
         self.unsharded = degrees.gradients == 1 and self.store is None
         self.reduce_dtype = reduce_dtype or (dtype if self.unsharded else unit.dtype)
-        self.reduced_in_place = self.unsharded and dtype is self.reduce_dtype  # else they are sent from a slot
-        self.channel: ChannelName | None = None  # that moves what is kept, without a cast
+        # Unsharded gradients of the right dtype are reduced where they are kept. Others are sent from a unit buffer.
+        self.reduced_in_place = self.unsharded and dtype is self.reduce_dtype
+        self.channel: ChannelName | None = None  # whose memory holds `grad_shard`, if that takes part in collectives
+        # 1-D: this rank's shard of the summed gradients, or the whole flat layout where unsharded.
+        self.grad_shard: torch.Tensor
         numel = layout.shard_numel(degrees.gradients)
         if self.store is not None:
             self.grad_shard = self.store.empty(numel, dtype)
@@ -43,44 +63,53 @@ class UnitGradients:
             self.grad_shard = transport.empty(numel, dtype, self.channel, sent=self.unsharded)
         else:
             self.grad_shard = torch.empty(numel, dtype=dtype, device=unit.full_buffer.device)
-        self.param_views = views_of(unit, self.grad_shard) if self.unsharded else []
+        self.param_views = param_views_of(unit, self.grad_shard) if self.unsharded else []
         if self.store is None:
             ops.advise_huge_pages(self.grad_shard)
             self.grad_shard.zero_()
-        self.squared_norm: torch.Tensor | None = None  # of what is kept, where it was known before it left
-        self.no_sync_grads: dict[int, torch.Tensor] = {}  # sums of earlier micro-steps in no_sync, by parameter
-        self.expected = [1] * len(unit.params)  # gradients of each parameter in a backward, as in the last one
-        self.arrived = [0] * len(unit.params)  # and in this one
-        self.num_pending = 0  # parameters of which fewer have arrived than expected
-        self.reduce_launched = False  # in this backward
-        self.bucket_filled = [False] * len(unit.params)  # in this micro-step (bucket) or since the step (whole)
-        self.has_grad = [False] * len(unit.params)  # since the step, on this rank
-        self.is_reduced = False  # since the step
+        # See the note at the top of this file for who sets and clears these.
+        num_params = len(unit.params)
+        self.squared_norm: torch.Tensor | None = None  # 0-D, float64
+        self.no_sync_grads: dict[int, torch.Tensor] = {}  # by parameter index, in its shape, of `dtype`
+        self.expected_counts = [1] * num_params  # gradients of each parameter in one backward, learnt from the last
+        self.arrived_counts = [0] * num_params  # gradients of each parameter in this backward
+        self.num_pending = 0
+        self.reduce_launched = False
+        self.bucket_filled = [False] * num_params
+        self.has_grad = [False] * num_params
+        self.is_reduced = False
 
     def begin_backward(self) -> None:
-        """Expect gradients anew."""
-        self.arrived = [0] * len(self.expected)
-        self.num_pending = len(self.expected)
+        """Wait for as many gradients of each parameter as the last backward had."""
+        self.arrived_counts = [0] * len(self.expected_counts)
+        self.num_pending = len(self.expected_counts)
         self.reduce_launched = False
 
     def count_arrival(self, index: int) -> None:
         """Count one more gradient of parameter ``index`` in this backward."""
-        self.arrived[index] += 1
-        if self.arrived[index] == self.expected[index]:
+        self.arrived_counts[index] += 1
+        if self.arrived_counts[index] == self.expected_counts[index]:
             self.num_pending -= 1
 
     def end_backward(self) -> None:
-        """Expect of the next backward what came in this one."""
-        self.expected = [max(1, count) for count in self.arrived]
+        """Remember how many gradients of each parameter this backward had, and wait for no more."""
+        self.expected_counts = [max(1, count) for count in self.arrived_counts]
         self.num_pending = 0
 
+    def end_step(self) -> None:
+        """Let the next gradients overwrite those of the step that has ended."""
+        self.bucket_filled = [False] * len(self.bucket_filled)
+        self.has_grad = [False] * len(self.has_grad)
+        self.is_reduced = False
+
     def shard_of_degree(self, degree: int) -> torch.Tensor:
-        """This rank's part at ``degree`` of the summed gradients, 1-D."""
+        """Return this rank's shard, at ``degree``, of the summed gradients (1-D, a view)."""
         unit = self.unit
         start, stop = unit.layout.shard_range(unit.rank, degree)
         base = 0 if self.unsharded else unit.layout.shard_range(unit.rank, unit.degrees.gradients)[0]
         return self.grad_shard[start - base : stop - base]
 
 
-def views_of(unit: Unit, flat: torch.Tensor) -> list[torch.Tensor]:
+def param_views_of(unit: Unit, flat: torch.Tensor) -> list[torch.Tensor]:
+    """Return the unit's parameters as views into ``flat`` (1-D, of the unit's flat layout), each in its shape."""
     return [flat[slot.offset : slot.end].view(slot.shape) for slot in unit.layout.slots]

@@ -1,26 +1,30 @@
-"""Tell whether values changed, or differ between ranks, without keeping or sending them."""
+"""Checksums of tensors: they tell whether values changed, or differ between ranks, without keeping or sending them."""
 
 from __future__ import annotations
 
 import torch
 
-_WORDS = {1: torch.int8, 2: torch.int16}
+# The integer type through which elements of this many bytes are read. Others are read four bytes at a time.
+_WORD_TYPES = {1: torch.int8, 2: torch.int16}
 
 
 def checksum(values: torch.Tensor) -> tuple[int, int]:
     """Return two numbers that change with any element that changes and, almost surely, with any reordering.
 
+    The first is the sum of the elements, read as integers. The second weights each element by its position.
+
     Args:
-        values: contiguous, 1-D, of any dtype. On a GPU this waits for them.
+        values: Contiguous, 1-D, of any dtype. On a GPU this waits for the device.
     """
-    words = values.detach().view(_WORDS.get(values.element_size(), torch.int32))
+    words = values.detach().view(_WORD_TYPES.get(values.element_size(), torch.int32))
     weights = torch.arange(1, 4097, dtype=torch.int64, device=values.device) * 0x9E3779B1 % 0x7FFFFFFF
     total = first = 0
-    for start, piece in enumerate(words.split(1 << 20)):
-        wide = piece.to(torch.int64)
+    # Split, since the weighted copy in int64 takes twice to eight times the memory.
+    for chunk_index, chunk in enumerate(words.split(1 << 20)):
+        wide = chunk.to(torch.int64)
         pad = -wide.numel() % weights.numel()
         wide = torch.nn.functional.pad(wide, (0, pad)).view(-1, weights.numel())
         rows = (wide * weights).sum(1)
         first += int(wide.sum())
-        total += int((rows * torch.arange(1, rows.numel() + 1, device=rows.device)).sum()) * (2 * start + 1)
+        total += int((rows * torch.arange(1, rows.numel() + 1, device=rows.device)).sum()) * (2 * chunk_index + 1)
     return first, total

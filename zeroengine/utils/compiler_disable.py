@@ -1,4 +1,4 @@
-"""Code that torch.compile and torch.func are to leave alone."""
+"""Keep torch.compile, torch.func and selective checkpoints away from the engine's own code."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import torch
 F = TypeVar("F", bound=Callable[..., Any])
 
 _dynamo = torch._C._dynamo.eval_frame
-_AS_IT_IS = nullcontext()
+_NO_CHANGE = nullcontext()
 
 
-def eager(function: F) -> F:
-    """``function``, at which torch.compile breaks its graph, and within which it compiles nothing.
+def disable_compile(function: F) -> F:
+    """Make torch.compile break its graph at ``function`` and compile nothing inside.
 
-    What ``torch.compiler.disable`` does, which would import ``torch._dynamo``: 70 MB and a second at every start.
+    This does what ``torch.compiler.disable`` does. That one imports ``torch._dynamo``, which costs every start 70 MB
+    and a second.
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -38,23 +39,25 @@ def eager(function: F) -> F:
     return functools.wraps(function)(run)  # type: ignore[return-value]
 
 
-def unrecorded() -> AbstractContextManager[Any]:
-    """Return a context that a selective checkpoint does not see, which counts operations in forward and recomputation.
+def hidden_from_checkpoint() -> AbstractContextManager[Any]:
+    """Return a context whose operations a selective checkpoint does not count.
 
-    Gathers and hooks are none of the model's operations, and need not be the same in both.
+    Such a checkpoint compares the operations of the forward with those of the recomputation. Gathers and hooks are not
+    the model's operations and need not be the same in both.
     """
     if torch._C._len_torch_dispatch_stack():
+        # Imported here because it is slow, and needed by few programs.
         from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
         if any(type(mode).__module__ == "torch.utils.checkpoint" for mode in _get_current_dispatch_mode_stack()):
             return _disable_current_modes()
-    return _AS_IT_IS
+    return _NO_CHANGE
 
 
-def untransformed() -> AbstractContextManager[Any]:
-    """Return a context outside of torch.func's transforms, in which no tensor from outside of them may be written."""
+def outside_torch_func() -> AbstractContextManager[Any]:
+    """Return a context outside of torch.func's transforms, which forbid writing to tensors from outside of them."""
     if torch._C._are_functorch_transforms_active():
         from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
         return temporarily_clear_interpreter_stack()
-    return _AS_IT_IS
+    return _NO_CHANGE

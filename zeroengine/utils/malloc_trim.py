@@ -1,27 +1,29 @@
-"""Memory that was freed, and that glibc would keep."""
+"""Return memory that was freed, and that glibc's allocator would keep, to the system."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 
-PATIENCE = 1 << 26  # bytes: a look through the heap takes some milliseconds
+# One trim walks the whole heap, which takes some milliseconds, so it waits until this many bytes were freed.
+TRIM_THRESHOLD_BYTES = 1 << 26
 
 
 def return_freed_memory() -> None:
-    """Gives it back to the system."""
+    """Call glibc's ``malloc_trim``. Do nothing where the C library has none."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
-class Freed:
-    """Gives it back now and then, as more is freed."""
+class MallocTrimmer:
+    """Trim the heap whenever another ``TRIM_THRESHOLD_BYTES`` were freed."""
 
     def __init__(self) -> None:
         self._nbytes = 0
 
-    def add(self, nbytes: int) -> None:
+    def add_freed(self, nbytes: int) -> None:
+        """Count ``nbytes`` that were freed, and trim if enough have come together."""
         self._nbytes += nbytes
-        if self._nbytes >= PATIENCE:
+        if self._nbytes >= TRIM_THRESHOLD_BYTES:
             return_freed_memory()
             self._nbytes = 0

@@ -1,4 +1,4 @@
-"""Tensors inside whatever a module takes or returns."""
+"""Walk over the tensors inside whatever a module takes or returns: tuples, lists, mappings and dataclasses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 
 def leaves_in(tree: Any) -> Iterator[Any]:
-    """Whatever is not a tuple, list, mapping or dataclass, in nested ones."""
+    """Yield every object in nested tuples, lists, mappings and dataclasses that is none of these itself."""
     if isinstance(tree, Mapping):
         for value in tree.values():
             yield from leaves_in(value)
@@ -27,15 +27,16 @@ def leaves_in(tree: Any) -> Iterator[Any]:
 
 
 def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in nested tuples, lists, mappings and dataclasses."""
+    """Yield every tensor in nested tuples, lists, mappings and dataclasses."""
     return (leaf for leaf in leaves_in(tree) if isinstance(leaf, torch.Tensor))
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
     """Return ``tree`` with ``function`` applied to each tensor.
 
-    Containers keep their type; one in which nothing changes is returned itself, so that a module may still fill a list
-    or dict of its caller's. The batch sizes of a ``PackedSequence``, which torch wants on the CPU, stay as they are.
+    Containers keep their type. A container in which nothing changes is returned itself, so that a module may still fill
+    a list or dict of its caller's. The batch sizes of a ``PackedSequence``, which torch wants on the CPU, are left
+    alone.
     """
     if isinstance(tree, torch.Tensor):
         return function(tree)
@@ -43,10 +44,12 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> 
         items = {key: map_tensors(function, value) for key, value in tree.items()}
         if all(items[key] is value for key, value in tree.items()):
             return tree
-        if type(tree) is dict:  # torch.compile cannot look into copy.copy
+        # torch.compile cannot look into copy.copy, so the most common case goes without.
+        if type(tree) is dict:
             return items
         mapped: Any = copy.copy(tree)
-        for key, value in items.items():  # not `update`: transformers' ModelOutput forbids it
+        # Not `update`, which transformers' ModelOutput forbids.
+        for key, value in items.items():
             mapped[key] = value
         return mapped
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
@@ -55,7 +58,8 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> 
         if values is fields:
             return tree
         mapped = copy.copy(tree)
-        for name, value in values.items():  # not `replace`: a frozen one may compute its fields
+        # Not `dataclasses.replace`: a frozen dataclass may compute its fields when it is made.
+        for name, value in values.items():
             object.__setattr__(mapped, name, value)
         return mapped
     if isinstance(tree, PackedSequence):
