@@ -369,8 +369,8 @@ def check_command(words: list[str]) -> None:
         module, _, function = own[Path(command).name].partition(":")
         parse(lambda: getattr(importlib.import_module(module), function)(arguments), what)
     if Path(command).name == "zero-launch":
-        options = launch_options.parse(arguments)
-        launch_options.check(options)
+        options = launch_options.parse_arguments(arguments)
+        launch_options.check_options(options)
         if (ROOT / options.script).is_file():
             parse(run_script(ROOT / options.script, options.arguments), what)
 

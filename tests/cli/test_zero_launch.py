@@ -136,10 +136,10 @@ print(total.item(), sys.argv[1], os.environ["ZEROENGINE_OVERRIDES"])
 def test_omp_num_threads_is_shared_out_unless_set(monkeypatch: pytest.MonkeyPatch, script: Script) -> None:
     name = script("")
     monkeypatch.setattr(job, "count_cores", lambda: 12)
-    assert job.build(name, [], nproc="4", cpu=True).environment["OMP_NUM_THREADS"] == "3"
-    assert job.build(name, [], nproc="16", cpu=True).environment["OMP_NUM_THREADS"] == "1"
+    assert job.build_job(name, [], nproc="4", cpu=True).environment["OMP_NUM_THREADS"] == "3"
+    assert job.build_job(name, [], nproc="16", cpu=True).environment["OMP_NUM_THREADS"] == "1"
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    assert "OMP_NUM_THREADS" not in job.build(name, [], nproc="4", cpu=True).environment
+    assert "OMP_NUM_THREADS" not in job.build_job(name, [], nproc="4", cpu=True).environment
 
 
 def test_modules_run_as_with_python(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:

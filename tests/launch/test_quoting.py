@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from tests.launch.cluster.test_nodes import CONNECTION
 from tests.launch.conftest import Script
 from zeroengine.cli.zero_launch import main
-from zeroengine.launch.cluster.dry_run import describe
-from zeroengine.launch.cluster.environment import FORWARDED, collect
+from zeroengine.launch.cluster.dry_run import describe_run
+from zeroengine.launch.cluster.environment import FORWARDED_PATTERNS, forwarded_variables
 from zeroengine.launch.cluster.hosts import Host
-from zeroengine.launch.cluster.request import Request
-from zeroengine.launch.cluster.shells import Shell
-from zeroengine.launch.local import job
+from zeroengine.launch.cluster.request import ClusterRequest
+from zeroengine.launch.cluster.shells import RemoteShell
+from zeroengine.launch.local.job import Job, worker_command
 
 NASTY = st.text(
     st.one_of(
@@ -53,16 +53,16 @@ def test_the_lines_of_a_dry_run_survive_a_shell_on_both_sides(
     show: Path, arguments: list[str], variables: dict[str, str]
 ) -> None:
     """The one here, and the one that ssh gives the command to."""
-    ways = Request(
-        [Host("a", 1)], 1, Shell(("sh", "-c")), str(show.parent), show.name, arguments, environment=variables
+    request = ClusterRequest(
+        [Host("a", 1)], 1, RemoteShell(("sh", "-c")), str(show.parent), show.name, arguments, environment=variables
     )
-    for lines in (describe(ways), job.Job(1, job.command(show.name, arguments, False), variables).describe()):
+    for lines in (describe_run(request), Job(1, worker_command(show.name, arguments, False), variables).describe()):
         line = lines.partition(", which starts\n")[2] or lines
         subprocess.run(["sh", "-c", line], check=True)
         assert given_to(0) == [arguments, variables]
 
 
-@pytest.mark.slow  # test_fleet has a short form
+@pytest.mark.slow  # test_nodes has a short form
 @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(NASTY, min_size=20).flatmap(lambda many: ARGUMENTS.map(lambda few: few + many)), VARIABLES)
 def test_a_run_on_two_nodes_gives_its_ranks_what_it_was_given(
@@ -89,9 +89,9 @@ def test_a_run_on_two_nodes_gives_its_ranks_what_it_was_given(
     )
 )
 def test_nothing_is_forwarded_but_the_list(environ: dict[str, str]) -> None:
-    prefixes = tuple(name[:-1] for name in FORWARDED if name.endswith("*"))
-    listed = {name for name in environ if name in FORWARDED or name.startswith(prefixes)}
-    assert collect([], environ) == {name: environ[name] for name in listed}
+    prefixes = tuple(name[:-1] for name in FORWARDED_PATTERNS if name.endswith("*"))
+    listed = {name for name in environ if name in FORWARDED_PATTERNS or name.startswith(prefixes)}
+    assert forwarded_variables([], environ) == {name: environ[name] for name in listed}
 
 
 def test_what_is_not_on_the_list_is_on_no_command_line_in_no_log_and_on_no_other_host(

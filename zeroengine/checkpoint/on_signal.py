@@ -27,7 +27,7 @@ import torch.distributed as dist
 from zeroengine.comm.group import Group
 from zeroengine.config import Config
 from zeroengine.errors import CheckpointError, ZeroEngineError
-from zeroengine.utils.launcher_environment import START_AGAIN
+from zeroengine.utils.launcher_environment import RESTART_EXIT_CODE
 from zeroengine.utils.paths import checked_path
 
 log = logging.getLogger("zeroengine")
@@ -144,9 +144,9 @@ class SaveOnSignal:
                 self._number.name,
                 engine.global_steps,
                 self._directory,
-                START_AGAIN,
+                RESTART_EXIT_CODE,
             )
-        raise SystemExit(START_AGAIN)
+        raise SystemExit(RESTART_EXIT_CODE)
 
     def close(self) -> None:
         """Leave the signal to whoever had it before."""

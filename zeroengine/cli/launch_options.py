@@ -1,4 +1,4 @@
-"""zero-launch's command line."""
+"""The command line of zero-launch: its options, and which of them make sense together."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 
 from zeroengine.cli.parser import CommandParser
 from zeroengine.errors import LaunchError
-from zeroengine.launch.cluster.protocol import SILENCE
-from zeroengine.launch.cluster.request import CONNECT, FAN_OUT, IDLE_ROUNDS, IMPORT
-from zeroengine.launch.local import core_binding
+from zeroengine.launch.cluster.protocol import HEARTBEAT_INTERVAL_S, NODE_TIMEOUT_S
+from zeroengine.launch.cluster.request import CONNECT_TIMEOUT_S, FAN_OUT, IMPORT_TIMEOUT_S, MAX_IDLE_ROUNDS
+from zeroengine.launch.local.core_binding import BIND_KINDS
 
 LAUNCHERS = ("local", "ssh", "slurm", "mpi", "k8s", "ray")
-# The launchers under which an option has an effect, where it is not all of them.
+# The launchers under which an option has an effect. Options that are not listed have one under all launchers.
 HONOURED_BY = {
     "nproc": ("local", "ssh", "slurm", "k8s", "ray"),
     "bind": ("local", "ssh", "slurm"),
@@ -36,8 +36,8 @@ HONOURED_BY = {
     "kind": ("k8s",),
     "log_dir": ("local", "ssh", "slurm"),
 }
-# Who does instead what an option is for.
-INSTEAD = {
+# What does the work of an option that a launcher does not honour.
+ALTERNATIVES = {
     "mpi": "mpirun does that, with options of its own (see mpirun --help)",
     "k8s": "Kubernetes does that: edit the manifest",
     "ray": "Ray does that",
@@ -55,6 +55,7 @@ examples:
 
 
 def parser() -> CommandParser:
+    """Return the parser of zero-launch's arguments."""
     about = "Start a script in several processes, one rank each, on this machine or on several."
     parser = CommandParser("zero-launch", USAGE, about, EXAMPLES)
     add = parser.add_argument_group("the run").add_argument
@@ -74,7 +75,7 @@ def parser() -> CommandParser:
         default=[],
         help="a variable for every rank; NAME for its value here",
     )
-    add("--bind", choices=core_binding.KINDS, help="give each rank cores of its own, or those of one NUMA node")
+    add("--bind", choices=BIND_KINDS, help="give each rank cores of its own, or those of one NUMA node")
     add(
         "--max-restarts",
         metavar="N",
@@ -86,7 +87,7 @@ def parser() -> CommandParser:
         "--max-idle-rounds",
         metavar="N",
         type=int,
-        default=IDLE_ROUNDS,
+        default=MAX_IDLE_ROUNDS,
         help="an elastic run ends when nodes were lost in so many rounds in a row before a step was taken (3)",
     )
     add("-m", "--module", action="store_true", help="the script is a module's name, as with python -m")
@@ -106,21 +107,21 @@ def parser() -> CommandParser:
         "--node-timeout",
         metavar="SECONDS",
         type=float,
-        default=SILENCE,
+        default=NODE_TIMEOUT_S,
         help="silence after which a node is given up (10)",
     )
     add(
         "--connect-timeout",
         metavar="SECONDS",
         type=float,
-        default=CONNECT,
+        default=CONNECT_TIMEOUT_S,
         help="for a connection to a node (30)",
     )
     add(
         "--import-timeout",
         metavar="SECONDS",
         type=float,
-        default=IMPORT,
+        default=IMPORT_TIMEOUT_S,
         help="for a node's Python to import torch (120)",
     )
     add("--fan-out", metavar="N", type=int, default=FAN_OUT, help="connect to so many nodes at a time (64)")
@@ -139,38 +140,39 @@ def parser() -> CommandParser:
         "--log-dir", metavar="DIR", type=Path, help="also write each rank's output to DIR/rank0.log, DIR/rank1.log, ..."
     )
     add("--dry-run", action="store_true", help="print what would be started, per rank, and start nothing")
-    # One for the script and its arguments: argparse drops a -- between two.
+    # The script and its arguments are one positional argument: between two of them argparse would drop a "--".
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The options, with `script` (None where there is none) and its `arguments`."""
-    reader = parser()
-    argv = _with_sbatch_joined(argv, reader)
-    options = reader.parse_args(argv)
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Return the options, with `script` (None if there is none), its `arguments`, and the whole `argv`."""
+    launch_parser = parser()
+    argv = _join_sbatch_value(argv, launch_parser)
+    options = launch_parser.parse_args(argv)
     words = options.command[options.command[:1] == ["--"] :]
     options.script, options.arguments = (words[0] if words else None), words[1:]
     options.argv = list(argv)
     return options
 
 
-def _with_sbatch_joined(argv: Sequence[str], reader: CommandParser) -> list[str]:
-    """`--sbatch --time=1:00:00` as `--sbatch=--time=1:00:00`: argparse takes no value that looks like an option."""
-    takes_value = {name for action in reader._actions if action.nargs is None for name in action.option_strings}
+def _join_sbatch_value(argv: Sequence[str], launch_parser: CommandParser) -> list[str]:
+    """Write `--sbatch --time=1:00:00` as one word, since argparse takes no value that looks like an option."""
+    takes_value = {name for action in launch_parser._actions if action.nargs is None for name in action.option_strings}
     words, rest = [], list(argv)
-    while rest and rest[0].startswith("-") and rest[0] != "--":  # the script ends the options
+    # The script ends the options, so an `--sbatch` after it belongs to the script.
+    while rest and rest[0].startswith("-") and rest[0] != "--":
         word = rest.pop(0)
         value = [rest.pop(0)] if word in takes_value and rest else []
         words += [f"{word}={value[0]}"] if word == "--sbatch" and value else [word, *value]
     return words + rest
 
 
-def check(options: argparse.Namespace) -> None:
-    """Options that make no sense, alone or together.
+def check_options(options: argparse.Namespace) -> None:
+    """Check that the options make sense, alone and together, and set `options.launcher`.
 
     Raises:
-        LaunchError: with the remedy.
+        LaunchError: They do not; the message says what to write instead.
     """
     launcher = options.launcher or ("ssh" if options.hostfile else "local")
     if options.script is None:
@@ -201,19 +203,22 @@ def check(options: argparse.Namespace) -> None:
     if options.max_idle_rounds < 1:
         raise LaunchError(f"--max-idle-rounds {options.max_idle_rounds}: write 1 or more")
     if not options.node_timeout >= 5:
-        raise LaunchError(f"--node-timeout {options.node_timeout:g}: nodes speak every 2 s; write 5 or more")
+        raise LaunchError(
+            f"--node-timeout {options.node_timeout:g}: nodes speak every {HEARTBEAT_INTERVAL_S:g} s; write 5 or more"
+        )
     _check_honoured(options, launcher)
     options.launcher = launcher
 
 
 def _check_honoured(options: argparse.Namespace, launcher: str) -> None:
-    """
+    """Check that every given option has an effect under the launcher.
+
     Raises:
-        LaunchError: an option that is given has no effect under the launcher.
+        LaunchError: One of them has none.
     """
-    reader = parser()
+    launch_parser = parser()
     for name, launchers in HONOURED_BY.items():
-        if launcher not in launchers and getattr(options, name) != reader.get_default(name):
+        if launcher not in launchers and getattr(options, name) != launch_parser.get_default(name):
             option = f"--{name.replace('_', '-')}"
-            instead = f": {INSTEAD[launcher]}" if launcher in INSTEAD else ""
-            raise LaunchError(f"{option} has no meaning with --launcher {launcher}{instead}. Leave one of them out")
+            alternative = f": {ALTERNATIVES[launcher]}" if launcher in ALTERNATIVES else ""
+            raise LaunchError(f"{option} has no meaning with --launcher {launcher}{alternative}. Leave one of them out")

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from zeroengine.errors import ZeroEngineError
-from zeroengine.launch.cluster.versions import installed
+from zeroengine.launch.cluster.versions import installed_versions
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -56,7 +56,7 @@ class CommandParser(argparse.ArgumentParser):
 
 class _PrintVersions(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        print(", ".join(f"{name} {version}" for name, version in installed().items()))
+        print(", ".join(f"{name} {version}" for name, version in installed_versions().items()))
         parser.exit()
 
 

@@ -1,4 +1,7 @@
-"""The command `zero-launch`: starts a script in several processes, one rank each, on this machine or on several."""
+"""The command `zero-launch`: start a script in several processes, one rank each, on this machine or on several.
+
+What needs torch is imported once the request is known to be right.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +12,32 @@ import shlex
 import socket
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from zeroengine.cli.launch_options import check, parse
+from zeroengine.cli.launch_options import check_options, parse_arguments
 from zeroengine.cli.parser import run_command
 from zeroengine.errors import LaunchError
-from zeroengine.launch.cluster import environment, shells
-from zeroengine.launch.cluster.hosts import Host, limit, processes, read_hostfile, select
-from zeroengine.launch.local import job
+from zeroengine.launch.cluster.environment import explicit_variables, forwarded_variables, parse_variable
+from zeroengine.launch.cluster.hosts import Host, limit_hosts, processes_on, read_hostfile, select_hosts
+from zeroengine.launch.cluster.shells import RemoteShell, srun_shell, ssh_shell
+from zeroengine.launch.local.job import (
+    LOOPBACK,
+    build_job,
+    check_config,
+    check_target,
+    omp_threads,
+    rank_environment,
+    worker_command,
+)
 from zeroengine.launch.local.masking import is_secret, masked
-from zeroengine.utils.launcher_environment import START_AGAIN
+from zeroengine.utils.launcher_environment import RESTART_EXIT_CODE
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; returns its exit code: that of the first rank that failed, or 2 for a wrong request."""
+    """Run the command and return its exit code: that of the first rank that failed, or 2 for a wrong request."""
     open_standard_descriptors()
-    return run_command("zero-launch", lambda: launch(parse(sys.argv[1:] if argv is None else argv)))
+    return run_command("zero-launch", lambda: launch(parse_arguments(sys.argv[1:] if argv is None else argv)))
 
 
 def open_standard_descriptors() -> None:
@@ -43,14 +55,22 @@ def open_standard_descriptors() -> None:
 
 
 def launch(options: argparse.Namespace) -> int:
-    check(options)
-    launchers = {"local": local, "ssh": over_ssh, "slurm": in_slurm, "mpi": under_mpi, "k8s": for_k8s, "ray": on_ray}
+    """Check the options, start the ranks with the launcher that they name, and return an exit code."""
+    check_options(options)
+    launchers = {
+        "local": launch_locally,
+        "ssh": launch_over_ssh,
+        "slurm": launch_under_slurm,
+        "mpi": launch_under_mpi,
+        "k8s": print_kubernetes_manifest,
+        "ray": launch_on_ray,
+    }
     return launchers[options.launcher](options)
 
 
-def local(options: argparse.Namespace) -> int:
-    """All ranks on this machine."""
-    request = job.build(
+def launch_locally(options: argparse.Namespace) -> int:
+    """Run all ranks on this machine."""
+    job = build_job(
         options.script,
         options.arguments,
         module=options.module,
@@ -58,80 +78,88 @@ def local(options: argparse.Namespace) -> int:
         cpu=options.cpu,
         config=options.config,
         overrides=options.set,
-        extra=environment.extra(options.env),
+        extra=explicit_variables(options.env),
         bind=options.bind,
     )
     if options.dry_run:
-        print(request.describe(options.port))
+        print(job.describe(options.port))
         return 0
     make_log_dir(options.log_dir)
 
-    from zeroengine.launch.local import agent  # imports torch's elastic agent, which takes its time
+    from zeroengine.launch.local.agent import run_ranks
     from zeroengine.launch.local.console import Console
-    from zeroengine.launch.local.failure_report import report
+    from zeroengine.launch.local.failure_report import failure_report
     from zeroengine.launch.local.pipes import Pipes
-    from zeroengine.launch.local.rendezvous import Place, Rendezvous
+    from zeroengine.launch.local.rendezvous import NodeAssignment, Rendezvous
 
     console, run_id = Console(options.log_dir), uuid.uuid4().hex
-    width = len(str(request.nproc - 1))
+    width = len(str(job.nproc - 1))
     for restart in range(options.max_restarts + 1):
-        console.assign([f"rank {rank:>{width}}" for rank in range(request.nproc)], terminal=True)
-        place = Place(request.nproc, job.HOST, options.port, restart=restart, run_id=run_id)
-        rendezvous = Rendezvous(place, listen(options.port))
-        with Pipes(request.nproc, console.feed, console.flush, console.terminals()) as pipes:
-            outcome = agent.run(request, pipes, rendezvous)
+        console.assign([f"rank {rank:>{width}}" for rank in range(job.nproc)], terminal=True)
+        assignment = NodeAssignment(job.nproc, LOOPBACK, options.port, restart=restart, run_id=run_id)
+        rendezvous = Rendezvous(assignment, open_loopback_listener(options.port))
+        with Pipes(job.nproc, console.feed, console.flush, console.terminals()) as pipes:
+            outcome = run_ranks(job, pipes, rendezvous)
             console.finish()
-        sys.stderr.write(report(outcome, console))
+        sys.stderr.write(failure_report(outcome, console))
         if not outcome.failures or outcome.is_final or restart == options.max_restarts:
             break
         print(f"zero-launch: restart {restart + 1} of {options.max_restarts}", file=sys.stderr, flush=True)
     return outcome.code
 
 
-def listen(port: int) -> socket.socket:
-    """Where the store of a run on this machine alone is served: nobody else can reach it there."""
-    from zeroengine.launch.local import network
+def open_loopback_listener(port: int) -> socket.socket:
+    """Open the socket of the ranks' store, which other machines cannot reach.
+
+    Raises:
+        LaunchError: The port is in use.
+    """
+    from zeroengine.launch.local.network import open_listener
 
     try:
-        return network.listen(port, job.HOST)
+        return open_listener(port, LOOPBACK)
     except OSError as error:
         raise LaunchError(str(error)) from None
 
 
-def over_ssh(options: argparse.Namespace) -> int:
-    """Ranks on the hosts of a file."""
-    hosts = select(read_hostfile(options.hostfile), options.include, options.exclude)
-    return on_nodes(options, hosts, shells.ssh(options.ssh, options.connect_timeout))
+def launch_over_ssh(options: argparse.Namespace) -> int:
+    """Run ranks on the hosts of a hostfile."""
+    hosts = select_hosts(read_hostfile(options.hostfile), options.include, options.exclude)
+    return launch_on_hosts(options, hosts, ssh_shell(options.ssh, options.connect_timeout))
 
 
-def in_slurm(options: argparse.Namespace) -> int:
-    """Ranks on the hosts of the allocation that we are in, or a batch script that makes one."""
+def launch_under_slurm(options: argparse.Namespace) -> int:
+    """Run ranks on the hosts of the Slurm allocation that contains this process, or submit a batch script."""
     from zeroengine.launch.schedulers import slurm
 
     if not options.submit:
-        hosts = select(slurm.allocated(os.environ), options.include, options.exclude)
-        code = on_nodes(options, hosts, shells.srun())
-        if code == START_AGAIN:
+        hosts = select_hosts(slurm.allocated_hosts(os.environ), options.include, options.exclude)
+        code = launch_on_hosts(options, hosts, srun_shell())
+        if code == RESTART_EXIT_CODE:
             print(f"zero-launch: {slurm.requeue(os.environ)}", file=sys.stderr, flush=True)
         return code
     nodes = options.nnodes or ""
     low, _, high = nodes.rpartition(":")
     if not high.isdecimal():
         raise LaunchError(f"--submit: on how many nodes? Write --nnodes 2, or a range; found {nodes or 'none'}")
-    (job.find_module if options.module else job.find_script)(options.script)
-    job.check_config(options.config, options.set)
+    check_target(options.script, options.module)
+    check_config(options.config, options.set)
     gpus = int(options.nproc) if options.nproc.isdecimal() and not options.cpu else None
     name = Path(options.script).stem
-    more, elastic = split_sbatch(options.sbatch), low not in ("", high)
-    words, hidden = in_the_job(options)
-    slurm.check_export(more, hidden, os.environ)
-    script = slurm.batch_script(name, int(high), gpus, more, words, elastic=elastic)
-    print(script if options.dry_run else slurm.submit(script, Path(slurm.SCRIPT), hidden))
+    sbatch_options, elastic = split_sbatch(options.sbatch), low not in ("", high)
+    words, hidden = command_in_batch_script(options)
+    slurm.check_export(sbatch_options, hidden, os.environ)
+    script = slurm.batch_script(name, int(high), gpus, sbatch_options, words, elastic=elastic)
+    print(script if options.dry_run else slurm.submit(script, Path(slurm.SCRIPT_NAME), hidden))
     return 0
 
 
 def split_sbatch(text: str) -> list[str]:
-    """The words of `--sbatch`."""
+    """Return the words of `--sbatch`.
+
+    Raises:
+        LaunchError: The quotation is wrong.
+    """
     try:
         return shlex.split(text)
     except ValueError as error:
@@ -140,100 +168,110 @@ def split_sbatch(text: str) -> list[str]:
         ) from None
 
 
-def in_the_job(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
-    """The command line as the batch script repeats it, and variables that sbatch hands over instead of its text.
+def command_in_batch_script(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
+    """Return the command line as the batch script repeats it, and the variables that sbatch must pass on.
 
-    The script is a file that stays, and Slurm keeps a copy: the values of variables that look secret are not in it.
+    The batch script is a file that stays, and Slurm keeps a copy of it. So it names the variables that look secret
+    without their values, and sbatch passes on the values with its environment.
     """
-    cut = len(options.argv) - len(options.arguments) - 1
-    own, words, hidden = iter(options.argv[:cut]), [], {}
-    for word in own:
+    end_of_options = len(options.argv) - len(options.arguments) - 1
+    rest, words, hidden = iter(options.argv[:end_of_options]), [], {}
+    for word in rest:
         option, equals, value = word.partition("=")
         if option == "--env":
-            value = value if equals else next(own)
-            name, text = environment.parse(value, "--env", os.environ)
+            value = value if equals else next(rest)
+            name, text = parse_variable(value, "--env", os.environ)
             if is_secret(name, text):
                 value, hidden[name] = name, text
             words += ["--env", value]
         elif option not in ("--submit", "--dry-run", "--sbatch"):
             words.append(word)
-    return words + options.argv[cut:], hidden
+    return words + options.argv[end_of_options:], hidden
 
 
-def under_mpi(options: argparse.Namespace) -> int:
-    """This process is a rank that mpirun has started: it becomes the script."""
-    from zeroengine.launch.schedulers import mpi
+def launch_under_mpi(options: argparse.Namespace) -> int:
+    """Become the script: mpirun has started this process as a rank."""
+    from zeroengine.launch.schedulers.mpi import mpi_rank_variables
 
-    given = mpi.adapted(os.environ, options.master_addr, options.port)
-    given |= job.environment(options.cpu, options.config, options.set) | environment.extra(options.env)
-    if "OMP_NUM_THREADS" not in os.environ | given and "LOCAL_WORLD_SIZE" in given:
-        given["OMP_NUM_THREADS"] = job.threads(int(given["LOCAL_WORLD_SIZE"]))
-    command = job.command(options.script, options.arguments, options.module)
+    variables = mpi_rank_variables(os.environ, options.master_addr, options.port)
+    variables |= rank_environment(options.cpu, options.config, options.set) | explicit_variables(options.env)
+    if "OMP_NUM_THREADS" not in os.environ | variables and "LOCAL_WORLD_SIZE" in variables:
+        variables["OMP_NUM_THREADS"] = omp_threads(int(variables["LOCAL_WORLD_SIZE"]))
+    command = worker_command(options.script, options.arguments, options.module)
     if options.dry_run:
-        print(shlex.join(["env", *(f"{key}={value}" for key, value in masked(given).items()), *command]))
+        print_command(variables, command)
         return 0
-    (job.find_module if options.module else job.find_script)(options.script)
-    os.execve(command[0], command, os.environ | given)
+    check_target(options.script, options.module)
+    os.execve(command[0], command, os.environ | variables)
 
 
-def for_k8s(options: argparse.Namespace) -> int:
-    """A manifest; Kubernetes does the rest."""
-    from zeroengine.launch.schedulers import kubernetes
+def print_kubernetes_manifest(options: argparse.Namespace) -> int:
+    """Print a manifest, from which Kubernetes starts the ranks."""
+    from zeroengine.launch.schedulers.kubernetes import build_manifest
 
-    here = options.config is not None and os.path.isfile(options.config)
-    job.check_config(options.config if here else None, options.set)  # else it is in the image alone
-    given = environment.extra(options.env)
+    # A configuration that only the image contains cannot be checked here.
+    is_here = options.config is not None and os.path.isfile(options.config)
+    check_config(options.config if is_here else None, options.set)
+    variables = explicit_variables(options.env)
     if options.config is not None:
-        given["ZEROENGINE_CONFIG"] = options.config  # as the image has it
+        # The path is meant as it is in the image, so that it is not made absolute here.
+        variables["ZEROENGINE_CONFIG"] = options.config
     if options.set:
-        given["ZEROENGINE_OVERRIDES"] = json.dumps(options.set)
-    words = [*(["-m"] if options.module else []), options.script, *options.arguments]
-    name = options.script.rpartition(".")[2] if options.module else Path(options.script).stem
-    nodes = options.nnodes or "1"
-    arguments = (options.kind or "PyTorchJob", name, options.image, nodes, options.nproc, words, given)
-    text, notices = kubernetes.manifest(*arguments, cpu=options.cpu, restarts=options.max_restarts)
+        variables["ZEROENGINE_OVERRIDES"] = json.dumps(options.set)
+    text, notices = build_manifest(
+        options.kind or "PyTorchJob",
+        options.script.rpartition(".")[2] if options.module else Path(options.script).stem,
+        options.image,
+        options.nnodes or "1",
+        options.nproc,
+        script_words(options),
+        variables,
+        cpu=options.cpu,
+        restarts=options.max_restarts,
+    )
     for notice in notices:
         print(f"zero-launch: {notice}", file=sys.stderr)
     print(text, end="")
     return 0
 
 
-def on_ray(options: argparse.Namespace) -> int:
-    """Workers of a Ray cluster."""
+def launch_on_ray(options: argparse.Namespace) -> int:
+    """Run ranks as workers of a Ray cluster."""
     from zeroengine.launch.schedulers import ray
 
-    ray.check()
+    ray.check_installed()
     if not options.nproc.isdecimal():
         raise LaunchError("--launcher ray: how many workers? Write --nproc 8 for 8 in the whole cluster")
-    (job.find_module if options.module else job.find_script)(options.script)
-    job.check_config(options.config, options.set)
-    given = job.environment(options.cpu, options.config, options.set) | environment.collect(options.env)
-    words = [*(["-m"] if options.module else []), options.script, *options.arguments]
+    check_target(options.script, options.module)
+    check_config(options.config, options.set)
+    variables = rank_environment(options.cpu, options.config, options.set) | forwarded_variables(options.env)
+    words = script_words(options)
     if options.dry_run:
         with_gpu = "" if options.cpu else ", with a GPU each"
         print(f"# Ray Train: {options.nproc} workers{with_gpu}, max_failures={options.max_restarts}. In each:")
-        print(shlex.join(["env", *(f"{key}={value}" for key, value in masked(given).items()), "python", *words]))
+        print_command(variables, ["python", *words])
         return 0
-    return ray.run(words, int(options.nproc), not options.cpu, given, options.max_restarts)
+    return ray.run_on_ray(words, int(options.nproc), not options.cpu, variables, options.max_restarts)
 
 
-def on_nodes(options: argparse.Namespace, hosts: Sequence[Host], shell: shells.Shell) -> int:
-    """A node's agent on each host, which the launcher looks after."""
-    from zeroengine.launch.cluster import restart_loop
-    from zeroengine.launch.cluster.nodes import Fleet
-    from zeroengine.launch.cluster.request import Request
+def launch_on_hosts(options: argparse.Namespace, hosts: Sequence[Host], shell: RemoteShell) -> int:
+    """Start an agent on each host, which starts the host's ranks, and look after all of them."""
+    from zeroengine.launch.cluster.nodes import Nodes
+    from zeroengine.launch.cluster.request import ClusterRequest
+    from zeroengine.launch.cluster.restart_loop import run_cluster
     from zeroengine.launch.local.console import Console
-    from zeroengine.launch.local.failure_report import report
+    from zeroengine.launch.local.failure_report import failure_report
 
-    hosts, least = limit(hosts, options.nnodes)
+    hosts, min_nodes = limit_hosts(hosts, options.nnodes)
     for host in hosts:
-        processes(host, options.nproc)
-    (job.find_module if options.module else job.find_script)(options.script)
+        processes_on(host, options.nproc)
+    check_target(options.script, options.module)
     if options.config is not None and not os.path.isfile(options.config):
-        job.check_config(options.config, options.set)  # says so; what is in it a node checks, which has torch at hand
-    request = Request(
+        # Reports the missing file. The first node checks the content, since its process imports torch anyway.
+        check_config(options.config, options.set)
+    request = ClusterRequest(
         hosts,
-        least,
+        min_nodes,
         shell,
         folder=os.getcwd(),
         target=options.script,
@@ -241,38 +279,53 @@ def on_nodes(options: argparse.Namespace, hosts: Sequence[Host], shell: shells.S
         module=options.module,
         nproc=options.nproc,
         cpu=options.cpu,
-        environment=environment.collect(options.env),
-        ranks_environment=job.environment(options.cpu, options.config, options.set),
+        environment=forwarded_variables(options.env),
+        ranks_environment=rank_environment(options.cpu, options.config, options.set),
         config=None if options.config is None else os.path.abspath(options.config),
         overrides=options.set,
         address=options.master_addr,
         port=options.port,
         bind=options.bind,
-        restarts=options.max_restarts,
-        idle_rounds=options.max_idle_rounds,
-        silence=options.node_timeout,
-        connect_timeout=options.connect_timeout,
-        import_timeout=options.import_timeout,
+        max_restarts=options.max_restarts,
+        max_idle_rounds=options.max_idle_rounds,
+        node_timeout_s=options.node_timeout,
+        connect_timeout_s=options.connect_timeout,
+        import_timeout_s=options.import_timeout,
         fan_out=options.fan_out,
         run_id=uuid.uuid4().hex,
     )
     if options.dry_run:
-        from zeroengine.launch.cluster.dry_run import describe
+        from zeroengine.launch.cluster.dry_run import describe_run
 
-        job.check_config(options.config, options.set)
-        print(describe(request))
+        check_config(options.config, options.set)
+        print(describe_run(request))
         return 0
-    shell.find()
+    shell.check_installed()
     make_log_dir(options.log_dir)
     console = Console(options.log_dir)
-    with Fleet(request, console) as fleet:
-        outcome = restart_loop.run(request, fleet, console)
+    with Nodes(request, console) as nodes:
+        outcome = run_cluster(request, nodes, console)
         console.finish()
-    console.say(report(outcome, console))
+    console.print_own(failure_report(outcome, console))
     return outcome.code
 
 
+def script_words(options: argparse.Namespace) -> list[str]:
+    """Return the script and its arguments as python takes them."""
+    return [*(["-m"] if options.module else []), options.script, *options.arguments]
+
+
+def print_command(variables: Mapping[str, str], command: Sequence[str]) -> None:
+    """Print a command with its variables as a line for a shell, without secrets."""
+    print(shlex.join(["env", *(f"{key}={value}" for key, value in masked(variables).items()), *command]))
+
+
 def make_log_dir(folder: Path | None) -> None:
+    """Create the folder of `--log-dir`.
+
+    Raises:
+        LaunchError: The folder cannot be created.
+    """
     if folder is not None:
         try:
             folder.mkdir(parents=True, exist_ok=True)

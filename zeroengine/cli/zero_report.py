@@ -16,16 +16,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from zeroengine.cli.parser import CommandParser, run_command
-from zeroengine.launch.cluster import versions
-from zeroengine.launch.local import core_binding, job, network
+from zeroengine.launch.cluster.versions import installed_versions, version_of
+from zeroengine.launch.local.core_binding import numa_nodes
+from zeroengine.launch.local.job import count_cores
+from zeroengine.launch.local.network import address_of
 
 DISK_BYTES = 256 << 20
 PROBE_BYTES = 64 << 20
+REPORTED_PREFIXES = ("NCCL_", "GLOO_", "OMP_", "MKL_", "TORCH_", "PYTORCH_", "CUDA_", "ZEROENGINE_")
 Row = tuple[str, str]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; returns its exit code."""
+    """Run the command and return its exit code."""
     return run_command("zero-report", lambda: report(parser().parse_args(argv)))
 
 
@@ -33,16 +36,15 @@ def parser() -> CommandParser:
     """Return the parser of zero-report's arguments."""
     about = "Print the versions, devices and speeds that a bug report should contain."
     parser = CommandParser("zero-report", "zero-report [options]", about)
-    parser.add_argument("--no-probes", action="store_true", help="measure nothing, only say what is there")
-    parser.add_argument(
-        "--disk", metavar="DIR", type=Path, default=Path.cwd(), help="whose disk to measure (default: here)"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add = parser.add_argument
+    add("--no-probes", action="store_true", help="measure nothing, only say what is there")
+    add("--disk", metavar="DIR", type=Path, default=Path.cwd(), help="whose disk to measure (default: here)")
+    add("--json", action="store_true", help="print JSON")
     return parser
 
 
 def report(options: argparse.Namespace) -> int:
-    """Print the report; returns 0."""
+    """Print the report and return 0."""
     sections: dict[str, Callable[[], Iterator[Row]]] = {
         "versions": software,
         "machine": machine,
@@ -52,11 +54,11 @@ def report(options: argparse.Namespace) -> int:
     }
     if not options.no_probes:
         sections |= {"disk": lambda: disk(options.disk), "collectives, 2 processes on this machine": collectives}
-    found = {title: list(_safely(rows)) for title, rows in sections.items()}
+    rows_by_title = {title: list(_rows_or_failure(rows)) for title, rows in sections.items()}
     if options.json:
-        print(json.dumps({title: dict(rows) for title, rows in found.items()}, indent=2))
+        print(json.dumps({title: dict(rows) for title, rows in rows_by_title.items()}, indent=2))
         return 0
-    for title, rows in found.items():
+    for title, rows in rows_by_title.items():
         print(title)
         width = max((len(name) for name, _ in rows), default=0)
         for name, value in rows:
@@ -64,8 +66,8 @@ def report(options: argparse.Namespace) -> int:
     return 0
 
 
-def _safely(rows: Callable[[], Iterator[Row]]) -> Iterator[Row]:
-    """A part that cannot be looked at is said so, and the rest is there all the same."""
+def _rows_or_failure(rows: Callable[[], Iterator[Row]]) -> Iterator[Row]:
+    """Yield a section's rows. A section that fails says so, and does not prevent the other sections."""
     try:
         yield from rows()
     except Exception as error:
@@ -73,47 +75,40 @@ def _safely(rows: Callable[[], Iterator[Row]]) -> Iterator[Row]:
 
 
 def software() -> Iterator[Row]:
+    """Yield versions of the packages, and what torch reports about the system around it."""
     import torch
+    from torch.utils.collect_env import get_env_info
 
-    yield from versions.installed().items()
+    yield from installed_versions().items()
     yield "interpreter", sys.executable
-    yield "CUDA of torch", str(torch.version.cuda or "none")
-    yield "NCCL", _nccl()
     for name in ("numpy", "pydantic", "safetensors", "transformers"):
-        yield name, versions.version_of(name)
-    yield "environment", ", ".join(sorted(name for name in os.environ if name.startswith(PREFIXES))) or "none of ours"
-
-
-PREFIXES = ("NCCL_", "GLOO_", "OMP_", "MKL_", "TORCH_", "PYTORCH_", "CUDA_", "ZEROENGINE_")
-
-
-def _nccl() -> str:
-    import torch
-
-    if not torch.cuda.is_available():
-        return "none"
-    return ".".join(map(str, torch.cuda.nccl.version()))
+        yield name, version_of(name)
+    facts = get_env_info()  # type: ignore[no-untyped-call]
+    yield "system", f"{facts.os}, {facts.python_platform}"
+    yield "CUDA of torch", str(torch.version.cuda or "none")
+    yield "NCCL", ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "none"  # type: ignore[no-untyped-call]
+    for name, value in {
+        "NVIDIA driver": facts.nvidia_driver_version,
+        "CUDA runtime": facts.cuda_runtime_version,
+        "cuDNN": facts.cudnn_version,
+        "GCC": facts.gcc_version,
+        "Clang": facts.clang_version,
+    }.items():
+        yield name, str(value or "none").strip()
+    variables = sorted(name for name in os.environ if name.startswith(REPORTED_PREFIXES))
+    yield "environment", ", ".join(variables) or "none of ours"
 
 
 def machine() -> Iterator[Row]:
-    yield "system", f"{platform.system()} {platform.release()} {platform.machine()}, {_distribution()}"
+    """Yield processor, cores and memory."""
     yield "processor", _processor()
-    nodes = core_binding.numa_nodes()
-    yield (
-        "cores",
-        f"{job.count_cores()} of {os.cpu_count()} usable, {len(nodes) or 1} NUMA node{'s' * (len(nodes) > 1)}",
-    )
+    num_nodes = len(numa_nodes())
+    nodes = f"{num_nodes or 1} NUMA node{'s' * (num_nodes > 1)}"
+    yield "cores", f"{count_cores()} of {os.cpu_count()} usable, {nodes}"
     pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     yield "memory", f"{pages * size / 2**30:.1f} GiB"
     shm = shutil.disk_usage("/dev/shm")
     yield "/dev/shm", f"{shm.free / 2**30:.1f} of {shm.total / 2**30:.1f} GiB free"
-
-
-def _distribution() -> str:
-    try:
-        return platform.freedesktop_os_release()["PRETTY_NAME"]
-    except OSError:
-        return "no /etc/os-release"
 
 
 def _processor() -> str:
@@ -124,32 +119,31 @@ def _processor() -> str:
 
 
 def gpus() -> Iterator[Row]:
+    """Yield name, memory and compute capability of each GPU."""
     import torch
 
     if not torch.cuda.is_available():
         yield "none", "torch sees no GPU"
         return
     for index in range(torch.cuda.device_count()):
-        found = torch.cuda.get_device_properties(index)
-        yield str(index), f"{found.name}, {found.total_memory / 2**30:.0f} GiB, capability {found.major}.{found.minor}"
-    if shutil.which("nvidia-smi"):
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        yield "driver", subprocess.run(query, capture_output=True, text=True).stdout.partition("\n")[0]
+        gpu = torch.cuda.get_device_properties(index)
+        yield str(index), f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, capability {gpu.major}.{gpu.minor}"
 
 
 def interfaces() -> Iterator[Row]:
-    yield "host name", f"{socket.gethostname()}, which is {_resolved(socket.gethostname())}"
+    """Yield the host name, and state, speed and address of each network interface."""
+    yield "host name", f"{socket.gethostname()}, which is {_resolve(socket.gethostname())}"
     for _, name in socket.if_nameindex():
         folder = Path("/sys/class/net") / name
         state = _read(folder / "operstate") or "unknown"
         speed = _read(folder / "speed")
         rate = f", {speed} Mb/s" if speed and speed.isdecimal() else ""
-        yield name, f"{state}{rate}, {network.address_of(name) or 'no IPv4 address'}"
+        yield name, f"{state}{rate}, {address_of(name) or 'no IPv4 address'}"
     for device in sorted(Path("/sys/class/infiniband").glob("*")):
         yield device.name, f"InfiniBand, {_read(device / 'ports/1/rate') or 'rate unknown'}"
 
 
-def _resolved(name: str) -> str:
+def _resolve(name: str) -> str:
     try:
         return socket.gethostbyname(name)
     except OSError as error:
@@ -164,19 +158,17 @@ def _read(path: Path) -> str | None:
 
 
 def compiled() -> Iterator[Row]:
+    """Yield whether the compiled kernels are in use, and the compilers that could build them."""
     from zeroengine import ops
 
-    library = ops.library()
-    yield (
-        "CPU kernels",
-        "in use" if library is not None else "not there: torch's own serve. See the notice of pip install",
-    )
+    in_use = ops.library() is not None
+    yield "CPU kernels", "in use" if in_use else "not there: torch's own serve. See the notice of pip install"
     yield "compiler", next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), "none")
     yield "nvcc", shutil.which("nvcc") or "none"
 
 
 def disk(folder: Path) -> Iterator[Row]:
-    """Written with fsync, and read back; the reading may come from memory."""
+    """Yield how fast a file is written with fsync, and read back. The reading may come from memory."""
     usage = shutil.disk_usage(folder)
     yield str(folder), f"{usage.free / 2**30:.1f} of {usage.total / 2**30:.1f} GiB free"
     block = os.urandom(1 << 20) * 8
@@ -187,6 +179,7 @@ def disk(folder: Path) -> Iterator[Row]:
         file.flush()
         os.fsync(file.fileno())
         yield "write", _rate(DISK_BYTES, time.perf_counter() - start)
+        # The system is asked, not forced, to drop its copy in memory.
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         file.seek(0)
         start = time.perf_counter()
@@ -196,17 +189,10 @@ def disk(folder: Path) -> Iterator[Row]:
 
 
 def collectives() -> Iterator[Row]:
-    command = [
-        sys.executable,
-        "-m",
-        "zeroengine.cli.zero_launch",
-        "--nproc",
-        "2",
-        "--cpu",
-        "-m",
-        "zeroengine.launch.local.probe",
-    ]
-    done = subprocess.run([*command, str(PROBE_BYTES)], capture_output=True, text=True, timeout=120)
+    """Yield the speed of each transport between two processes."""
+    launcher = [sys.executable, "-m", "zeroengine.cli.zero_launch", "--nproc", "2", "--cpu"]
+    command = [*launcher, "-m", "zeroengine.launch.local.probe", str(PROBE_BYTES)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     if done.returncode:
         yield "failed", done.stderr.strip().rpartition("\n")[2]
     for line in done.stdout.splitlines():
@@ -214,8 +200,8 @@ def collectives() -> Iterator[Row]:
         yield name, rest
 
 
-def _rate(size: int, seconds: float) -> str:
-    return f"{size / seconds / 1e9:.2f} GB/s ({size >> 20} MiB in {seconds:.2f} s)"
+def _rate(nbytes: int, seconds: float) -> str:
+    return f"{nbytes / seconds / 1e9:.2f} GB/s ({nbytes >> 20} MiB in {seconds:.2f} s)"
 
 
 if __name__ == "__main__":

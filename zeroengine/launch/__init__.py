@@ -1,6 +1,6 @@
-"""Starts the ranks.
+"""Start the ranks of a run, and look after them until the last one has ended.
 
-- ``local``: the ranks of one node.
-- ``cluster``: the nodes of a run, over ssh or srun.
+- ``local``: the ranks of one node: started, watched, printed and ended.
+- ``cluster``: the nodes of a run, reached over ssh or srun.
 - ``schedulers``: jobs under Slurm, MPI, Kubernetes and Ray.
 """

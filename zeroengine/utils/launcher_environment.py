@@ -1,7 +1,7 @@
-"""The rank that mpirun or srun gave this process, read from its environment. Needs no torch.
+"""The rank that mpirun or srun gave this process, and other facts that launchers pass by the environment.
 
-Both start many processes and say to each which one it is, in variables of their own. torch.distributed wants RANK,
-WORLD_SIZE, MASTER_ADDR and MASTER_PORT instead.
+mpirun and srun start many processes, and tell each of them its rank in variables of their own. torch.distributed reads
+RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT instead. This file needs no torch.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# Rank and number of ranks, of all and on this node, as MPI libraries name them: Open MPI, MVAPICH2, MPICH, Cray. Intel
-# MPI has MPICH's.
+# The names that Open MPI, MVAPICH2, MPICH (also Intel MPI) and Cray give to rank and world size, in the whole job and
+# on this node.
 RANK_NAMES = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
@@ -28,41 +28,43 @@ LOCAL_RANK_NAMES = (
     ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     ("PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
 )
-# Of a step's task. The shell of an allocation has some of SLURM_*, and of these at most a step of one task.
+# All of these are set in a task of a step. The shell of an allocation has some SLURM_* variables, but not all of these.
 SLURM_NAMES = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_ID")
-JOBS = ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "PMI_JOBID")
-# The exit code, EX_TEMPFAIL of sysexits.h, of ranks that have saved what they need to go on and ended because their
-# time is over: to be started again by whoever gave them the time. See `checkpoint/on_signal.py`.
-START_AGAIN = 75
-STEP_FILE = "ZEROENGINE_STEP_FILE"  # where a rank tells zero-launch that it has taken a step in this round
+JOB_ID_NAMES = ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "PMI_JOBID")
+# The exit code (EX_TEMPFAIL of sysexits.h) of ranks that have saved a checkpoint and ended because their time is over.
+# Whoever limits the time should start them again. See `checkpoint/on_signal.py`.
+RESTART_EXIT_CODE = 75
+STEP_FILE = "ZEROENGINE_STEP_FILE"  # the variable that names the file by which a rank reports its first step
 FIRST_PORT, NUM_PORTS = 20000, 12000  # below the ports that Linux gives to outgoing connections
 
 
 @dataclass(frozen=True)
 class LaunchedRank:
-    """One process of those that mpirun or srun started."""
+    """One of the processes that mpirun or srun started."""
 
-    launcher: str  # mpirun or srun
+    launcher: str  # "mpirun" or "srun"
     rank: int
     world_size: int
-    local_rank: int | None = None  # on this node; None where the launcher does not say
+    local_rank: int | None = None  # on this node; None if the launcher does not say
     local_world_size: int | None = None
 
 
 def report_step() -> None:
-    """Tell zero-launch, where it started this process, that a step was taken. Calls after the first do nothing."""
+    """Report to zero-launch, if it started this process, that a step was taken. Only the first call does anything."""
     path = os.environ.pop(STEP_FILE, None)
     if path is not None:
-        with contextlib.suppress(OSError):  # the round is being ended
+        # The folder is gone if the round is being ended.
+        with contextlib.suppress(OSError):
             open(path, "w").close()
 
 
 def launched_rank(environ: Mapping[str, str]) -> LaunchedRank | None:
-    """Return this process's rank, or None where neither mpirun nor srun has started it."""
+    """Return this process's rank, or None if neither mpirun nor srun has started it."""
     by_mpi, by_slurm = _rank_of_mpi(environ), _rank_of_slurm(environ)
     if by_mpi is None:
         return by_slurm
-    # srun gives MPI's names, too, and more of its own. mpirun on Slurm starts its ranks below a step of its daemons.
+    # srun sets MPI's variables as well, and its own say more. mpirun under Slurm starts its ranks below a step of its
+    # daemons, whose variables then describe the daemon and not the rank.
     if by_slurm is not None and (by_slurm.rank, by_slurm.world_size) == (by_mpi.rank, by_mpi.world_size):
         return by_slurm
     return by_mpi
@@ -91,11 +93,14 @@ def _rank_of_slurm(environ: Mapping[str, str]) -> LaunchedRank | None:
 def torch_variables(
     launched: LaunchedRank, environ: Mapping[str, str], address: str | None = None, port: int = 0
 ) -> dict[str, str]:
-    """Return torch.distributed's variables for a rank. MASTER_ADDR is absent where nothing says where rank 0 is.
+    """Return torch.distributed's variables for a rank. MASTER_ADDR is absent if nothing says where rank 0 is.
 
     Args:
-        address: of rank 0's node; else MASTER_ADDR, this node if all ranks are on it, or the first that Slurm names.
-        port: of the store there; else MASTER_PORT, or one made of the job's id where 0.
+        launched: The rank.
+        environ: The environment that the launcher has set.
+        address: The address of rank 0's node. By default MASTER_ADDR, this node if all ranks are on it, or the first
+            node that Slurm names.
+        port: The port of the store there. By default (0) MASTER_PORT, or one that is derived from the job's id.
     """
     variables = {"RANK": str(launched.rank), "WORLD_SIZE": str(launched.world_size)}
     if launched.local_rank is not None:
@@ -113,31 +118,32 @@ def torch_variables(
 def _address(launched: LaunchedRank, environ: Mapping[str, str]) -> str | None:
     if launched.local_world_size == launched.world_size:
         return "127.0.0.1"
-    # Under mpirun a step's nodes are those of its daemons, which need not include the first.
+    # Under mpirun the step's nodes are those of its daemons, which need not include the first node.
     nodes = environ.get("SLURM_STEP_NODELIST" if launched.launcher == "srun" else "SLURM_JOB_NODELIST")
     return next(expand_nodes(nodes)) if nodes else None
 
 
 def _job(launched: LaunchedRank, environ: Mapping[str, str]) -> str:
-    """Return what all ranks of the job know, and, as far as the launcher says, no other job on these nodes has."""
-    named = next((environ[name] for name in JOBS if name in environ), None)
-    if named is not None:
-        return named
+    """Return a text that all ranks of the job share and, as far as the launcher says, no other job on these nodes."""
+    job_id = next((environ[name] for name in JOB_ID_NAMES if name in environ), None)
+    if job_id is not None:
+        return job_id
     if launched.launcher == "srun":
         return f"{environ.get('SLURM_JOB_ID')}.{environ['SLURM_STEP_ID']}"
     proxy, control_port = _hydra()
     if control_port:
         return f"hydra {control_port}"
-    if proxy and launched.local_world_size == launched.world_size:  # another node has another process
+    if proxy and launched.local_world_size == launched.world_size:
+        # On another node the proxy would have another pid.
         return f"hydra {proxy}"
     return environ.get("SLURM_JOB_ID") or f"user {os.getuid()}"
 
 
 def _hydra() -> tuple[int, str | None]:
-    """Return MPICH's process on this node that started this one, or 0, and where mpirun listens for it, or None.
+    """Return the pid of MPICH's proxy that started this process, or 0, and where mpirun listens for it, or None.
 
-    MPICH gives its ranks no job id. Its process on each node is told on the command line to connect to
-    `--control-port host:port`, which is the same on all nodes, and no two jobs have one at the same time.
+    MPICH gives its ranks no job id. Its proxy on each node is started with `--control-port host:port`, which is the
+    same on all nodes and unique among the jobs that run at the same time.
     """
     pid = "self"
     while pid not in ("0", "1"):
@@ -154,7 +160,7 @@ def _hydra() -> tuple[int, str | None]:
 
 
 def expand_nodes(nodes: str) -> Iterator[str]:
-    """Yield the names that Slurm's short form stands for: `gpu[01-03,7]-x,login`."""
+    """Yield the names of Slurm's short form, such as `gpu[01-03,7]-x,login`."""
     for item in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodes):
         yield from _expand_one(item)
 
@@ -171,6 +177,6 @@ def _expand_one(item: str) -> Iterator[str]:
 
 
 def expand_counts(text: str) -> Iterator[int]:
-    """Yield the numbers that Slurm's short form stands for: `2(x3),1`."""
+    """Yield the numbers of Slurm's short form, such as `2(x3),1`."""
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         yield from [int(count)] * int(times or 1)

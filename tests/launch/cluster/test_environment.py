@@ -16,9 +16,9 @@ from tests.launch.conftest import Script
 from zeroengine.cli.zero_launch import main
 from zeroengine.errors import LaunchError
 from zeroengine.launch.cluster import bootstrap
-from zeroengine.launch.cluster.environment import collect
+from zeroengine.launch.cluster.environment import forwarded_variables
 from zeroengine.launch.cluster.protocol import encode
-from zeroengine.launch.cluster.shells import Shell
+from zeroengine.launch.cluster.shells import RemoteShell
 
 NASTY = st.text(
     st.one_of(st.sampled_from("'\"\\ $`(){};&|<>*?~!#\n\r\té\udc80"), st.characters(exclude_characters="\0"))
@@ -34,13 +34,18 @@ def test_only_what_is_on_the_list_is_forwarded() -> None:
         "AWS_SECRET_ACCESS_KEY": "s",
         "HOME": "/",
     }
-    assert collect([], environ) == {"NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "eth1", "PYTHONPATH": "/x"}
-    assert collect(["TOKEN=a=b", "HOME"], environ).items() >= {("TOKEN", "a=b"), ("HOME", "/")}
+    assert forwarded_variables([], environ) == {"NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "eth1", "PYTHONPATH": "/x"}
+    assert forwarded_variables(["TOKEN=a=b", "HOME"], environ).items() >= {("TOKEN", "a=b"), ("HOME", "/")}
 
 
 def test_the_file_and_the_options_add_to_it() -> None:
     Path(".zero_env").write_text("# ours\n\nA=1 # not a comment\nexport=x\n  B='q' \nTOKEN\n")
-    assert collect(["B=2"], {"TOKEN": "t"}) == {"A": "1 # not a comment", "export": "x", "B": "2", "TOKEN": "t"}
+    assert forwarded_variables(["B=2"], {"TOKEN": "t"}) == {
+        "A": "1 # not a comment",
+        "export": "x",
+        "B": "2",
+        "TOKEN": "t",
+    }
 
 
 @pytest.mark.parametrize(
@@ -53,14 +58,14 @@ def test_the_file_and_the_options_add_to_it() -> None:
 )
 def test_wrong_options_are_refused(option: str, expected: str) -> None:
     with pytest.raises(LaunchError) as error:
-        collect([option], {})
+        forwarded_variables([option], {})
     assert str(error.value).startswith(expected)
 
 
 def test_a_wrong_line_is_named_without_its_value() -> None:
     Path(".zero_env").write_text("A=1\nmy-token=secret\n")
     with pytest.raises(LaunchError, match=r"\.zero_env, line 2: 'my-token' is no variable's name") as error:
-        collect([], {})
+        forwarded_variables([], {})
     assert "secret" not in str(error.value)
 
 
@@ -75,7 +80,7 @@ def test_values_pass_a_real_shell_and_a_pipe_unchanged(values: dict[str, str]) -
         .read_text()
         .replace('sys.executable, "-u", "-c", NODE', f"sys.executable, '-c', {show!r}")
     )
-    command = Shell(("sh", "-c")).starter("anywhere")
+    command = RemoteShell(("sh", "-c")).starter("anywhere")
     assert not any(value in " ".join(command) for value in values.values() if len(value) > 8)
     wanted = encode({"folder": os.getcwd(), "environment": values})
     done = subprocess.run(command, input=f"exec({source!r})\n".encode() + wanted, capture_output=True)
@@ -91,7 +96,7 @@ def _encodes(value: str) -> bool:
 
 
 def test_the_starter_names_the_interpreter_safely() -> None:
-    line = Shell(("ssh", "{host}")).starter("a")[-1]
+    line = RemoteShell(("ssh", "{host}")).starter("a")[-1]
     assert line.startswith(f"exec {sys.executable} ") and "\n" not in line
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroengine.errors import LaunchError
-from zeroengine.launch.cluster.hosts import Host, limit, parse_hosts, processes, read_hostfile, select
+from zeroengine.launch.cluster.hosts import Host, limit_hosts, parse_hosts, processes_on, read_hostfile, select_hosts
 
 HOSTS = [Host("a", 4), Host("root@b", 2), Host("c")]
 
@@ -73,7 +73,7 @@ def test_an_absent_hostfile_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_filters_choose_hosts_and_slots(include: str | None, exclude: str | None, expected: list[str]) -> None:
-    assert list(map(str, select(HOSTS, include, exclude))) == expected
+    assert list(map(str, select_hosts(HOSTS, include, exclude))) == expected
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_filters_choose_hosts_and_slots(include: str | None, exclude: str | None
     ],
 )
 def test_wrong_filters_are_refused(include: str | None, exclude: str | None, expected: str) -> None:
-    assert message(select, HOSTS, include, exclude).startswith(expected)
+    assert message(select_hosts, HOSTS, include, exclude).startswith(expected)
 
 
 @given(st.sets(st.sampled_from(range(4))), st.booleans())
@@ -100,26 +100,26 @@ def test_included_and_excluded_slots_are_each_other_s_rest(slots: set[int], whol
     rest = set(range(4)) - slots
     if slots and rest:
         text = "a:" + ",".join(map(str, slots))
-        (included,) = select(HOSTS[:1], text, None)
-        (excluded,) = select(HOSTS[:1], None, text)
+        (included,) = select_hosts(HOSTS[:1], text, None)
+        (excluded,) = select_hosts(HOSTS[:1], None, text)
         assert set(included.chosen or ()) == slots and set(excluded.chosen or ()) == rest
 
 
 def test_nnodes_limits_the_hosts() -> None:
-    assert limit(HOSTS, None) == (HOSTS, 3)
-    assert limit(HOSTS, "2") == (HOSTS[:2], 2)
-    assert limit(HOSTS, "2:3") == (HOSTS, 2)
-    assert limit(HOSTS, "1:9") == (HOSTS, 1)
+    assert limit_hosts(HOSTS, None) == (HOSTS, 3)
+    assert limit_hosts(HOSTS, "2") == (HOSTS[:2], 2)
+    assert limit_hosts(HOSTS, "2:3") == (HOSTS, 2)
+    assert limit_hosts(HOSTS, "1:9") == (HOSTS, 1)
     for wrong in ("0", "two", "3:2", "1:2:3", "-1", ""):
-        assert f"--nnodes {wrong}: not a number of nodes" in message(limit, HOSTS, wrong)
-    assert "--nnodes 4: there are 3 hosts (a, root@b, c)" in message(limit, HOSTS, "4")
+        assert f"--nnodes {wrong}: not a number of nodes" in message(limit_hosts, HOSTS, wrong)
+    assert "--nnodes 4: there are 3 hosts (a, root@b, c)" in message(limit_hosts, HOSTS, "4")
 
 
 def test_no_more_processes_than_slots() -> None:
-    assert processes(HOSTS[0], "auto") == 4 and processes(HOSTS[2], "auto") is None
-    assert processes(HOSTS[0], "3") == 3 and processes(HOSTS[2], "9") == 9
-    assert message(processes, HOSTS[1], "3") == (
+    assert processes_on(HOSTS[0], "auto") == 4 and processes_on(HOSTS[2], "auto") is None
+    assert processes_on(HOSTS[0], "3") == 3 and processes_on(HOSTS[2], "9") == 9
+    assert message(processes_on, HOSTS[1], "3") == (
         "--nproc 3: root@b has 2 slots. Write --nproc 2, or more slots in the hostfile"
     )
-    assert "not a number from 1 to 4096" in message(processes, HOSTS[0], "0")
-    assert "not a number from 1 to 4096" in message(processes, HOSTS[2], "99999999999")
+    assert "not a number from 1 to 4096" in message(processes_on, HOSTS[0], "0")
+    assert "not a number from 1 to 4096" in message(processes_on, HOSTS[2], "99999999999")

@@ -61,7 +61,7 @@ def arguments(tmp_path: Path) -> Callable[..., list[str]]:
 
 
 @pytest.fixture
-def fleet(capfd: pytest.CaptureFixture[str], arguments: Callable[..., list[str]]) -> Launch:
+def launch_on_nodes(capfd: pytest.CaptureFixture[str], arguments: Callable[..., list[str]]) -> Launch:
     def run(*more: str, hosts: str = "a slots=1\nb slots=2\n") -> Result:
         code = main(arguments(*more, hosts=hosts))
         out, err = capfd.readouterr()
@@ -76,11 +76,13 @@ def started(start: Start, arguments: Callable[..., list[str]]) -> Start:
     return lambda *more: start(*arguments(*more), ranks=3)
 
 
-def test_ranks_are_counted_over_the_nodes_and_named_after_them(fleet: Launch, script: Script, tmp_path: Path) -> None:
+def test_ranks_are_counted_over_the_nodes_and_named_after_them(
+    launch_on_nodes: Launch, script: Script, tmp_path: Path
+) -> None:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "ZEROENGINE_HOST")
     body = f"print(*(os.environ[name] for name in {names}), os.getcwd(), sys.executable, sep=',')\n"
     body += "print('err', rank, file=sys.stderr)"
-    result = fleet("--log-dir", "logs", script(body))
+    result = launch_on_nodes("--log-dir", "logs", script(body))
     assert (result.code, result.err.count("err")) == (0, 3), result.err
     here = f"{tmp_path},{sys.executable}"
     assert sorted(result.out.splitlines()) == [
@@ -91,7 +93,9 @@ def test_ranks_are_counted_over_the_nodes_and_named_after_them(fleet: Launch, sc
     assert "err 2\n" in (tmp_path / "logs/rank2.log").read_text()
 
 
-def test_nodes_form_one_process_group_and_are_given_what_is_theirs_alone(fleet: Launch, script: Script) -> None:
+def test_nodes_form_one_process_group_and_are_given_what_is_theirs_alone(
+    launch_on_nodes: Launch, script: Script
+) -> None:
     """Arguments and listed variables arrive unchanged, others not at all, and values are on no command line."""
     body = """
 import glob, json, torch, torch.distributed as dist
@@ -108,21 +112,21 @@ dist.destroy_process_group()
     words = ["--nproc", "a b", "", "$$x ${local_rank} $(id) `id`", "new\nline", "'\"\\", "--", "-m", "*~!"]
     os.environ["SECRET"] = "not to be seen"
     try:
-        result = fleet("--env", "TOKEN=it's $(id)\n\"", script(body), *words)
+        result = launch_on_nodes("--env", "TOKEN=it's $(id)\n\"", script(body), *words)
     finally:
         del os.environ["SECRET"]
     found = [json.loads(line.partition("] ")[2]) for line in result.out.splitlines()]
     assert found == [[6.0, words, "it's $(id)\n\"", None, 0]] * 3, result.err
 
 
-def test_the_first_failure_of_all_nodes_is_last_on_the_screen(fleet: Launch, script: Script) -> None:
-    result = fleet(script("if rank == 2:\n    raise ValueError('boom')\ntime.sleep(60)"))
+def test_the_first_failure_of_all_nodes_is_last_on_the_screen(launch_on_nodes: Launch, script: Script) -> None:
+    result = launch_on_nodes(script("if rank == 2:\n    raise ValueError('boom')\ntime.sleep(60)"))
     assert result.code == 1
     assert result.err.splitlines()[-1] == "[b:2] ValueError: boom"
     assert "zero-launch: rank 2 (b) failed (exit code 1)" in result.err
 
 
-def test_after_a_sudden_death_the_other_nodes_are_heard(fleet: Launch, script: Script) -> None:
+def test_after_a_sudden_death_the_other_nodes_are_heard(launch_on_nodes: Launch, script: Script) -> None:
     body = """
 import torch.distributed as dist
 dist.init_process_group("gloo")
@@ -130,7 +134,7 @@ if rank == 0: os._exit(5)
 try: dist.barrier()
 except RuntimeError: raise RuntimeError(f"a rank is gone at blocks.4")
 """
-    result = fleet(script(body))
+    result = launch_on_nodes(script(body))
     assert result.code == 5
     assert "failed as well: RuntimeError: a rank is gone at blocks.4" in result.err
     assert result.err.splitlines()[-1] == "zero-launch: rank 0 (a) failed first (exit code 5)"
@@ -223,18 +227,20 @@ def test_when_a_node_leaves_an_elastic_run_the_others_go_on(started: Start, scri
     wait_for(lambda: not any(map(is_alive, pids(tmp_path))), 10)
 
 
-def test_a_clock_that_is_off_is_said_and_does_not_matter(fleet: Launch, script: Script, tmp_path: Path) -> None:
+def test_a_clock_that_is_off_is_said_and_does_not_matter(
+    launch_on_nodes: Launch, script: Script, tmp_path: Path
+) -> None:
     (tmp_path / "later").mkdir()
     clock = "import time; now = time.time; time.time = lambda: now() + 3600"
     (tmp_path / "later/sitecustomize.py").write_text(clock)
-    result = fleet(script("print(rank)"), hosts="a slots=1\nahead slots=1\n")
+    result = launch_on_nodes(script("print(rank)"), hosts="a slots=1\nahead slots=1\n")
     assert result.code == 0
     assert "zero-launch: the clock of ahead is 1.0 h ahead of this one" in result.err and "of a is" not in result.err
     assert sorted(result.out.splitlines()) == ["[    a:0] 0", "[ahead:1] 1"]
 
 
-def test_what_is_wrong_where_is_one_table(fleet: Launch, script: Script) -> None:
-    result = fleet(script("open('started', 'w')"), hosts="a slots=1\nrefused slots=1\nnowhere slots=1\n")
+def test_what_is_wrong_where_is_one_table(launch_on_nodes: Launch, script: Script) -> None:
+    result = launch_on_nodes(script("open('started', 'w')"), hosts="a slots=1\nrefused slots=1\nnowhere slots=1\n")
     assert result.code == 2 and result.out == ""
     assert result.err.splitlines() == [
         "zero-launch: 2 of 3 nodes cannot take part:",
@@ -244,19 +250,21 @@ def test_what_is_wrong_where_is_one_table(fleet: Launch, script: Script) -> None
     assert not Path("started").exists()
 
 
-def test_a_wrong_configuration_is_refused(fleet: Launch, script: Script, tmp_path: Path) -> None:
+def test_a_wrong_configuration_is_refused(launch_on_nodes: Launch, script: Script, tmp_path: Path) -> None:
     (tmp_path / "zero.json").write_text('{"zero_optimization": {"stage": 2}}')
-    result = fleet("--config", "zero.json", "--set", "zero_optimization.stag=3", script("open('started', 'w')"))
+    result = launch_on_nodes(
+        "--config", "zero.json", "--set", "zero_optimization.stag=3", script("open('started', 'w')")
+    )
     assert result.code == 2 and not Path("started").exists()
     assert result.err.startswith("zero-launch: ") and "stag" in result.err and "Did you mean" in result.err, result.err
 
 
-def test_a_port_in_use_is_refused(fleet: Launch, script: Script) -> None:
+def test_a_port_in_use_is_refused(launch_on_nodes: Launch, script: Script) -> None:
     import socket
 
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
-        result = fleet("--port", str(port), script("open('started', 'w')"))
+        result = launch_on_nodes("--port", str(port), script("open('started', 'w')"))
     assert result.code == 2
     assert result.err.splitlines() == [
         "zero-launch: 1 of 2 nodes cannot take part:",
@@ -265,8 +273,8 @@ def test_a_port_in_use_is_refused(fleet: Launch, script: Script) -> None:
     assert not Path("started").exists()
 
 
-def test_an_address_that_leads_elsewhere_is_refused(fleet: Launch, script: Script) -> None:
-    result = fleet("--master-addr", "127.0.0.1.", script("open('started', 'w')"), hosts="a slots=1\n")
+def test_an_address_that_leads_elsewhere_is_refused(launch_on_nodes: Launch, script: Script) -> None:
+    result = launch_on_nodes("--master-addr", "127.0.0.1.", script("open('started', 'w')"), hosts="a slots=1\n")
     assert result.code == 2
     _, row = result.err.splitlines()
     assert re.fullmatch(r"  a  --master-addr 127\.0\.0\.1\. does not lead to this node \(.+\)\. Leave it out", row)
@@ -284,36 +292,36 @@ def test_a_connection_that_is_no_program_is_refused(script: Script, capfd: pytes
         assert capfd.readouterr().err.startswith(f"zero-launch: {message}")
 
 
-def test_restarts_begin_again_on_all_nodes(fleet: Launch, script: Script) -> None:
+def test_restarts_begin_again_on_all_nodes(launch_on_nodes: Launch, script: Script) -> None:
     body = """
 attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 if attempt < 2 and rank == attempt: raise ValueError(f"attempt {attempt}")
 while attempt == 0 or attempt == 1: time.sleep(0.1)
 print("attempt", attempt)
 """
-    result = fleet("--max-restarts", "2", script(body))
+    result = launch_on_nodes("--max-restarts", "2", script(body))
     assert result.code == 0, result.err
     assert sorted(result.out.splitlines()) == ["[a:0] attempt 2", "[b:1] attempt 2", "[b:2] attempt 2"]
     assert "zero-launch: restart 1 of 2 with a, b" in result.err and "ValueError: attempt 1" in result.err
 
 
-def test_an_elastic_run_goes_on_without_a_node(fleet: Launch, script: Script) -> None:
+def test_an_elastic_run_goes_on_without_a_node(launch_on_nodes: Launch, script: Script) -> None:
     body = "print(rank, os.environ['WORLD_SIZE'], os.environ['ZEROENGINE_FULL_WORLD_SIZE'])"
-    result = fleet("--nnodes", "1:2", script(body), hosts="a slots=2\nrefused slots=2\n")
+    result = launch_on_nodes("--nnodes", "1:2", script(body), hosts="a slots=2\nrefused slots=2\n")
     assert result.code == 0
     assert sorted(result.out.splitlines()) == ["[a:0] 0 2 4", "[a:1] 1 2 4"]
     assert "zero-launch: refused is left out: ssh: connect to host refused port 22: Connection refused" in result.err
 
 
 def test_a_node_that_is_lost_before_it_has_answered_is_left_out_of_an_elastic_run(
-    fleet: Launch, script: Script, monkeypatch: pytest.MonkeyPatch
+    launch_on_nodes: Launch, script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VERSION", platform.python_version())
     hosts = "a slots=1\ndies slots=1\n"
-    result = fleet("--nnodes", "1:2", script("print(os.environ['WORLD_SIZE'])"), hosts=hosts)
+    result = launch_on_nodes("--nnodes", "1:2", script("print(os.environ['WORLD_SIZE'])"), hosts=hosts)
     assert (result.code, result.out) == (0, "[a:0] 1\n"), result.err
     assert "zero-launch: dies is left out: its connection ended (exit code 255)" in result.err
-    refused = fleet(script(""), hosts=hosts)
+    refused = launch_on_nodes(script(""), hosts=hosts)
     assert refused.code == 2 and "  dies  its connection ended (exit code 255)" in refused.err
 
 
@@ -330,31 +338,35 @@ if os.environ.get('CUT'): socket.create_connection = refuse
 
 
 @pytest.mark.usefixtures("cut_off")
-def test_an_elastic_run_goes_on_without_a_node_that_cannot_reach_the_first(fleet: Launch, script: Script) -> None:
+def test_an_elastic_run_goes_on_without_a_node_that_cannot_reach_the_first(
+    launch_on_nodes: Launch, script: Script
+) -> None:
     hosts = "a slots=1\ncut slots=1\nb slots=1\n"
-    result = fleet("--nnodes", "2:3", script("print(os.environ['WORLD_SIZE'])"), hosts=hosts)
+    result = launch_on_nodes("--nnodes", "2:3", script("print(os.environ['WORLD_SIZE'])"), hosts=hosts)
     assert result.code == 0, result.err
     assert sorted(result.out.splitlines()) == ["[a:0] 2", "[b:1] 2"]
     assert re.search(
         r"cut was lost: .* on the first node cannot be reached \(No route to host\) \(rank 1\)", result.err
     )
-    refused = fleet(script("open('started', 'w')"), hosts=hosts)
+    refused = launch_on_nodes(script("open('started', 'w')"), hosts=hosts)
     assert refused.code == 2 and not Path("started").exists()
     assert re.search(r"1 of 3 nodes cannot take part:\n  cut  .*No route to host", refused.err)
 
 
 @pytest.mark.usefixtures("cut_off")
-def test_an_elastic_run_leaves_the_first_node_out_if_the_others_cannot_reach_it(fleet: Launch, script: Script) -> None:
+def test_an_elastic_run_leaves_the_first_node_out_if_the_others_cannot_reach_it(
+    launch_on_nodes: Launch, script: Script
+) -> None:
     hosts = "a slots=1\ncut1 slots=1\ncut2 slots=1\n"
-    result = fleet("--nnodes", "1:3", "--max-idle-rounds", "1", script("open('started', 'w')"), hosts=hosts)
+    result = launch_on_nodes("--nnodes", "1:3", "--max-idle-rounds", "1", script("open('started', 'w')"), hosts=hosts)
     assert result.code == 1 and not Path("started").exists()
     assert "zero-launch: a was lost: 2 of 2 nodes cannot reach it: 127.0.0.1 port" in result.err
 
 
-def test_a_run_that_loses_its_nodes_in_every_round_ends(fleet: Launch, script: Script) -> None:
+def test_a_run_that_loses_its_nodes_in_every_round_ends(launch_on_nodes: Launch, script: Script) -> None:
     body = "open(f'round{os.environ[\"TORCHELASTIC_RESTART_COUNT\"]}', 'a')\n"
     body += "os.kill(os.getppid(), signal.SIGKILL)\ntime.sleep(60)"
-    result = fleet("--nnodes", "1:2", "--max-idle-rounds", "2", script(body), hosts="a slots=1\nb slots=1\n")
+    result = launch_on_nodes("--nnodes", "1:2", "--max-idle-rounds", "2", script(body), hosts="a slots=1\nb slots=1\n")
     assert result.code == 1
     assert sorted(path.name for path in Path().glob("round*")) == ["round0", "round1"]
     assert "no step was taken in that round; the next one begins in 1 s" in result.err
@@ -362,11 +374,11 @@ def test_a_run_that_loses_its_nodes_in_every_round_ends(fleet: Launch, script: S
 
 
 @pytest.mark.slow  # test_lost_nodes has the arithmetic
-def test_a_node_that_was_lost_twice_is_put_aside(
-    fleet: Launch, script: Script, monkeypatch: pytest.MonkeyPatch
+def test_a_node_that_was_lost_twice_is_excluded(
+    launch_on_nodes: Launch, script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And rounds in which a step was taken are not idle ones."""
-    monkeypatch.setattr(restart_loop, "STEADY", 0.0)
+    monkeypatch.setattr(restart_loop, "STEADY_ROUND_S", 0.0)
     body = """
 from zeroengine.utils.launcher_environment import report_step
 count = int(os.environ['TORCHELASTIC_RESTART_COUNT'])
@@ -377,7 +389,7 @@ if os.environ['ZEROENGINE_HOST'] == 'b':
 time.sleep(60 if count < 3 else 5)
 print(count)
 """
-    result = fleet("--nnodes", "1:2", "--max-idle-rounds", "1", script(body), hosts="a slots=1\nb slots=1\n")
+    result = launch_on_nodes("--nnodes", "1:2", "--max-idle-rounds", "1", script(body), hosts="a slots=1\nb slots=1\n")
     assert (result.code, result.out) == (0, "[a:0] 3\n"), result.err
     assert result.err.count("b was lost: ") == 2 and result.err.count("b is back") == 1
     assert "b was lost again: it is put aside for 10 minutes" in result.err

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from zeroengine.launch.cluster.hosts import Host
-from zeroengine.launch.cluster.preflight import clock_warning, problems, table
+from zeroengine.launch.cluster.preflight import clock_warning, find_problems, problem_table
 
 OWN = {"Python": "3.11.7", "torch": "2.13.0", "zeroengine": "0.1.0 (sources aa)"}
 
@@ -48,12 +48,12 @@ def node(
     ],
 )
 def test_all_that_keeps_a_node_out_is_named(answers: dict[str, Any], nproc: str, expected: list[str]) -> None:
-    assert problems(node(**answers), OWN, nproc) == [("b", text) for text in expected]
+    assert find_problems(node(**answers), OWN, nproc) == [("b", text) for text in expected]
 
 
 def test_a_table_names_each_host_once() -> None:
     found = [("a", "one"), ("a", "two"), ("long", "three")]
-    assert str(table(found, 3)).splitlines() == [
+    assert str(problem_table(found, 3)).splitlines() == [
         "2 of 3 nodes cannot take part:",
         "  a     one",
         "        two",

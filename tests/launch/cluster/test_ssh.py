@@ -125,7 +125,7 @@ def test_what_one_host_lacks_is_said(rig: Rig, tmp_path: Path) -> None:
         own.wait_until_empty()
 
 
-@pytest.mark.slow  # test_fleet has a short form
+@pytest.mark.slow  # test_nodes has a short form
 def test_a_killed_launcher_leaves_nothing_on_any_host(rig: Rig, tmp_path: Path) -> None:
     name = training(tmp_path, "open(f'up{rank}', 'w')\ntime.sleep(600)")
     launcher = rig.popen("--hostfile", str(rig.hostfile()), name)

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.launch.conftest import COMMAND, Script
-from zeroengine.launch.local.console import STDOUT, Channel
+from zeroengine.launch.local.console import STDOUT, RankOutput
 
 
-def channel() -> Channel:
-    return Channel(0, STDOUT, False, b"> ")
+def rank_output() -> RankOutput:
+    return RankOutput(0, STDOUT, False, b"> ")
 
 
 @pytest.mark.parametrize(
@@ -34,9 +34,9 @@ def channel() -> Channel:
 )
 def test_a_pipe_prints_whole_lines_in_their_last_version(written: bytes, printed: bytes) -> None:
     for size in (1, 2, 3, 100):
-        pipe = channel()
-        out = b"".join(pipe.lines(written[i : i + size]) for i in range(0, len(written), size))
-        assert out + pipe.flush() == printed
+        pipe = rank_output()
+        out = b"".join(pipe.complete_lines(written[i : i + size]) for i in range(0, len(written), size))
+        assert out + pipe.end_line() == printed
 
 
 @pytest.mark.parametrize(
@@ -51,21 +51,21 @@ def test_a_pipe_prints_whole_lines_in_their_last_version(written: bytes, printed
 )
 def test_a_terminal_line_begins_with_its_prefix(written: bytes, drawn: bytes) -> None:
     for size in (1, 2, 3, 100):
-        terminal = channel()
-        out = b"".join(terminal.drawn(written[i : i + size]) for i in range(0, len(written), size))
+        terminal = rank_output()
+        out = b"".join(terminal.with_prefixes(written[i : i + size]) for i in range(0, len(written), size))
         assert out == drawn
 
 
 @given(st.lists(st.sampled_from([b"a", b"bc", b"\n", b"\r", b"\r\n"])))
 def test_a_pipe_prints_the_same_however_the_output_is_cut(parts: list[bytes]) -> None:
-    whole, pieces = channel(), channel()
-    out = b"".join(map(pieces.lines, parts))
-    assert out + pieces.flush() == whole.lines(b"".join(parts)) + whole.flush()
+    whole, pieces = rank_output(), rank_output()
+    out = b"".join(map(pieces.complete_lines, parts))
+    assert out + pieces.end_line() == whole.complete_lines(b"".join(parts)) + whole.end_line()
 
 
 def test_a_long_line_takes_time_proportional_to_its_length() -> None:
     """64 MiB in pieces as they are read, to a pipe and to a terminal."""
-    for print_ in (channel().lines, channel().drawn):
+    for print_ in (rank_output().complete_lines, rank_output().with_prefixes):
         began = time.monotonic()
         length = sum(len(print_(b"x" * (1 << 16))) for _ in range(1000)) + len(print_(b"\n"))
         assert length >= 1000 << 16
@@ -74,8 +74,8 @@ def test_a_long_line_takes_time_proportional_to_its_length() -> None:
 
 @given(st.lists(st.sampled_from([b"a", b"\n", b"\r", b"\x1b[2K", b"\x1b[1m", b"\x1b", "é".encode()])))
 def test_a_terminal_loses_nothing(parts: list[bytes]) -> None:
-    terminal = channel()
-    out = b"".join(terminal.drawn(part) for part in parts) + terminal.cut
+    terminal = rank_output()
+    out = b"".join(terminal.with_prefixes(part) for part in parts) + terminal.incomplete_control
     assert out.replace(b"> ", b"") == b"".join(parts)
 
 
@@ -85,11 +85,13 @@ def test_rank_0_has_a_terminal_where_the_launcher_has(script: Script) -> None:
 if rank == 0:
     print(sys.stdout.isatty(), os.get_terminal_size(1).columns, os.environ["COLUMNS"])
     print("\\r50%", end="")
+    open("drawn", "w").close()
     while not os.path.exists("said"): time.sleep(0.01)
     time.sleep(0.3)
     print("\\r100%")
 else:
-    time.sleep(0.5)
+    while not os.path.exists("drawn"): time.sleep(0.01)
+    time.sleep(0.3)
     print("from one", sys.stdout.isatty())
     open("said", "w").close()
 """

@@ -13,7 +13,7 @@ import pytest
 from tests.launch.conftest import Launch, Script, Start
 from tests.launch.processes import is_alive, wait_for
 from zeroengine.launch.local import guard
-from zeroengine.launch.local.guard import LOOK
+from zeroengine.launch.local.guard import SCAN_INTERVAL_S
 
 # Each rank starts a helper in its own session, which ignores signals, and does so itself.
 STUBBORN = """
@@ -95,7 +95,7 @@ def test_a_daemon_with_an_environment_of_its_own_does_not_survive_the_run(
 
 def test_a_daemon_does_not_survive_a_launcher_that_is_killed(started: Start, script: Script, tmp_path: Path) -> None:
     launcher = started(script(ESCAPED + "time.sleep(600)"))
-    time.sleep(2 * LOOK)
+    time.sleep(2 * SCAN_INTERVAL_S)
     assert len(pids(tmp_path)) == 2 and all(map(is_alive, pids(tmp_path)))
     launcher.kill()
     wait_for(lambda: not any(map(is_alive, pids(tmp_path))), 10)

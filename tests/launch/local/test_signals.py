@@ -11,7 +11,7 @@ import pytest
 
 from tests.launch.conftest import Script, Start
 from tests.launch.processes import is_alive, wait_for
-from zeroengine.launch.local.guard import Guard
+from zeroengine.launch.local.guard import ProcessGuard
 
 BODY = """
 heard = []
@@ -49,7 +49,7 @@ def test_the_guard_outlives_a_signal_to_all_processes_of_a_job() -> None:
     mark = "a run of this test"
     sleeper = subprocess.Popen(["sleep", "60"], env={"ZEROENGINE_LAUNCH_ID": mark})
     ready = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.5)"])
-    with Guard(mark, "/nonexistent") as guard:
+    with ProcessGuard(mark, "/nonexistent") as guard:
         ready.wait()  # as long as the guard takes to start, and longer
         guard._process.send_signal(signal.SIGUSR1)
     wait_for(lambda: sleeper.poll() is not None or not is_alive(sleeper.pid), 5)

@@ -19,8 +19,10 @@ from tests.launch.conftest import COMMAND, Script
 from zeroengine.cli.zero_launch import main
 from zeroengine.errors import LaunchError
 from zeroengine.launch.cluster.hosts import Host
-from zeroengine.launch.local import core_binding
-from zeroengine.launch.schedulers import kubernetes, mpi, slurm
+from zeroengine.launch.local.core_binding import divide_cores
+from zeroengine.launch.schedulers import slurm
+from zeroengine.launch.schedulers.kubernetes import job_name
+from zeroengine.launch.schedulers.mpi import mpi_rank_variables
 from zeroengine.utils.launcher_environment import expand_nodes
 
 
@@ -50,12 +52,12 @@ def test_slurm_s_short_form_stands_for_names(nodes: str, names: str) -> None:
 )
 def test_the_allocation_is_the_hostfile(more: dict[str, str], slots: list[int | None]) -> None:
     environ = {"SLURM_JOB_NODELIST": "n[1-3]", **more}
-    assert slurm.allocated(environ) == [Host(f"n{i}", count) for i, count in enumerate(slots, 1)]
+    assert slurm.allocated_hosts(environ) == [Host(f"n{i}", count) for i, count in enumerate(slots, 1)]
 
 
 def test_outside_of_slurm_is_said() -> None:
     with pytest.raises(LaunchError, match=r"not inside a Slurm allocation\. Submit one with --submit --nnodes N"):
-        slurm.allocated({})
+        slurm.allocated_hosts({})
 
 
 def test_slurm_s_nodes_run_the_ranks(script: Script, tmp_path: Path) -> None:
@@ -168,17 +170,17 @@ def test_ranks_whose_time_is_over_are_requeued_and_not_restarted(
     ],
 )
 def test_mpi_s_environment_becomes_torch_s(environ: dict[str, str]) -> None:
-    found = mpi.adapted(environ)
+    found = mpi_rank_variables(environ)
     assert found.items() >= {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items()
     assert found["MASTER_ADDR"] == "127.0.0.1" and 20000 <= int(found["MASTER_PORT"]) < 40000
-    assert mpi.adapted(environ | {"PMI_ID": "x", "PMIX_NAMESPACE": "y"})["MASTER_PORT"] != found["MASTER_PORT"]
+    assert mpi_rank_variables(environ | {"PMI_ID": "x", "PMIX_NAMESPACE": "y"})["MASTER_PORT"] != found["MASTER_PORT"]
 
 
 def test_tasks_of_srun_are_ranks_without_tasks_per_node() -> None:
     """What `srun -n 3` of Slurm 22.05 sets, where `--ntasks-per-node` was not given."""
     text = "STEP_ID=0 STEP_NUM_TASKS=3 STEP_TASKS_PER_NODE=2,1 STEP_NODELIST=n[1-2] JOB_ID=2 PROCID=2 LOCALID=0"
     environ = {f"SLURM_{word.split('=')[0]}": word.split("=")[1] for word in text.split()} | {"SLURM_NODEID": "1"}
-    found = mpi.adapted(environ)
+    found = mpi_rank_variables(environ)
     assert found.items() >= {"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items()
     assert found["MASTER_ADDR"] == "n1"
 
@@ -186,11 +188,11 @@ def test_tasks_of_srun_are_ranks_without_tasks_per_node() -> None:
 def test_mpi_on_several_hosts_must_know_the_first() -> None:
     environ = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
     with pytest.raises(LaunchError, match="where is rank 0"):
-        mpi.adapted(environ)
-    assert mpi.adapted(environ, "node-a", 29500).items() >= {("MASTER_ADDR", "node-a"), ("MASTER_PORT", "29500")}
-    assert mpi.adapted(environ | {"SLURM_JOB_NODELIST": "n[3-4]"})["MASTER_ADDR"] == "n3"
+        mpi_rank_variables(environ)
+    assert mpi_rank_variables(environ, "node-a", 29500).items() >= {("MASTER_ADDR", "node-a"), ("MASTER_PORT", "29500")}
+    assert mpi_rank_variables(environ | {"SLURM_JOB_NODELIST": "n[3-4]"})["MASTER_ADDR"] == "n3"
     with pytest.raises(LaunchError, match="MPI has not started this process"):
-        mpi.adapted({})
+        mpi_rank_variables({})
 
 
 def test_ranks_that_mpi_starts_form_a_process_group(script: Script) -> None:
@@ -312,18 +314,18 @@ def test_the_configuration_may_be_in_the_image_alone(capfd: pytest.CaptureFixtur
 @given(name=st.text(max_size=90), nodes=st.integers(1, 2000))
 def test_names_of_jobs_are_what_kubernetes_takes(kind: str, name: str, nodes: int) -> None:
     """Of the services of all pods, too, which Kubeflow makes of it."""
-    label, _ = kubernetes.job_name(name, kind, nodes)
+    label, _ = job_name(name, kind, nodes)
     services = [f"{label}-worker-{nodes - 1}"] if kind == "PyTorchJob" else [f"{label}-node-0-{nodes - 1}"]
     for text in (label, *services):
         assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", text) and len(text) <= 63
-    assert label == kubernetes.job_name(label, kind, nodes)[0]
+    assert label == job_name(label, kind, nodes)[0]
 
 
 def test_long_names_are_told_apart_and_said() -> None:
     names = ["pretraining-of-a-language-model-with-a-very-long-name-in-its-script-" + end for end in ("a", "b")]
-    (one, notices), (other, _) = (kubernetes.job_name(name, "PyTorchJob", 2) for name in names)
+    (one, notices), (other, _) = (job_name(name, "PyTorchJob", 2) for name in names)
     assert one != other and "the job is called pretraining-of-a" in notices[0]
-    assert kubernetes.job_name("7b", "PyTorchJob", 2) == ("train-7b", [])
+    assert job_name("7b", "PyTorchJob", 2) == ("train-7b", [])
 
 
 @pytest.mark.parametrize(
@@ -353,10 +355,10 @@ def test_wrong_requests_are_refused_with_the_remedy(
 @pytest.mark.parametrize(("nodes", "ranks"), [(1, 1), (1, 3), (2, 2), (2, 4), (2, 3), (4, 2), (2, 8)])
 def test_ranks_get_cores_of_their_own(nodes: int, ranks: int) -> None:
     cores = [list(range(8 * n // nodes, 8 * (n + 1) // nodes)) for n in range(nodes)]
-    shares = core_binding.share_out("cores", cores, ranks)
+    shares = divide_cores("cores", cores, ranks)
     assert sorted(core for share in shares for core in share) == list(range(8))
     assert ranks < nodes or all(any(set(share) <= set(node) for node in cores) for share in shares)
-    whole = core_binding.share_out("numa", cores, ranks)
+    whole = divide_cores("numa", cores, ranks)
     assert all(share in cores for share in whole) and (ranks < nodes or len({tuple(s) for s in whole}) == nodes)
 
 

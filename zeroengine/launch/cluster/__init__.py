@@ -1,1 +1,12 @@
-"""The nodes of a run: connected to, checked, started, and started again where a failure allows it."""
+"""The nodes of a run, over ssh or srun.
+
+- ``hosts``, ``environment``: which hosts take part, and which variables reach them.
+- ``request``: what is to run, and the messages that say so.
+- ``shells``, ``bootstrap``: how a command gets onto a node, and the first program that runs there.
+- ``protocol``: the messages between the launcher and its nodes.
+- ``node``: the node's end of a connection.
+- ``connections``, ``node_connection``, ``nodes``: the launcher's end: all pipes, one node, all nodes.
+- ``preflight``, ``versions``: compare the nodes before anything is started.
+- ``restart_loop``, ``lost_nodes``: run the ranks, and start them again after a failure.
+- ``dry_run``: print a run instead of starting it.
+"""

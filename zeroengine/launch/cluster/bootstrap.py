@@ -1,7 +1,8 @@
-"""The first thing that runs on a node: this file's text, sent there, so nothing but a Python has to be there.
+"""The first program that runs on a node. Its text is sent there, so the node needs nothing but a Python.
 
-It reads what the node is to be (folder, environment) from stdin, says what it found, and becomes node.py. Whatever
-would keep that from happening is said in a message that the launcher puts into its table. Any Python 3 can run it.
+It reads the node's folder and environment from stdin, reports what kind of Python and host this is, and becomes
+node.py. Whatever prevents that is reported in a message, which the launcher puts into its table. Any Python 3 can run
+this file.
 """
 
 import json
@@ -10,6 +11,7 @@ import socket
 import sys
 import time
 
+# Without the empty entry of sys.path, a file of the working folder cannot stand in for a module.
 NODE = """\
 import json, os, sys
 sys.path[:] = [path for path in sys.path if path]
@@ -23,15 +25,18 @@ node.main()
 """
 
 
-def say(**message: object) -> None:
+def send(**message: object) -> None:
+    """Write a message to the launcher. The form is that of protocol.py, which cannot be imported here."""
     os.write(1, b"\x01zero-launch " + json.dumps(message).encode() + b"\n")
 
 
 def main() -> None:
-    with os.fdopen(0, "rb", 0, closefd=False) as stdin:  # unbuffered: the rest of it belongs to node.py
+    """Introduce the node to the launcher, and become node.py in the folder and environment that it asks for."""
+    # Unbuffered, since what follows the first line belongs to node.py.
+    with os.fdopen(0, "rb", 0, closefd=False) as stdin:
         wanted = json.loads(stdin.readline())
     connection = os.environ.get("SSH_CONNECTION", "").split()
-    say(
+    send(
         **{"is": "hello"},
         time=time.time(),
         python=".".join(map(str, sys.version_info[:3])),
@@ -41,7 +46,7 @@ def main() -> None:
     try:
         os.chdir(wanted["folder"])
     except OSError as error:
-        say(**{"is": "problem"}, text=f"the working folder {wanted['folder']}: {error.strerror}")
+        send(**{"is": "problem"}, text=f"the working folder {wanted['folder']}: {error.strerror}")
         sys.exit(3)
     environment = dict(os.environ)
     path = environment.get("PATH", os.defpath)

@@ -1,10 +1,11 @@
 """The processes through which the launcher reaches its nodes, and the one thread that reads from and writes to all.
 
 [Note: One thread for all connections]
-A node costs three descriptors and no thread, so that a thousand of them fit. Nothing here waits for a single node: what
-one does not read stays in its outbox. Signs of life are sent from this thread, so that a screen on which the launcher
-waits does not make it seem dead. A node that says more than the launcher prints is not read from until that is
-printed; all others are, so that a flood from one does not hide the silence of another.
+A node costs three descriptors and no thread, so that a thousand nodes fit. The thread never waits for a single node:
+what a node does not read stays in its outbox. The thread also sends the heartbeats, so that a launcher which waits for
+a slow screen does not seem dead. If a node's output comes faster than the launcher prints it, the thread stops reading
+from that node until the output is printed. All other nodes are still read from, so that a flood from one node does not
+hide the silence of another.
 """
 
 from __future__ import annotations
@@ -22,92 +23,109 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from zeroengine.errors import LaunchError
-from zeroengine.launch.cluster.protocol import BEAT, MARK, Lines, Message, decode, encode
+from zeroengine.launch.cluster.protocol import (
+    HEARTBEAT_INTERVAL_S,
+    MESSAGE_PREFIX,
+    LineSplitter,
+    Message,
+    decode,
+    encode,
+)
 
-QUOTED = 5  # lines of what ssh said that are kept
-LAST_WORDS_S = 1.0  # for what it said at its end to arrive; a process that it leaves behind may keep the pipe open
-BACKLOG = 1 << 18  # bytes of one node's messages that may wait for the launcher
-OVERHEAD = 100  # bytes that a message counts for besides its own
-TICK = 0.1  # seconds between two looks at clocks
-CHUNK = 1 << 16
-DESCRIPTORS = 3  # of a connection
-SPARE_DESCRIPTORS = 100  # for everything else
+MAX_ERROR_LINES = 5  # of ssh's stderr that are kept
+# How long stderr may arrive after stdout has ended. A process that ssh leaves behind may keep the pipe open.
+STDERR_TIMEOUT_S = 1.0
+MAX_BACKLOG_BYTES = 1 << 18  # of one node's messages that wait for the launcher
+MESSAGE_OVERHEAD_BYTES = 100  # of memory, besides a message's own bytes
+POLL_INTERVAL_S = 0.1
+READ_BYTES = 1 << 16
+DESCRIPTORS_PER_CONNECTION = 3
+SPARE_DESCRIPTORS = 100  # for everything else in the launcher
 
 
-class Connection:
-    """A process such as ssh, its stdin, stdout and stderr. The thread of `Connections` uses the pipes, nobody else.
+class ConnectionProcess:
+    """A process such as ssh, with its stdin, stdout and stderr. Only `ConnectionThread` uses the pipes.
+
+    Args:
+        command: The command.
+        receive: Called on the connections' thread with each message and its size in bytes.
 
     Attributes:
-        heard: `time.monotonic` of the last sign of life.
-        clock: seconds that the node's `time.monotonic` is behind this one's, by the quickest message: one that is on
-            its way for long makes it seem to be further behind.
-        said: the last lines of its stderr.
+        last_heard: `time.monotonic` of the last output.
+        clock_offset_s: Seconds to add to the node's `time.monotonic` for this machine's. The smallest offset of all
+            messages counts: a message that is delayed makes the offset seem larger.
+        last_errors: The last lines of its stderr.
 
     Raises:
-        OSError: the process cannot be started.
+        OSError: The process cannot be started.
     """
 
     def __init__(self, command: Sequence[str], receive: Callable[[Message, int], None]) -> None:
-        self.heard, self.clock = time.monotonic(), math.inf
-        self.said: deque[str] = deque(maxlen=QUOTED)
+        self.last_heard, self.clock_offset_s = time.monotonic(), math.inf
+        self.last_errors: deque[str] = deque(maxlen=MAX_ERROR_LINES)
         self.process = subprocess.Popen(
             command,
             bufsize=0,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is ours to pass on
+            # Ctrl-C must reach the launcher alone, which then ends the nodes in order.
+            start_new_session=True,
         )
         assert self.process.stdin and self.process.stdout and self.process.stderr
         self.input, self.output, self.errors = self.process.stdin, self.process.stdout, self.process.stderr
         for pipe in (self.input, self.output, self.errors):
             os.set_blocking(pipe.fileno(), False)
         self.outbox = bytearray()
-        self.closing = False  # stdin is to be closed once the outbox is empty
-        self.backlog = 0  # bytes of messages that the launcher has not taken yet
-        self.ended_at: float | None = None  # when its stdout ended
-        self.lock = threading.Lock()  # of outbox, closing and backlog
+        self.closing = False  # stdin is closed once the outbox is empty
+        self.backlog_bytes = 0  # of messages that the launcher has not handled yet
+        self.output_ended_at: float | None = None
+        self.lock = threading.Lock()  # guards outbox, closing and backlog_bytes
         self._receive = receive
-        self._lines = {self.output: Lines(), self.errors: Lines()}
+        self._lines = {self.output: LineSplitter(), self.errors: LineSplitter()}
 
     @property
     def is_closed(self) -> bool:
+        """Whether all three pipes are closed."""
         return self.input.closed and self.output.closed and self.errors.closed
 
     @property
     def is_full(self) -> bool:
-        return self.backlog > BACKLOG
+        """Whether the launcher must handle messages before more are read."""
+        return self.backlog_bytes > MAX_BACKLOG_BYTES
 
-    def taken(self, size: int) -> bool:
-        """The launcher has taken a message; returns whether reading can go on, where it was stopped."""
+    def acknowledge(self, nbytes: int) -> bool:
+        """Record that the launcher has handled a message, and return whether reading can start again."""
         with self.lock:
-            was_full, self.backlog = self.is_full, self.backlog - size
+            was_full, self.backlog_bytes = self.is_full, self.backlog_bytes - nbytes
             return was_full and not self.is_full
 
     def read_output(self, data: bytes) -> None:
-        self.heard = time.monotonic()
+        """Take in new data of stdout."""
+        self.last_heard = time.monotonic()
         for line in self._lines[self.output].feed(data):
             self._read_line(line)
 
     def read_errors(self, data: bytes) -> None:
+        """Take in new data of stderr."""
         for line in self._lines[self.errors].feed(data):
             if text := line.decode(errors="replace").rstrip():
-                self.said.append(text)
+                self.last_errors.append(text)
                 self._hand_on({"is": "text", "text": text}, len(line))
 
     def finish(self, code: int) -> None:
-        """It has ended: what it said last, and that."""
+        """Hand on the last line of stderr, and that the process has ended."""
         self.read_errors(b"\n")
         self._hand_on({"is": "gone", "code": code}, 0)
 
     def flush(self) -> None:
-        """Write what can be written now; what nobody reads any more is dropped."""
+        """Write as much of the outbox as possible now; drop it if nobody reads any more."""
         with self.lock, contextlib.suppress(BlockingIOError):
             if self.input.closed:
                 return
             try:
                 while self.outbox:
-                    del self.outbox[: os.write(self.input.fileno(), self.outbox[:CHUNK])]
+                    del self.outbox[: os.write(self.input.fileno(), self.outbox[:READ_BYTES])]
             except BlockingIOError:
                 raise
             except OSError:
@@ -116,90 +134,99 @@ class Connection:
                 self.input.close()
 
     def _read_line(self, line: bytes) -> None:
-        """A message begins anywhere in a line: what a login script prints may have no end of its own."""
-        text, mark, rest = line.partition(MARK)
+        """Hand on a message, and separately any text before it: a login script may print without a line's end."""
+        text, prefix, rest = line.partition(MESSAGE_PREFIX)
         try:
-            message = decode(rest, "is") if mark else None
-        except ValueError:  # something else was printed in the midst of it
+            message = decode(rest, "is") if prefix else None
+        except ValueError:
+            # Something else was printed in the middle of it.
             text, message = line, None
         if text.strip():
             self._hand_on({"is": "text", "text": text.decode(errors="replace").rstrip()}, len(text))
         if message is not None:
             if "clock" in message:
-                self.clock = min(self.clock, self.heard - message["clock"])
+                self.clock_offset_s = min(self.clock_offset_s, self.last_heard - message["clock"])
             if message["is"] != "beat":
-                message["at"] = self.heard
+                message["at"] = self.last_heard
                 self._hand_on(message, len(rest))
 
-    def _hand_on(self, message: Message, size: int) -> None:
-        size += OVERHEAD
+    def _hand_on(self, message: Message, nbytes: int) -> None:
+        nbytes += MESSAGE_OVERHEAD_BYTES
         with self.lock:
-            self.backlog += size
-        self._receive(message, size)
+            self.backlog_bytes += nbytes
+        self._receive(message, nbytes)
 
 
-class Connections:
-    """Reads from and writes to connections, on a thread of its own, until it is closed.
+class ConnectionThread:
+    """Read from and write to all connections on one thread, until it is closed. See the note above.
 
     Attributes:
-        events: what has come over them: whose, the message, and how many bytes it had.
+        events: What has come over the connections: the owner, the message, and its size in bytes.
     """
 
     def __init__(self) -> None:
         self.events: queue.SimpleQueue[tuple[object, Message, int]] = queue.SimpleQueue()
         self._selector = selectors.DefaultSelector()
-        self._changed: queue.SimpleQueue[Connection] = queue.SimpleQueue()
-        self._open: set[Connection] = set()
-        self._dropped: set[Connection] = set()
+        self._changed: queue.SimpleQueue[ConnectionProcess] = queue.SimpleQueue()
+        self._open: set[ConnectionProcess] = set()
+        self._dropped: set[ConnectionProcess] = set()
+        # Other threads write to this pipe so that the selector returns.
         self._wake_reader, self._wake_writer = os.pipe()
         for end in (self._wake_reader, self._wake_writer):
             os.set_blocking(end, False)
         self._selector.register(self._wake_reader, selectors.EVENT_READ)
-        self._over = False
+        self._closed = False
         self._thread = threading.Thread(target=self._run, name="zero-launch connections", daemon=True)
         self._thread.start()
 
-    def connect(self, owner: object, command: Sequence[str]) -> Connection:
-        """Start the process.
+    def connect(self, owner: object, command: Sequence[str]) -> ConnectionProcess:
+        """Start a process and read from it.
 
         Args:
-            owner: whom `events` names.
+            owner: The owner that `events` names.
+            command: The command.
 
         Raises:
-            OSError: it cannot be started.
+            OSError: The process cannot be started.
         """
-        connection = Connection(command, lambda message, size: self.events.put((owner, message, size)))
+        connection = ConnectionProcess(command, lambda message, nbytes: self.events.put((owner, message, nbytes)))
         self._change(connection)
         return connection
 
-    def send(self, connection: Connection, data: bytes) -> None:
+    def send(self, connection: ConnectionProcess, data: bytes) -> None:
+        """Write to the process's stdin, as soon as it reads. Never waits."""
         with connection.lock:
             if connection.closing:
                 return
             connection.outbox += data
         self._change(connection)
 
-    def end(self, connection: Connection, flush: bool = True) -> None:
-        """Close its stdin, which ends what runs on the node; after what was sent, or at once."""
+    def end(self, connection: ConnectionProcess, flush: bool = True) -> None:
+        """Close the process's stdin, which ends what runs on the node.
+
+        Args:
+            connection: The process.
+            flush: Whether to write first what was sent before.
+        """
         with connection.lock:
             connection.closing = True
             if not flush:
                 connection.outbox.clear()
         self._change(connection)
 
-    def taken(self, connection: Connection, size: int) -> None:
-        """See `Connection.taken`."""
-        if connection.taken(size):
+    def acknowledge(self, connection: ConnectionProcess, nbytes: int) -> None:
+        """Record that the launcher has handled a message of so many bytes."""
+        if connection.acknowledge(nbytes):
             self._change(connection)
 
-    def drop(self, connection: Connection) -> None:
-        """Once its process has been killed: close its pipes, which others may hold open at their end."""
+    def drop(self, connection: ConnectionProcess) -> None:
+        """Close the pipes of a process that was killed; other processes may hold their far ends open."""
         self._dropped.add(connection)
         self._change(connection)
 
     def close(self) -> None:
-        """End the thread, and close every pipe."""
-        self._over = True
+        """End the thread and close every pipe."""
+        self._closed = True
         self._wake()
         self._thread.join()
         for connection in list(self._open):
@@ -208,20 +235,21 @@ class Connections:
         os.close(self._wake_reader)
         os.close(self._wake_writer)
 
-    def _change(self, connection: Connection) -> None:
+    def _change(self, connection: ConnectionProcess) -> None:
         self._changed.put(connection)
         self._wake()
 
     def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # full of earlier wake-ups
+        # A full pipe holds earlier wake-ups, and one is enough.
+        with contextlib.suppress(BlockingIOError):
             os.write(self._wake_writer, b"\n")
 
     def _run(self) -> None:
-        beat = time.monotonic() + BEAT
-        while not self._over:
-            for key, events in self._selector.select(TICK):
+        next_heartbeat = time.monotonic() + HEARTBEAT_INTERVAL_S
+        while not self._closed:
+            for key, events in self._selector.select(POLL_INTERVAL_S):
                 if key.data is None:
-                    os.read(self._wake_reader, CHUNK)
+                    os.read(self._wake_reader, READ_BYTES)
                 elif events & selectors.EVENT_WRITE:
                     self._update(key.data)
                 elif not key.data.is_full:
@@ -229,14 +257,14 @@ class Connections:
             while not self._changed.empty():
                 self._update(self._changed.get())
             now = time.monotonic()
-            if now >= beat:
-                beat = now + BEAT
-                self._beat()
-            for connection in [one for one in self._open if one.ended_at is not None]:
-                self._await_end(connection, now)
+            if now >= next_heartbeat:
+                next_heartbeat = now + HEARTBEAT_INTERVAL_S
+                self._send_heartbeats()
+            for connection in [c for c in self._open if c.output_ended_at is not None]:
+                self._finish_if_ended(connection, now)
 
-    def _update(self, connection: Connection) -> None:
-        """After a change, or when it can be written to: write, and wait for what is to be waited for now."""
+    def _update(self, connection: ConnectionProcess) -> None:
+        """Write what can be written, and select the pipes that matter now."""
         if connection in self._dropped:
             self._close(connection)
             return
@@ -250,16 +278,16 @@ class Connections:
             if not pipe.closed:
                 self._watch(connection, pipe, 0 if connection.is_full else selectors.EVENT_READ)
 
-    def _watch(self, connection: Connection, pipe: object, events: int) -> None:
+    def _watch(self, connection: ConnectionProcess, pipe: object, events: int) -> None:
         watched = self._selector.get_map().get(pipe)  # type: ignore[call-overload]
         if watched is None and events:
             self._selector.register(pipe, events, connection)  # type: ignore[arg-type]
         elif watched is not None and not events:
             self._selector.unregister(pipe)  # type: ignore[arg-type]
 
-    def _read(self, connection: Connection, pipe: object) -> None:
+    def _read(self, connection: ConnectionProcess, pipe: object) -> None:
         try:
-            data = os.read(pipe.fileno(), CHUNK)  # type: ignore[attr-defined]
+            data = os.read(pipe.fileno(), READ_BYTES)  # type: ignore[attr-defined]
         except BlockingIOError:
             return
         except OSError:
@@ -269,7 +297,7 @@ class Connections:
                 connection.read_output(data)
             else:
                 connection.read_output(b"\n")
-                connection.ended_at = time.monotonic()
+                connection.output_ended_at = time.monotonic()
         elif data:
             connection.read_errors(data)
         if not data:
@@ -278,15 +306,16 @@ class Connections:
         if connection.is_full:
             self._update(connection)
 
-    def _await_end(self, connection: Connection, now: float) -> None:
-        """Its stdout has ended: hand on how, once the process and its stderr have ended as well."""
+    def _finish_if_ended(self, connection: ConnectionProcess, now: float) -> None:
+        """Report the end of a process whose stdout has ended, once the process and its stderr have ended as well."""
         code = connection.process.poll()
-        assert connection.ended_at is not None
-        if code is not None and (connection.errors.closed or now > connection.ended_at + LAST_WORDS_S):
+        assert connection.output_ended_at is not None
+        errors_are_complete = connection.errors.closed or now > connection.output_ended_at + STDERR_TIMEOUT_S
+        if code is not None and errors_are_complete:
             self._close(connection)
             connection.finish(code)
 
-    def _close(self, connection: Connection) -> None:
+    def _close(self, connection: ConnectionProcess) -> None:
         self._dropped.discard(connection)
         self._open.discard(connection)
         for pipe in (connection.input, connection.output, connection.errors):
@@ -294,32 +323,39 @@ class Connections:
                 self._watch(connection, pipe, 0)
                 pipe.close()
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         now = time.monotonic()
         for connection in list(self._open):
             if connection.is_full:
-                connection.heard = now  # more of it is there to be read
+                # More output is waiting to be read, so the node is alive.
+                connection.last_heard = now
             with connection.lock:
-                if not connection.outbox and not connection.closing:  # not on top of what it does not read
+                # A heartbeat behind data that the node does not read would only add to them.
+                if not connection.outbox and not connection.closing:
                     connection.outbox += encode({"do": "beat"})
             self._update(connection)
 
 
-def allow_descriptors(count: int, what: str) -> None:
-    """Raise this process's limit of open files, if need be, to `count` more than a process needs anyway.
+def allow_descriptors(count: int, purpose: str) -> None:
+    """Raise this process's limit of open files, if necessary, to `count` more than it needs anyway.
+
+    Args:
+        count: The number of further files.
+        purpose: What they are for, in words for the message.
 
     Raises:
-        LaunchError: so many are not allowed; `what` says for what they are.
+        LaunchError: The system does not allow so many.
     """
     wanted = count + SPARE_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return
-    enough = hard == resource.RLIM_INFINITY or hard >= wanted
+    hard_is_enough = hard == resource.RLIM_INFINITY or hard >= wanted
     try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard if enough else wanted))
-    except (OSError, ValueError):  # only root may raise the hard limit
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard if hard_is_enough else wanted))
+    except (OSError, ValueError):
+        # Only root may raise the hard limit.
         raise LaunchError(
-            f"{what} need {wanted} open files, and {hard} are allowed here. Allow more (ulimit -n {wanted}, or nofile "
-            "in /etc/security/limits.conf), or start fewer"
+            f"{purpose} need {wanted} open files, and {hard} are allowed here. Allow more (ulimit -n {wanted}, or "
+            "nofile in /etc/security/limits.conf), or start fewer"
         ) from None

@@ -1,4 +1,4 @@
-"""Which environment variables reach the ranks on other hosts: an explicit list, and nothing else."""
+"""Choose the environment variables that reach the ranks on other hosts: an explicit list, and nothing else."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from zeroengine.errors import LaunchError
 
-FORWARDED = (
+FORWARDED_PATTERNS = (
     "NCCL_*",
     "GLOO_*",
     "OMP_*",
@@ -22,57 +22,82 @@ FORWARDED = (
     "PYTHONPATH",
     "LD_LIBRARY_PATH",
 )
-FILE = ".zero_env"
-NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+ENVIRONMENT_FILE = ".zero_env"
+VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-def collect(options: Sequence[str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What the ranks elsewhere are given: the list above, then `.zero_env` (here or at home), then `--env` options.
+def forwarded_variables(options: Sequence[str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the variables of ranks on other hosts: the patterns above, then those of `explicit_variables`.
+
+    Args:
+        options: The values of `--env`.
+        environ: The launcher's environment.
 
     Raises:
-        LaunchError: an option or a line of the file is malformed, or names a variable that is not set here.
+        LaunchError: See `explicit_variables`.
     """
-    found = {name: value for name, value in environ.items() if any(fnmatch.fnmatchcase(name, p) for p in FORWARDED)}
-    return found | extra(options, environ)
+    variables = {
+        name: value
+        for name, value in environ.items()
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in FORWARDED_PATTERNS)
+    }
+    return variables | explicit_variables(options, environ)
 
 
-def extra(options: Sequence[str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables of `.zero_env` and of `--env` alone."""
-    found: dict[str, str] = {}
+def explicit_variables(options: Sequence[str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the variables of `.zero_env`, at home and in the working folder, and of `--env`; later ones win.
+
+    Raises:
+        LaunchError: An option or a line of the file is malformed, or names a variable that is not set here.
+    """
+    variables: dict[str, str] = {}
     for folder in (Path.home(), Path.cwd()):
-        path = folder / FILE
+        path = folder / ENVIRONMENT_FILE
         if path.is_file():
-            found |= parse_file(path, environ)
+            variables |= parse_environment_file(path, environ)
     for option in options:
-        name, value = parse(option, f"--env {option.partition('=')[0]}", environ)
-        found[name] = value
-    return found
+        name, value = parse_variable(option, f"--env {option.partition('=')[0]}", environ)
+        variables[name] = value
+    return variables
 
 
-def parse_file(path: Path, environ: Mapping[str, str]) -> dict[str, str]:
-    """Lines `NAME=VALUE`, the value as it stands to the line's end, or `NAME` for the value that it has here."""
-    found = {}
+def parse_environment_file(path: Path, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a file of lines `NAME=VALUE`, unquoted, or `NAME` for the value in `environ`.
+
+    Raises:
+        LaunchError: The file cannot be read, or a line is malformed.
+    """
+    variables = {}
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise LaunchError(f"{path}: cannot be read ({error})") from None
     for number, line in enumerate(lines, 1):
         if line.strip() and not line.lstrip().startswith("#"):
-            name, value = parse(line.lstrip(), f"{path}, line {number}", environ)
-            found[name] = value
-    return found
+            name, value = parse_variable(line.lstrip(), f"{path}, line {number}", environ)
+            variables[name] = value
+    return variables
 
 
-def parse(text: str, where: str, environ: Mapping[str, str]) -> tuple[str, str]:
-    """Values are kept out of messages: they may be secret."""
+def parse_variable(text: str, source: str, environ: Mapping[str, str]) -> tuple[str, str]:
+    """Return the name and value of `NAME=VALUE`, or of `NAME` with its value in `environ`.
+
+    Args:
+        text: The variable as it was written.
+        source: What names it in messages. They never show a value, since it may be secret.
+        environ: The launcher's environment.
+
+    Raises:
+        LaunchError: It is malformed or not set.
+    """
     name, equals, value = text.partition("=")
     name = name if equals else name.strip()
-    if not NAME.fullmatch(name):
+    if not VARIABLE_NAME.fullmatch(name):
         raise LaunchError(
-            f"{where}: {name!r} is no variable's name. Write NAME=VALUE, or NAME for the value it has here"
+            f"{source}: {name!r} is no variable's name. Write NAME=VALUE, or NAME for the value it has here"
         )
     if equals:
         return name, value
     if name not in environ:
-        raise LaunchError(f"{where}: {name} is not set here. Set it, or write {name}=VALUE")
+        raise LaunchError(f"{source}: {name} is not set here. Set it, or write {name}=VALUE")
     return name, environ[name]

@@ -1,43 +1,44 @@
-"""What an elastic run does about nodes that are lost again and again: pauses, puts nodes aside, and at last ends."""
+"""Decide what an elastic run does about nodes that are lost repeatedly: it pauses, excludes nodes, and at last ends."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before the next round after one without a step
-SPOILT_ROUNDS = 2  # that a node may spoil within ASIDE seconds before it is put aside
-ASIDE = 600.0  # seconds for which it is
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # before the next round, after one without a step
+LOSSES_TO_EXCLUSION = 2  # of one node, within EXCLUSION_S
+EXCLUSION_S = 600.0
 
 
 @dataclass
-class IdleRounds:
-    """The rounds in a row in which nodes were lost before a step was taken."""
+class IdleRoundCounter:
+    """Count the rounds in a row in which nodes were lost before a step was taken."""
 
-    most: int
+    limit: int
     count: int = 0
 
-    def add(self, stepped: bool) -> None:
-        """Take in how a round ended; one with a step is progress, and the count begins again."""
+    def record_round(self, stepped: bool) -> None:
+        """Count a round that has ended; a round with a step is progress and sets the count to zero."""
         self.count = 0 if stepped else self.count + 1
 
     @property
-    def are_too_many(self) -> bool:
-        return self.count >= self.most
+    def limit_reached(self) -> bool:
+        """Whether the run should end."""
+        return self.count >= self.limit
 
     @property
-    def pause(self) -> float:
-        """Seconds to wait before the next round."""
-        return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** (self.count - 1)) if self.count else 0.0
+    def pause_s(self) -> float:
+        """The seconds to wait before the next round."""
+        return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (self.count - 1)) if self.count else 0.0
 
 
 @dataclass
-class SpoiltRounds:
-    """When each node, by its label, was lost in a round (`time.monotonic`)."""
+class NodeLossHistory:
+    """Remember when each node was lost, as `time.monotonic` by the node's label."""
 
     times: dict[str, list[float]] = field(default_factory=dict)
 
-    def add(self, label: str, now: float) -> bool:
-        """Take in that the node was lost; whether it is to be put aside for that."""
-        recent = [time for time in self.times.get(label, []) if time > now - ASIDE]
+    def record_loss(self, label: str, now: float) -> bool:
+        """Record that the node was lost, and return whether it should be excluded for a while."""
+        recent = [time for time in self.times.get(label, []) if time > now - EXCLUSION_S]
         self.times[label] = [*recent, now]
-        return len(self.times[label]) >= SPOILT_ROUNDS
+        return len(self.times[label]) >= LOSSES_TO_EXCLUSION

@@ -1,7 +1,7 @@
-"""A node's end of a launcher's connection: does what it is told, and ends everything when the launcher is gone.
+"""A node's end of the connection to the launcher: do what the launcher says, and end everything when it is gone.
 
-The launcher is gone when stdin ends or nothing came over it for SILENCE seconds. Then the ranks are ended as after
-SIGTERM; should this process be stuck, it ends itself and the guard does the rest.
+The launcher is gone if stdin ends, or if nothing has come over it for `--node-timeout` seconds. Then the ranks are
+ended as after SIGTERM. If this process is stuck, it ends itself, and the guard ends the ranks.
 """
 
 from __future__ import annotations
@@ -20,186 +20,248 @@ from typing import Any, NoReturn
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from zeroengine.errors import LaunchError, ZeroEngineError
-from zeroengine.launch.cluster import versions
-from zeroengine.launch.cluster.protocol import BEAT, MARK, SILENCE, Lines, Message, Writer, decode, to_text
-from zeroengine.launch.local import agent, core_binding, job, network, signals, worker
+from zeroengine.launch.cluster.protocol import (
+    HEARTBEAT_INTERVAL_S,
+    NODE_TIMEOUT_S,
+    LineSplitter,
+    Message,
+    MessageWriter,
+    decode,
+    to_text,
+)
+from zeroengine.launch.cluster.versions import installed_versions
+from zeroengine.launch.local.agent import POLL_INTERVAL_S, run_ranks
+from zeroengine.launch.local.core_binding import cores_by_rank
+from zeroengine.launch.local.job import (
+    LOOPBACK,
+    Job,
+    check_config,
+    check_target,
+    count_gpus,
+    omp_threads,
+    worker_command,
+)
+from zeroengine.launch.local.network import (
+    drop_pending_connections,
+    interface_of,
+    open_listener,
+    own_address,
+    try_connection,
+)
 from zeroengine.launch.local.pipes import Pipes
-from zeroengine.launch.local.rank import GRACE, Outcome
-from zeroengine.launch.local.rendezvous import Place, Rendezvous
+from zeroengine.launch.local.rank import SIGKILL_TIMEOUT_S, RunOutcome
+from zeroengine.launch.local.rendezvous import NodeAssignment, Rendezvous
+from zeroengine.launch.local.signals import FORWARDED_SIGNALS, STOP_SIGNALS, ignore_signals
+from zeroengine.launch.local.worker import BIND_VARIABLE
 
-LAST_WORDS = 2 * GRACE + 2.0  # seconds for an orderly end once the launcher is gone
+ORDERLY_END_TIMEOUT_S = 2 * SIGKILL_TIMEOUT_S + 2.0  # once the launcher is gone
 
 
-class Told:
-    """What the launcher has said so far. See `agent.Orders`."""
+class LauncherOrders:
+    """The launcher's messages to this node so far. It is the `Coordinator` of the node's agent.
 
-    def __init__(self, writer: Writer) -> None:
-        self._writer, self._silence = writer, SILENCE
-        self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        self._stop: signal.Signals | None = None
+    One thread reads the messages, another sends heartbeats. The main thread takes the next task with `next_task`.
+    """
+
+    def __init__(self, writer: MessageWriter) -> None:
+        self._writer, self._timeout_s = writer, NODE_TIMEOUT_S
+        self._tasks: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._stop_signal: signal.Signals | None = None
         self._released = threading.Event()
-        self._gone = False
-        threading.Thread(target=self._listen, name="zero-launch orders", daemon=True).start()
-        threading.Thread(target=self._beat, name="zero-launch beat", daemon=True).start()
+        self._launcher_is_gone = False
+        threading.Thread(target=self._read_messages, name="zero-launch orders", daemon=True).start()
+        threading.Thread(target=self._send_heartbeats, name="zero-launch beat", daemon=True).start()
 
-    def next(self) -> Message | None:
-        """The next thing to do; None when the launcher is gone."""
-        return self._messages.get()
+    def next_task(self) -> Message | None:
+        """Wait for the next task and return it; None when the launcher is gone."""
+        return self._tasks.get()
 
-    def check(self) -> None:
-        if self._stop is not None:
-            raise SignalException("the launcher said so", self._stop)
+    def check_stop(self) -> None:
+        """Return if the ranks may go on.
 
-    def stepped(self) -> None:
+        Raises:
+            SignalException: The launcher has said that the ranks must end, or is gone.
+        """
+        if self._stop_signal is not None:
+            raise SignalException("the launcher said so", self._stop_signal)
+
+    def report_step(self) -> None:
+        """Tell the launcher that a rank of this node has taken a step."""
         self._writer.send({"is": "stepped"})
 
-    def finished(self) -> None:
+    def wait_for_other_nodes(self) -> None:
+        """Tell the launcher that all ranks here have succeeded, and wait until it releases this node."""
         self._writer.send({"is": "finished"})
-        while not self._released.wait(agent.POLL):
-            self.check()
+        while not self._released.wait(POLL_INTERVAL_S):
+            self.check_stop()
 
     def _take(self, message: Message) -> None:
         if message["do"] == "stop":
-            self._stop = signal.Signals(message["signal"])
+            self._stop_signal = signal.Signals(message["signal"])
         elif message["do"] == "signal":
-            os.kill(os.getpid(), message["signal"])  # the main thread passes it on
+            # The main thread handles the signal as if it had come from outside, and forwards it to the ranks.
+            os.kill(os.getpid(), message["signal"])
         elif message["do"] == "release":
             self._released.set()
         elif message["do"] != "beat":
-            self._silence = message.get("silence", self._silence)
-            if message["do"] == "run":  # what was said about the last one is over
-                self._stop = None
+            self._timeout_s = message.get("silence", self._timeout_s)
+            if message["do"] == "run":
+                # What the launcher said about the round before is over.
+                self._stop_signal = None
                 self._released.clear()
-            self._messages.put(message)
+            self._tasks.put(message)
 
-    def _listen(self) -> None:
-        lines = Lines()
+    def _read_messages(self) -> None:
+        lines = LineSplitter()
         try:
-            while select.select([0], [], [], self._silence)[0]:
+            while select.select([0], [], [], self._timeout_s)[0]:
                 data = os.read(0, 1 << 16)
                 if not data:
                     break
                 for line in lines.feed(data):
                     self._take(decode(line, "do"))
         finally:
-            self._gone, self._stop = True, signal.SIGTERM
-            self._messages.put(None)
-            time.sleep(LAST_WORDS)
+            self._launcher_is_gone, self._stop_signal = True, signal.SIGTERM
+            self._tasks.put(None)
+            # The main thread ends the ranks and this process. Should it be stuck, the guard ends the ranks.
+            time.sleep(ORDERLY_END_TIMEOUT_S)
             os._exit(1)
 
-    def _beat(self) -> None:
-        while not self._gone:
+    def _send_heartbeats(self) -> None:
+        while not self._launcher_is_gone:
             self._writer.send({"is": "beat", "clock": time.monotonic()})
-            time.sleep(BEAT)
+            time.sleep(HEARTBEAT_INTERVAL_S)
 
 
-class Node:
-    """Listens for others, reaches the first of them, runs the ranks: each when it is told to."""
+class NodeServer:
+    """Carry out the launcher's tasks on this node: open the store's port, reach the first node, run the ranks."""
 
-    def __init__(self, told: Told, writer: Writer) -> None:
-        self._told, self._writer = told, writer
+    def __init__(self, orders: LauncherOrders, writer: MessageWriter) -> None:
+        self._orders, self._writer = orders, writer
         self._listener: socket.socket | None = None
         self._interface: str | None = None
 
-    def listen(self, message: Message) -> None:
+    def carry_out(self, message: Message) -> None:
+        """Carry out one task.
+
+        Raises:
+            LaunchError: The task cannot be done; the launcher shows the message.
+            OSError: The system does not allow it.
+        """
+        if message["do"] == "facts":
+            self._writer.send(node_facts(message))
+        else:
+            {"listen": self._listen, "reach": self._reach, "run": self._run}[message["do"]](message)
+
+    def _listen(self, message: Message) -> None:
+        """Open the port of the store on the first node, and answer with address and port."""
         if self._listener is not None:
             self._listener.close()
         connection = os.environ.get("SSH_CONNECTION", "").split()
         reached_at = connection[2] if len(connection) == 4 else None
-        address = message["address"] or network.own_address(reached_at, message["others"])
+        address = message["address"] or own_address(reached_at, message["others"])
         host = ""
-        if not message["others"] and not message["address"]:  # then nobody else is to reach it
-            host = address = job.HOST
-        self._listener = network.listen(message["port"], host)
+        if not message["others"] and not message["address"]:
+            # This is the only node, and nobody else should reach the store.
+            host = address = LOOPBACK
+        self._listener = open_listener(message["port"], host)
         port: int = self._listener.getsockname()[1]
         if message["address"]:
             try:
-                network.reach(address, port)  # its own ranks, too, look for the store there
+                # The ranks of this node look for the store at the given address as well.
+                try_connection(address, port)
             except OSError as error:
-                why = error.strerror or error
-                raise LaunchError(f"--master-addr {address} does not lead to this node ({why}). Leave it out") from None
-        self._interface = network.interface_of(address)
+                reason = error.strerror or error
+                raise LaunchError(
+                    f"--master-addr {address} does not lead to this node ({reason}). Leave it out"
+                ) from None
+        self._interface = interface_of(address)
         self._writer.send({"is": "answer", "address": address, "port": port})
 
-    def reach(self, message: Message) -> None:
+    def _reach(self, message: Message) -> None:
+        """See that this node reaches the first one, and remember the interface on the way there."""
         address, port = message["address"], message["port"]
         try:
-            own = network.reach(address, port)
+            own = try_connection(address, port)
         except OSError as error:
-            why = error.strerror or error
-            raise OSError(f"{address} port {port} on the first node cannot be reached ({why})") from None
-        self._interface = network.interface_of(own)
+            reason = error.strerror or error
+            raise OSError(f"{address} port {port} on the first node cannot be reached ({reason})") from None
+        self._interface = interface_of(own)
         self._writer.send({"is": "answer"})
 
-    def run(self, message: Message) -> None:
-        place, nproc = Place(**message["place"]), message["nproc"]
+    def _run(self, message: Message) -> None:
+        """Run the ranks of this node to their end, and report how they ended."""
+        assignment, nproc = NodeAssignment(**message["place"]), message["nproc"]
         environment: dict[str, str] = dict(message["environment"])
-        environment |= {"ZEROENGINE_HOST": message["host"], "OMP_NUM_THREADS": job.threads(nproc)}
-        if place.nodes > 1 and self._interface is not None:
+        environment |= {"ZEROENGINE_HOST": message["host"], "OMP_NUM_THREADS": omp_threads(nproc)}
+        if assignment.nodes > 1 and self._interface is not None:
             environment["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", self._interface)
         if message["bind"]:
-            environment[worker.BIND] = core_binding.shares(message["bind"], nproc)
-        command = job.command(message["target"], message["arguments"], message["module"])
+            environment[BIND_VARIABLE] = cores_by_rank(message["bind"], nproc)
+        command = worker_command(message["target"], message["arguments"], message["module"])
         listener, self._listener = self._listener, None
-        if listener is not None and place.node == 0:
-            network.forget_callers(listener)
-        rendezvous = Rendezvous(place, listener if place.node == 0 else None)
-        with Pipes(nproc, self._output) as pipes:
-            outcome = agent.run(job.Job(nproc, command, environment), pipes, rendezvous, self._told)
-        ended = {"failures": describe(outcome), "interrupted": outcome.interrupted, "clock": time.monotonic()}
+        if listener is not None and assignment.node == 0:
+            # The other nodes' test connections would look like ranks to the store.
+            drop_pending_connections(listener)
+        rendezvous = Rendezvous(assignment, listener if assignment.node == 0 else None)
+        with Pipes(nproc, self._send_output) as pipes:
+            outcome = run_ranks(Job(nproc, command, environment), pipes, rendezvous, self._orders)
+        ended = {"failures": failure_messages(outcome), "interrupted": outcome.interrupted, "clock": time.monotonic()}
         self._writer.send({"is": "ended", **ended})
 
-    def _output(self, rank: int, target: int, data: bytes) -> None:
+    def _send_output(self, rank: int, target: int, data: bytes) -> None:
         self._writer.send({"is": "output", "rank": rank, "target": target, "data": to_text(data)})
 
 
-def describe(outcome: Outcome) -> list[dict[str, Any]]:
-    """Failures with their times by this node's clock."""
+def failure_messages(outcome: RunOutcome) -> list[dict[str, Any]]:
+    """Return the failures as messages, with their times by this node's clock."""
     return [
         {"rank": f.rank, "time": f.time, "code": f.code, "summary": f.summary, "text": f.text} for f in outcome.failures
     ]
 
 
-def facts(message: Message) -> Message:
-    """What the launcher compares between nodes."""
+def node_facts(message: Message) -> Message:
+    """Return what the launcher compares between nodes: versions, GPUs, the script and the configuration."""
     missing, config_error = [], None
     config, overrides = message["config"], message["overrides"]
     if config is not None and not os.access(config, os.R_OK):
         missing.append(f"{config}: cannot be read")
     elif overrides is not None:
         try:
-            job.check_config(config, overrides)
+            check_config(config, overrides)
         except ZeroEngineError as error:
             config_error = str(error)
     try:
-        (job.find_module if message["module"] else job.find_script)(message["target"])
+        check_target(message["target"], message["module"])
     except LaunchError as error:
         missing.append(str(error))
-    gpus = 0 if message["cpu"] else job.count_gpus()
-    found = {"versions": versions.installed(), "gpus": gpus, "missing": missing, "config_error": config_error}
-    return {"is": "facts", **found}
+    gpus = 0 if message["cpu"] else count_gpus()
+    facts = {"versions": installed_versions(), "gpus": gpus, "missing": missing, "config_error": config_error}
+    return {"is": "facts", **facts}
 
 
 def main() -> None:
+    """Serve the launcher on stdin and stdout until it is gone."""
+    # Messages go to a copy of stdout. Whatever else prints to stdout, such as a library, prints to stderr.
     fd = os.dup(1)
-    os.dup2(2, 1)  # what libraries print is no message
-    writer = Writer(fd, MARK)
-    for number in agent.SIGNALS:
-        signal.signal(number, interrupted)
-    signals.ignore()
-    told = Told(writer)
-    node = Node(told, writer)
-    while (message := told.next()) is not None:
+    os.dup2(2, 1)
+    writer = MessageWriter(fd)
+    for number in STOP_SIGNALS:
+        signal.signal(number, exit_on_signal)
+    # Slurm may send these before any rank runs, and they must not end the node.
+    ignore_signals(FORWARDED_SIGNALS)
+    orders = LauncherOrders(writer)
+    server = NodeServer(orders, writer)
+    while (message := orders.next_task()) is not None:
         try:
-            if message["do"] == "facts":
-                writer.send(facts(message))
-            else:
-                {"listen": node.listen, "reach": node.reach, "run": node.run}[message["do"]](message)
+            server.carry_out(message)
         except (OSError, LaunchError) as error:
             writer.send({"is": "problem", "text": str(error)})
     sys.stdout.flush()
-    os._exit(0)  # not waiting for the threads
+    # An ordinary exit would wait for the threads.
+    os._exit(0)
 
 
-def interrupted(number: int, _: FrameType | None) -> NoReturn:
+def exit_on_signal(number: int, _: FrameType | None) -> NoReturn:
+    """End this process at once. The handler applies while no ranks run."""
     os._exit(128 + number)

@@ -9,28 +9,41 @@ import time
 from pathlib import Path
 
 from zeroengine.launch.cluster import bootstrap
-from zeroengine.launch.cluster.connections import Connection, Connections
+from zeroengine.launch.cluster.connections import ConnectionProcess, ConnectionThread
 from zeroengine.launch.cluster.hosts import Host
 from zeroengine.launch.cluster.protocol import Message, encode
-from zeroengine.launch.cluster.shells import Shell
+from zeroengine.launch.cluster.shells import RemoteShell
 
-RETRY = 3.0  # seconds between two attempts to reach a node that was lost
+RETRY_INTERVAL_S = 3.0  # between two attempts to reach a node that was lost
 
 
-class Link:
+class NodeConnection:
     """One node as the launcher sees it. Only the launcher's main thread uses it.
 
+    Args:
+        host: The node's host.
+        shell: The program that reaches it.
+        introduction: The first message to the node: its folder and environment.
+        connections: The thread that reads and writes.
+
     Attributes:
-        began: `time.monotonic` of `connect`; None before.
-        lost: why the node is not there any more, in words; None while it is.
-        refused: whether it is lost because it lacks something, and not because it does not answer.
+        connecting_since: `time.monotonic` of `connect`; None before.
+        hello: The node's first message, from bootstrap.py; None before it has come.
+        facts: The node's answer about itself; None before.
+        answer: The node's answer to the last short question; None before.
+        lost: Why the node is lost, in words; None while it is not.
+        refused: Whether it is lost because it lacks something, and not because it does not answer.
         retry_at: `time.monotonic` before which a lost node is not connected to again.
-        running: whether its ranks run now.
+        running: Whether its ranks run now.
+        ended: How the node's ranks ended in this round; None before.
+        stepped: Whether one of the ranks has taken a step in this round.
+        finished: Whether all ranks of the node have succeeded and wait for those of the other nodes.
+        stopped: Whether the launcher has told the node to end its ranks.
     """
 
-    def __init__(self, host: Host, shell: Shell, wanted: Message, connections: Connections) -> None:
+    def __init__(self, host: Host, shell: RemoteShell, introduction: Message, connections: ConnectionThread) -> None:
         self.host = host
-        self.began: float | None = None
+        self.connecting_since: float | None = None
         self.hello: Message | None = None
         self.facts: Message | None = None
         self.answer: Message | None = None
@@ -38,97 +51,107 @@ class Link:
         self.refused = False
         self.retry_at = 0.0
         self.running = False
-        self.begin(0, 0)
-        self._shell, self._wanted, self._connections = shell, wanted, connections
-        self._connection: Connection | None = None
+        self.assign_ranks(0, 0)
+        self._shell, self._introduction, self._connections = shell, introduction, connections
+        self._connection: ConnectionProcess | None = None
 
     @property
-    def heard(self) -> float:
-        """See `Connection`."""
-        return self._connection.heard if self._connection else math.inf
+    def last_heard(self) -> float:
+        """See `ConnectionProcess`."""
+        return self._connection.last_heard if self._connection else math.inf
 
     @property
-    def clock(self) -> float:
-        """See `Connection`."""
-        return self._connection.clock if self._connection else math.inf
+    def clock_offset_s(self) -> float:
+        """See `ConnectionProcess`."""
+        return self._connection.clock_offset_s if self._connection else math.inf
 
     @property
     def is_connecting(self) -> bool:
-        return self.began is not None and self.hello is None and self.lost is None
+        """Whether the node is being connected to and has not answered yet."""
+        return self.connecting_since is not None and self.hello is None and self.lost is None
 
     @property
     def ranks(self) -> range:
+        """The ranks of the node in this round."""
         return range(self.first_rank, self.first_rank + self.nproc)
 
     def connect(self) -> None:
-        """Start the process that connects to the node, and send it what a node begins with."""
-        self.began = time.monotonic()
+        """Start the process that connects to the node, and send it the node's first program."""
+        self.connecting_since = time.monotonic()
         try:
             self._connection = self._connections.connect(self, self._shell.starter(self.host.name))
         except OSError as error:
             self.lose(f"{self._shell.name} cannot be started: {error.strerror}")
             return
         source = Path(bootstrap.__file__).read_text()
-        self._connections.send(self._connection, f"exec({source!r})\n".encode() + encode(self._wanted))
+        self._connections.send(self._connection, f"exec({source!r})\n".encode() + encode(self._introduction))
 
-    def begin(self, first_rank: int, nproc: int) -> None:
-        """Before a round, in which the node has these ranks."""
+    def assign_ranks(self, first_rank: int, nproc: int) -> None:
+        """Begin a round, in which the node has these ranks."""
         self.first_rank, self.nproc = first_rank, nproc
-        self.ended: Message | None = None  # how its ranks ended
-        self.stepped = False  # one of them has taken a step
-        self.finished = False  # all of them well, and the others are waited for
-        self.stopped = False  # told to end them
+        self.ended: Message | None = None
+        self.stepped = False
+        self.finished = False
+        self.stopped = False
 
     def send(self, message: Message) -> None:
+        """Send the node a message, unless it is lost."""
         if self.lost is None and self._connection is not None:
             self._connections.send(self._connection, encode(message))
 
-    def taken(self, size: int) -> None:
-        """So many bytes of what came over the connection have been dealt with."""
+    def acknowledge(self, nbytes: int) -> None:
+        """Record that the launcher has handled so many bytes of what came over the connection."""
         if self._connection is not None:
-            self._connections.taken(self._connection, size)
+            self._connections.acknowledge(self._connection, nbytes)
 
-    def lose(self, why: str) -> None:
-        """From now on the node is not there; its end of the connection, if any, will end its ranks."""
+    def lose(self, reason: str) -> None:
+        """Give the node up. If it still runs, it ends its ranks when its connection ends."""
         if self.lost is None:
-            self.lost = why
-            self.retry_after(RETRY)
+            self.lost = reason
+            self.retry_after(RETRY_INTERVAL_S)
             if self._connection is not None:
                 self._connections.end(self._connection, flush=False)
 
     def retry_after(self, seconds: float) -> None:
+        """Do not connect to the lost node again before so many seconds have passed."""
         self.retry_at = time.monotonic() + seconds
 
     def close(self) -> None:
-        """End the connection. The node's side ends what runs there."""
+        """End the connection. The node's side ends its ranks."""
         if self._connection is not None:
             self._connections.end(self._connection)
 
-    def kill(self, patience: float = 0.0) -> None:
-        """After `patience` seconds for it to end by itself, end the connecting process."""
+    def kill(self, timeout_s: float = 0.0) -> None:
+        """End the connecting process, by force if it has not ended by itself within the timeout."""
         if self._connection is None:
             return
         self.close()
         process = self._connection.process
         try:
-            process.wait(patience)
+            process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
         self._connections.drop(self._connection)
 
     def is_connected(self) -> bool:
+        """Return whether the connecting process runs."""
         return self._connection is not None and self._connection.process.poll() is None
 
-    def why_gone(self, code: int) -> str:
-        """A sentence about a connection that has ended by itself."""
-        said = " / ".join(self._connection.said) if self._connection else ""
+    def describe_end(self, code: int) -> str:
+        """Return a sentence about a connection that has ended by itself.
+
+        Args:
+            code: The exit code of the connecting process; negative for a signal.
+        """
+        errors = " / ".join(self._connection.last_errors) if self._connection else ""
         if self.hello is None:
+            # A shell exits with 127 if there is no such program.
             if code == 127 and self._shell.name == "ssh":
-                return f"there is no such Python: {said}"
-            return said or f"{self._shell.name} ended with {_ending(code)}"
-        return f"its connection ended ({_ending(code)})" + (f": {said}" if said else "")
+                return f"there is no such Python: {errors}"
+            return errors or f"{self._shell.name} ended with {_describe_code(code)}"
+        return f"its connection ended ({_describe_code(code)})" + (f": {errors}" if errors else "")
 
 
-def _ending(code: int) -> str:
+def _describe_code(code: int) -> str:
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -1,4 +1,4 @@
-"""The launcher's connections to the nodes of a run, lost ones and those that come back included."""
+"""The launcher's connections to all nodes of a run, including nodes that are lost and nodes that come back."""
 
 from __future__ import annotations
 
@@ -9,260 +9,276 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from types import FrameType
 
 from zeroengine.errors import LaunchError
-from zeroengine.launch.cluster import preflight, versions
-from zeroengine.launch.cluster.connections import DESCRIPTORS, TICK, Connections, allow_descriptors
+from zeroengine.launch.cluster.connections import (
+    DESCRIPTORS_PER_CONNECTION,
+    POLL_INTERVAL_S,
+    ConnectionThread,
+    allow_descriptors,
+)
 from zeroengine.launch.cluster.hosts import Host
-from zeroengine.launch.cluster.node_connection import RETRY, Link
+from zeroengine.launch.cluster.node_connection import RETRY_INTERVAL_S, NodeConnection
+from zeroengine.launch.cluster.preflight import Problem, clock_warning, find_problems, problem_table
 from zeroengine.launch.cluster.protocol import Message, to_bytes
-from zeroengine.launch.cluster.request import Request
-from zeroengine.launch.local import signals
+from zeroengine.launch.cluster.request import ClusterRequest
+from zeroengine.launch.cluster.versions import installed_versions
 from zeroengine.launch.local.console import Console
-from zeroengine.launch.local.rank import GRACE
+from zeroengine.launch.local.rank import SIGKILL_TIMEOUT_S
+from zeroengine.launch.local.signals import FORWARDED_SIGNALS, STOP_SIGNALS, signal_handlers
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-MANY = 100  # events that are taken between two looks at what is waited for
-ANSWER = 20.0  # seconds for a short answer
+MAX_EVENTS_PER_TURN = 100  # messages that are handled before the wait's condition is tested again
+ANSWER_TIMEOUT_S = 20.0  # for the answer to a short question
 
 
-class Stopped(Exception):
-    """The launcher got a signal."""
+class LauncherInterrupted(Exception):
+    """The launcher has received a signal that ends the run."""
 
     def __init__(self, number: signal.Signals) -> None:
         self.number = number
 
 
-class Fleet:
-    """The nodes, for a `with` block: connects to them, many at a time, and at its end leaves nothing there.
+class Nodes:
+    """The nodes of a run, for a `with` block.
+
+    It connects to many nodes at a time, and at the end of the block no process is left on any of them. All methods
+    belong to the launcher's main thread.
 
     Attributes:
-        links: one for each host of the request; of a lost node, what is known about it.
+        connections: One per host of the request; for a lost node, the one that was lost.
     """
 
-    def __init__(self, request: Request, console: Console) -> None:
+    def __init__(self, request: ClusterRequest, console: Console) -> None:
         self._request, self._console = request, console
-        self._wanted: Message = {"folder": request.folder, "environment": request.environment}
-        self._waiting: deque[Link] = deque()  # that are still to be connected to
-        self._looked = 0.0  # when the clocks were looked at last
-        self._signal: signal.Signals | None = None
-        self._returning: dict[int, Link] = {}  # new connections to hosts that were lost
-        self._told: set[preflight.Problem] = set()  # of nodes that came back
-        self._handlers: dict[int, signal._HANDLER] = {}
-        self._over = False
-        self._to_pass_on: queue.SimpleQueue[signal.Signals] = queue.SimpleQueue()
-        self._passing_on = contextlib.ExitStack()
-        self.links: list[Link] = []
+        self._introduction: Message = {"folder": request.folder, "environment": request.environment}
+        self._unconnected: deque[NodeConnection] = deque()  # still to be connected to
+        self._returning: dict[int, NodeConnection] = {}  # new connections to lost hosts, by index of the host
+        self._reported: set[Problem] = set()  # of nodes that came back and cannot take part
+        self._last_clock_check = 0.0
+        self._stop_signal: signal.Signals | None = None
+        self._to_forward: queue.SimpleQueue[signal.Signals] = queue.SimpleQueue()
+        self._handlers = contextlib.ExitStack()
+        self._run_is_over = False
+        self.connections: list[NodeConnection] = []
 
-    def __enter__(self) -> Fleet:
+    def __enter__(self) -> Nodes:
         count = len(self._request.hosts)
-        allow_descriptors(DESCRIPTORS * count, f"{count} nodes")
-        self._connections = Connections()
-        for number in SIGNALS:
-            self._handlers[number] = signal.getsignal(number)
-            signal.signal(number, self._interrupted)
-        self._passing_on.enter_context(signals.passed_on(self._to_pass_on.put))
-        self.links = [self._connect(host) for host in self._request.hosts]
-        self._connect_waiting()
+        allow_descriptors(DESCRIPTORS_PER_CONNECTION * count, f"{count} nodes")
+        self._thread = ConnectionThread()
+        # Handlers only note the signal. The loop in `_handle_events` acts on it.
+        self._handlers.enter_context(signal_handlers(STOP_SIGNALS, self._note_stop_signal))
+        self._handlers.enter_context(signal_handlers(FORWARDED_SIGNALS, self._to_forward.put))
+        self.connections = [self._add_connection(host) for host in self._request.hosts]
+        self._connect_next()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._over = True
-        self._waiting.clear()
-        links = self._all()
-        for link in links:
-            link.close()
-        deadline = time.monotonic() + GRACE
-        while any(link.is_connected() for link in links) and time.monotonic() < deadline:
-            self._drain()
-        for link in links:
-            link.kill()
-        self._connections.close()
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-        self._passing_on.close()
+        self._run_is_over = True
+        self._unconnected.clear()
+        nodes = self._all()
+        for node in nodes:
+            node.close()
+        deadline = time.monotonic() + SIGKILL_TIMEOUT_S
+        while any(node.is_connected() for node in nodes) and time.monotonic() < deadline:
+            self._handle_events()
+        for node in nodes:
+            node.kill()
+        self._thread.close()
+        self._handlers.close()
 
-    def present(self) -> list[Link]:
-        return [link for link in self.links if link.lost is None]
+    def present(self) -> list[NodeConnection]:
+        """Return the nodes that are not lost."""
+        return [node for node in self.connections if node.lost is None]
 
-    def say(self, text: str) -> None:
-        """A line of the launcher's own."""
-        self._console.say(f"zero-launch: {text}\n")
+    def print_notice(self, text: str) -> None:
+        """Print a line of the launcher's own."""
+        self._console.print_own(f"zero-launch: {text}\n")
 
-    def wait(self, until: Callable[[], bool], seconds: float = math.inf, stoppable: bool = True) -> bool:
-        """Take what comes until the condition holds or the time is up; returns which.
+    def wait(self, condition: Callable[[], bool], seconds: float = math.inf, interruptible: bool = True) -> bool:
+        """Handle messages until the condition holds or the time is up, and return whether it holds.
+
+        Args:
+            condition: Tested after each batch of messages.
+            seconds: The longest time to wait.
+            interruptible: Whether a signal to the launcher ends the wait.
 
         Raises:
-            Stopped: where that is wanted.
+            LauncherInterrupted: The launcher has received a signal.
         """
         deadline = time.monotonic() + seconds
-        while not until():
+        while not condition():
             if time.monotonic() > deadline:
                 return False
-            if self._signal is not None and stoppable:
-                raise Stopped(self._signal)
-            self._drain()
+            if self._stop_signal is not None and interruptible:
+                raise LauncherInterrupted(self._stop_signal)
+            self._handle_events()
         return True
 
-    def ask(self, links: Sequence[Link], message: Message) -> dict[Link, str]:
-        """Have all of them do something short; returns those that cannot, each with what it says.
+    def ask(self, nodes: Sequence[NodeConnection], message: Message) -> dict[NodeConnection, str]:
+        """Send the nodes a short task and wait for their answers. A node that does not answer in time is lost.
 
-        A node that does not answer in time is lost.
+        Returns:
+            The nodes that cannot do it, each with the reason.
         """
-        for link in links:
-            link.answer = None
-            link.send(message)
-        if not self.wait(lambda: all(link.answer or link.lost for link in links), ANSWER):
-            for link in links:
-                if not link.answer:
-                    link.lose(f"no answer within {ANSWER:.0f} s")
-        return {link: link.answer["text"] for link in links if link.answer and "text" in link.answer}
+        for node in nodes:
+            node.answer = None
+            node.send(message)
+        if not self.wait(lambda: all(node.answer or node.lost for node in nodes), ANSWER_TIMEOUT_S):
+            for node in nodes:
+                if not node.answer:
+                    node.lose(f"no answer within {ANSWER_TIMEOUT_S:.0f} s")
+        return {node: node.answer["text"] for node in nodes if node.answer and "text" in node.answer}
 
     def check(self) -> None:
-        """See that the nodes can take part. In an elastic run those that do not answer are left out.
+        """Wait for the nodes and see that they can take part. An elastic run leaves out nodes that do not answer.
 
         Raises:
-            LaunchError: all that is wrong, in one table.
+            LaunchError: Something is wrong; all problems are in one table.
         """
-        self.wait(lambda: all(link.facts is not None or link.lost is not None for link in self.links))
-        for link in self.links:
-            if link.facts is not None and link.facts["config_error"]:
-                raise LaunchError(link.facts["config_error"])
-        found = {link: self._problems(link) for link in self.links}
-        absent = [link for link in self.links if link.facts is None and found[link] == [(link.host.label, link.lost)]]
-        absent = [link for link in absent if not link.refused]
-        wrong = any(found[link] for link in self.links if link not in absent)
-        if wrong or len(self.links) - len(absent) < self._request.least:
-            raise preflight.table([problem for problems in found.values() for problem in problems], len(self.links))
-        for link in absent:
-            self.say(f"{link.host.label} is left out: {link.lost}")
-        for link in self.links:
-            if warning := preflight.clock_warning(link):
-                self.say(warning)
+        self.wait(lambda: all(node.facts is not None or node.lost is not None for node in self.connections))
+        for node in self.connections:
+            if node.facts is not None and node.facts["config_error"]:
+                raise LaunchError(node.facts["config_error"])
+        problems = {node: self._problems(node) for node in self.connections}
+        # Absent means that nothing is wrong with the node except that it cannot be reached.
+        absent = [
+            node
+            for node in self.connections
+            if node.facts is None and problems[node] == [(node.host.label, node.lost)] and not node.refused
+        ]
+        any_wrong = any(problems[node] for node in self.connections if node not in absent)
+        if any_wrong or len(self.connections) - len(absent) < self._request.min_nodes:
+            rows = [problem for of_node in problems.values() for problem in of_node]
+            raise problem_table(rows, len(self.connections))
+        for node in absent:
+            self.print_notice(f"{node.host.label} is left out: {node.lost}")
+        for node in self.connections:
+            if warning := clock_warning(node):
+                self.print_notice(warning)
 
     # -- nodes that come back ---------------------------------------------------------------------
 
-    def look_for_lost(self) -> bool:
-        """Try to reach nodes that were lost, now and then; whether one of them can take part again."""
-        if not self._request.returns:
+    def reconnect_lost(self) -> bool:
+        """Connect to lost nodes again from time to time, and return whether one of them can take part again."""
+        if not self._request.takes_nodes_back:
             return False
         now = time.monotonic()
-        for index, link in enumerate(self.links):
+        for index, node in enumerate(self.connections):
             candidate = self._returning.get(index)
-            if link.lost is None:
+            if node.lost is None:
                 continue
-            if candidate is None and now > link.retry_at:
-                link.kill()
-                self._returning[index] = self._connect(link.host)
+            if candidate is None and now > node.retry_at:
+                node.kill()
+                self._returning[index] = self._add_connection(node.host)
             elif candidate is not None and (candidate.lost or (candidate.facts and self._problems(candidate))):
                 for problem in self._problems(candidate):
-                    if candidate.hello is not None and problem not in self._told:
-                        self._told.add(problem)
-                        self.say(f"{problem[0]} is back, and cannot take part: {problem[1]}")
+                    if candidate.hello is not None and problem not in self._reported:
+                        self._reported.add(problem)
+                        self.print_notice(f"{problem[0]} is back, and cannot take part: {problem[1]}")
                 candidate.kill()
-                link.retry_after(RETRY)
+                node.retry_after(RETRY_INTERVAL_S)
                 del self._returning[index]
         return any(candidate.facts is not None and not candidate.lost for candidate in self._returning.values())
 
-    def retry_now(self) -> None:
-        """Nodes that were put aside may come back: the run cannot go on without them."""
-        for link in self.links:
-            link.retry_after(min(RETRY, link.retry_at - time.monotonic()))
+    def end_exclusions(self) -> None:
+        """Let excluded nodes come back soon: the run cannot go on without them."""
+        for node in self.connections:
+            node.retry_after(min(RETRY_INTERVAL_S, node.retry_at - time.monotonic()))
 
     def take_back(self) -> None:
-        """Nodes that are back take their places."""
+        """Put the new connections of nodes that are back in the place of the lost ones."""
         for index, candidate in list(self._returning.items()):
             if candidate.facts is not None and candidate.lost is None and not self._problems(candidate):
-                self.links[index] = self._returning.pop(index)
-                self.say(f"{candidate.host.label} is back")
+                self.connections[index] = self._returning.pop(index)
+                self.print_notice(f"{candidate.host.label} is back")
 
     # -- what comes over the connections ----------------------------------------------------------
 
-    def _all(self) -> list[Link]:
-        return [*self.links, *self._returning.values()]
+    def _all(self) -> list[NodeConnection]:
+        return [*self.connections, *self._returning.values()]
 
-    def _connect(self, host: Host) -> Link:
-        link = Link(host, self._request.shell, self._wanted, self._connections)
-        self._waiting.append(link)
-        return link
+    def _add_connection(self, host: Host) -> NodeConnection:
+        node = NodeConnection(host, self._request.shell, self._introduction, self._thread)
+        self._unconnected.append(node)
+        return node
 
-    def _connect_waiting(self) -> None:
-        """Connect to those that wait for it, while not too many others are being connected to."""
-        if self._waiting:
-            connecting = sum(link.is_connecting for link in self._all())
-            while self._waiting and connecting < self._request.fan_out:
-                link = self._waiting.popleft()
-                link.connect()
-                connecting += link.is_connecting
+    def _connect_next(self) -> None:
+        """Connect to waiting nodes, as long as not too many others are being connected to."""
+        if self._unconnected:
+            num_connecting = sum(node.is_connecting for node in self._all())
+            while self._unconnected and num_connecting < self._request.fan_out:
+                node = self._unconnected.popleft()
+                node.connect()
+                num_connecting += node.is_connecting
 
-    def _problems(self, link: Link) -> list[preflight.Problem]:
-        return preflight.problems(link, versions.installed(), self._request.nproc)
+    def _problems(self, node: NodeConnection) -> list[Problem]:
+        return find_problems(node, installed_versions(), self._request.nproc)
 
-    def _interrupted(self, number: int, _: FrameType | None) -> None:
-        self._signal = self._signal or signal.Signals(number)
+    def _note_stop_signal(self, number: signal.Signals) -> None:
+        self._stop_signal = self._stop_signal or number
 
-    def _drain(self) -> None:
-        """Take what has come, or wait a moment for it; look at the clocks now and then, however much comes."""
-        while not self._to_pass_on.empty():
-            number, running = self._to_pass_on.get(), [link for link in self.links if link.running]
-            for link in running:
-                link.send({"do": "signal", "signal": int(number)})
+    def _handle_events(self) -> None:
+        """Handle the messages that have come, or wait a moment for one; check the clocks, however many there are."""
+        while not self._to_forward.empty():
+            number, running = self._to_forward.get(), [node for node in self.connections if node.running]
+            for node in running:
+                node.send({"do": "signal", "signal": int(number)})
             if not running:
-                self.say(f"{number.name} came while no rank was running, and is forgotten")
-        timeout: float | None = TICK
+                self.print_notice(f"{number.name} came while no rank was running, and is forgotten")
+        timeout: float | None = POLL_INTERVAL_S
         try:
-            for _ in range(MANY):
-                owner, message, size = self._connections.events.get(timeout is not None, timeout)
-                assert isinstance(owner, Link)
-                self._take(owner, message)
-                owner.taken(size)
+            for _ in range(MAX_EVENTS_PER_TURN):
+                owner, message, nbytes = self._thread.events.get(timeout is not None, timeout)
+                assert isinstance(owner, NodeConnection)
+                self._handle_message(owner, message)
+                owner.acknowledge(nbytes)
                 timeout = None
         except queue.Empty:
             pass
-        if time.monotonic() > self._looked + TICK:
+        if time.monotonic() > self._last_clock_check + POLL_INTERVAL_S:
             self._console.flush()
-            for link in self._all():
-                self._listen_for(link)
-            self._looked = time.monotonic()
-        self._connect_waiting()
+            for node in self._all():
+                self._lose_if_silent(node)
+            self._last_clock_check = time.monotonic()
+        self._connect_next()
 
-    def _listen_for(self, link: Link) -> None:
+    def _lose_if_silent(self, node: NodeConnection) -> None:
         """Give the node up if it has been silent for too long."""
         now, request = time.monotonic(), self._request
-        silence, connect, prepare = request.silence, request.connect_timeout, request.import_timeout
-        if link.lost is not None or link.began is None:
+        connect_s, import_s, silence_s = request.connect_timeout_s, request.import_timeout_s, request.node_timeout_s
+        if node.lost is not None or node.connecting_since is None:
             return
-        if link.hello is None:
-            if now - link.began > connect:
-                link.lose(f"{request.shell.name} does not connect within {connect:g} s (--connect-timeout)")
-        elif link.facts is None:
-            if now - link.hello["at"] > prepare:
-                link.lose(f"its Python has not imported torch within {prepare:g} s (--import-timeout)")
-        elif now - link.heard > silence:
-            link.lose(f"no sign of life for {silence:.0f} s: the node or its network is down")
+        if node.hello is None:
+            if now - node.connecting_since > connect_s:
+                node.lose(f"{request.shell.name} does not connect within {connect_s:g} s (--connect-timeout)")
+        elif node.facts is None:
+            if now - node.hello["at"] > import_s:
+                node.lose(f"its Python has not imported torch within {import_s:g} s (--import-timeout)")
+        elif now - node.last_heard > silence_s:
+            node.lose(f"no sign of life for {silence_s:.0f} s: the node or its network is down")
 
-    def _take(self, link: Link, message: Message) -> None:
+    def _handle_message(self, node: NodeConnection, message: Message) -> None:
         kind = message["is"]
         if kind == "hello":
-            link.hello = message
-            link.send(self._request.facts(first=link is self.links[0]))
+            node.hello = message
+            node.send(self._request.facts_message(first=node is self.connections[0]))
         elif kind == "facts":
-            link.facts = message
-        elif kind == "problem" and (link.facts is None or link.running):
-            link.refused = link.facts is None
-            link.lose(message["text"])
+            node.facts = message
+        elif kind == "problem" and (node.facts is None or node.running):
+            node.refused = node.facts is None
+            node.lose(message["text"])
         elif kind in ("answer", "problem"):
-            link.answer = message
-        elif kind == "output" and link.running:
-            self._console.feed(link.first_rank + message["rank"], message["target"], to_bytes(message["data"]))
+            node.answer = message
+        elif kind == "output" and node.running:
+            self._console.feed(node.first_rank + message["rank"], message["target"], to_bytes(message["data"]))
         elif kind == "stepped":
-            link.stepped = True
+            node.stepped = True
         elif kind == "finished":
-            link.finished = True
+            node.finished = True
         elif kind == "ended":
-            link.ended = message
+            node.ended = message
         elif kind == "gone":
-            link.lose(link.why_gone(message["code"]))
-        elif kind == "text" and link.facts is not None and not self._over:
-            self._console.say(f"[{link.host.label}] {message['text']}\n")
+            node.lose(node.describe_end(message["code"]))
+        elif kind == "text" and node.facts is not None and not self._run_is_over:
+            # Before the facts it is a login script's greeting, which nobody needs.
+            self._console.print_own(f"[{node.host.label}] {message['text']}\n")

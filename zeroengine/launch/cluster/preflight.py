@@ -1,4 +1,4 @@
-"""Looks at what the nodes said of themselves before anything is started, and says what is wrong where."""
+"""Compare what the nodes report about themselves before anything is started, and list what is wrong where."""
 
 from __future__ import annotations
 
@@ -6,68 +6,73 @@ import time
 from collections.abc import Sequence
 
 from zeroengine.errors import LaunchError
-from zeroengine.launch.cluster.node_connection import Link
+from zeroengine.launch.cluster.node_connection import NodeConnection
 
-CLOCKS = 60.0  # seconds between two clocks that deserve a warning
+CLOCK_TOLERANCE_S = 60.0
 
 Problem = tuple[str, str]  # a host's label, and what is wrong there
 
 
-def problems(link: Link, own: dict[str, str], nproc: str) -> list[Problem]:
-    """Everything that keeps this node from taking part.
+def find_problems(node: NodeConnection, own: dict[str, str], nproc: str) -> list[Problem]:
+    """Return everything that prevents this node from taking part.
 
     Args:
-        own: the launcher's `versions.installed()`.
-        nproc: as `--nproc` was given.
+        node: The node.
+        own: The launcher's `installed_versions()`.
+        nproc: The value of `--nproc`.
     """
-    label = link.host.label
-    if link.hello is not None and _minor(link.hello["python"]) != _minor(own["Python"]):
-        return [(label, f"Python {link.hello['python']}, and {own['Python']} here")]
-    if link.lost is not None:
-        return [(label, link.lost)]
-    if link.facts is None:
+    label = node.host.label
+    # Another Python explains most other problems, so it is named alone.
+    if node.hello is not None and _minor(node.hello["python"]) != _minor(own["Python"]):
+        return [(label, f"Python {node.hello['python']}, and {own['Python']} here")]
+    if node.lost is not None:
+        return [(label, node.lost)]
+    if node.facts is None:
         return [(label, "does not answer")]
-    there = link.facts["versions"]
-    found = [
-        f"{name} {there[name]}, and {own[name]} here" for name in ("torch", "zeroengine") if there[name] != own[name]
+    versions = node.facts["versions"]
+    problems = [
+        f"{name} {versions[name]}, and {own[name]} here"
+        for name in ("torch", "zeroengine")
+        if versions[name] != own[name]
     ]
-    found += link.facts["missing"]
-    gpus, slots = link.facts["gpus"], link.host.slots
+    problems += node.facts["missing"]
+    gpus, slots = node.facts["gpus"], node.host.slots
     if gpus and slots is not None and slots > gpus:
-        found.append(f"{slots} slots in the hostfile, but {gpus} GPUs")
+        problems.append(f"{slots} slots in the hostfile, but {gpus} GPUs")
     elif gpus and nproc != "auto" and int(nproc) > gpus:
-        found.append(f"--nproc {nproc}, but {gpus} GPUs; --cpu uses none")
-    return [(label, text) for text in found]
+        problems.append(f"--nproc {nproc}, but {gpus} GPUs; --cpu uses none")
+    return [(label, text) for text in problems]
 
 
-def clock_warning(link: Link) -> str | None:
-    """A sentence where the node's clock is far from this one's."""
-    if link.hello is None:
+def clock_warning(node: NodeConnection) -> str | None:
+    """Return a warning if the node's clock is far from this one's."""
+    if node.hello is None:
         return None
-    ahead = link.hello["time"] - (time.time() - (time.monotonic() - link.hello["at"]))
-    if abs(ahead) < CLOCKS:
+    ahead = node.hello["time"] - (time.time() - (time.monotonic() - node.hello["at"]))
+    if abs(ahead) < CLOCK_TOLERANCE_S:
         return None
     direction = "ahead of" if ahead > 0 else "behind"
     return (
-        f"the clock of {link.host.label} is {duration(abs(ahead))} {direction} this one: the run does not mind, but "
-        f"the times of its files and logs are wrong. Synchronise it (chronyc makestep, or timedatectl set-ntp true)"
+        f"the clock of {node.host.label} is {format_duration(abs(ahead))} {direction} this one: the run does not mind, "
+        f"but the times of its files and logs are wrong. Synchronise it (chronyc makestep, or timedatectl set-ntp true)"
     )
 
 
-def table(found: Sequence[Problem], nodes: int) -> LaunchError:
-    """All problems in one message, a line each."""
-    width = max(len(label) for label, _ in found)
-    bad = len({label for label, _ in found})
-    lines = [f"{bad} of {nodes} node{'s' * (nodes > 1)} cannot take part:"]
-    before = ""
-    for label, text in found:
-        shown = "" if label == before else label
+def problem_table(problems: Sequence[Problem], num_nodes: int) -> LaunchError:
+    """Return an error with all problems in one table, one line each."""
+    width = max(len(label) for label, _ in problems)
+    num_bad = len({label for label, _ in problems})
+    lines = [f"{num_bad} of {num_nodes} node{'s' * (num_nodes > 1)} cannot take part:"]
+    previous = ""
+    for label, text in problems:
+        shown = "" if label == previous else label
         lines.append(f"  {shown:<{width}}  {text}")
-        before = label
+        previous = label
     return LaunchError("\n".join(lines))
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
+    """Return seconds in the largest fitting unit."""
     for unit, size in (("h", 3600.0), ("min", 60.0)):
         if seconds > 0.99 * size:
             return f"{seconds / size:.1f} {unit}"

@@ -1,6 +1,7 @@
-"""What a launcher and its nodes say to each other: lines of JSON over the connection's stdin and stdout.
+"""The messages between a launcher and its nodes: lines of JSON over the connection's stdin and stdout.
 
-A line from a node begins with MARK. Any other line there is what a login script or a library printed.
+A node's message begins with MESSAGE_PREFIX. Any other output of the connection was printed by a login script or a
+library.
 """
 
 from __future__ import annotations
@@ -10,24 +11,27 @@ import os
 import threading
 from typing import Any
 
-MARK = b"\x01zero-launch "
-BEAT = 2.0  # seconds between two signs of life, both ways
-SILENCE = 10.0  # seconds without one after which the other side is given up
+MESSAGE_PREFIX = b"\x01zero-launch "
+HEARTBEAT_INTERVAL_S = 2.0  # in both directions
+NODE_TIMEOUT_S = 10.0  # of silence, after which one side gives up the other
 
 Message = dict[str, Any]
 
 
 def encode(message: Message) -> bytes:
+    """Return the line of a message."""
     return json.dumps(message).encode() + b"\n"
 
 
 def decode(line: bytes, kind: str) -> Message:
-    """
+    """Return the message of a line.
+
     Args:
-        kind: `is` for what a node says, `do` for what the launcher does.
+        line: The line, without a prefix.
+        kind: `is` for a message of a node, `do` for one of the launcher.
 
     Raises:
-        ValueError: the line is no message.
+        ValueError: The line is no message.
     """
     message = json.loads(line)
     if not isinstance(message, dict) or kind not in message:
@@ -36,22 +40,23 @@ def decode(line: bytes, kind: str) -> Message:
 
 
 def to_text(data: bytes) -> str:
-    """Bytes as JSON can carry them."""
+    """Return bytes as text that JSON can carry."""
     return data.decode("latin-1")
 
 
 def to_bytes(text: str) -> bytes:
+    """Return the bytes of `to_text`."""
     return text.encode("latin-1")
 
 
-class Lines:
-    """Cuts a stream into lines, in time proportional to its length however long they are."""
+class LineSplitter:
+    """Split a stream into lines, in time proportional to its length, however long the lines are."""
 
     def __init__(self) -> None:
         self._unfinished: list[bytes] = []
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The lines that the data complete, without their ends."""
+        """Return the lines that the data complete, without their ends."""
         *lines, rest = data.split(b"\n")
         if lines:
             lines[0] = b"".join([*self._unfinished, lines[0]])
@@ -61,26 +66,18 @@ class Lines:
         return lines
 
 
-class Writer:
-    """The sending end, for several threads. What nobody reads any more is dropped: the receiving end will notice."""
+class MessageWriter:
+    """Write a node's messages to the launcher, from several threads."""
 
-    def __init__(self, fd: int, mark: bytes = b"") -> None:
-        self._fd, self._mark, self._lock = fd, mark, threading.Lock()
+    def __init__(self, fd: int) -> None:
+        self._fd, self._lock = fd, threading.Lock()
 
     def send(self, message: Message) -> None:
-        self.write(self._mark + encode(message))
-
-    def write(self, data: bytes) -> None:
-        rest = memoryview(data)
+        """Write a message. If nobody reads any more it is dropped: the reading thread notices that as well."""
+        rest = memoryview(MESSAGE_PREFIX + encode(message))
         try:
             with self._lock:
                 while rest:
                     rest = rest[os.write(self._fd, rest) :]
         except OSError:
             pass
-
-    def close(self) -> None:
-        with self._lock:
-            if self._fd >= 0:
-                os.close(self._fd)
-            self._fd = -1

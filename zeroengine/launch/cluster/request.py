@@ -1,82 +1,93 @@
-"""What is to run on several nodes, and what each is told about it."""
+"""What is to run on several nodes, and the messages that say so to each of them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from zeroengine.launch.cluster.hosts import Host, processes
-from zeroengine.launch.cluster.node_connection import Link
-from zeroengine.launch.cluster.protocol import SILENCE, Message
-from zeroengine.launch.cluster.shells import Shell
+from zeroengine.launch.cluster.hosts import Host, processes_on
+from zeroengine.launch.cluster.node_connection import NodeConnection
+from zeroengine.launch.cluster.protocol import NODE_TIMEOUT_S, Message
+from zeroengine.launch.cluster.shells import RemoteShell
 from zeroengine.launch.local.job import CPU_PROCESSES
 
-IDLE_ROUNDS = 3
-CONNECT = 30.0  # seconds for a connection, from nothing to a Python that speaks
-IMPORT = 120.0  # seconds for that Python to import torch from a cold disk
-FAN_OUT = 64  # nodes that are connected to at a time
+MAX_IDLE_ROUNDS = 3
+CONNECT_TIMEOUT_S = 30.0  # for a whole connection, until the node's Python answers
+IMPORT_TIMEOUT_S = 120.0  # for that Python to import torch from a cold disk
+FAN_OUT = 64
 
 
 @dataclass(frozen=True)
-class Request:
+class ClusterRequest:
     """What is to run, where, and how often it may be started again."""
 
     hosts: Sequence[Host]
-    least: int  # nodes with which the run may go on
-    shell: Shell
+    min_nodes: int  # with fewer nodes the run cannot go on
+    shell: RemoteShell
     folder: str
-    target: str
+    target: str  # the script, or the module's name
     arguments: Sequence[str]
     module: bool = False
     nproc: str = "auto"
     cpu: bool = False
-    environment: dict[str, str] = field(default_factory=dict)  # forwarded to every node
-    ranks_environment: dict[str, str] = field(default_factory=dict)  # given to every rank
-    config: str | None = None  # that every node must be able to read
+    environment: dict[str, str] = field(default_factory=dict)  # of every node's agent, which its ranks inherit
+    ranks_environment: dict[str, str] = field(default_factory=dict)  # of every rank alone
+    config: str | None = None  # every node must be able to read it
     overrides: Sequence[str] = ()
     address: str | None = None
     port: int = 0
     bind: str | None = None
-    restarts: int = 0
-    idle_rounds: int = IDLE_ROUNDS  # so many rounds in a row without a step end an elastic run
-    silence: float = SILENCE
-    connect_timeout: float = CONNECT
-    import_timeout: float = IMPORT
-    fan_out: int = FAN_OUT
+    max_restarts: int = 0
+    max_idle_rounds: int = MAX_IDLE_ROUNDS
+    node_timeout_s: float = NODE_TIMEOUT_S
+    connect_timeout_s: float = CONNECT_TIMEOUT_S
+    import_timeout_s: float = IMPORT_TIMEOUT_S
+    fan_out: int = FAN_OUT  # the number of nodes that are connected to at the same time
     run_id: str = "none"
 
     @property
     def elastic(self) -> bool:
-        return self.least < len(self.hosts)
+        """Whether the run may go on without some of its nodes."""
+        return self.min_nodes < len(self.hosts)
 
     @property
-    def returns(self) -> bool:
+    def takes_nodes_back(self) -> bool:
         """Whether a node that was lost may come back."""
-        return self.elastic or self.restarts > 0
+        return self.elastic or self.max_restarts > 0
 
-    def facts(self, first: bool) -> Message:
-        """What a node is to find out about itself; the first one checks the configuration as well."""
+    def facts_message(self, first: bool) -> Message:
+        """Return the message that asks a node about itself.
+
+        Args:
+            first: Whether this is the first node, which checks the configuration for all of them.
+        """
         overrides = list(self.overrides) if first else None
-        asked = {"target": self.target, "module": self.module, "config": self.config, "overrides": overrides}
-        return {"do": "facts", "cpu": self.cpu, "silence": self.silence, **asked}
+        target = {"target": self.target, "module": self.module, "config": self.config, "overrides": overrides}
+        return {"do": "facts", "cpu": self.cpu, "silence": self.node_timeout_s, **target}
 
-    def count(self, link: Link) -> int:
-        """The ranks that the node has when it takes part."""
-        gpus: int = link.facts["gpus"] if link.facts else 0
-        return processes(link.host, self.nproc) or gpus or CPU_PROCESSES
+    def num_ranks_on(self, node: NodeConnection) -> int:
+        """Return the number of ranks that the node has when it takes part."""
+        gpus: int = node.facts["gpus"] if node.facts else 0
+        return processes_on(node.host, self.nproc) or gpus or CPU_PROCESSES
 
-    def order(self, link: Link, place: Message, full_world_size: int) -> Message:
-        """That a node runs its ranks."""
-        host, environment = link.host, dict(self.ranks_environment)
-        assert link.facts is not None
-        if link.facts["gpus"] and (host.chosen is not None or link.nproc < link.facts["gpus"]):
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, (host.chosen or range(link.nproc))[: link.nproc]))
+    def run_message(self, node: NodeConnection, assignment: Message, full_world_size: int) -> Message:
+        """Return the message that makes a node run its ranks.
+
+        Args:
+            node: The node; its ranks have been assigned.
+            assignment: The fields of its `NodeAssignment`.
+            full_world_size: The number of ranks when no node is missing.
+        """
+        host, environment = node.host, dict(self.ranks_environment)
+        assert node.facts is not None
+        if node.facts["gpus"] and (host.chosen is not None or node.nproc < node.facts["gpus"]):
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, (host.chosen or range(node.nproc))[: node.nproc]))
         if self.elastic:
             environment["ZEROENGINE_FULL_WORLD_SIZE"] = str(full_world_size)
         return {
             "do": "run",
-            "place": place,
-            "nproc": link.nproc,
+            "place": assignment,
+            "nproc": node.nproc,
             "host": host.label,
             "target": self.target,
             "arguments": list(self.arguments),

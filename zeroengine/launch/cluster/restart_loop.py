@@ -1,15 +1,15 @@
-"""Runs the ranks of all nodes, again where a failure allows it, and says how that ended.
+"""Run the ranks of all nodes, start them again after a failure where that is allowed, and return how the run ended.
 
 [Note: Rounds]
 The ranks of all nodes start together and end together; that is a round. A round ends when all ranks have succeeded,
-one has failed, a node was lost, or one that was lost is back. Nodes stay connected between rounds, so the next begins
-at once. Only the launcher knows who takes part, so there is nothing for the nodes to agree on.
+when one has failed, when a node was lost, or when a lost node is back. Nodes stay connected between rounds, so that the
+next round begins at once. The launcher alone decides which nodes take part, so the nodes need not agree on anything.
 
 [Note: Rounds without a step]
-A round goes on from the newest checkpoint, so it is progress only if a step is taken in it. Losing nodes costs an
-elastic run no restarts; so that it cannot go on losing them for ever, it ends after `--max-idle-rounds` rounds in a
-row in which nodes were lost before a step, with longer and longer pauses between them. A script whose steps
-zeroengine does not take never reports one: there, a round of STEADY seconds counts as progress.
+A round continues from the newest checkpoint, so it is progress only if a step is taken in it. Losing nodes costs an
+elastic run no restarts. So that it cannot lose nodes for ever, it ends after `--max-idle-rounds` rounds in a row in
+which nodes were lost before a step, with longer and longer pauses between them. A script that takes its steps without
+zeroengine never reports one; there, a round of STEADY_ROUND_S seconds counts as progress.
 """
 
 from __future__ import annotations
@@ -19,225 +19,253 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zeroengine.launch.cluster import preflight
-from zeroengine.launch.cluster.lost_nodes import ASIDE, IdleRounds, SpoiltRounds
-from zeroengine.launch.cluster.node_connection import Link
-from zeroengine.launch.cluster.nodes import Fleet, Stopped
-from zeroengine.launch.cluster.request import Request
+from zeroengine.launch.cluster.lost_nodes import EXCLUSION_S, IdleRoundCounter, NodeLossHistory
+from zeroengine.launch.cluster.node_connection import NodeConnection
+from zeroengine.launch.cluster.nodes import LauncherInterrupted, Nodes
+from zeroengine.launch.cluster.preflight import problem_table
+from zeroengine.launch.cluster.request import ClusterRequest
 from zeroengine.launch.local.console import Console
-from zeroengine.launch.local.failure_report import report
-from zeroengine.launch.local.rank import GRACE, HEARING, Failure, Outcome
+from zeroengine.launch.local.failure_report import failure_report
+from zeroengine.launch.local.rank import PEER_FAILURE_TIMEOUT_S, SIGKILL_TIMEOUT_S, RankFailure, RunOutcome
 
-END = 2 * GRACE + 4.0  # seconds for a node's ranks to end
-STEADY = 60.0  # seconds that a round is left alone before a node that is back interrupts it
-NAMED = 16  # nodes that are named one by one
-RETURN = 60.0  # seconds that a run which needs a lost node waits for it
+ROUND_END_TIMEOUT_S = 2 * SIGKILL_TIMEOUT_S + 4.0  # for the ranks of all nodes to end
+STEADY_ROUND_S = 60.0  # a round is not interrupted earlier for a node that is back
+RETURN_TIMEOUT_S = 60.0  # for a lost node to come back, if the run needs it
+MAX_NAMED_NODES = 16  # in a message
 
 
 @dataclass(frozen=True)
-class Round:
-    """How a round ended; where nothing is set, a node is back."""
+class RoundResult:
+    """How a round ended. If nothing is set, a lost node is back."""
 
     succeeded: bool = False
-    failures: tuple[Failure, ...] = ()
-    lost: tuple[Link, ...] = ()
+    failures: tuple[RankFailure, ...] = ()
+    lost: tuple[NodeConnection, ...] = ()
 
 
-def run(request: Request, fleet: Fleet, console: Console) -> Outcome:
+def run_cluster(request: ClusterRequest, nodes: Nodes, console: Console) -> RunOutcome:
     """Check the nodes, run the ranks, and start them again where that is allowed.
 
     Raises:
-        LaunchError: nodes that cannot take part, all of them in one table; or a wrong configuration.
+        LaunchError: Nodes cannot take part, listed in one table, or the configuration is wrong.
     """
     try:
-        fleet.check()
-        return Rounds(request, fleet, console).run()
-    except Stopped as stop:
-        return Outcome(interrupted=stop.number)
+        nodes.check()
+        return RestartLoop(request, nodes, console).run()
+    except LauncherInterrupted as interrupt:
+        return RunOutcome(interrupted=interrupt.number)
 
 
-class Rounds:
-    """The rounds of a run on the nodes of a fleet."""
+class RestartLoop:
+    """The rounds of a run. See "Rounds" above."""
 
-    def __init__(self, request: Request, fleet: Fleet, console: Console) -> None:
-        self._request, self._fleet, self._console = request, fleet, console
-        self._number = 0  # of the round
-        self._reports_steps = False  # whether any round has told of a step
-        self._idle, self._spoilt = IdleRounds(request.idle_rounds), SpoiltRounds()
+    def __init__(self, request: ClusterRequest, nodes: Nodes, console: Console) -> None:
+        self._request, self._nodes, self._console = request, nodes, console
+        self._round_index = 0
+        self._reports_steps = False  # whether any round has reported a step
+        self._idle_rounds, self._loss_history = IdleRoundCounter(request.max_idle_rounds), NodeLossHistory()
 
-    def run(self) -> Outcome:
+    def run(self) -> RunOutcome:
+        """Run rounds until one succeeds or no further one is allowed, and return the outcome of the last one."""
         request, restarts = self._request, 0
         while True:
-            members, began = self._fleet.present(), time.monotonic()
-            end = self._round(members)
-            self._number += 1
-            if end.succeeded:
-                return Outcome()
-            outcome = Outcome(end.failures, lost=tuple(map(_loss, end.lost)))
-            # What fails when a node is lost fails for that reason, and in an elastic run that is nobody's fault.
-            counts = (bool(end.lost) and not request.elastic) or (bool(end.failures) and not end.lost)
-            if counts and (outcome.is_final or restarts == request.restarts):
+            members, start = self._nodes.present(), time.monotonic()
+            result = self._run_round(members)
+            self._round_index += 1
+            if result.succeeded:
+                return RunOutcome()
+            outcome = RunOutcome(result.failures, lost=tuple(map(_describe_loss, result.lost)))
+            # Ranks that fail when a node is lost fail because of that, and an elastic run forgives lost nodes.
+            is_restart = bool(result.failures) if not result.lost else not request.elastic
+            if is_restart and (outcome.is_final or restarts == request.max_restarts):
                 return outcome
-            restarts += counts
+            restarts += is_restart
             if outcome.code:
-                self._console.say(report(outcome, self._console))
-            if end.lost and request.elastic:
-                self._idle.add(self._made_progress(members, began))
-                if self._idle.are_too_many:
-                    self._fleet.say(
-                        f"nodes were lost in {self._idle.count} rounds in a row before a step was taken: "
+                self._console.print_own(failure_report(outcome, self._console))
+            if result.lost and request.elastic:
+                self._idle_rounds.record_round(self._made_progress(members, start))
+                if self._idle_rounds.limit_reached:
+                    self._nodes.print_notice(
+                        f"nodes were lost in {self._idle_rounds.count} rounds in a row before a step was taken: "
                         "the run ends (--max-idle-rounds)"
                     )
                     return outcome
-                self._put_aside(end.lost)
+                self._exclude_unsteady(result.lost)
                 self._pause()
-            if not self._assemble():
+            if not self._wait_for_nodes():
                 return outcome
-            present = [link.host.label for link in self._fleet.present()]
-            names = ", ".join(present) if len(present) <= NAMED else f"{len(present)} nodes"
-            self._fleet.say(f"{f'restart {restarts} of {request.restarts}' if counts else 'going on'} with {names}")
+            present = [node.host.label for node in self._nodes.present()]
+            names = ", ".join(present) if len(present) <= MAX_NAMED_NODES else f"{len(present)} nodes"
+            action = f"restart {restarts} of {request.max_restarts}" if is_restart else "going on"
+            self._nodes.print_notice(f"{action} with {names}")
 
-    def _made_progress(self, members: Sequence[Link], began: float) -> bool:
-        """See "Rounds without a step"."""
-        stepped = any(link.stepped for link in members)
+    def _made_progress(self, members: Sequence[NodeConnection], start: float) -> bool:
+        """Return whether the round was progress. See "Rounds without a step" above."""
+        stepped = any(node.stepped for node in members)
         self._reports_steps = self._reports_steps or stepped
-        return stepped or (not self._reports_steps and time.monotonic() > began + STEADY)
+        return stepped or (not self._reports_steps and time.monotonic() > start + STEADY_ROUND_S)
 
-    def _put_aside(self, lost: Sequence[Link]) -> None:
-        """Leave nodes alone for a while that were lost twice within that while."""
-        for link in lost:
-            if self._spoilt.add(link.host.label, time.monotonic()):
-                link.retry_after(ASIDE)
-                aside = f"it is put aside for {ASIDE / 60:.0f} minutes, if the others are enough"
-                self._fleet.say(f"{link.host.label} was lost again: {aside}")
+    def _exclude_unsteady(self, lost: Sequence[NodeConnection]) -> None:
+        """Exclude nodes for a while that were lost repeatedly."""
+        for node in lost:
+            if self._loss_history.record_loss(node.host.label, time.monotonic()):
+                node.retry_after(EXCLUSION_S)
+                self._nodes.print_notice(
+                    f"{node.host.label} was lost again: it is put aside for {EXCLUSION_S / 60:.0f} minutes, if the "
+                    "others are enough"
+                )
 
     def _pause(self) -> None:
-        """Before the next round, after one without a step."""
-        if pause := self._idle.pause:
-            self._fleet.say(f"no step was taken in that round; the next one begins in {pause:.0f} s")
-            self._fleet.wait(lambda: False, pause)
+        """Pause before the next round, if this one had no step."""
+        if pause_s := self._idle_rounds.pause_s:
+            self._nodes.print_notice(f"no step was taken in that round; the next one begins in {pause_s:.0f} s")
+            self._nodes.wait(lambda: False, pause_s)
 
-    def _assemble(self) -> bool:
-        """Wait until there are nodes enough for a round, with those that were put aside where others are too few."""
+    def _wait_for_nodes(self) -> bool:
+        """Wait until there are enough nodes for a round, and return whether there are.
+
+        Excluded nodes may come back if the others are too few.
+        """
 
         def enough() -> bool:
-            self._fleet.look_for_lost()
-            self._fleet.take_back()
-            return len(self._fleet.present()) >= self._request.least
+            self._nodes.reconnect_lost()
+            self._nodes.take_back()
+            return len(self._nodes.present()) >= self._request.min_nodes
 
         if not enough():
-            self._fleet.retry_now()
-            self._fleet.say(f"waiting for the nodes that were lost, {RETURN:.0f} s at most")
-        return self._fleet.wait(enough, RETURN)
+            self._nodes.end_exclusions()
+            self._nodes.print_notice(f"waiting for the nodes that were lost, {RETURN_TIMEOUT_S:.0f} s at most")
+        return self._nodes.wait(enough, RETURN_TIMEOUT_S)
 
-    def _round(self, members: list[Link]) -> Round:
+    def _run_round(self, members: list[NodeConnection]) -> RoundResult:
         """Run the ranks once on these nodes."""
-        request, rank = self._request, 0
-        for link in members:
-            link.begin(rank, request.count(link))
-            rank = link.ranks.stop
-        place = self._meet(members)
-        if place is None:
-            return Round(lost=tuple(link for link in members if link.lost))
-        self._console.assign([f"{link.host.label}:{rank}" for link in members for rank in link.ranks])
-        full = sum(map(request.count, self._fleet.links))
-        for node, link in enumerate(members):
-            own = {"node": node, "first_rank": link.first_rank, "restart": self._number, "run_id": request.run_id}
-            link.running = True
-            link.send(request.order(link, {**place, **own, "world_size": rank, "nodes": len(members)}, full))
+        request, world_size = self._request, 0
+        for node in members:
+            node.assign_ranks(world_size, request.num_ranks_on(node))
+            world_size = node.ranks.stop
+        store = self._open_store(members)
+        if store is None:
+            return RoundResult(lost=tuple(node for node in members if node.lost))
+        self._console.assign([f"{node.host.label}:{rank}" for node in members for rank in node.ranks])
+        full_world_size = sum(map(request.num_ranks_on, self._nodes.connections))
+        for index, node in enumerate(members):
+            assignment = {
+                **store,
+                "node": index,
+                "nodes": len(members),
+                "first_rank": node.first_rank,
+                "world_size": world_size,
+                "restart": self._round_index,
+                "run_id": request.run_id,
+            }
+            node.running = True
+            node.send(request.run_message(node, assignment, full_world_size))
         try:
-            return self._watch(members)
-        except Stopped as stop:
-            self._wind_down(members, stop.number)
+            return self._watch_round(members)
+        except LauncherInterrupted as interrupt:
+            self._stop_ranks(members, interrupt.number)
             raise
         finally:
             self._console.flush(everything=True)
-            for link in members:
-                link.running = False
+            for node in members:
+                node.running = False
 
-    def _meet(self, members: Sequence[Link]) -> dict[str, object] | None:
-        """Where the first node serves the store, once all others have reached it; None where a node was lost."""
+    def _open_store(self, members: Sequence[NodeConnection]) -> dict[str, object] | None:
+        """Let the first node open the store's port, and all others reach it.
+
+        Returns:
+            The store's address and port; None if a node was lost.
+        """
         first, *rest = members
-        others = [str(link.hello["address"] or link.host.label) for link in rest if link.hello]
-        where = {"port": self._request.port, "address": self._request.address}
-        self._leave_out(first, [], self._fleet.ask([first], {"do": "listen", "others": others, **where}))
+        others = [str(node.hello["address"] or node.host.label) for node in rest if node.hello]
+        wanted = {"port": self._request.port, "address": self._request.address}
+        self._lose_unable(first, [], self._nodes.ask([first], {"do": "listen", "others": others, **wanted}))
         if first.lost is not None:
             return None
         assert first.answer is not None
-        place = {key: first.answer[key] for key in ("address", "port")}
-        self._leave_out(first, rest, self._fleet.ask(rest, {"do": "reach", **place}))
-        return None if any(link.lost for link in members) else place
+        store = {key: first.answer[key] for key in ("address", "port")}
+        self._lose_unable(first, rest, self._nodes.ask(rest, {"do": "reach", **store}))
+        return None if any(node.lost for node in members) else store
 
-    def _leave_out(self, first: Link, rest: Sequence[Link], unable: dict[Link, str]) -> None:
-        """Give up nodes that cannot meet the others; the first one instead of the others if most cannot reach it.
+    def _lose_unable(
+        self, first: NodeConnection, rest: Sequence[NodeConnection], unable: dict[NodeConnection, str]
+    ) -> None:
+        """Give up nodes that cannot reach the first one, or the first one if most others cannot reach it.
 
         Raises:
-            LaunchError: at the start of a run that needs all of them.
+            LaunchError: The run is at its start and needs all nodes.
         """
-        if unable and not self._request.elastic and self._number == 0:
-            problems = [(link.host.label, text) for link, text in unable.items()]
-            raise preflight.table(problems, len(self._fleet.links))
+        if unable and not self._request.elastic and self._round_index == 0:
+            problems = [(node.host.label, text) for node, text in unable.items()]
+            raise problem_table(problems, len(self._nodes.connections))
         if len(rest) > 1 and 2 * len(unable) > len(rest):
             text = next(iter(unable.values()))
             first.lose(f"{len(unable)} of {len(rest)} nodes cannot reach it: {text}")
         else:
-            for link, text in unable.items():
-                link.lose(text)
+            for node, text in unable.items():
+                node.lose(text)
 
-    def _watch(self, members: Sequence[Link]) -> Round:
-        """Until the round is over, on all nodes."""
-        wait, began = self._fleet.wait, time.monotonic()
+    def _watch_round(self, members: Sequence[NodeConnection]) -> RoundResult:
+        """Wait until the round is over, and end the ranks that are left on any node."""
+        wait, start = self._nodes.wait, time.monotonic()
 
-        def fell() -> bool:
-            return any(link.lost or link.ended for link in members)
+        def any_ended() -> bool:
+            return any(node.lost or node.ended for node in members)
 
-        def finished() -> bool:
-            return all(link.finished for link in members)
+        def all_finished() -> bool:
+            return all(node.finished for node in members)
 
-        def joined() -> bool:
-            return self._fleet.look_for_lost() and time.monotonic() > began + STEADY
+        def lost_node_is_back() -> bool:
+            return self._nodes.reconnect_lost() and time.monotonic() > start + STEADY_ROUND_S
 
-        wait(lambda: fell() or finished() or joined())
-        if finished() and not fell():
-            for link in members:
-                link.send({"do": "release"})
-            wait(lambda: all(link.ended or link.lost for link in members), END)
-            return Round(succeeded=True)
-        if fell() and not any(link.lost for link in members):  # the others may know more
-            wait(lambda: any(f.explained for f in _failures(members)) or all(map(_settled, members)), HEARING)
-        self._wind_down(members, signal.SIGTERM)
-        for link in members:
-            if link.ended and link.ended["interrupted"] and not link.stopped and not link.ended["failures"]:
-                link.lose("its zero-launch process was stopped from there")
-        return Round(failures=_failures(members), lost=tuple(link for link in members if link.lost))
+        wait(lambda: any_ended() or all_finished() or lost_node_is_back())
+        if all_finished() and not any_ended():
+            for node in members:
+                node.send({"do": "release"})
+            wait(lambda: all(node.ended or node.lost for node in members), ROUND_END_TIMEOUT_S)
+            return RoundResult(succeeded=True)
+        if any_ended() and not any(node.lost for node in members):
+            # A rank may have died without a reason. Ranks of other nodes then fail as well, and may know it.
+            wait(
+                lambda: any(f.has_reason for f in _failures(members)) or all(map(_is_over, members)),
+                PEER_FAILURE_TIMEOUT_S,
+            )
+        self._stop_ranks(members, signal.SIGTERM)
+        for node in members:
+            if node.ended and node.ended["interrupted"] and not node.stopped and not node.ended["failures"]:
+                node.lose("its zero-launch process was stopped from there")
+        return RoundResult(failures=_failures(members), lost=tuple(node for node in members if node.lost))
 
-    def _wind_down(self, members: Sequence[Link], number: signal.Signals) -> None:
-        """End the ranks that still run."""
-        running = [link for link in members if not link.ended and not link.lost]
-        for link in running:
-            link.stopped = True
-            link.send({"do": "stop", "signal": int(number)})
-        if not self._fleet.wait(lambda: all(link.ended or link.lost for link in running), END, stoppable=False):
-            for link in running:
-                if not link.ended:
-                    link.lose("its ranks do not end")
+    def _stop_ranks(self, members: Sequence[NodeConnection], number: signal.Signals) -> None:
+        """End the ranks that still run; a node whose ranks do not end is lost."""
+        running = [node for node in members if not node.ended and not node.lost]
+        for node in running:
+            node.stopped = True
+            node.send({"do": "stop", "signal": int(number)})
+        all_ended = self._nodes.wait(
+            lambda: all(node.ended or node.lost for node in running), ROUND_END_TIMEOUT_S, interruptible=False
+        )
+        if not all_ended:
+            for node in running:
+                if not node.ended:
+                    node.lose("its ranks do not end")
 
 
-def _settled(link: Link) -> bool:
-    return bool(link.ended or link.lost or link.finished)
+def _is_over(node: NodeConnection) -> bool:
+    return bool(node.ended or node.lost or node.finished)
 
 
-def _failures(members: Sequence[Link]) -> tuple[Failure, ...]:
-    """Those of all nodes by this machine's clock, the first to fail first."""
-    found = [
-        Failure(f["rank"], f["time"] + link.clock, f["code"], f["summary"], f["text"], link.host.label)
-        for link in members
-        if link.ended
-        for f in link.ended["failures"]
+def _failures(members: Sequence[NodeConnection]) -> tuple[RankFailure, ...]:
+    """Return the failures of all nodes in order of time, with their times by this machine's clock."""
+    failures = [
+        RankFailure(f["rank"], f["time"] + node.clock_offset_s, f["code"], f["summary"], f["text"], node.host.label)
+        for node in members
+        if node.ended
+        for f in node.ended["failures"]
     ]
-    return tuple(sorted(found, key=lambda failure: failure.time))
+    return tuple(sorted(failures, key=lambda failure: failure.time))
 
 
-def _loss(link: Link) -> str:
-    ranks = ", ".join(map(str, link.ranks))
-    return f"{link.host.label} was lost: {link.lost} (rank{'s' * (len(link.ranks) > 1)} {ranks})"
+def _describe_loss(node: NodeConnection) -> str:
+    ranks = ", ".join(map(str, node.ranks))
+    return f"{node.host.label} was lost: {node.lost} (rank{'s' * (len(node.ranks) > 1)} {ranks})"

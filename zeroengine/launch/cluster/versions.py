@@ -1,4 +1,4 @@
-"""What is installed here, for comparing nodes. Imports neither torch nor anything else that is slow."""
+"""The versions that are installed here, for comparing nodes. Imports neither torch nor anything else that is slow."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ PACKAGE = Path(zeroengine.__file__).parent
 
 
 @functools.cache
-def installed() -> dict[str, str]:
-    """Versions by name."""
+def installed_versions() -> dict[str, str]:
+    """Return the versions of Python, torch and zeroengine by name."""
     return {
         "Python": ".".join(map(str, sys.version_info[:3])),
         "torch": version_of("torch"),
-        "zeroengine": f"{zeroengine.__version__} (sources {fingerprint()})",
+        "zeroengine": f"{zeroengine.__version__} (sources {source_fingerprint()})",
     }
 
 
-def fingerprint() -> str:
-    """Equal on two nodes where zeroengine's sources are."""
+def source_fingerprint() -> str:
+    """Return a short text that is equal on two nodes if zeroengine's sources are."""
     digest = hashlib.sha256()
     for path in sorted(PACKAGE.rglob("*.py")):
         digest.update(str(path.relative_to(PACKAGE)).encode() + b"\0" + path.read_bytes() + b"\0")
@@ -32,7 +32,7 @@ def fingerprint() -> str:
 
 
 def version_of(package: str) -> str:
-    """Of a distribution, from its metadata."""
+    """Return a distribution's version from its metadata, without importing it."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -1,8 +1,8 @@
-"""Runs the ranks of one node under a torch elastic agent and finds out which of them failed first.
+"""Run the ranks of one node under a torch elastic agent, and find out which of them failed first.
 
-The agent starts the workers and watches them. Added here: output through pipes of our own, the order in which ranks
-end, a short and complete death, orders from a launcher elsewhere, and silence (the agent's own log says nothing that
-the report does not).
+torch elastic's agent starts the workers and watches them. This file adds output through pipes of our own, the order in
+which ranks fail, a short and complete end, and a launcher on another machine that can stop the ranks. It silences the
+agent's own log, which repeats the failure report.
 """
 
 from __future__ import annotations
@@ -26,96 +26,118 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Signa
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from zeroengine.errors import LaunchError
-from zeroengine.launch.local import signals
 from zeroengine.launch.local.console import STDERR, STDOUT
-from zeroengine.launch.local.guard import MARK, Guard
+from zeroengine.launch.local.guard import LAUNCH_ID_VARIABLE, ProcessGuard
 from zeroengine.launch.local.job import Job
 from zeroengine.launch.local.pipes import Pipes
-from zeroengine.launch.local.rank import HEARING, Failure, Outcome, RankProcess, stop_all
+from zeroengine.launch.local.rank import PEER_FAILURE_TIMEOUT_S, RankFailure, RankProcess, RunOutcome, stop_ranks
 from zeroengine.launch.local.rendezvous import Rendezvous
-from zeroengine.launch.local.worker import FAILURE_FILE
+from zeroengine.launch.local.signals import (
+    FORWARDED_SIGNALS,
+    STOP_SIGNALS,
+    ignore_signals,
+    send_signal,
+    signal_handlers,
+)
+from zeroengine.launch.local.worker import FAILURE_FILE_VARIABLE
 from zeroengine.utils.launcher_environment import STEP_FILE
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-REAP = 10.0  # seconds between two looks at processes that the ranks have left behind and that have ended
-POLL = 0.05  # seconds between two looks at the workers
+REAP_INTERVAL_S = 10.0  # between two searches for processes that the ranks have left behind and that have ended
+POLL_INTERVAL_S = 0.05  # between two looks at the workers
 
 
-class Orders(Protocol):
-    """What a launcher elsewhere has to say."""
+class Coordinator(Protocol):
+    """The connection of a node's agent to the rest of the run."""
 
-    def check(self) -> None:
-        """Raises SignalException where the ranks are to be ended."""
+    def check_stop(self) -> None:
+        """Return if the ranks may go on.
 
-    def stepped(self) -> None:
-        """Tell the launcher that a rank here has taken a step in this round."""
+        Raises:
+            SignalException: The ranks must be ended.
+        """
 
-    def finished(self) -> None:
-        """All ranks here have succeeded: returns when those of all other nodes have."""
+    def report_step(self) -> None:
+        """Report that a rank of this node has taken a step in this round."""
 
-
-class Alone:
-    """There is no launcher elsewhere."""
-
-    def check(self) -> None: ...
-
-    def stepped(self) -> None: ...
-
-    def finished(self) -> None: ...
+    def wait_for_other_nodes(self) -> None:
+        """Report that all ranks of this node have succeeded, and return when those of all other nodes have."""
 
 
-def run(job: Job, pipes: Pipes, rendezvous: Rendezvous, orders: Orders | None = None) -> Outcome:
-    """Run this node's part of the job to its end, leaving no process behind.
+class NoCoordinator:
+    """The coordinator of a run on one node: there is nobody to wait for."""
+
+    def check_stop(self) -> None:
+        """Return at once."""
+
+    def report_step(self) -> None:
+        """Return at once."""
+
+    def wait_for_other_nodes(self) -> None:
+        """Return at once."""
+
+
+def run_ranks(job: Job, pipes: Pipes, rendezvous: Rendezvous, coordinator: Coordinator | None = None) -> RunOutcome:
+    """Run this node's part of the job to its end, and leave no process behind.
+
+    Args:
+        job: The command and environment of the ranks.
+        pipes: Where their output goes.
+        rendezvous: The node's assignment; it is closed at the end.
+        coordinator: The rest of the run; None for a run on one node.
 
     Raises:
         LaunchError: torch elastic could not start the workers.
     """
-    quiet = logging.getLogger("torch.distributed.elastic")
-    quiet.addHandler(logging.NullHandler())
-    quiet.propagate = False
+    elastic_log = logging.getLogger("torch.distributed.elastic")
+    elastic_log.addHandler(logging.NullHandler())
+    elastic_log.propagate = False
 
     launch_id = uuid.uuid4().hex
     folder = tempfile.mkdtemp(prefix="zero-launch-")
-    with handlers_kept(), reported(Guard(launch_id, folder)) as guard:
-        streams = Streams(job, pipes, Path(folder), {MARK: launch_id})
-        agent = Agent(job, streams, rendezvous, orders or Alone(), guard)
+    # torch elastic sets handlers of its own and does not restore them.
+    with signal_handlers(STOP_SIGNALS), guarded(launch_id, folder) as guard:
+        log_specs = WorkerOutput(job, pipes, Path(folder), {LAUNCH_ID_VARIABLE: launch_id})
+        agent = NodeAgent(job, log_specs, rendezvous, coordinator or NoCoordinator(), guard)
         try:
-            with signals.passed_on(agent.pass_on):
+            with signal_handlers(FORWARDED_SIGNALS, agent.forward_signal):
                 agent.run()
-            return Outcome(agent.failures())
+            return RunOutcome(agent.failures())
         except SignalException as stop:
-            return Outcome(agent.failures(), interrupted=stop.sigval)
+            return RunOutcome(agent.failures(), interrupted=stop.sigval)
         except KeyboardInterrupt:
-            return Outcome(agent.failures(), interrupted=signal.SIGINT)
+            return RunOutcome(agent.failures(), interrupted=signal.SIGINT)
         except (RendezvousError, dist.DistError) as error:
-            address = rendezvous.place.address
+            address = rendezvous.assignment.address
             raise LaunchError(f"torch elastic cannot bring the ranks together on {address}: {error}") from error
         finally:
-            ignore_signals()
+            # Whatever is left of the run is ended now, and a second Ctrl-C must not interrupt that.
+            ignore_signals(STOP_SIGNALS)
             rendezvous.close()
 
 
-class Streams(LogsSpecs):
-    """Tells torch elastic where the workers' output goes, and completes their environment."""
+class WorkerOutput(LogsSpecs):
+    """Tell torch elastic where the workers' output goes, and complete their environment."""
 
     def __init__(self, job: Job, pipes: Pipes, folder: Path, environment: dict[str, str]) -> None:
         super().__init__()
         self._pipes, self._folder = pipes, folder
         self._environment = job.environment | environment
-        self.step_file = folder / "step"  # there once any rank has taken a step
+        self.step_file = folder / "step"  # exists once any rank has taken a step
 
     @property
     def root_log_dir(self) -> str:
+        """The run's temporary folder."""
         return str(self._folder)
 
-    def failure_file(self, rank: int) -> Path:
-        return self._folder / f"rank{rank}.json"
+    def failure_file(self, local_rank: int) -> Path:
+        """Return the file in which a worker describes its failure."""
+        return self._folder / f"rank{local_rank}.json"
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """By local rank."""
+        """Complete each local rank's environment in place, and return the files for its output."""
         for rank, environment in envs.items():
             environment.update(self._environment | self._pipes.environment(rank))
-            environment[FAILURE_FILE] = str(self.failure_file(rank))
+            environment[FAILURE_FILE_VARIABLE] = str(self.failure_file(rank))
             environment[STEP_FILE] = str(self.step_file)
         return LogsDest(
             stdouts={rank: self._pipes.path(rank, STDOUT) for rank in envs},
@@ -124,103 +146,97 @@ class Streams(LogsSpecs):
         )
 
 
-class Agent(LocalElasticAgent):
+class NodeAgent(LocalElasticAgent):
     """torch elastic's agent for one node, with a record of how each rank ended."""
 
-    def __init__(self, job: Job, streams: Streams, rendezvous: Rendezvous, orders: Orders, guard: Guard) -> None:
+    def __init__(
+        self,
+        job: Job,
+        output: WorkerOutput,
+        rendezvous: Rendezvous,
+        coordinator: Coordinator,
+        guard: ProcessGuard,
+    ) -> None:
         spec = WorkerSpec(
             role="zeroengine",
             local_world_size=job.nproc,
             entrypoint=job.command[0],
-            args=tuple(argument.replace("$", "$$") for argument in job.command[1:]),  # the agent expands ${local_rank}
+            # The agent expands ${local_rank} in the arguments, with $$ for a plain $.
+            args=tuple(argument.replace("$", "$$") for argument in job.command[1:]),
             rdzv_handler=rendezvous,
-            max_restarts=rendezvous.place.restart,  # with none left; the workers are told the difference
-            monitor_interval=POLL,
-            local_addr=rendezvous.place.address,
+            # The workers read the restart count as the difference between this and the remaining restarts, below.
+            max_restarts=rendezvous.assignment.restart,
+            monitor_interval=POLL_INTERVAL_S,
+            local_addr=rendezvous.assignment.address,
         )
-        super().__init__(spec, streams)
+        super().__init__(spec, output)
         self._remaining_restarts = 0
-        self._streams, self._orders, self._place = streams, orders, rendezvous.place
+        self._output, self._coordinator, self._assignment = output, coordinator, rendezvous.assignment
         self._processes: list[RankProcess] = []
-        self._stepped = False
-        self._guard, self._reaped_at = guard, time.monotonic()
+        self._step_reported = False
+        self._guard, self._last_reap = guard, time.monotonic()
 
-    def failures(self) -> tuple[Failure, ...]:
-        """The ranks that failed by themselves, the first to fail first."""
-        found = filter(None, (process.failure() for process in self._processes))
-        return tuple(sorted(found, key=lambda failure: failure.time))
+    def failures(self) -> tuple[RankFailure, ...]:
+        """Return the ranks that failed by themselves, in order of time."""
+        failures = filter(None, (process.failure() for process in self._processes))
+        return tuple(sorted(failures, key=lambda failure: failure.time))
 
-    def pass_on(self, number: signal.Signals) -> None:
-        """Send a signal to the ranks that still run. See `signals.py`."""
-        signals.send((process.pid for process in self._processes if process.poll() is None), number)
+    def forward_signal(self, number: signal.Signals) -> None:
+        """Send a signal to the ranks that still run. See "Forwarded signals" in signals.py."""
+        send_signal((process.pid for process in self._processes if process.poll() is None), number)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
         pids: dict[int, int] = super()._start_workers(worker_group)
-        first = self._place.first_rank
+        first = self._assignment.first_rank
         self._processes = [
-            RankProcess(first + rank, pid, self._streams.failure_file(rank)) for rank, pid in pids.items()
+            RankProcess(first + rank, pid, self._output.failure_file(rank)) for rank, pid in pids.items()
         ]
         return pids
 
     def _assign_worker_ranks(
         self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
-        """In the launcher's order, without a word between the agents."""
-        place = self._place
-        ranks = [(local, place.first_rank + local) for local in range(spec.local_world_size)]
-        return [Worker(local, rank, rank, place.world_size, place.world_size) for local, rank in ranks]
+        """Number the ranks as the launcher did, without communication between the agents."""
+        assignment = self._assignment
+        ranks = [(local, assignment.first_rank + local) for local in range(spec.local_world_size)]
+        return [Worker(local, rank, rank, assignment.world_size, assignment.world_size) for local, rank in ranks]
 
     def _exit_barrier(self) -> None:
-        self._orders.finished()
+        self._coordinator.wait_for_other_nodes()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Look at the workers; when one has failed, end the others before the agent does, which is slow about it.
+        """Look at the workers, and end the others quickly when one has failed; torch elastic is slow at that.
 
-        After a death without a word the others are heard first: in a collective with the dead they fail as well, and
-        know where that was.
+        A rank that dies without a reason gives the others some time to fail by themselves: in a collective with the
+        dead rank they do, and their error says where that was.
         """
-        self._orders.check()
-        if time.monotonic() > self._reaped_at + REAP:
+        self._coordinator.check_stop()
+        if time.monotonic() > self._last_reap + REAP_INTERVAL_S:
             self._guard.reap([process.pid for process in self._processes])
-            self._reaped_at = time.monotonic()
-        if not self._stepped and self._streams.step_file.exists():
-            self._stepped = True
-            self._orders.stepped()
+            self._last_reap = time.monotonic()
+        if not self._step_reported and self._output.step_file.exists():
+            self._step_reported = True
+            self._coordinator.report_step()
         running = [process for process in self._processes if process.poll() is None]
         failed = [process for process in self._processes if process.failed]
-        explained = any(process.explained for process in failed)
-        heard = any(time.monotonic() > process.seen + HEARING for process in failed)
-        if running and not explained and not heard:
+        has_reason = any(process.has_reason for process in failed)
+        waited = any(time.monotonic() > process.last_seen_running + PEER_FAILURE_TIMEOUT_S for process in failed)
+        if running and not has_reason and not waited:
             return RunResult(WorkerState.HEALTHY)
-        stop_all(running)
-        return super()._monitor_workers(worker_group)
+        stop_ranks(running)
+        result: RunResult = super()._monitor_workers(worker_group)
+        return result
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
-        stop_all(self._processes, death_sig)
-        super()._shutdown(death_sig, *args, **kwargs)  # newer torch passes a timeout
+        stop_ranks(self._processes, death_sig)
+        # Newer versions of torch pass a timeout as well.
+        super()._shutdown(death_sig, *args, **kwargs)
 
 
 @contextmanager
-def reported(guard: Guard) -> Iterator[Guard]:
-    """The guard for a `with` block, and at its end a line about processes that it could not end."""
-    with guard:
+def guarded(launch_id: str, folder: str) -> Iterator[ProcessGuard]:
+    """Start a guard for the block, and report at its end which processes it could not end."""
+    with ProcessGuard(launch_id, folder) as guard:
         yield guard
-    if guard.left:
-        sys.stderr.write(f"zero-launch: processes of the run that cannot be ended: {guard.left}\n")
-
-
-@contextmanager
-def handlers_kept() -> Iterator[None]:
-    """Undo what the agent and `ignore_signals` set."""
-    handlers = {number: signal.getsignal(number) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-
-
-def ignore_signals() -> None:
-    """While what is left of the run is being ended, there is nothing to interrupt."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    if guard.remaining:
+        sys.stderr.write(f"zero-launch: processes of the run that cannot be ended: {guard.remaining}\n")

@@ -1,9 +1,10 @@
-"""Prints what the ranks print: whole lines, each with its rank before it.
+"""Print the ranks' output: whole lines, each after its rank's name.
 
-Every rank writes into two channels, its stdout and its stderr. Where the launcher's own output is a terminal and the
-ranks run beside it, rank 0 gets a terminal too (a pty, narrower by the prefix), so its progress bars are drawn as
-anywhere else; a line from another rank is slipped in above the bar. All other channels are pipes, in which of a line
-redrawn by carriage returns only the last version is printed.
+[Note: Pipes and terminals]
+Every rank has two outputs, its stdout and its stderr. If the launcher's own output is a terminal and the ranks run on
+the same machine, rank 0 has a terminal too: a pty that is narrower by the prefix. Its progress bars are then drawn as
+usual, and a line from another rank is inserted above the bar. All other outputs are pipes. Of a line that a pipe
+redraws by carriage returns, only the last version is printed.
 """
 
 from __future__ import annotations
@@ -18,49 +19,52 @@ from pathlib import Path
 
 STDOUT, STDERR = 1, 2
 COLOURS = (36, 35, 33, 32, 34, 31)
-ERASE = b"\r\x1b[K"
-RESTORE = b"\x1b[0m\x1b[?25h"  # plain colours and a visible cursor, after a progress bar that was cut short
-HOLD = 10.0  # seconds that a pipe's unfinished line is held back
-REDRAWN = 65536  # bytes of a terminal's unfinished line that are drawn again after another line
-TAIL = 8192  # bytes of each rank's stderr kept for the report
+ERASE_LINE = b"\r\x1b[K"
+RESTORE_TERMINAL = b"\x1b[0m\x1b[?25h"  # plain colours and a visible cursor, after an interrupted progress bar
+UNFINISHED_LINE_TIMEOUT_S = 10.0  # after which a pipe's unfinished line is printed
+MAX_REDRAWN_BYTES = 65536  # of a terminal's unfinished line, drawn again after another rank's line
+TAIL_BYTES = 8192  # of each rank's stderr, kept for the failure report
 CONTROL = rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|[^\[\n\r\x1b])"
 TOKEN = re.compile(rb"\n|\r|" + CONTROL + rb"|[^\n\r\x1b]+|\x1b")
-CUT_CONTROL = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*)?\Z")
+INCOMPLETE_CONTROL = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*)?\Z")
 
 
 @dataclass
-class Channel:
-    """One output of one rank."""
+class RankOutput:
+    """One output of one rank: bytes come in as they are read, and go out as they are to be printed."""
 
     rank: int
     target: int  # where the launcher prints it: STDOUT or STDERR
     is_terminal: bool
     prefix: bytes
-    # What came after the last line's end, in its last version; of a terminal, with its prefix. An array, so that a line
-    # that comes in many pieces is put together in linear time.
+    # The text after the last line's end, in its last version; of a terminal, with the prefix. A bytearray, so that a
+    # line that arrives in many parts is put together in linear time.
     unfinished: bytearray = field(default_factory=bytearray)
-    since: float = field(default_factory=time.monotonic)  # when that began
-    last: bytes = b"\n"  # of a terminal: a line's end, a carriage return, or b"" within a line
-    cut: bytes = b""  # of a terminal: the beginning of a control sequence
+    unfinished_since: float = field(default_factory=time.monotonic)
+    # Of a terminal: the line's end or carriage return that came last, or b"" within a line.
+    last_break: bytes = b"\n"
+    # Of a terminal: the beginning of a control sequence whose end has not arrived.
+    incomplete_control: bytes = b""
     tail: bytes = b""
 
-    def lines(self, data: bytes) -> bytes:
-        """What a pipe's new data complete: lines, prefixed, each in its last version."""
-        began = bool(self.unfinished)
-        *whole, rest = data.split(b"\n")
+    def complete_lines(self, data: bytes) -> bytes:
+        """Return the lines that a pipe's new data complete, each with its prefix and in its last version."""
+        had_unfinished = bool(self.unfinished)
+        *ended, rest = data.split(b"\n")
         out = b""
-        if whole:
-            self._add(whole[0])
-            lines = [bytes(self.unfinished), *whole[1:]]
+        if ended:
+            self._extend_unfinished(ended[0])
+            lines = [bytes(self.unfinished), *ended[1:]]
             self.unfinished = bytearray()
             out = b"".join(self.prefix + last_version(line) + b"\n" for line in lines)
-        self._add(rest)
-        if whole or not began:
-            self.since = time.monotonic()
+        self._extend_unfinished(rest)
+        if ended or not had_unfinished:
+            self.unfinished_since = time.monotonic()
         return out
 
-    def _add(self, data: bytes) -> None:
-        """To a pipe's unfinished line, in its last version. Carriage returns at the end may end the line."""
+    def _extend_unfinished(self, data: bytes) -> None:
+        """Add to a pipe's unfinished line and keep its last version."""
+        # Carriage returns at the end may belong to the line's end, so they do not erase the line yet.
         body = data.rstrip(b"\r")
         if body:
             if b"\r" in body or self.unfinished.endswith(b"\r"):
@@ -68,102 +72,114 @@ class Channel:
             self.unfinished += last_version(body)
         self.unfinished += data[len(body) :]
 
-    def flush(self) -> bytes:
-        """A pipe's unfinished line, as a line."""
+    def end_line(self) -> bytes:
+        """Return a pipe's unfinished line as a whole line, and begin a new one."""
         line, self.unfinished = last_version(bytes(self.unfinished)), bytearray()
         return self.prefix + line + b"\n" if line else b""
 
-    def drawn(self, data: bytes) -> bytes:
-        """A terminal's new data with the prefix before the first text of every line.
+    def with_prefixes(self, data: bytes) -> bytes:
+        """Return a terminal's new data with the prefix before the first text of every line.
 
-        Cursor movements and erasures pass before the prefix, since what they erase may be the prefix itself.
+        Cursor movements and erasures are put before the prefix, since they may erase the prefix itself.
         """
-        data = self.cut + data
-        cut = CUT_CONTROL.search(data)
-        self.cut = cut[0] if cut else b""
+        data = self.incomplete_control + data
+        incomplete = INCOMPLETE_CONTROL.search(data)
+        self.incomplete_control = incomplete[0] if incomplete else b""
         out = b""
-        for token in TOKEN.findall(data[: len(data) - len(self.cut)]):
+        for token in TOKEN.findall(data[: len(data) - len(self.incomplete_control)]):
             if token == b"\n":
-                out += self.prefix + token if self.last == b"\n" else token
-                self.unfinished, self.last = bytearray(), token
+                out += self.prefix + token if self.last_break == b"\n" else token
+                self.unfinished, self.last_break = bytearray(), token
             elif token == b"\r":
-                out, self.last = out + token, token
-            elif self.last and token[:1] == b"\x1b" and token[-1:] != b"m":
+                out, self.last_break = out + token, token
+            elif self.last_break and token[:1] == b"\x1b" and token[-1:] != b"m":
                 out += token
             else:
-                if self.last:
-                    self.unfinished, self.last, token = bytearray(), b"", self.prefix + token
+                if self.last_break:
+                    self.unfinished, self.last_break, token = bytearray(), b"", self.prefix + token
                 out += token
                 self.unfinished += token
-                del self.unfinished[:-REDRAWN]
+                del self.unfinished[:-MAX_REDRAWN_BYTES]
         return out
 
 
 class Console:
-    """The channels of a run's ranks, and what stands on the screen."""
+    """Print the output of all ranks of a run, one writer at a time.
+
+    Args:
+        log_dir: A folder that receives each rank's output unchanged, as `rank0.log` and so on.
+    """
 
     def __init__(self, log_dir: Path | None = None) -> None:
         self._log_dir = log_dir
-        self._channels: dict[tuple[int, int], Channel] = {}
-        self._drawing: Channel | None = None  # whose unfinished line stands on the terminal
-        self._closing = self._lost = False
+        self._outputs: dict[tuple[int, int], RankOutput] = {}
+        self._drawn: RankOutput | None = None  # its unfinished line is the last one on the terminal
+        self._run_is_over = self._output_is_closed = False
 
     def assign(self, names: Sequence[str], terminal: bool = False) -> None:
-        """From now on these are the ranks' names, in rank order; with `terminal`, rank 0 has one where we have."""
+        """Set the ranks' names for the next round.
+
+        Args:
+            names: The names in rank order, without brackets.
+            terminal: Whether rank 0 has a terminal for each of its outputs for which the launcher has one.
+        """
         self.flush(everything=True)
-        self._closing, self._drawing = False, None
+        self._run_is_over, self._drawn = False, None
         width = max(map(len, names))
-        self._channels = {
-            (rank, target): open_channel(rank, f"[{name:>{width}}]", target, terminal and rank == 0)
+        self._outputs = {
+            (rank, target): open_output(rank, f"[{name:>{width}}]", target, terminal and rank == 0)
             for rank, name in enumerate(names)
             for target in (STDOUT, STDERR)
         }
 
     def terminals(self) -> dict[int, int]:
-        """The targets for which rank 0 has a terminal, each with the columns that its prefix takes."""
-        channels = self._channels.values()
-        return {channel.target: len(visible(channel.prefix)) for channel in channels if channel.is_terminal}
+        """Return the targets for which rank 0 has a terminal, each with the width of the prefix in columns."""
+        outputs = self._outputs.values()
+        return {output.target: len(without_controls(output.prefix)) for output in outputs if output.is_terminal}
 
     def feed(self, rank: int, target: int, data: bytes) -> None:
-        """Print what the rank wrote."""
-        channel = self._channels[rank, target]
+        """Print new output of a rank."""
+        output = self._outputs[rank, target]
         self._log(rank, data)
         if target == STDERR:
-            channel.tail = (channel.tail + data)[-TAIL:]
-        self._print(channel, channel.drawn(data) if channel.is_terminal else channel.lines(data))
+            output.tail = (output.tail + data)[-TAIL_BYTES:]
+        self._print(output, output.with_prefixes(data) if output.is_terminal else output.complete_lines(data))
 
     def flush(self, everything: bool = False) -> None:
-        """Print unfinished lines: those that have waited for long, at the end all of them."""
-        for channel in self._channels.values():
-            if channel.is_terminal:
+        """Print unfinished lines that have waited for long; with `everything`, all of them."""
+        for output in self._outputs.values():
+            if output.is_terminal:
                 if everything:
-                    self._write(channel.target, b"\n" * bool(channel.unfinished) + RESTORE)
-                    channel.unfinished = bytearray()
-            elif channel.unfinished and (everything or time.monotonic() - channel.since > HOLD):
-                self._print(channel, channel.flush())
+                    self._write(output.target, b"\n" * bool(output.unfinished) + RESTORE_TERMINAL)
+                    output.unfinished = bytearray()
+            elif output.unfinished:
+                waited = time.monotonic() - output.unfinished_since
+                if everything or waited > UNFINISHED_LINE_TIMEOUT_S:
+                    self._print(output, output.end_line())
 
     def finish(self) -> None:
-        """The run is over: from now on a screen that is gone has nothing to end."""
-        self._closing = True
+        """Mark the run as over: from now on a closed terminal no longer stops it."""
+        self._run_is_over = True
 
-    def say(self, text: str) -> None:
-        """Print lines of our own on stderr, above what is being drawn there."""
+    def print_own(self, text: str) -> None:
+        """Print the launcher's own lines on stderr, above the line that is being drawn there."""
         data = text.encode(errors="replace")
-        if self._drawing is not None and self._drawing.unfinished and os.isatty(STDERR):
-            data = ERASE + data + self._drawing.unfinished + self._drawing.last
+        if self._drawn is not None and self._drawn.unfinished and os.isatty(STDERR):
+            data = ERASE_LINE + data + self._drawn.unfinished + self._drawn.last_break
         self._write(STDERR, data)
 
     def tail(self, rank: int, lines: int = 10) -> str:
-        """The last lines that the rank wrote to its stderr."""
-        text = re.sub(CONTROL, b"", self._channels[rank, STDERR].tail).decode(errors="replace")
+        """Return the last lines that the rank wrote to its stderr."""
+        text = re.sub(CONTROL, b"", self._outputs[rank, STDERR].tail).decode(errors="replace")
         return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in text.strip("\n").split("\n")[-lines:])
 
     def log(self, rank: int, text: str) -> None:
-        """Add to the rank's log file what the rank itself did not print."""
+        """Add text to the rank's log file that the rank itself did not print."""
         self._log(rank, text.encode(errors="replace"))
 
     def prefix(self, rank: int) -> str:
-        return self._channels[rank, STDERR].prefix.decode()
+        """Return the prefix of the rank's lines."""
+        return self._outputs[rank, STDERR].prefix.decode()
 
     def _log(self, rank: int, data: bytes) -> None:
         if self._log_dir is None or not data:
@@ -171,46 +187,51 @@ class Console:
         try:
             with open(self._log_dir / f"rank{rank}.log", "ab", buffering=0) as log:
                 log.write(data)
-        except OSError as error:  # a full disk must not stop the run
+        except OSError as error:
+            # A full disk must not stop the run.
             self._log_dir = None
             self._write(STDERR, f"zero-launch: no more log files: {error}\n".encode())
 
-    def _print(self, channel: Channel, data: bytes) -> None:
-        """Write to the launcher's own output; around another channel's unfinished line, where one stands there."""
-        standing = self._drawing
-        if standing is not None and standing is not channel and standing.unfinished and os.isatty(channel.target):
-            if channel.is_terminal and channel.unfinished:
+    def _print(self, output: RankOutput, data: bytes) -> None:
+        """Write to the launcher's own output, without breaking another rank's unfinished line on the terminal."""
+        drawn = self._drawn
+        if drawn is not None and drawn is not output and drawn.unfinished and os.isatty(output.target):
+            if output.is_terminal and output.unfinished:
                 data = b"\n" + data
             elif data:
-                data = ERASE + data + standing.unfinished + standing.last
-        if channel.is_terminal and channel.unfinished:
-            self._drawing = channel
-        self._write(channel.target, data)
+                # The line is erased, and drawn again below the new one.
+                data = ERASE_LINE + data + drawn.unfinished + drawn.last_break
+        if output.is_terminal and output.unfinished:
+            self._drawn = output
+        self._write(output.target, data)
 
     def _write(self, target: int, data: bytes) -> None:
-        """Write all of it. Where nobody reads any more (a closed pipe or terminal), end the run."""
+        """Write all of it. If nobody reads any more (a closed pipe or terminal), end the run."""
         rest = memoryview(data)
-        while rest and not self._lost:
+        while rest and not self._output_is_closed:
             try:
                 rest = rest[os.write(target, rest) :]
             except BlockingIOError:
+                # Whoever started zero-launch has made the pipe non-blocking, and it is full.
                 time.sleep(0.01)
             except OSError:
-                self._lost = True
-                if not self._closing:
+                self._output_is_closed = True
+                if not self._run_is_over:
                     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def open_channel(rank: int, name: str, target: int, terminal: bool) -> Channel:
+def open_output(rank: int, name: str, target: int, terminal: bool) -> RankOutput:
+    """Return one output of a rank, with its prefix coloured on a terminal."""
     if os.isatty(target) and not os.environ.get("NO_COLOR"):
         name = f"\x1b[{COLOURS[rank % len(COLOURS)]}m{name}\x1b[0m"
-    return Channel(rank, target, terminal and os.isatty(target), f"{name} ".encode())
+    return RankOutput(rank, target, terminal and os.isatty(target), f"{name} ".encode())
 
 
 def last_version(line: bytes) -> bytes:
-    """What is left to see of a line after its carriage returns."""
+    """Return the visible part of a line after its carriage returns."""
     return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 
-def visible(text: bytes) -> bytes:
+def without_controls(text: bytes) -> bytes:
+    """Return the text without control sequences."""
     return re.sub(CONTROL, b"", text)

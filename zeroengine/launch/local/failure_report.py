@@ -1,18 +1,21 @@
-"""The last words of a run that failed: who failed first, who else, and the first one's traceback at the very end."""
+"""The text that is printed after a failed run: which rank failed first, which others, and the first one's traceback."""
 
 from __future__ import annotations
 
 import signal
 
 from zeroengine.launch.local.console import Console
-from zeroengine.launch.local.rank import Failure, Outcome
-from zeroengine.utils.launcher_environment import START_AGAIN
+from zeroengine.launch.local.rank import RankFailure, RunOutcome
+from zeroengine.utils.launcher_environment import RESTART_EXIT_CODE
 
-OTHERS = 4  # so many of the other failures are named
+MAX_NAMED_FAILURES = 4  # besides the first
 
 
-def report(outcome: Outcome, console: Console) -> str:
-    """What to print on stderr when the run has ended, one string; empty after a success."""
+def failure_report(outcome: RunOutcome, console: Console) -> str:
+    """Return the text to print on stderr when the run has ended; empty after a success.
+
+    The failures' tracebacks are added to the ranks' log files.
+    """
     if outcome.interrupted is not None:
         return f"zero-launch: stopped by {outcome.interrupted.name}; every rank has ended\n"
     for failure in outcome.failures:
@@ -21,24 +24,25 @@ def report(outcome: Outcome, console: Console) -> str:
     if not outcome.failures:
         return "".join(f"{line}\n" for line in nodes)
     first, *others = outcome.failures
-    if first.code == START_AGAIN and not first.text:
-        return f"zero-launch: the ranks have ended to be started again (exit code {START_AGAIN})\n"
-    lines = [f"zero-launch: {other.who} failed as well: {describe(other)}" for other in others[:OTHERS]]
-    if len(others) > OTHERS:
-        lines.append(f"zero-launch: and {len(others) - OTHERS} more ranks")
-    lines.append(f"zero-launch: {first.who} failed{' first' if others else ''} ({ending(first.code)})")
+    if first.code == RESTART_EXIT_CODE and not first.text:
+        return f"zero-launch: the ranks have ended to be started again (exit code {RESTART_EXIT_CODE})\n"
+    named = others[:MAX_NAMED_FAILURES]
+    lines = [f"zero-launch: {other.label} failed as well: {describe_failure(other)}" for other in named]
+    if len(others) > len(named):
+        lines.append(f"zero-launch: and {len(others) - len(named)} more ranks")
+    lines.append(f"zero-launch: {first.label} failed{' first' if others else ''} ({describe_exit_code(first.code)})")
     text = first.text.rstrip("\n") or console.tail(first.rank)
     lines += [console.prefix(first.rank) + line for line in text.split("\n") if text]
     return "\n".join([*lines, *nodes]) + "\n"
 
 
-def describe(failure: Failure) -> str:
-    """One failure in one line."""
-    return failure.summary.partition("\n")[0] or ending(failure.code)
+def describe_failure(failure: RankFailure) -> str:
+    """Return one failure in one line."""
+    return failure.summary.partition("\n")[0] or describe_exit_code(failure.code)
 
 
-def ending(code: int) -> str:
-    """An exit code in words."""
+def describe_exit_code(code: int) -> str:
+    """Return an exit code in words."""
     try:
         name = signal.Signals(code - 128).name
     except ValueError:

@@ -1,4 +1,4 @@
-"""What zero-launch is asked to start on this node: the command, the ranks and their environment."""
+"""Check what zero-launch is asked to start on this node, and build the command and environment of the ranks."""
 
 from __future__ import annotations
 
@@ -17,41 +17,43 @@ from pathlib import Path
 
 from zeroengine.errors import LaunchError
 from zeroengine.launch.local import worker
-from zeroengine.launch.local.core_binding import shares
+from zeroengine.launch.local.core_binding import cores_by_rank
 from zeroengine.launch.local.masking import masked
 
-HOST = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 CPU_PROCESSES = 2  # what `--nproc auto` means on a machine without a GPU
-MOST = 4096  # processes on a node; each costs the launcher memory and four file descriptors
+MAX_PROCESSES = 4096  # on a node; each costs the launcher memory and four file descriptors
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run: the same command in `nproc` processes, one rank each."""
+    """The same command in `nproc` processes of this node, one rank each."""
 
     nproc: int
-    command: tuple[str, ...]  # what each rank executes, the interpreter first
-    environment: dict[str, str]  # what every rank is given on top of the launcher's own environment
+    command: tuple[str, ...]  # what each rank executes, beginning with the interpreter
+    environment: dict[str, str]  # every rank's variables in addition to the launcher's own
 
     def describe(self, port: int = 0) -> str:
-        """The run as lines for a shell, a rank each: started side by side they are the run, but for masked secrets.
+        """Return the run as lines for a shell, one per rank.
+
+        Started side by side, the lines are the run, except that secrets are masked.
 
         Args:
-            port: of the ranks' store; a free one where 0.
+            port: The port of the ranks' store; 0 for a free one.
         """
         if not port:
-            with socket.create_server((HOST, 0)) as server:
+            with socket.create_server((LOOPBACK, 0)) as server:
                 port = server.getsockname()[1]
         lines = []
         for rank in range(self.nproc):
             own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.nproc, "LOCAL_WORLD_SIZE": self.nproc}
-            variables = own | {"MASTER_ADDR": HOST, "MASTER_PORT": port} | masked(self.environment)
+            variables = own | {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": port} | masked(self.environment)
             lines.append(" ".join(f"{key}={shlex.quote(str(value))}" for key, value in variables.items()))
             lines[-1] += f" {shlex.join(self.command)}"
         return "\n".join(lines)
 
 
-def build(
+def build_job(
     target: str,
     arguments: Sequence[str],
     *,
@@ -63,57 +65,73 @@ def build(
     extra: Mapping[str, str] | None = None,
     bind: str | None = None,
 ) -> Job:
-    """Check what was asked for and make the job of it.
+    """Check a request for this node and return its job.
+
+    Args:
+        target: The script, or the module's name.
+        arguments: The script's arguments.
+        module: Whether `target` is a module.
+        nproc: The number of processes, or `auto`.
+        cpu: Whether the ranks see no GPU.
+        config: The configuration file.
+        overrides: `KEY=VALUE` for single values of the configuration.
+        extra: Further variables for every rank.
+        bind: `cores` or `numa`; None binds no cores.
 
     Raises:
-        LaunchError: something that cannot be started; the message says what to write instead.
+        LaunchError: The request cannot be started; the message says what to write instead.
     """
-    find_module(target) if module else find_script(target)
+    check_target(target, module)
     processes = count_processes(nproc, cpu)
-    given = environment(cpu, config, overrides) | dict(extra or {})
-    if "OMP_NUM_THREADS" not in os.environ | given:
-        given["OMP_NUM_THREADS"] = threads(processes)
+    variables = rank_environment(cpu, config, overrides) | dict(extra or {})
+    if "OMP_NUM_THREADS" not in os.environ | variables:
+        variables["OMP_NUM_THREADS"] = omp_threads(processes)
     if bind is not None:
-        given[worker.BIND] = shares(bind, processes)
+        variables[worker.BIND_VARIABLE] = cores_by_rank(bind, processes)
     check_config(config, overrides)
-    return Job(processes, command(target, arguments, module), given)
+    return Job(processes, worker_command(target, arguments, module), variables)
 
 
-def command(target: str, arguments: Sequence[str], module: bool) -> tuple[str, ...]:
-    """What a rank executes."""
+def worker_command(target: str, arguments: Sequence[str], module: bool) -> tuple[str, ...]:
+    """Return the command of one rank."""
     return (sys.executable, "-u", worker.__file__, *(["-m"] if module else []), target, *arguments)
 
 
-def environment(cpu: bool, config: str | None, overrides: Sequence[str]) -> dict[str, str]:
-    """What the ranks of every node are given."""
-    found = {}
+def rank_environment(cpu: bool, config: str | None, overrides: Sequence[str]) -> dict[str, str]:
+    """Return the variables that the ranks of every node have."""
+    variables = {}
     if cpu:
-        found["CUDA_VISIBLE_DEVICES"] = ""
+        variables["CUDA_VISIBLE_DEVICES"] = ""
     if config is not None:
-        found["ZEROENGINE_CONFIG"] = os.path.abspath(config)
+        variables["ZEROENGINE_CONFIG"] = os.path.abspath(config)
     if overrides:
-        found["ZEROENGINE_OVERRIDES"] = json.dumps(overrides)
-    return found
+        variables["ZEROENGINE_OVERRIDES"] = json.dumps(overrides)
+    return variables
 
 
-def threads(processes: int) -> str:
-    """OMP_NUM_THREADS: as it is set, otherwise this node's cores shared out."""
+def omp_threads(processes: int) -> str:
+    """Return OMP_NUM_THREADS as it is set, or else this node's cores divided by the processes."""
     return os.environ.get("OMP_NUM_THREADS") or str(max(1, count_cores() // processes))
 
 
 def count_processes(nproc: str, cpu: bool) -> int:
-    """The number that `--nproc` means here: a GPU for each process, or any number of them on the CPU."""
+    """Return the number of processes that `--nproc` means here: at most one per GPU, or any number on the CPU.
+
+    Raises:
+        LaunchError: `nproc` is no number of processes, or there are too few GPUs.
+    """
     gpus = 0 if cpu else count_gpus()
     if nproc == "auto":
         return gpus or CPU_PROCESSES
+    remedy = "Write --nproc 2, or --nproc auto"
     try:
         processes = int(nproc)
     except ValueError:
-        raise LaunchError(f"--nproc {nproc}: not a number. Write --nproc 2, or --nproc auto") from None
+        raise LaunchError(f"--nproc {nproc}: not a number. {remedy}") from None
     if processes < 1:
-        raise LaunchError(f"--nproc {nproc}: at least one process is needed. Write --nproc 2, or --nproc auto")
-    if processes > MOST:
-        raise LaunchError(f"--nproc {nproc}: at most {MOST} processes fit on a node. Write --nproc 2, or --nproc auto")
+        raise LaunchError(f"--nproc {nproc}: at least one process is needed. {remedy}")
+    if processes > MAX_PROCESSES:
+        raise LaunchError(f"--nproc {nproc}: at most {MAX_PROCESSES} processes fit on a node. {remedy}")
     if gpus and processes > gpus:
         raise LaunchError(
             f"--nproc {nproc}: only {gpus} GPU{'s are' if gpus > 1 else ' is'} visible, and each process needs its own."
@@ -123,29 +141,47 @@ def count_processes(nproc: str, cpu: bool) -> int:
 
 
 def count_gpus() -> int:
+    """Return the number of GPUs that torch sees."""
     import torch
 
     return torch.cuda.device_count()
 
 
 def count_cores() -> int:
-    """The cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def check_config(config: str | None, overrides: Sequence[str]) -> None:
-    """Find mistakes in the configuration here, once, and not in every rank."""
+    """Check the configuration once, before every rank would find the same mistake in it.
+
+    Raises:
+        ZeroEngineError: The configuration or an override is wrong.
+    """
     for override in overrides:
         key, equals, _ = override.partition("=")
         if not (key and equals):
             raise LaunchError(f"--set {override}: not of the form KEY=VALUE. Write --set zero_optimization.stage=3")
     if config is not None:
-        from zeroengine.config import load  # imports torch
+        # This imports torch, which takes a while.
+        from zeroengine.config import load
 
         load(config, overrides)
 
 
-def find_script(script: str) -> None:
+def check_target(target: str, module: bool) -> None:
+    """See that the script or module exists and can be run.
+
+    Raises:
+        LaunchError: It cannot; the message names a similar one if there is one.
+    """
+    if module:
+        _check_module(target)
+    else:
+        _check_script(target)
+
+
+def _check_script(script: str) -> None:
     path = Path(script)
     if path.is_dir():
         raise LaunchError(f"{script} is a folder: name the script in it, for instance {path / 'train.py'}")
@@ -153,32 +189,33 @@ def find_script(script: str) -> None:
         folder = path.parent
         if not folder.is_dir():
             raise LaunchError(f"{script}: there is no such script, nor a folder {folder}")
-        near = suggest(str(path), (str(entry) for entry in folder.iterdir()))
-        raise LaunchError(f"{script}: there is no such script{near}")
+        suggestion = suggest(str(path), (str(entry) for entry in folder.iterdir()))
+        raise LaunchError(f"{script}: there is no such script{suggestion}")
     if not os.access(path, os.R_OK):
         raise LaunchError(f"{script} cannot be read: check its permissions (chmod +r {script})")
 
 
-def find_module(name: str) -> None:
-    """Look the module up as `python -m` does in this folder, importing nothing."""
+def _check_module(name: str) -> None:
+    """Look the module up as `python -m` does in this folder, without importing anything."""
     if name.endswith(".py"):
         raise LaunchError(
             f"-m {name}: -m takes a module's name. Write -m {name[:-3].replace('/', '.')}, or leave -m out"
         )
     path: list[str] = [os.getcwd(), *sys.path]
-    known = ""
+    parent = ""
     for part in name.split("."):
-        spec = PathFinder.find_spec(f"{known}{part}", path) or (None if known else find_spec(part))
+        # find_spec on a dotted name would import its parents, so each part is looked up in its parent's folders.
+        spec = PathFinder.find_spec(f"{parent}{part}", path) or (None if parent else find_spec(part))
         if spec is None:
-            near = suggest(f"{known}{part}", (f"{known}{module.name}" for module in pkgutil.iter_modules(path)))
-            raise LaunchError(f"-m {name}: there is no module {known}{part}{near}")
-        known += f"{part}."
+            suggestion = suggest(f"{parent}{part}", (f"{parent}{entry.name}" for entry in pkgutil.iter_modules(path)))
+            raise LaunchError(f"-m {name}: there is no module {parent}{part}{suggestion}")
+        parent += f"{part}."
         path = list(spec.submodule_search_locations or [])
-    if path and PathFinder.find_spec(f"{known}__main__", path) is None:
+    if path and PathFinder.find_spec(f"{parent}__main__", path) is None:
         raise LaunchError(f"-m {name}: a package without a __main__.py cannot be run; name a module in it")
 
 
-def suggest(name: str, known: Iterable[str]) -> str:
-    """`. Did you mean ...?`, or nothing where no name is near."""
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f". Did you mean {near[0]}?" if near else ""
+def suggest(name: str, candidates: Iterable[str]) -> str:
+    """Return `. Did you mean ...?` with the most similar candidate, or an empty text if none is similar."""
+    matches = difflib.get_close_matches(name, list(candidates), n=1)
+    return f". Did you mean {matches[0]}?" if matches else ""

@@ -12,14 +12,18 @@ import sys
 from collections.abc import Sequence
 
 SIOCGIFADDR = 0x8915
-TIMEOUT = 5.0  # seconds for a connection to the first node
+CONNECT_TIMEOUT_S = 5.0  # for a connection to the first node
 
 
-def listen(port: int, host: str = "") -> socket.socket:
-    """A socket that listens on every address of this node, or on an IPv4 one alone, at any free port for 0.
+def open_listener(port: int, host: str = "") -> socket.socket:
+    """Open a socket that listens on every address of this node.
+
+    Args:
+        port: The port; 0 for any free one.
+        host: The only IPv4 address to listen on; empty for all of them.
 
     Raises:
-        OSError: the port is in use; the message says so.
+        OSError: The port is in use; the message says so.
     """
     both = not host and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
@@ -31,8 +35,8 @@ def listen(port: int, host: str = "") -> socket.socket:
         raise OSError(f"port {port} cannot be opened ({error.strerror})") from None
 
 
-def forget_callers(listener: socket.socket) -> None:
-    """Close the connections that were made to see whether it can be reached."""
+def drop_pending_connections(listener: socket.socket) -> None:
+    """Close the connections that other nodes made only to see whether the socket can be reached."""
     listener.setblocking(False)
     with contextlib.suppress(BlockingIOError):
         while True:
@@ -41,33 +45,33 @@ def forget_callers(listener: socket.socket) -> None:
 
 
 def own_address(reached_at: str | None, others: Sequence[str]) -> str:
-    """The address at which the other nodes reach this one.
+    """Return the address at which the other nodes reach this one.
 
     Args:
-        reached_at: that at which the launcher did, where it is known.
-        others: addresses of other nodes.
+        reached_at: The address at which the launcher reached this node, if it is known.
+        others: Addresses of other nodes.
     """
     if reached_at and not _is_loopback(reached_at):
         return reached_at
     for other in others:
-        if not _is_loopback(other) and (address := _towards(other)):
+        if not _is_loopback(other) and (address := _source_address_for(other)):
             return address
     return reached_at or ("127.0.0.1" if not others else socket.gethostname())
 
 
-def reach(address: str, port: int) -> str:
-    """Connect there once; returns the address of this node that the connection has.
+def try_connection(address: str, port: int) -> str:
+    """Connect there once, and return the connection's address on this node.
 
     Raises:
-        OSError: it cannot be reached.
+        OSError: The address cannot be reached.
     """
-    with socket.create_connection((address, port), timeout=TIMEOUT) as connection:
+    with socket.create_connection((address, port), timeout=CONNECT_TIMEOUT_S) as connection:
         own: str = connection.getsockname()[0]
         return own
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface that has the address."""
+    """Return the network interface that has the address."""
     try:
         wanted = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
@@ -75,19 +79,19 @@ def interface_of(address: str) -> str | None:
     if isinstance(wanted, ipaddress.IPv6Address) and wanted.ipv4_mapped:
         wanted = wanted.ipv4_mapped
     if isinstance(wanted, ipaddress.IPv6Address):
-        return _interface_of_6(wanted)
+        return _interface_of_ipv6(wanted)
     return next((name for _, name in socket.if_nameindex() if address_of(name) == str(wanted)), None)
 
 
 def address_of(interface: str) -> str | None:
-    """Its IPv4 address."""
+    """Return the interface's IPv4 address."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
         answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
         return socket.inet_ntoa(answer[20:24])
     return None
 
 
-def _interface_of_6(wanted: ipaddress.IPv6Address) -> str | None:
+def _interface_of_ipv6(wanted: ipaddress.IPv6Address) -> str | None:
     if sys.platform == "linux":
         with contextlib.suppress(OSError), open("/proc/net/if_inet6") as file:
             for line in file:
@@ -104,12 +108,13 @@ def _is_loopback(address: str) -> bool:
         return False
 
 
-def _towards(address: str) -> str | None:
-    """The own address on the way there; nothing is sent."""
+def _source_address_for(address: str) -> str | None:
+    """Return this node's address on the way to another one."""
     with contextlib.suppress(OSError):
-        family, kind, protocol, _, there = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        family, kind, protocol, _, destination = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
-            probe.connect(there)
+            # Connecting a datagram socket chooses a route and sends nothing.
+            probe.connect(destination)
             own: str = probe.getsockname()[0]
             return own
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import selectors
@@ -11,25 +12,25 @@ import termios
 import threading
 import tty
 from collections.abc import Callable, Mapping
-from types import FrameType
 
 from zeroengine.errors import LaunchError
 from zeroengine.launch.local.console import STDERR, STDOUT
+from zeroengine.launch.local.signals import signal_handlers
 
-Receive = Callable[[int, int, bytes], None]  # local rank, STDOUT or STDERR, what it wrote there
+Receive = Callable[[int, int, bytes], None]  # arguments: local rank, STDOUT or STDERR, data
 
 
 class Pipes:
-    """A pipe for each output of each rank, for a `with` block; for rank 0 a terminal, where it is to have one.
+    """Give each output of each rank a pipe, for a `with` block; rank 0 may have terminals instead.
 
     Args:
-        ranks: how many there are on this node.
-        receive: called with everything they write, on a thread of its own.
-        idle: called now and then on that thread, at the end with True.
-        terminals: the targets for which rank 0 has a terminal, with the columns by which it is narrower than ours.
+        ranks: The number of ranks on this node.
+        receive: Called with everything they write, on a thread of its own.
+        idle: Called now and then on that thread; with True at the end, when everything has been received.
+        terminals: The targets for which rank 0 has a terminal, with the columns by which it is narrower than ours.
 
     Raises:
-        LaunchError: so many files may not be open.
+        LaunchError: The system does not allow so many open files.
     """
 
     def __init__(
@@ -52,31 +53,31 @@ class Pipes:
                 f"the output of {ranks} ranks needs {4 * ranks} open files ({error.strerror}). Allow more (ulimit -n), "
                 "or start fewer"
             ) from None
-        self._closing = threading.Event()
+        self._ranks_ended = threading.Event()
+        self._handlers = contextlib.ExitStack()
         self._thread = threading.Thread(target=self._run, name="zero-launch output", daemon=True)
 
     def path(self, rank: int, target: int) -> str:
-        """The file that the rank's output is to be written to."""
+        """Return the file that the rank's output is to be written to."""
         return f"/dev/fd/{self._ends[rank, target][1]}"
 
     def environment(self, rank: int) -> dict[str, str]:
-        """What the rank must be told: a terminal's width, for programs that measure stdin's instead."""
+        """Return variables for the rank: the terminal's width, since some programs would measure stdin's."""
         if rank or STDOUT not in self._terminals:
             return {}
         return {"COLUMNS": str(os.get_terminal_size(self._ends[0, STDOUT][0]).columns)}
 
     def __enter__(self) -> Pipes:
         if self._terminals:
-            self._resize()
-            signal.signal(signal.SIGWINCH, self._resize)
+            self._resize_terminals()
+            self._handlers.enter_context(signal_handlers((signal.SIGWINCH,), lambda _: self._resize_terminals()))
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Hand on what is left, once every process of the run is gone."""
-        if self._terminals:
-            signal.signal(signal.SIGWINCH, signal.SIG_DFL)
-        self._closing.set()
+        # Every process of the run has ended by now, so what is in the pipes is the rest.
+        self._handlers.close()
+        self._ranks_ended.set()
         self._thread.join()
         self._close()
 
@@ -88,11 +89,12 @@ class Pipes:
     def _open(self, terminal: bool) -> tuple[int, int]:
         reader, writer = os.openpty() if terminal else os.pipe()
         if terminal:
+            # The launcher's own terminal translates line ends, and a second translation would double them.
             tty.setraw(writer)
         os.set_blocking(reader, False)
         return reader, writer
 
-    def _resize(self, _: int = 0, __: FrameType | None = None) -> None:
+    def _resize_terminals(self) -> None:
         for target, indent in self._terminals.items():
             size = os.get_terminal_size(target)
             packed = struct.pack("4H", size.lines, max(1, size.columns - indent), 0, 0)
@@ -103,12 +105,13 @@ class Pipes:
             for key, (reader, _) in self._ends.items():
                 selector.register(reader, selectors.EVENT_READ, key)
             while True:
-                closing = self._closing.is_set()
-                ready = selector.select(0.05 if closing else 0.2)
-                for found, _ in ready:
-                    rank, target = found.data
-                    self._receive(rank, target, os.read(found.fd, 1 << 16))
-                over = closing and not ready
-                self._idle(over)
-                if over:
+                # The event is read before the pipes: what was written before it was set is still received.
+                ranks_ended = self._ranks_ended.is_set()
+                ready = selector.select(0.05 if ranks_ended else 0.2)
+                for readable, _ in ready:
+                    rank, target = readable.data
+                    self._receive(rank, target, os.read(readable.fd, 1 << 16))
+                finished = ranks_ended and not ready
+                self._idle(finished)
+                if finished:
                     return

@@ -1,4 +1,4 @@
-"""Run by zero-report on several ranks: the speed of each transport's collectives."""
+"""Measure the speed of each transport's collectives. zero-report runs this on several ranks."""
 
 from __future__ import annotations
 
@@ -17,39 +17,41 @@ REPEATS = 5
 
 
 def main() -> None:
-    size = int(sys.argv[1])
+    """Print one line per transport on rank 0. Usage: probe BYTES."""
+    nbytes = int(sys.argv[1])
     group = Group(None, torch.device("cpu"))
     for kind in ("shm", "gloo"):
         try:
             transport = group.transport(kind, 60.0)
         except ZeroEngineError as error:
-            said = f"{kind}: {error}"
+            line = f"{kind}: {error}"
         else:
-            said = f"{kind}: {measure(transport, size)} ({size >> 20} MiB)"
+            line = f"{kind}: {measure(transport, nbytes)} ({nbytes >> 20} MiB)"
             transport.close()
         if group.rank == 0:
-            print(said, flush=True)
+            print(line, flush=True)
     dist.destroy_process_group()
 
 
-def measure(transport: Transport, size: int) -> str:
-    """Bytes of the full buffer a second, for either channel."""
-    shard = transport.empty(size // 4 // transport.world_size, torch.float32, "gather").fill_(1.0)
+def measure(transport: Transport, nbytes: int) -> str:
+    """Return the speeds of all-gather and reduce-scatter, in bytes of the full buffer per second."""
+    shard = transport.empty(nbytes // 4 // transport.world_size, torch.float32, "gather").fill_(1.0)
     full = transport.empty(shard.numel() * transport.world_size, torch.float32, "reduce").fill_(1.0)
-    gather = best(transport, lambda: transport.gather.all_gather(full, shard, "probe").wait())
-    reduce = best(transport, lambda: transport.reduce.reduce_scatter(shard, full, "probe").wait())
-    return f"gather {full.nbytes / gather / 1e9:.2f} GB/s, reduce {full.nbytes / reduce / 1e9:.2f} GB/s"
+    gather_s = fastest(transport, lambda: transport.gather.all_gather(full, shard, "probe").wait())
+    reduce_s = fastest(transport, lambda: transport.reduce.reduce_scatter(shard, full, "probe").wait())
+    return f"gather {full.nbytes / gather_s / 1e9:.2f} GB/s, reduce {full.nbytes / reduce_s / 1e9:.2f} GB/s"
 
 
-def best(transport: Transport, operation: Callable[[], None]) -> float:
-    """Seconds of the fastest of several."""
-    found = []
+def fastest(transport: Transport, operation: Callable[[], None]) -> float:
+    """Return the seconds of the fastest of several runs of a collective."""
+    seconds = []
     for _ in range(REPEATS):
+        # All ranks begin together, so that no rank's time includes waiting for another.
         transport.all_reduce_scalars(torch.ones(1, dtype=torch.float64, device="cpu"), "ready")
         start = time.perf_counter()
         operation()
-        found.append(time.perf_counter() - start)
-    return min(found)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One rank's process as its node sees it: running, ended, stopped, and how it failed; and how a run ended."""
+"""The process of one rank as its node sees it, and the outcome of a run."""
 
 from __future__ import annotations
 
@@ -10,47 +10,50 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from zeroengine.utils.launcher_environment import START_AGAIN
+from zeroengine.utils.launcher_environment import RESTART_EXIT_CODE
 
-TICK = 0.02  # seconds between two looks while ranks are being stopped
-GRACE = 3.0  # seconds after which a rank that is still there is sent SIGKILL
-HEARING = 5.0  # seconds that the other ranks may run on after one has died without a word
-INSIST = 1.0  # seconds after which a rank that did not heed SIGINT is sent SIGTERM
+STOP_POLL_INTERVAL_S = 0.02
+# Counted from the first signal: a rank that ignores SIGINT is sent SIGTERM, and then SIGKILL.
+SIGTERM_TIMEOUT_S = 1.0
+SIGKILL_TIMEOUT_S = 3.0
+PEER_FAILURE_TIMEOUT_S = 5.0  # how long the other ranks may run on after one has died without a reason
 
 
 @dataclass(frozen=True)
-class Failure:
+class RankFailure:
     """How one rank failed."""
 
     rank: int
-    time: float  # `time.monotonic` of the exception; where there was none, when the process was last seen alive
-    code: int  # as a shell counts: 128 + n for signal n
+    # `time.monotonic` of the exception. Without an exception, of the last moment when the process was seen running.
+    time: float
+    code: int  # the exit code as a shell counts: 128 + n for signal n
     summary: str = ""  # the exception in one line
     text: str = ""  # its traceback, which nobody has printed yet
-    host: str = ""  # where there are several
+    host: str = ""  # the node's name, if there are several nodes
 
     @property
-    def who(self) -> str:
+    def label(self) -> str:
+        """The rank's name in messages."""
         return f"rank {self.rank}" + (f" ({self.host})" if self.host else "")
 
     @property
-    def explained(self) -> bool:
-        """Whether it left word why."""
+    def has_reason(self) -> bool:
+        """Whether the rank left a reason for its end."""
         return bool(self.summary)
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """How a run ended."""
 
-    failures: tuple[Failure, ...] = ()  # the first to fail first, without the ranks that were stopped for it
+    failures: tuple[RankFailure, ...] = ()  # in order of time, without the ranks that were stopped for a failure
     interrupted: signal.Signals | None = None  # the signal that ended the launcher
-    lost: tuple[str, ...] = ()  # a sentence for each node that left before the run was over
+    lost: tuple[str, ...] = ()  # a sentence for each node that was lost before the run was over
 
     @property
     def is_final(self) -> bool:
-        """Whether the ranks are not to be started again here, however many restarts are left."""
-        return self.interrupted is not None or self.code == START_AGAIN
+        """Whether the ranks must not be started again here, however many restarts are left."""
+        return self.interrupted is not None or self.code == RESTART_EXIT_CODE
 
     @property
     def code(self) -> int:
@@ -62,56 +65,62 @@ class Outcome:
 
 @dataclass
 class RankProcess:
-    """A worker. Looking at it never reaps it: that is left to torch elastic."""
+    """The process of one rank. Its methods never reap the process: torch elastic does that."""
 
     rank: int
     pid: int
-    failure_file: Path  # where the worker leaves word, see worker.py
-    code: int | None = None  # None while it runs
-    stopped: bool = False  # by us, so what it says about its end is no news
-    seen: float = field(default_factory=time.monotonic)  # when it was last seen running
+    failure_file: Path  # the worker writes its exception here, see worker.py
+    code: int | None = None  # None while the process runs
+    stopped: bool = False  # the launcher stopped it, so its exit code is no failure
+    last_seen_running: float = field(default_factory=time.monotonic)
 
     @property
     def failed(self) -> bool:
+        """Whether the rank failed by itself."""
         return not self.stopped and (bool(self.code) or self.failure_file.exists())
 
     @property
-    def explained(self) -> bool:
-        """Whether it has failed and left word why."""
+    def has_reason(self) -> bool:
+        """Whether the rank failed and left a reason."""
         return self.failed and self.failure_file.exists()
 
     def poll(self) -> int | None:
-        """Its exit code, or None while it runs."""
+        """Return the exit code, or None while the process runs."""
         if self.code is None:
             now = time.monotonic()
+            # WNOWAIT leaves the process as a zombie, which torch elastic reaps later.
             end = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if end is None:
-                self.seen = now
+                self.last_seen_running = now
             else:
                 self.code = end.si_status if end.si_code == os.CLD_EXITED else 128 + end.si_status
         return self.code
 
     def stop(self, number: signal.Signals) -> None:
-        """Send a signal to the worker and its children. One that is failing by itself may finish with that."""
+        """Send a signal to the worker and its children, unless the worker is failing by itself already."""
         if self.poll() is not None or (self.failed and number != signal.SIGKILL):
             return
         self.stopped = self.stopped or not self.failed
         os.killpg(self.pid, number)
 
-    def failure(self) -> Failure | None:
-        """How it failed; None where it did not, or was stopped for another rank's failure."""
+    def failure(self) -> RankFailure | None:
+        """Return how the rank failed, or None if it did not or was stopped because another rank failed."""
         if not self.failed:
             return None
         if self.failure_file.exists():
-            return Failure(self.rank, **json.loads(self.failure_file.read_text()))
-        return Failure(self.rank, self.seen, self.code or 0)
+            return RankFailure(self.rank, **json.loads(self.failure_file.read_text()))
+        return RankFailure(self.rank, self.last_seen_running, self.code or 0)
 
 
-def stop_all(processes: Iterable[RankProcess], number: signal.Signals = signal.SIGTERM) -> None:
-    """End the processes: by the signal given, soon by SIGTERM, and by SIGKILL when GRACE is over."""
+def stop_ranks(processes: Iterable[RankProcess], number: signal.Signals = signal.SIGTERM) -> None:
+    """End the processes and wait for them: by `number`, then by SIGTERM, and at last by SIGKILL."""
     processes, start = list(processes), time.monotonic()
-    for send, until in ((number, INSIST), (signal.SIGTERM, GRACE), (signal.SIGKILL, 2 * GRACE)):
+    for next_signal, until in (
+        (number, SIGTERM_TIMEOUT_S),
+        (signal.SIGTERM, SIGKILL_TIMEOUT_S),
+        (signal.SIGKILL, 2 * SIGKILL_TIMEOUT_S),
+    ):
         for process in processes:
-            process.stop(send)
+            process.stop(next_signal)
         while any(process.poll() is None for process in processes) and time.monotonic() < start + until:
-            time.sleep(TICK)
+            time.sleep(STOP_POLL_INTERVAL_S)

@@ -1,8 +1,10 @@
-"""Signals that tell the ranks something rather than end them: SIGUSR1 and SIGUSR2 are passed on to every rank.
+"""The signals that a launcher handles, and one way to set and restore their handlers.
 
-Slurm sends one before a job's time is over, where `--signal` asks for it: to the batch script, which is the launcher,
-or to the steps, which are the nodes' agents. Either way each rank gets it, the process of the script alone. What the
-ranks do then is theirs to say; without a handler it ends them, as it ends any process.
+[Note: Forwarded signals]
+SIGUSR1 and SIGUSR2 tell the ranks something instead of ending them. Slurm sends one before a job's time is over, if
+`--signal` asks for it: to the batch script, which is the launcher, or to the steps, which are the nodes' agents. In
+either case every rank receives it, and only the process of the script itself. The script decides what to do then;
+without a handler the signal ends the rank, as it ends any process.
 """
 
 from __future__ import annotations
@@ -12,30 +14,41 @@ import os
 import signal
 from collections.abc import Callable, Iterable, Iterator
 
-PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+FORWARDED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 @contextlib.contextmanager
-def passed_on(tell: Callable[[signal.Signals], None]) -> Iterator[None]:
-    """Within, call `tell` with each such signal that this process gets. For the main thread."""
-    handlers = {number: signal.getsignal(number) for number in PASSED_ON}
-    for number in PASSED_ON:
-        signal.signal(number, lambda number, _: tell(signal.Signals(number)))
+def signal_handlers(
+    numbers: Iterable[signal.Signals], handler: Callable[[signal.Signals], None] | None = None
+) -> Iterator[None]:
+    """Call `handler` with each of these signals within the block, and restore the earlier handlers after it.
+
+    Only the main thread may set handlers.
+
+    Args:
+        numbers: The signals.
+        handler: Receives the signal. None leaves the handlers as they are: the block may change them itself.
+    """
+    previous = {number: signal.getsignal(number) for number in numbers}
+    if handler is not None:
+        for number in previous:
+            signal.signal(number, lambda number, _: handler(signal.Signals(number)))
     try:
         yield
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        for number, earlier in previous.items():
+            signal.signal(number, earlier)
 
 
-def ignore() -> None:
-    """In a process that passes nothing on yet: a signal that is not for it must not end it."""
-    for number in PASSED_ON:
+def ignore_signals(numbers: Iterable[signal.Signals]) -> None:
+    """Ignore these signals from now on."""
+    for number in numbers:
         signal.signal(number, signal.SIG_IGN)
 
 
-def send(pids: Iterable[int], number: signal.Signals) -> None:
-    """Send a signal to processes of this node that may have ended. Their helpers do not get it."""
+def send_signal(pids: Iterable[int], number: signal.Signals) -> None:
+    """Send a signal to processes of this node, some of which may have ended. Their children do not receive it."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)

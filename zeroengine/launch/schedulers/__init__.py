@@ -1,1 +1,7 @@
-"""What schedulers say of a job, and jobs written for them."""
+"""Jobs under other launchers and schedulers.
+
+- ``slurm``: the hosts of an allocation, and batch scripts.
+- ``mpi``: the environment of a rank that mpirun has started.
+- ``kubernetes``: manifests for Kubeflow.
+- ``ray``: ranks as workers of Ray Train.
+"""

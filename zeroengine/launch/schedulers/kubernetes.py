@@ -1,4 +1,4 @@
-"""Kubernetes: a manifest for Kubeflow, which starts the pods and tells torch elastic in each where the others are."""
+"""Kubernetes: manifests for Kubeflow, which starts the pods and tells torch elastic in each where the others are."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 import yaml
 
 from zeroengine.errors import LaunchError
-from zeroengine.launch.cluster.hosts import limit
+from zeroengine.launch.cluster.hosts import parse_nnodes
 from zeroengine.launch.local.masking import is_secret
 
 KINDS = ("PyTorchJob", "TrainJob")
-MAX_LABEL = 63
+MAX_LABEL_LENGTH = 63
 
 
-def manifest(
+def build_manifest(
     kind: str,
     name: str,
     image: str | None,
@@ -28,17 +28,21 @@ def manifest(
     cpu: bool = False,
     restarts: int = 0,
 ) -> tuple[str, list[str]]:
-    """YAML for `kubectl apply -f -`, and what the user should know about it.
+    """Return YAML for `kubectl apply -f -`, and notices for the user.
 
     Args:
         kind: `PyTorchJob` of Kubeflow's training operator, or `TrainJob` of Kubeflow Trainer 2.
-        image: has Python, torch, zeroengine and the script.
+        name: The job's name, from which one that Kubernetes accepts is made.
+        image: The container image, with Python, torch, zeroengine and the script.
         nnodes: `N`, or `MIN:MAX` for an elastic PyTorchJob.
-        nproc: of each pod; on GPUs as many are asked for.
-        words: the script and its arguments.
+        nproc: The processes of each pod; without `cpu`, also its GPUs.
+        words: The script and its arguments.
+        environment: The ranks' variables. Secret ones are taken from a Secret and not written down.
+        cpu: Whether to ask for no GPUs.
+        restarts: How often Kubernetes may start the ranks again.
 
     Raises:
-        LaunchError: something that the manifest needs is missing.
+        LaunchError: Something that the manifest needs is missing.
     """
     if image is None:
         raise LaunchError(
@@ -46,10 +50,7 @@ def manifest(
         )
     if not nproc.isdecimal():
         raise LaunchError("--launcher k8s: how many processes has a pod? Write --nproc 8, for 8 GPUs each")
-    match = re.fullmatch(r"(\d+)(?::(\d+))?", nnodes)
-    low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-    if not 1 <= low <= high:
-        limit([], nnodes)  # says what is wrong
+    low, high = parse_nnodes(nnodes)
     label, notices = job_name(name, kind, high)
     secret = f"{label}-env"
     variables: list[dict[str, Any]] = []
@@ -61,10 +62,10 @@ def manifest(
             )
             variables.append({"name": key, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}})
         else:
-            variables.append({"name": key, "value": literal(value)})
+            variables.append({"name": key, "value": escape_dollars(value)})
     resources = {} if cpu else {"limits": {"nvidia.com/gpu": int(nproc)}}
-    # torchrun has a syntax of its own for ${local_rank}, in which $$ stands for $ as well.
-    command = ["python", "-m", "torch.distributed.run", *(literal(word.replace("$", "$$")) for word in words)]
+    # torchrun expands ${local_rank} as well, with $$ for a plain $, so every $ is escaped once for each of them.
+    command = ["python", "-m", "torch.distributed.run", *(escape_dollars(word.replace("$", "$$")) for word in words)]
     if kind == "TrainJob":
         if low < high:
             raise LaunchError(f"--nnodes {nnodes}: a TrainJob has one number of nodes. Write --nnodes {high}")
@@ -102,35 +103,41 @@ def manifest(
 
 
 def job_name(name: str, kind: str, nodes: int) -> tuple[str, list[str]]:
-    """Make a name that Kubernetes takes of a script's, and say so where it is not recognised easily.
+    """Return a job name that Kubernetes accepts, and a notice if it had to be shortened.
 
-    Kubeflow names the service of each pod after the job. That is a label of DNS (RFC 1035): 63 characters at most,
-    small letters, digits and hyphens, with a letter first.
+    Kubeflow names the service of each pod after the job. Such a name is a label of DNS (RFC 1035): at most 63 small
+    letters, digits and hyphens, beginning with a letter.
+
+    Args:
+        name: The script's name.
+        kind: See `build_manifest`.
+        nodes: The number of pods, which number the services.
     """
     label = re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-")
     if not label[:1].isalpha():
         label = f"train-{label}".strip("-")
     last_pod = f"-worker-{nodes - 1}" if kind == "PyTorchJob" else f"-node-0-{nodes - 1}"
-    longest = MAX_LABEL - len(last_pod)
+    longest = MAX_LABEL_LENGTH - len(last_pod)
     if len(label) <= longest:
         return label, []
-    different = f"-{zlib.crc32(label.encode()):08x}"  # two long names may begin alike
-    short = label[: longest - len(different)].rstrip("-") + different
+    # Two long names may begin alike, so the shortened one ends in a checksum of the whole name.
+    checksum = f"-{zlib.crc32(label.encode()):08x}"
+    short = label[: longest - len(checksum)].rstrip("-") + checksum
     return short, [
         f"the job is called {short}: Kubernetes leaves {longest} characters for the name, {name} is too long"
     ]
 
 
-def literal(text: str) -> str:
-    """The text where Kubernetes would put variables in place of $(NAME), and $ in place of $$."""
+def escape_dollars(text: str) -> str:
+    """Return text that Kubernetes keeps as it is, although it expands $(NAME), and $$ to $."""
     return text.replace("$", "$$")
 
 
-class _Dumper(yaml.SafeDumper):
+class _DumperWithoutAliases(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
 def _dump(version: str, kind: str, name: str, spec: dict[str, Any]) -> str:
     tree = {"apiVersion": version, "kind": kind, "metadata": {"name": name}, "spec": spec}
-    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False)
+    return yaml.dump(tree, Dumper=_DumperWithoutAliases, sort_keys=False)

@@ -1,4 +1,4 @@
-"""MPI: mpirun has started this process as one rank of many; its environment becomes torch.distributed's."""
+"""MPI: mpirun has started this process as one of many ranks, and its environment becomes torch.distributed's."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from zeroengine.errors import LaunchError
 from zeroengine.utils.launcher_environment import launched_rank, torch_variables
 
 
-def adapted(environ: Mapping[str, str], address: str | None = None, port: int = 0) -> dict[str, str]:
-    """The variables that a rank is given.
+def mpi_rank_variables(environ: Mapping[str, str], address: str | None = None, port: int = 0) -> dict[str, str]:
+    """Return torch.distributed's variables for this rank.
 
     Args:
-        address: of rank 0's host; found where all ranks are on one host, or Slurm says.
-        port: of the store there; one made of the job's id where 0.
+        environ: The environment that mpirun has set.
+        address: The address of rank 0's host. It is found if all ranks are on one host, or if Slurm says it.
+        port: The port of the store there; 0 for one that is derived from the job's id.
 
     Raises:
-        LaunchError: MPI has not started this process, or rank 0's address is nowhere to be found.
+        LaunchError: MPI has not started this process, or rank 0's address cannot be found.
     """
     launched = launched_rank(environ)
     if launched is None:

@@ -16,23 +16,23 @@ from zeroengine.errors import LaunchError
 from zeroengine.launch.cluster.hosts import Host
 from zeroengine.utils.launcher_environment import expand_counts, expand_nodes
 
-SCRIPT = "zero-launch.sbatch"
-# Options of sbatch that say which part of a node is wanted, how much memory, and that there are many such jobs.
-SHARES = ("--exclusive", "--oversubscribe", "-s", "--cpus-per-task", "-c", "--cpus-per-gpu", "--mincpus")
-MEMORY = ("--mem", "--mem-per-cpu", "--mem-per-gpu")
-ARRAY = ("--array", "-a")
-SUBMIT = "Submit one with --submit --nnodes N, or start zero-launch inside sbatch or salloc"
+SCRIPT_NAME = "zero-launch.sbatch"
+# Options of sbatch that choose a part of a node, its memory, or an array of jobs.
+SHARE_OPTIONS = ("--exclusive", "--oversubscribe", "-s", "--cpus-per-task", "-c", "--cpus-per-gpu", "--mincpus")
+MEMORY_OPTIONS = ("--mem", "--mem-per-cpu", "--mem-per-gpu")
+ARRAY_OPTIONS = ("--array", "-a")
+SUBMIT_HINT = "Submit one with --submit --nnodes N, or start zero-launch inside sbatch or salloc"
 
 
-def allocated(environ: Mapping[str, str]) -> list[Host]:
-    """The allocation's hosts, each with as many slots as it has GPUs or, where tasks were asked for, tasks.
+def allocated_hosts(environ: Mapping[str, str]) -> list[Host]:
+    """Return the allocation's hosts, each with as many slots as it has GPUs, or else tasks.
 
     Raises:
-        LaunchError: this is no allocation.
+        LaunchError: This process is not inside an allocation.
     """
     nodes = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
     if not nodes:
-        raise LaunchError(f"--launcher slurm: this is not inside a Slurm allocation. {SUBMIT}")
+        raise LaunchError(f"--launcher slurm: this is not inside a Slurm allocation. {SUBMIT_HINT}")
     names = list(expand_nodes(nodes))
     gpus = _gpus(environ)
     if gpus is not None:
@@ -60,67 +60,77 @@ def batch_script(
     *,
     elastic: bool = False,
 ) -> str:
-    """A script for sbatch that runs zero-launch in its allocation.
+    """Return a script for sbatch that runs zero-launch in its allocation.
 
-    One task a node is the launcher's part there, and starts all ranks: it needs the node's cores and memory, which
-    Slurm otherwise shares out by tasks. Whoever says how many of them are wanted gets that many.
+    Each node has one task, the launcher's part there, which starts all ranks. It needs the whole node's cores and
+    memory, which Slurm would otherwise divide between tasks. `options` can ask for less.
 
     Args:
-        gpus: to ask for on each node; None asks for none.
-        options: further options of sbatch, such as `--time=8:00:00`. They win.
-        arguments: zero-launch's own.
-        elastic: whether the run goes on without a node that is lost. Otherwise Slurm is to start the job again.
+        name: The job's name.
+        nodes: The number of nodes.
+        gpus: The GPUs of each node; None asks for none.
+        options: Further options of sbatch, such as `--time=8:00:00`. They win.
+        arguments: zero-launch's own arguments.
+        elastic: Whether the run goes on without a node that is lost. Otherwise Slurm starts the job again.
     """
     asked = [f"--job-name={name}", f"--nodes={nodes}", "--ntasks-per-node=1"]
     asked += [f"--gpus-per-node={gpus}"] if gpus else []
-    if not _is_among(SHARES, options):
+    if not _is_among(SHARE_OPTIONS, options):
         asked += ["--exclusive"]
-        asked += [] if _is_among(MEMORY, options) else ["--mem=0"]
+        asked += [] if _is_among(MEMORY_OPTIONS, options) else ["--mem=0"]
     asked += ["--no-kill"] if elastic else []
-    log = "%x-%A_%a.log" if _is_among(ARRAY, options) else "%x-%j.log"
-    asked += ["--requeue", "--open-mode=append", f"--output={log}"]  # a job that is started again goes on with its log
+    log = "%x-%A_%a.log" if _is_among(ARRAY_OPTIONS, options) else "%x-%j.log"
+    # A job that is started again continues its log.
+    asked += ["--requeue", "--open-mode=append", f"--output={log}"]
     lines = [f"#SBATCH {shlex.quote(option)}" for option in asked]
     lines += [f"#SBATCH {shlex.join(options)}"] if options else []
-    # Slurm gives SIGTERM to the script's own process first, which is then zero-launch.
+    # Slurm sends SIGTERM to the script's own process first, which exec makes zero-launch.
     command = [sys.executable, "-m", "zeroengine.cli.zero_launch", *arguments]
     return "\n".join(["#!/bin/bash", *lines, "", f"exec {shlex.join(command)}", ""])
 
 
 def _is_among(names: Sequence[str], options: Sequence[str]) -> bool:
-    """Whether sbatch's options have one of these, as `--name`, `--name=value`, `-n` or `-nvalue`."""
+    """Return whether sbatch's options contain one of these, as `--name`, `--name=value`, `-n` or `-nvalue`."""
     words = [option.partition("=")[0] if option.startswith("--") else option[:2] for option in options]
     return any(word in names for word in words)
 
 
 def check_export(options: Sequence[str], hidden: Iterable[str], environ: Mapping[str, str]) -> None:
-    """See that sbatch hands over variables whose values are not in the script.
+    """See that sbatch passes on the variables whose values are not written into the script.
+
+    Args:
+        options: The options of sbatch.
+        hidden: The names of the variables.
+        environ: The launcher's environment, for SBATCH_EXPORT.
 
     Raises:
-        LaunchError: `--export` among its options, or SBATCH_EXPORT, keeps one of them back.
+        LaunchError: `--export` among the options, or SBATCH_EXPORT, excludes one of them.
     """
-    text, said = environ.get("SBATCH_EXPORT", "ALL"), "SBATCH_EXPORT="
+    text, source = environ.get("SBATCH_EXPORT", "ALL"), "SBATCH_EXPORT="
     for option, following in itertools.zip_longest(options, options[1:], fillvalue=""):
         name, equals, value = option.partition("=")
         if name == "--export":
-            text, said = (value if equals else following), "--sbatch --export="
+            text, source = (value if equals else following), "--sbatch --export="
     exported = {word.partition("=")[0] for word in text.split(",")}
     for name in hidden:
         if not exported & {"ALL", name}:
             names = [name, *(word for word in text.split(",") if word not in ("NONE", "NIL"))]
             raise LaunchError(
-                f"{said}{text}: {name} looks secret, is therefore not written into the batch script, and would not "
+                f"{source}{text}: {name} looks secret, is therefore not written into the batch script, and would not "
                 f"reach the job. Write --export={','.join(names)}, or put it into .zero_env"
             )
 
 
 def submit(script: str, path: Path, hidden: Mapping[str, str]) -> str:
-    """Write the script and hand it to sbatch; returns what that says.
+    """Write the script, submit it, and return the answer of sbatch.
 
     Args:
-        hidden: variables that the job finds in its environment, and nobody in the script.
+        script: The script's text.
+        path: The file to write.
+        hidden: Variables that the job finds in its environment. They are not written into the script.
 
     Raises:
-        LaunchError: there is no sbatch, or it refuses.
+        LaunchError: There is no sbatch, or it refuses the script.
     """
     if shutil.which("sbatch") is None:
         raise LaunchError("--submit: there is no sbatch here. Log in to a machine of the cluster, or add --dry-run")
@@ -132,9 +142,9 @@ def submit(script: str, path: Path, hidden: Mapping[str, str]) -> str:
 
 
 def requeue(environ: Mapping[str, str]) -> str:
-    """Have Slurm start the job that this process is in again; returns a sentence about it.
+    """Ask Slurm to start this process' job again, and return a sentence about it.
 
-    Of a job array the task alone: the array goes by the number of one of its tasks.
+    Of a job array only this task is started again. SLURM_JOB_ID may be the number of the whole array.
     """
     array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
     number = f"{array}_{task}" if array and task else environ.get("SLURM_JOB_ID", "")

@@ -1,7 +1,7 @@
 """How many nodes the launcher can look after, and what each costs it.
 
-    python benchmarks/fleet.py --nodes 1024 --open-files 1024
-    sudo python benchmarks/fleet.py --real 8
+    python benchmarks/many_nodes.py --nodes 1024 --open-files 1024
+    sudo python benchmarks/many_nodes.py --real 8
 
 Nodes are processes of this machine that stand for ssh and a node at once: they speak the launcher's protocol and start
 nothing, torch least of all. With `--real`, hosts made of network namespaces, each with an sshd, run a script.
@@ -22,11 +22,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from zeroengine.launch.cluster import restart_loop, versions
 from zeroengine.launch.cluster.hosts import Host
-from zeroengine.launch.cluster.nodes import Fleet
-from zeroengine.launch.cluster.request import FAN_OUT, Request
-from zeroengine.launch.cluster.shells import Shell
+from zeroengine.launch.cluster.nodes import Nodes
+from zeroengine.launch.cluster.request import FAN_OUT, ClusterRequest
+from zeroengine.launch.cluster.restart_loop import RestartLoop
+from zeroengine.launch.cluster.shells import RemoteShell
+from zeroengine.launch.cluster.versions import installed_versions
 from zeroengine.launch.local.console import Console
 
 STAND_IN = """
@@ -67,51 +68,51 @@ while True:
 """
 
 
-def stand_ins(nodes: int, fan_out: int) -> None:
-    """Connect to so many stand-ins, run a round on them, and print what it took."""
+def run_stand_ins(num_nodes: int, fan_out: int) -> None:
+    """Connect to stand-ins for nodes, run one round on them, and print times, memory and descriptors."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "node.py"
         path.write_text(STAND_IN)
-        os.environ["STAND_IN_VERSIONS"] = json.dumps(versions.installed())
-        hosts = [Host(f"node-{index}", 1) for index in range(nodes)]
-        shell = Shell((sys.executable, "-I", "-S", str(path), "{host}"), "the stand-in")
-        request = Request(hosts, nodes, shell, os.getcwd(), "train.py", [], cpu=True, fan_out=fan_out)
+        os.environ["STAND_IN_VERSIONS"] = json.dumps(installed_versions())
+        hosts = [Host(f"node-{index}", 1) for index in range(num_nodes)]
+        shell = RemoteShell((sys.executable, "-I", "-S", str(path), "{host}"), "the stand-in")
+        request = ClusterRequest(hosts, num_nodes, shell, os.getcwd(), "train.py", [], cpu=True, fan_out=fan_out)
         screen, limit = os.dup(1), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        console, began = Console(), time.monotonic()
-        with Fleet(request, console) as fleet:
-            fleet.check()
+        console, start = Console(), time.monotonic()
+        with Nodes(request, console) as nodes:
+            nodes.check()
             connected = time.monotonic()
             descriptors, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
-            outcome = restart_loop.Rounds(request, fleet, console).run()
+            outcome = RestartLoop(request, nodes, console).run()
             ended = time.monotonic()
         closed = time.monotonic()
         os.dup2(screen, 1)
     own = resource.getrusage(resource.RUSAGE_SELF)
-    print(f"{nodes} nodes, a limit of {limit} open files at the start, {fan_out} connected to at a time")
+    print(f"{num_nodes} nodes, a limit of {limit} open files at the start, {fan_out} connected to at a time")
     print(f"exit code              {outcome.code}")
-    print(f"connected and checked  {connected - began:.1f} s")
+    print(f"connected and checked  {connected - start:.1f} s")
     print(f"a round                {ended - connected:.1f} s")
     print(f"closed                 {closed - ended:.1f} s")
     print(f"the launcher           {own.ru_utime + own.ru_stime:.1f} s of CPU time, {own.ru_maxrss / 1024:.0f} MiB,")
     print(f"                       {threads} threads, {descriptors} open files")
 
 
-def real(nodes: int) -> None:
-    """Run a script on so many hosts made of network namespaces, and print how long that took."""
+def run_real_hosts(num_hosts: int) -> None:
+    """Run a script on hosts made of network namespaces, and print how long that took."""
     from tests.launch import hosts
 
     if reason := hosts.why_not():
         raise SystemExit(reason)
-    with tempfile.TemporaryDirectory() as folder, hosts.build(nodes) as rig:
+    with tempfile.TemporaryDirectory() as folder, hosts.build(num_hosts) as rig:
         os.chdir(folder)
         Path("train.py").write_text("import os; print(os.environ['RANK'])")
-        began = time.monotonic()
+        start = time.monotonic()
         done = rig.launch("--hostfile", str(rig.hostfile(1)), "train.py", timeout=600)
-        seconds = time.monotonic() - began
-        assert done.returncode == 0 and len(done.stdout.splitlines()) == nodes, done.stderr
+        seconds = time.monotonic() - start
+        assert done.returncode == 0 and len(done.stdout.splitlines()) == num_hosts, done.stderr
         rig.wait_until_empty()
-    print(f"{nodes} hosts with an sshd each: a script that prints its rank took {seconds:.1f} s, start to end")
+    print(f"{num_hosts} hosts with an sshd each: a script that prints its rank took {seconds:.1f} s, start to end")
 
 
 def main() -> None:
@@ -126,9 +127,9 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (options.open_files, hard))
     print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}\n", flush=True)
     if options.real:
-        real(options.real)
+        run_real_hosts(options.real)
     else:
-        stand_ins(options.nodes, options.fan_out)
+        run_stand_ins(options.nodes, options.fan_out)
 
 
 if __name__ == "__main__":
