@@ -317,7 +317,7 @@ def test_registered_memory_changes_no_number_over_nccl() -> None:
 def registering() -> list[float]:
     """NCCL with one rank."""
     dist.init_process_group("nccl")
-    transport = Group(None, torch.device("cuda", 0))._native(60.0, True)
+    transport = Group(None, torch.device("cuda", 0))._nccl_transport(60.0, True)
     shard = transport.empty(1 << 20, torch.float32, "gather").fill_(3.0)
     found = []
     for buffer in [transport.buffer(1 << 20, torch.float32) for _ in range(6)]:
@@ -381,7 +381,7 @@ def test_released_memory_is_taken_again_behind_those_who_read_it(side_by_side: b
 def stalling() -> str:
     """A gather behind a GPU that does not get on, over NCCL."""
     dist.init_process_group("nccl")
-    transport = Group(None, torch.device("cuda", 0))._native(timeout=1.0)
+    transport = Group(None, torch.device("cuda", 0))._nccl_transport(timeout=1.0)
     full, shard = (transport.empty(2, torch.float32, "gather") for _ in range(2))
     for _ in range(3):
         transport.gather.all_gather(full, shard, "blocks.0").wait_stream()

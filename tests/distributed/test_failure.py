@@ -228,7 +228,7 @@ def test_a_rank_that_stops_is_an_error_after_the_timeout(stage: int, where: str,
 def stall_as_on_a_device(folder: Path) -> None:
     """The transport is NCCL's, whose collectives Gloo stands in for. Whoever waits in one cannot be woken."""
     rank = start()
-    with mock.patch.object(Group, "transport", lambda group, kind, timeout, registered: group._native(timeout)):
+    with mock.patch.object(Group, "transport", lambda group, kind, timeout, registered: group._nccl_transport(timeout)):
         engine = initialize(TinyLM, 0, "auto", PATIENCE)
     engine.backward(engine(*batch(0, rank)))
     engine.step()
@@ -281,7 +281,7 @@ def meet(folder: Path, suspended: bool) -> tuple[list[int], list[str]] | None:
             os.kill(pid, signal.SIGKILL)
 
     with mock.patch.object(os, "_exit", end):
-        values = group.exchange(group.rank, "to save a checkpoint")
+        values = group.all_gather_object(group.rank, "to save a checkpoint")
     transport.close()
     return values, said
 

@@ -169,9 +169,9 @@ class Trace:
         for name in NAMES:
             module = model.get_submodule(name)
             module.register_forward_hook(lambda *_, n=name: self.events.append(f"compute {n}"), prepend=True)
-        self.spy(nccl.NativeChannel, "all_gather", lambda channel, full, shard, label: f"gather {label}")
-        self.spy(nccl.NativeChannel, "reduce_scatter", lambda channel, shard, full, label, *_: f"reduce {label}")
-        self.spy(nccl.NativeTransport, "all_reduce_scalars", lambda transport, values, label: f"sum {label}")
+        self.spy(nccl.NCCLChannel, "all_gather", lambda channel, full, shard, label: f"gather {label}")
+        self.spy(nccl.NCCLChannel, "reduce_scatter", lambda channel, shard, full, label, *_: f"reduce {label}")
+        self.spy(nccl.NCCLTransport, "all_reduce_scalars", lambda transport, values, label: f"sum {label}")
         self.spy(Unit, "finish_gather", lambda unit: f"ready {unit.name}")
         self.spy(Unit, "release", lambda unit, resolver: f"release {unit.name}")
         self.spy(ops.AdamTable, "prepare", lambda *_: "prepare")

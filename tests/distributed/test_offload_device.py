@@ -29,7 +29,7 @@ from tests.parametrization import in_turn
 from zeroengine import ops
 from zeroengine.comm.group import Group
 from zeroengine.comm.transports import nccl as native_module
-from zeroengine.comm.transports.nccl import NativeTransport
+from zeroengine.comm.transports.nccl import NCCLTransport
 from zeroengine.disk.queue import DiskQueue
 from zeroengine.disk.swap_files import SwapFolder
 from zeroengine.engine.initialize import make_engine
@@ -296,8 +296,8 @@ def over_native_collectives(path: Path, more: dict[str, Any]) -> list[Any]:
     """NCCL's transport, whose collectives Gloo stands in for."""
     start()
 
-    def native(group: Group, *_: Any) -> NativeTransport:
-        return NativeTransport(group.like("gloo"), group.like("gloo"), group.device, "gloo", None)
+    def native(group: Group, *_: Any) -> NCCLTransport:
+        return NCCLTransport(group.new_group("gloo"), group.new_group("gloo"), group.device, "gloo", None)
 
     reduce_scatter = native_module._reduce_scatter
     with pytest.MonkeyPatch.context() as patch:

@@ -52,22 +52,22 @@ class CheckpointManager:
         """
         self.wait()
         arguments: dict[str, object] = {}
-        with self._group.agreeing("to save a checkpoint", arguments) as every:
+        with self._group.collective_errors("to save a checkpoint", arguments) as every:
             named = checked_path(folder, "save_checkpoint(directory)", CheckpointError)
             arguments |= {"directory": os.path.abspath(named), "tag": check_tag(tag)}
             self.check_not_half_loaded("save_checkpoint()")
             found = snapshot(self._parts, client_state)
         check_same("save_checkpoint()", every)
         if self._gloo is None:
-            self._gloo = self._group.like("gloo")
+            self._gloo = self._group.new_group("gloo")
         directory = self._directories.setdefault(Path(folder).absolute(), CheckpointDirectory(folder))
-        total = sum(self._group.exchange(found.nbytes))
+        total = sum(self._group.all_gather_object(found.nbytes))
         paths: list[Path] = []
-        with self._group.agreeing("to save a checkpoint"):
+        with self._group.collective_errors("to save a checkpoint"):
             if self._group.rank == 0:
                 directory.open()
                 paths.append(directory.begin(tag, total))
-        writing = self._group.exchange(paths[0] if paths else None)[0]
+        writing = self._group.all_gather_object(paths[0] if paths else None)[0]
         assert writing is not None
         settings = self._parts.config.checkpoint
         saving = _Saving(self._group.rank, self._gloo, directory, tag, writing, found, settings.keep)
@@ -79,7 +79,7 @@ class CheckpointManager:
             self._saving = saving
         else:
             with progress(f"saving {tag}", found.nbytes, self._group.rank == 0) as report:
-                with self._group.waiting(f"save {tag}"):
+                with self._group.long_wait(f"save {tag}"):
                     saving.run(releasing(report, self._parts.evict))
             self._parts.evict()
             self._conclude(saving)
@@ -100,7 +100,7 @@ class CheckpointManager:
         """
         arguments: dict[str, object] = {"tag": tag}
         arguments |= {"weights_only": weights_only, "strict": strict, "fallback": fallback}
-        with self._group.agreeing("to load a checkpoint", arguments) as every:
+        with self._group.collective_errors("to load a checkpoint", arguments) as every:
             named = checked_path(folder, "load_checkpoint(directory)", CheckpointError)
             arguments["directory"] = os.path.abspath(named)
             if tag is not None and not (isinstance(tag, str) and tag):
@@ -115,7 +115,7 @@ class CheckpointManager:
         self._half_loaded = self._half_loaded and weights_only
         self._waiting = {name: (state, restored.same_world) for name, state in restored.stateful.items()}
         try:
-            with self._group.agreeing("to load a checkpoint"), as_checkpoint_errors():
+            with self._group.collective_errors("to load a checkpoint"), as_checkpoint_errors():
                 for name in self._parts.stateful:
                     self.hand_over(name)
         except CheckpointError as error:
@@ -147,12 +147,14 @@ class CheckpointManager:
         """
         if self._saving is not None:
             saving, self._saving = self._saving, None
-            with self._group.waiting(f"save {saving.tag}"):
+            with self._group.long_wait(f"save {saving.tag}"):
                 saving.join()
             self._conclude(saving)
 
     def _conclude(self, saving: _Saving) -> None:
-        errors = [error for error in self._group.exchange(saving.error, "to save a checkpoint") if error is not None]
+        errors = [
+            error for error in self._group.all_gather_object(saving.error, "to save a checkpoint") if error is not None
+        ]
         if errors:
             raise CheckpointError(
                 f"checkpoint {saving.tag} in {saving.directory.path} was not saved: {errors[0]}. The checkpoints "
@@ -189,7 +191,7 @@ class CheckpointManager:
         directory, group = CheckpointDirectory(folder), self._group
         plain = Path(folder) if tag is None else Path(folder) / tag
         kinds: list[bool] = []
-        with group.agreeing("to find a checkpoint", kinds) as every:
+        with group.collective_errors("to find a checkpoint", kinds) as every:
             try:
                 kinds.append(is_plain(plain))
             except CheckpointError:
@@ -211,20 +213,20 @@ class CheckpointManager:
                         with contextlib.suppress(CheckpointError):
                             stack.enter_context(directory.held(candidate))
                             identities.append(directory.identity(candidate))
-                    identity = group.exchange(identities)[0]
+                    identity = group.all_gather_object(identities)[0]
                     found = self._damage(directory, candidate)
                     if not found:
                         manifests: list[Manifest] = []
-                        with group.agreeing("to find a checkpoint"):
+                        with group.collective_errors("to find a checkpoint"):
                             manifests.append(directory.manifest(candidate))
                         yield directory.checkpoint(candidate), manifests[0]
-                        if group.exchange(_was_removed(directory, candidate, identity))[0]:
+                        if group.all_gather_object(_was_removed(directory, candidate, identity))[0]:
                             raise HalfLoadedError(
                                 f"checkpoint {candidate} in {folder} was replaced while it was read: load it again "
                                 "before training goes on"
                             )
                         return
-                    was_removed = group.exchange(_was_removed(directory, candidate, identity))[0]
+                    was_removed = group.all_gather_object(_was_removed(directory, candidate, identity))[0]
                 if was_removed and tag is None:
                     problems = []
                     break  # by another process, which has saved a newer one
@@ -238,7 +240,7 @@ class CheckpointManager:
         self, directory: CheckpointDirectory, tag: str | None, fallback: bool, problems: list[str]
     ) -> list[str]:
         """The tags to try in turn, the same on every rank."""
-        with self._group.agreeing("to find a checkpoint"):
+        with self._group.collective_errors("to find a checkpoint"):
             first = [tag] if tag is not None else []
             if tag is None:
                 try:
@@ -248,7 +250,7 @@ class CheckpointManager:
                         raise
                     problems.append(str(error))
             others = [other for other in reversed(directory.tags()) if other not in first] if fallback else []
-        return self._group.exchange([*first, *others])[0]
+        return self._group.all_gather_object([*first, *others])[0]
 
     def _damage(self, directory: CheckpointDirectory, tag: str) -> list[str]:
         """What is wrong with a checkpoint. Each rank looks at its part of the files."""
@@ -258,7 +260,7 @@ class CheckpointManager:
             mine = directory.damage(tag, names)
         except CheckpointError as error:
             mine = [str(error)]
-        return list(dict.fromkeys(problem for found in self._group.exchange(mine) for problem in found))
+        return list(dict.fromkeys(problem for found in self._group.all_gather_object(mine) for problem in found))
 
     def close(self) -> None:
         try:

@@ -63,13 +63,13 @@ class SaveOnSignal:
         self._sum: tuple[dist.Work, torch.Tensor] | None = None  # of how many have had it; steps to the next sum
         self._steps_to_sum = self._steps = 1
         self._began = time.monotonic()  # when the last sum did, `_steps` before
-        with group.agreeing("to initialize"):
+        with group.collective_errors("to initialize"):
             self._directory = checked_path(config.checkpoint.directory, "checkpoint.directory")
             self._check()
             if group.rank == 0:
                 self._make_directory()
         alone = group.world_size == 1 or group.backend == "fake"
-        self._gloo = None if alone else group.like("gloo")
+        self._gloo = None if alone else group.new_group("gloo")
         self._previous = signal.signal(self._number, self._handle)
         SaveOnSignal._listening = self
         atexit.register(self._finish_sum)
@@ -106,7 +106,7 @@ class SaveOnSignal:
             return self._received
         if self._sum is not None:
             work, values = self._sum
-            with self._group.waiting("agree on a signal"):
+            with self._group.long_wait("agree on a signal"):
                 work.wait()
             self._sum = None
             received, self._steps_to_sum = values.tolist()

@@ -57,23 +57,23 @@ def restore(parts: EngineParts, path: Path, manifest: Manifest | None, *, weight
     Raises:
         CheckpointError: on every rank, before anything is changed: it does not fit.
     """
-    agreeing = parts.group.agreeing
-    with agreeing("to load a checkpoint"):
+    collective_errors = parts.group.collective_errors
+    with collective_errors("to load a checkpoint"):
         plan = _plan(parts, path, manifest, weights_only=weights_only, strict=strict)
-    with agreeing("to load a checkpoint"):
+    with collective_errors("to load a checkpoint"):
         objects = dcp_io.load(path, plan.metadata, {}, plan.objects, lambda nbytes: None)
         if manifest is None:  # no checksum has told that all can be read
             _rehearse(parts, path, plan)
     undo: list[Callable[[], None]] = []
     try:
-        with agreeing("to load a checkpoint"), as_checkpoint_errors():
+        with collective_errors("to load a checkpoint"), as_checkpoint_errors():
             if not weights_only:
                 _remember(parts, undo)
                 _take_over(parts, manifest, plan, objects)
         try:
-            with agreeing("to load a checkpoint"), as_checkpoint_errors():
+            with collective_errors("to load a checkpoint"), as_checkpoint_errors():
                 _read(parts, path, plan)
-            with agreeing("to load a checkpoint"), as_checkpoint_errors():
+            with collective_errors("to load a checkpoint"), as_checkpoint_errors():
                 parts.republish()
         except ZeroEngineError as error:
             raise HalfLoadedError(

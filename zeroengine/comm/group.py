@@ -18,16 +18,17 @@ from zeroengine.comm.interfaces import ChannelName, Transport
 from zeroengine.comm.launched_ranks import has_peers
 from zeroengine.comm.transports import shared_memory
 from zeroengine.comm.transports.gloo import GlooTransport
-from zeroengine.comm.transports.host_staged import StagedTransport
-from zeroengine.comm.transports.nccl import NativeTransport
+from zeroengine.comm.transports.host_staged import HostStagedTransport
+from zeroengine.comm.transports.nccl import NCCLTransport
 from zeroengine.comm.transports.nccl_memory_pool import RegisteredPool
-from zeroengine.comm.transports.single_process import LocalTransport
-from zeroengine.comm.watchdog import Watchdog, own_host
+from zeroengine.comm.transports.single_process import SingleProcessTransport
+from zeroengine.comm.watchdog import Watchdog, host_name
 from zeroengine.errors import DivergenceError, ZeroEngineError
 
 T = TypeVar("T")
-SHOWN = 3  # values, and ranks of each, in a message about ranks that differ
-LATER_S = 30.0  # by which NCCL's own watchdog, whose word is its process's last, comes after ours
+MAX_SHOWN = 3  # values, and ranks of each, in a message about ranks that differ
+# NCCL's own watchdog ends the process without saying which rank stalled. So it comes so many seconds after ours.
+NCCL_EXTRA_TIMEOUT_S = 30.0
 
 
 class Group:
@@ -37,8 +38,8 @@ class Group:
     ``RANK`` and ``WORLD_SIZE`` are not set. ``join_launched_ranks`` sets them under mpirun and srun.
 
     Args:
-        process_group: the ranks to partition over; the default group where None.
-        device: where the model computes.
+        process_group: The ranks to partition over; None for the default group.
+        device: The device that the model computes on.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None, device: torch.device) -> None:
@@ -57,17 +58,25 @@ class Group:
             store = dist.PrefixStore(f"zeroengine/gpus/{group.group_name}", dist.distributed_c10d._get_default_store())
             check_gpus(store, self.rank, self.world_size, str(torch.cuda.get_device_properties(device).uuid))
 
-    def waiting(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Around a wait for the other ranks that may be long, once there is a transport. See ``Watchdog.waiting``."""
-        return contextlib.nullcontext() if self._watchdog is None else self._watchdog.waiting(what)
+    def long_wait(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Surround a wait for other ranks that may be long. See ``Watchdog.long_wait``; the transport starts one."""
+        return contextlib.nullcontext() if self._watchdog is None else self._watchdog.long_wait(what)
 
-    def exchange(self, value: T, doing: str = "of facts") -> list[T]:
-        """Every rank's ``value`` (picklable), in rank order. ``doing`` says what for, where a rank stalls."""
+    def all_gather_object(self, value: T, purpose: str = "of facts") -> list[T]:
+        """Return every rank's ``value``, in rank order.
+
+        Args:
+            value: Anything that pickles.
+            purpose: What for, such as "to save a checkpoint": for the message where a rank stalls.
+
+        Raises:
+            DivergenceError: Another rank has ended or cannot be reached.
+        """
         if self.world_size == 1 or self.backend == "fake":
             return [value] * self.world_size
         values: list[T | None] = [None] * self.world_size
         try:
-            with self.waiting(f"exchange {doing}"):
+            with self.long_wait(f"exchange {purpose}"):
                 dist.all_gather_object(values, value, group=self.process_group)
         except RuntimeError as error:
             raise DivergenceError(
@@ -76,10 +85,15 @@ class Group:
         return values  # type: ignore[return-value]
 
     @contextlib.contextmanager
-    def agreeing(self, doing: str, fact: T | None = None) -> Iterator[list[T]]:
-        """An error on one rank is an error on all of them, each with the message of the first.
+    def collective_errors(self, purpose: str, fact: T | None = None) -> Iterator[list[T]]:
+        """Make an error of one rank an error of all ranks, each with the message of the first.
 
-        Yields a list which afterwards holds every rank's ``fact`` (picklable), in rank order.
+        Args:
+            purpose: What is being done, such as "to save a checkpoint": for the other ranks' message.
+            fact: Anything that pickles, for the other ranks.
+
+        Yields:
+            A list that holds every rank's ``fact``, in rank order, once the block has ended.
         """
         error: Exception | None = None
         facts: list[T] = []
@@ -87,34 +101,35 @@ class Group:
             yield facts
         except Exception as caught:
             error = caught
-        mine: tuple[type[ZeroEngineError], str] | None = None
-        if error is not None:  # the other ranks may lack the class of an error that is not ours
-            mine = (ZeroEngineError, f"{type(error).__name__}: {error}")
-            if isinstance(error, ZeroEngineError):
-                mine = (type(error), str(error))
-        every = self.exchange((mine, fact), doing)
+        report: tuple[type[ZeroEngineError], str] | None = None
+        if isinstance(error, ZeroEngineError):
+            report = (type(error), str(error))
+        elif error is not None:
+            # The other ranks may lack the class of an error that is not zeroengine's own.
+            report = (ZeroEngineError, f"{type(error).__name__}: {error}")
+        reports_and_facts = self.all_gather_object((report, fact), purpose)
         if error is not None:
             raise error
-        for rank, (other, _) in enumerate(every):
+        for rank, (other, _) in enumerate(reports_and_facts):
             if other is not None:
-                raise other[0](f"rank {rank} failed {doing}: {other[1]}")
-        facts += [fact for _, fact in every]  # type: ignore[misc]
+                raise other[0](f"rank {rank} failed {purpose}: {other[1]}")
+        facts += [fact for _, fact in reports_and_facts]  # type: ignore[misc]
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
-        """Rank ``source``'s values on every rank, in place."""
+        """Copy rank ``source``'s values to every rank, in place."""
         if self.world_size > 1:
-            with self.waiting("broadcast"), self._reachable(tensor) as values:
+            with self.long_wait("broadcast"), self._on_backend_device(tensor) as values:
                 dist.broadcast(values, group_src=source, group=self.process_group)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """The sum over ranks, in place. For rare use: a ``Transport`` is faster."""
+        """Sum over ranks, in place. For rare use: a ``Transport`` is faster."""
         if self.world_size > 1:
-            with self.waiting("sum"), self._reachable(tensor) as values:
+            with self.long_wait("sum"), self._on_backend_device(tensor) as values:
                 dist.all_reduce(values, group=self.process_group)
 
     @contextlib.contextmanager
-    def _reachable(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The tensor, or a copy of it where the backend reaches the CPU's memory alone, which is then taken over."""
+    def _on_backend_device(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield memory that the backend reaches: the tensor, or a CPU copy for Gloo, which is copied back."""
         if self.backend != "gloo" or tensor.device.type == "cpu":
             yield tensor
             return
@@ -122,81 +137,81 @@ class Group:
         yield values
         tensor.copy_(values)
 
-    def like(self, backend: str) -> dist.ProcessGroup:
-        """Another process group of the same ranks."""
-        return self._new_group(backend, timeout=None)
-
     def transport(self, kind: str, timeout: float, registered: bool = False) -> Transport:
-        """The fastest transport that all ranks can use.
+        """Return the fastest transport that all ranks can use.
 
         Args:
             kind: ``auto``, ``shm`` or ``gloo``: the configuration's ``comm.transport``.
-            timeout: seconds after which a stalled operation is an error.
-            registered: whether NCCL is to register the memory that it moves.
+            timeout: Seconds after which a stalled operation is an error.
+            registered: Whether NCCL is to register the memory that it moves.
 
         Raises:
             ZeroEngineError: ``shm`` (on CPUs) or registration was asked for and some rank cannot use it.
         """
         if self.world_size == 1:
-            return LocalTransport(self.device)
+            return SingleProcessTransport(self.device)
         if self.backend != "gloo":
-            return self._native(timeout, registered)
+            return self._nccl_transport(timeout, registered)
         if self.device.type != "cpu":
-            return StagedTransport(
-                GlooTransport(self._new_group(self.backend, timeout), self._watch(timeout), timeout), self.device
-            )
+            return HostStagedTransport(self._gloo_transport(timeout), self.device)
         if kind != "gloo":
-            found = self._shared_memory(timeout)
-            if not isinstance(found, str):
-                return found
+            transport = self._shared_memory_transport(timeout)
+            if not isinstance(transport, str):
+                return transport
             if kind == "shm":
-                raise ZeroEngineError(f'comm.transport "shm" cannot be used: {found}. Write "auto" or "gloo".')
-        return GlooTransport(self._new_group(self.backend, timeout), self._watch(timeout), timeout)
+                raise ZeroEngineError(f'comm.transport "shm" cannot be used: {transport}. Write "auto" or "gloo".')
+        return self._gloo_transport(timeout)
 
-    def _shared_memory(self, timeout: float) -> shared_memory.ShmTransport | str:
-        addresses = self.exchange(shared_memory.offer())
-        found = shared_memory.connect(self.rank, addresses, timeout)
-        reasons = [r for r in self.exchange(found if isinstance(found, str) else None) if r is not None]
-        return reasons[0] if reasons else found
+    def _gloo_transport(self, timeout: float) -> GlooTransport:
+        return GlooTransport(self.new_group(self.backend, timeout), self._start_watchdog(timeout), timeout)
 
-    def _native(self, timeout: float, registered: bool = False) -> NativeTransport:
+    def _shared_memory_transport(self, timeout: float) -> shared_memory.SharedMemoryTransport | str:
+        """Return the transport, or why some rank cannot use shared memory: the same on all ranks."""
+        addresses = self.all_gather_object(shared_memory.offer())
+        transport = shared_memory.connect(self.rank, addresses, timeout)
+        reasons = [
+            r for r in self.all_gather_object(transport if isinstance(transport, str) else None) if r is not None
+        ]
+        return reasons[0] if reasons else transport
+
+    def _nccl_transport(self, timeout: float, registered: bool = False) -> NCCLTransport:
         if self.backend == "fake":
-            return NativeTransport(self.process_group, self.process_group, self.device, self.backend, None)
-        later = timeout + LATER_S
-        gather, reduce = self._new_group(self.backend, later), self._new_group(self.backend, later)
+            return NCCLTransport(self.process_group, self.process_group, self.device, self.backend, None)
+        nccl_timeout = timeout + NCCL_EXTRA_TIMEOUT_S
+        gather, reduce = self.new_group(self.backend, nccl_timeout), self.new_group(self.backend, nccl_timeout)
         pools: dict[ChannelName, RegisteredPool] = {}
         if registered:
             for group in (gather, reduce):
                 dist.all_reduce(torch.zeros((), device=self.device), group=group)  # NCCL connects when first used
-            with self.agreeing("to register memory with NCCL"):
+            with self.collective_errors("to register memory with NCCL"):
                 pools = {"gather": RegisteredPool(gather, self.device), "reduce": RegisteredPool(reduce, self.device)}
-        return NativeTransport(gather, reduce, self.device, self.backend, self._watch(timeout), pools)
+        return NCCLTransport(gather, reduce, self.device, self.backend, self._start_watchdog(timeout), pools)
 
-    def _new_group(self, backend: str, timeout: float | None) -> dist.ProcessGroup:
+    def new_group(self, backend: str, timeout: float | None = None) -> dist.ProcessGroup:
         """Return another process group of the same ranks.
 
         Args:
-            backend: of torch.distributed.
-            timeout: of its collectives, in seconds; None for torch's.
+            backend: One of torch.distributed's.
+            timeout: Seconds that its collectives may take; None for torch's default.
         """
         ranks = dist.get_process_group_ranks(self.process_group)
-        some = len(ranks) < dist.get_world_size()  # the others do not take part in the call
-        alone: list[dist.ProcessGroup | None] = []
-        if some:
+        is_subset = len(ranks) < dist.get_world_size()  # the other ranks do not take part in the call
+        own_groups: list[dist.ProcessGroup | None] = []
+        if is_subset:
             # Ranks find one another by the group's name, which torch then makes of the ranks and of how many groups
-            # this process belongs to. Who belongs to fewer joins groups of its own alone until this one is made.
+            # this process belongs to. A rank in fewer groups joins groups of one until the new group is made.
             num_groups = len(dist.distributed_c10d._world.pg_names)
-            for _ in range(max(self.exchange(num_groups, "to make a process group")) - num_groups):
-                alone.append(dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True))
+            for _ in range(max(self.all_gather_object(num_groups, "to make a process group")) - num_groups):
+                own_groups.append(dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True))
         limit = None if timeout is None else timedelta(seconds=timeout)
-        group = dist.new_group(ranks, timeout=limit, backend=backend, use_local_synchronization=some)
-        for other in alone:
-            dist.destroy_process_group(other)
+        group = dist.new_group(ranks, timeout=limit, backend=backend, use_local_synchronization=is_subset)
+        for own_group in own_groups:
+            dist.destroy_process_group(own_group)
         assert isinstance(group, dist.ProcessGroup)
         return group
 
-    def _watch(self, timeout: float) -> Watchdog:
-        names, hosts = zip(*self.exchange((uuid.uuid4().hex, own_host())), strict=True)
+    def _start_watchdog(self, timeout: float) -> Watchdog:
+        names, hosts = zip(*self.all_gather_object((uuid.uuid4().hex, host_name())), strict=True)
         store = dist.distributed_c10d._get_default_store()
         clone: Callable[[], dist.Store] = getattr(store, "clone", lambda: store)
         store = dist.PrefixStore(f"zeroengine/{names[0]}", clone())
@@ -208,19 +223,19 @@ def check_same(call: str, arguments: Sequence[Mapping[str, object]]) -> None:
     """Compare what the ranks pass to a call that all of them make together.
 
     Args:
-        call: its name, for the message.
-        arguments: by name, of each rank in rank order.
+        call: The call's name, for the message.
+        arguments: The arguments by name, of each rank in rank order.
 
     Raises:
-        DivergenceError: on every rank that has these ``arguments``, naming the values and their ranks.
+        DivergenceError: The ranks pass different arguments. Names the values and their ranks, on every rank.
     """
     differences = []
     for name in arguments[0]:
         ranks_with: dict[str, list[int]] = {}
-        for rank, given in enumerate(arguments):
-            ranks_with.setdefault(repr(given[name]), []).append(rank)
+        for rank, own_arguments in enumerate(arguments):
+            ranks_with.setdefault(repr(own_arguments[name]), []).append(rank)
         if len(ranks_with) > 1:
-            values = (f"{value} on {_ranks(ranks)}" for value, ranks in list(ranks_with.items())[:SHOWN])
+            values = (f"{value} on {_ranks(ranks)}" for value, ranks in list(ranks_with.items())[:MAX_SHOWN])
             differences.append(f"{name} is {' and '.join(values)}")
     if differences:
         raise DivergenceError(
@@ -229,21 +244,24 @@ def check_same(call: str, arguments: Sequence[Mapping[str, object]]) -> None:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:SHOWN]))
-    more = f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else ""
+    shown = ", ".join(map(str, ranks[:MAX_SHOWN]))
+    more = f" and {len(ranks) - MAX_SHOWN} more" if len(ranks) > MAX_SHOWN else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
 
 
 def check_gpus(store: dist.Store, rank: int, world_size: int, gpu: str) -> None:
-    """Whether each rank has a GPU of its own, before NCCL is asked, which says so less clearly.
+    """Check that each rank has a GPU of its own. NCCL's own error says so less clearly.
 
     Args:
-        gpu: what this rank's GPU is called, the same on all ranks.
+        store: A store of this check alone.
+        rank: This rank.
+        world_size: The number of ranks.
+        gpu: A name of this rank's GPU that is unique on its host, such as its UUID.
 
     Raises:
-        ZeroEngineError: on every rank, where two share one.
+        ZeroEngineError: Two ranks share a GPU. Raised on every rank.
     """
-    store.set(str(rank), f"{own_host() or socket.gethostname()} {gpu}")
+    store.set(str(rank), f"{host_name() or socket.gethostname()} {gpu}")
     ranks_on: dict[str, list[int]] = {}
     for other in range(world_size):
         ranks_on.setdefault(store.get(str(other)).decode(), []).append(other)
@@ -258,46 +276,46 @@ def check_gpus(store: dist.Store, rank: int, world_size: int, gpu: str) -> None:
         )
 
 
-def as_process_group(given: object) -> dist.ProcessGroup | None:
-    """Return the process group that ``given`` stands for, or None for all ranks.
+def as_process_group(value: object) -> dist.ProcessGroup | None:
+    """Return the process group that ``value`` stands for, or None for all ranks.
 
     Args:
-        given: a process group, a ``DeviceMesh`` of one dimension, or None.
+        value: A process group, a ``DeviceMesh`` of one dimension, or None.
 
     Raises:
-        ZeroEngineError: it is something else, or this rank does not belong to it.
+        ZeroEngineError: It is something else, or this rank does not belong to it.
     """
-    if given is None or isinstance(given, dist.ProcessGroup):
-        return given
+    if value is None or isinstance(value, dist.ProcessGroup):
+        return value
     outside = "process_group: this rank is not one of its ranks. Call initialize() on those alone."
-    if isinstance(given, dist.DeviceMesh):
-        if given.ndim > 1:
-            names = given.mesh_dim_names
-            sizes = dict(zip(names, given.shape, strict=True)) if names else tuple(given.shape)
+    if isinstance(value, dist.DeviceMesh):
+        if value.ndim > 1:
+            names = value.mesh_dim_names
+            sizes = dict(zip(names, value.shape, strict=True)) if names else tuple(value.shape)
             example = f"process_group=mesh[{names[0]!r}]" if names else "process_group=mesh.get_group(0)"
             raise ZeroEngineError(
-                f"process_group: found a DeviceMesh of {given.ndim} dimensions, {sizes}. Pass the one of the "
+                f"process_group: found a DeviceMesh of {value.ndim} dimensions, {sizes}. Pass the one of the "
                 f"data-parallel ranks, such as {example}"
             )
-        if given.get_coordinate() is None:
+        if value.get_coordinate() is None:
             raise ZeroEngineError(outside)
-        return given.get_group()
-    if given == dist.GroupMember.NON_GROUP_MEMBER:  # what new_group() gives to the other ranks
+        return value.get_group()
+    if value == dist.GroupMember.NON_GROUP_MEMBER:  # what new_group() gives to the other ranks
         raise ZeroEngineError(outside)
     raise ZeroEngineError(
-        f"process_group: found {given!r}. Pass a process group, such as torch.distributed.new_group([0, 1]), or a "
+        f"process_group: found {value!r}. Pass a process group, such as torch.distributed.new_group([0, 1]), or a "
         "DeviceMesh of one dimension"
     )
 
 
 def backend_of(group: dist.ProcessGroup | None, device_type: str) -> str:
-    """The backend that serves tensors of that device: a group may have one for each (``cpu:gloo,cuda:nccl``)."""
+    """Return the backend for tensors of that device: a group may have one for each (``cpu:gloo,cuda:nccl``)."""
     pairs = (pair.split(":", 1) for pair in dist.get_backend_config(group).split(",") if ":" in pair)
     return dict(pairs).get(device_type, dist.get_backend(group))
 
 
 def default_device() -> torch.device:
-    """This rank's GPU where there are any (by ``LOCAL_RANK``, else torch's current one), otherwise the CPU."""
+    """Return this rank's GPU if there is any (by ``LOCAL_RANK``, else torch's current one), otherwise the CPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     local_rank = os.environ.get("LOCAL_RANK")

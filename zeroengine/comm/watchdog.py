@@ -13,7 +13,7 @@ the device by now, cannot be woken: then the thread says what there is to say, a
 
 [Note: Waits that may be long]
 When ranks exchange facts, or save together, one of them may be busy with its disk for longer than any timeout. So
-after the timeout a rank asks where the others are, and goes on waiting as long as all of them answer (``waiting``).
+after the timeout a rank asks where the others are, and goes on waiting as long as all of them answer (``long_wait``).
 """
 
 from __future__ import annotations
@@ -287,7 +287,7 @@ class Watchdog:
         return work
 
     @contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
+    def long_wait(self, what: str) -> Iterator[None]:
         """Around a wait for other ranks that is ended only when one of them does not answer."""
         issued = self._record.begin(what, patient=True)
         try:
@@ -343,7 +343,7 @@ def _on(host: str) -> str:
     return f" ({host})" if host else ""
 
 
-def own_host() -> str:
+def host_name() -> str:
     return os.environ.get(HOST_VARIABLE, "")
 
 

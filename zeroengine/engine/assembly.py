@@ -118,7 +118,7 @@ def assemble(
     zero = config.zero_optimization
     transport = group.transport(config.comm.transport, config.comm.timeout_seconds, bool(config.comm.register_buffers))
     degrees = degrees_of_stage(zero.stage, group.world_size)
-    with group.agreeing("to initialize"):
+    with group.collective_errors("to initialize"):
         placement = place_states(plans, degrees, config, transport, group.device, copies)
     degrees_of_units = [_degrees_of(plan, degrees, config) for plan in plans]
     units = _make_units(plans, degrees_of_units, group, transport, placement)
@@ -148,7 +148,7 @@ def assemble(
         together=group.device.type == "cuda" if on_device is None else on_device,
     )
     external_writes = OutsideWrites(units, group)
-    with group.agreeing("to initialize"):
+    with group.collective_errors("to initialize"):
         optimizer = ShardedOptimizer(
             base_optimizer,
             reducer.gradients,

@@ -72,7 +72,7 @@ class EngineCheckpoints:
         """Write a checkpoint. See ``Engine.save_checkpoint``."""
         parts = self._parts
         parts.backward.end_if_over()
-        with parts.group.agreeing("to save a checkpoint"):
+        with parts.group.collective_errors("to save a checkpoint"):
             parts.state_offloader.check_resident("save_checkpoint()")
             parts.placement.check_intact()
             parts.foreign_parameters.check()
@@ -92,7 +92,7 @@ class EngineCheckpoints:
     ) -> Any:
         """Load a checkpoint and return its client state. See ``Engine.load_checkpoint``."""
         parts = self._parts
-        with parts.group.agreeing("to load a checkpoint"):
+        with parts.group.collective_errors("to load a checkpoint"):
             parts.state_offloader.check_resident("load_checkpoint()")
             parts.foreign_parameters.check()
         parts.step_runner.sync_and_report()
@@ -125,7 +125,7 @@ class EngineCheckpoints:
         """Write safetensors. See ``Engine.save_weights``."""
         from zeroengine.weights.live_weights import save
 
-        with self._parts.group.agreeing("to save weights"):
+        with self._parts.group.collective_errors("to save weights"):
             self._parts.foreign_parameters.check()
             self.check_not_half_loaded("save_weights()")
         self._settle_parameters()
@@ -136,7 +136,7 @@ class EngineCheckpoints:
         from zeroengine.weights.live_weights import load
 
         parts = self._parts
-        with parts.group.agreeing("to load weights"):
+        with parts.group.collective_errors("to load weights"):
             parts.state_offloader.check_resident("load_weights()")
             parts.foreign_parameters.check()
             if parts.gatherer.num_user_gathered:

@@ -454,7 +454,7 @@ class Engine:
         Raises:
             ZeroEngineError: on every rank, where the model has parameters that ``initialize`` was not given.
         """
-        with self._parts.group.agreeing("to collect the state dict"):
+        with self._parts.group.collective_errors("to collect the state dict"):
             self._parts.foreign_parameters.check()
         return self._parts.full_values.state_dict(rank0_only)
 

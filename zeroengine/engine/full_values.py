@@ -278,7 +278,7 @@ class FullValues:
         """
         call = f"{call} of {unit.layout.slots[index].name}"
         facts: list[Any] = []
-        with self._group.agreeing(f"in {call}", (call, fact)) as calls_by_rank:
+        with self._group.collective_errors(f"in {call}", (call, fact)) as calls_by_rank:
             yield facts
         if any(other_call != call for other_call, _ in calls_by_rank):
             calls = ", ".join(f"rank {rank}: {other_call}" for rank, (other_call, _) in enumerate(calls_by_rank))

@@ -76,7 +76,7 @@ def make_engine(
     join_launched_ranks()
     ranks = as_process_group(process_group)
     group = Group(ranks, _device_of(model, ranks))
-    with group.agreeing("to initialize"):
+    with group.collective_errors("to initialize"):
         if isinstance(model, Engine):
             raise ZeroEngineError("initialize() takes a torch.nn.Module, found an Engine, which initialize() returned")
         if not isinstance(model, nn.Module) and isinstance(optimizer, nn.Module):

@@ -28,9 +28,9 @@ def check_agreement(
     """
     facts = _facts(config, model, plans, optimizer)
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-    if len(set(group.exchange(digest))) == 1:
+    if len(set(group.all_gather_object(digest))) == 1:
         return
-    everyone = group.exchange(facts)
+    everyone = group.all_gather_object(facts)
     differences = []
     for rank, other in enumerate(everyone):
         differences += [f"rank {rank}: {line}" for line in _differences(everyone[0], other)[:SHOWN]]

@@ -20,7 +20,7 @@ def offload(
     configured_path = zero.offload_optimizer.disk or zero.offload_param.disk
     # The path is left out of the comparison, for each rank may have a disk of its own.
     arguments = {"include": None if include is None else sorted(include), "device": device}
-    with group.agreeing("to offload states", arguments) as every_rank:
+    with group.collective_errors("to offload states", arguments) as every_rank:
         path = parts.state_offloader.check_request(include, device, nvme_path, configured_path)
     check_same("offload_states()", every_rank)
     parts.backward.end_if_over()
@@ -39,7 +39,7 @@ def offload(
     if include is None:
         include = offload_states.USUAL
         tensors = {name: [t for t in state if t.untyped_storage().resizable()] for name, state in tensors.items()}
-    with group.agreeing("to offload states"):
+    with group.collective_errors("to offload states"):
         parts.state_offloader.offload({name: tensors[name] for name in include}, path, parts.config, group.rank)
     return_freed_memory()
 

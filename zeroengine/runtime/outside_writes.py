@@ -95,7 +95,9 @@ class OutsideWrites:
         """
         if not suspects:
             return
-        found = self._group.exchange([self._checksum(index) for index in suspects], "of checksums of parameters")
+        found = self._group.all_gather_object(
+            [self._checksum(index) for index in suspects], "of checksums of parameters"
+        )
         different = [index for index, *sums in zip(suspects, *found, strict=True) if len(set(sums)) > 1]
         if different:
             raise DivergenceError(self.message(different))
@@ -108,7 +110,7 @@ class OutsideWrites:
         """
         if not self._params:
             return
-        written = self._group.exchange(self._written(), "of names of written parameters")
+        written = self._group.all_gather_object(self._written(), "of names of written parameters")
         self.confirm(sorted(set().union(*written)))
         self.remember()
 

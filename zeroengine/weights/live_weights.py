@@ -49,12 +49,12 @@ def save(parts: EngineParts, directory: str | os.PathLike[str], dtype: Any, shar
     """
     group = parts.group
     arguments: dict[str, object] = {}
-    with group.agreeing("to save weights", arguments) as every:
+    with group.collective_errors("to save weights", arguments) as every:
         name, most = parse_dtype(dtype), parse_byte_size(shard_size, "shard size", CheckpointError)
         named = checked_path(directory, "save_weights(directory)", CheckpointError)
         arguments |= {"directory": os.path.abspath(named), "dtype": name, "shard_size": most}
     check_same("save_weights()", every)
-    with group.agreeing("to save weights"):
+    with group.collective_errors("to save weights"):
         output = OutputFolder(directory)
         to = None if name is None else getattr(torch, name)
         entries = {name.removeprefix(MODEL): entry for name, entry in parts.state_index.model(once=True).items()}
@@ -65,13 +65,17 @@ def save(parts: EngineParts, directory: str | os.PathLike[str], dtype: Any, shar
         plan = huggingface_format.plan(specs, tied, most)
         writer = huggingface_format.SafetensorsWriter(output.writing, plan)
     try:
-        with group.agreeing("to save weights"), _telling(output):
+        with group.collective_errors("to save weights"), _telling(output):
             if group.rank == 0:
                 output.check(force=True)
                 output.begin(plan.nbytes)
                 writer.create()
         total = sum(entry.nbytes for entry in entries.values())
-        with group.agreeing("to save weights"), _telling(output), progress("saving", total, group.rank == 0) as report:
+        with (
+            group.collective_errors("to save weights"),
+            _telling(output),
+            progress("saving", total, group.rank == 0) as report,
+        ):
             for name, entry in entries.items():
                 for box, tensor in entry.pieces:
                     flat = tensor.reshape(-1)
@@ -82,7 +86,7 @@ def save(parts: EngineParts, directory: str | os.PathLike[str], dtype: Any, shar
                         report(values.nbytes)
             writer.close()
             writer.sync()
-        with group.agreeing("to save weights"), _telling(output):
+        with group.collective_errors("to save weights"), _telling(output):
             if group.rank == 0:
                 output.commit()
     except BaseException:
@@ -113,19 +117,21 @@ def load(parts: EngineParts, given: Weights, strict: bool) -> LoadResult:
     group = parts.group
     source: WeightSource | None = None
     arguments: dict[str, object] = {"strict": strict}
-    with group.agreeing("to load weights", arguments) as every:
+    with group.collective_errors("to load weights", arguments) as every:
         source = _open(given)
         if isinstance(given, (str, os.PathLike)):
             arguments["weights"] = os.path.abspath(given)
     named = all("weights" in other for other in every)  # else rank 0 has a state dict, or they do not go together
     check_same("load_weights()", [other if named else {"strict": other["strict"]} for other in every])
-    offers = group.exchange(None if source is None else (isinstance(given, Mapping), _digest(source)))
+    offers = group.all_gather_object(None if source is None else (isinstance(given, Mapping), _digest(source)))
     from_rank_0 = _check_offers(offers)
-    found = group.exchange((source.where, source.tensors) if source is not None and group.rank == 0 else None)[0]
+    found = group.all_gather_object((source.where, source.tensors) if source is not None and group.rank == 0 else None)[
+        0
+    ]
     assert found is not None
     entries = {name.removeprefix(MODEL): entry for name, entry in parts.state_index.model(once=False).items()}
     names, loaded = _match(*found, entries, parts.state_index.aliases(), strict)
-    with group.agreeing("to load weights"):
+    with group.collective_errors("to load weights"):
         mine = 0 if from_rank_0 else sum(entries[name].nbytes for name in names)
         specs = [found[1][there] for there in names.values()]
         sizes = [min(math.prod(spec.shape), CHUNK) * spec.dtype.itemsize for spec in specs]

@@ -168,6 +168,6 @@ def pretended(backend: type[Backend] = Backend) -> Iterator[None]:
         patch.setattr(torch.cuda, "synchronize", lambda device: None)
         patch.setattr(torch.UntypedStorage, "resize_", resized)
         patch.setattr(dist.ProcessGroup, "_get_backend", backend_of)
-        patch.setattr(Group, "transport", lambda group, kind, timeout, how: group._native(timeout, how))
+        patch.setattr(Group, "transport", lambda group, kind, timeout, how: group._nccl_transport(timeout, how))
         with Allocations():
             yield

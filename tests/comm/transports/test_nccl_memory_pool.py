@@ -12,7 +12,7 @@ from tests.comm.transports.pools import Backend, Pool, RefusingBackend, pretende
 from tests.distributed.ranks import run_ranks
 from tests.emulated import cpu_alone
 from zeroengine.comm.group import Group
-from zeroengine.comm.transports.nccl import NativeTransport
+from zeroengine.comm.transports.nccl import NCCLTransport
 from zeroengine.comm.transports.nccl_memory_pool import RegisteredPool
 from zeroengine.errors import ZeroEngineError
 
@@ -20,9 +20,9 @@ pytestmark = cpu_alone("where memory would lie is modelled")
 CPU = torch.device("cpu")
 
 
-def start() -> NativeTransport:
+def start() -> NCCLTransport:
     transport = Group(None, CPU).transport("auto", 30.0, True)
-    assert isinstance(transport, NativeTransport)
+    assert isinstance(transport, NCCLTransport)
     return transport
 
 

@@ -13,8 +13,8 @@ from tests.distributed.ranks import RankFailed, run_ranks
 from zeroengine.comm.group import Group
 from zeroengine.comm.interfaces import ChannelName, Transport
 from zeroengine.comm.rank_order_sum import sum_in_rank_order
-from zeroengine.comm.transports.host_staged import StagedTransport
-from zeroengine.comm.transports.single_process import LocalTransport
+from zeroengine.comm.transports.host_staged import HostStagedTransport
+from zeroengine.comm.transports.single_process import SingleProcessTransport
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -24,7 +24,7 @@ KINDS = pytest.mark.parametrize("kind", ["shm", "gloo", "staged"])
 def transport_of(kind: str, timeout: float = 60.0) -> Transport:
     dist.init_process_group("gloo")
     if kind == "staged":  # as for a GPU, on a second place in the CPU's memory
-        return StagedTransport(Group(None, CPU).transport("gloo", timeout), CPU)
+        return HostStagedTransport(Group(None, CPU).transport("gloo", timeout), CPU)
     return Group(None, CPU).transport(kind, timeout)
 
 
@@ -234,7 +234,7 @@ def test_all_ranks_use_gloo_where_one_cannot_share_memory_and_asking_for_it_is_a
 
 
 def test_one_rank_alone_moves_nothing() -> None:
-    transport = LocalTransport(CPU)
+    transport = SingleProcessTransport(CPU)
     shard = torch.arange(5.0)
     full = transport.empty(5, torch.float32, "reduce")
     transport.gather.all_gather(full, shard, "unit").wait_stream()

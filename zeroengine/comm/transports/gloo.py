@@ -66,7 +66,7 @@ class GlooWork:
 
 
 class GlooChannel:
-    """See ``base.Channel``."""
+    """See ``interfaces.Channel``."""
 
     def __init__(self, name: str, group: dist.ProcessGroup, watchdog: Watchdog, timeout: timedelta) -> None:
         self._name, self._group = name, group
@@ -151,7 +151,7 @@ class GlooChannel:
 
 
 class GlooTransport:
-    """See ``base.Transport``."""
+    """See ``interfaces.Transport``."""
 
     name = "gloo"
     overlaps = True

@@ -15,8 +15,8 @@ from zeroengine.comm.interfaces import Buffer, Channel, ChannelName, ResizableBu
 from zeroengine.utils.work import Then, Work
 
 
-class StagedChannel:
-    """See ``base.Channel``."""
+class HostStagedChannel:
+    """See ``interfaces.Channel``."""
 
     def __init__(self, inner: Channel) -> None:
         self._inner = inner
@@ -64,15 +64,15 @@ class StagedChannel:
         return True
 
 
-class StagedTransport:
-    """See ``base.Transport``."""
+class HostStagedTransport:
+    """See ``interfaces.Transport``."""
 
     overlaps = True
 
     def __init__(self, inner: Transport, device: torch.device) -> None:
         self._inner, self._device = inner, device
         self.name, self.rank, self.world_size = inner.name, inner.rank, inner.world_size
-        self.gather, self.reduce = StagedChannel(inner.gather), StagedChannel(inner.reduce)
+        self.gather, self.reduce = HostStagedChannel(inner.gather), HostStagedChannel(inner.reduce)
 
     def empty(self, numel: int, dtype: torch.dtype, channel: ChannelName, *, sent: bool = True) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=self._device)

@@ -42,8 +42,8 @@ class Collective:
         return self._work is None or self._work.is_completed()
 
 
-class NativeChannel:
-    """See ``base.Channel``. ``pool`` is where its memory comes from, if not from torch's own."""
+class NCCLChannel:
+    """See ``interfaces.Channel``. ``pool`` is where its memory comes from, if not from torch's own."""
 
     def __init__(
         self,
@@ -124,8 +124,8 @@ class _Orders:
     at: str
 
 
-class NativeTransport:
-    """See ``base.Transport``. ``pools`` are where memory for collectives comes from, if not from torch's own.
+class NCCLTransport:
+    """See ``interfaces.Transport``. ``pools`` are where memory for collectives comes from, if not from torch's own.
 
     The orders of all ranks travel with ``all_reduce_scalars``. They are compared later, by ``check_order`` or when the
     ranks next meet, so that nobody waits for a device.
@@ -146,8 +146,8 @@ class NativeTransport:
         self._pools = pools or {}
         self.rank, self.world_size = gather.rank(), gather.size()
         self._device, self._group, self._watchdog = device, reduce, watchdog
-        self.gather = NativeChannel(gather, device, watchdog, self._pools.get("gather"))
-        self.reduce = NativeChannel(reduce, device, watchdog, self._pools.get("reduce"))
+        self.gather = NCCLChannel(gather, device, watchdog, self._pools.get("gather"))
+        self.reduce = NCCLChannel(reduce, device, watchdog, self._pools.get("reduce"))
         self._orders: _Orders | None = None  # not compared yet
 
     def empty(self, numel: int, dtype: torch.dtype, channel: ChannelName, *, sent: bool = True) -> torch.Tensor:

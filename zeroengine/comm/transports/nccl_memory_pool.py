@@ -28,9 +28,9 @@ class RegisteredPool:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._device = device
         try:
-            self._backend: Any = group._get_backend(device)
-            self._pool: Any = torch.cuda.MemPool(self._backend.mem_allocator)
-            self._backend.register_mem_pool(self._pool)
+            backend: Any = group._get_backend(device)
+            self._pool: Any = torch.cuda.MemPool(backend.mem_allocator)
+            backend.register_mem_pool(self._pool)
         except (AttributeError, RuntimeError, TypeError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
@@ -39,6 +39,7 @@ class RegisteredPool:
                 f"comm.register_buffers: torch {torch.__version__} and its NCCL cannot register memory ({reason}): "
                 "write false"
             ) from error
+        self._backend: Any = backend
         self._registered = True
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:

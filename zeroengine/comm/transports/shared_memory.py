@@ -24,7 +24,12 @@ import torch
 
 from zeroengine import ops
 from zeroengine.comm.interfaces import Buffer, ChannelName, PagedBuffer, refill
-from zeroengine.comm.transports.shared_memory_channel import CHANNELS, CONTROL_BYTES, ShmChannel, ShmPeer
+from zeroengine.comm.transports.shared_memory_channel import (
+    CHANNELS,
+    CONTROL_BYTES,
+    SharedMemoryChannel,
+    SharedMemoryPeer,
+)
 
 
 class MappedBuffer:
@@ -55,13 +60,13 @@ class MappedBuffer:
         return self._size if self._holds else 0
 
 
-class ShmTransport:
-    """See ``base.Transport``. Made by ``connect``."""
+class SharedMemoryTransport:
+    """See ``interfaces.Transport``. Made by ``connect``."""
 
     name = "shm"
     overlaps = False
 
-    def __init__(self, rank: int, fd: int, peers: list[ShmPeer], timeout: float) -> None:
+    def __init__(self, rank: int, fd: int, peers: list[SharedMemoryPeer], timeout: float) -> None:
         self.rank, self.world_size, self.timeout = rank, len(peers), timeout
         lib = ops.library()
         assert lib is not None  # `offer` looked
@@ -72,7 +77,7 @@ class ShmTransport:
         self._fd = fd
         self._end = CONTROL_BYTES
         self._regions: list[tuple[int, int, int]] = []  # address, bytes, offset in the file
-        self.gather, self.reduce = (ShmChannel(self, name) for name in CHANNELS)
+        self.gather, self.reduce = (SharedMemoryChannel(self, name) for name in CHANNELS)
         self._mapped: set[int] = set()  # addresses of mapped buffers
         self._scalars: list[torch.Tensor] = []
         descriptors = {fd, *(p.fd for p in self.others), *(p.pidfd for p in peers if p.pidfd >= 0)}
@@ -194,12 +199,12 @@ def offer() -> Address | None:
     return None
 
 
-def connect(rank: int, addresses: Sequence[Address | None], timeout: float) -> ShmTransport | str:
+def connect(rank: int, addresses: Sequence[Address | None], timeout: float) -> SharedMemoryTransport | str:
     """Opens every peer's memory; a reason why not, with everything closed, where one cannot be reached."""
     mine = addresses[rank]
     if mine is None:
         return "shared memory is not available in this build or system"
-    peers: list[ShmPeer] = []
+    peers: list[SharedMemoryPeer] = []
     with contextlib.ExitStack() as undo:
         undo.callback(os.close, mine.fd)
         for r, address in enumerate(addresses):
@@ -215,8 +220,8 @@ def connect(rank: int, addresses: Sequence[Address | None], timeout: float) -> S
                         undo.callback(os.close, pidfd)
                 if os.fstat(fd).st_ino != address.inode:
                     return f"rank {r}'s memory is not visible from rank {rank}"
-                peers.append(ShmPeer(r, fd, pidfd, mmap.mmap(fd, CONTROL_BYTES)))
+                peers.append(SharedMemoryPeer(r, fd, pidfd, mmap.mmap(fd, CONTROL_BYTES)))
             except OSError as error:
                 return f"rank {r}'s memory cannot be opened from rank {rank}: {error}"
         undo.pop_all()
-    return ShmTransport(rank, mine.fd, peers, timeout)
+    return SharedMemoryTransport(rank, mine.fd, peers, timeout)

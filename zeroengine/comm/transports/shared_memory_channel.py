@@ -28,7 +28,7 @@ from zeroengine.errors import DivergenceError, ZeroEngineError
 from zeroengine.utils.work import Work
 
 if TYPE_CHECKING:
-    from zeroengine.comm.transports.shared_memory import ShmTransport
+    from zeroengine.comm.transports.shared_memory import SharedMemoryTransport
 
 CHANNELS = ("gather", "reduce")
 RING = 256  # operations that a rank may post ahead of its peers
@@ -48,7 +48,7 @@ def _shortened(label: str) -> bytes:
 
 
 @dataclass
-class ShmPeer:
+class SharedMemoryPeer:
     """A rank's memory file as this process sees it."""
 
     rank: int
@@ -73,10 +73,10 @@ class Step(NamedTuple):
 
 
 @dataclass
-class ShmWork:
+class SharedMemoryWork:
     """An operation that this rank has posted, and the steps that it still has to take."""
 
-    channel: ShmChannel
+    channel: SharedMemoryChannel
     seq: int
     steps: deque[Step] = field(default_factory=deque)
 
@@ -91,10 +91,10 @@ class ShmWork:
         return self.channel.execute(self, block=False)
 
 
-class ShmChannel:
-    """One order of operations. See ``base.Channel``."""
+class SharedMemoryChannel:
+    """One order of operations. See ``interfaces.Channel``."""
 
-    def __init__(self, transport: ShmTransport, name: str) -> None:
+    def __init__(self, transport: SharedMemoryTransport, name: str) -> None:
         self._transport = transport
         self._name = name
         self._base = CHANNELS.index(name) * CHANNEL_BYTES
@@ -108,7 +108,7 @@ class ShmChannel:
             self._executed[peer.rank] = address + 128
         self._lib = transport.lib
         self._seq = 0
-        self._pending: deque[ShmWork] = deque()
+        self._pending: deque[SharedMemoryWork] = deque()
 
     # -- operations -------------------------------------------------------------------------------
 
@@ -142,7 +142,7 @@ class ShmChannel:
             work.steps.append(Step(self._summed, (peer.rank,), read))
         return self._issue(work)
 
-    def _post_sum(self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool) -> ShmWork:
+    def _post_sum(self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool) -> SharedMemoryWork:
         t = self._transport
         n = shard.numel()
         work = self._post(REDUCE, label, full)
@@ -167,7 +167,7 @@ class ShmChannel:
         return out
 
     def reusable(self, work: Work, patience: float) -> bool:
-        assert isinstance(work, ShmWork)
+        assert isinstance(work, SharedMemoryWork)
         t = self._transport
         deadline = time.monotonic() + patience
         for peer in (*t.others, t.peers[t.rank]):  # this rank too: its sum reads its own memory
@@ -177,7 +177,7 @@ class ShmChannel:
 
     # -- posting and executing --------------------------------------------------------------------
 
-    def _post(self, kind: int, label: str, sent: torch.Tensor) -> ShmWork:
+    def _post(self, kind: int, label: str, sent: torch.Tensor) -> SharedMemoryWork:
         t = self._transport
         if t.closed:
             raise ZeroEngineError("this engine is closed: it cannot gather or reduce any more")
@@ -190,9 +190,9 @@ class ShmChannel:
         start = self._base + COUNTERS + self._seq % RING * RECORD.size
         t.control[start : start + RECORD.size] = record
         self._lib.ze_post(self._posted[t.rank], self._seq & 0xFFFFFFFF)
-        return ShmWork(self, self._seq)
+        return SharedMemoryWork(self, self._seq)
 
-    def _issue(self, work: ShmWork) -> ShmWork:
+    def _issue(self, work: SharedMemoryWork) -> SharedMemoryWork:
         self._pending.append(work)
         self.progress()
         return work
@@ -210,7 +210,7 @@ class ShmChannel:
         if self._pending:
             self._pending[-1].wait_host()
 
-    def execute(self, last: ShmWork, block: bool) -> bool:
+    def execute(self, last: SharedMemoryWork, block: bool) -> bool:
         """Executes pending operations up to ``last``; stops at the first that peers are not ready for."""
         while self._pending and self._pending[0].seq <= last.seq:
             work = self._pending[0]
@@ -267,7 +267,7 @@ class ShmChannel:
         _, kind, _, _, label = self._record(rank, last)
         return f"{KINDS[kind]} {label} (number {last})"
 
-    def _source(self, peer: ShmPeer, seq: int) -> int:
+    def _source(self, peer: SharedMemoryPeer, seq: int) -> int:
         """The offset that ``peer`` posted, after comparing its operation with this rank's."""
         number, kind, nbytes, offset, label = self._record(peer.rank, seq)
         mine = self._record(self._transport.rank, seq)
@@ -280,12 +280,12 @@ class ShmChannel:
             )
         return offset
 
-    def _read(self, peer: ShmPeer, seq: int, address: int, nbytes: int, start: int = 0) -> None:
+    def _read(self, peer: SharedMemoryPeer, seq: int, address: int, nbytes: int, start: int = 0) -> None:
         got = self._lib.ze_pread(peer.fd, address, nbytes, self._source(peer, seq) + start)
         if got != nbytes:
             raise OSError(-got, f"reading the memory of rank {peer.rank}")
 
-    def _map(self, peer: ShmPeer, seq: int, address: int, nbytes: int) -> None:
+    def _map(self, peer: SharedMemoryPeer, seq: int, address: int, nbytes: int) -> None:
         failed = self._lib.ze_map(address, nbytes, peer.fd, self._source(peer, seq), False)
         if failed:
             raise OSError(-failed, f"mapping the memory of rank {peer.rank}")

@@ -8,7 +8,7 @@ from zeroengine.comm.interfaces import Buffer, ChannelName, PagedBuffer, Resizab
 from zeroengine.utils.work import Completed, Work
 
 
-class LocalChannel:
+class SingleProcessChannel:
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Work:
         if full.data_ptr() != shard.data_ptr():
             full.copy_(shard)
@@ -28,8 +28,8 @@ class LocalChannel:
         return True
 
 
-class LocalTransport:
-    """See ``base.Transport``."""
+class SingleProcessTransport:
+    """See ``interfaces.Transport``."""
 
     name = "local"
     rank = 0
@@ -38,7 +38,7 @@ class LocalTransport:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.gather = self.reduce = LocalChannel()
+        self.gather = self.reduce = SingleProcessChannel()
 
     def empty(self, numel: int, dtype: torch.dtype, channel: ChannelName, *, sent: bool = True) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=self._device)
