@@ -41,8 +41,8 @@ def adam_errors(s: Setting) -> Iterator[tuple[str, str, str, bool]]:
             p, g, m, v = (x.double() for x in gpu)
             copy = torch.empty(n, dtype=torch.bfloat16, device=s.device)
             options = dict(HYPER, grad_scale=0.37, seed=3)
-            ops.adam_step(*gpu, low_precision=copy, **options)
-            ops.adam_step(*cpu, low_precision=(copy_cpu := torch.empty(n, dtype=torch.bfloat16)), **options)
+            ops.adam_step(*gpu, low_precision_param=copy, **options)
+            ops.adam_step(*cpu, low_precision_param=(copy_cpu := torch.empty(n, dtype=torch.bfloat16)), **options)
             same = [torch.equal(a.cpu(), b) for a, b in zip([*gpu, copy], [*cpu, copy_cpu], strict=True)]
             g = g * 0.37
             m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
@@ -108,7 +108,7 @@ class Arrays:
 
     def step(self) -> None:
         ops.adam_step(
-            self.param, self.grad, self.exp_avg, self.exp_avg_sq, low_precision=self.copy, grad_scale=0.5, **HYPER
+            self.param, self.grad, self.exp_avg, self.exp_avg_sq, low_precision_param=self.copy, grad_scale=0.5, **HYPER
         )
 
 

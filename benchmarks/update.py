@@ -54,7 +54,7 @@ def zeroengine_chain(b: Buffers) -> Callable[[], object]:
     def run() -> None:
         norm = UNSCALE * ops.squared_norm(b.grad).sqrt().item()
         scale = UNSCALE * min(1.0, MAX_NORM / (norm + 1e-6))
-        ops.adam_step(b.param, b.grad, b.exp_avg, b.exp_avg_sq, grad_scale=scale, low_precision=b.copy, **HYPER)
+        ops.adam_step(b.param, b.grad, b.exp_avg, b.exp_avg_sq, grad_scale=scale, low_precision_param=b.copy, **HYPER)
 
     return run
 
@@ -103,16 +103,16 @@ def library_cases(b: Buffers) -> dict[str, Callable[[], object]]:
         library.ze_stream(*state, *grad, copy, own.param.numel(), torch.get_num_threads())
 
     def adam() -> None:
-        ops.adam_step(b.param, b.grad, b.exp_avg, b.exp_avg_sq, low_precision=b.copy, **HYPER)
+        ops.adam_step(b.param, b.grad, b.exp_avg, b.exp_avg_sq, low_precision_param=b.copy, **HYPER)
 
     def adam_reloads() -> None:
         arrays = (b.param, b.grad, b.exp_avg, b.exp_avg_sq)
-        ops.adam_step(*arrays, low_precision=b.copy, reload_written=True, **HYPER)
+        ops.adam_step(*arrays, low_precision_param=b.copy, reload_written=True, **HYPER)
 
     exp_avg, exp_avg_sq = (b.array(b.param.numel(), torch.bfloat16) for _ in range(2))
 
     def adam_bf16() -> None:
-        ops.adam_step(b.param, b.grad, exp_avg, exp_avg_sq, low_precision=b.copy, seed=HYPER["step"], **HYPER)
+        ops.adam_step(b.param, b.grad, exp_avg, exp_avg_sq, low_precision_param=b.copy, seed=HYPER["step"], **HYPER)
 
     return {
         "traffic of Adam": traffic,

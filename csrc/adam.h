@@ -23,7 +23,7 @@ struct AdamArrays {
   const void* grad;
   void* exp_avg;
   void* exp_avg_sq;
-  void* copy;
+  void* low_precision_param;
   int32_t reload_written;  // see ze_adam_args
 };
 

@@ -41,21 +41,24 @@ struct ze_adam_args {
   int64_t offset; /* index of element 0 among those that share the seed, not negative */
   int32_t decoupled; /* 1: AdamW, param *= 1 - lr * weight_decay; 0: Adam, grad += weight_decay * param */
   int32_t maximize;
-  int32_t reload_written; /* 1: where copy is not param rounded, somebody wrote it: param = copy before the step */
+  int32_t reload_written; /* 1: where low_precision_param is not param rounded, it was written from outside, and param
+                             takes its value before the step */
 };
 
 /* One step of Adam (arXiv 1412.6980, algorithm 1) or AdamW (1711.05101) in one pass.
  *
  * param: float[n], exp_avg and exp_avg_sq: moments_dtype[n] (ZE_F32 or ZE_BF16), updated in place.
- * grad: grad_dtype[n], read only. copy: NULL, or copy_dtype[n] (ZE_BF16 or ZE_F16), receives the updated
- * param rounded to nearest even; with reload_written it is read first, and compared by its bits. All is computed in float; bf16 moments are rounded stochastically at the
- * end, by bits that are a pure function of seed and offset + i: the expected value is the float, a bf16
- * value stays as it is, and a finite one stays finite. An element's result depends on that element alone:
- * neither on n, its alignment or its position beyond offset + i, nor on num_threads or the instruction
- * set. ZE_BAD_DTYPE for an unknown code. */
+ * grad: grad_dtype[n], read only.
+ * low_precision_param: NULL, or low_precision_dtype[n] (ZE_BF16 or ZE_F16), receives the updated param rounded to
+ * nearest even; with reload_written it is read first, and compared by its bits.
+ *
+ * All is computed in float. bf16 moments are rounded stochastically at the end, by bits that are a pure function of
+ * seed and offset + i: the expected value is the float, a bf16 value stays as it is, and a finite one stays finite.
+ * An element's result depends on that element alone: neither on n, its alignment or its position beyond offset + i,
+ * nor on num_threads or the instruction set. ZE_BAD_DTYPE for an unknown code. */
 ZE_API int ze_adam(float* param, const void* grad, int grad_dtype, void* exp_avg, void* exp_avg_sq,
-                   int moments_dtype, void* copy, int copy_dtype, int64_t n, const struct ze_adam_args* args,
-                   int num_threads);
+                   int moments_dtype, void* low_precision_param, int low_precision_dtype, int64_t n,
+                   const struct ze_adam_args* args, int num_threads);
 
 /* *result = sum of x[i]^2 in double. Independent of num_threads and of the instruction set. It is
  * finite exactly if every element is: the squares of finite floats cannot overflow a double. */
@@ -73,8 +76,8 @@ ZE_API int ze_cast(const float* src, void* dst, int dst_dtype, int64_t n);
 ZE_API int ze_advise_huge(void* address, size_t bytes);
 
 /* Adam's memory traffic without its arithmetic, the yardstick of benchmarks/update.py: reads g,
- * reads and writes a, b and c, and where `copy` is not NULL writes uint16_t[n], 64-byte aligned. */
-ZE_API void ze_stream(float* a, float* b, float* c, const void* g, int g_dtype, void* copy, int64_t n,
+ * reads and writes a, b and c, and where `low_precision_param` is not NULL writes uint16_t[n], 64-byte aligned. */
+ZE_API void ze_stream(float* a, float* b, float* c, const void* g, int g_dtype, void* low_precision_param, int64_t n,
                       int num_threads);
 
 /* Exchange between processes of one host, csrc/cpu/exchange.cpp. Counters are 32 bits wide and wrap. */

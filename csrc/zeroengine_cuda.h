@@ -35,8 +35,8 @@ ZE_API int ze_cuda_probe(int device);
 
 /* ze_adam of zeroengine.h, and its bits. `args` is the host's. A NaN may be another one than the CPU's. */
 ZE_API int ze_cuda_adam(int device, void* stream, float* param, const void* grad, int grad_dtype, void* exp_avg,
-                        void* exp_avg_sq, int moments_dtype, void* copy, int copy_dtype, int64_t n,
-                        const struct ze_adam_args* args);
+                        void* exp_avg_sq, int moments_dtype, void* low_precision_param,
+                        int low_precision_dtype, int64_t n, const struct ze_adam_args* args);
 
 /* Adam whose step counts, learning rates, gradient factor and overflow flag are in device memory, so that nobody waits
  * for them. ze_cuda_adam_prepare counts the step and folds the hyperparameters of any number of segments, those of
@@ -79,8 +79,8 @@ ZE_API int ze_cuda_adam_prepare(int device, void* stream, const struct ze_cuda_s
 /* Updates one buffer as ze_adam does each of its segments, in one launch. `runs` are those of its segments,
  * num_tiles the sum of their ze_cuda_tiles. reload_written is that of ze_adam_args. */
 ZE_API int ze_cuda_adam_runs(int device, void* stream, float* param, const void* grad, int grad_dtype, void* exp_avg,
-                             void* exp_avg_sq, int moments_dtype, void* copy, int copy_dtype, int reload_written,
-                             const void* runs, int64_t num_runs, int64_t num_tiles);
+                             void* exp_avg_sq, int moments_dtype, void* low_precision_param,
+                             int low_precision_dtype, int reload_written, const void* runs, int64_t num_runs, int64_t num_tiles);
 
 struct ze_cuda_array {
   const void* data;

@@ -57,14 +57,14 @@ def on_gpu(number: int, rank: int) -> tuple[torch.Tensor, ...]:
 
 def steps_without_waiting(stage: int, more: dict[str, Any]) -> tuple[int, int, bool]:
     engine = engine_at(stage, **more)
-    assert engine.optimizer.on_device
+    assert engine.optimizer.issues_without_waiting
     data = [on_gpu(number, engine.rank) for number in range(6)]
     for number in range(6):
         loss = engine(*data[number])
         with no_waiting() if number > 1 else nullcontext():
             engine.backward(loss)
-            verdict = engine.step()
-    return engine.global_steps, engine.skipped_steps, bool(verdict)
+            result = engine.step()
+    return engine.global_steps, engine.skipped_steps, bool(result)
 
 
 @pytest.mark.parametrize("name", PRECISIONS)
@@ -184,16 +184,16 @@ def overflowing() -> tuple[list[bool], int, int, float, bool]:
     param = engine.module.blocks[1].down.weight
     spoil = [1.0]
     param.register_hook(lambda grad: grad * spoil[0])
-    verdicts = []
+    results = []
     for number in range(4):
         spoil[0] = float("inf") if number == 2 else 1.0
         before = zeroengine.full_master(param)
         engine.backward(engine(*on_gpu(number, 0)))
-        verdicts.append(engine.step())
+        results.append(engine.step())
         if number == 2:
             same = torch.equal(zeroengine.full_master(param), before)
     count = zeroengine.full_optimizer_state(param, "step").item()
-    return verdicts, engine.global_steps, engine.skipped_steps, count, same
+    return results, engine.global_steps, engine.skipped_steps, count, same
 
 
 def test_an_overflow_changes_nothing() -> None:
@@ -255,7 +255,7 @@ def offloaded(which: dict[str, Any], folder: str, more: dict[str, Any]) -> tuple
             engine.backward(loss)
         engine.step()
         found.append(loss)
-    moments = [moment for states in engine.optimizer.units for moment in states.moments]
+    moments = [tensor for pair in engine.optimizer.backend.state.moments for tensor in pair]
     pinned = all(moment.is_cuda or on_disk or moment.is_pinned() for moment in moments)
     memory = engine.memory()
     there = sum(of.get(name, 0) for of in (memory.cpu, memory.nvme) for name in STATES)

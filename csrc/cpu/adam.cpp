@@ -3,7 +3,7 @@
 
 namespace {
 
-// A copy larger than this leaves the caches before anyone reads it: write it past them.
+// A low-precision copy larger than this leaves the caches before anyone reads it: write it past them.
 constexpr int64_t kStreamBytes = 4 << 20;
 
 bool known(int dtype) { return dtype >= ZE_F32 && dtype <= ZE_F16; }
@@ -11,14 +11,15 @@ bool known(int dtype) { return dtype >= ZE_F32 && dtype <= ZE_F16; }
 }  // namespace
 
 int ze_adam(float* param, const void* grad, int grad_dtype, void* exp_avg, void* exp_avg_sq, int moments_dtype,
-            void* copy, int copy_dtype, int64_t n, const ze_adam_args* args, int num_threads) {
-  if (!copy) copy_dtype = ZE_F32;
-  if (!known(grad_dtype) || !known(copy_dtype) || (copy && copy_dtype == ZE_F32)) return ZE_BAD_DTYPE;
+            void* low_precision_param, int low_precision_dtype, int64_t n, const ze_adam_args* args, int num_threads) {
+  if (!low_precision_param) low_precision_dtype = ZE_F32;
+  if (!known(grad_dtype) || !known(low_precision_dtype)) return ZE_BAD_DTYPE;
+  if (low_precision_param && low_precision_dtype == ZE_F32) return ZE_BAD_DTYPE;
   if (moments_dtype != ZE_F32 && moments_dtype != ZE_BF16) return ZE_BAD_DTYPE;
   const ze::AdamFactors factors = ze::fold(*args);
   const uint64_t seed = ze::mix_seed(args->seed);
-  const ze::AdamArrays arrays = {param, grad, exp_avg, exp_avg_sq, copy, args->reload_written};
-  const auto adam = ze::kernels().adam[moments_dtype][grad_dtype][copy_dtype][args->decoupled != 0];
+  const ze::AdamArrays arrays = {param, grad, exp_avg, exp_avg_sq, low_precision_param, args->reload_written};
+  const auto adam = ze::kernels().adam[moments_dtype][grad_dtype][low_precision_dtype][args->decoupled != 0];
   const bool stream = n * 2 > kStreamBytes;
   ze::parallel_for(n, ze::kBlock, num_threads, [&](int64_t begin, int64_t end) {
     while (begin < end) {  // as far as the upper half of the index stays
@@ -31,8 +32,9 @@ int ze_adam(float* param, const void* grad, int grad_dtype, void* exp_avg, void*
   return ZE_OK;
 }
 
-void ze_stream(float* a, float* b, float* c, const void* g, int g_dtype, void* copy, int64_t n, int num_threads) {
-  const ze::StreamArrays arrays = {a, b, c, g, copy};
-  const auto stream = ze::kernels().stream[g_dtype][copy != nullptr];
+void ze_stream(float* a, float* b, float* c, const void* g, int g_dtype, void* low_precision_param, int64_t n,
+               int num_threads) {
+  const ze::StreamArrays arrays = {a, b, c, g, low_precision_param};
+  const auto stream = ze::kernels().stream[g_dtype][low_precision_param != nullptr];
   ze::parallel_for(n, ze::kBlock, num_threads, [&](int64_t begin, int64_t end) { stream(arrays, begin, end); });
 }

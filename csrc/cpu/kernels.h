@@ -19,13 +19,13 @@ constexpr int64_t kBlock = 32;
 struct StreamArrays {
   float *a, *b, *c;
   const void* grad;
-  void* copy;
+  void* low_precision_param;
 };
 
 using Adam = void (*)(const AdamArrays&, int64_t begin, int64_t end, const AdamFactors&, const Random&, bool stream);
 
-// Functions on the elements [begin, end). Tables are indexed by ze_dtype, where 0 for a copy means none; adam's by
-// those of moments, gradient and copy and, last, by whether weight decay is decoupled.
+// Functions on the elements [begin, end). Tables are indexed by ze_dtype, where 0 for low_precision_param means none;
+// adam's by those of moments, gradient and low_precision_param and, last, by whether weight decay is decoupled.
 struct Kernels {
   const char* name;
   Adam adam[2][3][3][2];

@@ -67,35 +67,37 @@ using Beside = float[2][kBlock];
 inline float* in_float(float* array, Beside&, int64_t i) { return array + i; }
 inline float* in_float(bf16*, Beside& beside, int64_t i) { return beside[i / kBlock % 2]; }
 
-// [Note: Values written from outside] `copy` is `param` rounded, unless somebody wrote it since the last step: such an
-// element of param takes the copy's value. A comparison finds every write, however it was done, for 2 more bytes read.
+// [Note: Values written from outside] `low_precision_param` is `param` rounded, unless it was written since the last
+// step: such an element of param takes its value. A comparison finds every write, however it was done, for 2 more bytes
+// read.
 // A block without any stores nothing here; one that may have some is looked at again, element by element.
 //
 // The first look at bf16 does not round, which would take more instructions. As integers, a float and the bf16 that it
 // rounds to are at most 2^15 apart, half the distance of two bf16; those just as far apart are left to the second look.
-inline Bits distance(const float* param, const bf16* copy) {
-  return Vec::load(param).bits() - Vec::load(copy).bits() + Bits::fill(0x7fff);
+inline Bits distance(const float* param, const bf16* low_precision_param) {
+  return Vec::load(param).bits() - Vec::load(low_precision_param).bits() + Bits::fill(0x7fff);
 }
-inline Bits distance(const float* param, const fp16* copy) {
-  return Vec::load(param).rounded(copy).bits() ^ Vec::load(copy).bits();
+inline Bits distance(const float* param, const fp16* low_precision_param) {
+  return Vec::load(param).rounded(low_precision_param).bits() ^ Vec::load(low_precision_param).bits();
 }
 constexpr uint32_t close(const bf16*) { return 0xfffe; }
 constexpr uint32_t close(const fp16*) { return 0; }
 
 template <class C>
-inline void reload_written(float* param, const C* copy) {
+inline void reload_written(float* param, const C* low_precision_param) {
   Bits furthest = Bits::fill(0);
-  for (int64_t i = 0; i < kBlock; i += Vec::kWidth) furthest = larger(furthest, distance(param + i, copy + i));
-  if (__builtin_expect(!any_above(furthest, close(copy)), 1)) return;
+  for (int64_t i = 0; i < kBlock; i += Vec::kWidth)
+    furthest = larger(furthest, distance(param + i, low_precision_param + i));
+  if (__builtin_expect(!any_above(furthest, close(low_precision_param)), 1)) return;
   for (int64_t i = 0; i < kBlock; ++i) {
     C rounded;
     from_float(param[i], &rounded);
-    if (rounded.bits != copy[i].bits) param[i] = to_float(copy[i]);
+    if (rounded.bits != low_precision_param[i].bits) param[i] = to_float(low_precision_param[i]);
   }
 }
 inline void reload_written(float*, const none*) {}
 
-// [Note: Trailing stages] From gradient to copy an element passes a chain of some 90 cycles, too long for a CPU to keep
+// [Note: Trailing stages] From gradient to low_precision_param an element passes a chain of some 90 cycles, too long for a CPU to keep
 // enough of them in flight. So Adam runs in three stages, each a block behind the one before: while a block waits for
 // its roots and quotients, the next one's moments and the last one's copy go ahead. What lies between is in L1.
 template <bool kDecoupled, class G, class M>
@@ -128,18 +130,18 @@ inline void adam_param(float* param, const float* exp_avg, const float* exp_avg_
 }
 
 template <bool kStream, class C>
-inline void adam_copy(const float* param, C* copy) {
+inline void write_low_precision(const float* param, C* low_precision_param) {
   if constexpr (!std::is_same_v<C, none>) {
     for (int64_t i = 0; i < kBlock; i += Vec::kWidth) {
-      if constexpr (kStream) Vec::load(param + i).stream(copy + i);
-      else Vec::load(param + i).store(copy + i);
+      if constexpr (kStream) Vec::load(param + i).stream(low_precision_param + i);
+      else Vec::load(param + i).store(low_precision_param + i);
     }
   }
 }
 
 template <bool kDecoupled, class G, class M, class C>
-void adam_partial(float* param, const G* grad, M* exp_avg, M* exp_avg_sq, C* copy, int64_t n, const AdamVecs& k,
-                  const RandomVecs& random, int64_t position, bool reload) {
+void adam_partial(float* param, const G* grad, M* exp_avg, M* exp_avg_sq, C* low_precision_param, int64_t n,
+                  const AdamVecs& k, const RandomVecs& random, int64_t position, bool reload) {
   float p[kBlock] = {};
   G g[kBlock] = {};
   M m[kBlock] = {}, v[kBlock] = {};
@@ -150,37 +152,38 @@ void adam_partial(float* param, const G* grad, M* exp_avg, M* exp_avg_sq, C* cop
   memcpy(v, exp_avg_sq, n * sizeof(M));
   memcpy(g, grad, n * sizeof(G));
   if (reload) {
-    memcpy(c, copy, n * sizeof(C));
+    memcpy(c, low_precision_param, n * sizeof(C));
     reload_written(p, c);
   }
   float *m_new = in_float(m, new_avg, 0), *v_new = in_float(v, new_avg_sq, 0);
   adam_moments<kDecoupled>(p, g, m, v, m_new, v_new, k, random, position);
   adam_param<kDecoupled>(p, m_new, v_new, k);
-  adam_copy<false>(p, c);
+  write_low_precision<false>(p, c);
   memcpy(param, p, n * sizeof(float));
   memcpy(exp_avg, m, n * sizeof(M));
   memcpy(exp_avg_sq, v, n * sizeof(M));
-  if constexpr (!std::is_same_v<C, none>) memcpy(copy, c, n * sizeof(C));
+  if constexpr (!std::is_same_v<C, none>) memcpy(low_precision_param, c, n * sizeof(C));
 }
 
 template <bool kStream, bool kDecoupled, class G, class M, class C>
-void adam_range(float* param, const G* grad, M* exp_avg, M* exp_avg_sq, C* copy, int64_t n, const AdamFactors& factors,
-                const RandomVecs& random, bool reload) {
+void adam_range(float* param, const G* grad, M* exp_avg, M* exp_avg_sq, C* low_precision_param, int64_t n,
+                const AdamFactors& factors, const RandomVecs& random, bool reload) {
   const AdamVecs k(factors);
   Beside new_avg, new_avg_sq;
   int64_t first = 0;
   if constexpr (kStream) {  // streaming stores want whole, aligned cache lines
-    first = int64_t(-uintptr_t(copy) % 64 / sizeof(C));
+    first = int64_t(-uintptr_t(low_precision_param) % 64 / sizeof(C));
     if (first > n) first = n;
-    if (first) adam_partial<kDecoupled>(param, grad, exp_avg, exp_avg_sq, copy, first, k, random, 0, reload);
+    if (first)
+      adam_partial<kDecoupled>(param, grad, exp_avg, exp_avg_sq, low_precision_param, first, k, random, 0, reload);
   }
   const int64_t last = n - (n - first) % kBlock;
   for (int64_t i = first; i < last + 2 * kBlock; i += kBlock) {  // [Note: Trailing stages]
     if (i < last) {
       prefetch(param + i, grad + i, exp_avg + i, exp_avg_sq + i);
       if (reload) {
-        prefetch(copy + i);
-        reload_written(param + i, copy + i);
+        prefetch(low_precision_param + i);
+        reload_written(param + i, low_precision_param + i);
       }
       adam_moments<kDecoupled>(param + i, grad + i, exp_avg + i, exp_avg_sq + i, in_float(exp_avg, new_avg, i),
                                in_float(exp_avg_sq, new_avg_sq, i), k, random, i);
@@ -188,11 +191,11 @@ void adam_range(float* param, const G* grad, M* exp_avg, M* exp_avg_sq, C* copy,
     const int64_t j = i - kBlock, h = j - kBlock;
     if (first <= j && j < last)
       adam_param<kDecoupled>(param + j, in_float(exp_avg, new_avg, j), in_float(exp_avg_sq, new_avg_sq, j), k);
-    if (first <= h) adam_copy<kStream>(param + h, copy + h);
+    if (first <= h) write_low_precision<kStream>(param + h, low_precision_param + h);
   }
   if (last < n)
-    adam_partial<kDecoupled>(param + last, grad + last, exp_avg + last, exp_avg_sq + last, copy + last, n - last, k,
-                             random, last, reload);
+    adam_partial<kDecoupled>(param + last, grad + last, exp_avg + last, exp_avg_sq + last, low_precision_param + last,
+                             n - last, k, random, last, reload);
   if constexpr (kStream) finish_streams();
 }
 
@@ -201,13 +204,15 @@ void adam(const AdamArrays& a, int64_t begin, int64_t end, const AdamFactors& k,
   float* param = a.param + begin;
   const G* grad = (const G*)a.grad + begin;
   M *exp_avg = (M*)a.exp_avg + begin, *exp_avg_sq = (M*)a.exp_avg_sq + begin;
-  C* copy = (C*)a.copy + begin;
+  C* low_precision_param = (C*)a.low_precision_param + begin;
   const RandomVecs random(r, begin);
   const bool reload = a.reload_written && !std::is_same_v<C, none>;
   if constexpr (!std::is_same_v<C, none>) {
-    if (stream) return adam_range<true, kDecoupled>(param, grad, exp_avg, exp_avg_sq, copy, end - begin, k, random, reload);
+    if (stream)
+      return adam_range<true, kDecoupled>(param, grad, exp_avg, exp_avg_sq, low_precision_param, end - begin, k, random,
+                                          reload);
   }
-  adam_range<false, kDecoupled>(param, grad, exp_avg, exp_avg_sq, copy, end - begin, k, random, reload);
+  adam_range<false, kDecoupled>(param, grad, exp_avg, exp_avg_sq, low_precision_param, end - begin, k, random, reload);
 }
 
 // One running sum for each position within a block, added up in order at the end. Narrow elements are widened
@@ -268,7 +273,7 @@ void cast(const float* src, void* data, int64_t n) {
 template <class G, bool kCopy>
 void stream(const StreamArrays& s, int64_t begin, int64_t end) {
   const G* grad = (const G*)s.grad;
-  bf16* copy = (bf16*)s.copy;
+  bf16* low_precision_param = (bf16*)s.low_precision_param;
   const auto update = [](float* x, Vec y) { (Vec::load(x) + y).store(x); };
   for (int64_t i = begin; i + kBlock <= end; i += kBlock) {
     prefetch(s.a + i, grad + i, s.b + i, s.c + i);
@@ -277,7 +282,7 @@ void stream(const StreamArrays& s, int64_t begin, int64_t end) {
       update(s.a + j, g);
       update(s.b + j, g);
       update(s.c + j, g);
-      if constexpr (kCopy) g.stream(copy + j);
+      if constexpr (kCopy) g.stream(low_precision_param + j);
     }
   }
   if constexpr (kCopy) finish_streams();

@@ -57,40 +57,43 @@ __device__ inline void update(float& param, G grad, M& exp_avg, M& exp_avg_sq, c
 }
 
 // "Values written from outside" in csrc/cpu/kernels.inl.h.
-__device__ inline void reload_element(float& param, uint16_t rounded, uint16_t copy, float value) {
-  param = rounded == copy ? param : value;
+__device__ inline void reload_element(float& param, uint16_t rounded, uint16_t low_precision_param, float value) {
+  param = rounded == low_precision_param ? param : value;
 }
 
-// `copy` as it was read, in whichever dtype it is.
+// `low_precision_param` as it was read, in whichever dtype it is.
 template <class C>
-__device__ inline void reload_pack(Pack<float, kPack>& p, const Pack<uint16_t, kPack>& copy) {
+__device__ inline void reload_pack(Pack<float, kPack>& p, const Pack<uint16_t, kPack>& low_precision_param) {
   Pack<C, kPack> rounded;
 #pragma unroll
   for (int j = 0; j < kPack; j += 2) from_floats(p.v[j], p.v[j + 1], rounded.v + j);
 #pragma unroll
-  for (int j = 0; j < kPack; ++j) reload_element(p.v[j], rounded.v[j].bits, copy.v[j], to_float(C{copy.v[j]}));
+  for (int j = 0; j < kPack; ++j) {
+    const uint16_t bits = low_precision_param.v[j];
+    reload_element(p.v[j], rounded.v[j].bits, bits, to_float(C{bits}));
+  }
 }
 
 template <class C>
-__device__ inline void reload_one(float& param, const void* copy, int64_t i) {
-  const C written = static_cast<const C*>(copy)[i];
+__device__ inline void reload_one(float& param, const void* low_precision_param, int64_t i) {
+  const C written = static_cast<const C*>(low_precision_param)[i];
   C rounded;
   from_float(param, &rounded);
   reload_element(param, rounded.bits, written.bits, to_float(written));
 }
 
 template <class C>
-__device__ inline void write_copy(const Pack<float, kPack>& p, void* copy, int64_t i) {
+__device__ inline void write_low_precision(const Pack<float, kPack>& p, void* low_precision_param, int64_t i) {
   Pack<C, kPack> c;
 #pragma unroll
   for (int j = 0; j < kPack; j += 2) from_floats(p.v[j], p.v[j + 1], c.v + j);
-  store(static_cast<C*>(copy) + i, c);
+  store(static_cast<C*>(low_precision_param) + i, c);
 }
 
 // A whole tile from element `origin` on, aligned.
 template <class G, class M>
-__device__ inline void update_tile(const AdamArrays& a, int copy_dtype, const AdamRun& run, const Random& random,
-                                   int64_t origin) {
+__device__ inline void update_tile(const AdamArrays& a, int low_precision_dtype, const AdamRun& run,
+                                   const Random& random, int64_t origin) {
   Pack<float, kPack> p[kPacks];
   Pack<G, kPack> g[kPacks];
   Pack<M, kPack> m[kPacks], v[kPacks];
@@ -103,38 +106,38 @@ __device__ inline void update_tile(const AdamArrays& a, int copy_dtype, const Ad
     g[q] = load<Pack<G, kPack>>(static_cast<const G*>(a.grad) + i);
     m[q] = load<Pack<M, kPack>>(static_cast<M*>(a.exp_avg) + i);
     v[q] = load<Pack<M, kPack>>(static_cast<M*>(a.exp_avg_sq) + i);
-    if (a.reload_written) c[q] = load<Pack<uint16_t, kPack>>(static_cast<uint16_t*>(a.copy) + i);
+    if (a.reload_written) c[q] = load<Pack<uint16_t, kPack>>(static_cast<uint16_t*>(a.low_precision_param) + i);
   }
 #pragma unroll
   for (int q = 0; q < kPacks; ++q) {
     const int64_t i = first + q * kThreads * kPack;
-    if (a.reload_written && copy_dtype == ZE_BF16) reload_pack<bf16>(p[q], c[q]);
-    if (a.reload_written && copy_dtype == ZE_F16) reload_pack<fp16>(p[q], c[q]);
+    if (a.reload_written && low_precision_dtype == ZE_BF16) reload_pack<bf16>(p[q], c[q]);
+    if (a.reload_written && low_precision_dtype == ZE_F16) reload_pack<fp16>(p[q], c[q]);
 #pragma unroll
     for (int j = 0; j < kPack; ++j)
       update(p[q].v[j], g[q].v[j], m[q].v[j], v[q].v[j], run, random, uint32_t(i + j));
     store(a.param + i, p[q]);
     store(static_cast<M*>(a.exp_avg) + i, m[q]);
     store(static_cast<M*>(a.exp_avg_sq) + i, v[q]);
-    if (copy_dtype == ZE_BF16) write_copy<bf16>(p[q], a.copy, i);
-    if (copy_dtype == ZE_F16) write_copy<fp16>(p[q], a.copy, i);
+    if (low_precision_dtype == ZE_BF16) write_low_precision<bf16>(p[q], a.low_precision_param, i);
+    if (low_precision_dtype == ZE_F16) write_low_precision<fp16>(p[q], a.low_precision_param, i);
   }
 }
 
 // Some elements of a tile, one by one: at the ends of a segment, and where arrays are not aligned alike.
 template <class G, class M>
-__device__ inline void update_singly(const AdamArrays& a, int copy_dtype, const AdamRun& run, int64_t origin) {
+__device__ inline void update_singly(const AdamArrays& a, int low_precision_dtype, const AdamRun& run, int64_t origin) {
 #pragma unroll 1
   for (int64_t i = origin + threadIdx.x; i < origin + kTile; i += kThreads) {
     if (i < run.begin || i >= run.end) continue;
     const uint64_t index = run.index + uint64_t(i);
     const Random random = random_of(run.mixed_seed, index >> 32, uint32_t(run.index));
     M *exp_avg = static_cast<M*>(a.exp_avg) + i, *exp_avg_sq = static_cast<M*>(a.exp_avg_sq) + i;
-    if (a.reload_written && copy_dtype == ZE_BF16) reload_one<bf16>(a.param[i], a.copy, i);
-    if (a.reload_written && copy_dtype == ZE_F16) reload_one<fp16>(a.param[i], a.copy, i);
+    if (a.reload_written && low_precision_dtype == ZE_BF16) reload_one<bf16>(a.param[i], a.low_precision_param, i);
+    if (a.reload_written && low_precision_dtype == ZE_F16) reload_one<fp16>(a.param[i], a.low_precision_param, i);
     update(a.param[i], static_cast<const G*>(a.grad)[i], *exp_avg, *exp_avg_sq, run, random, uint32_t(i));
-    if (copy_dtype == ZE_BF16) from_float(a.param[i], static_cast<bf16*>(a.copy) + i);
-    if (copy_dtype == ZE_F16) from_float(a.param[i], static_cast<fp16*>(a.copy) + i);
+    if (low_precision_dtype == ZE_BF16) from_float(a.param[i], static_cast<bf16*>(a.low_precision_param) + i);
+    if (low_precision_dtype == ZE_F16) from_float(a.param[i], static_cast<fp16*>(a.low_precision_param) + i);
   }
 }
 
@@ -153,7 +156,8 @@ __device__ inline int64_t run_of(const AdamRun* runs, int64_t num_runs, int64_t 
 // a negative phase says that the arrays disagree.
 template <class G, class M>
 __global__ void __launch_bounds__(kThreads)
-    adam(AdamArrays a, int copy_dtype, const AdamRun* runs, int64_t num_runs, AdamRun one, int64_t num_tiles, int phase) {
+    adam(AdamArrays a, int low_precision_dtype, const AdamRun* runs, int64_t num_runs, AdamRun one, int64_t num_tiles,
+         int phase) {
   for (int64_t tile = blockIdx.x; tile < num_tiles; tile += gridDim.x) {
     const AdamRun run = runs ? runs[run_of(runs, num_runs, tile)] : one;
     if (!run.active) continue;
@@ -162,9 +166,10 @@ __global__ void __launch_bounds__(kThreads)
     const uint64_t index = run.index + uint64_t(origin);
     const bool same_upper = index >> 32 == (index + kTile - 1) >> 32;
     if (phase >= 0 && origin >= run.begin && origin + kTile <= run.end && same_upper) {
-      update_tile<G, M>(a, copy_dtype, run, random_of(run.mixed_seed, index >> 32, uint32_t(run.index)), origin);
+      update_tile<G, M>(a, low_precision_dtype, run, random_of(run.mixed_seed, index >> 32, uint32_t(run.index)),
+                        origin);
     } else {
-      update_singly<G, M>(a, copy_dtype, run, origin);
+      update_singly<G, M>(a, low_precision_dtype, run, origin);
     }
   }
 }
@@ -193,29 +198,31 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // See adam's `phase`.
-int phase_of(const AdamArrays& a, size_t grad_size, size_t moments_size, size_t copy_size) {
+int phase_of(const AdamArrays& a, size_t grad_size, size_t moments_size, size_t low_precision_size) {
   const int phase = int(uintptr_t(a.param) / sizeof(float) % kPack);
   const auto agrees = [&](const void* array, size_t size) {
     return uintptr_t(array) % size == 0 && int(uintptr_t(array) / size % kPack) == phase;
   };
   const bool all = agrees(a.param, sizeof(float)) && agrees(a.grad, grad_size) && agrees(a.exp_avg, moments_size) &&
-                   agrees(a.exp_avg_sq, moments_size) && (!copy_size || agrees(a.copy, copy_size));
+                   agrees(a.exp_avg_sq, moments_size) &&
+                   (!low_precision_size || agrees(a.low_precision_param, low_precision_size));
   return all ? phase : -1;
 }
 
 size_t size_of(int dtype) { return dtype == ZE_F32 ? 4 : 2; }
 
-int run_adam(int device, void* stream, AdamArrays a, int grad_dtype, int moments_dtype, int copy_dtype,
+int run_adam(int device, void* stream, AdamArrays a, int grad_dtype, int moments_dtype, int low_precision_dtype,
              const AdamRun* runs, int64_t num_runs, const AdamRun& one, int64_t num_tiles) {
-  if (!a.copy) copy_dtype = ZE_F32, a.reload_written = 0;
-  if (!known(grad_dtype) || !known(copy_dtype) || (a.copy && copy_dtype == ZE_F32)) return ZE_BAD_DTYPE;
+  if (!a.low_precision_param) low_precision_dtype = ZE_F32, a.reload_written = 0;
+  if (!known(grad_dtype) || !known(low_precision_dtype)) return ZE_BAD_DTYPE;
+  if (a.low_precision_param && low_precision_dtype == ZE_F32) return ZE_BAD_DTYPE;
   if (moments_dtype != ZE_F32 && moments_dtype != ZE_BF16) return ZE_BAD_DTYPE;
   decltype(&adam<float, float>) const kernels[2][3] = {
       {adam<float, float>, adam<bf16, float>, adam<fp16, float>}, {adam<float, bf16>, adam<bf16, bf16>, adam<fp16, bf16>}};
-  const int phase =
-      phase_of(a, size_of(grad_dtype), size_of(moments_dtype), copy_dtype == ZE_F32 ? 0 : size_of(copy_dtype));
-  return launch_tiles(kernels[moments_dtype][grad_dtype], device, num_tiles, stream, a, copy_dtype, runs, num_runs, one,
-                      num_tiles, phase);
+  const size_t low_precision_size = low_precision_dtype == ZE_F32 ? 0 : size_of(low_precision_dtype);
+  const int phase = phase_of(a, size_of(grad_dtype), size_of(moments_dtype), low_precision_size);
+  return launch_tiles(kernels[moments_dtype][grad_dtype], device, num_tiles, stream, a, low_precision_dtype, runs,
+                      num_runs, one, num_tiles, phase);
 }
 
 }  // namespace
@@ -227,11 +234,13 @@ int64_t ze_cuda_tiles(int64_t begin, int64_t end) {
 }
 
 int ze_cuda_adam(int device, void* stream, float* param, const void* grad, int grad_dtype, void* exp_avg,
-                 void* exp_avg_sq, int moments_dtype, void* copy, int copy_dtype, int64_t n, const ze_adam_args* args) {
+                 void* exp_avg_sq, int moments_dtype, void* low_precision_param, int low_precision_dtype, int64_t n,
+                 const ze_adam_args* args) {
   ZE_RETURN_IF(cudaSetDevice(device));
   const ze::AdamRun one = ze::run_from(*args, 0, n, 0, true);
-  return ze::run_adam(device, stream, {param, grad, exp_avg, exp_avg_sq, copy, args->reload_written}, grad_dtype,
-                      moments_dtype, copy_dtype, nullptr, 0, one, ze_cuda_tiles(0, n));
+  const ze::AdamArrays arrays = {param, grad, exp_avg, exp_avg_sq, low_precision_param, args->reload_written};
+  return ze::run_adam(device, stream, arrays, grad_dtype, moments_dtype, low_precision_dtype, nullptr, 0, one,
+                      ze_cuda_tiles(0, n));
 }
 
 int ze_cuda_adam_prepare(int device, void* stream, const ze_cuda_segment* segments, int64_t num_segments,
@@ -243,10 +252,10 @@ int ze_cuda_adam_prepare(int device, void* stream, const ze_cuda_segment* segmen
 }
 
 int ze_cuda_adam_runs(int device, void* stream, float* param, const void* grad, int grad_dtype, void* exp_avg,
-                      void* exp_avg_sq, int moments_dtype, void* copy, int copy_dtype, int reload_written,
-                      const void* runs, int64_t num_runs, int64_t num_tiles) {
+                      void* exp_avg_sq, int moments_dtype, void* low_precision_param, int low_precision_dtype,
+                      int reload_written, const void* runs, int64_t num_runs, int64_t num_tiles) {
   ZE_RETURN_IF(cudaSetDevice(device));
-  return ze::run_adam(device, stream, {param, grad, exp_avg, exp_avg_sq, copy, reload_written}, grad_dtype,
-                      moments_dtype, copy_dtype, static_cast<const ze::AdamRun*>(runs), num_runs, {},
-                      num_runs ? num_tiles : 0);
+  const ze::AdamArrays arrays = {param, grad, exp_avg, exp_avg_sq, low_precision_param, reload_written};
+  return ze::run_adam(device, stream, arrays, grad_dtype, moments_dtype, low_precision_dtype,
+                      static_cast<const ze::AdamRun*>(runs), num_runs, {}, num_runs ? num_tiles : 0);
 }

@@ -104,33 +104,30 @@ def train(case: Case, stage: int, on_device: bool) -> dict[str, Any]:
     rank, model, given = start(), build(Branching), {"optimizer": None, **case.more}
     settings = config(stage, gradient_accumulation_steps=case.micro_steps, **given)
     engine = make_engine(model, case.optimizer(model), settings, case.schedule, on_device=on_device)
-    assert engine.optimizer.on_device == on_device
-    found: dict[str, Any] = {"losses": [], "norms": [], "verdicts": [], "rates": [], "scales": []}
+    assert engine.optimizer.issues_without_waiting == on_device
+    found: dict[str, Any] = {"losses": [], "norms": [], "results": [], "rates": [], "scales": []}
     for micro_step in range(5 * case.micro_steps):
         step = micro_step // case.micro_steps
         model.takes_side = step != 2 and (rank == 0 or stage == 3)  # where modules are partitioned, all run the same
         model.spoil = case.spoilt.get(step, 1.0) if rank == 1 else 1.0
         loss = engine(*batch(micro_step, rank))
         engine.backward(loss)
-        found["verdicts"].append(engine.step())  # asked in the end
+        found["results"].append(engine.step())  # asked in the end
         found["losses"].append(loss.item())
         found["scales"].append(engine.loss_scale)
         if engine.is_gradient_accumulation_boundary() and step % 2:
             found["norms"].append(engine.grad_norm)  # without which the next backward asks
             found["rates"].append([group["lr"] for group in engine.optimizer.param_groups])
-    found["verdicts"] = list(map(bool, found["verdicts"]))
+    found["results"] = list(map(bool, found["results"]))
     found["counters"] = (engine.global_steps, engine.skipped_steps, engine.micro_steps, engine.grad_norm)
     found["rates"].append([group["lr"] for group in engine.optimizer.param_groups])
     for states in engine.optimizer.units:
         unit = states.unit
         for span in unit.layout.spans(rank, unit.degrees.optimizer):
-            where, name = (
-                slice(span.shard_offset, span.shard_offset + span.numel),
-                unit.layout.slots[span.param_index].name,
-            )
-            found[f"master of {name}"] = states.master[where].clone()
-            found[f"moments of {name}"] = torch.stack([moment[where] for moment in states.adam_moments()])
-            found[f"step of {name}"] = states.steps[span.param_index]
+            name, state = unit.layout.slots[span.param_index].name, engine.optimizer.shard_state.of(states, span)
+            found[f"master of {name}"] = states.master[span.shard_slice].clone()
+            found[f"moments of {name}"] = torch.stack([state.elements["exp_avg"], state.elements["exp_avg_sq"]])
+            found[f"step of {name}"] = state.numbers["step"]
     found |= {f"value of {name}": value for name, value in engine.full_state_dict().items()}
     engine.close()
     return found
@@ -162,7 +159,7 @@ def test_losses_states_and_norms_are_those_of_a_step_that_waits(name: str, stage
         assert ranks == [(stage, [], 5 - skipped, skipped) for stage in stages]
 
 
-# -- a verdict that comes late ------------------------------------------------------------------------
+# -- a result that comes late ------------------------------------------------------------------------
 
 
 class Log(logging.Handler):
@@ -303,9 +300,9 @@ def ended(how: str) -> tuple[list[str], list[str], float]:
     engine = make_engine(model, grouped(model), config(2, optimizer=None, steps_per_print=1), decaying, on_device=True)
     with contextlib.redirect_stdout(io.StringIO()) as out:
         for step in range(2):
-            verdict = spoilt_step(engine, step, INF if step == 1 else 1.0)
+            result = spoilt_step(engine, step, INF if step == 1 else 1.0)
         if how == "asked":
-            assert not verdict and engine.lr_scheduler.last_epoch == 1, "the schedule is taken back with the answer"
+            assert not result and engine.lr_scheduler.last_epoch == 1, "the schedule is taken back with the answer"
         if how == "away":
             engine.offload_states()
         if how == "failed":

@@ -66,11 +66,11 @@ def apart(copies: LateCopies) -> Iterator[None]:
     """``ApartMode``, and Adam takes memory of one side alone."""
     real = ops.adam_step
 
-    def adam_step(*arrays: torch.Tensor, low_precision: torch.Tensor | None = None, **options: Any) -> None:
-        every = arrays if low_precision is None else (*arrays, low_precision)
+    def adam_step(*arrays: torch.Tensor, low_precision_param: torch.Tensor | None = None, **options: Any) -> None:
+        every = arrays if low_precision_param is None else (*arrays, low_precision_param)
         if len({copies.is_host(array) for array in every if array.numel()}) > 1:
             raise Apart("Adam takes memory of the host and of the device")
-        real(*arrays, low_precision=low_precision, **options)
+        real(*arrays, low_precision_param=low_precision_param, **options)
 
     with pytest.MonkeyPatch.context() as patch, ApartMode(copies):
         patch.setattr(ops, "adam_step", adam_step)

@@ -67,7 +67,7 @@ def moments_and_bytes(stage: int) -> list[tuple[set[torch.dtype], int]]:
     found = []
     for more in ({}, BF16):
         engine = make_engine(Task(), stage, **more)
-        moments = [moment for states in engine.optimizer.units for moment in states.adam_moments()]
+        moments = [tensor for pair in engine.optimizer.backend.state.moments for tensor in pair]
         found.append(({moment.dtype for moment in moments}, engine.memory().optimizer))
         engine.close()
     return found

@@ -154,7 +154,7 @@ def skipping_at_random(step: int, rank: int) -> tuple[torch.Tensor, bool]:
 
 def count_remembered(task: Task, engine: zeroengine.Engine) -> tuple[list[float], list[float]]:
     found = ordinary_loop(task, engine)
-    assert max(len(states.segments) for states in engine.optimizer.units) <= SEGMENT_TABLES < task.steps
+    assert max(map(len, engine.optimizer.backend.segment_tables)) <= SEGMENT_TABLES < task.steps
     return found
 
 

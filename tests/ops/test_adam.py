@@ -59,7 +59,7 @@ class State:
         chunk = slice(begin, end)
         arrays = (x[chunk] for x in (self.param, self.grad, self.exp_avg, self.exp_avg_sq))
         copy = None if self.copy is None else self.copy[chunk]
-        ops.adam_step(*arrays, low_precision=copy, offset=self.index + begin, **{**HYPER, **changes})
+        ops.adam_step(*arrays, low_precision_param=copy, offset=self.index + begin, **{**HYPER, **changes})
 
     def results(self) -> list[Tensor]:
         copy = [] if self.copy is None else [self.copy]
@@ -247,7 +247,7 @@ def test_wrong_tensors_are_named() -> None:
     for changes, message in [
         (dict(grad=torch.zeros(4, dtype=torch.float64)), "grad has dtype torch.float64; it must be torch.float32 or"),
         (dict(param=torch.zeros(4, dtype=torch.bfloat16)), "param has dtype torch.bfloat16"),
-        (dict(low_precision=torch.zeros(4)), "low_precision has dtype torch.float32"),
+        (dict(low_precision_param=torch.zeros(4)), "low_precision_param has dtype torch.float32"),
         (dict(exp_avg=torch.zeros(5)), "exp_avg has 5 elements on cpu, but param has 4"),
         (dict(exp_avg_sq=torch.zeros(8)[::2]), "pass a 1-D contiguous tensor"),
         (dict(grad=torch.zeros(2, 2)), "pass a 1-D contiguous tensor"),

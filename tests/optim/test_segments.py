@@ -49,4 +49,4 @@ def test_neighbours_of_one_group_and_step_are_one_kernel_call() -> None:
 
 
 def test_steps_count_back_from_the_unit_s() -> None:
-    assert Segment(0, 8, 1, step=2).at(10) == Segment(0, 8, 1, step=8)
+    assert Segment(0, 8, 1, step=2).counted_back_from(10) == Segment(0, 8, 1, step=8)

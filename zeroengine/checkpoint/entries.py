@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from zeroengine.optim.backends.kept import KeptState
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.optim.sharded_optimizer import ShardedOptimizer
 from zeroengine.partition.boxes import Box, boxes_of_run
@@ -97,7 +96,8 @@ class StateIndex:
 
     def _add_state(self, entries: StateEntries, states: OptimizerShard, span: ShardSpan, once: bool) -> None:
         slot = states.unit.layout.slots[span.param_index]
-        for key, value in KeptState(self._optimizer).of(states, span).items():
+        state = self._optimizer.shard_state.of(states, span)
+        for key, value in (state.numbers | state.elements).items():
             name = f"{OPTIMIZER}{slot.name}.{key}"
             if value.dim() == 0:
                 if not once or span.param_offset == 0:

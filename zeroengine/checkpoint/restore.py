@@ -27,7 +27,7 @@ from zeroengine.checkpoint.snapshot import (
     stateful_name,
 )
 from zeroengine.errors import CheckpointError, ZeroEngineError
-from zeroengine.optim.backends.kept import Keys
+from zeroengine.optim.backends.interface import StateKeys
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.partition.layout import ShardSpan
 from zeroengine.utils.progress import progress, releasing
@@ -137,7 +137,8 @@ class _Plan:
     metadata: Metadata
     name_mapping: NameMapping
     model: StateEntries  # by their names in the checkpoint
-    optimizer: list[tuple[OptimizerShard, ShardSpan, Keys]]  # for each of this rank's spans what the checkpoint keeps
+    # For each of this rank's spans, the optimizer states that the checkpoint keeps.
+    optimizer: list[tuple[OptimizerShard, ShardSpan, StateKeys]]
     objects: list[str]
     stateful: str  # what the names of the user's objects for this rank begin with
     same_world: bool
@@ -156,7 +157,7 @@ def _plan(parts: EngineParts, path: Path, manifest: Manifest | None, *, weights_
     name_mapping.check_model(path, strict=strict)
     same_world = manifest is not None and manifest.world_size == group.world_size
     stateful = stateful_name("", group.rank if same_world else 0)
-    optimizer: list[tuple[OptimizerShard, ShardSpan, Keys]] = []
+    optimizer: list[tuple[OptimizerShard, ShardSpan, StateKeys]] = []
     wanted = [f"{EXTRA}client_state"]
     if not weights_only:
         optimizer = _plan_optimizer(parts, name_mapping, manifest, path)
@@ -193,11 +194,12 @@ def _entries(plan: _Plan, state: StateEntries) -> tuple[StateEntries, int]:
 
 def _read(parts: EngineParts, path: Path, plan: _Plan) -> None:
     """Fills this rank's part of the state."""
+    shard_state = parts.optimizer.shard_state
     for states, span, keys in plan.optimizer:
         if keys:
-            parts.kept.make(states, span, keys)
+            shard_state.prepare(states, span, keys)
         else:
-            parts.kept.clear(states, span)
+            shard_state.clear(states, span)
     state = _optimizer_state(parts, plan)
     entries, total = _entries(plan, state)
     with progress(f"loading {path.name}", total, parts.group.rank == 0) as report:
@@ -206,7 +208,7 @@ def _read(parts: EngineParts, path: Path, plan: _Plan) -> None:
         name = OPTIMIZER + states.unit.layout.slots[span.param_index].name
         numbers = {key: state[f"{name}.{key}"].pieces[0][1] for key, (_, is_number) in keys.items() if is_number}
         if keys:
-            parts.kept.take_numbers(states, span, numbers)
+            shard_state.set_numbers(states, span, numbers)
 
 
 def _take_over(parts: EngineParts, manifest: Manifest | None, plan: _Plan, objects: Mapping[str, Any]) -> None:
@@ -228,11 +230,17 @@ def _restored(parts: EngineParts, manifest: Manifest | None, plan: _Plan, object
     client_state = objects.get(f"{EXTRA}client_state")
     if plan.weights_only:
         return Restored(client_state, {}, {}, plan.same_world, plan.name_mapping.missing)
-    steps = [int(max(states.steps, default=0)) for states in parts.optimizer.units]
-    counters = manifest.counters if manifest is not None else {"global_steps": max(steps, default=0)}
+    counters = manifest.counters if manifest is not None else {"global_steps": _largest_step_count(parts)}
     mine = plan.stateful
     stateful = {name.removeprefix(mine): state for name, state in objects.items() if name.startswith(mine)}
     return Restored(client_state, counters, stateful, plan.same_world, plan.name_mapping.missing)
+
+
+def _largest_step_count(parts: EngineParts) -> int:
+    """Return the largest step count of a parameter that this rank has part of."""
+    state = parts.optimizer.shard_state
+    numbers = (state.of(shard, span).numbers for shard in parts.optimizer.units for span in shard.spans())
+    return max((int(number["step"]) for number in numbers if "step" in number), default=0)
 
 
 class NameMapping:
@@ -270,7 +278,7 @@ class NameMapping:
             if name.startswith(prefix) and name not in known and "state." not in name
         ]
         self.state: dict[str, str] = {}
-        self.keys: dict[str, Keys] = {}  # what is kept of each parameter
+        self.keys: dict[str, StateKeys] = {}  # what is kept of each parameter
         by_parameter = {name: param for param in params for name in (param, *others.get(param, ()))}
         for name, tensor in self._there.items():
             before, state, rest = name.partition("state.")
@@ -325,16 +333,16 @@ def _prefix(there: Mapping[str, Any], params: Sequence[str]) -> str:
 
 def _plan_optimizer(
     parts: EngineParts, name_mapping: NameMapping, manifest: Manifest | None, path: Path
-) -> list[tuple[OptimizerShard, ShardSpan, Keys]]:
+) -> list[tuple[OptimizerShard, ShardSpan, StateKeys]]:
     """For each of this rank's spans: what the checkpoint keeps of its parameter."""
     saved = sorted({key for keys in name_mapping.keys.values() for key in keys})
-    expected = parts.kept.expected_keys()
-    by_another = manifest is not None and expected is None and manifest.optimizer != parts.kept.rule
+    expected = parts.optimizer.shard_state.keys
+    by_another = manifest is not None and expected is None and manifest.optimizer != parts.optimizer.base_optimizer_name
     if by_another or (expected is not None and not expected <= set(saved)):
         rule = manifest.optimizer if manifest is not None else "another optimizer"
         raise CheckpointError(
             f"{path} holds the state of {rule} ({', '.join(saved) or 'nothing'}), and the optimizer here is "
-            f"{parts.kept.rule}. Use the same optimizer, or load with weights_only=True."
+            f"{parts.optimizer.base_optimizer_name}. Use the same optimizer, or load with weights_only=True."
         )
     planned = []
     for states in parts.optimizer.units:

@@ -21,7 +21,6 @@ from zeroengine.checkpoint.entries import MODEL, StateEntries, StateEntry, State
 from zeroengine.comm.group import Group
 from zeroengine.config import Config
 from zeroengine.errors import CheckpointError
-from zeroengine.optim.backends.kept import KeptState
 from zeroengine.optim.loss_scaler import LossScaler
 from zeroengine.optim.sharded_optimizer import ShardedOptimizer
 from zeroengine.runtime.unit import Unit
@@ -87,10 +86,6 @@ class EngineParts:
         return StateIndex(self.module, self.units, self.optimizer, self.group.rank, self.group.world_size)
 
     @property
-    def kept(self) -> KeptState:
-        return KeptState(self.optimizer)
-
-    @property
     def names(self) -> dict[nn.Parameter, str]:
         return {p: s.name for u in self.units for p, s in zip(u.params, u.layout.slots, strict=True)}
 
@@ -118,7 +113,7 @@ def snapshot(parts: EngineParts, client_state: Any) -> Snapshot:
         "stage": parts.config.zero_optimization.stage,
         "world_size": parts.group.world_size,
         "precision": str(parts.config.low_precision or torch.float32).removeprefix("torch."),
-        "optimizer": parts.kept.rule,
+        "optimizer": parts.optimizer.base_optimizer_name,
         "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "versions": versions(),
         "counters": counters,

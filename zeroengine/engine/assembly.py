@@ -151,16 +151,16 @@ def assemble(
     with group.collective_errors("to initialize"):
         optimizer = ShardedOptimizer(
             base_optimizer,
-            reducer.gradients,
+            reducer,
             transport,
-            publish=lambda grads: gatherer.publish_update(grads.unit),
+            after_update=gatherer.publish_update,
             step=end_step,
             zero_grad=zero_grad,
             writes=external_writes,
             moments_dtype=FLOATS[config.optimizer_state_dtype],
             stores=placement.optimizer,
             pipeline=placement.pipeline,
-            on_device=on_device,
+            without_waiting=on_device,
         )
         schedule = make_scheduler(lr_scheduler, optimizer, config)
     step_runner = StepRunner(

@@ -171,7 +171,7 @@ class FullValues:
         """Return the state ``key`` of ``param``. See ``full_optimizer_state``."""
         unit, index = self._locate(param)
         shard, shape, holder = self._find_state("full_optimizer_state", unit, index, key)
-        values = self._optimizer.values(shard, unit.layout.slots[index], key)
+        values = self._optimizer.state_values(shard, index, key)
         if shape is None:
             # The state has a value for each element: each rank adds its part of them.
             shard_values = torch.zeros_like(shard.master)
@@ -197,7 +197,7 @@ class FullValues:
             for shard_range, owned_values in self._owned_parts(unit, index, value):
                 shard_values[shard_range] = owned_values
             value = shard_values
-        self._optimizer.set_values(shard, unit.layout.slots[index], key, value)
+        self._optimizer.set_state_values(shard, index, key, value)
 
     def _find_state(
         self, call: str, unit: Unit, index: int, key: str
@@ -206,10 +206,10 @@ class FullValues:
 
         Returns:
             The shard of the optimizer's states, the shape of the state (None for a value of each element; see
-            ``ShardedOptimizer.shapes``), and the lowest rank that holds some of it.
+            ``ShardedOptimizer.state_shapes``), and the lowest rank that holds some of it.
         """
         own_shard, slot = self._optimizer_shard(unit), unit.layout.slots[index]
-        own_shapes = {} if own_shard is None else self._optimizer.shapes(own_shard, slot)
+        own_shapes = {} if own_shard is None else self._optimizer.state_shapes(own_shard, index)
         with self._same_call(f"{call} {key!r}", unit, index, own_shapes) as shapes_by_rank:
             shard = self._trainable_shard(unit, index)
         holders = [rank for rank, shapes in enumerate(shapes_by_rank) if key in shapes]

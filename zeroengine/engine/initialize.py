@@ -22,9 +22,8 @@ from zeroengine.engine.wrapped_models import check_undistributed
 from zeroengine.errors import ZeroEngineError
 from zeroengine.migration.messages import explains_arguments
 from zeroengine.offload.device_copies import Copies
-from zeroengine.optim.factory import OptimizerLike, make_optimizer
+from zeroengine.optim.factory import OptimizerLike, check_optimizer, make_optimizer
 from zeroengine.optim.lr_schedules import LRSchedulerLike
-from zeroengine.optim.sharded_optimizer import check_optimizer
 from zeroengine.partition.cut import cut_units
 from zeroengine.partition.degrees import degrees_of_stage
 

@@ -32,8 +32,8 @@ from zeroengine.errors import DivergenceError, ZeroEngineError
 from zeroengine.optim.caller_optimizer import has_own_step_hooks
 from zeroengine.optim.loss_scaler import LossScaler
 from zeroengine.optim.lr_schedules import ScheduleGuard
-from zeroengine.optim.sharded_optimizer import GradientSummary, ShardedOptimizer
-from zeroengine.optim.step_result import StepResult
+from zeroengine.optim.sharded_optimizer import ShardedOptimizer
+from zeroengine.optim.step_result import StepResult, StepSettings
 from zeroengine.runtime.backward_tracker import BackwardListener, BackwardTracker
 from zeroengine.runtime.gatherer import Gatherer
 from zeroengine.runtime.reducer import Reducer
@@ -153,13 +153,7 @@ class StepRunner(BackwardListener):
             0-d float64 on the device that the gradients are on.
         """
         self.sync_step()
-        divisor = self.divisor()
-        if self._optimizer.on_device:
-            self._reduce_late_here()
-            norm = self._optimizer.norm(divisor, self._label())
-        else:
-            summary = self._summarise(self._label())
-            norm = torch.tensor(summary.norm / divisor, dtype=torch.float64, device=self._optimizer.computes_on)
+        norm = self._optimizer.norm(self.divisor(), self._label())
         self._clip_once = min(max_norm, self._clip_once or math.inf)
         return norm
 
@@ -195,47 +189,28 @@ class StepRunner(BackwardListener):
             DivergenceError: The ranks wrote different values into the parameters.
         """
         limit = self._take_limit()
-        if self._optimizer.on_device:
-            self._reduce_late_here()
-            return self._issue(limit)
+        settings = StepSettings(self.divisor(), limit, self._skips, self._label(limit))
         try:
-            norm, used, _ = self._summarise(self._label(limit))
+            result = self._optimizer.update(settings)
         except DivergenceError:
             self._reducer.end_step()
             raise
-        divisor = self.divisor()
-        self.grad_norm = norm / divisor
-        finite = math.isfinite(norm)
-        updates = finite or not self._skips
+        if self._optimizer.issues_without_waiting:
+            self._follow_later(result)
+            return result
+        self.grad_norm = result.grad_norm
+        updates, finite = bool(result), math.isfinite(result.grad_norm)
         if not finite:
             self._report(self.num_updates + 1, skipped=not updates)
         if updates:
-            self._optimizer.update(self._clip_factor(self.grad_norm, limit) / divisor, used)
             self._gatherer.wait_for_peer_reads()
         self._reducer.end_step()
         self._count(updates, finite)
         return updates
 
-    def _summarise(self, label: str) -> GradientSummary:
-        """Return the summary of the gradients, once those that wait on some rank have been reduced."""
-        summary = self._optimizer.summarise(label, late=self._reducer.has_late_gradients)
-        if summary.any_late:
-            self._reducer.reduce_late_gradients()
-            summary = self._optimizer.summarise(label, late=False)
-        return summary
-
-    def _reduce_late_here(self) -> None:
-        """Reduce the gradients that wait on this rank.
-
-        All ranks must have some or none: asking them would make the host wait.
-        """
-        if self._reducer.has_late_gradients:
-            self._reducer.reduce_late_gradients()
-
-    def _issue(self, limit: float) -> StepResult:
-        """Issue an update whose result is not known yet."""
+    def _follow_later(self, result: StepResult) -> None:
+        """Step the schedule behind an update whose result is not known yet, and remember to count the step."""
         config, schedule = self._config, self.schedule
-        result = self._optimizer.issue(self.divisor(), limit, self._skips, self._label(limit))
         self._gatherer.wait_for_peer_reads()
         known_late = not config.scales_loss and can_be_reverted(schedule)
         groups = self._optimizer.param_groups
@@ -251,7 +226,6 @@ class StepRunner(BackwardListener):
         self._reducer.end_step()
         if not known_late:
             self.sync_step()
-        return result
 
     def sync_step(self) -> None:
         """Wait for the result of the last step, where it is not known yet, and count it. No other rank takes part."""
@@ -259,7 +233,7 @@ class StepRunner(BackwardListener):
             return
         self._transport.check_order()
         (result, revert_schedule), self._issued = self._issued, None
-        self._optimizer.settle()
+        self._optimizer.sync_step_counts()
         self.grad_norm = result.grad_norm
         updates, finite = bool(result), math.isfinite(result.grad_norm)
         if not updates and revert_schedule is not None:
@@ -302,12 +276,6 @@ class StepRunner(BackwardListener):
         label = f"norm at loss scale {self._scaler.scale:g}" if self._config.scales_loss else "norm"
         changed = limit is not None and limit != self._config.gradient_clipping
         return f"{label} to clip to {limit:g}" if changed else label
-
-    @staticmethod
-    def _clip_factor(norm: float, limit: float) -> float:
-        """Return the factor of ``torch.nn.utils.clip_grad_norm_``, also where the norm is not finite."""
-        factor = limit / (norm + 1e-6) if limit > 0 else 1.0
-        return 1.0 if factor > 1 else factor
 
     def _count(self, updates: bool, finite: bool, *, scheduled: bool = False) -> None:
         """Count a step, and step the schedule unless it has been ``scheduled``."""

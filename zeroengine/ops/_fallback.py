@@ -15,11 +15,11 @@ _VECTOR = 64  # no vector of torch's CPU kernels is longer; it rounds the rest o
 
 
 def adam_step(
-    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, low_precision: Tensor | None, args: AdamArgs
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, low_precision_param: Tensor | None, args: AdamArgs
 ) -> None:
     """`zeroengine.ops.adam_step` by torch's fused kernel."""
-    if args.reload_written and low_precision is not None:
-        reload_written(param, low_precision)
+    if args.reload_written and low_precision_param is not None:
+        reload_written(param, low_precision_param)
     for begin in range(0, param.numel(), _CHUNK):
         chunk = slice(begin, begin + _CHUNK)
         moments = [exp_avg[chunk].float(), exp_avg_sq[chunk].float()]  # themselves where they are float32
@@ -38,14 +38,14 @@ def adam_step(
             random.mul_(moments[1] < torch.finfo(torch.bfloat16).max)
             exp_avg[chunk] = _round(moments[0], random & 0xFFFF)
             exp_avg_sq[chunk] = _round(moments[1], random >> 16 & 0xFFFF)
-    if low_precision is not None:
-        low_precision.copy_(param)
+    if low_precision_param is not None:
+        low_precision_param.copy_(param)
 
 
-def reload_written(param: Tensor, low_precision: Tensor) -> None:
+def reload_written(param: Tensor, low_precision_param: Tensor) -> None:
     """`zeroengine.ops.reload_written` by torch."""
     size = _CACHED if param.device.type == "cpu" else _CHUNK
-    for wide, narrow in zip(param.split(size), low_precision.split(size), strict=True):
+    for wide, narrow in zip(torch.split(param, size), torch.split(low_precision_param, size), strict=True):
         written = wide.to(narrow.dtype).view(torch.int16) != narrow.view(torch.int16)
         if wide.device.type != "cpu" or written.any():  # on a GPU asking would wait
             wide.copy_(torch.where(written, narrow.float(), wide))
@@ -113,5 +113,5 @@ def _shift(x: Tensor, n: int) -> Tensor:
 
 def squared_norm(x: Tensor) -> Tensor:
     """`zeroengine.ops.squared_norm` by torch, a bounded piece in float64 at a time."""
-    pieces = x.split(_SERIAL if x.device.type == "cpu" else _CHUNK)
+    pieces = torch.split(x, _SERIAL if x.device.type == "cpu" else _CHUNK)
     return torch.stack([piece.double().square_().sum() for piece in pieces]).sum()

@@ -27,7 +27,7 @@ def adam_step(
     decoupled: bool = True,
     grad_scale: float = 1.0,
     maximize: bool = False,
-    low_precision: Tensor | None = None,
+    low_precision_param: Tensor | None = None,
     reload_written: bool = False,
     seed: int = 0,
     offset: int = 0,
@@ -49,10 +49,10 @@ def adam_step(
         decoupled: True for AdamW's weight decay, False for Adam's, which is added to the gradient (L2).
         grad_scale: multiplies the gradient first. It carries 1/world, 1/loss-scale and the clip factor.
         maximize: ascend instead.
-        low_precision: bfloat16 or float16, as long; receives the updated param, rounded to nearest even.
-        reload_written: first compare ``low_precision`` with param rounded. An element that differs was written from
-            outside since the last step: param takes its value, and is updated from there. Reads 2 more bytes an
-            element.
+        low_precision_param: bfloat16 or float16, as long; receives the updated param, rounded to nearest even.
+        reload_written: Whether to compare ``low_precision_param`` with param rounded first. An element that differs was
+            written from outside since the last step: param takes its value, and is updated from there. Reads 2 more
+            bytes an element.
         seed: of the random bits that round bfloat16 moments, 0 to 2**63 - 1; another one at each step.
         offset: the index of element 0 among those that share the seed, not negative. The bits are a pure function of
             seed and index, so a piece that begins at element i of a buffer takes offset i.
@@ -62,7 +62,12 @@ def adam_step(
             range.
     """
     check_arrays(
-        "adam_step", param=param, grad=grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, low_precision=low_precision
+        "adam_step",
+        param=param,
+        grad=grad,
+        exp_avg=exp_avg,
+        exp_avg_sq=exp_avg_sq,
+        low_precision_param=low_precision_param,
     )
     if step < 1:
         raise ZeroEngineError(f"adam_step: step is {step}; count steps from 1")
@@ -76,7 +81,7 @@ def adam_step(
         grad,
         exp_avg,
         exp_avg_sq,
-        low_precision,
+        low_precision_param,
         step,
         lr,
         beta1,
@@ -86,7 +91,7 @@ def adam_step(
         decoupled,
         grad_scale,
         maximize,
-        reload_written and low_precision is not None,
+        reload_written and low_precision_param is not None,
         seed,
         offset,
     )
@@ -97,7 +102,7 @@ def _adam_step(
     grad: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
-    low_precision: Tensor | None,
+    low_precision_param: Tensor | None,
     step: int,
     lr: float,
     beta1: float,
@@ -114,18 +119,18 @@ def _adam_step(
     args = AdamArgs(
         lr, beta1, beta2, eps, weight_decay, grad_scale, step, seed, offset, decoupled, maximize, reload_written
     )
-    arrays = pointers(param, grad, exp_avg, exp_avg_sq, low_precision)
+    arrays = pointers(param, grad, exp_avg, exp_avg_sq, low_precision_param)
     device = param.device
     if (cuda := _cuda_library.cuda_library(device)) is not None:
         return _cuda_library.call(cuda, "ze_cuda_adam", device, *arrays, param.numel(), ctypes.byref(args))
     handle = library() if device.type == "cpu" else None
     if handle is None:
-        return _fallback.adam_step(param, grad, exp_avg, exp_avg_sq, low_precision, args)
+        return _fallback.adam_step(param, grad, exp_avg, exp_avg_sq, low_precision_param, args)
     handle.ze_adam(*arrays, param.numel(), ctypes.byref(args), torch.get_num_threads())
 
 
 def pointers(
-    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, low_precision: Tensor | None
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, low_precision_param: Tensor | None
 ) -> tuple[int | None, ...]:
     """Adam's arrays as the C interfaces take them: addresses, and the codes of dtypes that vary."""
     return (
@@ -135,13 +140,13 @@ def pointers(
         exp_avg.data_ptr(),
         exp_avg_sq.data_ptr(),
         DTYPE_CODES[exp_avg.dtype],
-        None if low_precision is None else low_precision.data_ptr(),
-        0 if low_precision is None else DTYPE_CODES[low_precision.dtype],
+        None if low_precision_param is None else low_precision_param.data_ptr(),
+        0 if low_precision_param is None else DTYPE_CODES[low_precision_param.dtype],
     )
 
 
 _adam_step_op = torch.library.custom_op(
-    "zeroengine::adam_step", _adam_step, mutates_args=("param", "exp_avg", "exp_avg_sq", "low_precision")
+    "zeroengine::adam_step", _adam_step, mutates_args=("param", "exp_avg", "exp_avg_sq", "low_precision_param")
 )
 
 
@@ -184,5 +189,5 @@ _DTYPES = {
     "grad": tuple(DTYPE_CODES),
     "exp_avg": (torch.float32, torch.bfloat16),
     "exp_avg_sq": (torch.float32, torch.bfloat16),
-    "low_precision": (torch.bfloat16, torch.float16),
+    "low_precision_param": (torch.bfloat16, torch.float16),
 }

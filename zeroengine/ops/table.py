@@ -160,7 +160,7 @@ class AdamTable:
         grad: Tensor,
         exp_avg: Tensor,
         exp_avg_sq: Tensor,
-        low_precision: Tensor | None = None,
+        low_precision_param: Tensor | None = None,
         reload_written: bool = False,
     ) -> None:
         """The step that was prepared, for one buffer. Arguments as in `adam_step`; between segments nothing is written.
@@ -168,7 +168,9 @@ class AdamTable:
         Raises:
             ZeroEngineError: a tensor of another shape, dtype, device or stride, or too short for the segments.
         """
-        arrays = dict(param=param, grad=grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, low_precision=low_precision)
+        arrays = dict(
+            param=param, grad=grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, low_precision_param=low_precision_param
+        )
         check_arrays("update", **arrays)
         its = self._buffers[buffer]
         if its.segments and its.segments[-1].stop > param.numel():
@@ -183,7 +185,7 @@ class AdamTable:
             self._cuda,
             "ze_cuda_adam_runs",
             self.device,
-            *pointers(param, grad, exp_avg, exp_avg_sq, low_precision),
+            *pointers(param, grad, exp_avg, exp_avg_sq, low_precision_param),
             reload_written,
             self._runs.data_ptr() + first * RUN_BYTES,
             last - first,

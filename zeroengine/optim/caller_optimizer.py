@@ -1,7 +1,7 @@
 """The optimizer object that the caller passed to `initialize` and keeps in the training loop.
 
 [Note: Calls of the caller's optimizer]
-The engine updates shards by the optimizer's rule. The object itself must not update anything any more: its `step()` and
+The engine updates shards as the optimizer would. The object itself must not update anything any more: its `step()` and
 `zero_grad()` are the engine's, whatever has wrapped the object before `initialize` or since (LR schedulers, GradScaler,
 accelerate).
 
@@ -24,23 +24,27 @@ import torch
 
 from zeroengine.errors import ZeroEngineError
 
-REPLACED = ("step", "zero_grad", "load_state_dict")  # attributes that wrappers and `redirect_calls` put on an instance
+# The attributes that wrappers and `redirect_calls` put on an instance.
+REPLACED = ("step", "zero_grad", "load_state_dict")
 _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-_MARK = "_zeroengine_step"  # of our own pre-hook
+# The attribute that marks the pre-hook of `redirect_calls`.
+_MARK = "_zeroengine_step"
 
 
 def redirect_calls(optimizer: torch.optim.Optimizer, step: Callable[[], None], zero_grad: Callable[[], None]) -> None:
     """Make `optimizer.step()` and `optimizer.zero_grad()` call the engine, and nothing else.
 
     Args:
-        optimizer: passed to `initialize`.
-        step, zero_grad: bound methods of the engine, which are referred to weakly.
+        optimizer: The optimizer that was passed to `initialize`.
+        step: A bound method of the engine, which is referred to weakly.
+        zero_grad: Likewise.
     """
     engine_step, engine_zero_grad = weakref.WeakMethod(step), weakref.WeakMethod(zero_grad)
-    this = weakref.ref(optimizer)
+    optimizer_ref = weakref.ref(optimizer)
 
     def pre_hook(called: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        if called is not this():  # a copy that took the hook along
+        # A copy of the optimizer has a copy of the hook.
+        if called is not optimizer_ref():
             return None
         check_step_call(called, *args[1:], **kwargs)
         _alive(engine_step())()
@@ -50,14 +54,14 @@ def redirect_calls(optimizer: torch.optim.Optimizer, step: Callable[[], None], z
         _alive(engine_zero_grad())()
 
     def load(state_dict: Mapping[str, Any]) -> None:
-        found = this()
-        if found is not None:
-            load_hyperparameters(found, state_dict)
+        optimizer = optimizer_ref()
+        if optimizer is not None:
+            load_hyperparameters(optimizer, state_dict)
 
     setattr(pre_hook, _MARK, True)
     optimizer.register_step_pre_hook(pre_hook)
     optimizer.register_state_dict_post_hook(
-        lambda called, state: PartitionedStateDict(state) if called is this() else None
+        lambda called, state: PartitionedStateDict(state) if called is optimizer_ref() else None
     )
     optimizer.zero_grad = zero  # type: ignore[method-assign]
     optimizer.load_state_dict = load  # type: ignore[method-assign]
@@ -77,10 +81,11 @@ def check_step_call(optimizer: torch.optim.Optimizer, closure: Any = None, **kwa
     """Refuse the arguments of `optimizer.step()` that the engine cannot honour.
 
     Raises:
-        ZeroEngineError: there is a closure, or a GradScaler that scales the loss beside the engine.
+        ZeroEngineError: There is a closure, or a GradScaler that scales the loss beside the engine.
     """
     scaled = "grad_scale" in vars(optimizer)
-    for name in ("grad_scale", "found_inf"):  # GradScaler puts them there, and does not take them back after an error
+    # GradScaler sets these attributes, and leaves them there after an error.
+    for name in ("grad_scale", "found_inf"):
         vars(optimizer).pop(name, None)
     if scaled:
         raise ZeroEngineError(
@@ -98,8 +103,8 @@ def check_step_call(optimizer: torch.optim.Optimizer, closure: Any = None, **kwa
 
 
 def copy_without_parameters(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return an optimizer of the same rule, attributes and groups, without parameters, state or hooks."""
-    # Not copy.copy: torch's __getstate__ leaves attributes out.
+    """Return an optimizer of the same class, attributes and groups, without parameters, state or hooks."""
+    # copy.copy would use torch's __getstate__, which leaves attributes out.
     clone = object.__new__(type(optimizer))
     clone.__dict__.update({name: value for name, value in vars(optimizer).items() if name not in REPLACED})
     for hooks in _STEP_HOOKS:
@@ -110,12 +115,12 @@ def copy_without_parameters(optimizer: torch.optim.Optimizer) -> torch.optim.Opt
 
 
 def has_own_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether somebody but the engine has put step hooks on `optimizer`."""
+    """Return whether `optimizer` has step hooks besides the one of `redirect_calls`."""
     return any(not hasattr(hook, _MARK) for name in _STEP_HOOKS for hook in getattr(optimizer, name).values())
 
 
 class PartitionedStateDict(dict[str, Any]):
-    """The `state_dict()` of an optimizer whose state an engine has: hyperparameters, to be read but not saved."""
+    """The `state_dict()` of an optimizer whose state is partitioned: hyperparameters, to be read but not saved."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ZeroEngineError(
@@ -125,10 +130,10 @@ class PartitionedStateDict(dict[str, Any]):
 
 
 def load_hyperparameters(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Take over the groups of a `state_dict` that has no state: the groups stay the same objects.
+    """Set the hyperparameters to those of a `state_dict` that has no state. The groups stay the same objects.
 
     Raises:
-        ZeroEngineError: it has a state, or other groups.
+        ZeroEngineError: The dict has a state, or other groups.
     """
     if state_dict["state"]:
         raise ZeroEngineError(

@@ -1,4 +1,4 @@
-"""The optimizer that the caller or the configuration asks for, over the model's own parameters."""
+"""Makes the base optimizer that the caller or the configuration asks for, and checks that it can be sharded."""
 
 from __future__ import annotations
 
@@ -13,57 +13,64 @@ from torch import nn
 from zeroengine.config import Config
 from zeroengine.errors import ZeroEngineError
 from zeroengine.optim.lion import Lion
+from zeroengine.partition.degrees import Degrees
+
+# The update of an element looks at other elements, so these optimizers are wrong on a shard.
+NOT_ELEMENTWISE = {"Adafactor", "Muon", "SparseAdam", "Shampoo", "LAMB", "Lamb", "LARS"}
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None
 
 
 def make_optimizer(optimizer: OptimizerLike, model: nn.Module, config: Config) -> torch.optim.Optimizer:
-    """An optimizer whose groups hold exactly the model's trainable parameters (frozen ones may be among them).
+    """Return an optimizer whose groups hold the model's trainable parameters (frozen ones may be among them).
 
     Args:
-        optimizer: an instance over the model's parameters, a callable that takes them, or None to build what
-            ``config.optimizer`` says.
+        optimizer: An instance over the model's parameters, a callable that takes them, or None to build the one that
+            ``config.optimizer`` names.
+        model: The model.
+        config: The resolved configuration.
 
     Raises:
-        ZeroEngineError: there is none, or it is over other parameters, or it leaves trainable ones out.
+        ZeroEngineError: There is no optimizer, or it is over other parameters, or it leaves trainable ones out.
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
     if isinstance(optimizer, torch.optim.Optimizer):
-        found = _unwrapped(optimizer)
+        base_optimizer = _unwrapped(optimizer)
     elif optimizer is not None:
         if not callable(optimizer):
             raise ZeroEngineError(
                 f"optimizer is a torch.optim.Optimizer, a callable that takes parameters, or None; found {optimizer!r}"
             )
-        found = optimizer(trainable)
-        if not isinstance(found, torch.optim.Optimizer):
-            raise ZeroEngineError(f"the optimizer callable returned {found!r}, not a torch.optim.Optimizer")
+        base_optimizer = optimizer(trainable)
+        if not isinstance(base_optimizer, torch.optim.Optimizer):
+            raise ZeroEngineError(f"the optimizer callable returned {base_optimizer!r}, not a torch.optim.Optimizer")
     elif config.optimizer is not None:
         if not trainable:
             raise ZeroEngineError("every parameter of the model is frozen (requires_grad is False): nothing to train")
-        found = _by_name(config.optimizer.type, trainable, dict(config.optimizer.params))
+        base_optimizer = _by_name(config.optimizer.type, trainable, dict(config.optimizer.params))
     else:
         raise ZeroEngineError(
             "no optimizer: pass one to initialize(model, optimizer, config), or name one in the configuration, such as "
             '"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}'
         )
-    _check_parameters(found, model)
-    return found
+    _check_parameters(base_optimizer, model)
+    return base_optimizer
 
 
 def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the optimizer inside accelerate's wrapper, which forwards to it and has no rule of its own."""
+    """Return the optimizer inside accelerate's wrapper, which forwards to it and updates nothing itself."""
     while type(optimizer).__name__ == "AcceleratedOptimizer":
         optimizer = optimizer.optimizer
-    return optimizer
+    unwrapped: torch.optim.Optimizer = optimizer
+    return unwrapped
 
 
 def _by_name(kind: str, params: list[nn.Parameter], hyperparameters: dict[str, Any]) -> torch.optim.Optimizer:
     cls = _imported(kind) if "." in kind else Lion if kind == "Lion" else getattr(torch.optim, kind)
-    # The decorated add_param_group imports torch._dynamo: 70 MB and a second or two at every start.
-    light = {"add_param_group": add_param_group} if cls.add_param_group is _decorated else {}
+    # The decorated add_param_group imports torch._dynamo, which costs 70 MB and a second or two at every start.
+    undecorated = {"add_param_group": add_param_group} if cls.add_param_group is _decorated else {}
     try:
-        built: torch.optim.Optimizer = type(cls.__name__, (cls,), light)(params, **hyperparameters)
+        built: torch.optim.Optimizer = type(cls.__name__, (cls,), undecorated)(params, **hyperparameters)
     except Exception as error:
         raise ZeroEngineError(
             f"optimizer.params: {kind} cannot be made with {hyperparameters}: {error}. It takes "
@@ -76,7 +83,8 @@ def _imported(path: str) -> type[torch.optim.Optimizer]:
     module, _, name = path.rpartition(".")
     try:
         cls = getattr(importlib.import_module(module), name)
-    except Exception as error:  # whatever the module does when it is imported
+    # An import runs the module, which may raise anything.
+    except Exception as error:
         raise ZeroEngineError(
             f'optimizer.type "{path}" cannot be imported: {error}. Write the import path of an optimizer class, such '
             'as "torch.optim.RAdam", in a package that every rank can import.'
@@ -109,4 +117,45 @@ def _check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> Non
         raise ZeroEngineError(
             f"{kind} leaves out trainable parameters: {', '.join(missing[:3])}{more}. Add them to a group, or freeze "
             "them with requires_grad_(False)."
+        )
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, degrees: Degrees) -> None:
+    """Check that a sharded optimizer can update as ``optimizer`` does.
+
+    Args:
+        optimizer: The base optimizer.
+        degrees: The degrees of the model's states; at optimizer degree 1 there are whole parameters.
+
+    Raises:
+        ZeroEngineError: The optimizer needs a closure, or whole parameters where there are shards, or holds another
+            optimizer, or has taken steps.
+    """
+    name = type(optimizer).__name__
+    for attribute, value in vars(optimizer).items():
+        if isinstance(value, torch.optim.Optimizer):
+            raise ZeroEngineError(
+                f"{name} updates through another optimizer, its attribute {attribute} ({type(value).__name__}), which "
+                "would still have the whole parameters. Pass that one to initialize()."
+            )
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        raise ZeroEngineError(
+            f"{name} does not call super().__init__() of torch.optim.Optimizer, and so has no step hooks, which the "
+            "engine needs. Call it in the constructor."
+        )
+    names = {cls.__name__ for cls in type(optimizer).__mro__}
+    if "LBFGS" in names:
+        raise ZeroEngineError(
+            f"{name} calls the model several times in a step, through a closure, and engine.step() takes none. Use an "
+            "optimizer such as AdamW."
+        )
+    if degrees.optimizer > 1 and names & NOT_ELEMENTWISE:
+        raise ZeroEngineError(
+            f"{name} is not element-wise: its update of one element looks at others, so it cannot run on shards. Use "
+            "zero_optimization.stage 0, or an element-wise optimizer such as AdamW."
+        )
+    if any(float(state.get("step", 1)) != 0 for state in optimizer.state.values()):
+        raise ZeroEngineError(
+            f"the {name} passed to initialize() has already taken steps: its state cannot be partitioned. Call "
+            "initialize() before training."
         )

@@ -1,4 +1,4 @@
-"""Lion: the sign of a momentum (Chen et al., arXiv 2302.06675, algorithm 2)."""
+"""Lion, the sign of a momentum (Chen et al., arXiv 2302.06675, algorithm 2)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 class Lion(torch.optim.Optimizer):
     """Moves each element by ``lr`` against the sign of an interpolation of gradient and momentum.
 
-    Element-wise: it runs on shards. One state, ``exp_avg``, of the parameter's shape and dtype.
+    It is element-wise, so it runs on shards. It keeps one state, ``exp_avg``, of the parameter's shape and dtype.
 
     Args:
-        params: parameters or groups, as for any torch optimizer.
-        lr: learning rate, a third to a tenth of AdamW's.
-        betas: of the update's direction, and of the momentum.
-        weight_decay: decoupled.
+        params: Parameters or groups, as for any torch optimizer.
+        lr: The learning rate, a third to a tenth of AdamW's.
+        betas: The factors of the momentum in the update's direction, and in the next momentum.
+        weight_decay: The decoupled weight decay.
     """
 
     def __init__(
@@ -26,7 +26,8 @@ class Lion(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient, and return the loss of ``closure`` if there is one."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

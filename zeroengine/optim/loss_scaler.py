@@ -1,4 +1,4 @@
-"""The loss scale: gradients of fp16 compute are kept from underflowing by scaling the loss.
+"""The loss scale, which keeps the gradients of fp16 computation from underflowing.
 
 Dynamic scaling follows DeepSpeed's ``DynamicLossScaler`` (Micikevicius et al., arXiv 1710.03740, section 3.2).
 """
@@ -19,14 +19,18 @@ FACTOR = 2.0
 
 @dataclass
 class LossScaler:
-    """A scale, and how far it is from growing and shrinking.
+    """A loss scale, and the counters that decide when it grows and shrinks.
 
     Attributes:
-        scale: what the loss is multiplied by.
-        dynamic: whether overflows halve it, and the step after ``window`` ones without overflow doubles it.
-        hysteresis: overflows before it halves.
-        consecutive: whether a step without overflow refills the hysteresis; else only growing does.
-        minimum: the smallest scale.
+        scale: Multiplies the loss.
+        dynamic: Whether overflows halve the scale, and the step after ``window`` steps without overflow doubles it.
+        window: Steps without overflow before the scale grows.
+        hysteresis: Overflows before the scale halves.
+        consecutive: Whether every step without overflow refills ``hysteresis_left``; otherwise only growing does.
+        minimum: The smallest scale.
+        hysteresis_left: Overflows that are left before the scale halves.
+        steps: Steps so far, skipped ones included.
+        last_overflow: The number of the last step that overflowed; -1 before the first.
     """
 
     scale: float = 1.0
@@ -41,7 +45,7 @@ class LossScaler:
 
     @classmethod
     def of(cls, config: FP16) -> LossScaler:
-        """The scaler that the ``fp16`` section asks for."""
+        """Return the scaler that the ``fp16`` section of the configuration asks for."""
         dynamic = config.loss_scale == 0
         return cls(
             scale=max(2.0**config.initial_scale_power, config.min_loss_scale) if dynamic else config.loss_scale,
@@ -59,11 +63,11 @@ class LossScaler:
 
     @property
     def exhausted(self) -> bool:
-        """Whether an overflow now could not be answered by a smaller scale."""
+        """Whether the next overflow cannot be answered by a smaller scale."""
         return self.dynamic and self.scale <= self.minimum and self.hysteresis_left <= 1
 
     def update(self, overflow: bool) -> None:
-        """After a step, or one that was skipped for ``overflow``."""
+        """Count a step, and adapt the scale to whether it overflowed."""
         if self.dynamic and overflow:
             if self.hysteresis_left <= 1:
                 self.scale = max(self.scale / FACTOR, self.minimum)
@@ -71,19 +75,21 @@ class LossScaler:
                 self.hysteresis_left -= 1
             self.last_overflow = self.steps
         elif self.dynamic:
-            before = self.steps - self.last_overflow - 1  # steps without overflow so far; this one is another
-            grows = before > 0 and before % self.window == 0
+            # As in DeepSpeed, the step after `window` steps without overflow doubles the scale, not the last of them.
+            steps_without_overflow = self.steps - self.last_overflow - 1
+            grows = steps_without_overflow > 0 and steps_without_overflow % self.window == 0
             if self.consecutive or grows:
                 self.hysteresis_left = self.hysteresis
-            if grows and self.scale < 2.0**126:  # the scaled loss is fp32
+            # The scaled loss is fp32, whose largest power of two is 2**127.
+            if grows and self.scale < 2.0**126:
                 self.scale *= FACTOR
         self.steps += 1
 
     def set(self, scale: float) -> None:
-        """Takes another scale.
+        """Set the scale; a dynamic one goes on from there.
 
         Raises:
-            ZeroEngineError: not a positive finite number, or below the minimum of a dynamic scale.
+            ZeroEngineError: The scale is not a positive finite number, or is below the minimum of a dynamic scale.
         """
         if not (isinstance(scale, (int, float)) and math.isfinite(scale) and scale > 0):
             raise ZeroEngineError(
@@ -98,8 +104,10 @@ class LossScaler:
         self.scale = float(scale)
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the scale and its counters, as a checkpoint keeps them."""
         return {name: getattr(self, name) for name in ("scale", "hysteresis_left", "steps", "last_overflow")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set the scale and its counters to those of a ``state_dict``."""
         for name in self.state_dict():
             setattr(self, name, state[name])

@@ -1,7 +1,7 @@
 """DeepSpeed's learning-rate schedules by name, on torch's LambdaLR.
 
-A schedule counts steps (optimizer updates). Formulas and counting follow ``deepspeed.runtime.lr_schedules``:
-its warm-ups stay at their start for the first two updates.
+A schedule counts optimizer updates. Formulas and counting follow ``deepspeed.runtime.lr_schedules``, whose warm-ups
+stay at their start for the first two updates.
 """
 
 from __future__ import annotations
@@ -22,7 +22,16 @@ LRSchedulerLike = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] |
 
 
 def make_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer, config: Config) -> Any:
-    """The scheduler passed in, or made by the callable passed in, else what the configuration names."""
+    """Return the LR schedule of an engine, or None.
+
+    Args:
+        scheduler: A schedule, a callable that makes one of ``optimizer``, or None for the one that ``config`` names.
+        optimizer: The optimizer whose groups hold the learning rates.
+        config: The resolved configuration.
+
+    Raises:
+        ZeroEngineError: ``scheduler`` is something else, or drives another optimizer, or needs a metric.
+    """
     if scheduler is not None:
         return _given(scheduler, optimizer)
     if config.scheduler is None:
@@ -37,40 +46,41 @@ def make_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer, config: Con
         "LRRangeTest": _range_test,
     }[kind]
     bases = [float(group["lr"]) for group in optimizer.param_groups]
-    # LambdaLR multiplies the base rate; these schedules name rates, so divide it out where it is not 0.
+    # LambdaLR multiplies the base rate, and these schedules name rates: so divide by it, where it is not 0.
     for group, base in zip(optimizer.param_groups, bases, strict=True):
         group["initial_lr"] = 1.0 if base == 0 else base
     return LambdaLR(optimizer, [_relative(rate, params, base) for base in bases])
 
 
 def _given(scheduler: Any, optimizer: torch.optim.Optimizer) -> Any:
-    made = scheduler(optimizer) if callable(scheduler) and not hasattr(scheduler, "optimizer") else scheduler
-    if isinstance(made, type) or not callable(getattr(made, "step", None)):
+    # A scheduler class has no attribute `optimizer`, so it is called like any other callable.
+    schedule = scheduler(optimizer) if callable(scheduler) and not hasattr(scheduler, "optimizer") else scheduler
+    if isinstance(schedule, type) or not callable(getattr(schedule, "step", None)):
         raise ZeroEngineError(
             f"lr_scheduler is a scheduler object, or a callable that takes the optimizer and returns one; found "
-            f"{made!r}. Write for example lr_scheduler=lambda opt: torch.optim.lr_scheduler.ConstantLR(opt)"
+            f"{schedule!r}. Write for example lr_scheduler=lambda opt: torch.optim.lr_scheduler.ConstantLR(opt)"
         )
-    over = getattr(made, "optimizer", None)
-    if over is not None and over.param_groups is not optimizer.param_groups:
+    driven = getattr(schedule, "optimizer", None)
+    if driven is not None and driven.param_groups is not optimizer.param_groups:
         raise ZeroEngineError(
             "lr_scheduler drives another optimizer than the one passed to initialize(): build it over that one, or "
             "pass a callable that takes the optimizer"
         )
-    if isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau):
+    if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise ZeroEngineError(
             "ReduceLROnPlateau needs a metric at each step: do not pass it, build it over engine.optimizer and call "
             "its step(metric) yourself"
         )
-    return made
+    return schedule
 
 
 class ScheduleGuard:
-    """Steps the schedule of an engine, and refuses ``schedule.step()`` by anybody else, which would step it twice.
+    """Steps the schedule of an engine, and refuses calls of ``schedule.step()``, which would step it twice.
 
-    The schedule's class is replaced by a subclass until ``release``, so that its ``state_dict`` has nothing new in it.
+    The schedule's class is replaced by a subclass until ``release``, so its ``state_dict`` has nothing new in it.
 
     Args:
-        schedule: with a ``step`` method; None: there is none.
+        schedule: An object with a ``step`` method, or None.
     """
 
     def __init__(self, schedule: Any) -> None:
@@ -91,12 +101,13 @@ class ScheduleGuard:
             self.schedule.step()
 
     def release(self) -> None:
-        """Let anybody step the schedule again."""
+        """Allow calls of ``schedule.step()`` again."""
         if self._guarded:
             self.schedule.__class__ = self._own_class
             self._guarded = False
 
-    __del__ = release  # an engine that was not closed
+    # The engine may go without having been closed.
+    __del__ = release
 
 
 @cache
@@ -109,7 +120,8 @@ def _refusing_class(cls: Any) -> Any:
             "keep this line."
         )
 
-    def reduce(self: Any, protocol: Any) -> Any:  # a copy is an ordinary schedule
+    # A copy or a pickle of the schedule is of its own class.
+    def reduce(self: Any, protocol: Any) -> Any:
         function, arguments, *rest = super(refusing, self).__reduce_ex__(protocol)
         return (function, tuple(cls if value is type(self) else value for value in arguments), *rest)
 
@@ -118,7 +130,8 @@ def _refusing_class(cls: Any) -> Any:
     return refusing
 
 
-Rate = Callable[[dict[str, Any], float, int], float]  # parameters, the group's own rate, step
+# Of the schedule's parameters, the group's own rate, and the step.
+Rate = Callable[[dict[str, Any], float, int], float]
 
 
 def _relative(rate: Rate, params: dict[str, Any], base: float) -> Callable[[int], float]:
@@ -127,7 +140,7 @@ def _relative(rate: Rate, params: dict[str, Any], base: float) -> Callable[[int]
 
 
 def _rise(params: dict[str, Any], step: int) -> float:
-    """How far the warm-up is, from 0 to 1."""
+    """Return how far the warm-up has come, from 0 to 1."""
     total = params["warmup_num_steps"]
     if step >= total:
         return 1.0
@@ -141,7 +154,8 @@ def _between(low: float, high: float, part: float) -> float:
 
 
 def _peak(params: dict[str, Any], base: float) -> float:
-    return base if params["warmup_max_lr"] is None else params["warmup_max_lr"]
+    configured = params["warmup_max_lr"]
+    return base if configured is None else float(configured)
 
 
 def _warmup(params: dict[str, Any], base: float, step: int) -> float:
@@ -168,7 +182,7 @@ def _range_test(params: dict[str, Any], base: float, step: int) -> float:
     interval = step / params["lr_range_test_step_size"]
     if params["lr_range_test_staircase"]:
         interval = float(math.floor(interval))
-    return params["lr_range_test_min_lr"] * (1 + interval * params["lr_range_test_step_rate"])
+    return float(params["lr_range_test_min_lr"] * (1 + interval * params["lr_range_test_step_rate"]))
 
 
 class _OneCycle(LRScheduler):
@@ -209,6 +223,6 @@ class _OneCycle(LRScheduler):
         return _between(ends, peak, part)
 
     def _after(self, step: int) -> float:
-        """Decay intervals since the cycle ended."""
+        """Return the number of decay intervals since the cycle ended."""
         size = self._params["decay_step_size"]
         return max(0, step - self._rising - self._falling) / size if size else 0.0

@@ -1,8 +1,8 @@
-"""What an optimizer keeps of one unit on one rank."""
+"""One unit's shard at the optimizer's degree: what an update reads and writes, besides the optimizer's state."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 
@@ -11,46 +11,50 @@ from zeroengine.disk.mapped_memory import populate
 from zeroengine.offload.disk_store import Medium, OffloadStore
 from zeroengine.offload.offload_states import resident_bytes
 from zeroengine.offload.offloaded_shards import OffloadedShards
-from zeroengine.optim.segments import Segment
+from zeroengine.partition.layout import ShardSpan
 from zeroengine.runtime.unit_gradients import UnitGradients
 
 
 class OptimizerShard:
-    """The optimizer's states of one unit on this rank, all 1-D of the optimizer shard's length.
+    """This rank's part of one unit's parameters, masters and gradients, all 1-D and of one length.
 
     Args:
-        number: among the optimizer's units.
-        store: where master and moments live, if not on the device.
+        number: The unit's place among the trainable units.
+        grads: The unit's gradients.
+        store: Where masters and optimizer state live. None: on the device.
+
+    Attributes:
+        param: The parameters that the model computes with.
+        master: The fp32 masters. The same tensor as ``param`` where parameters are fp32 already (or wider).
+        mixed: Whether there is a master besides the parameters.
+        gradient: The summed gradients.
+        offset: The index of the shard's first element within the unit's flat buffer.
     """
 
-    def __init__(
-        self, number: int, grads: UnitGradients, moments_dtype: torch.dtype, store: OffloadStore | None = None
-    ) -> None:
+    def __init__(self, number: int, grads: UnitGradients, store: OffloadStore | None = None) -> None:
         unit = grads.unit
-        self._moments_dtype = moments_dtype
-        self.number, self.store = number, store
-        self.grads, self.unit = grads, unit
         degree = unit.degrees.optimizer
+        self.number, self.store, self.grads, self.unit = number, store, grads, unit
         self.param = unit.shard_of_degree(degree)
         self.gradient = grads.shard_of_degree(degree)
         self.offset, _ = unit.layout.shard_range(unit.rank, degree)
-        # DESIGN "One master": where parameters are fp32 they are the master.
         self.mixed = unit.is_mixed_precision
-        self.master = self.param
-        if self.mixed and store is not None and unit.master is not None and store.holds(unit.master):
-            self.master, unit.master = unit.master, None
-        elif self.mixed:
-            self.master = self._empty(torch.float32)
-            populate(self.master, write=True)
-            self.master.copy_(self.param if unit.master is None else unit.master)
-            unit.master = None
-            if store is not None:
-                store.evict(self.master)
-        self.moments: list[torch.Tensor] = []
-        self.steps = [0] * len(unit.params)
-        self.segments: dict[tuple[Any, ...], list[Segment]] = {}
+        self.master = self._take_master() if self.mixed else self.param
 
-    def _empty(self, dtype: torch.dtype) -> torch.Tensor:
+    def _take_master(self) -> torch.Tensor:
+        """Return the master. The unit has one already where its parameters were built in a wider dtype."""
+        built, self.unit.master = self.unit.master, None
+        if built is not None and self.store is not None and self.store.holds(built):
+            return built
+        master = self.empty(torch.float32)
+        populate(master, write=True)
+        master.copy_(self.param if built is None else built)
+        if self.store is not None:
+            self.store.evict(master)
+        return master
+
+    def empty(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return new memory for a value of each element, in the store (then zeros) or on the device (uninitialised)."""
         numel = self.param.numel()
         if self.store is not None:
             return self.store.empty(numel, dtype)
@@ -58,40 +62,50 @@ class OptimizerShard:
         ops.advise_huge_pages(tensor)
         return tensor
 
-    def adam_moments(self) -> tuple[torch.Tensor, torch.Tensor]:
-        if not self.moments:
-            self.moments = [self._empty(self._moments_dtype) for _ in range(2)]
-            if self.store is None:  # a store's are
-                for moment in self.moments:
-                    moment.zero_()
-        return self.moments[0], self.moments[1]
+    def zeros(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return new zeros, one for each element, in the store or on the device."""
+        tensor = self.empty(dtype)
+        # Memory of a store reads as zeros until it is written, and writing it would load it from disk.
+        return tensor if self.store is not None else tensor.zero_()
+
+    def spans(self) -> Iterator[ShardSpan]:
+        """Return the parts of parameters that lie in this shard, at most one of each parameter."""
+        return self.unit.layout.spans(self.unit.rank, self.unit.degrees.optimizer)
+
+    @property
+    def low_precision_param(self) -> torch.Tensor | None:
+        """The bf16 or fp16 copy that an update writes beside the master; None where the master is the parameter."""
+        return self.param if self.mixed else None
+
+    @property
+    def medium(self) -> Medium | None:
+        """The kind of memory that masters and optimizer state live in; None for the device's."""
+        return None if self.store is None else self.store.medium
+
+    @property
+    def master_bytes(self) -> int:
+        """The bytes that masters take besides the parameters."""
+        return resident_bytes(self.master) if self.mixed else 0
 
     @property
     def on_device(self) -> bool:
-        """Whether all of it is where the model computes."""
+        """Whether parameters, gradients, masters and optimizer state are all on the device."""
         return self.store is None and self.grads.store is None and self.unit.offloaded_shards is None
 
     @property
     def param_only_offloaded(self) -> OffloadedShards | None:
-        """Where the parameter shard is, if it alone is elsewhere: it is brought to the update, then."""
+        """The store of the parameter shard if nothing else is offloaded: the update then brings it to the device."""
         stored = self.unit.offloaded_shards
         alone = self.store is None and self.grads.store is None and stored is not None and stored.stream_ordered
         return stored if alone else None
 
-    def bytes_in(self, medium: Medium | None) -> dict[str, int]:
-        """Of master and moments in a kind of memory; None: on the device."""
-        medium_of = None if self.store is None else self.store.medium
-        here = medium_of == medium
-        master = resident_bytes(self.master) if here and self.master is not self.param else 0
-        return {"master": master, "optimizer": sum(map(resident_bytes, self.moments)) if here else 0}
-
     def gradient_for_norm(self, world_size: int) -> torch.Tensor:
-        """This rank's 1/world of the summed gradients: the same elements at every stage."""
-        kept = self.grads.grad_shard
+        """Return this rank's 1/``world_size`` of the summed gradients: the same elements at every stage."""
+        gradient = self.grads.grad_shard
         if not self.grads.unsharded:
-            return kept
+            return gradient
         size = self.unit.layout.numel // world_size
-        return kept[self.unit.rank * size : (self.unit.rank + 1) * size]
+        return gradient[self.unit.rank * size : (self.unit.rank + 1) * size]
 
     @property
     def may_be_written(self) -> bool:
@@ -102,7 +116,7 @@ class OptimizerShard:
         return self.mixed and not self.unit.releasable
 
     def reload_master(self) -> None:
-        """Take over published parameters that were written from outside; the others keep their master's bits."""
+        """Copy into the master the parameters that were written from outside. All others keep their master's bits."""
         if self.mixed:
             populate(self.master, write=True)
             ops.reload_written(self.master, self.param.to(self.master.device))

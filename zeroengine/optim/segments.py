@@ -1,4 +1,4 @@
-"""Which runs of a shard one kernel call may update: neighbours of one group and one step count."""
+"""The runs of a shard that one kernel call can update: neighbours of one param group and one step count."""
 
 from __future__ import annotations
 
@@ -10,33 +10,45 @@ from zeroengine.partition.layout import FlatLayout
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of elements of an optimizer shard."""
+    """A run of elements of an optimizer shard.
+
+    Attributes:
+        start: The first element within the shard.
+        stop: The end of the run within the shard.
+        group: The index into ``param_groups``.
+        step: The step count of the run's parameters.
+    """
 
     start: int
     stop: int
-    group: int  # index into param_groups
-    step: int  # the step count of its parameters
+    group: int
+    step: int
 
-    def at(self, last: int) -> Segment:
-        """``step`` counted back from ``last``."""
-        return replace(self, step=last - self.step)
+    def counted_back_from(self, last_step: int) -> Segment:
+        """Return the segment with the step count ``last_step - step``."""
+        return replace(self, step=last_step - self.step)
 
 
 def segments_of(
-    layout: FlatLayout, rank: int, groups: Sequence[int], used: Sequence[bool], steps: Sequence[int]
+    layout: FlatLayout, rank: int, groups: Sequence[int], has_grad: Sequence[bool], steps: Sequence[int]
 ) -> list[Segment]:
-    """The segments of ``rank``'s optimizer shard.
+    """Return the segments of ``rank``'s optimizer shard.
 
-    Padding between two parameters joins a segment when both sides do: it holds zeros and stays zero.
+    Padding between two parameters belongs to a segment if both sides do: it holds zeros, and an update keeps them.
 
     Args:
-        groups, used, steps: for each parameter of the layout its group, whether it takes part, its step count.
+        layout: The flat layout of the unit.
+        rank: The rank whose shard it is.
+        groups: For each parameter of the layout, the index of its group.
+        has_grad: For each parameter, whether it is updated.
+        steps: For each parameter, its step count.
     """
     segments: list[Segment] = []
-    joins = False  # whether nothing was left out since the last segment
+    # Whether no parameter was left out since the last segment.
+    joins = False
     for span in layout.spans(rank, layout.degrees.optimizer):
         i, stop = span.param_index, span.shard_offset + span.numel
-        if not used[i]:
+        if not has_grad[i]:
             joins = False
             continue
         last = segments[-1] if segments else None

@@ -1,22 +1,13 @@
-"""The optimizer over shards: one norm, one fused update, one publish, for every stage.
-
-[Note: Same numbers]
-At every stage a rank's norm covers the same elements (its slice at the world size) and the partial norms
-add in rank order in float64; the update is element-wise, and where it rounds stochastically it does so by
-the unit's number, the step and the element's place in the unit. So the losses are the same bits at every stage.
-"""
+"""The optimizer over shards, for every stage: a torch optimizer that chooses an update backend and delegates to it."""
 
 from __future__ import annotations
 
-import copy
-import math
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from zeroengine import ops
 from zeroengine.comm.interfaces import Transport
 from zeroengine.disk.mapped_memory import populate
 from zeroengine.errors import ZeroEngineError
@@ -24,116 +15,117 @@ from zeroengine.offload.disk_store import Medium, OffloadStore
 from zeroengine.offload.offload_states import resident_bytes
 from zeroengine.offload.pipeline import Pipeline
 from zeroengine.optim.backends.device_adam import DeviceAdam
-from zeroengine.optim.backends.host_adam import FusedAdam, runs_fused
-from zeroengine.optim.caller_optimizer import (
-    PartitionedStateDict,
-    check_step_call,
-    copy_without_parameters,
-    load_hyperparameters,
-)
+from zeroengine.optim.backends.host_adam import HostAdam
+from zeroengine.optim.backends.interface import BackendParts, ShardState, SpanState, UpdateBackend
+from zeroengine.optim.backends.torch_optimizer import TorchOptimizer
+from zeroengine.optim.caller_optimizer import PartitionedStateDict, check_step_call, load_hyperparameters
 from zeroengine.optim.factory import add_param_group
+from zeroengine.optim.gradient_norm import GradientNorm
 from zeroengine.optim.optimizer_shard import OptimizerShard
-from zeroengine.optim.step_result import StepResult
-from zeroengine.partition.degrees import Degrees
-from zeroengine.partition.layout import ParamSlot, ShardSpan
+from zeroengine.optim.step_result import StepResult, StepSettings
 from zeroengine.runtime.outside_writes import OutsideWrites
-from zeroengine.runtime.unit_gradients import UnitGradients
-from zeroengine.utils.host_copies import to_device
+from zeroengine.runtime.reducer import Reducer
+from zeroengine.runtime.unit import Unit
 
-# Optimizers whose update of an element looks at other elements: wrong on a shard.
-NOT_ELEMENTWISE = {"Adafactor", "Muon", "SparseAdam", "Shampoo", "LAMB", "Lamb", "LARS"}
-
-
-class GradientSummary(NamedTuple):
-    """What the ranks know together of the gradients that an update is to be made of."""
-
-    norm: float  # of the summed gradients, before any division
-    used: list[list[bool]]  # for each unit and parameter, whether any rank computed a gradient
-    any_late: bool  # whether gradients still wait on some rank, see ``Reducer.reduce_late_gradients``
+# The first backend that serves an optimizer runs it; the last one serves any.
+BACKENDS: tuple[type[UpdateBackend], ...] = (DeviceAdam, HostAdam, TorchOptimizer)
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
     """A ``torch.optim.Optimizer`` over the model's parameters that updates this rank's shards.
 
-    ``param_groups`` hold the model's own parameters and hyperparameters (shared with the optimizer that
-    was handed in, so its LR schedulers keep working); change them at any time.
+    ``param_groups`` hold the model's own parameters and hyperparameters. They are shared with the optimizer that was
+    passed in, so its LR schedulers keep working. Change them at any time.
 
     Args:
-        inner: the optimizer that says the rule and the groups. Adam and AdamW run on the fused kernel,
-            any other element-wise one runs on the shards.
-        gradients: every trainable unit's gradients, in forward order.
-        publish: called with a unit right after its update: its parameters have new values on their owner.
-        step: ends the step of the engine.
-        zero_grad: drops the gradients since the last step.
-        writes: what is written into the parameters beside the updates.
-        moments_dtype: of Adam's moments; bf16 is rounded stochastically.
-        stores: where each unit's states live, if not on the device.
-        pipeline: what brings states that live elsewhere to the update.
-        on_device: whether a step is issued without waiting for its norm, where the fused kernel runs and every state
-            is on the device. None: on a GPU that zeroengine's kernels serve.
+        base_optimizer: The caller's optimizer. Its class says how to update.
+        reducer: Owns the gradients of every trainable unit, in forward order.
+        transport: Sums the norm over the ranks.
+        after_update: Is called with a unit right after the update of its shard: this rank's part of the unit's
+            parameters has new values.
+        step: Is called by ``step()``, and ends the step of the engine.
+        zero_grad: Is called by ``zero_grad()``, and drops the gradients since the last step.
+        writes: Tells which parameters were written beside the updates.
+        moments_dtype: The dtype of Adam's moments; bf16 is rounded stochastically.
+        stores: For each unit, where its masters and optimizer state live. None: on the device.
+        pipeline: Brings offloaded states to the update.
+        without_waiting: See ``BackendParts``.
+
+    Attributes:
+        units: The optimizer shard of every trainable unit, in forward order.
+        backend: Runs the updates.
+        base_optimizer_name: The class of the caller's optimizer.
+
+    Raises:
+        ZeroEngineError: The optimizer's backend cannot keep states in bf16, or not outside the device's memory.
     """
 
     def __init__(
         self,
-        inner: torch.optim.Optimizer,
-        gradients: Sequence[UnitGradients],
+        base_optimizer: torch.optim.Optimizer,
+        reducer: Reducer,
         transport: Transport,
         *,
-        publish: Callable[[UnitGradients], None],
+        after_update: Callable[[Unit], None],
         step: Callable[[], None],
         zero_grad: Callable[[], None],
         writes: OutsideWrites,
         moments_dtype: torch.dtype = torch.float32,
         stores: Sequence[OffloadStore | None] = (),
         pipeline: Pipeline | None = None,
-        on_device: bool | None = None,
+        without_waiting: bool | None = None,
     ) -> None:
-        self._transport, self._publish, self._writes = transport, publish, writes
         self._step, self._zero_grad = step, zero_grad
-        self._groups = _group_of_param(inner.param_groups)
+        self.base_optimizer_name = type(base_optimizer).__name__
         self.units = [
-            OptimizerShard(number, grads, moments_dtype, store)
-            for number, (grads, store) in enumerate(zip_longest(gradients, stores))
+            OptimizerShard(number, grads, store)
+            for number, (grads, store) in enumerate(zip_longest(reducer.gradients, stores))
         ]
-        self._built = False
-        super().__init__(inner.param_groups, inner.defaults)
-        self._built = True
-        self.param_groups = inner.param_groups  # the very same list and dicts
-        fused = runs_fused(inner) and all(u.master.dtype is torch.float32 for u in self.units)
-        if moments_dtype is not torch.float32 and not fused:
-            raise ZeroEngineError(
-                f"optimizer_state_dtype: only Adam and AdamW on fp32 masters keep moments in bf16, not "
-                f"{type(inner).__name__}; remove the key"
-            )
-        if not fused and any(u.unit.offloaded_shards is not None or u.store is not None for u in self.units):
-            raise ZeroEngineError(
-                f"offload: only Adam and AdamW on fp32 masters update states that are not on the device, not "
-                f'{type(inner).__name__}; write "device": "none"'
-            )
-        self._inner = inner
-        self._fused = FusedAdam(self, inner, self._groups, pipeline) if fused else None
-        self._on_shards = None if fused else self._make_inner()
-        if fused:
-            for states in self.units:
-                states.adam_moments()
-        here = fused and bool(self.units) and all(states.on_device for states in self.units)
-        wanted = (here and _served(self.computes_on)) if on_device is None else on_device
-        self._device: DeviceAdam | None = None
-        if here and wanted:
-            self._device = DeviceAdam(self, inner, self._groups, self.units, transport, writes)
+        # torch's constructor adds the groups through `add_param_group`, which is refused from then on.
+        self._constructed = False
+        super().__init__(base_optimizer.param_groups, base_optimizer.defaults)
+        self._constructed = True
+        self.param_groups = base_optimizer.param_groups  # The very same list and dicts.
+        self._gradient_norm = GradientNorm(self.units, reducer, transport, writes)
+        parts = BackendParts(
+            optimizer=self,
+            base_optimizer=base_optimizer,
+            group_of_param={p: i for i, group in enumerate(self.param_groups) for p in group["params"]},
+            shards=self.units,
+            gradient_norm=self._gradient_norm,
+            writes=writes,
+            after_update=after_update,
+            moments_dtype=moments_dtype,
+            pipeline=pipeline,
+            without_waiting=without_waiting,
+        )
+        backend = next(backend for backend in BACKENDS if backend.serves(parts))
+        self._check_backend(backend, parts)
+        self.backend = backend(parts)
 
-    @property
-    def computes_on(self) -> torch.device:
-        """The device that gradients are on when their norm is taken."""
-        return self.units[0].unit.full_buffer.device if self.units else torch.device("cpu")
+    def _check_backend(self, backend: type[UpdateBackend], parts: BackendParts) -> None:
+        name = self.base_optimizer_name
+        if parts.moments_dtype is not torch.float32 and not backend.supports_bf16_moments:
+            raise ZeroEngineError(
+                f"optimizer_state_dtype: only Adam and AdamW on fp32 masters keep moments in bf16, not {name}; remove "
+                "the key"
+            )
+        offloaded = any(shard.unit.offloaded_shards is not None or shard.store is not None for shard in self.units)
+        if offloaded and not backend.supports_offload:
+            raise ZeroEngineError(
+                f"offload: only Adam and AdamW on fp32 masters update states that are not on the device, not {name}; "
+                'write "device": "none"'
+            )
 
-    @property
-    def on_device(self) -> bool:
-        """Whether ``issue`` takes a step, rather than ``summarise`` and ``update``."""
-        return self._device is not None
+    # -- as a torch optimizer ---------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if self._built:
+        """Refuse further groups.
+
+        Raises:
+            ZeroEngineError: The optimizer is constructed.
+        """
+        if self._constructed:
             raise ZeroEngineError("groups cannot be added after initialize(): put every parameter into one before")
         add_param_group(self, param_group)
 
@@ -144,283 +136,113 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """End the step: reduce, clip and update, as ``engine.step()`` does after the last micro-step.
 
         Raises:
-            ZeroEngineError: a closure was given, or fewer than ``gradient_accumulation_steps`` backwards have come, or
+            ZeroEngineError: A closure was given, or fewer than ``gradient_accumulation_steps`` backwards have come, or
                 ``engine.step()`` ends steps in this loop.
         """
         check_step_call(self, closure)
         self._step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As ``Engine.zero_grad``. Gradients are overwritten by the first micro-step after a step."""
+        """Drop the gradients since the last step, as ``Engine.zero_grad`` does."""
         self._zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the groups' hyperparameters; saving or copying the dict raises, for the state is not in it."""
+        """Return the groups' hyperparameters. Saving or copying the dict raises, for the state is not in it."""
         return PartitionedStateDict(super().state_dict())
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Take over hyperparameters.
+        """Set the hyperparameters to those of ``state_dict``.
 
         Raises:
-            ZeroEngineError: there is a state, too.
+            ZeroEngineError: The dict has a state, or other groups.
         """
         load_hyperparameters(self, state_dict)
 
-    # -- norm -------------------------------------------------------------------------------------
+    # -- the update -------------------------------------------------------------------------------
 
-    def summarise(self, label: str, *, late: bool) -> GradientSummary:
-        """Return the norm of the summed gradients, which parameters got any, and whether some are still to come.
-
-        One collective of a float64 vector: the squared norm of this rank's slices, whether gradients wait on this rank,
-        then a flag for each parameter, then what says whether the ranks wrote the same values from outside.
-
-        Args:
-            label: names the collective; ranks that differ in it are refused.
-            late: whether gradients wait on this rank.
-
-        Raises:
-            DivergenceError: on every rank, where they did not. Nothing has changed.
-        """
-        flags = [float(used) for states in self.units for used in states.grads.has_grad]
-        values = to_device([0.0, late, *flags, *self._writes.sums()], self.computes_on)
-        world = self._transport.world_size
-        for states in self.units:
-            known = states.grads.squared_norm
-            values[0] += _squared_norm(states.gradient_for_norm(world)) if known is None else known
-        total = self._transport.all_reduce_scalars(values, label).tolist()
-        self._transport.check_order()
-        used, at = [], 2
-        for states in self.units:
-            used.append([flag > 0 for flag in total[at : at + len(states.steps)]])
-            at += len(states.steps)
-        self._writes.confirm(self._writes.suspects(total[at:]))
-        return GradientSummary(math.sqrt(total[0]) if total[0] >= 0 else math.nan, used, total[1] > 0)
+    @property
+    def issues_without_waiting(self) -> bool:
+        """Whether ``update`` returns before its result is known."""
+        return self.backend.issues_without_waiting
 
     def norm(self, divisor: float, label: str) -> torch.Tensor:
-        """Return the norm that ``issue`` would find, 0-d float64 on the device."""
-        assert self._device is not None
-        return self._device.norm(divisor, label)
+        """Return the gradient norm that ``update`` would find. See ``UpdateBackend.norm``. A collective."""
+        return self.backend.norm(divisor, label)
+
+    def update(self, settings: StepSettings) -> StepResult:
+        """Compute the norm, clip, and update every shard. See ``UpdateBackend.step``. A collective.
+
+        A parameter that got no gradient on any rank keeps its value, state and step count, as in torch.
+        """
+        return self.backend.step(settings)
 
     def first_not_finite(self) -> str | None:
-        """The first parameter, in forward order, whose summed gradient is not finite; the same on every rank."""
-        flags = []
-        for states in self.units:
-            layout, unit = states.unit.layout, states.unit
-            bad = [False] * len(layout.slots)
-            for span in layout.spans(unit.rank, unit.degrees.optimizer):
-                gradient = states.gradient[span.shard_offset : span.shard_offset + span.numel]
-                populate(gradient)
-                bad[span.param_index] = bad[span.param_index] or not bool(torch.isfinite(gradient).all())
-            flags += bad
-        names = [slot.name for states in self.units for slot in states.unit.layout.slots]
-        total = self._transport.all_reduce_scalars(
-            torch.tensor(flags, dtype=torch.float64, device=self.computes_on), "where not finite"
-        )
-        return next((name for name, flag in zip(names, total.tolist(), strict=True) if flag), None)
+        """Return the name of the first parameter whose gradient is not finite. See ``GradientNorm``. A collective."""
+        return self._gradient_norm.first_not_finite()
 
-    # -- update -----------------------------------------------------------------------------------
-
-    def update(self, factor: float, used: Sequence[Sequence[bool]]) -> None:
-        """Updates every unit with ``factor * gradient`` and publishes it.
-
-        A parameter that got no gradient on any rank keeps its value, moments and step count, as in torch.
-        """
-        if self._fused is None:
-            assert self._on_shards is not None
-            self._update_on_shards(self._on_shards, factor, used)
-            return
-        self._fused.update(self.units, factor, used, self._publish)
-
-    def issue(self, divisor: float, limit: float, skip: bool, label: str = "norm") -> StepResult:
-        """A whole step: norm, clipping, update and publish. See ``DeviceAdam.step``."""
-        assert self._device is not None
-        return self._device.step(divisor, limit, skip, label, self._publish)
+    def sync_step_counts(self) -> None:
+        """Wait until step counts include the last step. See ``UpdateBackend``."""
+        self.backend.sync_step_counts()
 
     def reload_masters(self) -> None:
-        """Take what was written into low-precision parameters since the last step over into their masters."""
-        for states in self.units:
-            if states.may_be_written:
-                states.reload_master()
+        """Copy into masters what was written into low-precision parameters since the last step."""
+        for shard in self.units:
+            if shard.may_be_written:
+                shard.reload_master()
 
-    def settle(self) -> None:
-        """Returns with the step counts of ``units`` up to date: after ``issue`` they lag behind."""
-        if self._device is not None:
-            self._device.settle()
+    # -- the optimizer's state --------------------------------------------------------------------
 
-    def _update_on_shards(
-        self, on_shards: torch.optim.Optimizer, factor: float, used: Sequence[Sequence[bool]]
-    ) -> None:
-        """Any element-wise optimizer: its own ``step`` over parameters that are views of the shards."""
-        self.reload_masters()
-        for mine, theirs in zip(on_shards.param_groups, self.param_groups, strict=True):
-            mine.update({key: value for key, value in theirs.items() if key != "params"})
-        for states, flags in zip(self.units, used, strict=True):
-            for span, piece in self._pieces[id(states)]:
-                if flags[span.param_index]:
-                    gradient = states.gradient[span.shard_offset : span.shard_offset + span.numel]
-                    piece.grad = gradient.to(piece.dtype, copy=True).mul_(factor).view_as(piece)
-        on_shards.step()
-        on_shards.zero_grad(set_to_none=True)
-        for mine, theirs in zip(on_shards.param_groups, self.param_groups, strict=True):  # some keep state there
-            theirs.update({key: value for key, value in mine.items() if key != "params"})
-        for states in self.units:
-            if states.mixed:
-                states.param.copy_(states.master)
-            self._publish(states.grads)
+    @property
+    def shard_state(self) -> ShardState:
+        """The state of this rank's shards by spans, with the last step's counts. May wait for the device."""
+        self.backend.sync_step_counts()
+        return self.backend.state
 
-    def _make_inner(self) -> torch.optim.Optimizer:
-        self._pieces: dict[int, list[tuple[Any, torch.nn.Parameter]]] = {}
-        groups: list[list[torch.nn.Parameter]] = [[] for _ in self.param_groups]
-        inner = copy_without_parameters(self._inner)
-        for states in self.units:
-            pieces = self._pieces[id(states)] = []
-            for span in states.unit.layout.spans(states.unit.rank, states.unit.degrees.optimizer):
-                param = states.unit.params[span.param_index]
-                shape = param.shape if span.numel == param.numel() else (span.numel,)
-                flat = states.master[span.shard_offset : span.shard_offset + span.numel]
-                piece = torch.nn.Parameter(flat.view(shape))
-                groups[self._groups[param]].append(piece)
-                pieces.append((span, piece))
-                if param in self._inner.state:
-                    inner.state[piece] = {k: _part(v, param, span, piece) for k, v in self._inner.state[param].items()}
-        self._inner.state.clear()
-        for group, params in zip(inner.param_groups, groups, strict=True):
-            group["params"] = params
-        return inner
+    def state_shapes(self, shard: OptimizerShard, param_index: int) -> dict[str, tuple[int, ...] | None]:
+        """Return the state of a parameter on this rank: by name its shape, or None for a value of each element."""
+        shapes: dict[str, tuple[int, ...] | None] = {}
+        for _, state in self._states_of_param(shard, param_index):
+            shapes |= dict.fromkeys(state.elements) | {key: tuple(n.shape) for key, n in state.numbers.items()}
+        return shapes
 
-    # -- looking and surgery ----------------------------------------------------------------------
+    def state_values(self, shard: OptimizerShard, param_index: int, key: str) -> list[tuple[slice, torch.Tensor]]:
+        """Return the values of the state ``key`` of a parameter, with the elements of the shard that they belong to."""
+        values = []
+        for elements, state in self._states_of_param(shard, param_index):
+            value = state.elements.get(key, state.numbers.get(key))
+            if value is not None:
+                populate(value)
+                values.append((elements, value))
+        return values
 
-    def shapes(self, states: OptimizerShard, slot: ParamSlot) -> dict[str, tuple[int, ...] | None]:
-        """What is kept of a parameter on this rank, by name: None for a value of each element, else its shape."""
-        found: dict[str, tuple[int, ...] | None] = {}
-        for _, shape, kept in self._kept(states, slot):
-            for key, value in kept.items():
-                if isinstance(value, (torch.Tensor, int, float)):
-                    found[key] = None if (its := tuple(as_tensor(value).shape)) == shape else its
-        return found
-
-    def values(self, states: OptimizerShard, slot: ParamSlot, key: str) -> list[tuple[slice, torch.Tensor]]:
-        """What is kept under ``key``: where in the shard, and the values."""
-        found = [(where, as_tensor(kept[key])) for where, _, kept in self._kept(states, slot) if key in kept]
-        for _, values in found:
-            populate(values)
-        return found
-
-    def set_values(self, states: OptimizerShard, slot: ParamSlot, key: str, value: torch.Tensor) -> None:
-        """Call it on every rank.
+    def set_state_values(self, shard: OptimizerShard, param_index: int, key: str, value: torch.Tensor) -> None:
+        """Set the state ``key`` of a parameter. Call it on every rank.
 
         Args:
-            value: as long as this rank's shard where each element has one, else the value itself.
+            value: As long as the shard if the state has a value of each element, else the value itself.
         """
-        if self._on_shards is None and key == "step":
-            self.settle()
-            states.steps[states.unit.layout.slots.index(slot)] = int(value.item())
-            return
-        for where, shape, kept in self._kept(states, slot):
-            mine = kept[key]
-            if not isinstance(mine, torch.Tensor):
-                kept[key] = type(mine)(value.item())
-            elif tuple(mine.shape) == shape:
-                populate(mine, write=True)
-                mine.copy_(value[where].view(shape))
-            else:
-                mine.copy_(value)
-
-    def _kept(
-        self, states: OptimizerShard, slot: ParamSlot
-    ) -> Iterator[tuple[slice, tuple[int, ...], MutableMapping[str, Any]]]:
-        """Each piece of a parameter that this rank owns: where in the shard, its shape, the optimizer's state of it."""
-        layout, unit = states.unit.layout, states.unit
-        index = layout.slots.index(slot)
-        self.settle()
-        for number, span in enumerate(layout.spans(unit.rank, unit.degrees.optimizer)):
-            if span.param_index != index:
+        for span in shard.spans():
+            if span.param_index != param_index:
                 continue
-            where = slice(span.shard_offset, span.shard_offset + span.numel)
-            if self._on_shards is not None:
-                piece = self._pieces[id(states)][number][1]
-                yield where, tuple(piece.shape), self._on_shards.state.get(piece, {})
+            target = self.shard_state.of(shard, span).elements.get(key)
+            if target is None:
+                self.backend.state.set_numbers(shard, span, {key: value})
             else:
-                first, second = (moment[where] for moment in states.adam_moments())
-                kept = {"exp_avg": first, "exp_avg_sq": second, "step": float(states.steps[index])}
-                yield where, (span.numel,), kept
+                populate(target, write=True)
+                target.copy_(value[span.shard_slice])
+
+    def _states_of_param(self, shard: OptimizerShard, param_index: int) -> Iterator[tuple[slice, SpanState]]:
+        state = self.shard_state
+        return ((s.shard_slice, state.of(shard, s)) for s in shard.spans() if s.param_index == param_index)
 
     def bytes_in(self, medium: Medium | None) -> dict[str, int]:
-        """Bytes of masters and of moments (or of whatever the optimizer keeps) on this rank; None: on the device."""
-        parts = [states.bytes_in(medium) for states in self.units]
-        found = {name: sum(part[name] for part in parts) for name in ("master", "optimizer")}
-        if medium is None:
-            found["optimizer"] += sum(map(resident_bytes, self._state_tensors()))
-        return found
+        """Return the bytes of masters and of optimizer state on this rank in one kind of memory; None: the device's."""
+        shards = [shard for shard in self.units if shard.medium == medium]
+        state = (tensor for shard in shards for tensor in self.backend.state.tensors(shard))
+        return {"master": sum(shard.master_bytes for shard in shards), "optimizer": sum(map(resident_bytes, state))}
 
     def tensors(self) -> list[torch.Tensor]:
-        """What is in memory of the optimizer on this rank: masters that are not parameters, and its state."""
-        here = [states for states in self.units if states.store is None]
-        found = [states.master for states in here if states.mixed] + [m for states in here for m in states.moments]
-        return found + self._state_tensors()
-
-    def _state_tensors(self) -> list[torch.Tensor]:
-        states = self._on_shards.state.values() if self._on_shards is not None else ()
-        return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
-
-
-def _served(device: torch.device) -> bool:
-    return device.type == "cuda" and ops.cuda_library(device) is not None
-
-
-def as_tensor(value: Any) -> torch.Tensor:
-    """A number on the CPU, whatever torch's default device is; a tensor as it is."""
-    return value if isinstance(value, torch.Tensor) else torch.tensor(value, device="cpu")
-
-
-def _part(value: Any, param: torch.Tensor, span: ShardSpan, piece: torch.Tensor) -> Any:
-    """What ``value``, an optimizer's first state of ``param`` (Adagrad has one), is for a piece of it."""
-    if not isinstance(value, torch.Tensor) or value.shape != param.shape or not value.dim():
-        return copy.deepcopy(value)
-    return value.flatten()[span.param_offset :][: span.numel].to(piece.dtype, copy=True).view_as(piece)
-
-
-def _squared_norm(gradient: torch.Tensor) -> torch.Tensor:
-    gradient = torch.view_as_real(gradient).flatten() if gradient.is_complex() else gradient
-    return gradient.dot(gradient) if gradient.dtype is torch.float64 else ops.squared_norm(gradient)
-
-
-def _group_of_param(groups: Iterable[dict[str, Any]]) -> dict[torch.Tensor, int]:
-    return {param: i for i, group in enumerate(groups) for param in group["params"]}
-
-
-def check_optimizer(optimizer: torch.optim.Optimizer, degrees: Degrees) -> None:
-    """Whether ``ShardedOptimizer`` can run ``optimizer``'s rule.
-
-    Raises:
-        ZeroEngineError: it needs a closure, or whole parameters where there are shards, or holds another optimizer, or
-            has taken steps.
-    """
-    name = type(optimizer).__name__
-    for attribute, value in vars(optimizer).items():
-        if isinstance(value, torch.optim.Optimizer):
-            raise ZeroEngineError(
-                f"{name} updates through another optimizer, its attribute {attribute} ({type(value).__name__}), which "
-                "would still have the whole parameters. Pass that one to initialize()."
-            )
-    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
-        raise ZeroEngineError(
-            f"{name} does not call super().__init__() of torch.optim.Optimizer, and so has no step hooks, which the "
-            "engine needs. Call it in the constructor."
-        )
-    names = {cls.__name__ for cls in type(optimizer).__mro__}
-    if "LBFGS" in names:
-        raise ZeroEngineError(
-            f"{name} calls the model several times in a step, through a closure, and engine.step() takes none. Use an "
-            "optimizer such as AdamW."
-        )
-    if degrees.optimizer > 1 and names & NOT_ELEMENTWISE:
-        raise ZeroEngineError(
-            f"{name} is not element-wise: its update of one element looks at others, so it cannot run on shards. Use "
-            "zero_optimization.stage 0, or an element-wise optimizer such as AdamW."
-        )
-    if any(float(state.get("step", 1)) != 0 for state in optimizer.state.values()):
-        raise ZeroEngineError(
-            f"the {name} passed to initialize() has already taken steps: its state cannot be partitioned. Call "
-            "initialize() before training."
-        )
+        """Return the masters and the optimizer state that are on the device."""
+        shards = [shard for shard in self.units if shard.store is None]
+        masters = [shard.master for shard in shards if shard.mixed]
+        return masters + [tensor for shard in shards for tensor in self.backend.state.tensors(shard)]

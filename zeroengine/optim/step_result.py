@@ -1,36 +1,55 @@
-"""The result of one optimizer step, which the host may not know yet."""
+"""The settings and the result of one optimizer step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from zeroengine.utils.host_copies import HostCopy
+
+@dataclass(frozen=True)
+class StepSettings:
+    """The engine's settings of one step.
+
+    Attributes:
+        divisor: Divides the summed gradient: ranks, micro-steps and loss scale.
+        limit: The largest norm of the gradient; 0 for no clipping.
+        skip: Whether a gradient that is not finite updates nothing.
+        label: Names the norm's collective; ranks that differ in it are refused.
+    """
+
+    divisor: float
+    limit: float
+    skip: bool
+    label: str
 
 
 class StepResult:
-    """What became of a step: true if it updated parameters. Whoever looks waits for the norm, not for the rest.
+    """The result of a step, true if the step updated parameters. Reading it waits for the norm, not for the update.
 
-    Equal to the bool that it stands for, and pickled as that.
+    It is equal to the bool that it stands for, and is pickled as that bool.
+
+    Args:
+        read: Returns the gradient norm and whether parameters were updated. It may wait for the device.
 
     Attributes:
-        on_query: Called when its truth is first asked for.
+        on_query: Is called once, when the result is first used as a bool.
     """
 
-    def __init__(self, values: HostCopy, num_params: int = 0) -> None:
-        self._copy, self._num_params = values, num_params
+    def __init__(self, read: Callable[[], tuple[float, bool]]) -> None:
+        self._read = read
         self.on_query: Callable[[StepResult], None] | None = None
 
     @cached_property
-    def _values(self) -> list[float]:
-        return self._copy.read()
+    def _norm_and_updated(self) -> tuple[float, bool]:
+        return self._read()
 
     def __bool__(self) -> bool:
         on_query, self.on_query = self.on_query, None
         if on_query is not None:
             on_query(self)
-        return not self._values[2]
+        return self._norm_and_updated[1]
 
     def __eq__(self, other: object) -> bool:
         return bool(self) == other
@@ -46,15 +65,5 @@ class StepResult:
 
     @property
     def grad_norm(self) -> float:
-        """Of the mean gradient, before clipping."""
-        return self._values[1]
-
-    @property
-    def used(self) -> list[bool]:
-        """Which parameters, over all units, got a gradient on any rank."""
-        return [flag > 0 for flag in self._values[3 : 3 + self._num_params]]
-
-    @property
-    def write_sums(self) -> list[float]:
-        """``OutsideWrites.sums`` over the ranks."""
-        return self._values[3 + self._num_params :]
+        """Return the norm of the mean gradient before clipping."""
+        return self._norm_and_updated[0]

@@ -55,6 +55,11 @@ class ShardSpan:
     shard_offset: int  # where it lies within the rank's shard
     numel: int
 
+    @property
+    def shard_slice(self) -> slice:
+        """The span's elements as a slice of the rank's shard."""
+        return slice(self.shard_offset, self.shard_offset + self.numel)
+
 
 @dataclass(frozen=True)
 class FlatLayout:

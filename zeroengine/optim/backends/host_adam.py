@@ -1,32 +1,42 @@
-"""Adam's update by the fused kernel, over states where they are, and over states that are brought to it."""
+"""Adam's update by the fused kernel with the step's scalars on the host, over states wherever they live.
+
+[Note: Three ways to an offloaded state]
+- Everything is on the device: one kernel call for each segment of the shard.
+- Only the parameter shard is offloaded, to CPU memory of a GPU: it is copied to the device, updated there with the rest
+  of its shard, and copied back, while the next shards are updated.
+- Anything else is offloaded: the pipeline brings the states in pieces to host buffers, and the kernel runs on the CPU.
+"""
 
 from __future__ import annotations
 
-import inspect
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 
 from zeroengine import ops
 from zeroengine.offload.disk_store import poison_on_error
 from zeroengine.offload.offloaded_shards import OffloadedShards
-from zeroengine.offload.pipeline import Piece, Pipeline, Stream
+from zeroengine.offload.pipeline import Piece, Stream
+from zeroengine.optim.backends.adam_state import AdamState, has_decoupled_decay, runs_fused_adam
+from zeroengine.optim.backends.interface import BackendParts
+from zeroengine.optim.gradient_norm import step_on_host
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.optim.segments import Segment, segments_of
-from zeroengine.runtime.unit_gradients import UnitGradients
+from zeroengine.optim.step_result import StepResult, StepSettings
 from zeroengine.utils.profiling import profile_range
 from zeroengine.utils.work import Work
 
-SEGMENT_TABLES = 16  # remembered of each unit
-SHARDS_LEAVING = 3  # at once
+SEGMENT_TABLES = 16  # Remembered for each shard: one for each set of parameters that got a gradient.
+MAX_SHARDS_LEAVING = 3  # Parameter shards on their way from the device at once.
 
 
 @dataclass(frozen=True)
-class _Part:
-    """A run of elements of a shard, and where its tensors begin."""
+class _Operands:
+    """The tensors of elements ``start`` to ``stop`` of a shard, which the kernel works on."""
 
     start: int
     stop: int
@@ -34,195 +44,201 @@ class _Part:
     gradient: torch.Tensor
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
-    published: torch.Tensor | None  # None: the master is
+    low_precision_param: torch.Tensor | None = None
 
-    def slices(self, segment: Segment) -> tuple[slice, int]:
-        """What of the tensors is in ``segment``, and where that begins in the shard."""
-        start = max(segment.start, self.start)
-        return slice(start - self.start, min(segment.stop, self.stop) - self.start), start
-
-
-def runs_fused(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the rule is Adam's own: a subclass with a ``step`` of its own is another rule."""
-    rules = {inspect.unwrap(cls.step) for cls in (torch.optim.Adam, torch.optim.AdamW)}
-    plain = inspect.unwrap(type(optimizer).step) in rules
-    return plain and not any(group.get("amsgrad") for group in optimizer.param_groups)
+    def slice_of(self, segment: Segment) -> slice:
+        """Return the elements of ``segment`` as a slice of the tensors."""
+        return slice(max(segment.start, self.start) - self.start, min(segment.stop, self.stop) - self.start)
 
 
 class PendingWriteback:
-    """Updated parameter shards on their way from the device, a few at once."""
+    """Updated parameter shards that are on their way from the device to their store, a few at once."""
 
     def __init__(self) -> None:
-        self._transfers: deque[tuple[OffloadedShards, Work]] = deque()
+        self._writebacks: deque[tuple[OffloadedShards, Work]] = deque()
 
-    def take(self, stored: OffloadedShards, update: Callable[[], Work]) -> None:
-        """Runs ``update``, which sends a shard to where it is ``stored``."""
+    def update_and_send(self, stored: OffloadedShards, update: Callable[[], Work]) -> None:
+        """Call ``update``, which updates a shard and sends it to ``stored``."""
         with poison_on_error(stored):
-            self._transfers.append((stored, update()))
-        if len(self._transfers) >= SHARDS_LEAVING:
-            self._wait()
+            self._writebacks.append((stored, update()))
+        if len(self._writebacks) >= MAX_SHARDS_LEAVING:
+            self._wait_for_first()
 
-    def settle(self) -> None:
-        """Returns when all are where they belong."""
-        while self._transfers:
-            self._wait()
+    def wait_for_all(self) -> None:
+        """Wait until every shard is in its store."""
+        while self._writebacks:
+            self._wait_for_first()
 
-    def _wait(self) -> None:
-        stored, transfer = self._transfers.popleft()
+    def _wait_for_first(self) -> None:
+        stored, writeback = self._writebacks.popleft()
         with poison_on_error(stored):
-            transfer.wait_host()
+            writeback.wait_host()
 
 
-class FusedAdam:
-    """Adam (Kingma and Ba, algorithm 1) and AdamW by the rule of ``inner``'s groups.
+class HostAdam:
+    """See ``UpdateBackend``. Runs Adam (Kingma and Ba, algorithm 1) and AdamW."""
 
-    Args:
-        optimizer: whose ``param_groups`` hold the hyperparameters.
-        group_of: from a parameter to its group's number.
-        pipeline: what brings states that live elsewhere to the update; None where there are none.
-    """
+    supports_offload: ClassVar[bool] = True
+    supports_bf16_moments: ClassVar[bool] = True
+    issues_without_waiting: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        inner: torch.optim.Optimizer,
-        group_of: dict[torch.Tensor, int],
-        pipeline: Pipeline | None,
-    ) -> None:
-        self._optimizer, self._group_of, self._pipeline = optimizer, group_of, pipeline
-        self._decoupled = isinstance(inner, torch.optim.AdamW)
+    @classmethod
+    def serves(cls, parts: BackendParts) -> bool:
+        """Return whether the fused kernels update as the optimizer does."""
+        return runs_fused_adam(parts.base_optimizer, parts.shards)
 
-    def update(
-        self,
-        units: Sequence[OptimizerShard],
-        factor: float,
-        used: Sequence[Sequence[bool]],
-        publish: Callable[[UnitGradients], None],
-    ) -> None:
-        """Updates every unit with ``factor * gradient``, then publishes it."""
-        leaving, elsewhere = PendingWriteback(), []
-        for states, flags in zip(units, used, strict=True):
+    def __init__(self, parts: BackendParts) -> None:
+        self.state = AdamState(parts.shards, parts.moments_dtype)
+        self._parts = parts
+        # For each shard, the segments by which parameters have a gradient and how their step counts differ.
+        self.segment_tables: list[dict[tuple[tuple[bool, ...], tuple[int, ...]], list[Segment]]] = [
+            {} for _ in parts.shards
+        ]
+
+    def norm(self, divisor: float, label: str) -> torch.Tensor:
+        """See ``UpdateBackend``."""
+        return self._parts.gradient_norm.norm_on_host(divisor, label)
+
+    def step(self, settings: StepSettings) -> StepResult:
+        """See ``UpdateBackend``."""
+        return step_on_host(self._parts.gradient_norm, settings, self._update)
+
+    def sync_step_counts(self) -> None:
+        """Do nothing: step counts are on the host."""
+
+    def _update(self, factor: float, has_grad: Sequence[Sequence[bool]]) -> None:
+        leaving, offloaded = PendingWriteback(), []
+        for shard, flags in zip(self._parts.shards, has_grad, strict=True):
+            steps = self.state.steps[shard.number]
             for i, flag in enumerate(flags):
-                states.steps[i] += flag
-            if states.on_device:
-                self._update(states, flags, factor, *self._tensors(states))
-                publish(states.grads)
-            elif (stored := states.param_only_offloaded) is not None:
-                leaving.take(stored, partial(self._with_the_shard, states, stored, flags, factor))
-                publish(states.grads)
+                steps[i] += flag
+            segments = self._segments_of(shard, flags)
+            if shard.on_device:
+                self._update_on_device(shard, segments, factor, self._tensors(shard))
+                self._parts.after_update(shard.unit)
+            elif (stored := shard.param_only_offloaded) is not None:
+                all_elements = all(flags)
+                update = partial(self._update_with_offloaded_param, shard, stored, segments, factor, all_elements)
+                leaving.update_and_send(stored, update)
+                self._parts.after_update(shard.unit)
             else:
-                elsewhere.append((states, flags))
-        leaving.settle()
-        if elsewhere:
-            assert self._pipeline is not None
-            self._pipeline.run(
-                piece for states, flags in elsewhere for piece in self._pieces(states, flags, factor, publish)
+                offloaded.append((shard, segments))
+        leaving.wait_for_all()
+        if offloaded:
+            assert self._parts.pipeline is not None
+            self._parts.pipeline.run(
+                piece for shard, segments in offloaded for piece in self._pieces(shard, segments, factor)
             )
 
-    def _update(self, states: OptimizerShard, flags: Sequence[bool], factor: float, *tensors: torch.Tensor) -> None:
-        part = self._part(states, 0, states.param.numel(), *tensors)
-        with profile_range("update", states.unit.name):
-            for segment in self._segments_of(states, flags):
-                self._adam(states, part, segment, factor)
+    def _tensors(self, shard: OptimizerShard) -> list[torch.Tensor]:
+        """Return the tensors of a shard in the order of ``_Operands``."""
+        tensors = [shard.master, shard.gradient, *self.state.moments[shard.number]]
+        return tensors if shard.low_precision_param is None else [*tensors, shard.low_precision_param]
 
-    def _with_the_shard(
-        self, states: OptimizerShard, stored: OffloadedShards, flags: Sequence[bool], factor: float
-    ) -> Work:
-        """The update on the device where the parameter shard alone is elsewhere. Gives what takes that back."""
-        shard = states.param
-        here = stored.staging_buffer(shard)
-        if states.mixed and all(flags):
-            here.zero_()  # the padding, for all the rest is written
-        else:
-            stored.read(shard, here).wait_stream()
-        tensors = [here if tensor is states.param else tensor for tensor in self._tensors(states)]
-        self._update(states, flags, factor, *tensors)
-        return stored.write(here, shard)
+    def _update_on_device(
+        self, shard: OptimizerShard, segments: Sequence[Segment], factor: float, tensors: Sequence[torch.Tensor]
+    ) -> None:
+        with profile_range("update", shard.unit.name):
+            self._run_kernel(shard, segments, factor, 0, shard.param.numel(), *tensors)
 
-    @staticmethod
-    def _tensors(states: OptimizerShard) -> list[torch.Tensor]:
-        tensors = [states.master, states.gradient, *states.adam_moments()]
-        return [*tensors, states.param] if states.mixed else tensors
-
-    @staticmethod
-    def _part(states: OptimizerShard, start: int, stop: int, *tensors: torch.Tensor) -> _Part:
-        master, gradient, exp_avg, exp_avg_sq, *published = tensors
-        return _Part(start, stop, master, gradient, exp_avg, exp_avg_sq, published[0] if published else None)
-
-    def _pieces(
+    def _update_with_offloaded_param(
         self,
-        states: OptimizerShard,
-        flags: Sequence[bool],
+        shard: OptimizerShard,
+        stored: OffloadedShards,
+        segments: Sequence[Segment],
         factor: float,
-        publish: Callable[[UnitGradients], None],
-    ) -> Iterator[Piece]:
-        """The update of a unit whose states are elsewhere, in pieces that fit a buffer; the last one publishes."""
-        assert self._pipeline is not None
-        segments = self._segments_of(states, flags)
-        tensors = self._tensors(states)
-        numel, size = states.param.numel(), self._pipeline.piece_numel
-        for start in range(0, numel, size):
-            stop = min(start + size, numel)
-            mine = [segment for segment in segments if segment.start < stop and start < segment.stop]
-            if not mine:
+        all_elements: bool,
+    ) -> Work:
+        """Update a shard whose parameters alone are offloaded, and start to write them back.
+
+        Args:
+            all_elements: Whether every parameter has a gradient.
+        """
+        param = shard.param
+        on_device = stored.staging_buffer(param)
+        if shard.mixed and all_elements:
+            # The update writes every parameter, and the padding between them must stay zero.
+            on_device.zero_()
+        else:
+            stored.read(param, on_device).wait_stream()
+        tensors = [on_device if tensor is param else tensor for tensor in self._tensors(shard)]
+        self._update_on_device(shard, segments, factor, tensors)
+        return stored.write(on_device, param)
+
+    def _pieces(self, shard: OptimizerShard, segments: Sequence[Segment], factor: float) -> Iterator[Piece]:
+        """Return the update of an offloaded shard in pieces that fit a buffer, then a piece that ends the shard."""
+        assert self._parts.pipeline is not None
+        tensors = self._tensors(shard)
+        numel, piece_numel = shard.param.numel(), self._parts.pipeline.piece_numel
+        for start in range(0, numel, piece_numel):
+            stop = min(start + piece_numel, numel)
+            inside = [segment for segment in segments if segment.start < stop and start < segment.stop]
+            if not inside:
                 continue
-            whole = sum(min(s.stop, stop) - max(s.start, start) for s in mine) == stop - start
+            all_written = sum(min(s.stop, stop) - max(s.start, start) for s in inside) == stop - start
+            # The kernel reads all but the low-precision parameters, and writes all but the gradient.
+            reads_param = not all_written or shard.may_be_written
             streams = [
-                Stream(tensor[start:stop], reads=i < 4 or not whole or states.may_be_written, writes=i != 1)
+                Stream(tensor[start:stop], reads=i < 4 or reads_param, writes=i != 1)
                 for i, tensor in enumerate(tensors)
             ]
-            yield Piece(streams, partial(self._compute, states, mine, factor, start, stop))
-        yield Piece((), partial(self._land, states, publish))  # in the units' order: it may be a collective
+            yield Piece(streams, partial(self._run_kernel, shard, inside, factor, start, stop))
+        # This piece runs in the order of the units, since it may launch a collective.
+        yield Piece((), partial(self._finish_offloaded, shard))
 
-    def _land(self, states: OptimizerShard, publish: Callable[[UnitGradients], None]) -> None:
-        assert self._pipeline is not None
-        self._pipeline.wait_stream()
-        publish(states.grads)
+    def _finish_offloaded(self, shard: OptimizerShard) -> None:
+        assert self._parts.pipeline is not None
+        self._parts.pipeline.wait_stream()
+        self._parts.after_update(shard.unit)
 
-    def _compute(
+    def _run_kernel(
         self,
-        states: OptimizerShard,
-        segments: list[Segment],
+        shard: OptimizerShard,
+        segments: Sequence[Segment],
         factor: float,
         start: int,
         stop: int,
         *tensors: torch.Tensor,
     ) -> None:
-        part = self._part(states, start, stop, *tensors)
+        """Update elements ``start`` to ``stop`` of a shard, whose values are in ``tensors``."""
+        operands = _Operands(start, stop, *tensors)
+        low_precision_param = operands.low_precision_param
         for segment in segments:
-            self._adam(states, part, segment, factor)
+            group = self._parts.optimizer.param_groups[segment.group]
+            elements = operands.slice_of(segment)
+            ops.adam_step(
+                operands.master[elements],
+                operands.gradient[elements],
+                operands.exp_avg[elements],
+                operands.exp_avg_sq[elements],
+                step=segment.step,
+                lr=float(group["lr"]),
+                beta1=float(group["betas"][0]),
+                beta2=float(group["betas"][1]),
+                eps=float(group["eps"]),
+                weight_decay=float(group["weight_decay"]),
+                decoupled=has_decoupled_decay(self._parts.base_optimizer, group),
+                grad_scale=factor,
+                maximize=bool(group.get("maximize", False)),
+                low_precision_param=None if low_precision_param is None else low_precision_param[elements],
+                reload_written=shard.may_be_written,
+                seed=shard.number << 32 | segment.step,
+                offset=shard.offset + start + elements.start,
+            )
 
-    def _adam(self, states: OptimizerShard, part: _Part, segment: Segment, factor: float) -> None:
-        group = self._optimizer.param_groups[segment.group]
-        where, start = part.slices(segment)
-        ops.adam_step(
-            part.master[where],
-            part.gradient[where],
-            part.exp_avg[where],
-            part.exp_avg_sq[where],
-            step=segment.step,
-            lr=float(group["lr"]),
-            beta1=float(group["betas"][0]),
-            beta2=float(group["betas"][1]),
-            eps=float(group["eps"]),
-            weight_decay=float(group["weight_decay"]),
-            decoupled=self._decoupled or bool(group.get("decoupled_weight_decay", False)),
-            grad_scale=factor,
-            maximize=bool(group.get("maximize", False)),
-            low_precision=None if part.published is None else part.published[where],
-            reload_written=states.may_be_written,
-            seed=states.number << 32 | segment.step,
-            offset=states.offset + start,
-        )
+    def _segments_of(self, shard: OptimizerShard, has_grad: Sequence[bool]) -> list[Segment]:
+        """Return the runs of the shard that one kernel call updates.
 
-    def _segments_of(self, states: OptimizerShard, flags: Sequence[bool]) -> list[Segment]:
-        """The runs of the shard that one kernel call updates; steps count from the unit's own."""
-        last = max(states.steps, default=0)
-        behind = tuple(last - step for step in states.steps)
-        key = (tuple(flags), behind)
-        if key not in states.segments:
-            if len(states.segments) >= SEGMENT_TABLES:
-                states.segments.clear()
-            groups = [self._group_of[param] for param in states.unit.params]
-            states.segments[key] = segments_of(states.unit.layout, states.unit.rank, groups, flags, behind)
-        return [segment.at(last) for segment in states.segments[key]]
+        Tables are remembered with step counts relative to the unit's largest one, so they serve every step.
+        """
+        steps = self.state.steps[shard.number]
+        last_step = max(steps, default=0)
+        steps_behind = tuple(last_step - step for step in steps)
+        key = (tuple(has_grad), steps_behind)
+        tables = self.segment_tables[shard.number]
+        if key not in tables:
+            if len(tables) >= SEGMENT_TABLES:
+                tables.clear()
+            groups = [self._parts.group_of_param[param] for param in shard.unit.params]
+            tables[key] = segments_of(shard.unit.layout, shard.unit.rank, groups, has_grad, steps_behind)
+        return [segment.counted_back_from(last_step) for segment in tables[key]]

@@ -1,0 +1,166 @@
+"""The protocol of an update backend: what the sharded optimizer needs of the code that updates shards.
+
+There are three backends, and the first one that serves an optimizer runs it (`BACKENDS` in `sharded_optimizer.py`):
+
+    DeviceAdam       Adam and AdamW where every state is on a GPU; a step is issued without waiting
+    HostAdam         Adam and AdamW with the step's scalars on the host; states may be offloaded
+    TorchOptimizer   any element-wise torch optimizer, run over parameters that are views of the shards
+
+[Note: How to add a fused optimizer]
+Take Lion in C++ as an example. `optim/lion.py` runs today through `TorchOptimizer`, in several passes over memory.
+
+1. The kernel. Declare `ze_lion_args` (lr, beta1, beta2, weight_decay, grad_scale, reload_written) and `ze_lion` in
+   `csrc/zeroengine.h`, with the arrays of `ze_adam` less `exp_avg_sq`, and raise `ZE_ABI_VERSION`. Write the update of
+   one block as a template in `csrc/cpu/kernels.inl.h`, which is compiled once for each instruction set. Add its
+   functions to the table in `csrc/cpu/kernels.h`, and write `csrc/cpu/lion.cpp` after `csrc/cpu/adam.cpp`: it checks
+   the dtype codes and splits the range over the threads. An element's result may depend on nothing but that element's
+   values, the arguments and its index, or the losses would differ between stages. `setup.py` compiles every source in
+   the folder. A CUDA kernel goes into `csrc/cuda/lion.cu`, declared as `ze_cuda_lion` in `csrc/zeroengine_cuda.h`.
+2. The binding. Raise `ABI_VERSION` and add the argument structure and the signature in `ops/_library.py` (for CUDA in
+   `ops/_cuda_library.py`). Write `ops/lion.py` with `lion_step(param, grad, exp_avg, *, lr, ...,
+   low_precision_param=None)` after `ops/adam.py`: it checks the tensors and calls CUDA, the CPU library, or a function
+   of the same name in `ops/_fallback.py`. Export it from `ops/__init__.py`, and test it in `tests/ops` against the
+   formula in float64.
+3. The state. Write a class after `AdamState` (`backends/adam_state.py`) with `keys = {"exp_avg"}` and one tensor for
+   each shard. Its names are those of the torch optimizer's `state`, so checkpoints stay interchangeable.
+4. The backend. Write `backends/host_lion.py` with the methods of `UpdateBackend`. `serves` returns whether
+   `base_optimizer` is exactly `optim.lion.Lion` and every master is fp32. `step` is one call of `step_on_host` with a
+   function that calls `lion_step` for each segment of each shard and `after_update` behind each shard. Set
+   `supports_offload` to False, or bring offloaded states to the kernel with `Pipeline` as `HostAdam` does.
+5. The choice. Put the class before `TorchOptimizer` in `BACKENDS`. Nothing else changes: norm, clipping, loss scaling,
+   checkpoints, `full_optimizer_state` and memory reports use this protocol alone. The test to extend is in
+   `tests/distributed/test_optimizers.py`: the losses are those of the torch optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, Protocol
+
+import torch
+
+from zeroengine.offload.pipeline import Pipeline
+from zeroengine.optim.gradient_norm import GradientNorm
+from zeroengine.optim.optimizer_shard import OptimizerShard
+from zeroengine.optim.step_result import StepResult, StepSettings
+from zeroengine.partition.layout import ShardSpan
+from zeroengine.runtime.outside_writes import OutsideWrites
+from zeroengine.runtime.unit import Unit
+
+StateKeys = dict[str, tuple[torch.dtype, bool]]  # By name: the dtype, and whether it is a number per parameter.
+
+
+class SpanState(NamedTuple):
+    """The optimizer's state of one span of a shard, by name.
+
+    Attributes:
+        elements: States with a value for each element: 1-D views of the span's length.
+        numbers: All other states, such as step counts: copies in their own shape.
+    """
+
+    elements: dict[str, torch.Tensor]
+    numbers: dict[str, torch.Tensor]
+
+
+class ShardState(Protocol):
+    """The state that an optimizer keeps of each span of its shards."""
+
+    @property
+    def keys(self) -> frozenset[str] | None:
+        """The names of all states of a parameter that has any. None: the optimizer decides while it runs."""
+
+    def of(self, shard: OptimizerShard, span: ShardSpan) -> SpanState:
+        """Return the state of a span, or of part of one, of this rank's shard."""
+
+    def prepare(self, shard: OptimizerShard, span: ShardSpan, keys: StateKeys) -> None:
+        """Create the states ``keys`` of a whole span, and no others, so that values can be loaded into them."""
+
+    def set_numbers(self, shard: OptimizerShard, span: ShardSpan, numbers: Mapping[str, torch.Tensor]) -> None:
+        """Set states of a span that are numbers."""
+
+    def clear(self, shard: OptimizerShard, span: ShardSpan) -> None:
+        """Reset the state of a span to that before the first step."""
+
+    def tensors(self, shard: OptimizerShard) -> list[torch.Tensor]:
+        """Return every tensor that holds state of a shard. Where it lives is the shard's ``store``."""
+
+
+@dataclass(frozen=True)
+class BackendParts:
+    """The parts that a backend works with.
+
+    Attributes:
+        optimizer: Holds the hyperparameters in its ``param_groups``, which may change between steps.
+        base_optimizer: The caller's optimizer, whose class says how to update.
+        group_of_param: The index of each parameter's group.
+        shards: The optimizer shard of every trainable unit, in forward order.
+        gradient_norm: Sums norms and flags over the ranks.
+        writes: Tells which parameters were written beside the updates.
+        after_update: Is called with a unit right after the update of its shard.
+        moments_dtype: The dtype of Adam's moments.
+        pipeline: Brings offloaded states to the update. None: no state needs it.
+        without_waiting: Whether to issue a step without waiting for its norm, where the backend can and every state is
+            on the device. None: on a GPU that zeroengine's kernels serve.
+    """
+
+    optimizer: torch.optim.Optimizer
+    base_optimizer: torch.optim.Optimizer
+    group_of_param: Mapping[torch.Tensor, int]
+    shards: Sequence[OptimizerShard]
+    gradient_norm: GradientNorm
+    writes: OutsideWrites
+    after_update: Callable[[Unit], None]
+    moments_dtype: torch.dtype
+    pipeline: Pipeline | None
+    without_waiting: bool | None
+
+
+class UpdateBackend(Protocol):
+    """Updates this rank's shards from their gradients, and keeps the optimizer's state of them.
+
+    Attributes:
+        supports_offload: Whether parameters and states may live outside the device's memory.
+        supports_bf16_moments: Whether the state may be kept in bf16.
+        issues_without_waiting: Whether ``step`` returns before its result is known.
+    """
+
+    supports_offload: ClassVar[bool]
+    supports_bf16_moments: ClassVar[bool]
+    issues_without_waiting: ClassVar[bool]
+
+    @classmethod
+    def serves(cls, parts: BackendParts) -> bool:
+        """Return whether this backend updates as ``parts.base_optimizer`` does."""
+
+    def __init__(self, parts: BackendParts) -> None:
+        """Allocate the state of every shard."""
+
+    @property
+    def state(self) -> ShardState:
+        """The optimizer's state by spans. Call ``sync_step_counts`` before reading or setting its numbers."""
+
+    def norm(self, divisor: float, label: str) -> torch.Tensor:
+        """Return the gradient norm that ``step`` would find, before clipping. A collective.
+
+        Args:
+            divisor: Divides the summed gradient.
+            label: Names the collective.
+
+        Returns:
+            0-d float64 on the gradients' device.
+        """
+
+    def step(self, settings: StepSettings) -> StepResult:
+        """Compute the norm, clip, and update every shard, calling ``after_update`` behind each one. A collective.
+
+        Raises:
+            DivergenceError: The ranks wrote different values into the parameters. Nothing has changed.
+        """
+
+    def sync_step_counts(self) -> None:
+        """Wait until the step counts in ``state`` include the last step.
+
+        Raises:
+            DivergenceError: The ranks wrote different values into the parameters before the last step.
+        """

@@ -1,0 +1,148 @@
+"""The update of any element-wise torch optimizer, run over parameters that are views of the shards."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from zeroengine.optim.backends.interface import BackendParts, SpanState, StateKeys
+from zeroengine.optim.caller_optimizer import copy_without_parameters
+from zeroengine.optim.gradient_norm import step_on_host
+from zeroengine.optim.optimizer_shard import OptimizerShard
+from zeroengine.optim.step_result import StepResult, StepSettings
+from zeroengine.partition.layout import ShardSpan
+
+
+class TorchOptimizer:
+    """See ``UpdateBackend``. It is its own ``ShardState``: the state is that of a copy of the caller's optimizer."""
+
+    supports_offload: ClassVar[bool] = False
+    supports_bf16_moments: ClassVar[bool] = False
+    issues_without_waiting: ClassVar[bool] = False
+    keys = None
+
+    @classmethod
+    def serves(cls, parts: BackendParts) -> bool:
+        """Return True: what an optimizer must not do is refused by ``check_optimizer``."""
+        return True
+
+    def __init__(self, parts: BackendParts) -> None:
+        self._parts = parts
+        # For each shard, the spans and the parameters that the optimizer on shards updates.
+        self._params: list[list[tuple[ShardSpan, torch.nn.Parameter]]] = [[] for _ in parts.shards]
+        self._on_shards = copy_without_parameters(parts.base_optimizer)
+        caller_state = parts.base_optimizer.state
+        for shard in parts.shards:
+            for span in shard.spans():
+                param = shard.unit.params[span.param_index]
+                shape = param.shape if span.numel == param.numel() else (span.numel,)
+                on_shard = torch.nn.Parameter(shard.master[span.shard_slice].view(shape))
+                self._on_shards.param_groups[parts.group_of_param[param]]["params"].append(on_shard)
+                self._params[shard.number].append((span, on_shard))
+                if param in caller_state:
+                    self._on_shards.state[on_shard] = {
+                        key: _initial_state(value, param, span, on_shard) for key, value in caller_state[param].items()
+                    }
+        caller_state.clear()
+
+    @property
+    def state(self) -> TorchOptimizer:
+        """See ``UpdateBackend``."""
+        return self
+
+    def norm(self, divisor: float, label: str) -> torch.Tensor:
+        """See ``UpdateBackend``."""
+        return self._parts.gradient_norm.norm_on_host(divisor, label)
+
+    def step(self, settings: StepSettings) -> StepResult:
+        """See ``UpdateBackend``."""
+        return step_on_host(self._parts.gradient_norm, settings, self._update)
+
+    def sync_step_counts(self) -> None:
+        """Do nothing: step counts are on the host."""
+
+    def _update(self, factor: float, has_grad: Sequence[Sequence[bool]]) -> None:
+        # The update starts from the master, and parameters may have been written beside it since the last step.
+        for shard in self._parts.shards:
+            if shard.may_be_written:
+                shard.reload_master()
+        caller_groups, groups = self._parts.optimizer.param_groups, self._on_shards.param_groups
+        for group, caller_group in zip(groups, caller_groups, strict=True):
+            group.update(_hyperparameters(caller_group))
+        for shard, flags in zip(self._parts.shards, has_grad, strict=True):
+            for span, param in self._params[shard.number]:
+                if flags[span.param_index]:
+                    gradient = shard.gradient[span.shard_slice]
+                    param.grad = gradient.to(param.dtype, copy=True).mul_(factor).view_as(param)
+        self._on_shards.step()
+        self._on_shards.zero_grad(set_to_none=True)
+        # Some optimizers keep state in their groups, which checkpoints take from the caller's.
+        for group, caller_group in zip(groups, caller_groups, strict=True):
+            caller_group.update(_hyperparameters(group))
+        for shard in self._parts.shards:
+            if shard.low_precision_param is not None:
+                shard.low_precision_param.copy_(shard.master)
+            self._parts.after_update(shard.unit)
+
+    # -- the state of spans -----------------------------------------------------------------------
+
+    def of(self, shard: OptimizerShard, span: ShardSpan) -> SpanState:
+        """See ``ShardState``."""
+        whole_span, param = self._param(shard, span)
+        start = span.param_offset - whole_span.param_offset
+        state = SpanState({}, {})
+        for key, value in self._on_shards.state.get(param, {}).items():
+            # Of a parameter without dimensions a step count has the parameter's shape, too.
+            if isinstance(value, torch.Tensor) and value.shape == param.shape and key != "step":
+                state.elements[key] = value.view(-1)[start : start + span.numel]
+            elif isinstance(value, (torch.Tensor, float, int)):
+                # On the CPU, whatever torch's default device is.
+                number = value if isinstance(value, torch.Tensor) else torch.tensor(value, device="cpu")
+                state.numbers[key] = number.detach().clone()
+        return state
+
+    def prepare(self, shard: OptimizerShard, span: ShardSpan, keys: StateKeys) -> None:
+        """See ``ShardState``."""
+        _, param = self._param(shard, span)
+        state = self._on_shards.state[param]
+        for key in [key for key in state if key not in keys]:
+            del state[key]
+        for key, (dtype, is_number) in keys.items():
+            if key not in state:
+                state[key] = torch.zeros((), dtype=dtype, device="cpu") if is_number else torch.zeros_like(param)
+
+    def set_numbers(self, shard: OptimizerShard, span: ShardSpan, numbers: Mapping[str, torch.Tensor]) -> None:
+        """See ``ShardState``."""
+        state = self._on_shards.state[self._param(shard, span)[1]]
+        for key, value in numbers.items():
+            present = state[key]
+            state[key] = value.to(present) if isinstance(present, torch.Tensor) else type(present)(value.item())
+
+    def clear(self, shard: OptimizerShard, span: ShardSpan) -> None:
+        """See ``ShardState``."""
+        self._on_shards.state.pop(self._param(shard, span)[1], None)
+
+    def tensors(self, shard: OptimizerShard) -> list[torch.Tensor]:
+        """See ``ShardState``."""
+        states = (self._on_shards.state.get(param, {}) for _, param in self._params[shard.number])
+        return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+
+    def _param(self, shard: OptimizerShard, span: ShardSpan) -> tuple[ShardSpan, torch.nn.Parameter]:
+        """Return the whole span of this rank's shard that ``span`` lies in, and its parameter on shards."""
+        return next(
+            (whole, param) for whole, param in self._params[shard.number] if whole.param_index == span.param_index
+        )
+
+
+def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _initial_state(value: Any, param: torch.Tensor, span: ShardSpan, on_shard: torch.Tensor) -> Any:
+    """Return the part for a span of a state that the optimizer has before its first step, as Adagrad does."""
+    if not isinstance(value, torch.Tensor) or value.shape != param.shape or not value.dim():
+        return copy.deepcopy(value)
+    return value.flatten()[span.param_offset :][: span.numel].to(on_shard.dtype, copy=True).view_as(on_shard)

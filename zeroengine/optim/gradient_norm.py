@@ -1,0 +1,171 @@
+"""The norm of the summed gradients, and the few facts that the ranks sum in the same collective.
+
+[Note: Same numbers]
+At every stage a rank's norm covers the same elements (its slice at the world size), and the partial norms add in rank
+order in float64. The update is element-wise, and where it rounds stochastically it does so by the unit's number, the
+step and the element's place in the unit. So the losses are the same bits at every stage.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from zeroengine import ops
+from zeroengine.comm.interfaces import Transport
+from zeroengine.disk.swap_files import populate
+from zeroengine.optim.optimizer_shard import OptimizerShard
+from zeroengine.optim.step_result import StepResult, StepSettings
+from zeroengine.runtime.outside_writes import OutsideWrites
+from zeroengine.runtime.reducer import Reducer
+from zeroengine.utils.host_copies import to_device
+from zeroengine.utils.profiling import profile_range
+
+
+class GradientSummary(NamedTuple):
+    """The facts about the summed gradients that all ranks know.
+
+    Attributes:
+        squared_norm: Of the summed gradients, before any division.
+        has_grad: For each unit and parameter, whether any rank computed a gradient.
+    """
+
+    squared_norm: float
+    has_grad: list[list[bool]]
+
+
+class GradientNorm:
+    """Sums the squared norm over the ranks, with one flag for each parameter and the checksums of outside writes.
+
+    Args:
+        shards: The optimizer shard of every trainable unit, in forward order.
+        reducer: Knows whether gradients came after their unit was reduced.
+        writes: Tells which parameters were written beside the updates.
+    """
+
+    def __init__(
+        self, shards: Sequence[OptimizerShard], reducer: Reducer, transport: Transport, writes: OutsideWrites
+    ) -> None:
+        self._shards, self._reducer, self._transport, self._writes = shards, reducer, transport, writes
+        self._flags: list[float] = []
+        self._device_flags = torch.empty(0, device="cpu")  # The values of `_flags`, on the device.
+
+    @property
+    def device(self) -> torch.device:
+        """The device that gradients are on when their norm is taken."""
+        return self._shards[0].unit.full_buffer.device if self._shards else torch.device("cpu")
+
+    def summarise(self, label: str) -> GradientSummary:
+        """Return the summary of the gradients, once those that wait on some rank have been reduced. A collective.
+
+        Args:
+            label: Names the collective; ranks that differ in it are refused.
+
+        Raises:
+            DivergenceError: On every rank, where the ranks wrote different values. Nothing has changed.
+        """
+        summary, any_late = self._summarise(label, late=self._reducer.has_late_gradients)
+        if any_late:
+            self._reducer.reduce_late_gradients()
+            summary, _ = self._summarise(label, late=False)
+        return summary
+
+    def _summarise(self, label: str, *, late: bool) -> tuple[GradientSummary, bool]:
+        """Return the summary, and whether gradients wait on some rank.
+
+        One collective of a float64 vector carries everything: the squared norm of this rank's slices, whether gradients
+        wait on this rank, a flag for each parameter, and the checksums of what was written from outside.
+        """
+        values = to_device([0.0, late, *self._local_flags()], self.device)
+        world_size = self._transport.world_size
+        for shard in self._shards:
+            squared_norm = shard.grads.squared_norm
+            if squared_norm is None:
+                squared_norm = _squared_norm(shard.gradient_for_norm(world_size))
+            values[0] += squared_norm
+        total = self._transport.all_reduce_scalars(values, label).tolist()
+        self._transport.check_order()
+        has_grad, start = [], 2
+        for shard in self._shards:
+            stop = start + len(shard.unit.params)
+            has_grad.append([flag > 0 for flag in total[start:stop]])
+            start = stop
+        self._writes.confirm(self._writes.suspects(total[start:]))
+        return GradientSummary(total[0], has_grad), total[1] > 0
+
+    def norm_on_host(self, divisor: float, label: str) -> torch.Tensor:
+        """Return the norm of the gradients over ``divisor``, 0-d float64 on their device. A collective."""
+        norm = math.sqrt(self.summarise(label).squared_norm) / divisor
+        return torch.tensor(norm, dtype=torch.float64, device=self.device)
+
+    def sum_on_device(self, label: str) -> torch.Tensor:
+        """Return the squared norm, the flags and the checksums over all ranks, without waiting for them. A collective.
+
+        Gradients that came late are reduced where this rank has some, on the assumption that all ranks do or none:
+        asking them would make the host wait.
+
+        Returns:
+            1-D float64 on the device.
+        """
+        if self._reducer.has_late_gradients:
+            self._reducer.reduce_late_gradients()
+        with profile_range("norm"):
+            world_size = self._transport.world_size
+            norm = ops.squared_norms([shard.gradient_for_norm(world_size) for shard in self._shards])
+            flags = self._local_flags()
+            # The flags seldom change, and a copy to the device costs a launch.
+            if flags != self._flags:
+                self._flags, self._device_flags = flags, to_device(flags, self.device)
+            return self._transport.all_reduce_scalars(torch.cat([norm.view(1), self._device_flags]), label)
+
+    def _local_flags(self) -> list[float]:
+        """Return whether this rank has a gradient of each parameter, then its checksums of outside writes."""
+        return [float(flag) for shard in self._shards for flag in shard.grads.has_grad] + self._writes.sums()
+
+    def first_not_finite(self) -> str | None:
+        """Return the first parameter, in forward order, whose summed gradient is not finite. A collective.
+
+        Returns:
+            The same name on every rank, or None where every gradient is finite.
+        """
+        flags, names = [], []
+        for shard in self._shards:
+            slots = shard.unit.layout.slots
+            not_finite = [False] * len(slots)
+            for span in shard.spans():
+                gradient = shard.gradient[span.shard_slice]
+                populate(gradient)
+                not_finite[span.param_index] = not_finite[span.param_index] or not bool(torch.isfinite(gradient).all())
+            flags += not_finite
+            names += [slot.name for slot in slots]
+        total = self._transport.all_reduce_scalars(
+            torch.tensor(flags, dtype=torch.float64, device=self.device), "where not finite"
+        )
+        return next((name for name, flag in zip(names, total.tolist(), strict=True) if flag), None)
+
+
+def step_on_host(
+    gradient_norm: GradientNorm, settings: StepSettings, update: Callable[[float, Sequence[Sequence[bool]]], None]
+) -> StepResult:
+    """Take a step with its scalars on the host.
+
+    Args:
+        update: Updates every shard, unless the step is skipped. It gets the factor of the gradient, and for each unit
+            and parameter whether there is a gradient.
+    """
+    summary = gradient_norm.summarise(settings.label)
+    squared_norm = torch.tensor(summary.squared_norm, dtype=torch.float64, device="cpu")
+    factor, grad_norm, overflow = ops.gradient_factor(
+        squared_norm, divisor=settings.divisor, limit=settings.limit, skip=settings.skip
+    ).tolist()
+    if not overflow:
+        update(factor, summary.has_grad)
+    return StepResult(lambda: (grad_norm, not overflow))
+
+
+def _squared_norm(gradient: torch.Tensor) -> torch.Tensor:
+    gradient = torch.view_as_real(gradient).flatten() if gradient.is_complex() else gradient
+    return gradient.dot(gradient) if gradient.dtype is torch.float64 else ops.squared_norm(gradient)
