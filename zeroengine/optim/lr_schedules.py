@@ -146,7 +146,7 @@ def _rise(params: dict[str, Any], step: int) -> float:
         return 1.0
     if params["warmup_type"] == "log":
         return math.log(step + 1) / math.log(max(2, total))
-    return step / max(1, total)
+    return float(step / max(1, total))
 
 
 def _between(low: float, high: float, part: float) -> float:
