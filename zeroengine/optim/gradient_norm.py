@@ -16,7 +16,7 @@ import torch
 
 from zeroengine import ops
 from zeroengine.comm.interfaces import Transport
-from zeroengine.disk.swap_files import populate
+from zeroengine.disk.mapped_memory import populate
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.optim.step_result import StepResult, StepSettings
 from zeroengine.runtime.outside_writes import OutsideWrites

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zeroengine.disk.swap_files import populate
+from zeroengine.disk.mapped_memory import populate
 from zeroengine.optim.backends.interface import SpanState, StateKeys
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.partition.layout import ShardSpan
