@@ -1,11 +1,11 @@
-"""Builds csrc/cpu, csrc/aio and csrc/cuda into a shared library each, which ctypes loads; pyproject.toml holds
-everything else.
+"""Builds csrc/cpu, csrc/aio and csrc/cuda into one shared library each, which ctypes loads.
 
-ninja drives the compilers. CXX names that of C++, else the first of c++, g++ and clang++ is taken. Without one that
-works, the install still succeeds: zeroengine then runs on torch's own kernels, without NVMe, and says so.
+pyproject.toml holds everything else. ninja runs the compilers. CXX names the C++ compiler; without it the first of c++,
+g++ and clang++ is used. The install succeeds even if no compiler works: zeroengine then uses torch's own kernels,
+cannot offload to NVMe, and says so.
 
-csrc/cuda is built where there is an nvcc: CUDACXX names it, else that of CUDA_HOME, PATH or /usr/local/cuda is taken.
-ZEROENGINE_CUDA_ARCHITECTURES lists what for, "80 90 100" unless said otherwise; ZEROENGINE_CUDA=0 leaves it out.
+csrc/cuda is built if there is an nvcc: the one that CUDACXX names, or that of CUDA_HOME, PATH or /usr/local/cuda.
+ZEROENGINE_CUDA_ARCHITECTURES lists the architectures, "80 90 100" by default. ZEROENGINE_CUDA=0 leaves the library out.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
-# Each built from its folder in csrc.
+# The libraries, and the folders in csrc that they are built from.
 LIBRARIES = {"zeroengine.ops._cpu": "cpu", "zeroengine.ops._aio": "aio", "zeroengine.ops._cuda": "cuda"}
 HEADERS = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("csrc/**/*.h"))
 COMPILER = "install a C++17 compiler (Debian: `apt install g++`)"
@@ -36,7 +36,8 @@ MISSING = {
     "do without, set ZEROENGINE_CUDA=0)",
 }
 
-# The same IEEE operations on every CPU: no contraction into fused multiply-adds, no fast math, no -march=native.
+# These flags give the same IEEE operations on every CPU: no contraction into fused multiply-adds, no fast math, no
+# -march=native.
 FLAGS = "-std=c++17 -O3 -fPIC -fvisibility=hidden -ffp-contract=off -fno-math-errno -Wall -Wextra".split()
 # GCC's own AVX-512 headers trip -Wmaybe-uninitialized (its bug 105593).
 ISA_FLAGS = {
@@ -44,14 +45,14 @@ ISA_FLAGS = {
     "isa_avx512": "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c -Wno-maybe-uninitialized".split(),
 }
 
-# Those that this nvcc knows are built. The last one's PTX serves newer GPUs.
+# Only architectures that the nvcc knows are built. The PTX of the last one serves newer GPUs.
 CUDA_ARCHITECTURES = "80 90 100"
-# --fmad=false is the GPU's -ffp-contract=off. ptxas reports registers and spills.
+# --fmad=false does for the GPU what -ffp-contract=off does for the CPU. ptxas reports registers and spills.
 CUDA_FLAGS = (
     "-std=c++17 -O3 --fmad=false --ftz=false --prec-div=true --prec-sqrt=true -Xptxas -v "
     "-Xcompiler -fPIC,-fvisibility=hidden,-Wall,-ffp-contract=off"
 ).split()
-# CUDA's runtime stays inside, hidden: torch has one of its own.
+# CUDA's runtime is linked in and hidden, because torch has its own.
 CUDA_LINK_FLAGS = "-nodlink -cudart static -Xlinker --exclude-libs,ALL".split()
 
 NINJA_RULES = """\
@@ -65,15 +66,15 @@ rule link
 
 
 class BuildError(Exception):
-    """Why the library could not be built."""
+    """A library cannot be built; the message says why."""
 
 
 def find_compiler() -> list[str]:
-    """The C++ compiler's command line."""
+    """Return the C++ compiler's command line."""
     if wanted := os.environ.get("CXX"):
         command = shlex.split(wanted)
         if not shutil.which(command[0]):
-            raise BuildError(f"CXX names {command[0]!r}, which is not there")
+            raise BuildError(f"CXX names {command[0]!r}, which does not exist")
         return command
     for name in ("c++", "g++", "clang++"):
         if path := shutil.which(name):
@@ -82,6 +83,7 @@ def find_compiler() -> list[str]:
 
 
 def find_ninja() -> str:
+    """Return the path of ninja."""
     try:
         import ninja
 
@@ -93,7 +95,7 @@ def find_ninja() -> str:
 
 
 def openmp_flags(cxx: list[str]) -> list[str]:
-    """`-fopenmp` where the compiler can link it; without it the kernels use one thread."""
+    """Return `-fopenmp` if the compiler can link it. Without it the kernels use one thread."""
     with tempfile.TemporaryDirectory() as folder:
         probe = Path(folder, "probe.cpp")
         probe.write_text("#include <omp.h>\nint main() { return omp_get_max_threads() < 1; }\n")
@@ -102,7 +104,7 @@ def openmp_flags(cxx: list[str]) -> list[str]:
 
 
 def find_nvcc() -> str | None:
-    """nvcc's path; None where there is none, or where nobody wants it."""
+    """Return nvcc's path, or None if there is none or ZEROENGINE_CUDA is 0."""
     if os.environ.get("ZEROENGINE_CUDA", "1") == "0":
         return None
     if wanted := os.environ.get("CUDACXX"):
@@ -113,7 +115,7 @@ def find_nvcc() -> str | None:
 
 
 def cuda_architectures(nvcc: str) -> list[str]:
-    """What to build for, ascending, as in "90"."""
+    """Return the architectures to build for, ascending, as in "90"."""
     listed = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True)
     if listed.returncode:
         raise BuildError(f"{nvcc} --list-gpu-arch failed:\n{listed.stderr or listed.stdout}")
@@ -131,6 +133,7 @@ def cuda_architectures(nvcc: str) -> list[str]:
 
 
 def cuda_flags(nvcc: str) -> list[str]:
+    """Return the compiler flags of nvcc."""
     architectures = cuda_architectures(nvcc)
     targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in architectures]
     targets.append(f"-gencode=arch=compute_{architectures[-1]},code=compute_{architectures[-1]}")
@@ -138,12 +141,13 @@ def cuda_flags(nvcc: str) -> list[str]:
 
 
 def sources(folder: str) -> list[str]:
+    """Return the sources in csrc/`folder`, relative to the checkout."""
     suffix = "cu" if folder == "cuda" else "cpp"
     return sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob(f"csrc/{folder}/*.{suffix}"))
 
 
 def commands(folder: str) -> dict[str, list[str]]:
-    """The compiler of csrc/`folder`, and what it is told when it compiles and when it links."""
+    """Return the compiler of csrc/`folder`, and its flags for compiling and for linking."""
     if folder == "cuda":
         nvcc = find_nvcc()
         assert nvcc is not None
@@ -154,7 +158,7 @@ def commands(folder: str) -> dict[str, list[str]]:
 
 
 def write_ninja(path: Path, folder: str, output: Path) -> None:
-    """A build file that compiles every source in csrc/`folder` and links them into `output`."""
+    """Write a build file that compiles every source in csrc/`folder` and links them into `output`."""
     x86 = platform.machine().lower() in ("x86_64", "amd64")
     rules = NINJA_RULES.format(**{name: shlex.join(words) for name, words in commands(folder).items()})
 
@@ -172,17 +176,20 @@ def write_ninja(path: Path, folder: str, output: Path) -> None:
 
 
 class NinjaBuild(build_ext):
-    """build_ext for a library without Python in it: no ABI tag, and no failure where it cannot be built."""
+    """Builds libraries that hold no Python: without an ABI tag, and without failing if a library cannot be built."""
 
     def run(self) -> None:
-        for name in LIBRARIES.keys() - {ext.name for ext in self.extensions}:  # of an earlier build
+        """Build all libraries, and remove those of an earlier build that are not built any more."""
+        for name in LIBRARIES.keys() - {ext.name for ext in self.extensions}:
             Path(self.get_ext_fullpath(name)).unlink(missing_ok=True)
         super().run()
 
     def get_ext_filename(self, fullname: str) -> str:
+        """Return the file name of a library, without an ABI tag."""
         return os.path.join(*fullname.split(".")) + ".so"
 
     def build_extension(self, ext: Extension) -> None:
+        """Build one library, or print a notice that says why that is impossible."""
         output = Path(self.get_ext_fullpath(ext.name)).resolve()
         output.parent.mkdir(parents=True, exist_ok=True)
         folder = LIBRARIES[ext.name]
@@ -201,17 +208,20 @@ class NinjaBuild(build_ext):
             )
 
     def get_outputs(self) -> list[str]:
+        """Return the libraries that were built."""
         return [path for path in super().get_outputs() if os.path.exists(path)]
 
 
 class PlatformWheel(bdist_wheel):
-    """One wheel for every Python 3: the library uses no CPython ABI."""
+    """A wheel for every Python 3: the libraries use no CPython ABI."""
 
     def get_tag(self) -> tuple[str, str, str]:
+        """Return the wheel's tag."""
         return "py3", "none", super().get_tag()[2]
 
 
-if __name__ == "__main__":  # tests import the rest
+# Tests import this file without building anything.
+if __name__ == "__main__":
     setup(
         ext_modules=[
             Extension(name, sources(folder), depends=HEADERS, optional=True)

@@ -1,10 +1,10 @@
-"""Checkpoints against the disk they lie on, as ratios measured in one run.
+"""Measures checkpoints beside the disk that holds them, as ratios of one run.
 
     python benchmarks/checkpoint.py export --gib 4      zero-export against cp, and its memory
     python benchmarks/checkpoint.py save                save_checkpoint against a plain write, async_save against both
 
-Each command prints the machine, the disk's own speed for the same bytes, and what is reached of it. Files are put out
-of the page cache before they are read and synced after they are written, by either side.
+Each command prints the machine, the disk's own speed for the same bytes, and the fraction that is reached. On both
+sides, files are dropped from the page cache before they are read, and synced after they are written.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ GIB = 2**30
 
 
 def forget(*folders: Path) -> None:
-    """Puts the files of ``folders`` out of the page cache."""
+    """Drop the files of ``folders`` from the page cache."""
     for file in (file for folder in folders for file in folder.rglob("*") if file.is_file()):
         descriptor = os.open(file, os.O_RDONLY)
         os.fsync(descriptor)
@@ -82,7 +82,7 @@ def machine(folder: Path) -> str:
 
 
 def make_checkpoint(folder: Path, gib: float, optimizer: bool) -> None:
-    """A checkpoint as ``engine.save_checkpoint`` writes it, without the memory for the model: an embedding of an
+    """Write a checkpoint as ``engine.save_checkpoint`` does, without the memory for the model: an embedding of an
     eighth, blocks for the rest, every tensor the same 64 MiB of noise over and over."""
     from zeroengine.checkpoint import dcp_io
     from zeroengine.checkpoint.directory import FORMAT, CheckpointDirectory, FileRecord, Manifest

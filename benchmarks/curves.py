@@ -1,7 +1,7 @@
-"""Loss curves of the example in low precision beside plain PyTorch's autocast.
+"""Compares loss curves of the example in low precision with those of plain PyTorch's autocast.
 
-Each way trains the same model on the same batches, once for each seed of weights and batches. Plain autocast gives
-the run-to-run spread: how far its own curves lie apart. The other ways' curves are compared with it seed by seed.
+Each precision trains the same model on the same batches, once for each seed of weights and batches. The curves of plain
+autocast give the spread between runs. The curves of the other precisions are compared with them, seed by seed.
 
     python benchmarks/curves.py --steps 200
 """
@@ -77,7 +77,7 @@ def smoothed(losses: list[float]) -> list[float]:
 
 
 def apart(first: list[float], second: list[float]) -> float:
-    """The largest distance of two smoothed curves, in nats."""
+    """Return the largest distance of two smoothed curves, in nats."""
     return max(abs(a - b) for a, b in zip(smoothed(first), smoothed(second), strict=True))
 
 

@@ -1,12 +1,12 @@
-"""Breaks runs on three hosts in every way the launcher knows of, and times the report and the recovery.
+"""Breaks runs on three hosts in every way that the launcher handles, and times the report and the recovery.
 
     sudo python benchmarks/faults.py                        # each fault once
     sudo python benchmarks/faults.py --repeat 30            # each 30 times, in one run unless it is elastic
     sudo python benchmarks/faults.py --start --repeat 5     # launcher start to first step, against torchrun
 
 The hosts are network namespaces of this machine, each with an address and an sshd (tests/launch/hosts.py), so it needs
-root. They train examples/train_lm.py, tiny, and share its folder of checkpoints. Each time it is seen that no process
-stays and no checkpoint is lost.
+root. They train a tiny examples/train_lm.py and share its folder of checkpoints. After each fault the benchmark checks
+that no process stays and that no checkpoint is lost.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ FUTURE = "import time; now = time.time; time.time = lambda: now() + 3600\n"
 
 
 class Screen:
-    """What a process prints, line by line, with the time of each."""
+    """Records the lines that a process prints, with their times."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
@@ -64,7 +64,7 @@ class Screen:
                 self._more.notify_all()
 
     def wait(self, pattern: str, after: float = 0.0) -> float:
-        """When the first line came that has the pattern, `after` that time."""
+        """Return the time of the first line that matches the pattern, `after` a time."""
         return self.wait_for_line(pattern, after)[0]
 
     def wait_for_line(self, pattern: str, after: float, seconds: float = 120.0) -> tuple[float, str]:
@@ -82,7 +82,7 @@ class Screen:
 
 @dataclass
 class Case:
-    """A run to be broken."""
+    """A run that a fault breaks."""
 
     rig: Rig
     folder: Path
@@ -188,7 +188,7 @@ Times = tuple[float, float | None]  # seconds from the fault to its report, and 
 
 
 def struck(fault: Fault, case: Case, repeat: int) -> list[Times]:
-    """One run, broken again and again. After each recovery a host has one rank at most, and no checkpoint is lost."""
+    """Break one run repeatedly. After each recovery a host has at most one rank, and no checkpoint is lost."""
     found: list[Times] = []
     for _ in range(repeat):
         wait_for_steps(case, case.newest() + 4)
@@ -210,7 +210,7 @@ def struck(fault: Fault, case: Case, repeat: int) -> list[Times]:
 
 
 def broken(fault: Fault, case: Case, began: float) -> Times:
-    """A run that has the fault from its start."""
+    """Start a run that has the fault from its beginning."""
     told = case.screen.wait(fault.told, began) - began
     if not fault.starts:
         assert case.screen.process.wait(30) == 2, "a run that cannot start is refused"
@@ -220,7 +220,7 @@ def broken(fault: Fault, case: Case, began: float) -> Times:
 
 
 def run(fault: Fault, folder: Path, repeat: int) -> tuple[list[Times], float]:
-    """The times of each repetition; and how long the last process outlived the launcher, in seconds."""
+    """Return the times of each repetition, and the seconds that the last process outlived the launcher."""
     environments = {}
     if "clock" in fault.name:
         (folder / "future").mkdir(exist_ok=True)
@@ -298,7 +298,7 @@ def spread(seconds: Sequence[float]) -> str:
 
 
 def start(repeat: int) -> None:
-    """Two nodes, from the launcher's start to the first step's end, in turn with torchrun over the same ssh."""
+    """Time two nodes from the launcher's start to the first step's end, in turn with torchrun over the same ssh."""
     script = """
 import os, sys, torch, zeroengine
 model = torch.nn.Linear(16, 16)
@@ -329,7 +329,7 @@ print("first step", flush=True)
 
 
 def torchrun(rig: Rig, node: int) -> subprocess.Popen[str]:
-    """What a user would type: torchrun over ssh on each node, side by side."""
+    """Return the commands that a user would type: torchrun over ssh on each node, side by side."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d"]
     address = rig.machines[0].address
     command += [

@@ -1,12 +1,12 @@
-"""What zeroengine reaches on a GPU: correctness first, then bandwidth, tokens/s and memory, written to docs/benchmarks.
+"""Measures zeroengine on a GPU: correctness, then bandwidth, tokens/s and memory, written to docs/benchmarks.
 
     python benchmarks/gpu.py [--minutes 10] [--output docs/benchmarks/<gpu>.md]
 
-Each section runs in a process of its own; one that fails or runs out of time is reported, and the next one goes on.
-Bandwidths are of bytes that must move, each once, over the median time of rounds in which every case takes its turn.
-The yardstick is a copy from the GPU's memory to the GPU's memory, in the same rounds. DeepSpeed is there when it can
-be imported (`pip install .[bench]`). Without a GPU it says so and exits with 2. `--rehearse` runs every section at
-tiny sizes, on the CPU where there is no GPU, to show that they run: its figures mean nothing and are not written.
+Each section runs in its own process. A section that fails or runs out of time is reported, and the next one continues.
+A bandwidth counts the bytes that must move, each once, over the median time of rounds in which all cases take turns.
+The reference is a copy within the GPU's memory, in the same rounds. DeepSpeed is measured if it can be imported (`pip
+install .[bench]`). Without a GPU the benchmark says so and exits with 2. `--rehearse` runs every section at tiny sizes,
+on the CPU if there is no GPU, to show that they run. Its figures mean nothing and are not written.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def heading(s: Setting) -> str:
 
 
 def report(s: Setting, minutes: float, output: Path | None) -> bool:
-    """Writes the page, section by section. Whether every one succeeded."""
+    """Write the page, section by section. Return whether all sections succeeded."""
     end, parts, succeeded = time.monotonic() + 60 * minutes, [heading(s)], True
     for title, section in SECTIONS.items():
         left = end - time.monotonic()

@@ -1,4 +1,4 @@
-"""Sections of benchmarks/gpu.py: the kernels, first right, then beside a copy and beside other optimizers."""
+"""Sections of benchmarks/gpu.py: the kernels' correctness, and their speed beside a copy and other optimizers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HYPER: dict[str, Any] = dict(step=10, lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, 
 
 
 def correctness(s: Setting) -> str:
-    """Against float64 on the same values, and against the CPU's kernels bit for bit."""
+    """Check against float64 on the same values, and against the CPU's kernels bit for bit."""
     rows = [*adam_errors(s), norm_error(s), cast_error(s), overflow(s)]
     failed = [name for name, _, _, passed in rows if not passed]
     text = table(["check", "found", "allowed", ""], [[*row[:3], "passed" if row[3] else "**FAILED**"] for row in rows])
@@ -91,7 +91,7 @@ def adam_table(s: Setting, numel: int, segments: int) -> ops.AdamTable:
 
 
 class Arrays:
-    """A shard's arrays, of random values that repeated steps keep in range."""
+    """The arrays of a shard, with random values that repeated steps keep in range."""
 
     def __init__(self, s: Setting, grad: torch.dtype, moments: torch.dtype, copy: bool) -> None:
         self.param, self.exp_avg, self.exp_avg_sq = (
@@ -102,7 +102,7 @@ class Arrays:
 
     @property
     def bytes(self) -> int:
-        """That a step must move."""
+        """Return the bytes that a step must move."""
         state = sum(x.nbytes for x in (self.param, self.exp_avg, self.exp_avg_sq))
         return 2 * state + self.grad.nbytes + (0 if self.copy is None else self.copy.nbytes)
 
@@ -113,7 +113,7 @@ class Arrays:
 
 
 def copying(s: Setting) -> tuple[Callable[[], object], int]:
-    """The yardstick, and the bytes that it moves."""
+    """Return the reference copy, and the bytes that it moves."""
     source, target = (torch.randn(s.numel * 2, device=s.device) for _ in range(2))
     return lambda: target.copy_(source), 2 * source.nbytes
 
@@ -130,7 +130,7 @@ def bandwidths(s: Setting, cases: dict[str, tuple[Callable[[], object], int]]) -
 
 
 def adam(s: Setting) -> str:
-    """The fused update alone, by dtypes, and cut into segments."""
+    """Measure the fused update alone, by dtypes, and divided into segments."""
     f32, bf16 = torch.float32, torch.bfloat16
     cases: dict[str, tuple[Callable[[], object], int]] = {}
     for name, arguments in {
@@ -153,7 +153,7 @@ def adam(s: Setting) -> str:
 
 
 def torch_chain(a: Arrays, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> Callable[[], object]:
-    """The same step as separate passes around an optimizer that wants fp32 gradients."""
+    """Return the same step as separate passes around an optimizer that needs fp32 gradients."""
     param = nn.Parameter(a.param.clone())
     param.grad = a.grad.float()
     optimizer = make([param])
@@ -181,12 +181,12 @@ def peers(s: Setting, others: dict[str, Callable[[list[nn.Parameter]], torch.opt
 
 
 def beside_torch(s: Setting) -> str:
-    """The update beside torch's fused AdamW with its separate cast, scaling and copy."""
+    """Measure the update beside torch's fused AdamW with its separate cast, scaling and copy."""
     return peers(s, {"torch.optim.AdamW(fused=True) and casts": torch_adamw})
 
 
 def beside_deepspeed(s: Setting) -> str:
-    """The update beside DeepSpeed's FusedAdam with the same casts."""
+    """Measure the update beside DeepSpeed's FusedAdam with the same casts."""
     try:
         from deepspeed.ops.adam import FusedAdam
     except ImportError as error:
@@ -199,7 +199,7 @@ def beside_deepspeed(s: Setting) -> str:
 
 
 def norm_and_casts(s: Setting) -> str:
-    """The norm, and cast-copies of 200 gradients into a bucket."""
+    """Measure the norm, and cast-copies of 200 gradients into a bucket."""
     fp32, bf16 = torch.randn(s.numel, device=s.device), torch.randn(s.numel, device=s.device).bfloat16()
     bucket = torch.empty_like(fp32)
     numels = [s.numel // 200] * 200

@@ -1,4 +1,4 @@
-"""Where the sections of benchmarks/gpu.py run, and how they take times and start processes of their own."""
+"""The environment of the sections of benchmarks/gpu.py: devices, timing, and processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ AHEAD = 10_000_000  # of the GPU's cycles, about five milliseconds: it waits so 
 
 
 class Setting:
-    """Where a section runs, and how large."""
+    """The device and the sizes of a section."""
 
     def __init__(self, rehearse: bool) -> None:
         self.on_gpu = torch.cuda.is_available()
@@ -40,7 +40,7 @@ class Setting:
             torch.cuda.synchronize()
 
     def peak(self) -> float:
-        """Bytes that the allocator has given at one time, since the last call."""
+        """Return the largest number of bytes that were allocated at one time since the last call."""
         if not self.on_gpu:
             return 0.0
         torch.cuda.synchronize()
@@ -49,7 +49,7 @@ class Setting:
         return found
 
     def seconds(self, cases: dict[str, Callable[[], object]]) -> dict[str, float]:
-        """The median time that each case takes the GPU, over rounds in which each takes its turn."""
+        """Return the median time of each case on the GPU, over rounds in which the cases take turns."""
         times: dict[str, list[float]] = {name: [] for name in cases}
         for number in range(-3, self.rounds):
             for name, run in cases.items():
@@ -82,7 +82,7 @@ def table(head: Sequence[str], rows: Rows) -> str:
 
 
 def run_self(s: Setting, *arguments: str, timeout: float | None = None) -> str:
-    """The script in a new process: the last line that it prints, which is JSON."""
+    """Run the script in a new process, and return the last line that it prints, which is JSON."""
     command = [sys.executable, SCRIPT, *arguments, *(["--rehearse"] if s.rehearse else [])]
     pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     with subprocess.Popen(command, **pipes, start_new_session=timeout is not None) as process:

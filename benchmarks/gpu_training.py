@@ -1,4 +1,4 @@
-"""Sections of benchmarks/gpu.py: whole steps, their memory, and states that are offloaded."""
+"""Sections of benchmarks/gpu.py: complete steps, their memory, and offloaded states."""
 
 from __future__ import annotations
 
@@ -52,7 +52,10 @@ def batch_size(s: Setting) -> int:
 
 
 def fake_ranks() -> None:
-    """This process is rank 0 of 64, whose collectives move nothing; torch's fake gather would copy a shard 64 times."""
+    """Make this process rank 0 of 64, whose collectives move nothing.
+
+    torch's fake gather would copy a shard 64 times.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from zeroengine.comm.transports import nccl
@@ -79,7 +82,7 @@ def step_of(way: str, model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def timed(s: Setting, way: str, size: tuple[int, ...], batch: int, steps: int) -> dict[str, float]:
-    """Seconds a step of one way of training, the last loss, and how many parameters there are."""
+    """Return the seconds per step of one way of training, the last loss, and the number of parameters."""
     *_, vocab, context = size
     model = build(s, size)
     step = step_of(way, model)
@@ -97,19 +100,19 @@ def timed(s: Setting, way: str, size: tuple[int, ...], batch: int, steps: int) -
 
 
 def train(s: Setting, way: str) -> dict[str, float]:
-    """One way of training, in this process: tokens/s, the allocator's peak, the last loss."""
+    """Train in one way, in this process, and report tokens/s, the allocator's peak and the last loss."""
     batch = batch_size(s)
     found = timed(s, way, s.model, batch, 2 if s.rehearse else 20)
     return found | {"tokens": batch * s.model[-1] / found["seconds"], "peak": s.peak() / 2**30}
 
 
 def issue(s: Setting, way: str) -> dict[str, float]:
-    """A step of a model as deep whose computation takes next to nothing: what is left is the host's work."""
+    """Measure a step of an equally deep model that computes next to nothing: the rest is the host's work."""
     return timed(s, way, (s.model[0], 64, 2, 128, 32), 1, 2 if s.rehearse else 100)
 
 
 def training(s: Setting) -> str:
-    """World size 1, bf16: plain PyTorch (autocast, fused AdamW), and the engine, in two rounds.
+    """Measure world size 1 in bf16: plain PyTorch (autocast, fused AdamW), and the engine, in two rounds.
 
     On one rank nothing is partitioned, and stage 3 takes the path of stage 0. As rank 0 of 64 it gathers and releases
     every unit, from ranks that are not there (torch's `fake` process group): what is left out is the wire, and the
@@ -136,7 +139,7 @@ def training(s: Setting) -> str:
 
 
 def occupy(s: Setting, stage: str, large: str) -> dict[str, float]:
-    """Rank 0 of 64, in this process: what the allocator gave, after a step and at the peak of the next."""
+    """Run as rank 0 of 64, and report the allocated bytes after a step and at the peak of the next."""
     fake_ranks()
     engine = engine_of(build(s, s.large if int(large) else s.model, tied=False), int(stage))
     ids = torch.zeros(1, 8, dtype=torch.long, device=s.device)
@@ -163,7 +166,7 @@ def occupy(s: Setting, stage: str, large: str) -> dict[str, float]:
 
 
 def memory(s: Setting, large: bool = False) -> str:
-    """What the allocator gave on rank 0 of 64 (torch's `fake` process group), beside ZeRO's formula: between steps
+    """Measure the allocated bytes of rank 0 of 64 (torch's `fake` process group), beside ZeRO's formula: between steps
     (without the workspaces of cuBLAS), and at the peak of a step on eight tokens.
 
     Between steps there are the formula's states and the buckets of gradients, which are kept. At the peak there may be
@@ -187,7 +190,7 @@ def memory(s: Setting, large: bool = False) -> str:
 
 
 def large_memory(s: Setting) -> str:
-    """The same for ZeRO's 7.5 G-parameter row, where the GPU is large enough."""
+    """Measure the same for ZeRO's row of 7.5 G parameters, if the GPU is large enough."""
     if not s.rehearse and torch.cuda.get_device_properties(0).total_memory < 100 << 30:
         return "Not measured: building the model whole takes a GPU of 100 GiB."
     return memory(s, large=True)
@@ -200,7 +203,7 @@ OFFLOAD: dict[str, Any] = {"offload_optimizer": CPU, "overlap_comm": True}
 
 
 def offloaded(s: Setting, way: str) -> dict[str, float]:
-    """ZeRO-Offload by one engine, in this process: tokens/s and the allocator's peak."""
+    """Run ZeRO-Offload with one engine, in this process, and report tokens/s and the allocator's peak."""
     *_, vocab, context = s.model
     model, batch = build(s, s.model), batch_size(s)
     if way == "DeepSpeed":
@@ -230,8 +233,10 @@ def offloaded(s: Setting, way: str) -> dict[str, float]:
 
 
 def offload(s: Setting) -> str:
-    """ZeRO-Offload at stage 2, world size 1, bf16, `overlap_comm`: the optimizer in CPU memory, beside DeepSpeed, in
-    two rounds."""
+    """Measure ZeRO-Offload (the optimizer in CPU memory) beside DeepSpeed, in two rounds.
+
+    Stage 2, world size 1, bf16, `overlap_comm`.
+    """
     runs: dict[str, list[dict[str, float]]] = {"zeroengine": [], "DeepSpeed": []}
     failed: dict[str, str] = {}
     for _ in range(1 if s.rehearse else 2):
@@ -257,7 +262,7 @@ def _last(run: dict[str, float]) -> list[str]:
 
 
 def grow(s: Setting, layers: str, ratio: str) -> dict[str, float]:
-    """Two steps of a model of so many layers, ``ratio`` of its optimizer in CPU memory, in this process."""
+    """Take two steps of a model with that many layers and ``ratio`` of its optimizer in CPU memory."""
     import zeroengine
 
     _, *rest = s.large
@@ -283,7 +288,7 @@ def grow(s: Setting, layers: str, ratio: str) -> dict[str, float]:
 
 
 def largest(s: Setting) -> str:
-    """The largest model that takes steps on this GPU with this machine's CPU memory: stage 2, bf16, as much of the
+    """Find the largest model that takes steps on this GPU with this machine's CPU memory: stage 2, bf16, as much of the
     optimizer on the GPU as fits. A size that fails is made a tenth smaller."""
     from zeroengine.offload.placement import available_memory
 

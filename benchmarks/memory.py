@@ -1,8 +1,8 @@
-"""The table of ZeRO, section 5, measured: bytes a rank holds at each stage, at any world size, on one process.
+"""Measures the table of ZeRO, section 5: the bytes of a rank at each stage and any world size, in one process.
 
-torch's ``fake`` process group stands in for the other ranks: this process holds what rank 0 of N would.
-Prints, for stages 0 to 3 in bf16 mixed precision with Adam, the formula (2 + 2 + 12 bytes a parameter, each
-divided by its degree), what ``engine.memory()`` says, and how far this process really grew.
+torch's ``fake`` process group stands in for the other ranks: this process holds what rank 0 of N would hold. For stages
+0 to 3 in bf16 mixed precision with Adam, the table has the formula (2 + 2 + 12 bytes per parameter, each divided by its
+degree), the result of ``engine.memory()``, and the real growth of this process.
 
     python benchmarks/memory.py --ranks 64 --layers 24 --width 1024
     python benchmarks/memory.py --ranks 1 --nvme PATH      with the states of stages 2 and 3 on a disk
@@ -53,7 +53,7 @@ class Model(nn.Module):
 
 
 def resident() -> int:
-    """Bytes resident in this process, after freed memory has gone back to the system."""
+    """Return the resident bytes of this process, after freed memory has gone back to the system."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     with open("/proc/self/statm") as f:
@@ -61,7 +61,7 @@ def resident() -> int:
 
 
 def train(stage: int, layers: int, width: int, nvme: str | None) -> tuple[object, int]:
-    """A trained-for-two-steps engine, and how much the process grew."""
+    """Train an engine for two steps, and return it with the growth of the process."""
     import zeroengine
 
     zero: dict[str, object] = {"stage": stage}
@@ -86,7 +86,7 @@ def train(stage: int, layers: int, width: int, nvme: str | None) -> tuple[object
 
 
 def measure(stage: int, ranks: int, layers: int, width: int, nvme: str | None) -> dict[str, float]:
-    """One stage's row, in bytes."""
+    """The row of one stage, in bytes."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     train(stage, 1, 64, nvme)  # loads everything that a first step loads
     engine, growth = train(stage, layers, width, nvme)

@@ -1,12 +1,12 @@
-"""What offloading costs: beside no offloading, beside the disk itself, and beside DeepSpeed; and the largest model.
+"""Measures offloading beside no offloading, beside the disk itself, and beside DeepSpeed; and the largest model.
 
     pip install .[bench]; apt install fio
-    python benchmarks/offload.py cpu             # the step with "cpu" beside the one without
+    python benchmarks/offload.py cpu             # a step with "cpu" beside one without
     python benchmarks/offload.py disk PATH       # the update on NVMe beside fio and beside the update in memory
     python benchmarks/offload.py peers PATH      # beside DeepSpeed's NVMe offload
-    python benchmarks/offload.py large PATH      # a billion parameters, and the memory that they take
+    python benchmarks/offload.py large PATH      # a billion parameters, and their memory
 
-Every ratio is of one run: the parts take turns, --rounds times over, and the median counts.
+Every ratio comes from one run: the parts take turns for --rounds rounds, and the median counts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LOOPS = 3
 
 
 def train(engine: str, *options: str, ranks: int = 1, threads: int = 2) -> dict[str, Any]:
-    """One training run in processes of its own."""
+    """Run one training in its own processes."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
     workload = str(Path(__file__).with_name("workload.py"))
     env = {**os.environ, "OMP_NUM_THREADS": str(threads), "DS_SKIP_CUDA_CHECK": "1"}
@@ -42,7 +42,7 @@ def train(engine: str, *options: str, ranks: int = 1, threads: int = 2) -> dict[
 
 
 def fio(path: str, read: int, written: int) -> float:
-    """Seconds that fio takes to read and write as many bytes, at once, with the blocks and the depth of ours."""
+    """Return the seconds that fio takes to read and write as many bytes at once, with the same block size and depth."""
     with tempfile.TemporaryDirectory(dir=path) as folder:
         jobs = ["[global]", "direct=1", "bs=1m", "iodepth=32", "ioengine=io_uring", f"directory={folder}", "thread"]
         jobs.append(f"loops={LOOPS}")  # as states are read and written again and again

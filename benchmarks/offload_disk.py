@@ -1,11 +1,11 @@
-"""How fast the disk layer reads and writes tensors, beside fio on the same file in the same run.
+"""Measures how fast the disk layer reads and writes tensors, beside fio on the same file in the same run.
 
     python benchmarks/offload_disk.py PATH [--size 2GiB] [--block 1MiB] [--depth 32] [--rounds 3]
 
-Both move the same file of a folder, written beforehand, in sequence and past the page cache (direct=1), with the same
-block size and depth: all of it read, all of it written, and half of it read while the other half is written. They take
-turns, and the table gives medians over the rounds. We move tensors of 128 MiB, two under way at a time; fio reuses the
-memory of its blocks. fio is `apt install fio`; without it there is no ratio.
+Both move the same file sequentially and past the page cache (direct=1), with the same block size and depth: they read
+all of it, write all of it, and read one half while writing the other. They take turns, and the table has medians over
+the rounds. The disk layer moves tensors of 128 MiB, two at a time; fio reuses the memory of its blocks. Install fio
+with `apt install fio`; without it there is no ratio.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FIO_KINDS = {"read": "read", "write": "write", "both": "rw"}
 
 
 class File:
-    """With a name, so that fio finds it."""
+    """A swap file with a name, so that fio finds it."""
 
     def __init__(self, path: Path, nbytes: int) -> None:
         self.path, self.nbytes = str(path), nbytes

@@ -1,8 +1,7 @@
-"""Training speed and memory beside DDP, FSDP2 and DeepSpeed, as ratios to the floor.
+"""Measures training speed and memory beside DDP, FSDP2 and DeepSpeed, as ratios to a floor.
 
-The floor is the same local work on the same ranks with no communication at all. Every engine runs in turn,
---rounds times over, each run next to a floor of its own; the median of the ratios counts. Two ranks with one
-thread each by default.
+The floor is the same local work on the same ranks without any communication. The engines take turns for --rounds
+rounds, each run next to its own floor; the median of the ratios counts. The default is two ranks with one thread each.
 
     pip install .[bench]
     python benchmarks/peers.py --size s --rounds 5

@@ -1,12 +1,12 @@
-"""What it costs the host to guard reads of released parameters: microseconds for each transformer block and step.
+"""Measures the host time that guarding reads of released parameters takes, per transformer block and step.
 
     python benchmarks/reads.py [--layers 24] [--rounds 7]
 
 One process is rank 0 of 64 at stage 3 (torch's `fake` process group, whose collectives move nothing). The model is so
-narrow that nearly all of its time is the host's. In each round every case takes some steps in turn; the table gives
-medians over the rounds. The first three rows are parts of the engine's step, timed inside of it. FSDP2's step is of the
-same model, sharded by block, with torch's fused AdamW. The last rows put torch's own `saved_tensors_hooks` around the
-same model without an engine: what guarding by them would add.
+narrow that nearly all of its time is the host's. In each round all cases take turns with some steps; the table has
+medians over the rounds. The first three rows are parts of the engine's step, timed inside it. FSDP2's row is a step of
+the same model, sharded by block, with torch's fused AdamW. The last rows put torch's own `saved_tensors_hooks` around
+the same model without an engine: the cost of guarding by them.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ STEPS = 5
 
 
 class Clock:
-    """Adds up the time that is spent in functions."""
+    """Sums the time that is spent in functions."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
 
     def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``function``, whose time counts under ``name``."""
+        """Return ``function`` with its time counted under ``name``."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             begin = time.perf_counter()

@@ -1,10 +1,10 @@
-"""Whether two checkouts train the same: losses, gradient norms, checkpoints and memory, to the last bit.
+"""Compares how two checkouts train: losses, gradient norms, checkpoints and memory, to the last bit.
 
     python benchmarks/same_numbers.py OTHER_CHECKOUT [--ranks 1 2 3] [--steps 20] [--nvme PATH]
 
 Each checkout trains a small transformer at stages 0 to 3, in fp32, bf16 and fp16, with states in memory and on NVMe,
-and saves a checkpoint of each run. The table counts what is equal; below it stands every difference, by name. The exit
-code is 1 if there is any. Both must have been built (`python setup.py build_ext --inplace`).
+and saves a checkpoint of each run. The table counts the equal results; below it every difference is listed by name. The
+exit code is 1 if there is any. Both must have been built (`python setup.py build_ext --inplace`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Run = dict[str, Any]  # what one run of training gave, by what it is
 
 
 def record(steps: int, nvme: str, out: Path) -> None:
-    """On one rank: train everything, and write what came of it. Runs in the checkout that PYTHONPATH names."""
+    """Train everything on one rank, and write the results. This runs in the checkout that PYTHONPATH names."""
     import numpy
     import torch
     import torch.distributed as dist
@@ -119,7 +119,7 @@ def train(checkout: Path, ranks: int, steps: int, nvme: str, out: Path) -> dict[
 
 
 def compare(one: dict[str, Run], other: dict[str, Run]) -> tuple[Counter[str], list[str]]:
-    """Return how many of each kind are equal, and what differs."""
+    """Return the number of equal results of each kind, and the differences."""
     equal: Counter[str] = Counter()
     differences = [f"{name}: only one of the two has it" for name in sorted(one.keys() ^ other.keys())]
     for name in sorted(one.keys() & other.keys()):

@@ -1,9 +1,9 @@
-"""What the report of a stall costs the store that all ranks share, with simulated ranks.
+"""Measures what the report of a stall costs the store that all ranks share, with simulated ranks.
 
     python benchmarks/stall.py --ranks 128 1024
 
-Every rank but one notices the stall at the same time and asks where the others are. The one left answers nothing, so
-the report takes its whole patience. Ranks are threads of this process, each with a client of its own.
+Every rank but one notices the stall at the same time and asks where the others are. The last one does not answer, so
+the report takes its full timeout. Ranks are threads of this process, each with its own client.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the optimizer step costs: unscale, norm, clip, Adam and the low-precision copy, per parameter.
+"""Measures the optimizer step: unscale, norm, clip, Adam and the low-precision copy, per parameter.
 
     python benchmarks/update.py [--numel 32000000] [--threads N] [--repeats 15]
 
@@ -33,7 +33,7 @@ UNSCALE, MAX_NORM = 1.0, 1.0  # factors that leave gradients as they are when st
 
 
 class Buffers:
-    """A shard's arrays, on huge pages as the engine has them."""
+    """The arrays of a shard, on huge pages as in the engine."""
 
     def __init__(self, numel: int, grad: torch.dtype) -> None:
         self.param, self.exp_avg, self.exp_avg_sq = (self.array(numel, torch.float32) for _ in range(3))
@@ -60,7 +60,7 @@ def zeroengine_chain(b: Buffers) -> Callable[[], object]:
 
 
 def separate_chain(b: Buffers, make: Callable[[list[Tensor]], torch.optim.Optimizer]) -> Callable[[], object]:
-    """The same step as separate passes around an optimizer that wants fp32 gradients; their buffer is kept."""
+    """Return the same step as separate passes around an optimizer that needs fp32 gradients, in a kept buffer."""
     param = torch.nn.Parameter(Buffers.array(b.param.numel(), torch.float32))
     widen = b.grad.dtype != torch.float32
     grad = param.grad = Buffers.array(b.param.numel(), torch.float32) if widen else b.grad
@@ -91,7 +91,7 @@ def deepspeed_adamw() -> Callable[[list[Tensor]], torch.optim.Optimizer] | None:
 
 
 def library_cases(b: Buffers) -> dict[str, Callable[[], object]]:
-    """Adam alone, the norm alone, and the yardstick: Adam's traffic without its arithmetic."""
+    """Return Adam alone, the norm alone, and the reference: Adam's traffic without its arithmetic."""
     library = ops.library()
     if library is None:
         return {}
@@ -124,7 +124,7 @@ def library_cases(b: Buffers) -> dict[str, Callable[[], object]]:
 
 
 def measure(cases: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each case in each round; the first round warms up and is dropped."""
+    """Return the seconds of each case in each round, without the first round, which warms up."""
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(repeats + 1):
         for name, run in cases.items():

@@ -1,6 +1,6 @@
 """One rank of one training run under one engine, for peers.py. Rank 0 prints one line of JSON.
 
-The same decoder-only transformer, batches and AdamW for every engine; each uses its own ordinary API.
+Every engine trains the same decoder-only transformer with the same batches and AdamW, through its own ordinary API.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def zeroengine_step(model: nn.Module, args: argparse.Namespace, data: Iterator[A
 
 
 def traffic(engine: Any) -> tuple[int, int]:
-    """Bytes that an engine of zeroengine has read from and written to disks."""
+    """Return the bytes that an engine of zeroengine has read from and written to disks."""
     pairs = [disk.traffic for disk in engine._parts.placement.disks]
     return sum(read for read, _ in pairs), sum(written for _, written in pairs)
 
@@ -157,7 +157,7 @@ def deepspeed_step(model: nn.Module, args: argparse.Namespace, data: Iterator[An
 
 
 def torch_step(model: nn.Module, args: argparse.Namespace, data: Iterator[Any]) -> Step:
-    """DDP, FSDP2, and the floor: the same local work with no communication at all."""
+    """Train with DDP, FSDP2, or as the floor: the same local work without communication."""
     half = HALF.get(args.dtype)
     if args.engine == "ddp":
         model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -179,7 +179,7 @@ def torch_step(model: nn.Module, args: argparse.Namespace, data: Iterator[Any]) 
 
 
 def plain_step(model: nn.Module, half: torch.dtype | None) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """A step of plain PyTorch: autocast to ``half`` where there is one, clipping, fused AdamW."""
+    """Take a step of plain PyTorch: autocast to ``half`` if there is one, clipping, and fused AdamW."""
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
 
     def step(ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -217,8 +217,8 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     base = resident_mib()
-    birth = importlib.import_module("zeroengine").meta_init if args.meta else contextlib.nullcontext
-    with birth():
+    construction = importlib.import_module("zeroengine").meta_init if args.meta else contextlib.nullcontext
+    with construction():
         model = Transformer(*SIZES[args.size], args.context)
     step = make(model, args, batches(args.size, rank, args.batch, args.context))
     del model
