@@ -17,7 +17,7 @@ import zeroengine
 from tests.distributed.models import WIDTH, Block, batch, build, config
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import start
-from zeroengine.engine.duplicate_inputs import MICRO_STEPS, checksum, same_ranks, tensor_checksum
+from zeroengine.engine.duplicate_inputs import MICRO_STEPS, checksum_inputs, ranks_with_same_inputs, tensor_checksum
 
 CPU = torch.device("cpu")
 
@@ -187,9 +187,9 @@ def test_a_single_rank_has_no_duplicate_inputs() -> None:
 
 def test_groups_are_those_of_equal_inputs_that_vary() -> None:
     a, b, c = (1.0, 2.0, 3.0), (4.0, 2.0, 3.0), (5.0, 5.0, 5.0)
-    assert same_ranks([*a, *b, *a, *c, *c, *b, *a]) == [[0, 2, 6], [1, 5]]
-    assert same_ranks([*a, *b, *c]) == []
-    assert same_ranks([0.0, 2.0, 3.0, 0.0, 2.0, 3.0]) == [], "what nobody has seen is not the same"
+    assert ranks_with_same_inputs([*a, *b, *a, *c, *c, *b, *a]) == [[0, 2, 6], [1, 5]]
+    assert ranks_with_same_inputs([*a, *b, *c]) == []
+    assert ranks_with_same_inputs([0.0, 2.0, 3.0, 0.0, 2.0, 3.0]) == [], "what nobody has seen is not the same"
 
 
 DTYPES = [torch.bool, torch.uint8, torch.float16, torch.bfloat16, torch.int32, torch.float64, torch.complex128]
@@ -213,14 +213,14 @@ def test_a_checksum_is_of_values_and_not_of_memory() -> None:
     assert int(tensor_checksum(x)) == int(tensor_checksum(same))
     z = torch.randn(4, dtype=torch.complex64)
     assert int(tensor_checksum(z.conj())) == int(tensor_checksum(z.conj().resolve_conj()))
-    assert checksum((x, "a", 1), CPU) == checksum((same, "a", 1), CPU)
+    assert checksum_inputs((x, "a", 1), CPU) == checksum_inputs((same, "a", 1), CPU)
     for other in ((x, "b", 1), (x, "a", 2), (x.flatten(), "a", 1), (x.double(), "a", 1), (x, x), ("a", x, 1)):
-        assert checksum(other, CPU) != checksum((x, "a", 1), CPU), other
+        assert checksum_inputs(other, CPU) != checksum_inputs((x, "a", 1), CPU), other
 
 
 def test_data_that_cannot_be_seen_has_no_checksum() -> None:
     x = torch.ones(3)
     unseen = [x.to_sparse(), torch.ones(3, device="meta"), object(), torch.nested.nested_tensor([x])]
     for inputs in [(), (1, "text"), (torch.tensor(3),), *((x, other) for other in unseen)]:
-        assert checksum(inputs, CPU) is None, inputs
-    assert checksum({"x": [x]}, CPU) is not None
+        assert checksum_inputs(inputs, CPU) is None, inputs
+    assert checksum_inputs({"x": [x]}, CPU) is not None

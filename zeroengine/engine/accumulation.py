@@ -32,14 +32,14 @@ class Accumulation(BackwardListener):
     """The progress of one step, from its first backward to its update.
 
     Args:
-        micro_steps_per_step: `gradient_accumulation_steps`; None in manual accumulation.
-        rank: rank 0 logs the warning about a forgotten step.
-        backward: tells of forwards and backwards, and is told which backward is the last before an update.
+        micro_steps_per_step: The value of `gradient_accumulation_steps`; None in manual accumulation.
+        rank: This rank. Rank 0 logs the warning about a forgotten step.
+        backward: Tells of forwards and backwards, and is told which backward is the last before an update.
 
     Attributes:
-        micro_steps: micro-steps taken in the whole run.
-        backwards: backwards since the last update that produced gradients.
-        incomplete: whether a backward raised after others of the same step, so that gradients are missing.
+        micro_steps: Micro-steps taken in the whole run.
+        backwards: Backwards since the last update that produced gradients.
+        incomplete: Whether a backward raised after others of the same step, so that gradients are missing.
     """
 
     def __init__(self, micro_steps_per_step: int | None, rank: int, backward: BackwardTracker) -> None:
@@ -105,7 +105,7 @@ class Accumulation(BackwardListener):
         """Count a backward that has produced gradients.
 
         Args:
-            num_calls: how many calls of `loss.backward()` it was, with no forward in between. They are as many
+            num_calls: How many calls of `loss.backward()` it was, with no forward in between. They are as many
                 micro-steps where as many forwards came before them, and several losses of one micro-step otherwise.
         """
         num_backwards = max(1, min(num_calls, self._forwards_before_backward))
@@ -117,14 +117,15 @@ class Accumulation(BackwardListener):
         """Note a backward that raised: the step lacks its gradients, and those of earlier backwards were dropped.
 
         Args:
-            after_others: whether others brought gradients that were not counted yet.
+            after_others: Whether others brought gradients that were not counted yet.
         """
         self.incomplete = self.incomplete or self.backwards > 0 or after_others
 
     def check_complete(self) -> None:
-        """
+        """Check that no gradients of the step are missing.
+
         Raises:
-            ZeroEngineError: a backward of this step raised after others, so gradients of the step are missing.
+            ZeroEngineError: A backward of this step raised after others, so gradients of the step are missing.
         """
         if self.incomplete:
             raise ZeroEngineError(
@@ -177,7 +178,7 @@ class Accumulation(BackwardListener):
         """Say whether the next backward is the last one before an update, in manual accumulation.
 
         Raises:
-            ZeroEngineError: micro-steps are counted.
+            ZeroEngineError: Micro-steps are counted.
         """
         if self._per_step is not None:
             raise ZeroEngineError(
@@ -187,9 +188,10 @@ class Accumulation(BackwardListener):
         self._boundary = bool(boundary)
 
     def check_boundary(self, call: str) -> None:
-        """
+        """Check that the step in progress ends here, on behalf of ``call``.
+
         Raises:
-            ZeroEngineError: there are no gradients, or the step in progress does not end here.
+            ZeroEngineError: There are no gradients, or the step in progress does not end here.
         """
         self.check_complete()
         if not self.has_new_gradients:
@@ -206,7 +208,7 @@ class Accumulation(BackwardListener):
         """Return whether `engine.step()` updates now, rather than ending a micro-step.
 
         Raises:
-            ZeroEngineError: there was no backward, or `optimizer.step()` has ended this step.
+            ZeroEngineError: There was no backward, or `optimizer.step()` has ended this step.
         """
         self.check_complete()
         if not self.has_new_gradients:
@@ -217,9 +219,10 @@ class Accumulation(BackwardListener):
         return self._ended_micro_steps + 1 >= self._per_step
 
     def check_optimizer_step(self) -> None:
-        """
+        """Check that `optimizer.step()` may end the step.
+
         Raises:
-            ZeroEngineError: it is too early for an update, or `engine.step()` ends steps in this loop.
+            ZeroEngineError: It is too early for an update, or `engine.step()` ends steps in this loop.
         """
         self.check_complete()
         if not self.backwards:

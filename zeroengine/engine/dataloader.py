@@ -1,4 +1,4 @@
-"""A data loader whose position is part of a checkpoint, and holds for any number of ranks."""
+"""A data loader whose position is part of a checkpoint, and means the same on any number of ranks."""
 
 from __future__ import annotations
 
@@ -11,44 +11,67 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from zeroengine.errors import ZeroEngineError
 
 
-class Share(Sampler[int]):
-    """One rank's share of each epoch's order: every ``world_size``-th sample from where the epoch goes on.
+class RankSampler(Sampler[int]):
+    """Yields one rank's share of an epoch: every ``world_size``-th sample from the place where the epoch goes on.
 
     The order depends on the seed and the epoch alone, so a position in it means the same on any number of ranks.
+
+    Args:
+        num_samples: The samples of the data set.
+        rank: This rank.
+        world_size: The number of ranks.
+        shuffle: Whether each epoch has another order.
+        seed: The seed of these orders.
+
+    Attributes:
+        epoch: The number of the epoch, from 0.
+        start: The samples of the epoch that all ranks together have consumed.
     """
 
-    def __init__(self, numel: int, rank: int, world_size: int, shuffle: bool, seed: int) -> None:
-        self._numel, self._rank, self._world_size = numel, rank, world_size
+    def __init__(self, num_samples: int, rank: int, world_size: int, shuffle: bool, seed: int) -> None:
+        self._num_samples, self._rank, self._world_size = num_samples, rank, world_size
         self._shuffle, self._seed = shuffle, seed
         self.epoch = self.start = 0
 
     def __len__(self) -> int:
-        return max(0, self._numel - self.start) // self._world_size
+        """Return the samples of this rank that are left of the epoch."""
+        return max(0, self._num_samples - self.start) // self._world_size
 
     def __iter__(self) -> Iterator[int]:
+        """Yield the indices of this rank's samples."""
         if self._shuffle:
             generator = torch.Generator().manual_seed(self._seed + self.epoch)
-            order = torch.randperm(self._numel, generator=generator, device="cpu").tolist()
+            order = torch.randperm(self._num_samples, generator=generator, device="cpu").tolist()
         else:
-            order = list(range(self._numel))
+            order = list(range(self._num_samples))
         first = self.start + self._rank
         return iter(order[first : self.start + len(self) * self._world_size : self._world_size])
 
 
 class ResumableLoader:
-    """Batches of this rank's share of a data set, epoch by epoch; made by ``Engine.dataloader``.
+    """Yields batches of this rank's share of a data set. ``Engine.dataloader`` makes one.
 
-    Each ``for batch in loader`` is one epoch. After a checkpoint is loaded, the next one goes on where it was saved;
-    ``epoch`` says which one that is:
+    Each ``for batch in loader`` is one epoch. After a checkpoint is loaded, the next loop goes on where it was saved;
+    ``epoch`` says which epoch that is:
 
         for epoch in range(loader.epoch, epochs):
             for batch in loader:
                 ...
 
-    Attributes:
-        epoch: of the next, or the present, pass.
+    Args:
+        dataset: A data set with a length and an index.
+        rank: This rank.
+        world_size: The number of ranks.
+        batch_size: The samples of one micro-batch on one rank.
+        shuffle: Whether each epoch has another order.
+        seed: The seed of these orders.
+        options: Further arguments of ``torch.utils.data.DataLoader``.
+
+    Raises:
+        ZeroEngineError: The data set has no length or too few samples, or an option is one that the loader chooses.
     """
 
+    # The saved state means the same on any number of ranks.
     world_independent = True
 
     def __init__(
@@ -78,36 +101,40 @@ class ResumableLoader:
                 f"dataloader() chooses {', '.join(sorted(taken))} itself; the batch size is the configuration's "
                 "train_micro_batch_size_per_gpu"
             )
-        self._share = Share(len(dataset), rank, world_size, shuffle, seed)
+        self._sampler = RankSampler(len(dataset), rank, world_size, shuffle, seed)
         self._loader: DataLoader[Any] = DataLoader(
-            dataset, batch_size=batch_size, sampler=self._share, drop_last=True, **options
+            dataset, batch_size=batch_size, sampler=self._sampler, drop_last=True, **options
         )
-        self._step = batch_size * world_size
-        self._resumes = False
-        self._consumed = 0  # samples of this epoch over all ranks, in batches that were handed out
+        self._num_samples, self._samples_per_step = len(dataset), batch_size * world_size
+        self._resumes = False  # Whether the next epoch goes on in its middle.
+        self._consumed = 0  # The samples of this epoch in the batches that all ranks have yielded.
 
     @property
     def epoch(self) -> int:
-        return self._share.epoch
+        """The number of the present epoch, or of the next one between epochs."""
+        return self._sampler.epoch
 
     def __len__(self) -> int:
-        """Batches of a whole epoch."""
-        return self._share._numel // self._share._world_size // (self._step // self._share._world_size)
+        """Return the batches of a whole epoch."""
+        return self._num_samples // self._samples_per_step
 
     def __iter__(self) -> Iterator[Any]:
+        """Yield the batches of one epoch, or those that are left of the epoch whose position was loaded."""
         if not self._resumes:
             self._consumed = 0
         self._resumes = False
-        self._share.start = self._consumed
+        self._sampler.start = self._consumed
         for batch in self._loader:
-            self._consumed += self._step
+            self._consumed += self._samples_per_step
             yield batch
-        self._share.epoch += 1
+        self._sampler.epoch += 1
         self._consumed = 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self._share.epoch, "consumed": self._consumed}
+        """Return the position: the epoch and the samples of it that are consumed."""
+        return {"epoch": self._sampler.epoch, "consumed": self._consumed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._share.epoch, self._consumed = state["epoch"], state["consumed"]
+        """Go on at the position that ``state_dict`` returned."""
+        self._sampler.epoch, self._consumed = state["epoch"], state["consumed"]
         self._resumes = True

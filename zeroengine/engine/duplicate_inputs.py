@@ -1,6 +1,6 @@
-"""A warning where ranks train on the same samples, as they do where each has an ordinary ``DataLoader``.
+"""Warns where ranks train on the same samples, as they do where each has an ordinary ``DataLoader``.
 
-Nothing fails then: all ranks compute the same gradient, and the work of all but one is wasted.
+Nothing fails in such a run: all ranks compute the same gradient, and the work of all but one is wasted.
 """
 
 from __future__ import annotations
@@ -21,52 +21,55 @@ from zeroengine.utils.tensor_tree import leaves_in
 
 log = logging.getLogger("zeroengine")
 
-MICRO_STEPS = 3  # whose inputs are compared
-MAX_ELEMENTS = 1 << 20  # of a tensor that are looked at, evenly spread over a larger one
+MICRO_STEPS = 3  # The first micro-steps of a run, whose inputs are compared.
+MAX_ELEMENTS = 1 << 20  # The elements of a tensor that are read, spread evenly over a larger tensor.
 MAX_RANKS_SHOWN = 8
-CHECKSUM_BITS = 51  # the sum of two is exact in float64
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}  # by bytes of an element
-STRIDE, FACTOR = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9  # odd, and below 2**63
+CHECKSUM_BITS = 51  # The sum of two checksums is exact in float64.
+# The integer dtype that reads elements of so many bytes.
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+# The constants of splitmix64, odd and below 2**63.
+STRIDE, FACTOR = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9
 
 
 class InputComparison:
-    """Compares the first inputs of training over the ranks, once, and warns where ranks were given the same.
+    """Compares the first inputs of training over the ranks, once, and warns where ranks were given the same inputs.
 
     [Note: No rank waits]
-    Inputs in a device's memory are summed up there. The checksums of all ranks travel in one small collective, in the
-    first update that has ``MICRO_STEPS`` micro-steps behind it. Whether a rank takes part depends on the number of its
-    steps alone, not on what it saw in its forwards, so ranks that call different things still meet. The host looks at
-    the result a step later on a GPU, where it is there by then, and at once on CPU.
+    Checksums of inputs in a device's memory are computed there. The checksums of all ranks travel in one small
+    collective, in the first update that follows ``MICRO_STEPS`` micro-steps. Whether a rank takes part depends on the
+    number of its steps alone, not on what its forwards were given, so all ranks take part. The host reads the result
+    one step later on a GPU, where it has arrived by then, and at once on the CPU.
 
     Args:
-        transport: what the engine's ranks talk by.
-        device: where the model computes.
+        transport: Moves the checksums between the ranks.
+        device: The device that the model computes on.
     """
 
     def __init__(self, transport: Transport, device: torch.device) -> None:
         self._transport, self._device = transport, device
-        self._is_recording = transport.world_size > 1 and transport.name != "fake"  # there the other ranks do not exist
-        self._checksums: list[Checksum | None] = []  # of the micro-steps that have ended
-        self._checksum: Checksum | None = None  # of the one in progress
-        self._summed: HostCopy | None = None  # the checksums of all ranks, not looked at yet
+        # With torch's "fake" process group there are no other ranks to compare with.
+        self._is_recording = transport.world_size > 1 and transport.name != "fake"
+        self._checksums: list[InputChecksum | None] = []  # One for each micro-step that has ended.
+        self._checksum: InputChecksum | None = None  # That of the micro-step in progress.
+        self._summed: HostCopy | None = None  # The checksums of all ranks, which nobody has read yet.
 
     @disable_compile
     def observe(self, inputs: Any) -> None:
-        """Take in the inputs of a forward of the whole model. The first of a micro-step count.
+        """Note the inputs of a forward of the whole model. The first forward of a micro-step counts.
 
         Args:
-            inputs: tensors in nested containers.
+            inputs: Tensors in nested containers.
         """
         if not self._is_recording or self._checksum is not None or not torch.is_grad_enabled():
             return
         if len(self._checksums) < MICRO_STEPS and not self._is_transformed():
-            self._checksum = checksum(inputs, self._device)
+            self._checksum = checksum_inputs(inputs, self._device)
 
     def end_micro_step(self, updates: bool) -> None:
-        """Take in the end of a micro-step, on every rank. With ``updates`` no other collective may be under way.
+        """Note the end of a micro-step. Call it on every rank; with ``updates``, with no other collective under way.
 
         Args:
-            updates: whether the micro-step ends with an update.
+            updates: Whether the micro-step ends with an update.
         """
         if self._summed is not None:
             self._report(self._summed)
@@ -92,19 +95,22 @@ class InputComparison:
     def _own_row(self) -> torch.Tensor:
         """Return a float64 vector of ``MICRO_STEPS`` elements for each rank, with this rank's checksums and zeros.
 
-        The sum over ranks has all of them. A checksum is never 0, which stands for inputs that cannot be compared.
+        The sum over ranks holds those of all ranks. A checksum is never 0: that stands for inputs that cannot be
+        compared.
         """
         checksums, first = self._checksums[:MICRO_STEPS], self._transport.rank * MICRO_STEPS
         row = [0.0] * (self._transport.world_size * MICRO_STEPS)
-        row[first : first + MICRO_STEPS] = [0.0 if found is None else float(found.on_host) for found in checksums]
+        row[first : first + MICRO_STEPS] = [
+            0.0 if checksum is None else float(checksum.on_host) for checksum in checksums
+        ]
         values = to_device(row, self._device)
-        for place, found in enumerate(checksums, first):
-            if found is not None and found.on_device is not None:
-                values[place] += found.on_device
+        for index, checksum in enumerate(checksums, first):
+            if checksum is not None and checksum.on_device is not None:
+                values[index] += checksum.on_device
         return values
 
     def _report(self, summed: HostCopy) -> None:
-        groups = same_ranks(summed.read()) if self._transport.rank == 0 else []
+        groups = ranks_with_same_inputs(summed.read()) if self._transport.rank == 0 else []
         if not groups:
             return
         everybody = len(groups[0]) == self._transport.world_size
@@ -119,19 +125,19 @@ class InputComparison:
 
 
 @dataclass(frozen=True)
-class Checksum:
-    """Of the inputs of one forward: the sum of both parts.
+class InputChecksum:
+    """The checksum of the inputs of one forward, in two parts whose sum counts.
 
     Attributes:
-        on_host: of shapes, dtypes, numbers and what lies in CPU memory; positive, of ``CHECKSUM_BITS`` bits.
-        on_device: of what lies in the device's memory, float64, 0-d; None where nothing does.
+        on_host: That of shapes, dtypes, numbers and tensors in CPU memory; positive, of ``CHECKSUM_BITS`` bits.
+        on_device: That of tensors in the device's memory, float64, 0-d; None where there are none.
     """
 
     on_host: int
     on_device: torch.Tensor | None
 
 
-def checksum(inputs: Any, device: torch.device) -> Checksum | None:
+def checksum_inputs(inputs: Any, device: torch.device) -> InputChecksum | None:
     """Return the checksum of tensors and numbers in nested containers, without waiting for ``device``.
 
     None where there is nothing to compare: no tensor with a dimension, since one number may well be the same on all
@@ -158,7 +164,7 @@ def checksum(inputs: Any, device: torch.device) -> Checksum | None:
     if not has_data:
         return None
     on_host = (on_host + zlib.crc32("\n".join(texts).encode())) % (1 << CHECKSUM_BITS) | 1
-    return Checksum(on_host, None if on_device is None else _shortened(on_device).double())
+    return InputChecksum(on_host, None if on_device is None else _shortened(on_device).double())
 
 
 def _is_readable(tensor: torch.Tensor, device: torch.device) -> bool:
@@ -189,7 +195,7 @@ def _shortened(value: torch.Tensor) -> torch.Tensor:
     return value & ((1 << CHECKSUM_BITS) - 1)
 
 
-def same_ranks(checksums: Sequence[float]) -> list[list[int]]:
+def ranks_with_same_inputs(checksums: Sequence[float]) -> list[list[int]]:
     """Return the groups of two and more ranks that were given the same inputs, the largest first.
 
     A rank whose inputs are the same in every micro-step is in none: they are constants, or one batch on purpose.

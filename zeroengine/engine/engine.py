@@ -37,27 +37,24 @@ if TYPE_CHECKING:
 
 
 class Engine:
-    """Trains a partitioned model. Made by ``initialize``.
+    """Trains a partitioned model. ``initialize`` makes one.
 
         loss = engine(*batch)
         engine.backward(loss)
         engine.step()
 
-    Attributes:
-        module: the model that was passed in.
-        optimizer: a ``torch.optim.Optimizer`` over the model's parameters, for LR schedulers and hyperparameters.
-        lr_scheduler: what ``step`` steps, or None.
-        config: the resolved configuration.
-        device: where the model computes.
-        global_steps: updates taken.
-        micro_steps: calls of ``step``; where ``optimizer.step()`` ends a step, ``gradient_accumulation_steps`` at once.
-        skipped_steps: updates left out because the gradient was not finite.
-        loss_scale: what ``backward`` multiplies the loss by: 1 except where gradients may be fp16. Assign to it to
-            start a dynamic scale elsewhere, or to change a static one.
-        grad_norm: global norm of the last step's mean gradient before clipping, or None before the first.
-
     On a GPU ``global_steps``, ``skipped_steps`` and ``grad_norm`` wait for the norm of the last step; ``micro_steps``
     does not. See the note in ``engine/step.py``.
+
+    Attributes:
+        module: The model that was passed to ``initialize``.
+        optimizer: A ``torch.optim.Optimizer`` over the model's parameters, for LR schedules and hyperparameters.
+        config: The resolved configuration.
+        device: The device that the model computes on.
+        rank: The number of this rank among those that the model is partitioned over.
+        world_size: The number of these ranks.
+        gatherer: Gathers parameters before they are used and releases them afterwards.
+        reducer: Collects gradients in buckets and reduces them.
     """
 
     def __init__(
@@ -90,22 +87,25 @@ class Engine:
         self.rank, self.world_size = group.rank, group.world_size
         self.optimizer, self.gatherer, self.reducer = parts.optimizer, parts.gatherer, parts.reducer
 
-    if not TYPE_CHECKING:  # a type checker refuses both by itself
+    # A type checker refuses unknown attributes and indexing by itself, so it need not see these two.
+    if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> NoReturn:
-            if hasattr(type(self), name):  # a property that raised AttributeError, which is not that there is none
+            """Raise AttributeError with the name to use instead, where another library's engine has ``name``."""
+            if hasattr(type(self), name):
+                # A property raised AttributeError. Reading it again raises the original error.
                 object.__getattribute__(self, name)
             raise AttributeError(engine_attribute(name, self))
 
         def __getitem__(self, index: object) -> NoReturn:
-            """Raise TypeError: ``initialize`` is not DeepSpeed's, which returns four. Unpacking comes here, too."""
+            """Raise TypeError where the engine is unpacked: DeepSpeed's ``initialize`` returns four values."""
             raise TypeError(UNPACKED_ENGINE)
 
     # -- training ---------------------------------------------------------------------------------
 
     @explain_out_of_memory
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward. On a GPU tensors in CPU memory among its inputs are copied there first."""
+        """Run the model's forward. On a GPU, inputs that are in CPU memory are copied to it first."""
         if self._parts.state_offloader:
             self._parts.state_offloader.check_resident("the forward", ("parameters",))
         if self.module.training and not self.gatherer.num_user_gathered:
@@ -126,14 +126,16 @@ class Engine:
         create_graph: bool = False,
         inputs: Sequence[torch.Tensor] | None = None,
     ) -> None:
-        """Computes gradients, and reduces them where this micro-step calls for it.
+        """Compute gradients, and reduce them where this micro-step calls for it.
 
         The loss is scaled by ``loss_scale`` first. The mean over ranks and over ``gradient_accumulation_steps``
         micro-steps is taken in the update. Several calls before one ``step`` add up.
 
         Args:
-            loss: a scalar that depends on the parameters.
-            retain_graph, create_graph, inputs: as of ``Tensor.backward``.
+            loss: A tensor of one element that depends on the parameters.
+            retain_graph: As of ``Tensor.backward``.
+            create_graph: As of ``Tensor.backward``.
+            inputs: As of ``Tensor.backward``.
 
         Raises:
             ZeroEngineError: ``loss`` is not a scalar tensor, or is detached.
@@ -155,7 +157,7 @@ class Engine:
         self._parts.backward.run(scaled, retain_graph, create_graph, inputs)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """``loss`` times ``loss_scale``, at least in fp32, for a plain ``engine.scale(loss).backward()``."""
+        """Return ``loss`` times ``loss_scale``, at least in fp32, for a plain ``engine.scale(loss).backward()``."""
         return self._parts.backward.mark_scaled(self._parts.scaler.scaled(loss))
 
     @property
@@ -233,7 +235,7 @@ class Engine:
         Directly after a step it does nothing: a step's first gradients overwrite those of the step before.
 
         Raises:
-            ZeroEngineError: earlier micro-steps of this step would lose theirs, too.
+            ZeroEngineError: Earlier micro-steps of this step would lose theirs, too.
         """
         self._parts.backward.finish()
         accumulation = self._parts.accumulation
@@ -249,15 +251,18 @@ class Engine:
         self._parts.backward.drop_gradients()
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the micro-step in progress ends with an update."""
+        """Return whether the micro-step in progress ends with an update."""
         self._parts.backward.end_if_over()
         return self._parts.accumulation.is_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """With manual accumulation: say before a backward whether it is the last one of the step.
+        """Say before a backward whether it is the last one of the step, with manual accumulation.
 
         After True the gradients are reduced while that backward computes, rather than in ``step``; they are the same
         either way. After False ``step`` ends a micro-step and does not update, as in DeepSpeed. Holds until an update.
+
+        Args:
+            is_boundary: Whether the next backward is the last one before an update.
 
         Raises:
             ZeroEngineError: ``gradient_accumulation_steps`` is a number, so the engine counts.
@@ -267,7 +272,7 @@ class Engine:
 
     @property
     def gradient_clipping(self) -> float:
-        """The largest global norm of the gradient; 0: no clipping. Assign the same value on every rank."""
+        """The largest global norm of the gradient; 0 clips nothing. Assign the same value on every rank."""
         return self._parts.step_runner.gradient_clipping
 
     @gradient_clipping.setter
@@ -283,13 +288,13 @@ class Engine:
         the last backward of a step and ``step``.
 
         Args:
-            max_norm: above 0. ``math.inf`` clips nothing and returns the norm.
+            max_norm: A number above 0. ``math.inf`` clips nothing and returns the norm.
 
         Returns:
             The norm, 0-d float64, on the engine's device. Nothing waits for it before its value is read.
 
         Raises:
-            ZeroEngineError: there was no backward, or further backwards of this step are to come.
+            ZeroEngineError: There was no backward, or further backwards of this step are to come.
         """
         max_norm = self._parts.step_runner.checked_norm(max_norm, "clip_grad_norm_(): max_norm", zero=False)
         self._check_step("clip_grad_norm_()")
@@ -301,16 +306,17 @@ class Engine:
     @explain_out_of_memory
     @explains_arguments
     def step(self) -> bool | StepResult:
-        """Ends a micro-step; at the accumulation boundary clips, updates and steps the LR schedule.
+        """End a micro-step; at the accumulation boundary clip, update and step the LR schedule.
 
         Where the gradient's norm is not finite nothing is changed, and ``skipped_steps`` counts it; a dynamic loss
         scale falls. With ``check_grad_overflow`` false, bf16 and fp32 update all the same.
 
         Returns:
-            Whether parameters were updated. On a GPU an object whose truth value says so: asking it waits for the norm.
+            Whether parameters were updated. On a GPU it is an object whose truth value says so; asking it waits for
+            the norm.
 
         Raises:
-            ZeroEngineError: there was no backward since the last call, or ``optimizer.step()`` has ended this step, or
+            ZeroEngineError: There was no backward since the last call, or ``optimizer.step()`` has ended this step, or
                 it is called inside ``gathered``, ``no_sync`` or the capture of a CUDA graph, or a backward of this
                 step has raised, or gradients overflow at the smallest loss scale, or the model or the optimizer has
                 parameters that ``initialize`` was not given.
@@ -325,7 +331,7 @@ class Engine:
     @disable_compile
     @explain_out_of_memory
     def _end_step_by_optimizer(self) -> None:
-        """``step()`` of ``optimizer`` or of the optimizer that was passed in. See "Who ends a step"."""
+        """End a step for ``optimizer.step()``. See "Who ends a step" in ``engine/accumulation.py``."""
         self._check_step("optimizer.step()")
         self._parts.accumulation.check_optimizer_step()
         self._update(OPTIMIZER_STEP)
@@ -384,9 +390,9 @@ class Engine:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside keep their gradients on this rank; the next one outside reduces the sum.
+        """Keep the gradients of backwards inside on this rank; the next backward outside reduces the sum.
 
-        Legal at every stage. At stages 2 and 3 it holds whole gradients meanwhile.
+        It works at every stage. At stages 2 and 3 each rank holds whole gradients meanwhile.
         """
         backward = self._parts.backward
         # A plain backward before the `with` ends as it began, and so does the last one inside it.
@@ -401,15 +407,15 @@ class Engine:
                 backward.sync_enabled = sync_enabled_before
 
     def train(self, mode: bool = True) -> Engine:
-        """Sets training mode, as ``nn.Module.train``."""
+        """Set training mode, as ``nn.Module.train``."""
         self.module.train(mode)
         return self
 
     def eval(self) -> Engine:
-        """Sets evaluation mode, as ``nn.Module.eval``."""
+        """Set evaluation mode, as ``nn.Module.eval``."""
         return self.train(False)
 
-    # -- making room ------------------------------------------------------------------------------
+    # -- offloading for a while -------------------------------------------------------------------
 
     @explains_arguments
     def offload_states(
@@ -419,40 +425,41 @@ class Engine:
         device: Literal["cpu", "nvme"] = "cpu",
         nvme_path: str | os.PathLike[str] | None = None,
     ) -> None:
-        """Frees the device's memory for another job, such as generation, until ``reload_states``.
+        """Free the device's memory for another job, such as generation, until ``reload_states``.
 
         Call it on every rank, between steps. Where the engine computes on the CPU, ``device="cpu"`` frees nothing.
 
         Args:
-            include: of "optimizer" (masters and moments), "gradients" and "parameters". None: the first two, as far
-                as their memory can be given back. Without parameters nothing but ``reload_states`` works.
-            device: where they go.
-            nvme_path: a folder on a disk, for device "nvme"; that of the configuration where None.
+            include: Any of "optimizer" (master weights and moments), "gradients" and "parameters". None moves the first
+                two, as far as their memory can be given back. While the parameters are away nothing but
+                ``reload_states`` works.
+            device: The kind of memory that the states move to.
+            nvme_path: A folder on a disk, for device "nvme"; that of the configuration where None.
 
         Raises:
-            ZeroEngineError: an unknown state, memory that cannot be given back, or a folder that cannot be used.
+            ZeroEngineError: An unknown state, memory that cannot be given back, or a folder that cannot be used.
         """
         state_offload.offload(self._parts, include, device, nvme_path)
 
     @explains_arguments
     def reload_states(self) -> None:
-        """Brings back what ``offload_states`` took away. Call it on every rank."""
+        """Bring back the states that ``offload_states`` moved. Call it on every rank."""
         state_offload.reload(self._parts)
 
     # -- looking inside ---------------------------------------------------------------------------
 
     def memory(self) -> Memory:
-        """The bytes that each state holds on this rank now."""
+        """Return the bytes that each state holds on this rank now."""
         return measure_memory(self._parts, self._checkpoints.copy_bytes)
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
-        """What ``model.state_dict()`` would be without partitioning, on CPU. Call it on every rank.
+        """Return what ``model.state_dict()`` would be without partitioning, on the CPU. Call it on every rank.
 
         Args:
-            rank0_only: the other ranks return an empty dict and hold one unit at a time.
+            rank0_only: Whether the other ranks return an empty dict. They hold one unit at a time then.
 
         Raises:
-            ZeroEngineError: on every rank, where the model has parameters that ``initialize`` was not given.
+            ZeroEngineError: On every rank, where the model has parameters that ``initialize`` was not given.
         """
         with self._parts.group.collective_errors("to collect the state dict"):
             self._parts.foreign_parameters.check()
@@ -463,14 +470,15 @@ class Engine:
     def dataloader(
         self, dataset: Dataset[Any], *, shuffle: bool = True, seed: int = 0, **options: Any
     ) -> ResumableLoader:
-        """Batches of this rank's share of ``dataset``, whose position is part of every checkpoint.
+        """Return a loader of this rank's share of ``dataset``, whose position is part of every checkpoint.
 
         A checkpoint loaded on another number of ranks goes on at the same place of the same epoch.
 
         Args:
-            dataset: with ``__len__`` and ``__getitem__``, the same on every rank.
-            seed: of the order of each epoch.
-            options: further arguments of ``torch.utils.data.DataLoader``, such as ``num_workers``.
+            dataset: A data set with ``__len__`` and ``__getitem__``, the same on every rank.
+            shuffle: Whether each epoch has another order.
+            seed: The seed of these orders.
+            options: Further arguments of ``torch.utils.data.DataLoader``, such as ``num_workers``.
 
         Raises:
             ZeroEngineError: ``dataset`` has no length, or too few samples.
@@ -483,17 +491,18 @@ class Engine:
         return loader
 
     def register_stateful(self, name: str, stateful: Stateful) -> None:
-        """Makes the state of an object of yours part of every checkpoint, on each rank its own.
+        """Make the state of an object, such as torchdata's ``StatefulDataLoader``, part of every checkpoint.
 
-        Such as torchdata's ``StatefulDataLoader``. Register it under the same name before or after
-        ``load_checkpoint``. What was saved on another number of ranks is left out with a warning.
+        Each rank saves and loads the state of its own object. Register it under the same name before or after
+        ``load_checkpoint``. A state that was saved on another number of ranks is left out with a warning.
 
         Args:
-            stateful: has ``state_dict()`` (of tensors, numbers, strings, and containers of them) and
+            name: The name of the state in checkpoints.
+            stateful: An object that has ``state_dict()`` (of tensors, numbers, strings, and containers of them) and
                 ``load_state_dict(state)``.
 
         Raises:
-            ZeroEngineError: it has not, or the name is taken.
+            ZeroEngineError: It lacks one of these methods, or the name is taken.
         """
         self._checkpoints.register_stateful(name, stateful)
 
@@ -503,20 +512,21 @@ class Engine:
     def save_checkpoint(
         self, directory: str | os.PathLike[str], tag: str | None = None, client_state: Any = None
     ) -> None:
-        """Writes a checkpoint, ``directory/tag``, that loads at any stage, world size and precision.
+        """Write a checkpoint, ``directory/tag``, that loads at any stage, world size and precision.
 
         It is whole or absent: whatever happens meanwhile, the checkpoints before it stay as they are. With
         ``checkpoint.async_save`` it returns once the state is copied to CPU memory, and a failure surfaces on every
         rank at the next save, load, or ``close``. Call it on every rank, between steps.
 
         Args:
-            tag: the checkpoint's name; ``step-<global_steps>`` where None.
-            client_state: what else is to be kept: tensors, numbers, strings, and lists, tuples and dicts of them.
-                Rank 0's counts. Its tensors come back on the CPU.
+            directory: The folder of checkpoints, the same for all ranks, on a disk that they share.
+            tag: The checkpoint's name; ``step-<global_steps>`` where None.
+            client_state: Whatever else is to be saved: tensors, numbers, strings, and lists, tuples and dicts of them.
+                That of rank 0 counts. Its tensors come back on the CPU.
 
         Raises:
-            ZeroEngineError: on every rank; there is no such checkpoint then.
-            DivergenceError: on every rank, where they name different folders or tags.
+            ZeroEngineError: On every rank; there is no such checkpoint then.
+            DivergenceError: On every rank, where they name different folders or tags.
         """
         self._checkpoints.save(directory, tag, client_state)
 
@@ -531,33 +541,34 @@ class Engine:
         strict: bool = True,
         fallback: bool = False,
     ) -> Any:
-        """Takes over a checkpoint, whatever stage, world size and precision it was saved at.
+        """Load a checkpoint, whatever stage, world size and precision it was saved at.
 
-        In the same shape training goes on bit for bit; in another, within the order of reductions. Also reads what
-        plain torch Distributed Checkpoint wrote of a model and its optimizer, such as under FSDP2. Call it on every
-        rank, between steps.
+        At the same stage and world size training goes on bit for bit; at others, within the order of reductions. It
+        also reads what plain torch Distributed Checkpoint wrote of a model and its optimizer, such as under FSDP2.
+        Call it on every rank, between steps.
 
         Args:
-            tag: the checkpoint's name; the newest where None.
-            weights_only: parameters and buffers alone; optimizer, schedule and counters stay as they are.
-            strict: the checkpoint's model must be this one. False: what both have is loaded.
-            fallback: where the checkpoint is damaged, take the newest that is whole.
+            directory: The folder of checkpoints, the same for all ranks.
+            tag: The checkpoint's name; the newest where None.
+            weights_only: Whether parameters and buffers alone are loaded; optimizer, schedule and counters stay.
+            strict: Whether the checkpoint's model must have the names of this one. Else what both have is loaded.
+            fallback: Whether the newest undamaged checkpoint is loaded where the one asked for is damaged.
 
         Returns:
             The ``client_state`` that was saved; None where none was.
 
         Raises:
-            ZeroEngineError: the call's result is unpacked, ``path, client_state = ...``, and is a dict or None.
-            CheckpointError: on every rank; the engine is as it was.
-            DivergenceError: on every rank, where they name different folders or tags; the engine is as it was.
+            ZeroEngineError: The call's result is unpacked, ``path, client_state = ...``, and is a dict or None.
+            CheckpointError: On every rank; the engine is as it was.
+            DivergenceError: On every rank, where they name different folders or tags; the engine is as it was.
         """
         return self._checkpoints.load(directory, tag, weights_only=weights_only, strict=strict, fallback=fallback)
 
     def wait_for_checkpoint(self) -> None:
-        """Returns when no checkpoint is being saved in the background any more. Call it on every rank.
+        """Return when no checkpoint is being saved in the background any more. Call it on every rank.
 
         Raises:
-            CheckpointError: on every rank, where the save failed.
+            CheckpointError: On every rank, where the save failed.
         """
         self._checkpoints.wait()
 
@@ -567,48 +578,48 @@ class Engine:
         dtype: str | torch.dtype | None = None,
         shard_size: str | int = "5GB",
     ) -> None:
-        """Writes parameters and buffers as safetensors with an index, as Hugging Face loads them: as zero-export does.
+        """Write parameters and buffers as safetensors with an index, which Hugging Face loads, as zero-export does.
 
-        Each rank writes what it owns, so no rank ever holds the model. Weights that are in ``directory`` give way, as
-        a whole; other files there stay. Call it on every rank.
+        Each rank writes what it owns, so no rank ever holds the model. Weights that are in ``directory`` already are
+        replaced as a whole; other files there stay. Call it on every rank.
 
         Args:
-            directory: the same for all ranks, on a disk that they share.
-            dtype: what floating tensors are cast to: fp32, bf16 or fp16. None: parameters are the fp32 masters.
-            shard_size: bytes of values in a file at most, such as ``5GB``.
+            directory: A folder, the same for all ranks, on a disk that they share.
+            dtype: The dtype that floating tensors are cast to: fp32, bf16 or fp16. None writes the fp32 master weights.
+            shard_size: The largest size of a file's values in bytes, or a text such as ``5GB``.
 
         Raises:
-            CheckpointError: on every rank; what was in ``directory`` is as it was.
-            DivergenceError: on every rank, where they pass different arguments.
+            CheckpointError: On every rank; what was in ``directory`` is as it was.
+            DivergenceError: On every rank, where they pass different arguments.
         """
         self._checkpoints.save_weights(directory, dtype, shard_size)
 
     def load_weights(self, weights: Weights, *, strict: bool = True) -> LoadResult:
-        """Takes over parameters and buffers from files or a state dict; optimizer, schedule and counters stay.
+        """Load parameters and buffers from files or a state dict; optimizer, schedule and counters stay.
 
-        Each rank reads the parts that it owns, cast to its own dtypes. Masters and the parameters that are computed
-        with both get them. A tied parameter may go by any of its names. Call it on every rank.
+        Each rank reads the parts that it owns, cast to its own dtypes. Master weights and low-precision parameters
+        both take the values. A tied parameter may have any of its names. Call it on every rank.
 
         Args:
-            weights: a ``.safetensors``, ``.bin`` or ``.pt`` file (of tensors alone: pickled code is refused), an index
+            weights: A ``.safetensors``, ``.bin`` or ``.pt`` file (of tensors alone: pickled code is refused), an index
                 of several, a folder with any of these; or a state dict, of which rank 0's counts: the others may pass
                 None, and are sent a bounded piece of it at a time.
-            strict: every name must be on both sides. False: what both have is loaded.
+            strict: Whether every name must be on both sides. Else what both have is loaded.
 
         Returns:
-            ``missing_keys`` and ``unexpected_keys``, as ``load_state_dict``.
+            ``missing_keys`` and ``unexpected_keys``, as ``load_state_dict`` returns them.
 
         Raises:
-            CheckpointError: on every rank, with the names and shapes that differ; the engine is as it was.
-            DivergenceError: on every rank, where they name different files; the engine is as it was.
+            CheckpointError: On every rank, with the names and shapes that differ; the engine is as it was.
+            DivergenceError: On every rank, where they name different files; the engine is as it was.
         """
         return self._checkpoints.load_weights(weights, strict)
 
     def close(self) -> None:
-        """Gives back what the engine holds outside of tensors. The model keeps working where it is not partitioned.
+        """Give back what the engine holds outside of tensors. The model keeps working where it is not partitioned.
 
-        Call it on every rank. On a GPU it also says what became of the last step, where nobody has asked, unless it is
-        called because of an error.
+        Call it on every rank. On a GPU it also reports an overflow in the last step that nobody has asked about, unless
+        it is called because of an error.
         """
         parts = self._parts
         try:

@@ -21,7 +21,7 @@ from zeroengine.runtime.unit import Unit
 
 log = logging.getLogger("zeroengine")
 
-SHOWN = 5  # names in a message
+MAX_NAMES_SHOWN = 5  # in one message
 
 _parameters_of = attrgetter("_parameters")
 _children_of = attrgetter("_modules")
@@ -35,10 +35,10 @@ class ForeignParameters:
     parameter. Names are looked up only where something differs.
 
     Args:
-        model: the engine's module.
-        units: all of the engine's.
-        optimizer: the one that was handed in, or built from the configuration.
-        rank: of this process; rank 0 writes the notices.
+        model: The module that was passed to ``initialize``.
+        units: All units of the engine.
+        optimizer: The optimizer that was passed to ``initialize``, or built from the configuration.
+        rank: This rank. Rank 0 logs the notices.
     """
 
     def __init__(self, model: nn.Module, units: Iterable[Unit], optimizer: torch.optim.Optimizer, rank: int) -> None:
@@ -49,7 +49,8 @@ class ForeignParameters:
         self._original = dict(_named_parameters(model))
         self._groups = optimizer.param_groups
         self._grouped = _grouped(self._groups)
-        self._noted: dict[str, str] = {}  # of changes without new parameters, by the parameter's name at first
+        # Changes without new parameters that were logged, by the name that the parameter had at first.
+        self._noted: dict[str, str] = {}
         self._remember()
 
     def check(self) -> None:
@@ -59,7 +60,7 @@ class ForeignParameters:
         to another, or is registered under another name.
 
         Raises:
-            ZeroEngineError: the model has a parameter that is not the engine's, or the optimizer has other groups.
+            ZeroEngineError: The model has a parameter that is not the engine's, or the optimizer has other groups.
         """
         self._check_model()
         self._check_groups()
@@ -91,7 +92,8 @@ class ForeignParameters:
             return
         before, after = _group_of(self._grouped), _group_of(present)
         moved = [param for param in after | before if after.get(param) != before.get(param)]
-        if not moved and len(present) == len(self._grouped):  # another order within a group
+        # Another order within a group changes nothing.
+        if not moved and len(present) == len(self._grouped):
             self._grouped = present
             return
         names = _listed([self._names.get(p, f"a parameter of shape {tuple(p.shape)}") for p in moved])
@@ -124,9 +126,9 @@ class ForeignParameters:
             "kept out of it, in a plain list."
         )
 
-    def _note_changes(self, found: Sequence[tuple[str, nn.Parameter]]) -> None:
+    def _note_changes(self, named_parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
         names: dict[nn.Parameter, list[str]] = {}
-        for name, param in found:
+        for name, param in named_parameters:
             names.setdefault(param, []).append(name)
         changes = {}
         for param, name in self._names.items():
@@ -163,5 +165,5 @@ def _same(first: Sequence[object], second: Sequence[object]) -> bool:
 
 
 def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f"{', '.join(names[:SHOWN])}{more}"
+    more = f" and {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""
+    return f"{', '.join(names[:MAX_NAMES_SHOWN])}{more}"

@@ -1,4 +1,4 @@
-"""From a model and a configuration to an engine: what every rank checks before anything is changed."""
+"""Makes an engine from a model and a configuration, after checks on every rank that change nothing."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from zeroengine.comm.group import Group, as_process_group, backend_of, default_device
 from zeroengine.comm.launched_ranks import join_launched_ranks
@@ -35,28 +36,28 @@ def initialize(
     config: str | Path | Mapping[str, Any] | Config | None = None,
     *,
     lr_scheduler: LRSchedulerLike = None,
-    process_group: dist.ProcessGroup | dist.DeviceMesh | None = None,
+    process_group: dist.ProcessGroup | DeviceMesh | None = None,
 ) -> Engine:
-    """Partitions ``model`` and its optimizer over the data-parallel ranks, and returns the engine that trains it.
+    """Partition ``model`` and its optimizer over the data-parallel ranks, and return the engine that trains it.
 
     Call it on every rank, with the same arguments. It starts torch.distributed where nobody has (NCCL on CUDA,
     Gloo on CPU) over the ranks that zero-launch, torchrun, mpirun or srun started, or for this process alone; takes
     rank 0's parameters and buffers; and keeps the model's ``nn.Parameter`` objects with their shapes and names.
 
     Args:
-        model: any module with parameters, ordinary or built under ``meta_init``; in bf16 or fp16 mixed precision its
-            floating parameters take that dtype, and the fp32 master its values from before.
-        optimizer: a ``torch.optim`` optimizer over the model's parameters, a callable that takes parameters, or
+        model: Any module with parameters, ordinary or built under ``meta_init``. In bf16 or fp16 mixed precision its
+            floating parameters take that dtype, and the fp32 master weights take their values from before.
+        optimizer: A ``torch.optim`` optimizer over the model's parameters, a callable that takes parameters, or
             None to build what the configuration says. Adam and AdamW run on the fused kernel; any element-wise
             optimizer works.
-        config: a JSON or YAML file, a dict, or None for the file that zero-launch names.
-        lr_scheduler: a torch scheduler over the optimizer, or a callable that makes one; ``Engine.step`` steps it after
+        config: A JSON or YAML file, a dict, or None for the file that zero-launch names.
+        lr_scheduler: A torch scheduler over the optimizer, or a callable that makes one; ``Engine.step`` steps it after
             each update, and its own ``step`` raises until ``Engine.close``.
-        process_group: the ranks to partition over, as a process group or a ``DeviceMesh`` of one dimension, such as
+        process_group: The ranks to partition over, as a process group or a ``DeviceMesh`` of one dimension, such as
             ``mesh["dp"]``; all of them where None.
 
     Raises:
-        ZeroEngineError: wrong input, on every rank, with what to write instead.
+        ZeroEngineError: The input is wrong. Raised on every rank, with what to write instead.
     """
     return make_engine(model, optimizer, config, lr_scheduler, process_group)
 
@@ -66,12 +67,12 @@ def make_engine(
     optimizer: OptimizerLike,
     config: str | Path | Mapping[str, Any] | Config | None,
     lr_scheduler: LRSchedulerLike = None,
-    process_group: dist.ProcessGroup | dist.DeviceMesh | None = None,
+    process_group: dist.ProcessGroup | DeviceMesh | None = None,
     *,
     on_device: bool | None = None,
     copies: Copies | None = None,
 ) -> Engine:
-    """``initialize``. ``on_device`` is that of ``ShardedOptimizer``, ``copies`` that of ``place``."""
+    """Make the engine of ``initialize``. Tests choose ``on_device`` and ``copies``; see ``assemble``."""
     join_launched_ranks()
     ranks = as_process_group(process_group)
     group = Group(ranks, _device_of(model, ranks))
@@ -101,18 +102,18 @@ def make_engine(
             compute_dtype=settings.low_precision,
             keep_fp32=mixed_precision.fp32_params(model, settings),
         )
-        rule = make_optimizer(optimizer, model, settings)
-        check_optimizer(rule, degrees_of_stage(settings.zero_optimization.stage, group.world_size))
-        meta_init.check_optimizer_state(rule)
+        base_optimizer = make_optimizer(optimizer, model, settings)
+        check_optimizer(base_optimizer, degrees_of_stage(settings.zero_optimization.stage, group.world_size))
+        meta_init.check_optimizer_state(base_optimizer)
         meta_init.initialize_meta_parameters(model)
-    check_agreement(group, settings, model, plans, rule)
-    return Engine(model, rule, settings, group, plans, lr_scheduler, on_device=on_device, copies=copies)
+    check_agreement(group, settings, model, plans, base_optimizer)
+    return Engine(model, base_optimizer, settings, group, plans, lr_scheduler, on_device=on_device, copies=copies)
 
 
 def _device_of(model: nn.Module, process_group: dist.ProcessGroup | None) -> torch.device:
-    """The model's own GPU if it is on one; else a GPU where there are any, unless the process group is for CPUs.
+    """Return the model's GPU if it is on one; else a GPU where there is any, unless the process group is for CPUs.
 
-    Of a model without values torch's default device says where it is to be.
+    For a model without values torch's default device counts.
     """
     devices = {param.device for param in model.parameters()} if isinstance(model, nn.Module) else set()
     if devices == {torch.device("meta")}:
@@ -126,9 +127,10 @@ def _device_of(model: nn.Module, process_group: dist.ProcessGroup | None) -> tor
 
 
 def check_one_device(model: nn.Module) -> None:
-    """
+    """Check that the model's parameters are on one device.
+
     Raises:
-        ZeroEngineError: parameters that have values are on several devices.
+        ZeroEngineError: Parameters that have values are on several devices.
     """
     first: dict[torch.device, str] = {}  # a parameter on each device
     for name, param in model.named_parameters():

@@ -1,4 +1,4 @@
-"""What computes where and in which dtype: inputs at the root, modules that keep fp32, buffers, autocast."""
+"""Mixed precision: casts at the root's inputs, modules that keep fp32, buffers, and autocast."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from zeroengine.utils.tensor_tree import map_tensors
 
 
 def check_supported(dtype: torch.dtype, device: torch.device) -> None:
-    """Whether torch computes in ``dtype`` on ``device``, by trying.
+    """Check by a small computation that torch computes in ``dtype`` on ``device``.
 
     Raises:
-        ZeroEngineError: it does not.
+        ZeroEngineError: It does not.
     """
     try:
         x = torch.ones(2, 2, dtype=dtype, device=device, requires_grad=True)
@@ -33,19 +33,22 @@ def check_supported(dtype: torch.dtype, device: torch.device) -> None:
 
 
 def fp32_params(model: nn.Module, config: Config) -> set[nn.Parameter]:
-    """The parameters that keep fp32: those of ``fp32_modules``."""
+    """Return the parameters that keep fp32: those of ``fp32_modules``."""
     return {param for module in fp32_modules(model, config) for param in module.parameters()}
 
 
 def fp32_modules(model: nn.Module, config: Config) -> list[nn.Module]:
-    """The outermost modules that keep fp32 under bf16 or fp16.
+    """Return the outermost modules that keep fp32 under bf16 or fp16.
 
-    Those that ``keep_fp32_modules`` matches by qualified name or class name (``fnmatch``). BatchNorm: torch takes its
-    fp32 running statistics with fp32 weights alone, and in low precision they would hardly move. And a module that
-    shares a parameter with one of these: an embedding whose head does.
+    They are:
+
+    - the modules that ``keep_fp32_modules`` matches by qualified name or class name (``fnmatch``);
+    - BatchNorm, for torch takes its fp32 running statistics with fp32 weights alone, and in low precision they would
+      hardly move;
+    - a module that shares a parameter with one of these, such as an embedding with its head.
 
     Raises:
-        ZeroEngineError: a pattern matches no module.
+        ZeroEngineError: A pattern matches no module.
     """
     modules = {plain_name(name): module for name, module in model.named_modules() if plain_name(name)}
     kept = _matching(modules, config.keep_fp32_modules or ())
@@ -63,8 +66,11 @@ def fp32_modules(model: nn.Module, config: Config) -> list[nn.Module]:
 
 
 def _matching(modules: dict[str, nn.Module], patterns: Sequence[str]) -> set[str]:
-    """The names of what matches; of a container, which is never called itself, those of what it holds."""
-    found: set[str] = set()
+    """Return the names of the modules that match ``patterns``.
+
+    A container is never called itself, so the modules that it holds stand for it.
+    """
+    matching: set[str] = set()
     for pattern in patterns:
         matches = {
             name
@@ -77,10 +83,10 @@ def _matching(modules: dict[str, nn.Module], patterns: Sequence[str]) -> set[str
                 f"keep_fp32_modules: the pattern {pattern!r} matches no module, by name or class. Names are like "
                 f"{', '.join(list(modules)[:8]) or 'none'}; classes are {kinds or 'none'}."
             )
-        found |= matches
-    containers = {name for name in found if isinstance(modules[name], (nn.ModuleList, nn.ModuleDict))}
+        matching |= matches
+    containers = {name for name in matching if isinstance(modules[name], (nn.ModuleList, nn.ModuleDict))}
     below = {name for name in modules if _is_below(name, containers)}
-    return {name for name in found | below if not isinstance(modules[name], (nn.ModuleList, nn.ModuleDict))}
+    return {name for name in matching | below if not isinstance(modules[name], (nn.ModuleList, nn.ModuleDict))}
 
 
 def _is_below(name: str, names: set[str]) -> bool:
@@ -93,20 +99,21 @@ def _keeps_statistics(module: nn.Module) -> bool:
 
 
 def install(model: nn.Module, config: Config, device: torch.device) -> None:
-    """Puts the hooks on ``model`` that make it compute as configured.
+    """Register the hooks on ``model`` that make it compute as configured.
 
-    On a GPU tensors in CPU memory among the root's inputs are copied there. In mixed precision floating inputs of the
-    root are cast to its dtype; modules that keep fp32 take fp32 and give the lower dtype back. ``torch_autocast`` is
-    entered around the root's forward.
+    On a GPU, tensors in CPU memory among the root's inputs are copied to it. In mixed precision floating inputs of the
+    root are cast to its dtype; modules that keep fp32 take fp32 inputs, and their outputs are cast to the lower dtype.
+    ``torch_autocast`` is entered around the root's forward.
     """
-    low = config.low_precision
-    if low is not None:
-        _map_inputs(model, to(low))
+    low_precision = config.low_precision
+    if low_precision is not None:
+        _map_inputs(model, cast_floating(low_precision))
         for module in fp32_modules(model, config):
-            _map_inputs(module, to(torch.float32))
-            module.register_forward_hook(_giving(low))
+            _map_inputs(module, cast_floating(torch.float32))
+            module.register_forward_hook(_cast_outputs(low_precision))
     if device.type != "cpu":
-        _map_inputs(model, moved_to(device))  # before the cast, which the device then does
+        # This hook runs before the cast, since each goes to the front, so the device does the cast.
+        _map_inputs(model, move_to(device))
     autocast = config.autocast_dtype
     if autocast is not None:
         contexts: list[Any] = []
@@ -134,19 +141,19 @@ def _map_inputs(module: nn.Module, function: Callable[[torch.Tensor], torch.Tens
     module.register_forward_pre_hook(replace, prepend=True, with_kwargs=True)
 
 
-def _giving(dtype: torch.dtype) -> Any:
+def _cast_outputs(dtype: torch.dtype) -> Any:
     def cast(module: nn.Module, args: Any, output: Any) -> Any:
-        return map_tensors(to(dtype), output)
+        return map_tensors(cast_floating(dtype), output)
 
     return cast
 
 
-def to(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A cast of floating tensors; others stay as they are."""
+def cast_floating(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function that casts floating tensors to ``dtype``; others stay as they are."""
     return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-def moved_to(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+def move_to(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a function that copies tensors in CPU memory to ``device``; others stay where they are.
 
     The host does not wait for the device: torch stages memory that is not page-locked before the call returns, and
@@ -156,24 +163,28 @@ def moved_to(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def prepare_buffers(
-    model: nn.Module, config: Config, device: torch.device, synchronise: Callable[[torch.Tensor], None]
+    model: nn.Module, config: Config, device: torch.device, broadcast: Callable[[torch.Tensor], None]
 ) -> None:
-    """Buffers on the device, with rank 0's values. Modules that share one go on sharing it.
+    """Move buffers to the device and give them rank 0's values. Modules that share a buffer go on sharing it.
 
-    Floating ones take ``buffer_dtype``, else keep their own; in modules that keep fp32 they are fp32.
+    Floating buffers take ``buffer_dtype``, or keep their own; in modules that keep fp32 they are fp32.
 
     Args:
-        synchronise: makes a tensor the same on all ranks.
+        model: The model.
+        config: The resolved configuration.
+        device: The device that the model computes on.
+        broadcast: Gives all ranks the values that rank 0 has of a tensor.
     """
     name = config.data_types.buffer_dtype
-    wide = {buffer for module in fp32_modules(model, config) for buffer in module.buffers()}
+    fp32_buffers = {buffer for module in fp32_modules(model, config) for buffer in module.buffers()}
     moved: dict[torch.Tensor, torch.Tensor] = {}
     for module in model.modules():
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer not in moved:
-                there = buffer.to(device)
-                dtype = torch.float32 if buffer in wide else FLOATS[name] if name is not None else there.dtype
-                moved[buffer] = to(dtype)(there).contiguous()  # an expanded one has less memory than elements
-                synchronise(moved[buffer])
+                dtype = FLOATS[name] if name is not None else buffer.dtype
+                dtype = torch.float32 if buffer in fp32_buffers else dtype
+                # An expanded buffer has less memory than elements, which a broadcast could not write.
+                moved[buffer] = cast_floating(dtype)(buffer.to(device)).contiguous()
+                broadcast(moved[buffer])
             if buffer is not None:
                 module._buffers[key] = moved[buffer]

@@ -1,4 +1,4 @@
-"""Whether all ranks were started with the same configuration, model and optimizer."""
+"""Checks that all ranks were started with the same configuration, model and optimizer."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from zeroengine.config import Config
 from zeroengine.errors import DivergenceError
 from zeroengine.partition.cut import UnitPlan
 
-SHOWN = 3
+MAX_SHOWN = 3  # for one rank
 
 
 def check_agreement(
     group: Group, config: Config, model: nn.Module, plans: Sequence[UnitPlan], optimizer: torch.optim.Optimizer
 ) -> None:
-    """Compares every rank's start with rank 0's.
+    """Compare what every rank was started with to what rank 0 was started with. A collective.
 
     Raises:
-        DivergenceError: on every rank, naming the first ranks that differ and what differs.
+        DivergenceError: On every rank, naming the first ranks that differ and what differs.
     """
     facts = _facts(config, model, plans, optimizer)
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     if len(set(group.all_gather_object(digest))) == 1:
         return
-    everyone = group.all_gather_object(facts)
+    facts_by_rank = group.all_gather_object(facts)
     differences = []
-    for rank, other in enumerate(everyone):
-        differences += [f"rank {rank}: {line}" for line in _differences(everyone[0], other)[:SHOWN]]
-    shown = "\n  ".join(differences[: 2 * SHOWN])
+    for rank, other in enumerate(facts_by_rank):
+        differences += [f"rank {rank}: {line}" for line in _differences(facts_by_rank[0], other)[:MAX_SHOWN]]
+    shown = "\n  ".join(differences[: 2 * MAX_SHOWN])
     raise DivergenceError(
         f"the ranks were started differently; rank 0 is the reference:\n  {shown}\n"
         "Every rank must build the same model, optimizer and configuration."
@@ -83,8 +83,9 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 def _differences(reference: Mapping[str, Mapping[str, Any]], other: Mapping[str, Mapping[str, Any]]) -> list[str]:
     lines = []
     for section in sorted({*reference, *other}):
-        ours, theirs = reference.get(section, {}), other.get(section, {})
-        for key in sorted({*ours, *theirs}):
-            if ours.get(key, "absent") != theirs.get(key, "absent"):
-                lines.append(f"{section} {key} is {theirs.get(key, 'absent')}, on rank 0 {ours.get(key, 'absent')}")
+        expected, actual = reference.get(section, {}), other.get(section, {})
+        for key in sorted({*expected, *actual}):
+            if expected.get(key, "absent") != actual.get(key, "absent"):
+                line = f"{section} {key} is {actual.get(key, 'absent')}, on rank 0 {expected.get(key, 'absent')}"
+                lines.append(line)
     return lines

@@ -1,4 +1,4 @@
-"""Models that another library has distributed already: each is refused with the model to pass instead."""
+"""Refuses models that another library has distributed already, and says which model to pass instead."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 from zeroengine.errors import ZeroEngineError
 
-# Classes by module and name, so that none of these modules is imported for the question, and the call that makes them.
+# The call that makes each class, by the class's module and name, so that none of these modules must be imported.
 WRAPPERS = {
     ("torch.nn.parallel", "DistributedDataParallel"): "DistributedDataParallel(...)",
     ("torch.nn.parallel", "DataParallel"): "DataParallel(...)",
@@ -25,7 +25,7 @@ def check_undistributed(model: nn.Module) -> None:
     """Check that no module of ``model`` is wrapped for data parallelism, and that no parameter is a DTensor.
 
     Raises:
-        ZeroEngineError: the first one that is, and what to pass.
+        ZeroEngineError: One is. The message names the first, and what to pass.
     """
     for name, module in model.named_modules():
         for wrapper in _wrappers(module):
@@ -36,7 +36,8 @@ def check_undistributed(model: nn.Module) -> None:
                 "the plain module"
             )
     tensors = sys.modules.get("torch.distributed.tensor")
-    if tensors is None:  # then nobody has made a DTensor
+    # Where the module was not imported nobody has made a DTensor.
+    if tensors is None:
         return
     for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in named:

@@ -1,4 +1,4 @@
-"""What a caller is about to do with the value that a function returns."""
+"""Finds out what a caller is about to do with the value that a function returns."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def returns_one_value(message: str) -> Callable[[Callable[P, R]], Callable[P, R]
     A dict would be unpacked into its keys, without a word where there are as many. A tuple may be unpacked.
 
     Args:
-        message: of the ZeroEngineError that is raised, once the function is done, where a dict or None is unpacked.
+        message: The text of the ZeroEngineError that is raised, after the call, where a dict or None is unpacked.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -40,12 +40,12 @@ def returns_one_value(message: str) -> Callable[[Callable[P, R]], Callable[P, R]
 def unpacks_result(frame: FrameType) -> bool:
     """Return whether ``frame``, which waits for a call to return, unpacks the result into several names.
 
-    That is what the statement ``first, second = function()`` does, and CPython compiles it to an UNPACK instruction
-    directly after the call's. ``f_lasti`` is the call's own instruction or one of its inline cache entries, which
-    ``dis`` leaves out (CPython 3.10 to 3.14).
+    The statement ``first, second = function()`` does so. CPython compiles it to an UNPACK instruction directly after
+    that of the call. ``f_lasti`` is the instruction of the call or one of its inline cache entries, which ``dis``
+    leaves out (CPython 3.10 to 3.14).
 
     Args:
-        frame: of the caller, such as ``sys._getframe(1)``.
+        frame: The frame of the caller, such as ``sys._getframe(1)``.
     """
     following = (i for i in dis.get_instructions(frame.f_code) if i.offset > frame.f_lasti)
     return next((i.opname.startswith("UNPACK_") for i in following), False)

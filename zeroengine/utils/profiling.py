@@ -1,4 +1,4 @@
-"""Names for what a profiler shows."""
+"""Names the parts of a step for profilers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 def profile_range(what: str, unit: str = "") -> AbstractContextManager[Any]:
-    """A range ``zeroengine: <what> <unit>`` while torch's profiler records, or its ``emit_nvtx``; else nothing."""
+    """Return a context that names its contents ``zeroengine: <what> <unit>`` for torch's profiler or ``emit_nvtx``.
+
+    While neither records it does nothing.
+    """
     if not torch.autograd._profiler_enabled():
         return _NOTHING
     return torch.profiler.record_function(f"zeroengine: {what} {unit}".rstrip())
