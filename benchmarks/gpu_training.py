@@ -290,7 +290,7 @@ def grow(s: Setting, layers: str, ratio: str) -> dict[str, float]:
 def largest(s: Setting) -> str:
     """Find the largest model that takes steps on this GPU with this machine's CPU memory: stage 2, bf16, as much of the
     optimizer on the GPU as fits. A size that fails is made a tenth smaller."""
-    from zeroengine.offload.placement import available_memory
+    from zeroengine.offload.host_memory import available_memory
 
     _, width, *_, context = s.large
     gpu = 1e7 if s.rehearse else 0.8 * torch.cuda.get_device_properties(0).total_memory

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroengine.disk.aligned_memory import aligned_empty
-from zeroengine.offload.device_copies import Direction
+from zeroengine.offload.interfaces import Direction
 
 EMPTY = torch.empty(0)
 LOCK = threading.RLock()  # a disk's thread waits for copies, too
@@ -98,14 +98,14 @@ class LateCopies:
     def _current(self) -> Lane | None:
         return getattr(self._local, "lane", None)
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, behind: Any = None) -> Late:
+    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Any = None) -> Late:
         assert target.shape == source.shape and target.dtype is source.dtype
         to_host = self.is_host(target)
         assert to_host != self.is_host(source), "from one to the other"
         way: Direction = "out" if to_host else "in"
         with LOCK:
-            lane = self._lanes[way] if behind is not None or self._current is None else self._current
-            late = Late(target, source, lane, self.record_event() if behind is None else behind)
+            lane = self._lanes[way] if after is not None or self._current is None else self._current
+            late = Late(target, source, lane, self.record_event() if after is None else after)
             if late.behind.lane is lane:
                 late.behind = Mark(None, None)  # in line
             self.copied[way] += source.nbytes

@@ -33,7 +33,7 @@ from zeroengine.comm.transports.nccl import NCCLTransport
 from zeroengine.disk.queue import DiskQueue
 from zeroengine.disk.swap_files import SwapFolder
 from zeroengine.engine.initialize import make_engine
-from zeroengine.offload import placement
+from zeroengine.offload import host_memory
 from zeroengine.offload.disk_store import DiskStore
 from zeroengine.offload.host_store import DiskThroughHost
 from zeroengine.ops import _aio_library
@@ -367,7 +367,7 @@ def test_a_shard_whose_writeback_failed_is_never_saved(tmp_path: Path, precision
 
 def test_device_memory_is_freed_once_its_values_are_on_disk(tmp_path: Path) -> None:
     copies, queue = LateCopies(late=False), DiskQueue()
-    disk = DiskStore(SwapFolder(str(tmp_path), rank=0), queue, 1 << 20)
+    disk = DiskStore(SwapFolder(str(tmp_path)), queue, 1 << 20)
     behind, left = DiskThroughHost(disk, copies, 3), []
     for _ in range(6):
         state, landing = behind.empty(1024, torch.float32), behind.staging_buffer(4096).view(torch.float32).fill_(3)
@@ -402,7 +402,7 @@ def test_an_optimizer_that_cannot_be_updated_in_pieces_is_refused(tmp_path: Path
 
 def start_where_memory_is_short(settings: dict[str, Any]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(placement, "available_memory", lambda: 10 << 10)
+        patch.setattr(host_memory, "available_memory", lambda: 10 << 10)
         engine_of(settings, LateCopies())
 
 

@@ -108,8 +108,8 @@ class Memory:
 HOST, DEVICE = Memory(False), Memory(True)
 
 
-def copy(ways: GPUCopies, target: Memory, source: Memory, behind: Any = None) -> Any:
-    return ways.copy(target, source, behind)  # type: ignore[arg-type]
+def copy(ways: GPUCopies, target: Memory, source: Memory, after: Any = None) -> Any:
+    return ways.copy(target, source, after)  # type: ignore[arg-type]
 
 
 def test_each_way_has_a_stream_that_comes_behind_the_current_one(cuda: Recorded) -> None:

@@ -22,7 +22,7 @@ from zeroengine.engine.full_values import FullValues
 from zeroengine.engine.gathered import attach_owner
 from zeroengine.engine.step import StepRunner
 from zeroengine.engine.unset_parameters import forbid_forward_while_unset
-from zeroengine.offload.device_copies import Copies
+from zeroengine.offload.interfaces import Copies
 from zeroengine.offload.offload_states import StateOffloader
 from zeroengine.offload.placement import Placement, place_states
 from zeroengine.optim.caller_optimizer import redirect_calls

@@ -22,7 +22,7 @@ from zeroengine.engine.memory import Memory, explain_out_of_memory, measure_memo
 from zeroengine.errors import ZeroEngineError
 from zeroengine.migration.messages import engine_attribute, explains_arguments
 from zeroengine.migration.names import UNPACKED_CLIENT_STATE, UNPACKED_ENGINE
-from zeroengine.offload.device_copies import Copies
+from zeroengine.offload.interfaces import Copies
 from zeroengine.optim.lr_schedules import LRSchedulerLike
 from zeroengine.optim.step_result import StepResult
 from zeroengine.partition.cut import UnitPlan

@@ -22,7 +22,7 @@ from zeroengine.engine.rank_agreement import check_agreement
 from zeroengine.engine.wrapped_models import check_undistributed
 from zeroengine.errors import ZeroEngineError
 from zeroengine.migration.messages import explains_arguments
-from zeroengine.offload.device_copies import Copies
+from zeroengine.offload.interfaces import Copies
 from zeroengine.optim.factory import OptimizerLike, check_optimizer, make_optimizer
 from zeroengine.optim.lr_schedules import LRSchedulerLike
 from zeroengine.partition.cut import cut_units

@@ -11,7 +11,7 @@ import torch
 
 from zeroengine.config import Config
 from zeroengine.engine.assembly import EngineComponents
-from zeroengine.offload.disk_store import Medium
+from zeroengine.offload.interfaces import Medium
 from zeroengine.offload.offload_states import resident_bytes
 
 STATES = ("parameters", "gradients", "master", "optimizer")

@@ -37,7 +37,7 @@ def offload(
         "parameters": [unit.shard for unit in parts.units if unit.offloaded_shards is None],
     }
     if include is None:
-        include = offload_states.USUAL
+        include = offload_states.DEFAULT_STATES
         tensors = {name: [t for t in state if t.untyped_storage().resizable()] for name, state in tensors.items()}
     with group.collective_errors("to offload states"):
         parts.state_offloader.offload({name: tensors[name] for name in include}, path, parts.config, group.rank)

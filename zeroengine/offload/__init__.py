@@ -1,1 +1,12 @@
-"""Where a state lives when it is not in device memory: CPU memory or files on a disk, and the copies between them."""
+"""States that live outside of device memory, in CPU memory or in files on a disk, and their way to the update.
+
+- ``interfaces``: What a store of states can do, and what copies between a device and the host can do.
+- ``device_copies``: Copies between a GPU and page-locked host memory, on streams of their own.
+- ``disk_store``: States in files on a disk.
+- ``host_store``: A GPU's states in CPU memory, or on a disk through CPU memory.
+- ``pipeline``: Brings states through a few buffers to the update and back.
+- ``offloaded_shards``: Parameter shards in a store, and the all-gathers that start there.
+- ``host_memory``: The CPU memory that is left.
+- ``placement``: Opens the stores that a configuration asks for, and assigns the units' states to them.
+- ``offload_states``: Moves all states of an engine away for a while.
+"""

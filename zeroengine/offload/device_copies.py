@@ -1,4 +1,4 @@
-"""Copies between a GPU's memory and the host's, beside what both compute."""
+"""Copies between a GPU and page-locked host memory, on streams of their own beside the computation."""
 
 from __future__ import annotations
 
@@ -6,54 +6,21 @@ import contextlib
 import mmap
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import torch
 
 from zeroengine.disk.aligned_memory import Pages, aligned_empty, pages_of
 from zeroengine.errors import OffloadError
+from zeroengine.offload.interfaces import Direction
 from zeroengine.utils.work import Work
-
-Direction = Literal["in", "out"]  # into device memory, or out of it
-
-
-class Copies(Protocol):
-    """The ways between one device and the host."""
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor, behind: Work | None = None) -> Work:
-        """Starts ``target.copy_(source)``; one of the two is on the host.
-
-        Neither may be written, and ``target`` not be read, before the work is awaited.
-
-        Args:
-            behind: What the copy comes behind. None: the work of the current stream, which inside of
-                ``on_copy_stream`` is the stream of the copy itself.
-        """
-
-    def record_event(self) -> Work:
-        """Return a work that is done when everything in the current stream so far is."""
-
-    def on_copy_stream(self, direction: Direction) -> AbstractContextManager[Any]:
-        """Make the stream of the copies in that direction the current one, behind what is current now."""
-
-    def wait_stream(self) -> None:
-        """Order later kernels of the current stream behind every copy so far."""
-
-    def synchronize(self) -> None:
-        """Return once every copy so far is done."""
-
-    def host_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """New 1-D host memory of exactly this size, zeros, as fast to copy from and to as there is."""
-
-    def device_memory(self, nbytes: int) -> torch.Tensor:
-        """New bytes on the device."""
 
 
 class RecordedEvent:
     """A ``Work`` that is done when the device reaches an event.
 
-    Its tensors stay alive as long as it does, or until the host has waited.
+    Its tensors stay alive as long as it does, or until the host has waited: a copy that is under way must not lose its
+    memory.
     """
 
     def __init__(self, event: torch.cuda.Event, device: torch.device, *tensors: torch.Tensor) -> None:
@@ -70,76 +37,88 @@ class RecordedEvent:
 
     def done(self) -> bool:
         """Return whether the device has reached the event."""
-        return bool(self._event.query())
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
 
 
 class GPUCopies:
-    """See ``Copies``: a stream for each way, for a GPU copies both ways at once.
+    """The ``Copies`` of a GPU: one stream for each direction, because a GPU copies both ways at once.
 
     Args:
-        pin: whether host memory is page-locked, without which copies are slower and the host waits for them.
+        device: The GPU.
+        pin: Whether host memory is page-locked, without which copies are slower and the host waits for them.
     """
 
     def __init__(self, device: torch.device, pin: bool = True) -> None:
         self._device, self._pin = device, pin
-        self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._in: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._out: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, behind: Work | None = None) -> Work:
+    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Work | None = None) -> Work:
+        """Start a copy on the stream of its direction."""
         stream, current = self._in if target.is_cuda else self._out, torch.cuda.current_stream(self._device)
-        if behind is None and current in (self._in, self._out):
+        # Inside ``on_copy_stream`` copies of both directions stay on that stream, in order. Otherwise a gradient that
+        # is read back to be added to would make every later shard on the "in" stream wait for the sum.
+        if after is None and current in (self._in, self._out):
             stream = current
         with torch.cuda.stream(stream):
-            if behind is not None:
-                behind.wait_stream()
+            if after is not None:
+                after.wait_stream()
             elif stream != current:
                 stream.wait_stream(current)
             target.copy_(source, non_blocking=True)
-            return RecordedEvent(self._event(), self._device, target, source)
+            return RecordedEvent(self._new_event(), self._device, target, source)
 
     def record_event(self) -> Work:
-        """See ``Copies.record_event``."""
-        return RecordedEvent(self._event(), self._device)
+        """Record an event on the current stream."""
+        return RecordedEvent(self._new_event(), self._device)
 
-    def _event(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(blocking=True)
+    def _new_event(self) -> torch.cuda.Event:
+        # A blocking event lets a host thread that waits for it sleep, where others spin on a core.
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     @contextlib.contextmanager
     def on_copy_stream(self, direction: Direction) -> Iterator[None]:
+        """Make a copy stream current, ordered behind the one that was current."""
         stream = self._in if direction == "in" else self._out
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             yield
 
     def wait_stream(self) -> None:
+        """Order the current stream behind both copy streams."""
         current = torch.cuda.current_stream(self._device)
         current.wait_stream(self._in)
         current.wait_stream(self._out)
 
     def synchronize(self) -> None:
+        """Block the host until both copy streams are idle."""
         self._in.synchronize()
         self._out.synchronize()
 
     def host_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return host memory, page-locked unless ``pin`` is False."""
         memory = aligned_empty(numel, dtype)
         if self._pin and numel:
             _pin(pages_of(memory), memory)
         return memory
 
     def device_memory(self, nbytes: int) -> torch.Tensor:
+        """Return memory of torch's allocator."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
 
 def _pin(pages: Pages, memory: torch.Tensor) -> None:
-    """Locks the pages behind ``memory`` until they go. torch's own pinned memory comes in powers of two.
+    """Page-lock ``memory`` until its pages are unmapped.
 
-    Forked children do not get them: the system would copy what is locked, at once.
+    torch's own pinned memory comes in powers of two, which would nearly double what large states take. For the part of
+    forked children see the note in ``Pages``.
 
     Raises:
-        OffloadError: the system refuses.
+        OffloadError: The system refuses.
     """
-    cudart: Any = torch.cuda.cudart()
+    cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     address, process = memory.untyped_storage().data_ptr(), os.getpid()
     code = int(cudart.cudaHostRegister(address, memory.nbytes, 0))
     if code:
@@ -150,7 +129,8 @@ def _pin(pages: Pages, memory: torch.Tensor) -> None:
     pages.madvise(mmap.MADV_DONTFORK)
 
     def unpin() -> None:
-        with contextlib.suppress(Exception):  # the interpreter may be on its way out
+        # The CUDA runtime may be gone when the interpreter exits.
+        with contextlib.suppress(Exception):
             cudart.cudaHostUnregister(address)
 
     pages.before_unmap, pages.owner = unpin, process

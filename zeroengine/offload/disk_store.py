@@ -1,124 +1,45 @@
-"""Where states live that are not on the device: what all such places can do, and files on a disk, one set a rank.
-
-Partitioning has no part in this.
+"""States in files on a disk.
 
 [Note: Two ways to the disk]
-The loops that read or write whole states (the update, gathers, gradients) move blocks between the files and
-buffers of theirs, past the page cache and beside the computation. Everything rare (checkpoints, inspection,
-surgery) uses the tensor that ``empty`` gave, which is part of a file, mapped. It calls ``populate`` first, so that a
-disk that fails is an error and not a signal. The kernel keeps both ways coherent as long as they do not touch one place
-at one time: what is under way is awaited before a mapped tensor is used.
+The loops that read or write whole states (the update, gathers, gradients) move blocks between the files and buffers of
+their own, past the page cache and beside the computation. Everything rare (checkpoints, inspection, changes by the
+user) uses the tensor that ``empty`` returned, which is a mapped part of a file. It calls ``populate`` first, so that a
+disk that fails is an error and not a signal (see the note in ``disk/mapped_memory.py``). The kernel keeps both ways
+coherent as long as they do not touch one place at one time: transfers under way are awaited before a mapped tensor is
+used.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any
 
 import torch
 
-from zeroengine.disk.aligned_memory import aligned_empty, round_up
+from zeroengine.disk.aligned_memory import aligned_empty
 from zeroengine.disk.mapped_memory import populate, release_mapped
 from zeroengine.disk.queue import DiskQueue
 from zeroengine.disk.swap_files import SwapFile, SwapFolder
 from zeroengine.errors import ZeroEngineError
-from zeroengine.offload.device_copies import Direction
+from zeroengine.offload.interfaces import AddressMap, Direction, Medium, padded_nbytes
 from zeroengine.utils.work import Completed, Work
 
-FILE = 1 << 26  # bytes of a further file, at least
-CHUNK = 1 << 22  # bytes of a mapped state that are in memory at once, while it is filled
-T = TypeVar("T")
-Medium = Literal["cpu", "nvme"]
-
-
-class Poisonable(Protocol):
-    """What can lose states."""
-
-    def poison(self, error: BaseException) -> None:
-        """An update or a gradient was lost on its way: nobody may use these states."""
-
-
-class StateStore(Poisonable, Protocol):
-    """Where states live, for one who works on them elsewhere."""
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is a state that lives here, or part of one."""
-
-    def read(self, state: torch.Tensor, into: torch.Tensor) -> Work:
-        """Starts to read a state, or a part of one that begins at a block, into memory of as many bytes."""
-
-    def write(self, source: torch.Tensor, state: torch.Tensor) -> Work:
-        """Starts to write memory, as of ``read``, over a state or a part of one."""
-
-
-class OffloadStore(StateStore, Protocol):
-    """Where states live, if not in the memory of the device that computes with them.
-
-    Attributes:
-        stream_ordered: whether the device's streams order transfers, so that nobody need look if they are through.
-    """
-
-    medium: Medium
-    stream_ordered: bool
-
-    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A new state, 1-D, zeros until written, for the CPU to use where it is."""
-
-    def fill(self, state: torch.Tensor, values: torch.Tensor) -> None:
-        """``values`` become those of a state. For rare use: a write is faster."""
-
-    def staging_buffer(self, nbytes: int) -> torch.Tensor:
-        """New bytes on the device, for states on their way: what ``read`` and ``write`` take."""
-
-    def on_copy_stream(self, direction: Direction) -> AbstractContextManager[Any]:
-        """As of ``Copies``; nothing where transfers are in no stream."""
-
-    def record_event(self) -> Work:
-        """As of ``Copies``, where streams order transfers."""
-
-    def evict(self, *states: torch.Tensor) -> None:
-        """Gives back what was taken to use states in place."""
-
-
-@contextmanager
-def poison_on_error(*homes: Poisonable) -> Iterator[None]:
-    """What fails inside has lost part of their states, and they know it."""
-    try:
-        yield
-    except BaseException as error:
-        for home in homes:
-            home.poison(error)
-        raise
-
-
-class AddressMap(Generic[T]):
-    """What is known of runs of memory, by address."""
-
-    def __init__(self) -> None:
-        self._found: list[tuple[int, int, T]] = []  # first address, the one behind the last, and what is known
-
-    def add(self, address: int, nbytes: int, known: T) -> None:
-        at = bisect_right(self._found, address, key=lambda extent: extent[0])
-        self._found.insert(at, (address, address + nbytes, known))
-
-    def at(self, tensor: torch.Tensor) -> T | None:
-        """What is known of the run that ``tensor`` begins in."""
-        address = tensor.data_ptr()
-        index = bisect_right(self._found, address, key=lambda extent: extent[0])
-        if not index or address >= self._found[index - 1][1]:
-            return None
-        return self._found[index - 1][2]
-
-    def all(self) -> list[T]:
-        return [known for _, _, known in self._found]
+MIN_EXTRA_FILE_BYTES = 1 << 26
+# How much of a mapped state is in memory at once while it is filled, in bytes.
+FILL_CHUNK_BYTES = 1 << 22
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where a state is on disk."""
+class _FileRegion:
+    """The part of a file that is a state.
+
+    Attributes:
+        address: Where the mapped state begins in memory.
+        file: The file.
+        offset: Where the state begins in the file, in bytes.
+        mapped: The mapped state.
+    """
 
     address: int
     file: SwapFile
@@ -127,13 +48,15 @@ class _Place:
 
 
 class DiskStore:
-    """This rank's files in a folder of an ``nvme_path``, and the queue that reads and writes them.
+    """An ``OffloadStore`` in this rank's files on a disk, for states that the CPU works on.
 
     Args:
-        expected_bytes: of all the states that will live here.
+        folder: Where the files are.
+        queue: What reads and writes them.
+        expected_bytes: The padded bytes of all states that will live here. They get one file; further states get more.
 
     Raises:
-        OffloadError: the disk has not as much room.
+        OffloadError: The disk has too little room.
     """
 
     medium: Medium = "nvme"
@@ -143,51 +66,60 @@ class DiskStore:
         self._folder, self._queue = folder, queue
         self._file = folder.file("states", padded_nbytes(expected_bytes))
         self._end = 0
-        self._places = AddressMap[_Place]()
-        self._failed: BaseException | None = None
+        self._regions = AddressMap[_FileRegion]()
+        self._error: BaseException | None = None
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A new state, 1-D, zeros until written: mapped, see the note above."""
+        """Return a new state that is a mapped part of a file: see the note above."""
         nbytes = padded_nbytes(numel * dtype.itemsize)
         if self._end + nbytes > self._file.nbytes:
-            self._file, self._end = self._folder.file("more states", max(nbytes, FILE)), 0
+            self._file, self._end = self._folder.file("more states", max(nbytes, MIN_EXTRA_FILE_BYTES)), 0
         mapped = self._file.mapped(self._end, numel, dtype)
         address = mapped.data_ptr()
-        self._places.add(address, nbytes, _Place(address, self._file, self._end, mapped))
+        self._regions.add(address, nbytes, _FileRegion(address, self._file, self._end, mapped))
         self._end += nbytes
         return mapped
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is a state on disk, or part of one."""
-        return tensor.device.type == "cpu" and self._places.at(tensor) is not None
+        """Return whether ``tensor`` is a mapped state of this store, or a part of one."""
+        return tensor.device.type == "cpu" and self._regions.find(tensor) is not None
 
     def fill(self, state: torch.Tensor, values: torch.Tensor) -> None:
-        size = CHUNK // state.element_size()
-        for part, its in zip(state.split(size), values.split(size), strict=True):
-            populate(part, write=True)
-            part.copy_(its)
-            self.evict(part)
+        """Write ``values`` through the mapping, a chunk at a time."""
+        numel = FILL_CHUNK_BYTES // state.element_size()
+        for start in range(0, state.numel(), numel):
+            chunk = state[start : start + numel]
+            populate(chunk, write=True)
+            chunk.copy_(values[start : start + numel])
+            self.evict(chunk)
 
     def staging_buffer(self, nbytes: int) -> torch.Tensor:
+        """Return aligned CPU memory."""
         return aligned_empty(nbytes, torch.uint8)
 
     def on_copy_stream(self, direction: Direction) -> AbstractContextManager[Any]:
+        """Do nothing: a disk's transfers are in no stream."""
         return nullcontext()
 
     def record_event(self) -> Work:
+        """Return a completed work: what the CPU was asked to do is done."""
         return Completed()
 
     def read(self, state: torch.Tensor, into: torch.Tensor) -> Work:
-        """See ``OffloadStore``. The memory begins at a block too, and is nobody else's to the end of its last one."""
-        place = self._places.at(state)
-        assert place is not None
-        return self._queue.read(place.file, place.offset + state.data_ptr() - place.address, _blocks(into))
+        """Start to read a state from its file. The last block of ``into`` is overwritten to its end."""
+        file, offset = self._locate(state)
+        return self._queue.read(file, offset, _whole_blocks(into))
 
     def write(self, source: torch.Tensor, state: torch.Tensor) -> Work:
-        """As ``read``."""
-        place = self._places.at(state)
-        assert place is not None
-        return self._queue.write(place.file, place.offset + state.data_ptr() - place.address, _blocks(source))
+        """Start to write a state to its file, to the end of the last block of ``source``."""
+        file, offset = self._locate(state)
+        return self._queue.write(file, offset, _whole_blocks(source))
+
+    def _locate(self, state: torch.Tensor) -> tuple[SwapFile, int]:
+        """Return the file that a state is in, and where it begins there in bytes."""
+        region = self._regions.find(state)
+        assert region is not None
+        return region.file, region.offset + state.data_ptr() - region.address
 
     @property
     def traffic(self) -> tuple[int, int]:
@@ -195,42 +127,39 @@ class DiskStore:
         return self._queue.bytes_read, self._queue.bytes_written
 
     def evict(self, *states: torch.Tensor) -> None:
-        """Gives back the memory that mapped states took when they were used; the values stay in the files.
+        """Give back the memory that mapped states took when they were used; the values stay in the files.
 
         Args:
-            states: those that may have been, or parts of them; others than this disk's are left alone. None: all.
+            states: States, or parts of them; those of other stores are left alone. None: all states of this store.
         """
-        for state in states or [place.mapped for place in self._places.all()]:
+        for state in states or [region.mapped for region in self._regions.values()]:
             if self.holds(state):
                 release_mapped(state)
 
     def poison(self, error: BaseException) -> None:
-        """An update or a gradient was lost on its way: nobody may use these states."""
-        self._failed = error
+        """Make ``check_intact`` raise from now on."""
+        self._error = error
 
     def check_intact(self) -> None:
-        """
+        """Check that no update ended half way.
+
         Raises:
-            ZeroEngineError: an update ended half way.
+            ZeroEngineError: One did.
         """
-        if self._failed is not None:
+        if self._error is not None:
             raise ZeroEngineError(
-                f"the states on disk are half updated since a transfer failed ({self._failed}): make the engine anew "
+                f"the states on disk are half updated since a transfer failed ({self._error}): make the engine anew "
                 "and load its last checkpoint"
-            ) from self._failed
+            ) from self._error
 
     def close(self) -> None:
+        """Wait for the transfers under way, and close the files."""
         self._queue.close()
         self._folder.close()
 
 
-def padded_nbytes(nbytes: int) -> int:
-    """The bytes that a state of ``nbytes`` takes in a file."""
-    return round_up(max(nbytes, 1))
-
-
-def _blocks(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` as bytes, to the end of its last block."""
+def _whole_blocks(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of ``tensor`` to the end of its last block, so that O_DIRECT can move all of them."""
     start = tensor.storage_offset() * tensor.element_size()
     stop = min(start + padded_nbytes(tensor.nbytes), tensor.untyped_storage().nbytes())
     return torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage(), start, (stop - start,), (1,))

@@ -1,4 +1,4 @@
-"""States of a GPU that live in CPU memory, and on a disk behind it. The CPU's part of the work uses them in place."""
+"""States of a GPU that live in CPU memory, or on a disk behind it. The CPU's part of the work uses them in place."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from zeroengine.offload.device_copies import Copies, Direction
-from zeroengine.offload.disk_store import AddressMap, DiskStore, Medium, OffloadStore, padded_nbytes
+from zeroengine.offload.disk_store import DiskStore
+from zeroengine.offload.interfaces import AddressMap, Copies, Direction, Medium, OffloadStore, padded_nbytes
 from zeroengine.utils.work import Work
 
 
 class HostStore:
-    """See ``OffloadStore``."""
+    """An ``OffloadStore`` in CPU memory, for states of a GPU."""
 
     medium: Medium = "cpu"
     stream_ordered = True
@@ -30,67 +30,94 @@ class HostStore:
         self._states = AddressMap[bool]()
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a new state in host memory that copies are fast from and to."""
         state = self._copies.host_memory(numel, dtype)
         self._states.add(state.data_ptr(), state.nbytes, True)
         return state
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        return tensor.device.type == "cpu" and self._states.at(tensor) is not None
+        """Return whether ``tensor`` is a state of this store, or a part of one."""
+        return tensor.device.type == "cpu" and self._states.find(tensor) is not None
 
     def fill(self, state: torch.Tensor, values: torch.Tensor) -> None:
+        """Copy ``values`` over a state."""
         state.copy_(values)
 
     def staging_buffer(self, nbytes: int) -> torch.Tensor:
+        """Return device memory."""
         return self._copies.device_memory(nbytes)
 
     def on_copy_stream(self, direction: Direction) -> AbstractContextManager[Any]:
+        """Make a copy stream current."""
         return self._copies.on_copy_stream(direction)
 
     def record_event(self) -> Work:
+        """Record an event on the current stream."""
         return self._copies.record_event()
 
     def read(self, state: torch.Tensor, into: torch.Tensor) -> Work:
+        """Start to copy a state to the device."""
         return self._copies.copy(into, state)
 
     def write(self, source: torch.Tensor, state: torch.Tensor) -> Work:
+        """Start to copy a state from the device."""
         return self._copies.copy(state, source)
 
-    def evict(self, *states: torch.Tensor) -> None: ...
+    def evict(self, *states: torch.Tensor) -> None:
+        """Do nothing: using states in place takes no memory."""
 
-    def poison(self, error: BaseException) -> None: ...
+    def poison(self, error: BaseException) -> None:
+        """Do nothing: a copy that fails ends the CUDA context."""
 
 
 class DeviceStore:
-    """The device, as the host sees it: every state that lives in none of ``others``. For a ``Pipeline``."""
+    """The device as a ``StateStore`` of the host: every state that lives in none of ``others``. For a ``Pipeline``."""
 
     def __init__(self, copies: Copies, others: Sequence[OffloadStore]) -> None:
         self._copies, self._others = copies, others
 
     def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether no other store holds ``tensor``."""
         return not any(other.holds(tensor) for other in self._others)
 
     def read(self, state: torch.Tensor, into: torch.Tensor) -> Work:
+        """Start to copy a state from the device into host memory."""
         return self._copies.copy(into, state)
 
     def write(self, source: torch.Tensor, state: torch.Tensor) -> Work:
+        """Start to copy host memory over a state on the device."""
         return self._copies.copy(state, source)
 
-    def poison(self, error: BaseException) -> None: ...
+    def poison(self, error: BaseException) -> None:
+        """Do nothing: a copy that fails ends the CUDA context."""
 
 
 @dataclass(eq=False)
-class _Bounce:
-    """Host memory between the two."""
+class _BounceBuffer:
+    """Host memory that a transfer between device and disk passes through.
 
-    memory: torch.Tensor  # bytes
-    last: Work | None = None  # that used it
+    Attributes:
+        memory: Its bytes.
+        last_use: The transfer that used it last.
+    """
+
+    memory: torch.Tensor
+    last_use: Work | None = None
 
 
 class DiskThroughHost:
-    """A ``DiskStore`` that a GPU's memory is read into and written from, through host memory. See ``OffloadStore``.
+    """An ``OffloadStore`` on a disk for states of a GPU, which go through buffers in host memory.
+
+    [Note: Two threads]
+    A read is a disk transfer and then a copy to the device; a write is a copy from the device and then a disk transfer.
+    A thread starts the second half when the first is done, so that the caller never waits. Reads and writes have a
+    thread each: a write's copy waits for kernels of the device, which may themselves wait for a read. One thread for
+    both could wait for itself.
 
     Args:
-        num_buffers: transfers under way at once.
+        disk: The store on the disk.
+        copies: Between host and device.
+        num_buffers: The number of transfers under way at once, of one size.
     """
 
     medium: Medium = "nvme"
@@ -98,125 +125,143 @@ class DiskThroughHost:
 
     def __init__(self, disk: DiskStore, copies: Copies, num_buffers: int) -> None:
         self._disk, self._copies, self._num_buffers = disk, copies, num_buffers
-        self._bounces: list[_Bounce] = []
-        # By the state's address. What nobody holds any more has been waited for.
-        self._writing: weakref.WeakValueDictionary[int, _SecondOfTwo] = weakref.WeakValueDictionary()
-        # A write waits for the device, which may wait for a read.
-        self._reader, self._writer = (_Worker(f"zeroengine-{name}") for name in ("read", "write"))
+        # The buffer whose last use began first comes first.
+        self._buffers: list[_BounceBuffer] = []
+        # By the state's address. A write that nobody refers to any more, and no buffer either, was awaited.
+        self._writes: weakref.WeakValueDictionary[int, _SecondOfTwo] = weakref.WeakValueDictionary()
+        self._reader, self._writer = (_TransferThread(f"zeroengine-{name}") for name in ("read", "write"))
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a new state on the disk."""
         return self._disk.empty(numel, dtype)
 
     def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether ``tensor`` is a state on the disk, or a part of one."""
         return self._disk.holds(tensor)
 
     def fill(self, state: torch.Tensor, values: torch.Tensor) -> None:
+        """Write ``values`` through the mapping."""
         self._disk.fill(state, values)
 
     def evict(self, *states: torch.Tensor) -> None:
+        """Give back the memory that mapped states took when they were used."""
         self._disk.evict(*states)
 
     def poison(self, error: BaseException) -> None:
+        """Poison the store on the disk."""
         self._disk.poison(error)
 
     def on_copy_stream(self, direction: Direction) -> AbstractContextManager[Any]:
+        """Make a copy stream current."""
         return self._copies.on_copy_stream(direction)
 
     def record_event(self) -> Work:
+        """Record an event on the current stream."""
         return self._copies.record_event()
 
     @property
     def nbytes(self) -> int:
-        """Of host memory."""
-        return sum(bounce.memory.nbytes for bounce in self._bounces)
+        """Bytes of host memory that the buffers take."""
+        return sum(buffer.memory.nbytes for buffer in self._buffers)
 
     def staging_buffer(self, nbytes: int) -> torch.Tensor:
+        """Return device memory."""
         return self._copies.device_memory(nbytes)
 
     def read(self, state: torch.Tensor, into: torch.Tensor) -> Work:
-        self._settle(state)
-        bounce = self._bounce(into.nbytes)
-        part = bounce.memory[: into.nbytes].view(into.dtype)
-        here, read = self._copies.record_event(), self._disk.read(state, part)
-        bounce.last = _SecondOfTwo(self._reader.submit(self._bring, read, into, part, here))
-        return bounce.last
+        """Start to read a state from the disk to the device."""
+        self._finish_write(state)
+        buffer = self._free_buffer(into.nbytes)
+        host = buffer.memory[: into.nbytes].view(into.dtype)
+        # The copy is issued by another thread, whose current stream is not this one's: it is ordered by the event.
+        issued, disk_read = self._copies.record_event(), self._disk.read(state, host)
+        buffer.last_use = _SecondOfTwo(self._reader.submit(self._copy_in, disk_read, into, host, issued))
+        return buffer.last_use
 
-    def _bring(self, read: Work, into: torch.Tensor, part: torch.Tensor, behind: Work) -> Work:
-        read.wait_host()
-        return self._copies.copy(into, part, behind)
+    def _copy_in(self, disk_read: Work, into: torch.Tensor, host: torch.Tensor, after: Work) -> Work:
+        disk_read.wait_host()
+        return self._copies.copy(into, host, after)
 
     def write(self, source: torch.Tensor, state: torch.Tensor) -> Work:
-        self._settle(state)
-        bounce = self._bounce(source.nbytes)
-        part = bounce.memory[: source.nbytes].view(source.dtype)
-        copied = self._copies.copy(part, source)
-        bounce.last = written = _SecondOfTwo(self._writer.submit(self._write, copied, part, state), copied)
-        self._writing[state.data_ptr()] = written
+        """Start to write a state from the device to the disk."""
+        self._finish_write(state)
+        buffer = self._free_buffer(source.nbytes)
+        host = buffer.memory[: source.nbytes].view(source.dtype)
+        copied = self._copies.copy(host, source)
+        written = _SecondOfTwo(self._writer.submit(self._write_out, copied, host, state), copied)
+        buffer.last_use = self._writes[state.data_ptr()] = written
         return written
 
-    def _settle(self, state: torch.Tensor) -> None:
-        """Waits for the last write of a state: what is under way on a disk has no order."""
-        last = self._writing.pop(state.data_ptr(), None)
-        if last is not None:
-            last.wait_host()
-
-    def _write(self, copied: Work, part: torch.Tensor, state: torch.Tensor) -> Work:
+    def _write_out(self, copied: Work, host: torch.Tensor, state: torch.Tensor) -> Work:
         copied.wait_host()
-        return self._disk.write(part, state)
+        return self._disk.write(host, state)
 
-    def _bounce(self, nbytes: int) -> _Bounce:
-        """Free memory of at least so many bytes; waits for some where there is enough of it."""
-        fitting = [bounce for bounce in self._bounces if bounce.memory.nbytes >= nbytes]
-        free = next((bounce for bounce in fitting if bounce.last is None or bounce.last.done()), None)
+    def _finish_write(self, state: torch.Tensor) -> None:
+        """Wait for the last write of a state, because transfers of a disk overtake each other."""
+        write = self._writes.pop(state.data_ptr(), None)
+        if write is not None:
+            write.wait_host()
+
+    def _free_buffer(self, nbytes: int) -> _BounceBuffer:
+        """Return a free buffer of at least ``nbytes`` bytes. Wait for one where there are enough of them."""
+        fitting = [buffer for buffer in self._buffers if buffer.memory.nbytes >= nbytes]
+        free = next((buffer for buffer in fitting if buffer.last_use is None or buffer.last_use.done()), None)
         if free is None and len(fitting) >= self._num_buffers:
             free = fitting[0]
         if free is None:
-            free = _Bounce(self._copies.host_memory(padded_nbytes(nbytes), torch.uint8))
+            free = _BounceBuffer(self._copies.host_memory(padded_nbytes(nbytes), torch.uint8))
         else:
-            self._bounces.remove(free)
-        self._bounces.append(free)  # the longest in use first
-        last, free.last = free.last, None
-        if last is not None:
-            last.wait_host()
+            self._buffers.remove(free)
+        self._buffers.append(free)
+        last_use, free.last_use = free.last_use, None
+        if last_use is not None:
+            last_use.wait_host()
         return free
 
     def close(self) -> None:
+        """End both threads after what they were given."""
         self._reader.close()
         self._writer.close()
 
 
-class _Worker:
-    """A thread that does one thing after the other. It does not outlive the interpreter, whatever it waits for."""
+class _TransferThread:
+    """A thread that starts transfers, one after the other.
+
+    It is a daemon: a transfer that never ends must not keep the interpreter from exiting.
+    """
 
     def __init__(self, name: str) -> None:
-        self._todo: SimpleQueue[tuple[Future[Work], Callable[[], Work]] | None] = SimpleQueue()
+        self._tasks: SimpleQueue[tuple[Future[Work], Callable[[], Work]] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, begin: Callable[..., Work], *arguments: Any) -> Future[Work]:
+    def submit(self, start: Callable[..., Work], *arguments: Any) -> Future[Work]:
+        """Call ``start`` with ``arguments`` after what was submitted before."""
         future: Future[Work] = Future()
-        self._todo.put((future, partial(begin, *arguments)))
+        self._tasks.put((future, partial(start, *arguments)))
         return future
 
     def _run(self) -> None:
-        while (item := self._todo.get()) is not None:
-            future, begin = item
+        while (task := self._tasks.get()) is not None:
+            future, start = task
             try:
-                future.set_result(begin())
+                future.set_result(start())
             except BaseException as error:
                 future.set_exception(error)
-            del item, future, begin  # what they hold, while it waits for the next
+            # Otherwise they would keep the tensors of this transfer alive while the thread waits for the next.
+            del task, future, start
 
     def close(self) -> None:
-        self._todo.put(None)
+        """Wait for what was submitted, and end the thread."""
+        self._tasks.put(None)
         self._thread.join()
 
 
 class _SecondOfTwo:
-    """A ``Work`` of two, of which a thread begins the second when the first is done.
+    """A ``Work`` of two, of which a thread starts the second when the first is done.
 
     Args:
-        second: What the thread begins.
+        second: What the thread starts.
         device_work: The one that the device takes part in, for streams to wait for; None: it is the second.
     """
 
@@ -232,7 +277,7 @@ class _SecondOfTwo:
         (self._second.result() if self._device_work is None else self._device_work).wait_stream()
 
     def done(self) -> bool:
-        """Return whether the second is done, or could not be begun."""
+        """Return whether the second is done, or could not be started."""
         if not self._second.done():
             return False
         return self._second.exception() is not None or self._second.result().done()

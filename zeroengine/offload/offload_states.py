@@ -10,27 +10,27 @@ import torch
 from zeroengine import ops
 from zeroengine.config import Config
 from zeroengine.errors import ZeroEngineError
-from zeroengine.offload.disk_store import DiskStore, padded_nbytes
+from zeroengine.offload.disk_store import DiskStore
+from zeroengine.offload.interfaces import padded_nbytes
 from zeroengine.offload.placement import open_disk
 from zeroengine.utils.paths import checked_path
 
 STATES = ("optimizer", "gradients", "parameters")
-USUAL = ("optimizer", "gradients")
+DEFAULT_STATES = ("optimizer", "gradients")
 
 
 class StateOffloader:
-    """Where states of one engine are while they are away. Their tensors stay what they are, without memory."""
+    """Moves states of one engine away and back. Their tensors stay the same objects, without memory in between."""
 
     def __init__(self) -> None:
-        self._away: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # by state: the tensor, and its values
-        self._disk: DiskStore | None = None  # where values are, if not in CPU memory
+        # By state: each tensor, and its values in CPU memory or on a disk.
+        self._offloaded: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        # The store of the values, if they are not in CPU memory.
+        self._disk: DiskStore | None = None
 
     def __bool__(self) -> bool:
-        return bool(self._away)
-
-    @property
-    def states(self) -> tuple[str, ...]:
-        return tuple(self._away)
+        """Return whether any states are away."""
+        return bool(self._offloaded)
 
     def check_request(
         self,
@@ -42,11 +42,13 @@ class StateOffloader:
         """Return the folder that the states go to, or None for CPU memory.
 
         Args:
-            nvme_path: as passed to ``offload_states``.
-            configured: the folder of the configuration, where ``nvme_path`` is None.
+            include: The states, as passed to ``offload_states``.
+            device: "cpu" or "nvme", as passed to ``offload_states``.
+            nvme_path: As passed to ``offload_states``.
+            configured: The folder of the configuration, for an ``nvme_path`` of None.
 
         Raises:
-            ZeroEngineError: what was asked of ``offload_states`` cannot be.
+            ZeroEngineError: The arguments of ``offload_states`` are wrong, or states are away already.
         """
         for name in include or ():
             if name not in STATES:
@@ -74,56 +76,68 @@ class StateOffloader:
         config: Config,
         rank: int,
     ) -> None:
-        """Takes ``states`` to CPU memory, or to the folder ``path`` of a disk.
+        """Move states to CPU memory, or to the folder ``path`` of a disk, and free their memory.
+
+        Args:
+            states: The tensors of each state.
+            path: The folder; None: CPU memory.
+            config: How a disk is driven.
+            rank: This process's rank, for messages.
 
         Raises:
-            ZeroEngineError: memory that cannot be given back, or a path that cannot be used; nothing has left then.
+            ZeroEngineError: Memory cannot be given back, or a path cannot be used. Nothing was moved then.
         """
-        tensors = {name: [t for t in of if t.untyped_storage().nbytes()] for name, of in states.items()}
-        for name, of in tensors.items():
-            if not all(t.untyped_storage().resizable() for t in of):
+        moved = {name: [t for t in tensors if t.untyped_storage().nbytes()] for name, tensors in states.items()}
+        for name, tensors in moved.items():
+            if not all(t.untyped_storage().resizable() for t in tensors):
                 raise ZeroEngineError(
                     f"offload_states(): the {name} are in memory that the ranks share, which cannot be given back: "
                     'leave them out of `include`, or write "comm": {"transport": "gloo"}'
                 )
         disk = None
         if path is not None:
-            nbytes = sum(padded_nbytes(t.nbytes) for of in tensors.values() for t in of)
+            nbytes = sum(padded_nbytes(t.nbytes) for tensors in moved.values() for t in tensors)
             disk = self._disk = open_disk(os.fspath(path), nbytes, config, rank)
-        for name, of in tensors.items():
-            away = self._away.setdefault(name, [])
-            for tensor in of:
+        for name, tensors in moved.items():
+            pairs = self._offloaded.setdefault(name, [])
+            for tensor in tensors:
                 flat = tensor.detach().view(-1)
                 values = torch.empty_like(flat, device="cpu") if disk is None else disk.empty(flat.numel(), flat.dtype)
-                away.append((tensor, values.copy_(flat)))
+                pairs.append((tensor, values.copy_(flat)))
+                # The tensor keeps its identity and shape; only its storage is freed.
                 tensor.untyped_storage().resize_(0)
                 if disk is not None:
                     disk.evict(values)
 
-    def reload(self, refill: Callable[[torch.Tensor], None]) -> None:
-        """Every tensor has its memory, which ``refill`` gives it, and its values again."""
-        while self._away:
-            _, away = self._away.popitem()
-            for tensor, values in away:
-                refill(tensor)
+    def reload(self, allocate: Callable[[torch.Tensor], None]) -> None:
+        """Bring all states back.
+
+        Args:
+            allocate: Gives a tensor its memory again.
+        """
+        while self._offloaded:
+            _, pairs = self._offloaded.popitem()
+            for tensor, values in pairs:
+                allocate(tensor)
                 ops.advise_huge_pages(tensor)
                 tensor.detach().view(-1).copy_(values)
         if self._disk is not None:
             self._disk.close()
             self._disk = None
 
-    def check_resident(self, what: str, needs: Iterable[str] = STATES) -> None:
-        """
+    def check_resident(self, action: str, required: Iterable[str] = STATES) -> None:
+        """Check that the states which ``action`` needs are on the device.
+
         Raises:
-            ZeroEngineError: ``what`` needs states that are away.
+            ZeroEngineError: Some of them are away.
         """
-        missing = [name for name in needs if name in self._away]
+        missing = [name for name in required if name in self._offloaded]
         if missing:
             raise ZeroEngineError(
-                f"{what} while the {' and '.join(missing)} are offloaded: call engine.reload_states() before"
+                f"{action} while the {' and '.join(missing)} are offloaded: call engine.reload_states() before"
             )
 
 
 def resident_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of ``tensor`` that are in memory: none while it is away."""
+    """Return the bytes of ``tensor`` that are in memory: none while it is away."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())

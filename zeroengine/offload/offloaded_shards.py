@@ -1,4 +1,4 @@
-"""Gathers of parameters whose shards are not on the device."""
+"""Parameter shards that are not on the device: read, ahead of use where possible, and all-gathered."""
 
 from __future__ import annotations
 
@@ -8,134 +8,156 @@ import torch
 
 from zeroengine.comm.interfaces import Transport
 from zeroengine.disk.aligned_memory import ALIGNMENT
-from zeroengine.offload.disk_store import OffloadStore, padded_nbytes
+from zeroengine.offload.interfaces import OffloadStore, padded_nbytes
 from zeroengine.utils.work import Work
 
-PATIENCE_S = 1.0
+# How long to wait for peers to take what is sent from a buffer before another buffer is made.
+REUSE_TIMEOUT_S = 1.0
 
 
 @dataclass(eq=False)
-class _Slot:
-    """Memory that a shard is read into and sent from."""
+class _SendBuffer:
+    """Memory that a shard is read into and sent from.
 
-    memory: torch.Tensor  # bytes
-    work: Work | None = None
+    Attributes:
+        memory: Its bytes.
+        gather: The last all-gather that was sent from it.
+        busy: Whether a shard is in it, or on its way into it, that was not sent yet.
+    """
+
+    memory: torch.Tensor
+    gather: Work | None = None
     busy: bool = False
 
 
 class OffloadedShards:
-    """Parameter shards in a store: read, ahead of use where told, and gathered from there.
+    """Parameter shards in a store, and the all-gathers that start there.
 
     Args:
-        num_slots: shards in memory at once; more only where a peer is slow to take them.
+        store: Where the shards live.
+        transport: Gathers them.
+        num_buffers: The number of shards in memory at once; there are more only where a peer is slow to take them.
+
+    Attributes:
+        medium: Where the shards are.
+        can_gather_ahead: Whether a gather may be issued ahead of its use. Elsewhere the host would have to wait for the
+            disk or for its peers first, so only the read is issued ahead.
     """
 
-    def __init__(self, store: OffloadStore, transport: Transport, num_slots: int) -> None:
+    def __init__(self, store: OffloadStore, transport: Transport, num_buffers: int) -> None:
         self._store, self._transport = store, transport
         self.medium = store.medium
-        self._num_slots = num_slots
-        self._alone = transport.world_size == 1
-        self.can_gather_ahead = self._alone or (transport.overlaps and store.medium == "cpu")
-        """Whether a gather may be issued ahead of use: else the host would wait for the disk, or for its peers."""
-        self._slots: list[_Slot] = []
-        self._ahead: dict[int, tuple[_Slot, Work]] = {}  # by the shard's address
+        self._num_buffers = num_buffers
+        self._single_rank = transport.world_size == 1
+        self.can_gather_ahead = self._single_rank or (transport.overlaps and store.medium == "cpu")
+        # The buffer that was sent from first comes first.
+        self._buffers: list[_SendBuffer] = []
+        # By the shard's address.
+        self._prefetched: dict[int, tuple[_SendBuffer, Work]] = {}
 
     @property
     def nbytes(self) -> int:
-        return sum(slot.memory.nbytes for slot in self._slots)
-
-    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A shard's place."""
-        return self._store.empty(numel, dtype)
-
-    def fill(self, shard: torch.Tensor, values: torch.Tensor) -> None:
-        """``values`` become those of a shard, whatever was read ahead of it."""
-        self.discard_prefetched(shard)
-        self._store.fill(shard, values)
+        """Bytes of memory that the buffers take."""
+        return sum(buffer.memory.nbytes for buffer in self._buffers)
 
     @property
     def stream_ordered(self) -> bool:
-        """See ``OffloadStore``."""
+        """Whether the device's streams order the transfers. See ``OffloadStore``."""
         return self._store.stream_ordered
 
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a new shard in the store."""
+        return self._store.empty(numel, dtype)
+
+    def fill(self, shard: torch.Tensor, values: torch.Tensor) -> None:
+        """Replace the values of a shard, also of one that was read ahead."""
+        self.discard_prefetched(shard)
+        self._store.fill(shard, values)
+
     def staging_buffer(self, shard: torch.Tensor) -> torch.Tensor:
-        """New memory on the device for a shard."""
+        """Return new memory on the device with the shape and dtype of a shard."""
         return self._store.staging_buffer(padded_nbytes(shard.nbytes))[: shard.nbytes].view(shard.dtype)
 
     def read(self, shard: torch.Tensor, into: torch.Tensor) -> Work:
-        """Starts to bring a shard."""
+        """Start to read a shard into memory of ``staging_buffer``."""
         return self._store.read(shard, into)
 
     def write(self, source: torch.Tensor, shard: torch.Tensor) -> Work:
-        """Starts to take back a shard. What was read ahead of it must have been forgotten."""
+        """Start to write memory over a shard. What was read ahead of it must have been discarded."""
         return self._store.write(source, shard)
 
     def prefetch(self, shard: torch.Tensor) -> None:
-        """Starts to read a shard that will soon be gathered, where there is room for it."""
-        if shard.data_ptr() not in self._ahead and len(self._ahead) < self._num_slots - 1:
-            self._ahead[shard.data_ptr()] = self._start(shard)
+        """Start to read a shard that will soon be gathered, unless all buffers but one are taken."""
+        if shard.data_ptr() not in self._prefetched and len(self._prefetched) < self._num_buffers - 1:
+            self._prefetched[shard.data_ptr()] = self._start_read(shard)
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Work:
-        """As ``Channel.all_gather``."""
-        if self._alone:
-            return self._store.read(shard, full)  # the shard is all of the full buffer
-        ahead = self._ahead.pop(shard.data_ptr(), None)
-        slot, transfer = ahead if ahead is not None else self._start(shard)
-        mine = slot.memory[: shard.nbytes].view(shard.dtype)
+        """Start to gather all ranks' shards into ``full``. As ``Channel.all_gather``."""
+        # At one rank the shard is all of the full buffer, and is read straight into it.
+        if self._single_rank:
+            return self._store.read(shard, full)
+        prefetched = self._prefetched.pop(shard.data_ptr(), None)
+        buffer, read = prefetched if prefetched is not None else self._start_read(shard)
+        arrived = buffer.memory[: shard.nbytes].view(shard.dtype)
+        # The collective is ordered behind the read on the copy stream, so that the computation waits for neither.
         with self._store.on_copy_stream("in"):
             try:
-                transfer.wait_stream()
+                read.wait_stream()
             finally:
-                slot.busy = False
-            slot.work = self._transport.gather.all_gather(full, mine, label)
-        return slot.work
+                buffer.busy = False
+            buffer.gather = self._transport.gather.all_gather(full, arrived, label)
+        return buffer.gather
 
     def discard_prefetched(self, shard: torch.Tensor | None = None) -> None:
-        """What was read ahead, of one shard or of all, is of old values."""
+        """Drop what was read ahead of one shard, or of all, because its values are going to change.
+
+        Waits for the reads, so that the shard may be written afterwards.
+        """
         if shard is None:
-            ahead, self._ahead = self._ahead, {}
+            discarded, self._prefetched = self._prefetched, {}
         else:
             address = shard.data_ptr()
-            ahead = {address: self._ahead.pop(address)} if address in self._ahead else {}
-        for slot, _ in ahead.values():
-            slot.busy = False
-        for _, transfer in ahead.values():
-            transfer.wait_host()
+            discarded = {address: self._prefetched.pop(address)} if address in self._prefetched else {}
+        # All buffers are free again even if a read raises.
+        for buffer, _ in discarded.values():
+            buffer.busy = False
+        for _, read in discarded.values():
+            read.wait_host()
 
     def poison(self, error: BaseException) -> None:
-        """See ``OffloadStore``."""
+        """Poison the store."""
         self._store.poison(error)
 
-    def _start(self, shard: torch.Tensor) -> tuple[_Slot, Work]:
-        slot = self._slot_for(shard.nbytes)
-        slot.busy = True
-        return slot, self._store.read(shard, slot.memory[: shard.nbytes].view(shard.dtype))
+    def _start_read(self, shard: torch.Tensor) -> tuple[_SendBuffer, Work]:
+        buffer = self._free_buffer(shard.nbytes)
+        buffer.busy = True
+        return buffer, self._store.read(shard, buffer.memory[: shard.nbytes].view(shard.dtype))
 
-    def _slot_for(self, nbytes: int) -> _Slot:
-        """A free one, the longest in use first."""
-        fitting = [slot for slot in self._slots if not slot.busy and slot.memory.nbytes >= padded_nbytes(nbytes)]
-        patience = PATIENCE_S if len(self._slots) >= self._num_slots else 0.0
-        for slot in fitting:
-            if self._reusable(slot, 0.0):
-                return self._last(slot)
-        for slot in fitting[:1]:
-            if self._reusable(slot, patience):
-                return self._last(slot)
+    def _free_buffer(self, nbytes: int) -> _SendBuffer:
+        """Return a buffer of at least ``nbytes`` bytes that peers have taken everything from."""
         size = padded_nbytes(nbytes)
+        fitting = [buffer for buffer in self._buffers if not buffer.busy and buffer.memory.nbytes >= size]
+        for buffer in fitting:
+            if self._is_reusable(buffer, 0.0):
+                return self._move_to_end(buffer)
+        if fitting and len(self._buffers) >= self._num_buffers and self._is_reusable(fitting[0], REUSE_TIMEOUT_S):
+            return self._move_to_end(fitting[0])
         memory = self._transport.empty(size + ALIGNMENT, torch.uint8, "gather")
-        skip = -memory.data_ptr() % ALIGNMENT
-        self._slots.append(_Slot(memory[skip : skip + size]))
-        return self._slots[-1]
+        offset = -memory.data_ptr() % ALIGNMENT
+        self._buffers.append(_SendBuffer(memory[offset : offset + size]))
+        return self._buffers[-1]
 
-    def _reusable(self, slot: _Slot, patience: float) -> bool:
-        if slot.work is None:
+    def _is_reusable(self, buffer: _SendBuffer, timeout_s: float) -> bool:
+        """Return whether all peers have taken what was sent from a buffer, after waiting for at most ``timeout_s``."""
+        if buffer.gather is None:
             return True
-        if not patience:
-            return self._transport.gather.reusable(slot.work, 0.0)
-        with self._store.on_copy_stream("in"):  # which the shard comes by
-            return self._transport.gather.reusable(slot.work, patience)
+        if not timeout_s:
+            return self._transport.gather.reusable(buffer.gather, 0.0)
+        # A transport may wait by ordering the current stream: that of the next read into this buffer.
+        with self._store.on_copy_stream("in"):
+            return self._transport.gather.reusable(buffer.gather, timeout_s)
 
-    def _last(self, slot: _Slot) -> _Slot:
-        self._slots.remove(slot)
-        self._slots.append(slot)
-        return slot
+    def _move_to_end(self, buffer: _SendBuffer) -> _SendBuffer:
+        self._buffers.remove(buffer)
+        self._buffers.append(buffer)
+        return buffer

@@ -13,75 +13,102 @@ from dataclasses import dataclass, field
 
 import torch
 
-from zeroengine.disk.aligned_memory import aligned_empty
-from zeroengine.offload.device_copies import Copies
-from zeroengine.offload.disk_store import StateStore, padded_nbytes, poison_on_error
+from zeroengine.disk.aligned_memory import ALIGNMENT, aligned_empty
+from zeroengine.offload.interfaces import Copies, StateStore, padded_nbytes, poison_on_error
 from zeroengine.utils.work import Work
 
 
 @dataclass(frozen=True)
-class Stream:
-    """One state's part in a piece of work: where it lives, and which ways it goes."""
+class Operand:
+    """One state's part in a task, and which ways it is moved.
 
-    home: torch.Tensor  # 1-D; in a `StateStore` it is moved, elsewhere it is used where it is
+    Attributes:
+        tensor: 1-D. One that lives in a store of the pipeline is moved; any other is used where it is.
+        reads: Whether the task needs its values.
+        writes: Whether the task changes them.
+    """
+
+    tensor: torch.Tensor
     reads: bool = True
     writes: bool = False
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Equal parts of several states, and what is to be done with them."""
+class PipelineTask:
+    """Equal parts of several states, and what is to be done with them.
 
-    streams: Sequence[Stream]
-    compute: Callable[..., None]  # with a tensor of each stream
+    Attributes:
+        operands: The parts.
+        compute: Called with a tensor for each operand when all values are there.
+    """
+
+    operands: Sequence[Operand]
+    compute: Callable[..., None]
 
 
 @dataclass
 class _Buffer:
-    memory: torch.Tensor  # bytes
+    """Memory for the moved operands of one task, and the writes that are under way from it."""
+
+    memory: torch.Tensor
     writes: list[Work] = field(default_factory=list)
 
-    def free(self) -> None:
-        """Returns when everything that left from here has arrived."""
+    def wait_writes(self) -> None:
+        """Return when everything that was written from here has arrived."""
         while self.writes:
             self.writes.pop().wait_host()
 
 
 @dataclass
-class _Loading:
-    piece: Piece
+class _StartedTask:
+    """A task whose reads are under way.
+
+    Attributes:
+        task: The task.
+        buffer: The buffer of its moved operands.
+        tensors: What ``compute`` is called with.
+        reads: The reads that must arrive before.
+        results: What is written after: to which store, from where, over which state.
+    """
+
+    task: PipelineTask
     buffer: _Buffer
-    tensors: list[torch.Tensor]
-    reads: list[Work]
-    writes: list[tuple[StateStore, torch.Tensor, torch.Tensor]]  # from where, and which state
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    reads: list[Work] = field(default_factory=list)
+    results: list[tuple[StateStore, torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
 
 class Pipeline:
-    """Runs pieces over states, some of which are elsewhere. Its buffers are kept.
+    """Runs tasks over states, some of which live in stores. Its buffers are kept.
 
     Args:
-        homes: of the states that are moved.
-        num_buffers: at least three.
-        piece_numel: elements of a piece at most. A multiple of 4096, so that every piece begins at a block.
-        element_bytes: of all the streams of a piece together that are moved, at most.
-        copies: between host and device, where states are on a GPU.
+        stores: The stores whose states are moved.
+        num_buffers: At least three: one is computed in, one written, the others are read ahead.
+        chunk_numel: The most elements of an operand. A multiple of 4096, so that every chunk of a state begins at a
+            block of its file, whatever the dtype.
+        element_bytes: The most bytes of one element of all moved operands together.
+        copies: Between host and device, where states are on a GPU.
+
+    Attributes:
+        chunk_numel: As given.
     """
 
     def __init__(
         self,
-        homes: Sequence[StateStore],
+        stores: Sequence[StateStore],
         num_buffers: int,
-        piece_numel: int,
+        chunk_numel: int,
         element_bytes: int,
         copies: Copies | None = None,
     ) -> None:
-        assert num_buffers >= 3 and not piece_numel % 4096
-        self._homes, self._copies, self.piece_numel = homes, copies, piece_numel
+        assert num_buffers >= 3 and not chunk_numel % ALIGNMENT
+        self._stores, self._copies, self.chunk_numel = stores, copies, chunk_numel
         empty = aligned_empty if copies is None else copies.host_memory
-        self._buffers = [_Buffer(empty(piece_numel * element_bytes, torch.uint8)) for _ in range(num_buffers)]
+        self._buffers = [_Buffer(empty(chunk_numel * element_bytes, torch.uint8)) for _ in range(num_buffers)]
 
     @property
     def nbytes(self) -> int:
+        """Bytes of host memory that the buffers take."""
         return sum(buffer.memory.nbytes for buffer in self._buffers)
 
     def wait_stream(self) -> None:
@@ -89,72 +116,73 @@ class Pipeline:
         if self._copies is not None:
             self._copies.wait_stream()
 
-    def home_of(self, tensor: torch.Tensor) -> StateStore | None:
-        """Where a state lives that is moved; None: it is used where it is."""
-        return next((home for home in self._homes if home.holds(tensor)), None)
-
-    def run(self, pieces: Iterable[Piece]) -> None:
-        """Returns when every piece is computed and its results are where they belong.
+    def run(self, tasks: Iterable[PipelineTask]) -> None:
+        """Run the tasks in order, and return when all results are in their stores.
 
         Raises:
-            OffloadError: a read or write failed; some pieces are done and some are not, and their homes know it.
+            OffloadError: A read or write failed. Some tasks are done and some are not; the stores are poisoned.
         """
-        with poison_on_error(*self._homes):
+        with poison_on_error(*self._stores):
+            # Copies from states that are now to be written must have read them before.
             if self._copies is not None:
-                self._copies.synchronize()  # what was on its way from states that are now to be written
-            self._run(pieces)
+                self._copies.synchronize()
+            self._run(tasks)
 
-    def _run(self, pieces: Iterable[Piece]) -> None:
-        waiting: deque[_Loading] = deque()
-        rest = iter(pieces)
-        turn = 0
+    def _run(self, tasks: Iterable[PipelineTask]) -> None:
+        started: deque[_StartedTask] = deque()
+        remaining = iter(tasks)
+        buffer_index = 0
         try:
             while True:
-                while len(waiting) < len(self._buffers) - 2 and (piece := next(rest, None)) is not None:
-                    waiting.append(self._start(piece, self._buffers[turn]))
-                    turn = (turn + 1) % len(self._buffers)
-                if not waiting:
+                # Two buffers are left to the task that computes and to the one that is being written.
+                while len(started) < len(self._buffers) - 2 and (task := next(remaining, None)) is not None:
+                    started.append(self._start(task, self._buffers[buffer_index]))
+                    buffer_index = (buffer_index + 1) % len(self._buffers)
+                if not started:
                     break
-                self._finish(waiting.popleft())
+                self._finish(started.popleft())
         finally:
-            for loading in waiting:  # only where something failed
-                _settle(loading.reads)
-            failures = [error for buffer in self._buffers if (error := _settle(buffer.writes)) is not None]
-        if failures:
-            raise failures[0]
+            # After a failure transfers still use the buffers: the next run must not find them at work.
+            for waiting in started:
+                _finish_transfers(waiting.reads)
+            errors = [error for buffer in self._buffers if (error := _finish_transfers(buffer.writes)) is not None]
+        if errors:
+            raise errors[0]
 
-    def _start(self, piece: Piece, buffer: _Buffer) -> _Loading:
-        buffer.free()
-        loading = _Loading(piece, buffer, [], [], [])
+    def _start(self, task: PipelineTask, buffer: _Buffer) -> _StartedTask:
+        """Lay the moved operands out in ``buffer``, each from a block on, and start their reads."""
+        buffer.wait_writes()
+        started = _StartedTask(task, buffer)
         end = 0
-        for stream in piece.streams:
-            home = stream.home
-            store = self.home_of(home)
+        for operand in task.operands:
+            state = operand.tensor
+            store = next((store for store in self._stores if store.holds(state)), None)
             if store is None:
-                loading.tensors.append(home)
+                started.tensors.append(state)
                 continue
-            start, end = end, end + padded_nbytes(home.nbytes)
-            part = buffer.memory[start : start + home.nbytes].view(home.dtype)
-            loading.tensors.append(part)
-            if stream.reads:
-                loading.reads.append(store.read(home, part))
-            if stream.writes:
-                loading.writes.append((store, part, home))
-        return loading
+            start, end = end, end + padded_nbytes(state.nbytes)
+            part = buffer.memory[start : start + state.nbytes].view(state.dtype)
+            started.tensors.append(part)
+            if operand.reads:
+                started.reads.append(store.read(state, part))
+            if operand.writes:
+                started.results.append((store, part, state))
+        return started
 
-    def _finish(self, loading: _Loading) -> None:
-        while loading.reads:
-            loading.reads.pop(0).wait_host()
-        loading.piece.compute(*loading.tensors)
-        loading.buffer.writes += [store.write(part, home) for store, part, home in loading.writes]
+    def _finish(self, started: _StartedTask) -> None:
+        """Compute a task once its reads have arrived, and start its writes."""
+        while started.reads:
+            started.reads.pop(0).wait_host()
+        started.task.compute(*started.tensors)
+        started.buffer.writes += [store.write(part, state) for store, part, state in started.results]
 
 
-def _settle(transfers: list[Work]) -> Exception | None:
-    """Waits for all of them, and gives the first error."""
-    first = None
+def _finish_transfers(transfers: list[Work]) -> Exception | None:
+    """Wait for all transfers and empty the list; return the first error that one of them raised."""
+    first_error = None
     while transfers:
         try:
             transfers.pop().wait_host()
         except Exception as error:
-            first = first or error
-    return first
+            first_error = first_error or error
+    return first_error

@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
-import math
-import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from zeroengine.comm.interfaces import Transport
 from zeroengine.config import FLOATS, Config
 from zeroengine.config.offload import OffloadOptimizer, OffloadParam
+from zeroengine.disk.aligned_memory import ALIGNMENT
 from zeroengine.disk.probe import DiskSettings, tune
 from zeroengine.disk.queue import DiskQueue
 from zeroengine.disk.swap_files import SwapFolder
-from zeroengine.errors import OffloadError
-from zeroengine.offload.device_copies import Copies, GPUCopies
-from zeroengine.offload.disk_store import DiskStore, OffloadStore, padded_nbytes
+from zeroengine.offload.device_copies import GPUCopies
+from zeroengine.offload.disk_store import DiskStore
+from zeroengine.offload.host_memory import check_host_memory
 from zeroengine.offload.host_store import DeviceStore, DiskThroughHost, HostStore
+from zeroengine.offload.interfaces import Copies, OffloadStore, StateStore, padded_nbytes
 from zeroengine.offload.offloaded_shards import OffloadedShards
-from zeroengine.offload.pipeline import Pipeline, StateStore
+from zeroengine.offload.pipeline import Pipeline
 from zeroengine.partition.cut import UnitPlan
 from zeroengine.partition.degrees import Degrees
 from zeroengine.partition.layout import FlatLayout
 
-MIN_TUNED_BYTES = 1 << 28  # of states on one disk
-PIECE = 4096  # what buffers hold a multiple of, in elements
-MEMORY = ""  # stands for CPU memory where a folder's name would
+# The states on one disk from which on a measurement of the disk is worth its time, in bytes.
+MIN_TUNED_BYTES = 1 << 28
+# The location of states in CPU memory; that of states on a disk is a folder's name.
+CPU_MEMORY = ""
 
 
 @dataclass(frozen=True)
@@ -37,9 +36,12 @@ class Placement:
     """Where each unit's states live; None stands for the device.
 
     Attributes:
-        parameters: of each unit, where its shard lives.
-        optimizer: of each trainable unit, where master, moments and summed gradients live.
-        pipeline: what brings states that live elsewhere to the update.
+        disks: The stores on disks.
+        stores: The stores that the device reads and writes: those on disks, or what leads to them, and CPU memory.
+        parameters: For each unit, where its shard lives.
+        optimizer: For each trainable unit, where master weights, moments and summed gradients live.
+        pipeline: Brings states that live elsewhere to the update; None where the update is on the device.
+        copies: Copies between the device and the host; None where the device is the CPU.
     """
 
     disks: tuple[DiskStore, ...]
@@ -51,36 +53,39 @@ class Placement:
 
     @property
     def send_buffer_bytes(self) -> int:
-        """Of memory that shards are sent from."""
-        shards = {id(shards): shards for shards in self.parameters if shards is not None}
-        return sum(shards.nbytes for shards in shards.values())
+        """Bytes of the memory that offloaded shards are sent from."""
+        distinct = {id(shards): shards for shards in self.parameters if shards is not None}
+        return sum(shards.nbytes for shards in distinct.values())
 
     @property
     def host_buffer_bytes(self) -> int:
-        """Of CPU memory between stores and computation."""
-        bounces = sum(store.nbytes for store in self.stores if isinstance(store, DiskThroughHost))
-        return bounces + (self.pipeline.nbytes if self.pipeline is not None else 0)
+        """Bytes of the CPU memory between stores and computation."""
+        bounce_buffers = sum(store.nbytes for store in self.stores if isinstance(store, DiskThroughHost))
+        return bounce_buffers + (self.pipeline.nbytes if self.pipeline is not None else 0)
 
     def evict(self, *states: torch.Tensor) -> None:
-        """Gives back memory that using these states in place took, or any states; see `DiskStore.evict`."""
+        """Give back the memory that using states in place took. See ``DiskStore.evict``."""
         for disk in self.disks:
             disk.evict(*states)
 
     def check_intact(self) -> None:
-        """
+        """Check that no update ended half way.
+
         Raises:
-            ZeroEngineError: states are half updated.
+            ZeroEngineError: States are half updated.
         """
         for disk in self.disks:
             disk.check_intact()
 
     def finish_copies(self) -> None:
-        """Returns when no copy between a GPU and the host is under way: states may be written where they are."""
+        """Wait for all copies between a GPU and the host, so that states may be used where they are."""
         if self.copies is not None:
             self.copies.synchronize()
 
     def close(self) -> None:
+        """Wait for what is under way, and close all stores."""
         self.finish_copies()
+        # The threads of a DiskThroughHost use the disk, so they end first.
         for store in self.stores:
             if isinstance(store, DiskThroughHost):
                 store.close()
@@ -96,122 +101,103 @@ def place_states(
     device: torch.device,
     copies: Copies | None = None,
 ) -> Placement:
-    """Opens the stores that ``config`` names for the states of a model cut into ``plans``.
+    """Open the stores that ``config`` asks for, and assign the units' states to them.
 
     Args:
-        copies: between ``device`` and the host. None: a GPU's own; on the CPU none.
+        plans: The units.
+        degrees: The number of ranks that each state is partitioned over.
+        config: Where states live.
+        transport: Gathers the parameters, and says how shards are aligned.
+        device: Where the model computes.
+        copies: Copies between ``device`` and the host. None: those of a GPU; none on the CPU.
 
     Raises:
-        ZeroEngineError: a path cannot be used, or there is too little room.
+        ZeroEngineError: A path cannot be used, or there is too little room.
     """
     zero = config.zero_optimization
     if copies is None and device.type == "cuda":
-        used = [section for section in (zero.offload_optimizer, zero.offload_param) if section.device != "none"]
-        copies = GPUCopies(device, pin=all(section.pin_memory for section in used))
-    params_at, optimizer_at = (_place_of(section, copies) for section in (zero.offload_param, zero.offload_optimizer))
+        sections = [section for section in (zero.offload_optimizer, zero.offload_param) if section.device != "none"]
+        copies = GPUCopies(device, pin=all(section.pin_memory for section in sections))
+    param_location = _location_of(zero.offload_param, copies)
+    optimizer_location = _location_of(zero.offload_optimizer, copies)
     trainable = [plan for plan in plans if plan.trainable]
-    params_offloaded = [params_at is not None and plan.numel > zero.param_persistence_threshold for plan in plans]
-    homes = _within_ratio([plan.numel for plan in trainable], zero.offload_optimizer.ratio)
-    homes = [goes and optimizer_at is not None for goes in homes]
-    expected: dict[str, int] = {}
-    shard_bytes = [
-        padded_nbytes(_shard_numel(plan, degrees, degrees.parameters, transport) * plan.dtype.itemsize) * is_offloaded
-        for plan, is_offloaded in zip(plans, params_offloaded, strict=True)
-    ]
-    if params_at is not None:
-        expected[params_at] = sum(shard_bytes)
-    if optimizer_at is not None:
-        gone = (plan for plan, goes in zip(trainable, homes, strict=True) if goes)
-        nbytes = sum(_optimizer_room(plan, degrees, config, transport) for plan in gone)
-        expected[optimizer_at] = expected.get(optimizer_at, 0) + nbytes
-    if not expected:
+    if param_location is None and optimizer_location is None:
         return Placement((), (), [None] * len(plans), [None] * len(trainable), None)
-    disks = {at: open_disk(at, nbytes, config, transport.rank) for at, nbytes in expected.items() if at != MEMORY}
+
+    params_offloaded = [param_location is not None and plan.numel > zero.param_persistence_threshold for plan in plans]
+    optimizer_offloaded = [
+        within_ratio and optimizer_location is not None
+        for within_ratio in _within_ratio([plan.numel for plan in trainable], zero.offload_optimizer.ratio)
+    ]
+    shard_bytes = [
+        padded_nbytes(_shard_numel(plan, degrees, degrees.parameters, transport) * plan.dtype.itemsize) * offloaded
+        for plan, offloaded in zip(plans, params_offloaded, strict=True)
+    ]
+    bytes_by_location: dict[str, int] = {}
+    if param_location is not None:
+        bytes_by_location[param_location] = sum(shard_bytes)
+    if optimizer_location is not None:
+        state_bytes = sum(
+            _optimizer_state_bytes(plan, degrees, config, transport)
+            for plan, offloaded in zip(trainable, optimizer_offloaded, strict=True)
+            if offloaded
+        )
+        bytes_by_location[optimizer_location] = bytes_by_location.get(optimizer_location, 0) + state_bytes
+
+    disks = {
+        path: open_disk(path, nbytes, config, transport.rank)
+        for path, nbytes in bytes_by_location.items()
+        if path != CPU_MEMORY
+    }
     stores: dict[str, OffloadStore] = dict(disks)
     if copies is not None:
-        stores = {at: DiskThroughHost(disk, copies, zero.offload_param.buffer_count) for at, disk in disks.items()}
-        stores |= {MEMORY: HostStore(copies)} if MEMORY in expected else {}
+        num_buffers = zero.offload_param.buffer_count
+        stores = {path: DiskThroughHost(disk, copies, num_buffers) for path, disk in disks.items()}
+        if CPU_MEMORY in bytes_by_location:
+            stores[CPU_MEMORY] = HostStore(copies)
     shards = None
-    if params_at is not None:
-        shards = OffloadedShards(stores[params_at], transport, zero.offload_param.buffer_count)
-    moved_from: list[StateStore] = list(disks.values())
+    if param_location is not None:
+        shards = OffloadedShards(stores[param_location], transport, zero.offload_param.buffer_count)
+
+    # The pipeline runs on the CPU: it moves what is on a disk, and on a GPU. Where only parameters are offloaded from a
+    # GPU there is none: the update is on the GPU, and the shards come to it.
+    moved_stores: list[StateStore] = list(disks.values())
     if copies is not None:
-        moved_from.append(DeviceStore(copies, tuple(stores.values())))
-    moved = max((_moved_bytes(plan, config, params_at, optimizer_at, copies) for plan in trainable), default=1)
-    largest = max((_shard_numel(plan, degrees, degrees.optimizer, transport) for plan in trainable), default=1)
-    numel = min(zero.offload_optimizer.buffer_size, -(-largest // PIECE) * PIECE)  # no piece is longer than a shard
-    piece, count = max(numel // PIECE, 1) * PIECE, zero.offload_optimizer.buffer_count
-    to_the_cpu = copies is None or optimizer_at is not None  # else the update is on the device, and shards come to it
-    slots = zero.offload_param.buffer_count * max(shard_bytes) if params_at not in (None, MEMORY) else 0
-    check_room(expected.get(MEMORY, 0) + to_the_cpu * count * piece * moved + slots, on_disk=MEMORY not in expected)
+        moved_stores.append(DeviceStore(copies, tuple(stores.values())))
+    element_bytes = max(
+        (_moved_element_bytes(plan, config, param_location, optimizer_location, copies) for plan in trainable),
+        default=1,
+    )
+    has_pipeline = copies is None or optimizer_location is not None
+    largest_shard = max((_shard_numel(plan, degrees, degrees.optimizer, transport) for plan in trainable), default=1)
+    # No chunk need be longer than a shard.
+    chunk_numel = min(zero.offload_optimizer.buffer_size, -(-largest_shard // ALIGNMENT) * ALIGNMENT)
+    chunk_numel = max(chunk_numel // ALIGNMENT, 1) * ALIGNMENT
+    num_chunks = zero.offload_optimizer.buffer_count
+
+    pipeline_bytes = has_pipeline * num_chunks * chunk_numel * element_bytes
+    params_on_disk = param_location not in (None, CPU_MEMORY)
+    send_buffer_bytes = zero.offload_param.buffer_count * max(shard_bytes) if params_on_disk else 0
+    check_host_memory(
+        bytes_by_location.get(CPU_MEMORY, 0) + pipeline_bytes + send_buffer_bytes,
+        on_disk=CPU_MEMORY not in bytes_by_location,
+    )
     return Placement(
         tuple(disks.values()),
         tuple(stores.values()),
-        [shards if is_offloaded else None for is_offloaded in params_offloaded],
-        [stores[optimizer_at] if optimizer_at is not None and goes else None for goes in homes],
-        Pipeline(moved_from, count, piece, moved, copies) if to_the_cpu else None,
+        [shards if offloaded else None for offloaded in params_offloaded],
+        [
+            stores[optimizer_location] if optimizer_location is not None and offloaded else None
+            for offloaded in optimizer_offloaded
+        ],
+        Pipeline(moved_stores, num_chunks, chunk_numel, element_bytes, copies) if has_pipeline else None,
         copies,
     )
 
 
 def can_offload_gradients(degrees: Degrees, transport: Transport) -> bool:
-    """Whether what is kept of gradients is only read again at the step, so that it may live elsewhere."""
+    """Return whether a rank keeps its shard of the summed gradients only, which nothing reads before the step."""
     return degrees.gradients > 1 or transport.world_size == 1
-
-
-def _place_of(section: OffloadOptimizer | OffloadParam, copies: Copies | None) -> str | None:
-    """A folder, or ``MEMORY``; None: the device."""
-    if section.device == "cpu" and copies is not None:
-        return MEMORY
-    return section.disk
-
-
-def _moved_bytes(
-    plan: UnitPlan, config: Config, params_at: str | None, optimizer_at: str | None, copies: Copies | None
-) -> int:
-    """Of an element's states, those that a pipeline moves at most: what is on disk, or on a GPU."""
-    on_disk, gradient = optimizer_at not in (None, MEMORY), config.accumulation_dtype(plan.dtype).itemsize
-    moved = plan.dtype.itemsize if copies is not None or params_at is not None else 0
-    moved += gradient if copies is not None or on_disk else 0
-    return max(moved + (_optimizer_bytes(plan, config, gradient=False) if on_disk else 0), 1)
-
-
-def check_room(nbytes: int, *, on_disk: bool) -> None:
-    """
-    Args:
-        nbytes: of CPU memory, on each rank.
-        on_disk: whether the states themselves are on a disk already.
-
-    Raises:
-        OffloadError: there is less CPU memory left than all ranks of this machine will take.
-    """
-    ranks, left = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), available_memory()
-    if nbytes * ranks > left:
-        other = "" if on_disk else ', or write "device": "nvme"'
-        raise OffloadError(
-            f"offloading takes {nbytes * ranks / 2**30:,.1f} GiB of CPU memory on this machine ({ranks} "
-            f"{'ranks' if ranks > 1 else 'rank'}), and {left / 2**30:,.1f} GiB are left: offload less with "
-            f'"ratio", with smaller units, or with a smaller "buffer_size" or "buffer_count", use more machines{other}'
-        )
-
-
-def available_memory() -> float:
-    """Bytes of CPU memory that this process may still take, as far as Linux and a container say."""
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", _text("/proc/meminfo"), re.MULTILINE)
-    left = int(found[1]) << 10 if found is not None else math.inf
-    group = Path("/sys/fs/cgroup")
-    limit, used = _text(group / "memory.max").strip(), _text(group / "memory.current").strip()
-    if limit.isdigit() and used.isdigit():
-        files = re.search(r"^inactive_file (\d+)$", _text(group / "memory.stat"), re.MULTILINE)  # that can go
-        left = min(left, int(limit) - int(used) + (int(files[1]) if files is not None else 0))
-    return left
-
-
-def _text(path: str | Path) -> str:
-    try:
-        return Path(path).read_text()
-    except OSError:
-        return ""
 
 
 def open_disk(path: str, nbytes: int, config: Config, rank: int) -> DiskStore:
@@ -221,7 +207,6 @@ def open_disk(path: str, nbytes: int, config: Config, rank: int) -> DiskStore:
         OffloadError: ``path`` cannot be used, or has too little room.
     """
     folder = SwapFolder(path, label=f"rank{rank}", min_free_bytes=nbytes)
-    # A measurement of what the configuration leaves "auto" is worth its time only where there is much to move.
     auto = None in (config.aio.block_size, config.aio.queue_depth)
     tuned = tune(path) if auto and nbytes > MIN_TUNED_BYTES else DiskSettings()
     # Configurations may name "libaio", as DeepSpeed's do: it is accepted with a notice, and stands for "auto".
@@ -234,35 +219,55 @@ def open_disk(path: str, nbytes: int, config: Config, rank: int) -> DiskStore:
     return DiskStore(folder, queue, nbytes)
 
 
+def _location_of(section: OffloadOptimizer | OffloadParam, copies: Copies | None) -> str | None:
+    """Return the folder that states go to, or ``CPU_MEMORY``; None: they stay on the device."""
+    if section.device == "cpu" and copies is not None:
+        return CPU_MEMORY
+    return section.disk
+
+
+def _within_ratio(sizes: Sequence[int], ratio: float) -> list[bool]:
+    """Return which of the units, in order, are offloaded so that at most ``ratio`` of all elements are."""
+    remaining, chosen = ratio * sum(sizes), []
+    for size in sizes:
+        chosen.append(size <= remaining)
+        remaining -= size if chosen[-1] else 0
+    return chosen
+
+
 def _shard_numel(plan: UnitPlan, degrees: Degrees, degree: int, transport: Transport) -> int:
-    """Elements of the shard that a rank owns of a state of ``degree``, padding included."""
+    """Return the elements, with padding, of a rank's shard of a state that is partitioned over ``degree`` ranks."""
     shapes = ((name, tuple(param.shape)) for name, param in plan.params)
     align = transport.shard_align(plan.dtype)
     return FlatLayout.build(plan.name, shapes, degrees, transport.world_size, align).shard_numel(degree)
 
 
-def _optimizer_room(plan: UnitPlan, degrees: Degrees, config: Config, transport: Transport) -> int:
-    """Bytes that a unit's master, moments and gradients take in a store."""
+def _optimizer_state_bytes(plan: UnitPlan, degrees: Degrees, config: Config, transport: Transport) -> int:
+    """Return the bytes that a unit's master weights, moments and gradients take in a store."""
     numel = _shard_numel(plan, degrees, degrees.optimizer, transport)
-    mixed = plan.dtype in (torch.bfloat16, torch.float16)
-    nbytes = 2 * padded_nbytes(numel * FLOATS[config.optimizer_state_dtype].itemsize) + mixed * padded_nbytes(numel * 4)
+    moment_bytes = padded_nbytes(numel * FLOATS[config.optimizer_state_dtype].itemsize)
+    nbytes = 2 * moment_bytes + _is_mixed(plan) * padded_nbytes(numel * torch.float32.itemsize)
     if can_offload_gradients(degrees, transport):
-        gradients = _shard_numel(plan, degrees, degrees.gradients, transport)
-        nbytes += padded_nbytes(gradients * config.accumulation_dtype(plan.dtype).itemsize)
+        grad_numel = _shard_numel(plan, degrees, degrees.gradients, transport)
+        nbytes += padded_nbytes(grad_numel * config.accumulation_dtype(plan.dtype).itemsize)
     return nbytes
 
 
-def _optimizer_bytes(plan: UnitPlan, config: Config, gradient: bool) -> int:
-    """Of an element: moments, the master where it is not the parameter, and the ``gradient`` where it leaves, too."""
-    mixed = plan.dtype in (torch.bfloat16, torch.float16)
-    moments = 2 * FLOATS[config.optimizer_state_dtype].itemsize
-    return (4 if mixed else 0) + moments + gradient * config.accumulation_dtype(plan.dtype).itemsize
+def _moved_element_bytes(
+    plan: UnitPlan, config: Config, param_location: str | None, optimizer_location: str | None, copies: Copies | None
+) -> int:
+    """Return the bytes of one element's states that a pipeline moves at most: those on a disk, or on a GPU."""
+    optimizer_on_disk = optimizer_location not in (None, CPU_MEMORY)
+    nbytes = 0
+    if copies is not None or param_location is not None:
+        nbytes += plan.dtype.itemsize
+    if copies is not None or optimizer_on_disk:
+        nbytes += config.accumulation_dtype(plan.dtype).itemsize
+    if optimizer_on_disk:
+        nbytes += 2 * FLOATS[config.optimizer_state_dtype].itemsize + _is_mixed(plan) * torch.float32.itemsize
+    return max(nbytes, 1)
 
 
-def _within_ratio(sizes: Sequence[int], ratio: float) -> list[bool]:
-    """Which of the units, in order, are offloaded so that at most ``ratio`` of all elements are."""
-    room, chosen = ratio * sum(sizes), []
-    for size in sizes:
-        chosen.append(size <= room)
-        room -= size if chosen[-1] else 0
-    return chosen
+def _is_mixed(plan: UnitPlan) -> bool:
+    """Return whether a unit has fp32 master weights beside its parameters."""
+    return plan.dtype in (torch.bfloat16, torch.float16)

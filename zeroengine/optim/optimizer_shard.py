@@ -8,7 +8,7 @@ import torch
 
 from zeroengine import ops
 from zeroengine.disk.mapped_memory import populate
-from zeroengine.offload.disk_store import Medium, OffloadStore
+from zeroengine.offload.interfaces import Medium, OffloadStore
 from zeroengine.offload.offload_states import resident_bytes
 from zeroengine.offload.offloaded_shards import OffloadedShards
 from zeroengine.partition.layout import ShardSpan

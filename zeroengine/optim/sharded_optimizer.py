@@ -11,7 +11,7 @@ import torch
 from zeroengine.comm.interfaces import Transport
 from zeroengine.disk.mapped_memory import populate
 from zeroengine.errors import ZeroEngineError
-from zeroengine.offload.disk_store import Medium, OffloadStore
+from zeroengine.offload.interfaces import Medium, OffloadStore
 from zeroengine.offload.offload_states import resident_bytes
 from zeroengine.offload.pipeline import Pipeline
 from zeroengine.optim.backends.device_adam import DeviceAdam

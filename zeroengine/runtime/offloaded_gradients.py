@@ -20,7 +20,7 @@ from functools import partial
 import torch
 
 from zeroengine import ops
-from zeroengine.offload.disk_store import OffloadStore, padded_nbytes, poison_on_error
+from zeroengine.offload.interfaces import OffloadStore, padded_nbytes, poison_on_error
 from zeroengine.runtime.unit_gradients import UnitGradients
 from zeroengine.utils.work import Then, Work
 

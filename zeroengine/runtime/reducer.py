@@ -47,7 +47,7 @@ from torch import nn
 from zeroengine.comm.interfaces import Transport
 from zeroengine.disk.mapped_memory import populate
 from zeroengine.errors import ZeroEngineError
-from zeroengine.offload.disk_store import OffloadStore
+from zeroengine.offload.interfaces import OffloadStore
 from zeroengine.runtime.backward_tracker import BackwardListener, BackwardTracker
 from zeroengine.runtime.buckets import CastCopies, UnitBuffer, UnitBufferPool
 from zeroengine.runtime.offloaded_gradients import OffloadedGradients

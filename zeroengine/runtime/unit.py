@@ -13,7 +13,7 @@ from zeroengine.comm.interfaces import Buffer, Transport
 from zeroengine.deferred_init.parameter import swap_data, take_trace
 from zeroengine.deferred_init.trace import UnsetTrace
 from zeroengine.errors import ZeroEngineError
-from zeroengine.offload.disk_store import OffloadStore
+from zeroengine.offload.interfaces import OffloadStore
 from zeroengine.offload.offloaded_shards import OffloadedShards
 from zeroengine.partition.cut import UnitPlan
 from zeroengine.partition.degrees import Degrees

@@ -23,7 +23,7 @@ import torch
 
 from zeroengine import ops
 from zeroengine.comm.interfaces import ChannelName, Transport
-from zeroengine.offload.disk_store import OffloadStore
+from zeroengine.offload.interfaces import OffloadStore
 from zeroengine.offload.placement import can_offload_gradients
 from zeroengine.runtime.unit import Unit
 

@@ -4,7 +4,7 @@
 - Everything is on the device: one kernel call for each segment of the shard.
 - Only the parameter shard is offloaded, to CPU memory of a GPU: it is copied to the device, updated there with the rest
   of its shard, and copied back, while the next shards are updated.
-- Anything else is offloaded: the pipeline brings the states in pieces to host buffers, and the kernel runs on the CPU.
+- Anything else is offloaded: the pipeline brings the states in chunks to host buffers, and the kernel runs on the CPU.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import ClassVar
 import torch
 
 from zeroengine import ops
-from zeroengine.offload.disk_store import poison_on_error
+from zeroengine.offload.interfaces import poison_on_error
 from zeroengine.offload.offloaded_shards import OffloadedShards
-from zeroengine.offload.pipeline import Piece, Stream
+from zeroengine.offload.pipeline import Operand, PipelineTask
 from zeroengine.optim.backends.adam_state import AdamState, has_decoupled_decay, runs_fused_adam
 from zeroengine.optim.backends.interface import BackendParts
 from zeroengine.optim.gradient_norm import step_on_host
@@ -127,7 +127,7 @@ class HostAdam:
         if offloaded:
             assert self._parts.pipeline is not None
             self._parts.pipeline.run(
-                piece for shard, segments in offloaded for piece in self._pieces(shard, segments, factor)
+                task for shard, segments in offloaded for task in self._tasks(shard, segments, factor)
             )
 
     def _tensors(self, shard: OptimizerShard) -> list[torch.Tensor]:
@@ -165,26 +165,26 @@ class HostAdam:
         self._update_on_device(shard, segments, factor, tensors)
         return stored.write(on_device, param)
 
-    def _pieces(self, shard: OptimizerShard, segments: Sequence[Segment], factor: float) -> Iterator[Piece]:
-        """Return the update of an offloaded shard in pieces that fit a buffer, then a piece that ends the shard."""
+    def _tasks(self, shard: OptimizerShard, segments: Sequence[Segment], factor: float) -> Iterator[PipelineTask]:
+        """Return the update of an offloaded shard in chunks that fit a buffer, then a task that ends the shard."""
         assert self._parts.pipeline is not None
         tensors = self._tensors(shard)
-        numel, piece_numel = shard.param.numel(), self._parts.pipeline.piece_numel
-        for start in range(0, numel, piece_numel):
-            stop = min(start + piece_numel, numel)
+        numel, chunk_numel = shard.param.numel(), self._parts.pipeline.chunk_numel
+        for start in range(0, numel, chunk_numel):
+            stop = min(start + chunk_numel, numel)
             inside = [segment for segment in segments if segment.start < stop and start < segment.stop]
             if not inside:
                 continue
             all_written = sum(min(s.stop, stop) - max(s.start, start) for s in inside) == stop - start
             # The kernel reads all but the low-precision parameters, and writes all but the gradient.
             reads_param = not all_written or shard.may_be_written
-            streams = [
-                Stream(tensor[start:stop], reads=i < 4 or reads_param, writes=i != 1)
+            operands = [
+                Operand(tensor[start:stop], reads=i < 4 or reads_param, writes=i != 1)
                 for i, tensor in enumerate(tensors)
             ]
-            yield Piece(streams, partial(self._run_kernel, shard, inside, factor, start, stop))
-        # This piece runs in the order of the units, since it may launch a collective.
-        yield Piece((), partial(self._finish_offloaded, shard))
+            yield PipelineTask(operands, partial(self._run_kernel, shard, inside, factor, start, stop))
+        # This task runs in the order of the units, since it may launch a collective.
+        yield PipelineTask((), partial(self._finish_offloaded, shard))
 
     def _finish_offloaded(self, shard: OptimizerShard) -> None:
         assert self._parts.pipeline is not None
