@@ -31,8 +31,14 @@ ROOT = Path(__file__).parents[1]
 torch.set_num_threads(1)
 
 
-def pytest_collection_finish() -> None:
-    """Keep the garbage collector from walking over every module and test again and again."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Prepare for the tests that were found.
+
+    Ranks of tests of models start with the models imported. And the garbage collector does not walk over every module
+    and test again and again.
+    """
+    if any(item.path.is_relative_to(ROOT / "tests/models") for item in session.items):
+        ranks.preload("tests.models.preloaded")
     gc.collect()
     gc.freeze()
 

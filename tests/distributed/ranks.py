@@ -27,12 +27,18 @@ _PRELOADED = [
     "zeroengine.engine.engine",
     "pytest",
     "tests.distributed.models",
-    # Last: what is frozen is what the others imported.
-    "tests.distributed.frozen_modules",
 ]
-_context.set_forkserver_preload(_PRELOADED)
 GPUS = os.environ.get("CUDA_VISIBLE_DEVICES")  # before a test hides them
 sharing_gpu = False  # whether ranks compute on a GPU without being asked to
+
+
+def preload(*modules: str) -> None:
+    """Let the server import `modules`, too. Call it before the first run."""
+    # The last one freezes what the others imported.
+    _context.set_forkserver_preload([*_PRELOADED, *modules, "tests.distributed.frozen_modules"])
+
+
+preload()
 
 
 class RankFailed(AssertionError):

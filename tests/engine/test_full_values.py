@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ import zeroengine
 from tests.distributed.models import TinyLM, batch, build
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import Task, make_engine, start
+from tests.parametrization import TRANSPORTS, in_turn
 from zeroengine import (
     ZeroEngineError,
     full_gradient,
@@ -27,6 +28,7 @@ from zeroengine import (
 )
 
 STAGES = (0, 1, 2, 3)
+STAGE_PAIRS = [(0, 3), (1, 2)]
 
 
 def half_frozen() -> nn.Module:
@@ -72,11 +74,11 @@ def random_like(value: torch.Tensor, seed: int, scale: float = 1.0) -> torch.Ten
 # -- reading ------------------------------------------------------------------------------------------
 
 
-def read_beside_plain(kind: str, local: tuple[bool, ...]) -> None:
+def read_beside_plain(kind: str, local: tuple[bool, ...], stages: Sequence[int]) -> None:
     """Trains an engine and, on every rank, plain PyTorch on all ranks' data; compares after every call."""
     rank = start()
     task = task_of(kind, micro_steps=len(local))
-    for stage in STAGES:
+    for stage in stages:
         engine = make_engine(task, stage)
         model = build(half_frozen)
         optimizer = task.optimizer(model)
@@ -107,12 +109,13 @@ def read_beside_plain(kind: str, local: tuple[bool, ...]) -> None:
 NEVER, FIRST, LAST, BOTH = (False, False), (True, False), (False, True), (True, True)
 
 
-@pytest.mark.parametrize(
-    ("kind", "local"), [("adam", NEVER), ("adam", FIRST), ("adam", LAST), ("sgd", LAST), ("sgd", BOTH)], ids=str
-)
-def test_full_values_are_those_of_plain_pytorch(kind: str, local: tuple[bool, ...]) -> None:
-    """``local``: which micro-steps of a step run inside ``no_sync``."""
-    run_ranks(2, read_beside_plain, kind, local)
+READS = [("adam", NEVER), ("adam", FIRST), ("adam", LAST), ("sgd", LAST), ("sgd", BOTH)]
+
+
+@in_turn(("read", "stages"), READS, STAGE_PAIRS)
+def test_full_values_are_those_of_plain_pytorch(read: tuple[str, tuple[bool, ...]], stages: tuple[int, ...]) -> None:
+    """Each case names the optimizer, and which micro-steps of a step run inside ``no_sync``."""
+    run_ranks(2, read_beside_plain, *read, stages)
 
 
 def low_gradients() -> None:
@@ -153,11 +156,11 @@ def plain_step(engine: zeroengine.Engine, kind: str, clip: float) -> list[tuple[
     return [(p, optimizer.state[p]) for p in plain]
 
 
-def replace_and_step(kind: str, more: dict[str, Any]) -> None:
+def replace_and_step(kind: str, more: dict[str, Any], stages: Sequence[int]) -> None:
     rank = start()
     task = task_of(kind, micro_steps=2)
     low = next((dtype for name, dtype in LOW.items() if name in more), None)
-    for stage in STAGES:
+    for stage in stages:
         engine = make_engine(task, stage, **more)
         params = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
         tied, bias, scale = params["tok.weight"], params["blocks.2.up.bias"], params["norm.weight"]
@@ -221,17 +224,19 @@ PRECISIONS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "precision"), [*(("adam", precision) for precision in PRECISIONS), ("sgd", "fp32"), ("sgd", "bf16")]
-)
-def test_the_next_step_takes_set_values(kind: str, precision: str) -> None:
-    run_ranks(2, replace_and_step, kind, PRECISIONS[precision])
+WRITES = [*(("adam", precision) for precision in PRECISIONS), ("sgd", "fp32"), ("sgd", "bf16")]
 
 
-def masters_everywhere(more: dict[str, Any]) -> None:
+@in_turn(("write", "stages"), WRITES, STAGE_PAIRS)
+def test_the_next_step_takes_set_values(write: tuple[str, str], stages: tuple[int, ...]) -> None:
+    kind, precision = write
+    run_ranks(2, replace_and_step, kind, PRECISIONS[precision], stages)
+
+
+def masters_everywhere(more: dict[str, Any], transports: Sequence[str]) -> None:
     rank = start()
     for stage in STAGES:
-        for transport in ("shm", "gloo"):
+        for transport in transports:
             engine = make_engine(task_of("adam"), stage, comm={"transport": transport}, **more)
             engine.backward(engine(*batch(0, rank)))
             engine.step()
@@ -257,10 +262,21 @@ def masters_everywhere(more: dict[str, Any]) -> None:
             engine.close()
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_master_reaches_every_rank_and_frozen_parameters_too(precision: str, world_size: int) -> None:
-    run_ranks(world_size, masters_everywhere, PRECISIONS[precision])
+@pytest.mark.parametrize(
+    ("world_size", "precision", "transports"),
+    [
+        (2, "fp32", ["gloo"]),
+        (3, "bf16", ["shm"]),
+        *(
+            pytest.param(*case, TRANSPORTS, marks=pytest.mark.slow)
+            for case in ((2, "fp32"), (2, "bf16"), (3, "fp32"), (3, "bf16"))
+        ),
+    ],
+)
+def test_a_master_reaches_every_rank_and_frozen_parameters_too(
+    world_size: int, precision: str, transports: Sequence[str]
+) -> None:
+    run_ranks(world_size, masters_everywhere, PRECISIONS[precision], transports)
 
 
 # -- parameters without gradients, states that are no values of elements --------------------------------
