@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from zeroengine.comm.interfaces import ChannelName, Transport
 from zeroengine.comm.launched_ranks import has_peers
-from zeroengine.comm.transports import shared_memory
+from zeroengine.comm.transports import shared_memory, shared_memory_file
 from zeroengine.comm.transports.gloo import GlooTransport
 from zeroengine.comm.transports.host_staged import HostStagedTransport
 from zeroengine.comm.transports.nccl import NCCLTransport
@@ -167,7 +167,7 @@ class Group:
 
     def _shared_memory_transport(self, timeout: float) -> shared_memory.SharedMemoryTransport | str:
         """Return the transport, or why some rank cannot use shared memory: the same on all ranks."""
-        addresses = self.all_gather_object(shared_memory.offer())
+        addresses = self.all_gather_object(shared_memory_file.offer())
         transport = shared_memory.connect(self.rank, addresses, timeout)
         reasons = [
             r for r in self.all_gather_object(transport if isinstance(transport, str) else None) if r is not None

@@ -1,22 +1,49 @@
-"""What the rest of the program sees of communication.
+"""The contract between communication and the rest of the program.
 
-A ``Transport`` moves bytes between the ranks of one process group. It has two channels, ``gather`` and
-``reduce``, each with its own order: all ranks issue the same operations on a channel in the same order,
-and an operation may be issued on one channel while another is under way on the other.
+A ``Transport`` moves bytes between the ranks of one process group. It has two channels, ``gather`` and ``reduce``, each
+with its own order: all ranks issue the same operations on a channel in the same order, and an operation may be issued
+on one channel while another is under way on the other.
 
 [Note: Memory and streams]
 On CUDA the caching allocator gives freed memory to whoever next allocates on the stream that it was allocated on, at
-once: kernels and collectives that still use it must be ahead of that stream's next work. Here they are.
-- A collective starts behind the stream that issued it, and keeps its tensors. Everybody who lets go of memory that one
+once. Kernels and collectives that still use the memory must be ahead of that stream's next work. They are:
+- A collective starts behind the stream that issued it, and keeps its tensors. Whoever frees memory that a collective
   reads or writes has awaited it before, which puts the awaiting stream behind it.
-- A full buffer may be gathered ahead of its use, on another stream than it is used on and released on. The first then
-  waits for the last (``ResizableBuffer.free``), by an event, never by ``record_stream``.
+- A full buffer may be gathered ahead of its use, on another stream than it is used on and released on. The first stream
+  then waits for the last (``ResizableBuffer.free``), by an event, never by ``record_stream``.
 - A bucket is written again once its reduce is through, or on a stream that has awaited it (``Channel.reusable``).
-As everywhere in torch, who computes on several streams orders them: a forward behind the step before it, a second
+As everywhere in torch, whoever computes on several streams orders them: a forward behind the step before it, a second
 stream that uses a unit behind the first.
 
-Collectives sum in rank order wherever the transport decides the order (all but NCCL's), so equal inputs
-give equal bits. Nothing here divides: see DESIGN "SUM only".
+[Note: What a transport promises]
+- Waiting. Every operation returns a ``Work``, which may be awaited twice, late, or in another order than it was issued
+  in; see ``utils.work.Work``. Two reduces that accumulate into one shard add in the order in which they were issued,
+  whichever is awaited first. A transport may begin part of an operation only when it is awaited, so every rank awaits
+  all of its works before the next ``all_reduce_scalars``.
+- Dtypes. Gathers move bytes of any dtype. Sums take any floating dtype: float32, bfloat16 and float16 have kernels, and
+  other dtypes go through torch. The shard and the full buffer of a reduce-scatter may differ in dtype.
+- Rounding. Sums of bfloat16 and float16 are added up in float32 and rounded once, to the dtype of the target, and in
+  rank order, on every transport but NCCL's, so that equal inputs give equal bits. NCCL adds in an order and with a
+  rounding of its own. Nothing here divides: see "SUM only" in docs/design.md.
+- Divergence. Ranks that issue different operations get a ``DivergenceError`` that names units and ranks. Shared memory
+  compares the records of each operation when it is executed. Gloo tags each message with the operation's number and
+  name, so that different operations stall and the watchdog reports them. NCCL compares a checksum of all operations so
+  far in ``all_reduce_scalars`` and ``check_order``, and its watchdog notices collectives that do not end.
+- Memory. What an operation sends (``shard`` of a gather, ``full`` of a reduce) must come from ``Transport.empty`` for
+  that channel. What is only received into may be any memory; ``Transport.buffer`` makes what is gathered into.
+
+[Note: How to add a transport]
+1. Write ``transports/<name>.py`` with a class that has the attributes and methods of ``Transport``, and a channel class
+   that has those of ``Channel``. Neither inherits anything: the protocols are checked by mypy.
+2. Return a ``Work`` from each operation; where this rank has something to do with the result, ``Then(work, finish)``.
+   Use ``rank_order_sum.sum_in_rank_order`` where the transport adds on the CPU, and give each accumulation the one
+   before it to wait for, as ``GlooChannel.reduce_scatter`` does.
+3. Report stalls and divergence: ``Watchdog.record`` or ``Watchdog.issue`` for what is issued, ``Watchdog.guard`` around
+   what may fail.
+4. Choose it in ``group.Group.transport``, where all ranks must agree: exchange whether it can be used
+   (``Group.all_gather_object``) before any rank uses it.
+5. Add it to the list of transports in tests/comm/transports/test_transports.py, whose tests compare bits, and the
+   behaviour of ranks that diverge, stall or end.
 """
 
 from __future__ import annotations
@@ -33,25 +60,29 @@ ChannelName = Literal["gather", "reduce"]
 
 
 class Buffer(Protocol):
-    """A full buffer: memory that comes and goes at one address range, so that views of it stay valid."""
+    """A full buffer: memory that comes and goes at one address range, so that views of it stay valid.
 
-    tensor: torch.Tensor  # 1-D
+    Attributes:
+        tensor: The whole buffer, 1-D.
+    """
+
+    tensor: torch.Tensor
 
     def prepare(self) -> None:
-        """Before a gather into ``tensor``: there is memory for it."""
+        """Get memory before a gather into ``tensor``."""
 
     def free(self) -> None:
-        """The memory goes; ``tensor`` and its views must not be read until the next gather."""
+        """Give the memory back. ``tensor`` and its views must not be read until the next gather."""
 
     def detach(self) -> None:
-        """Before this buffer is dropped while others share its memory: it no longer shows that of other ranks."""
+        """Stop showing memory of other ranks, before this buffer is dropped while others share its memory."""
 
     def nbytes(self) -> int:
-        """Bytes that it holds now."""
+        """Return the bytes that it holds now."""
 
 
 def refill(tensor: torch.Tensor) -> None:
-    """Gives memory of torch's own to a tensor whose storage was emptied."""
+    """Give memory of torch's own to a tensor whose storage was emptied."""
     tensor.untyped_storage().resize_(tensor.nbytes)
 
 
@@ -59,30 +90,37 @@ class ResizableBuffer:
     """A ``Buffer`` that empties its storage. Holds memory at first. See "Memory and streams" above.
 
     Args:
-        fill: gives ``tensor`` memory again.
+        tensor: The buffer, 1-D, with memory.
+        fill: Called with ``tensor`` to give it memory again.
     """
 
     def __init__(self, tensor: torch.Tensor, fill: Callable[[torch.Tensor], None] = refill) -> None:
         self.tensor, self._fill = tensor, fill
-        self._stream = self._current_stream()  # that the memory was allocated on
+        self._stream = self._current_stream()  # the stream that the memory was allocated on
 
     def _current_stream(self) -> torch.cuda.Stream | None:
         return torch.cuda.current_stream(self.tensor.device) if self.tensor.is_cuda else None
 
     def prepare(self) -> None:
+        """Allocate memory on the current stream, if there is none."""
         if self.tensor.untyped_storage().size() == 0:
             self._fill(self.tensor)
             self._stream = self._current_stream()
 
     def free(self) -> None:
+        """Give the memory back, behind the current stream."""
+        # The allocator gives freed memory to the next allocation on the stream that it came from. That stream must
+        # therefore wait for the kernels of this stream, which may still read the memory.
         current = self._current_stream()
         if self._stream is not None and current is not None and self._stream != current:
             self._stream.wait_stream(current)
         self.tensor.untyped_storage().resize_(0)
 
-    def detach(self) -> None: ...
+    def detach(self) -> None:
+        """Return at once: the memory is this rank's own."""
 
     def nbytes(self) -> int:
+        """Return the bytes of the storage."""
         return self.tensor.untyped_storage().size()
 
 
@@ -93,90 +131,130 @@ class PagedBuffer:
         size = -(-max(numel, 1) * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
         self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.tensor = torch.frombuffer(self._memory, dtype=dtype)[:numel]
-        self._holds = True
+        self._holds_memory = True
 
     def prepare(self) -> None:
-        self._holds = True
+        """Count the pages that the next write takes."""
+        self._holds_memory = True
 
     def free(self) -> None:
+        """Give the pages back to the system. The addresses stay reserved."""
         self._memory.madvise(mmap.MADV_DONTNEED)
-        self._holds = False
+        self._holds_memory = False
 
-    def detach(self) -> None: ...
+    def detach(self) -> None:
+        """Return at once: the pages are this rank's own."""
 
     def nbytes(self) -> int:
-        return self.tensor.nbytes if self._holds else 0
+        """Return the bytes that it holds now."""
+        return self.tensor.nbytes if self._holds_memory else 0
 
 
 class Channel(Protocol):
-    """Operations in one order. ``label`` names the operation and its unit for people."""
+    """Operations in one order. See "What a transport promises" above.
+
+    ``label`` names the operation's unit for people, and is compared between the ranks.
+    """
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Work:
-        """``full[r * n:(r + 1) * n]`` = rank r's ``shard``, 1-D of n elements.
+        """Gather every rank's shard: ``full[r * n:(r + 1) * n]`` becomes rank r's ``shard``.
 
-        ``shard`` may be this rank's slice of ``full``. It must come from ``Transport.empty`` for this channel and
-        stay as it is until ``Transport.all_reduce_scalars`` has next returned.
+        Args:
+            full: 1-D, of ``world_size * n`` elements.
+            shard: 1-D, of n elements, from ``Transport.empty`` for this channel. It may be this rank's slice of
+                ``full``, and must not change until ``Transport.all_reduce_scalars`` has next returned.
+            label: The unit's name.
         """
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool = False) -> Work:
-        """``shard`` = (or += with ``accumulate``) the sum over ranks of this rank's slice of their ``full``.
+        """Sum this rank's slice of every rank's ``full`` into ``shard``.
 
-        ``full`` must come from ``Transport.empty`` for this channel, is 1-D of ``world_size * n`` elements, and may
-        be written again once it is ``reusable``. ``shard`` may be this rank's slice of ``full``.
+        Args:
+            shard: 1-D, of n elements. It may be this rank's slice of ``full``.
+            full: 1-D, of ``world_size * n`` elements, from ``Transport.empty`` for this channel. It may be written
+                again once it is ``reusable``.
+            label: The unit's name.
+            accumulate: Whether the sum is added to ``shard``, rather than written over it.
         """
 
     def all_reduce(self, full: torch.Tensor, label: str) -> Work:
-        """``full`` = the sum over ranks of ``full``, 1-D, divisible by ``world_size``, from ``Transport.empty``."""
+        """Sum every rank's ``full``, in place. 1-D, divisible by ``world_size``, from ``Transport.empty``."""
 
-    def reusable(self, work: Work, patience: float) -> bool:
-        """Whether all ranks have read what ``work`` sent, after waiting for at most ``patience`` seconds."""
+    def reusable(self, work: Work, timeout_s: float) -> bool:
+        """Return whether all ranks have read what ``work`` sent, so that this memory may be written again.
+
+        Args:
+            work: What an operation of this channel returned.
+            timeout_s: Seconds to wait for it at most. On CUDA a positive number orders the current stream behind
+                ``work`` instead, and the host goes on.
+        """
 
 
 class Transport(Protocol):
-    """One process group's way of moving bytes."""
+    """One process group's way of moving bytes.
+
+    Attributes:
+        rank: This rank.
+        world_size: The number of ranks.
+        name: The transport's name in messages.
+        overlaps: Whether issued operations proceed while this rank computes.
+    """
 
     rank: int
     world_size: int
     name: str
-    overlaps: bool  # whether issued operations proceed while this rank computes
+    overlaps: bool
 
     @property
-    def gather(self) -> Channel: ...
+    def gather(self) -> Channel:
+        """The channel that parameters are gathered on."""
 
     @property
-    def reduce(self) -> Channel: ...
+    def reduce(self) -> Channel:
+        """The channel that gradients are summed on."""
 
     def empty(self, numel: int, dtype: torch.dtype, channel: ChannelName, *, sent: bool = True) -> torch.Tensor:
-        """Uninitialised memory, 1-D, that operations of ``channel`` may send from.
+        """Return uninitialised memory, 1-D, that operations of ``channel`` may send from.
 
         Args:
-            sent: False: they only receive into it.
+            numel: Elements.
+            dtype: Their dtype.
+            channel: The channel that moves the memory.
+            sent: Whether operations send from it. False: they only receive into it.
         """
 
     def refill(self, tensor: torch.Tensor, channel: ChannelName | None) -> None:
-        """Memory again for a tensor whose storage was emptied: such as ``empty`` gives, or torch's own for None."""
-
-    def buffer(self, numel: int, dtype: torch.dtype, *, copied: bool = False) -> Buffer:
-        """A full buffer of ``numel`` elements that the gather channel gathers into.
+        """Give a tensor whose storage was emptied memory again.
 
         Args:
-            copied: what is gathered stays when the shards that it came from are overwritten.
+            tensor: The tensor.
+            channel: The channel that moves it, for memory such as ``empty`` gives. None: torch's own memory.
+        """
+
+    def buffer(self, numel: int, dtype: torch.dtype, *, copied: bool = False) -> Buffer:
+        """Return a full buffer of ``numel`` elements that the gather channel gathers into.
+
+        Args:
+            numel: Elements.
+            dtype: Their dtype.
+            copied: Whether gathered values must stay when the shards that they came from are overwritten.
         """
 
     def shard_align(self, dtype: torch.dtype) -> int:
-        """Elements that a shard should be a multiple of."""
+        """Return the number of elements that a shard's length should be a multiple of."""
 
     def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
-        """The sum over ranks of a small float64 vector. Issue it with no other operation under way."""
+        """Return the sum over ranks of a small float64 vector. Issue it with no other operation under way."""
 
     def check_order(self) -> None:
-        """Waits for what the last ``all_reduce_scalars`` found out about the ranks' order, if it has not said so yet.
+        """Wait for what the last ``all_reduce_scalars`` found out about the ranks' order, if that is outstanding.
 
         Raises:
-            DivergenceError: the ranks have run different operations.
+            DivergenceError: The ranks have run different operations.
         """
 
     def fence(self) -> None:
-        """Returns when no rank reads this rank's memory any more. Every rank calls it at the same place."""
+        """Return when no rank reads this rank's memory any more. Every rank calls it at the same place."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Free what the transport holds. No operation may be issued afterwards."""

@@ -70,6 +70,7 @@ class Issued:
     told: bool = False  # that it takes long
 
     def is_through(self) -> bool:
+        """Return whether the device has run it."""
         return self.work is not None and self.work.done()
 
 
@@ -84,10 +85,12 @@ class Record:
         self._lock = threading.Lock()
 
     def place(self) -> Place:
+        """Return where the rank is: at the first operation that is not done, else past the last."""
         first = self._first()
         return self.at if first is None else Place(True, first.what)
 
     def begin(self, what: str, patient: bool = False) -> Issued:
+        """Add an operation that is issued next, or raise the error of a stall."""
         if self.error is not None:
             self.raised.set()
             raise self.error
@@ -98,10 +101,12 @@ class Record:
         return issued
 
     def drop(self, issued: Issued) -> None:
+        """Forget an operation."""
         with self._lock:
             self._under_way.remove(issued)
 
     def holds(self, issued: Issued) -> bool:
+        """Return whether an operation is still under way."""
         with self._lock:
             return issued in self._under_way
 
@@ -243,6 +248,7 @@ class Board:
         return found
 
     def describe(self, places: Mapping[int, Place | None] | None, own: Place) -> str:
+        """Say where the ranks are, in one sentence."""
         if places is None:
             return f"{describe({self.rank: own}, self.hosts)}; the store (hosted by rank 0) does not answer"
         return describe(places, self.hosts)
@@ -266,9 +272,11 @@ class Watchdog:
         self._finalizer = weakref.finalize(self, _stop, self._closed, thread)
 
     def record(self, what: str) -> None:
+        """Note the operation that this rank issues next."""
         self._record.at = Place(False, what)
 
     def close(self) -> None:
+        """End the thread."""
         self._finalizer()
 
     def issue(self, what: str, run: Callable[[], Work]) -> Work:
@@ -344,6 +352,7 @@ def _on(host: str) -> str:
 
 
 def host_name() -> str:
+    """Return this node's name as the launcher calls it, or an empty string."""
     return os.environ.get(HOST_VARIABLE, "")
 
 

@@ -216,7 +216,7 @@ def ask_for_shm() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     with (
-        mock.patch("zeroengine.comm.transports.shared_memory.offer", lambda: None)
+        mock.patch("zeroengine.comm.transports.shared_memory_file.offer", lambda: None)
         if rank == 1
         else mock.patch("os.getppid")
     ):

@@ -77,12 +77,14 @@ class GlooChannel:
         self._writers: dict[int, Work] = {}  # address of a sum to the operation that writes it last
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Work:
+        """Send this rank's shard to every peer, and receive theirs in place."""
         slices = list(full.chunk(self._size))
         if slices[self._rank].data_ptr() != shard.data_ptr():
             slices[self._rank].copy_(shard)
         return self._exchange("gather", label, [shard] * self._size, slices)
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool = False) -> Work:
+        """Send every peer its slice; add what arrives when the work is awaited."""
         sent = list(full.chunk(self._size))
         key = (shard.numel(), full.dtype)
         spare = self._spare.setdefault(key, [])
@@ -102,6 +104,7 @@ class GlooChannel:
         return work
 
     def all_reduce(self, full: torch.Tensor, label: str) -> Work:
+        """Reduce-scatter, and gather the sums once those have arrived."""
         mine = full.chunk(self._size)[self._rank]
         self._seq += 1
         number = self._seq  # of the second half, fixed now: waits may come in another order
@@ -113,11 +116,12 @@ class GlooChannel:
 
         return Then(first, gather)
 
-    def reusable(self, work: Work, patience: float) -> bool:
+    def reusable(self, work: Work, timeout_s: float) -> bool:
+        """See ``interfaces.Channel``. A wait is left to a thread, which goes on after the timeout."""
         sending = work.work if isinstance(work, Then) else work
         if not isinstance(sending, GlooWork):  # an all-reduce, whose second half begins when it is awaited
             return isinstance(work, Then) and work.finished
-        if not sending.done_within(patience):
+        if not sending.done_within(timeout_s):
             return False
         work.wait_stream()
         return True
@@ -164,27 +168,35 @@ class GlooTransport:
         self.reduce = GlooChannel("reduce", group, watchdog, limit)
 
     def empty(self, numel: int, dtype: torch.dtype, channel: ChannelName, *, sent: bool = True) -> torch.Tensor:
+        """Return torch's own memory: Gloo sends from any."""
         return torch.empty(numel, dtype=dtype, device="cpu")
 
     def refill(self, tensor: torch.Tensor, channel: ChannelName | None) -> None:
+        """Give torch's own memory."""
         refill(tensor)
 
     def buffer(self, numel: int, dtype: torch.dtype, *, copied: bool = False) -> Buffer:
+        """Return a buffer of torch's own memory."""
         return ResizableBuffer(self.empty(numel, dtype, "gather"))
 
     def shard_align(self, dtype: torch.dtype) -> int:
+        """Return 1: shards may have any length."""
         return 1
 
     def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
+        """Gather the vectors of all ranks, and add them in rank order."""
         arrived = torch.empty(self.world_size * values.numel(), dtype=values.dtype, device="cpu")
         out = torch.empty_like(values)
         self.reduce.all_gather(arrived, values, label).wait_host()
         sum_in_rank_order(out, list(arrived.chunk(self.world_size)), accumulate=False)
         return out
 
-    def check_order(self) -> None: ...
+    def check_order(self) -> None:
+        """Return at once: operations that differ do not match, and stall."""
 
-    def fence(self) -> None: ...
+    def fence(self) -> None:
+        """Return at once: no rank reads the memory of another."""
 
     def close(self) -> None:
+        """End the watchdog."""
         self._watchdog.close()

@@ -25,6 +25,7 @@ class HostStagedChannel:
         self._sent_by_copy: WeakSet[Work] = WeakSet()
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Work:
+        """Gather in host memory; the result goes to the device when it is awaited."""
         there = _host_empty(full, full.dtype)
         inner = self._inner.all_gather(there, _on_host(shard), label)
         apart = shard.untyped_storage().data_ptr() != full.untyped_storage().data_ptr()
@@ -34,6 +35,7 @@ class HostStagedChannel:
         return work
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool = False) -> Work:
+        """Reduce in host memory; the sum goes to the device, or is added there, when it is awaited."""
         mine = _host_empty(shard, torch.promote_types(shard.dtype, torch.float32) if accumulate else shard.dtype)
         inner = self._inner.reduce_scatter(mine, _on_host(full), label)
 
@@ -50,15 +52,16 @@ class HostStagedChannel:
         return work
 
     def all_reduce(self, full: torch.Tensor, label: str) -> Work:
+        """Sum in host memory; the result goes to the device when it is awaited."""
         there = _on_host(full)
         return Then(self._inner.all_reduce(there, label), partial(full.copy_, there))
 
-    def reusable(self, work: Work, patience: float) -> bool:
+    def reusable(self, work: Work, timeout_s: float) -> bool:
         """What is sent is a copy. It counts as much, so that no more of them are under way than buckets would be."""
         assert isinstance(work, Then)
         if work.finished or work in self._sent_by_copy:
             return True
-        if not patience or not self._inner.reusable(work.work, patience):
+        if not timeout_s or not self._inner.reusable(work.work, timeout_s):
             return False
         work.wait_stream()
         return True
@@ -75,27 +78,35 @@ class HostStagedTransport:
         self.gather, self.reduce = HostStagedChannel(inner.gather), HostStagedChannel(inner.reduce)
 
     def empty(self, numel: int, dtype: torch.dtype, channel: ChannelName, *, sent: bool = True) -> torch.Tensor:
+        """Return torch's own memory on the device."""
         return torch.empty(numel, dtype=dtype, device=self._device)
 
     def refill(self, tensor: torch.Tensor, channel: ChannelName | None) -> None:
+        """Give torch's own memory."""
         refill(tensor)
 
     def buffer(self, numel: int, dtype: torch.dtype, *, copied: bool = False) -> Buffer:
+        """Return a buffer of torch's own memory on the device."""
         return ResizableBuffer(self.empty(numel, dtype, "gather"))
 
     def shard_align(self, dtype: torch.dtype) -> int:
+        """Return that of the transport in host memory."""
         return self._inner.shard_align(dtype)
 
     def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
+        """Sum in host memory. The host waits for the device."""
         return self._inner.all_reduce_scalars(_on_host(values), label).to(self._device)
 
     def check_order(self) -> None:
+        """Check the order of the transport in host memory."""
         self._inner.check_order()
 
     def fence(self) -> None:
+        """Fence the transport in host memory."""
         self._inner.fence()
 
     def close(self) -> None:
+        """Close the transport in host memory."""
         self._inner.close()
 
 

@@ -71,10 +71,12 @@ class NCCLChannel:
             self._pool.refill(tensor)
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Work:
+        """Launch an all-gather."""
         self.record(f"gather {label}")
         return self.issue(lambda: _all_gather(full, shard, group=self._group, async_op=True))
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool = False) -> Work:
+        """Launch a reduce-scatter, into a spare buffer where the sum is cast or accumulated."""
         direct = not accumulate and shard.dtype is full.dtype
         target = shard if direct else self.empty(shard.numel(), full.dtype)
         self.record(f"reduce {label}")
@@ -92,12 +94,13 @@ class NCCLChannel:
         return Then(work, take_over)
 
     def all_reduce(self, full: torch.Tensor, label: str) -> Work:
+        """Launch an all-reduce."""
         self.record(f"reduce {label}")
         return self.issue(lambda: dist.all_reduce(full, group=self._group, async_op=True))
 
-    def reusable(self, work: Work, patience: float) -> bool:
-        """See ``Channel.reusable``. With patience the current stream is ordered behind ``work``: the host goes on."""
-        if not patience:
+    def reusable(self, work: Work, timeout_s: float) -> bool:
+        """See ``Channel.reusable``. With a timeout the current stream is ordered behind ``work``: the host goes on."""
+        if not timeout_s:
             return work.done()
         work.wait_stream()
         return True
@@ -151,21 +154,26 @@ class NCCLTransport:
         self._orders: _Orders | None = None  # not compared yet
 
     def empty(self, numel: int, dtype: torch.dtype, channel: ChannelName, *, sent: bool = True) -> torch.Tensor:
+        """Return memory of the channel's registered pool, or torch's own."""
         return (self.gather if channel == "gather" else self.reduce).empty(numel, dtype)
 
     def refill(self, tensor: torch.Tensor, channel: ChannelName | None) -> None:
+        """Give memory of the channel's registered pool, or torch's own."""
         if channel is None:
             refill(tensor)
         else:
             (self.gather if channel == "gather" else self.reduce).refill(tensor)
 
     def buffer(self, numel: int, dtype: torch.dtype, *, copied: bool = False) -> Buffer:
+        """Return a buffer of the gather channel's memory."""
         return ResizableBuffer(self.gather.empty(numel, dtype), self.gather.refill)
 
     def shard_align(self, dtype: torch.dtype) -> int:
+        """Return 1: shards may have any length."""
         return 1
 
     def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
+        """Sum, together with checksums of the ranks' orders so far."""
         self.check_order()
         self.reduce.record(label)
         mine = (float(self.gather.order), float(self.reduce.order))
@@ -176,6 +184,7 @@ class NCCLTransport:
         return sent[:-2]
 
     def check_order(self) -> None:
+        """Compare the checksums that the last ``all_reduce_scalars`` has summed."""
         orders = self._orders
         if orders is not None and orders.summed.read() != [self.world_size * order for order in orders.mine]:
             raise DivergenceError(
@@ -184,9 +193,11 @@ class NCCLTransport:
             )
         self._orders = None
 
-    def fence(self) -> None: ...
+    def fence(self) -> None:
+        """Return at once: no rank reads the memory of another."""
 
     def close(self) -> None:
+        """Deregister the pools, and end the watchdog."""
         for pool in self._pools.values():
             pool.close()
         if self._watchdog is not None:

@@ -1,70 +1,58 @@
-"""One order of operations between the ranks of one host. See ``shm``.
+"""One order of operations between the ranks of one host. See ``shared_memory``.
 
 [Note: Progress]
-There is no thread: a rank executes its outstanding operations, in order, whenever it waits, and tries
-to whenever it issues another. A rank that waits for anything moves both channels on, so that two ranks
-never wait for each other.
+There is no thread. A rank executes its outstanding operations, in order, whenever it waits, and as many as peers are
+ready for whenever it issues another. A rank that waits for anything moves both channels on, so that two ranks never
+wait for each other.
+
+[Note: Counters]
+Each rank has three counters per channel, in its control pages, which peers read: the number of the last operation that
+it has posted, whose sum it has computed, and that it has executed. They count modulo 2^32. Before a counter is raised
+(``ze_post``, with release order) everything that it announces has been written; whoever reads it (``ze_load``, with
+acquire order) may then read that memory.
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
-import select
-import struct
 import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from zeroengine import ops
 from zeroengine.comm.rank_order_sum import sum_in_rank_order
+from zeroengine.comm.transports.shared_memory_file import (
+    CACHE_LINE,
+    CHANNEL_BYTES,
+    CHANNELS,
+    COUNTERS_BYTES,
+    MAX_POSTED,
+    RECORD,
+    SharedMemory,
+    SharedMemoryPeer,
+)
 from zeroengine.errors import DivergenceError, ZeroEngineError
 from zeroengine.utils.work import Work
 
-if TYPE_CHECKING:
-    from zeroengine.comm.transports.shared_memory import SharedMemoryTransport
-
-CHANNELS = ("gather", "reduce")
-RING = 256  # operations that a rank may post ahead of its peers
-RECORD = struct.Struct("<QIQQ100s")  # sequence number, kind, bytes, offset, label
-COUNTERS = 3 * 64  # posted, summed and executed, each on a cache line of its own
-CHANNEL_BYTES = COUNTERS + RING * RECORD.size
-CONTROL_BYTES = len(CHANNELS) * CHANNEL_BYTES
 GATHER, REDUCE, SCALARS = range(3)
 KINDS = ("gather", "reduce", "all-reduce")
 POLL_US = 2000
 
 
-def _shortened(label: str) -> bytes:
-    """At most 100 bytes that still differ where long labels do."""
-    whole = label.encode()
-    return whole if len(whole) <= 100 else whole[:91] + b"~%08x" % zlib.crc32(whole)
+def _short_label(label: str) -> bytes:
+    """Return at most 100 bytes that still differ where long labels do."""
+    encoded = label.encode()
+    return encoded if len(encoded) <= 100 else encoded[:91] + b"~%08x" % zlib.crc32(encoded)
 
 
-@dataclass
-class SharedMemoryPeer:
-    """A rank's memory file as this process sees it."""
-
-    rank: int
-    fd: int
-    pidfd: int  # readable once the process has ended; -1 where the kernel has none
-    control: mmap.mmap
-
-    def ended(self) -> bool:
-        if self.pidfd < 0:
-            return False
-        poll = select.poll()  # select.select takes no descriptor above 1,023
-        poll.register(self.pidfd, select.POLLIN)
-        return bool(poll.poll(0))
-
-
-class Step(NamedTuple):
+class PeerRead(NamedTuple):
     """A read that may happen once the counter of each of ``ranks`` has reached the operation's number."""
 
     counters: Mapping[int, int]  # rank to address
@@ -78,7 +66,7 @@ class SharedMemoryWork:
 
     channel: SharedMemoryChannel
     seq: int
-    steps: deque[Step] = field(default_factory=deque)
+    steps: deque[PeerRead] = field(default_factory=deque)
 
     def wait_host(self) -> None:
         """Execute this operation and those before it, waiting for peers."""
@@ -92,104 +80,122 @@ class SharedMemoryWork:
 
 
 class SharedMemoryChannel:
-    """One order of operations. See ``interfaces.Channel``."""
+    """One order of operations. See ``interfaces.Channel``.
 
-    def __init__(self, transport: SharedMemoryTransport, name: str) -> None:
-        self._transport = transport
-        self._name = name
+    Args:
+        memory: The memory files of all ranks.
+        name: One of ``CHANNELS``.
+        timeout: Seconds after which a stalled operation is an error.
+        channels: All channels of this rank, once they are made: a rank that waits moves all of them on.
+    """
+
+    def __init__(
+        self, memory: SharedMemory, name: str, timeout: float, channels: Sequence[SharedMemoryChannel]
+    ) -> None:
+        self._memory, self.name, self._timeout, self._channels = memory, name, timeout, channels
         self._base = CHANNELS.index(name) * CHANNEL_BYTES
         self._posted: dict[int, int] = {}  # addresses of each rank's counters
         self._summed: dict[int, int] = {}
         self._executed: dict[int, int] = {}
-        for peer in transport.peers:
+        for peer in memory.peers:
             address = ctypes.addressof(ctypes.c_char.from_buffer(peer.control, self._base))
             self._posted[peer.rank] = address
-            self._summed[peer.rank] = address + 64
-            self._executed[peer.rank] = address + 128
-        self._lib = transport.lib
+            self._summed[peer.rank] = address + CACHE_LINE
+            self._executed[peer.rank] = address + 2 * CACHE_LINE
+        self._lib = memory.lib
         self._seq = 0
         self._pending: deque[SharedMemoryWork] = deque()
 
     # -- operations -------------------------------------------------------------------------------
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Work:
-        t = self._transport
+        """Post the shard; map or read those of the peers once they have posted them."""
+        memory = self._memory
         nbytes, base = shard.nbytes, full.data_ptr()
         work = self._post(GATHER, label, shard)
-        mapped = t.is_mapped(full) and nbytes % mmap.PAGESIZE == 0
+        mapped = memory.is_mapped(full) and nbytes % mmap.PAGESIZE == 0
         bring = self._map if mapped else self._read
         if mapped:
-            work.steps.append(Step({}, (), partial(bring, t.peers[t.rank], work.seq, base + t.rank * nbytes, nbytes)))
-        elif base + t.rank * nbytes != shard.data_ptr():
-            full.chunk(t.world_size)[t.rank].copy_(shard)
-        for peer in t.others:
+            own = partial(bring, memory.peers[memory.rank], work.seq, base + memory.rank * nbytes, nbytes)
+            work.steps.append(PeerRead({}, (), own))
+        elif base + memory.rank * nbytes != shard.data_ptr():
+            full.chunk(memory.world_size)[memory.rank].copy_(shard)
+        for peer in memory.others:
             step = partial(bring, peer, work.seq, base + peer.rank * nbytes, nbytes)
-            work.steps.append(Step(self._posted, (peer.rank,), step))
+            work.steps.append(PeerRead(self._posted, (peer.rank,), step))
         return self._issue(work)
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool = False) -> Work:
+        """Post ``full``; add all ranks' slices once they have posted theirs."""
         return self._issue(self._post_sum(shard, full, label, accumulate))
 
     def all_reduce(self, full: torch.Tensor, label: str) -> Work:
-        t = self._transport
-        n = full.numel() // t.world_size
-        work = self._post_sum(full[t.rank * n : (t.rank + 1) * n], full, label, False)
-        mine = self._summed[t.rank]
-        work.steps.append(Step({}, (), lambda: self._lib.ze_post(mine, work.seq & 0xFFFFFFFF)))
-        for peer in t.others:
+        """Sum this rank's slice, then read the slices that the peers have summed."""
+        memory = self._memory
+        n = full.numel() // memory.world_size
+        work = self._post_sum(full[memory.rank * n : (memory.rank + 1) * n], full, label, False)
+        own_counter = self._summed[memory.rank]
+        work.steps.append(PeerRead({}, (), lambda: self._lib.ze_post(own_counter, work.seq & 0xFFFFFFFF)))
+        for peer in memory.others:
             start = peer.rank * n * full.element_size()
             read = partial(self._read, peer, work.seq, full.data_ptr() + start, n * full.element_size(), start)
-            work.steps.append(Step(self._summed, (peer.rank,), read))
+            work.steps.append(PeerRead(self._summed, (peer.rank,), read))
         return self._issue(work)
 
     def _post_sum(self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool) -> SharedMemoryWork:
-        t = self._transport
+        memory = self._memory
         n = shard.numel()
         work = self._post(REDUCE, label, full)
-        mine = full[t.rank * n : (t.rank + 1) * n]
+        own_slice = full[memory.rank * n : (memory.rank + 1) * n]
         add = self._sum_kernel if full.dtype in ops.DTYPE_CODES and shard.dtype in ops.DTYPE_CODES else self._sum_torch
-        work.steps.append(Step(self._posted, range(t.world_size), partial(add, shard, mine, work.seq, accumulate)))
+        read_and_add = partial(add, shard, own_slice, work.seq, accumulate)
+        work.steps.append(PeerRead(self._posted, range(memory.world_size), read_and_add))
         return work
 
     def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
-        t = self._transport
+        """Read the vectors of all ranks, and add them in rank order. Waits for peers."""
+        memory = self._memory
         out = torch.empty_like(values)
         work = self._post(SCALARS, label, values)
 
         def add() -> None:
-            pieces = [values if peer.rank == t.rank else torch.empty_like(values) for peer in t.peers]
-            for peer in t.others:
+            pieces = [values if peer.rank == memory.rank else torch.empty_like(values) for peer in memory.peers]
+            for peer in memory.others:
                 self._read(peer, work.seq, pieces[peer.rank].data_ptr(), values.nbytes)
             sum_in_rank_order(out, pieces, accumulate=False)
 
-        work.steps.append(Step(self._posted, range(t.world_size), add))
+        work.steps.append(PeerRead(self._posted, range(memory.world_size), add))
         self._issue(work).wait_host()
         return out
 
-    def reusable(self, work: Work, patience: float) -> bool:
+    def reusable(self, work: Work, timeout_s: float) -> bool:
+        """See ``interfaces.Channel``: whether every rank has executed the operation."""
         assert isinstance(work, SharedMemoryWork)
-        t = self._transport
-        deadline = time.monotonic() + patience
-        for peer in (*t.others, t.peers[t.rank]):  # this rank too: its sum reads its own memory
-            if not self._comes(self._executed[peer.rank], work.seq, peer.rank, deadline):
+        memory = self._memory
+        deadline = time.monotonic() + timeout_s
+        # This rank comes last, but it counts too: its sum reads its own memory.
+        for peer in (*memory.others, memory.peers[memory.rank]):
+            if not self._wait_for_counter(self._executed[peer.rank], work.seq, peer.rank, deadline):
                 return False
         return True
 
     # -- posting and executing --------------------------------------------------------------------
 
     def _post(self, kind: int, label: str, sent: torch.Tensor) -> SharedMemoryWork:
-        t = self._transport
-        if t.closed:
+        """Tell peers what this rank sends. Wait first where a peer is ``MAX_POSTED`` operations behind."""
+        memory = self._memory
+        if memory.closed:
             raise ZeroEngineError("this engine is closed: it cannot gather or reduce any more")
         self._seq += 1
-        for peer in t.others:
-            self._await(self._executed[peer.rank], self._seq - RING, peer.rank, "room")
-        while self._pending and self._pending[0].seq <= self._seq - RING:
-            self._pending[0].wait_host()  # it compares records, and its own is about to be overwritten
-        record = RECORD.pack(self._seq, kind, sent.nbytes, t.offset_of(sent), _shortened(label))
-        start = self._base + COUNTERS + self._seq % RING * RECORD.size
-        t.control[start : start + RECORD.size] = record
-        self._lib.ze_post(self._posted[t.rank], self._seq & 0xFFFFFFFF)
+        for peer in memory.others:
+            self._require_counter(self._executed[peer.rank], self._seq - MAX_POSTED, peer.rank, "room")
+        # An operation compares records when it is executed, and this record takes the place of an earlier one.
+        while self._pending and self._pending[0].seq <= self._seq - MAX_POSTED:
+            self._pending[0].wait_host()
+        record = RECORD.pack(self._seq, kind, sent.nbytes, memory.offset_of(sent), _short_label(label))
+        start = self._base + COUNTERS_BYTES + self._seq % MAX_POSTED * RECORD.size
+        memory.control[start : start + RECORD.size] = record
+        self._lib.ze_post(self._posted[memory.rank], self._seq & 0xFFFFFFFF)
         return SharedMemoryWork(self, self._seq)
 
     def _issue(self, work: SharedMemoryWork) -> SharedMemoryWork:
@@ -198,20 +204,30 @@ class SharedMemoryChannel:
         return work
 
     def progress(self) -> None:
+        """Execute what peers are ready for."""
         if self._pending:
             self.execute(self._pending[-1], block=False)
 
     def fence(self) -> None:
-        """Returns when every peer has executed all that this rank has posted."""
-        for peer in self._transport.others:
-            self._await(self._executed[peer.rank], self._seq, peer.rank, f"rank {peer.rank} to read")
+        """Return when every peer has executed all that this rank has posted."""
+        for peer in self._memory.others:
+            self._require_counter(self._executed[peer.rank], self._seq, peer.rank, f"rank {peer.rank} to read")
 
     def drain(self) -> None:
+        """Execute everything that is outstanding, waiting for peers."""
         if self._pending:
             self._pending[-1].wait_host()
 
     def execute(self, last: SharedMemoryWork, block: bool) -> bool:
-        """Executes pending operations up to ``last``; stops at the first that peers are not ready for."""
+        """Execute pending operations up to ``last``.
+
+        Args:
+            last: The last operation to execute.
+            block: Whether to wait for peers. Otherwise stop at the first operation that they are not ready for.
+
+        Returns:
+            Whether ``last`` has been executed.
+        """
         while self._pending and self._pending[0].seq <= last.seq:
             work = self._pending[0]
             while work.steps:
@@ -220,34 +236,42 @@ class SharedMemoryChannel:
                     if not self._reached(step.counters[rank], work.seq):
                         if not block:
                             return False
-                        self._await(step.counters[rank], work.seq, rank, self.describe(self._transport.rank, work.seq))
-                if work.steps and work.steps[0] is step:  # else waiting has moved this channel on
+                        self._require_counter(
+                            step.counters[rank], work.seq, rank, self.describe(self._memory.rank, work.seq)
+                        )
+                # Waiting moves this channel on: the step may have been taken meanwhile, or the whole operation.
+                if work.steps and work.steps[0] is step:
                     step.read()
                     work.steps.popleft()
             if self._pending and self._pending[0] is work:
                 self._pending.popleft()
-                self._lib.ze_post(self._executed[self._transport.rank], work.seq & 0xFFFFFFFF)
+                self._lib.ze_post(self._executed[self._memory.rank], work.seq & 0xFFFFFFFF)
         return True
 
     def _reached(self, address: int, seq: int) -> bool:
+        """Return whether a counter has come to ``seq``, modulo 2^32."""
         return (self._lib.ze_load(address) - seq) & 0xFFFFFFFF < 1 << 31
 
-    def _await(self, address: int, seq: int, rank: int, waiting_for: str) -> None:
-        t = self._transport
-        if seq > 0 and not self._comes(address, seq, rank, time.monotonic() + t.timeout):
+    def _require_counter(self, address: int, seq: int, rank: int, waiting_for: str) -> None:
+        """Wait for a counter of ``rank``; a stall is an error."""
+        memory = self._memory
+        if seq > 0 and not self._wait_for_counter(address, seq, rank, time.monotonic() + self._timeout):
             raise DivergenceError(
-                f"rank {t.rank} has waited {t.timeout:g} s (comm.timeout_seconds) for {waiting_for}. {t.report()}"
+                f"rank {memory.rank} has waited {self._timeout:g} s (comm.timeout_seconds) for {waiting_for}. "
+                f"{self._report()}"
             )
 
-    def _comes(self, address: int, seq: int, rank: int, deadline: float) -> bool:
-        """Whether ``rank``'s counter reaches ``seq`` by ``deadline``. Moves both channels on meanwhile."""
-        t = self._transport
+    def _wait_for_counter(self, address: int, seq: int, rank: int, deadline: float) -> bool:
+        """Return whether ``rank``'s counter reaches ``seq`` by ``deadline``. Moves both channels on meanwhile."""
+        memory = self._memory
         while not self._reached(address, seq):
-            t.progress()
+            for channel in self._channels:
+                channel.progress()
+            # The wait is short, since operations of the other channel may become ready meanwhile.
             if self._lib.ze_wait(address, seq & 0xFFFFFFFF, POLL_US):
                 break
-            if t.peers[rank].ended() and not self._reached(address, seq):
-                raise DivergenceError(f"rank {rank} has ended. {t.report()}")
+            if memory.peers[rank].ended() and not self._reached(address, seq):
+                raise DivergenceError(f"rank {rank} has ended. {self._report()}")
             if time.monotonic() > deadline:
                 return False
         return True
@@ -255,12 +279,20 @@ class SharedMemoryChannel:
     # -- reads ------------------------------------------------------------------------------------
 
     def _record(self, rank: int, seq: int) -> tuple[int, int, int, int, str]:
-        start = self._base + COUNTERS + seq % RING * RECORD.size
-        number, kind, nbytes, offset, label = RECORD.unpack_from(self._transport.peers[rank].control, start)
+        start = self._base + COUNTERS_BYTES + seq % MAX_POSTED * RECORD.size
+        number, kind, nbytes, offset, label = RECORD.unpack_from(self._memory.peers[rank].control, start)
         return number, kind, nbytes, offset, label.rstrip(b"\0").decode(errors="replace")
 
+    def _report(self) -> str:
+        """Return what each rank issued last on each channel, for people."""
+        lines = []
+        for peer in self._memory.peers:
+            last = ", ".join(f"{channel.name}: {channel.describe(peer.rank)}" for channel in self._channels)
+            lines.append(f"rank {peer.rank}{' (ended)' if peer.ended() else ''} last issued {last}")
+        return "; ".join(lines) + "."
+
     def describe(self, rank: int, seq: int | None = None) -> str:
-        """What ``rank`` last posted, such as ``reduce blocks.7``."""
+        """Return what ``rank`` posted last, or as number ``seq``, such as ``reduce blocks.7 (number 3)``."""
         last = self._lib.ze_load(self._posted[rank]) if seq is None else seq
         if last == 0:
             return "nothing yet"
@@ -268,14 +300,18 @@ class SharedMemoryChannel:
         return f"{KINDS[kind]} {label} (number {last})"
 
     def _source(self, peer: SharedMemoryPeer, seq: int) -> int:
-        """The offset that ``peer`` posted, after comparing its operation with this rank's."""
+        """Return the offset that ``peer`` posted.
+
+        Raises:
+            DivergenceError: The peer's operation is another than this rank's.
+        """
         number, kind, nbytes, offset, label = self._record(peer.rank, seq)
-        mine = self._record(self._transport.rank, seq)
-        if (number, kind, nbytes, label) != (mine[0], mine[1], mine[2], mine[4]):
+        own_number, own_kind, own_nbytes, _, own_label = self._record(self._memory.rank, seq)
+        if (number, kind, nbytes, label) != (own_number, own_kind, own_nbytes, own_label):
             raise DivergenceError(
-                f"the ranks run different units: rank {self._transport.rank} is at {KINDS[mine[1]]} {mine[4]} "
-                f"({mine[2]} bytes), rank {peer.rank} at {KINDS[kind]} {label} ({nbytes} bytes). Every rank must run "
-                "the same modules in the same order; a module that only some ranks need belongs under "
+                f"the ranks run different units: rank {self._memory.rank} is at {KINDS[own_kind]} {own_label} "
+                f"({own_nbytes} bytes), rank {peer.rank} at {KINDS[kind]} {label} ({nbytes} bytes). Every rank must "
+                "run the same modules in the same order; a module that only some ranks need belongs under "
                 "`with zeroengine.gathered(module):`."
             )
         return offset
@@ -290,29 +326,30 @@ class SharedMemoryChannel:
         if failed:
             raise OSError(-failed, f"mapping the memory of rank {peer.rank}")
 
-    def _sum_kernel(self, shard: torch.Tensor, mine: torch.Tensor, seq: int, accumulate: bool) -> None:
-        t, count = self._transport, self._transport.world_size
+    def _sum_kernel(self, shard: torch.Tensor, own_slice: torch.Tensor, seq: int, accumulate: bool) -> None:
+        """Read every peer's slice and add it in rank order, in one pass over the memory."""
+        memory, count = self._memory, self._memory.world_size
         local, fds, offsets = (ctypes.c_void_p * count)(), (ctypes.c_int * count)(), (ctypes.c_int64 * count)()
-        for r, peer in enumerate(t.peers):
-            if r == t.rank:
-                local[r] = mine.data_ptr()
+        for r, peer in enumerate(memory.peers):
+            if r == memory.rank:
+                local[r] = own_slice.data_ptr()
             else:
-                fds[r], offsets[r] = peer.fd, self._source(peer, seq) + t.rank * mine.nbytes
+                fds[r], offsets[r] = peer.fd, self._source(peer, seq) + memory.rank * own_slice.nbytes
         got = self._lib.ze_sum(
             *(shard.data_ptr(), ops.DTYPE_CODES[shard.dtype], accumulate, shard.numel()),
-            *(ops.DTYPE_CODES[mine.dtype], count, local, fds, offsets),
+            *(ops.DTYPE_CODES[own_slice.dtype], count, local, fds, offsets),
         )
         if got < 0:
             raise OSError(-got, "reading the memory of a peer rank")
 
-    def _sum_torch(self, shard: torch.Tensor, mine: torch.Tensor, seq: int, accumulate: bool) -> None:
-        """For dtypes that the kernel lacks."""
-        t = self._transport
-        pieces = [mine if peer.rank == t.rank else torch.empty_like(mine) for peer in t.peers]
-        for peer in t.others:
+    def _sum_torch(self, shard: torch.Tensor, own_slice: torch.Tensor, seq: int, accumulate: bool) -> None:
+        """Sum dtypes that the kernel lacks."""
+        memory = self._memory
+        pieces = [own_slice if peer.rank == memory.rank else torch.empty_like(own_slice) for peer in memory.peers]
+        for peer in memory.others:
             piece = pieces[peer.rank]
             got = self._lib.ze_pread(
-                peer.fd, piece.data_ptr(), piece.nbytes, self._source(peer, seq) + t.rank * mine.nbytes
+                peer.fd, piece.data_ptr(), piece.nbytes, self._source(peer, seq) + memory.rank * own_slice.nbytes
             )
             if got < 0:
                 raise OSError(-got, f"reading the memory of rank {peer.rank}")

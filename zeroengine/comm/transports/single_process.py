@@ -9,12 +9,16 @@ from zeroengine.utils.work import Completed, Work
 
 
 class SingleProcessChannel:
+    """See ``interfaces.Channel``. Everything is done when it is issued."""
+
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Work:
+        """Copy the shard, unless it is the full buffer."""
         if full.data_ptr() != shard.data_ptr():
             full.copy_(shard)
         return Completed()
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool = False) -> Work:
+        """Copy or add the only slice."""
         if accumulate:
             shard.add_(full)
         elif full.data_ptr() != shard.data_ptr():
@@ -22,9 +26,11 @@ class SingleProcessChannel:
         return Completed()
 
     def all_reduce(self, full: torch.Tensor, label: str) -> Work:
+        """Return at once: there is one value."""
         return Completed()
 
-    def reusable(self, work: Work, patience: float) -> bool:
+    def reusable(self, work: Work, timeout_s: float) -> bool:
+        """Return True."""
         return True
 
 
@@ -41,24 +47,32 @@ class SingleProcessTransport:
         self.gather = self.reduce = SingleProcessChannel()
 
     def empty(self, numel: int, dtype: torch.dtype, channel: ChannelName, *, sent: bool = True) -> torch.Tensor:
+        """Return torch's own memory."""
         return torch.empty(numel, dtype=dtype, device=self._device)
 
     def refill(self, tensor: torch.Tensor, channel: ChannelName | None) -> None:
+        """Give torch's own memory."""
         refill(tensor)
 
     def buffer(self, numel: int, dtype: torch.dtype, *, copied: bool = False) -> Buffer:
+        """Return a buffer of pages, which a disk can read into, or of device memory."""
         if self._device.type == "cpu":
             return PagedBuffer(numel, dtype)
         return ResizableBuffer(self.empty(numel, dtype, "gather"))
 
     def shard_align(self, dtype: torch.dtype) -> int:
+        """Return 1: shards may have any length."""
         return 1
 
     def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
+        """Return the values."""
         return values
 
-    def check_order(self) -> None: ...
+    def check_order(self) -> None:
+        """Return at once."""
 
-    def fence(self) -> None: ...
+    def fence(self) -> None:
+        """Return at once."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Return at once."""

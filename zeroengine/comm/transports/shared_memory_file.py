@@ -1,0 +1,212 @@
+"""The memory file of each rank, which its peers read and map: control pages, then memory to send from."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import select
+import struct
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zeroengine import ops
+
+CHANNELS = ("gather", "reduce")
+MAX_POSTED = 256  # operations that a rank may post ahead of its peers
+RECORD = struct.Struct("<QIQQ100s")  # sequence number, kind, bytes, offset, label
+CACHE_LINE = 64
+COUNTERS_BYTES = 3 * CACHE_LINE  # posted, summed and executed, each on a cache line of its own
+CHANNEL_BYTES = COUNTERS_BYTES + MAX_POSTED * RECORD.size
+CONTROL_BYTES = len(CHANNELS) * CHANNEL_BYTES
+
+
+@dataclass(frozen=True)
+class RankAddress:
+    """Where peers find a rank's memory file."""
+
+    host: str  # differs between hosts and between containers, of which network namespaces are a sign
+    pid: int
+    fd: int
+    inode: int
+
+
+@dataclass
+class SharedMemoryPeer:
+    """A rank's memory file as this process sees it."""
+
+    rank: int
+    fd: int
+    pidfd: int  # readable once the process has ended; -1 where the kernel has none
+    control: mmap.mmap
+
+    def ended(self) -> bool:
+        """Return whether the rank's process has ended, as far as the kernel can tell."""
+        if self.pidfd < 0:
+            return False
+        poll = select.poll()  # select.select takes no descriptor above 1,023
+        poll.register(self.pidfd, select.POLLIN)
+        return bool(poll.poll(0))
+
+
+class MappedBuffer:
+    """A ``Buffer`` that shows the ranks' shards side by side: a gather maps their pages, and copies nothing.
+
+    Writes stay private to this process, as they would in a copy.
+    """
+
+    def __init__(self, lib: ctypes.CDLL, numel: int, dtype: torch.dtype) -> None:
+        self._lib = lib
+        self._size = max(numel, 1) * dtype.itemsize
+        self.tensor = _private_pages(numel, dtype)
+        self._holds_memory = True
+
+    def prepare(self) -> None:
+        """Count the memory that the next gather maps."""
+        self._holds_memory = True
+
+    def free(self) -> None:
+        """Unmap the shards. The address range stays reserved."""
+        failed = self._lib.ze_unmap(self.tensor.data_ptr(), self._size)
+        if failed:
+            raise OSError(-failed, "releasing a full buffer")
+        self._holds_memory = False
+
+    def detach(self) -> None:
+        """Replace the mapped pages by private copies."""
+        self.tensor.copy_(self.tensor.clone())  # a private mapping has pages of its own once they are written
+
+    def nbytes(self) -> int:
+        """Return the bytes that it holds now."""
+        return self._size if self._holds_memory else 0
+
+
+class SharedMemory:
+    """This rank's memory file, and those of its peers.
+
+    Attributes:
+        peers: Every rank, in rank order.
+        others: Every rank but this one.
+        closed: Whether the engine is closed. Nothing may be posted then.
+    """
+
+    def __init__(self, rank: int, fd: int, peers: list[SharedMemoryPeer]) -> None:
+        lib = ops.library()
+        assert lib is not None  # `offer` looked
+        self.rank, self.world_size, self.lib = rank, len(peers), lib
+        self.peers, self.others = peers, [p for p in peers if p.rank != rank]
+        self.control = peers[rank].control
+        self.closed = False
+        self._fd = fd
+        self._end = CONTROL_BYTES
+        self._regions: list[tuple[int, int, int]] = []  # address, bytes, offset in the file
+        self._mapped: set[int] = set()  # addresses of mapped buffers
+        descriptors = {fd, *(p.fd for p in self.others), *(p.pidfd for p in peers if p.pidfd >= 0)}
+        self._finalizer = weakref.finalize(self, _close_all, descriptors)
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return uninitialised memory of the file, 1-D, at the file's end."""
+        nbytes = max(numel, 1) * dtype.itemsize
+        offset = -(-self._end // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        self._end = offset + nbytes
+        os.ftruncate(self._fd, self._end)
+        tensor = _private_pages(numel, dtype)  # mmap.mmap(fd) would keep a descriptor for each
+        start = tensor.data_ptr()
+        failed = self.lib.ze_map(start, nbytes, self._fd, offset, True)
+        if failed:
+            raise OSError(-failed, "mapping shared memory")
+        # The system gives the addresses of memory that is gone again.
+        self._regions = [r for r in self._regions if r[0] + r[1] <= start or start + nbytes <= r[0]]
+        self._regions.append((start, nbytes, offset))
+        return tensor
+
+    def offset_of(self, tensor: torch.Tensor) -> int:
+        """Return where in the file ``tensor`` begins, in bytes."""
+        address = tensor.data_ptr()
+        for start, nbytes, offset in self._regions:
+            if start <= address < start + nbytes:
+                return offset + address - start
+        raise AssertionError("memory that is sent comes from Transport.empty")
+
+    def mapped_buffer(self, numel: int, dtype: torch.dtype) -> MappedBuffer:
+        """Return a new buffer that gathers map shards into."""
+        buffer = MappedBuffer(self.lib, numel, dtype)
+        self._mapped.add(buffer.tensor.data_ptr())
+        weakref.finalize(buffer, self._mapped.discard, buffer.tensor.data_ptr())
+        return buffer
+
+    def is_mapped(self, full: torch.Tensor) -> bool:
+        """Return whether ``full`` is that of a ``mapped_buffer``."""
+        return full.data_ptr() in self._mapped
+
+    def close(self) -> None:
+        """Close every file. Memory that is mapped stays until its tensors go."""
+        self.closed = True
+        self._finalizer()
+
+
+def offer() -> RankAddress | None:
+    """Make this rank's memory file. Return None where the system or the build cannot."""
+    if ops.library() is None or not hasattr(os, "memfd_create"):
+        return None
+    with contextlib.ExitStack() as undo, contextlib.suppress(OSError):
+        fd = os.memfd_create("zeroengine", os.MFD_CLOEXEC)
+        undo.callback(os.close, fd)
+        os.ftruncate(fd, CONTROL_BYTES)
+        address = RankAddress(_host(), os.getpid(), fd, os.fstat(fd).st_ino)
+        undo.pop_all()
+        return address
+    return None
+
+
+def open_memory(rank: int, addresses: Sequence[RankAddress | None]) -> SharedMemory | str:
+    """Open the memory file of every rank.
+
+    Returns:
+        The memory; or why it cannot be used, with everything closed.
+    """
+    own_address = addresses[rank]
+    if own_address is None:
+        return "shared memory is not available in this build or system"
+    peers: list[SharedMemoryPeer] = []
+    with contextlib.ExitStack() as undo:
+        undo.callback(os.close, own_address.fd)
+        for r, address in enumerate(addresses):
+            if address is None or address.host != own_address.host:
+                return f"rank {r} runs on another host or without shared memory"
+            try:
+                fd, pidfd = own_address.fd, -1
+                if r != rank:
+                    fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDWR | os.O_CLOEXEC)
+                    undo.callback(os.close, fd)
+                    if hasattr(os, "pidfd_open"):
+                        pidfd = os.pidfd_open(address.pid)
+                        undo.callback(os.close, pidfd)
+                if os.fstat(fd).st_ino != address.inode:
+                    return f"rank {r}'s memory is not visible from rank {rank}"
+                peers.append(SharedMemoryPeer(r, fd, pidfd, mmap.mmap(fd, CONTROL_BYTES)))
+            except OSError as error:
+                return f"rank {r}'s memory cannot be opened from rank {rank}: {error}"
+        undo.pop_all()
+    return SharedMemory(rank, own_address.fd, peers)
+
+
+def _private_pages(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return private memory of its own pages, unmapped when the tensor goes."""
+    size = max(numel, 1) * dtype.itemsize
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype, count=numel)
+
+
+def _host() -> str:
+    with open("/proc/sys/kernel/random/boot_id") as f:
+        return "/".join([f.read().strip(), os.readlink("/proc/self/ns/pid"), os.readlink("/proc/self/ns/net")])
+
+
+def _close_all(descriptors: set[int]) -> None:
+    for fd in descriptors:
+        os.close(fd)
