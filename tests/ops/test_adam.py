@@ -137,7 +137,7 @@ def test_many_steps_follow_torch(isa: str, decoupled: bool, maximize: bool) -> N
 
 @per_isa
 @given(data=st.data(), n=st.integers(0, 400), grad=st.sampled_from(DTYPES), copy=st.sampled_from(COPIES))
-def test_pieces_get_the_bits_of_the_whole(
+def test_pieces_get_the_bits_of_the_whole_buffer(
     isa: str, data: st.DataObject, n: int, grad: torch.dtype, copy: torch.dtype | None
 ) -> None:
     moments, index, seed = (data.draw(x) for x in (st.sampled_from(MOMENTS), INDICES, st.integers(0, 2**63 - 1)))
@@ -203,7 +203,7 @@ def test_nan_and_infinity_stay_where_they_are(isa: str) -> None:
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("copy", COPIES)
 @pytest.mark.parametrize("grad", DTYPES)
-def test_torch_serves_where_there_is_no_library(
+def test_torch_takes_the_step_where_there_is_no_library(
     monkeypatch: pytest.MonkeyPatch,
     grad: torch.dtype,
     copy: torch.dtype | None,
@@ -226,7 +226,7 @@ def test_torch_serves_where_there_is_no_library(
     moments=st.sampled_from(MOMENTS),
     index=INDICES,
 )
-def test_torch_too_gives_pieces_the_bits_of_the_whole(
+def test_torch_gives_pieces_the_bits_of_the_whole_buffer(
     data: st.DataObject, n: int, grad: torch.dtype, moments: torch.dtype, index: int
 ) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, n), max_size=4)))
@@ -239,7 +239,7 @@ def test_torch_too_gives_pieces_the_bits_of_the_whole(
     assert_same_bits(whole, pieces)
 
 
-def test_wrong_tensors_are_named() -> None:
+def test_an_error_names_the_wrong_tensor() -> None:
     def call(**changes: Any) -> None:
         names = ("param", "grad", "exp_avg", "exp_avg_sq")
         ops.adam_step(**{**dict.fromkeys(names, torch.zeros(4)), **HYPER, **changes})
@@ -265,7 +265,7 @@ def test_wrong_tensors_are_named() -> None:
 
 
 @pytest.mark.parametrize("moments", MOMENTS)
-def test_it_traces(moments: torch.dtype) -> None:
+def test_adam_step_traces(moments: torch.dtype) -> None:
     state, compiled = (State(100, copy=torch.bfloat16, moments=moments) for _ in range(2))
     arguments = (state.param, state.grad, state.exp_avg, state.exp_avg_sq, state.copy)
     torch.library.opcheck(adam._adam_step_op, (*arguments, 3, 1e-2, 0.9, 0.95, 1e-8, 0.1, True, 0.5, False, True, 5, 7))

@@ -61,7 +61,7 @@ def test_accumulate_widens_every_bit_pattern(isa: str, dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("dtype", DTYPE_CODES)
 @pytest.mark.parametrize("n", SIZES)
-def test_any_length_and_alignment(isa: str, n: int, dtype: torch.dtype) -> None:
+def test_casts_take_any_length_and_alignment(isa: str, n: int, dtype: torch.dtype) -> None:
     for offset in (0, 1, 5):
         base, addend = torch.randn(n + offset)[offset:], torch.randn(n + offset).to(dtype)[offset:]
         want = base + addend.float()

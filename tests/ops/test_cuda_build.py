@@ -111,7 +111,7 @@ def fake_nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_nvcc_is_the_users_to_choose(fake_nvcc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_user_chooses_nvcc(fake_nvcc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find = cuda.setup_py().find_nvcc
     monkeypatch.setenv("PATH", str(fake_nvcc.parent))
     assert find() == str(fake_nvcc)
@@ -164,7 +164,7 @@ def fresh() -> Iterator[None]:
     forget()
 
 
-def test_tensors_on_the_cpu_never_ask_for_it(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_on_the_cpu_never_load_the_cuda_library(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_cuda_library, "PATH", Path("/nowhere/_cuda.so"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -173,7 +173,7 @@ def test_tensors_on_the_cpu_never_ask_for_it(fresh: None, monkeypatch: pytest.Mo
         assert ops.squared_norms([torch.ones(3), torch.ones(2)]).item() == 5
 
 
-def test_a_missing_library_is_said_once(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_cuda_library_is_reported_once(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_cuda_library, "PATH", Path("/nowhere/_cuda.so"))
     device = torch.device("cuda", 0)
     with pytest.warns(UserWarning, match="without its CUDA kernels on cuda:0.*was not built.*install zeroengine again"):
@@ -183,7 +183,7 @@ def test_a_missing_library_is_said_once(fresh: None, monkeypatch: pytest.MonkeyP
         assert ops.cuda_library(device) is None
 
 
-def test_a_broken_library_counts_as_missing(fresh: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_broken_cuda_library_counts_as_missing(fresh: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = tmp_path / "_cuda.so"
     path.write_bytes(b"not a library")
     monkeypatch.setattr(_cuda_library, "PATH", path)
@@ -192,7 +192,7 @@ def test_a_broken_library_counts_as_missing(fresh: None, monkeypatch: pytest.Mon
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_library_that_cannot_run_here_says_why(
+def test_a_cuda_library_that_cannot_run_here_is_reported_with_the_reason(
     fresh: None, monkeypatch: pytest.MonkeyPatch, built: tuple[Path, str]
 ) -> None:
     monkeypatch.setattr(_cuda_library, "PATH", built[0])

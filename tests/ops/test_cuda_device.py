@@ -59,7 +59,7 @@ class Step:
         self.table.set_groups([{**group, "lr": lr} for group in GROUPS])
 
 
-def test_a_step_waits_for_nothing() -> None:
+def test_a_step_does_not_make_the_host_wait() -> None:
     step = Step("cuda")
     step.run()
     with no_waiting():
@@ -71,7 +71,7 @@ def test_a_step_waits_for_nothing() -> None:
     assert step.table.steps.tolist() == [3, 3]
 
 
-def test_a_graph_replays_the_step_with_the_values_of_the_day() -> None:
+def test_a_graph_replays_the_step_with_the_present_values() -> None:
     """Learning rate, step counts, gradient, loss scale and overflow change between replays; bits are those of a run
     without a graph."""
     plain, captured = Step("cuda"), Step("cuda")
@@ -95,7 +95,7 @@ def test_a_graph_replays_the_step_with_the_values_of_the_day() -> None:
     assert captured.table.steps.tolist() == plain.table.steps.tolist() == [3, 3]
 
 
-def test_the_current_stream_is_used() -> None:
+def test_kernels_run_on_the_current_stream() -> None:
     """The update sees what its stream wrote before, and nothing waits for other streams."""
     step, want = Step("cuda"), Step("cpu")
     step.feed(7)
@@ -112,7 +112,7 @@ def test_the_current_stream_is_used() -> None:
     torch.testing.assert_close(step.state.param.cpu(), want.state.param)
 
 
-def test_large_offsets_are_reached() -> None:
+def test_an_update_reaches_large_offsets() -> None:
     """More elements than an int32 counts: the last ones are updated as a small buffer of them is."""
     if torch.cuda.mem_get_info()[0] < 40 << 30:
         pytest.skip("40 GB of GPU memory are needed")
@@ -135,7 +135,7 @@ def test_the_op_is_registered_for_cuda() -> None:
     torch.library.opcheck(adam._adam_step_op, (*arguments, 3, 1e-2, 0.9, 0.95, 1e-8, 0.1, True, 0.5, False, True, 5, 7))
 
 
-def test_what_cuda_refuses_is_an_error() -> None:
+def test_an_error_of_cuda_is_raised() -> None:
     device = torch.device("cuda", 0)
     handle = ops.cuda_library(device)
     assert handle is not None

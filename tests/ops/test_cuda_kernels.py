@@ -138,7 +138,7 @@ def test_adam_gives_the_bits_of_the_cpu(
 
 
 @pytest.mark.parametrize("moments", MOMENTS)
-def test_adam_over_many_tiles(gpu: Gpu, moments: torch.dtype) -> None:
+def test_adam_gives_the_bits_of_the_cpu_over_many_tiles(gpu: Gpu, moments: torch.dtype) -> None:
     check_adam(gpu, 70_001, torch.bfloat16, torch.bfloat16, moments)
 
 
@@ -162,7 +162,7 @@ def check_edges(gpu: Gpu, moments: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("step", [1, 2, 999, 10**6, 2**40])
-def test_step_counts_of_every_size(gpu: Gpu, step: int) -> None:
+def test_adam_gives_the_bits_of_the_cpu_at_every_step_count(gpu: Gpu, step: int) -> None:
     want = State(100)
     got = gpu.state(want)
     want.step(step=step)
@@ -220,7 +220,7 @@ def check_table(
 
 @on_gpu
 @given(data=st.data(), grad=st.sampled_from(DTYPES), copy=st.sampled_from(COPIES), moments=st.sampled_from(MOMENTS))
-def test_many_segments_in_one_launch(
+def test_many_segments_are_updated_in_one_launch(
     gpu: Gpu, data: st.DataObject, grad: torch.dtype, copy: torch.dtype | None, moments: torch.dtype
 ) -> None:
     places = st.lists(st.integers(0, 2 * TILE + 50) | st.integers(0, 40), max_size=12).map(sorted)
@@ -230,7 +230,7 @@ def test_many_segments_in_one_launch(
     check_table(gpu, cuts, flags, overflows, grad, copy, moments, data.draw(st.integers(0, 3)))
 
 
-def test_more_segments_than_threads(gpu: Gpu) -> None:
+def test_more_segments_than_threads_are_updated(gpu: Gpu) -> None:
     check_table(gpu, [range(0, 5 * 700, 5)], [[1.0, 1.0], [0.0, 1.0]], [False, False])
 
 
@@ -257,7 +257,7 @@ def test_groups_follow_the_schedule(gpu: Gpu) -> None:
             assert table.groups[99].tolist() == [lr + 99, 0.5, 0.9, 1e-3, 0.3, 0.0, 0.0]
 
 
-def test_tables_that_cannot_be_are_refused() -> None:
+def test_wrong_tables_are_refused() -> None:
     for segments, message in [
         ([AdamSegment(0, 5, 0, 0), AdamSegment(4, 9, 0, 0)], "segment 4:9 of buffer 0 begins before 5"),
         ([AdamSegment(5, 4, 0, 0)], "or ends early"),
@@ -301,7 +301,7 @@ def test_the_norm_matches_float64_and_does_not_depend_on_alignment(gpu: Gpu, dty
     assert len({check_norm(gpu, [x], skew) for skew in (0, 1, 3, 8)}) == 1
 
 
-def test_the_norm_of_many_tensors(gpu: Gpu) -> None:
+def test_the_norm_of_many_tensors_matches_float64(gpu: Gpu) -> None:
     tensors = [random(n * 97 % 5000 * (n % 3 > 0), DTYPES[n % 3], n) for n in range(200)]
     check_norm(gpu, tensors)
     check_norm(gpu, [])
@@ -356,7 +356,7 @@ def engines_factor(total: float, divisor: float, limit: float) -> float:
 
 
 @pytest.mark.parametrize("where", ["here", "gpu"])
-def test_the_factor_unscales_clips_and_tells_overflow(gpu: Gpu, where: str) -> None:
+def test_the_factor_unscales_clips_and_reports_overflow(gpu: Gpu, where: str) -> None:
     with gpu.serving() if where == "gpu" else nullcontext():
         device = gpu.device if where == "gpu" else torch.device("cpu")
 
@@ -388,7 +388,7 @@ def test_a_wrong_norm_is_refused() -> None:
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("scale", [1.0, 0.3])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_many_casts_in_one_launch(gpu: Gpu, dtype: torch.dtype, scale: float, accumulate: bool) -> None:
+def test_many_tensors_are_cast_in_one_launch(gpu: Gpu, dtype: torch.dtype, scale: float, accumulate: bool) -> None:
     numels = [0, 1, 3, 4095, 4096, 4097, 9001, *(i * 37 % 600 for i in range(150))]
     sources = [random(n, DTYPES[i % 3], i) for i, n in enumerate(numels)]
     total = sum(numels)
@@ -427,7 +427,7 @@ def test_a_source_may_have_any_strides(gpu: Gpu) -> None:
     assert same(got, x.T.to(torch.bfloat16))
 
 
-def test_pairs_that_do_not_fit_are_refused() -> None:
+def test_sources_and_targets_that_do_not_pair_up_are_refused() -> None:
     a = torch.zeros(4)
     for sources, targets, message in [
         ([a], [], "1 sources and 0 targets"),
@@ -451,7 +451,7 @@ def test_casts_without_a_gpu_are_float32_rounded_once(accumulate: bool) -> None:
 # -- the library ----------------------------------------------------------------------------------------------
 
 
-def test_the_ops_trace() -> None:
+def test_every_op_traces() -> None:
     from zeroengine.ops import cast, factor, norm
 
     one = torch.ones((), dtype=torch.float64)
@@ -460,7 +460,7 @@ def test_the_ops_trace() -> None:
     torch.library.opcheck(cast._cast_copy_op, ([torch.ones(5)], [torch.zeros(5).half()], 0.5, True))
 
 
-def test_every_call_returns_what_cuda_said(emulated: Path) -> None:
+def test_every_function_returns_the_error_of_cuda(emulated: Path) -> None:
     handle = _cuda_library.load(emulated)
     array = (_cuda_library.CudaArray * 1)(_cuda_library.CudaArray(None, 0, 9))
     copy = (_cuda_library.CudaCopy * 1)(_cuda_library.CudaCopy(None, None, 0, 9))
@@ -505,7 +505,7 @@ MISTAKES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_are_noticed(mistake: str, tmp_path: Path) -> None:
+def test_the_emulator_notices_mistakes(mistake: str, tmp_path: Path) -> None:
     """The checks above fail on kernels that are wrong."""
     name, right, wrong = MISTAKES[mistake]
     shutil.copytree(cuda.ROOT / "csrc", tmp_path / "csrc")
@@ -516,7 +516,7 @@ def test_mistakes_are_noticed(mistake: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_no_mistake_is_noticed_where_there_is_none(emulated: Path) -> None:
+def test_the_emulator_reports_no_mistake_in_the_kernels(emulated: Path) -> None:
     assert run_checks(emulated) == 0
 
 

@@ -31,7 +31,7 @@ def fresh() -> Iterator[None]:
         ops.set_cpu_isa(before)
 
 
-def test_a_missing_library_is_said_once(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_reported_once(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_library, "PATH", Path("/nowhere/_cpu.so"))
     with pytest.warns(UserWarning, match="without its CPU kernels.*install a C"):
         assert not ops.compiled()
@@ -76,7 +76,7 @@ class TestInstructionSet:
         assert ops.cpu_isa() == best
 
 
-def test_huge_pages_are_only_advice() -> None:
+def test_advice_on_huge_pages_never_fails() -> None:
     x = torch.ones(1 << 20)
     ops.advise_huge_pages(x)
     ops.advise_huge_pages(torch.ones(0))

@@ -24,7 +24,7 @@ def values(n: int, dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", [0, 1, 31, 33, 255, 257, 32767, 32769, 300001])
-def test_it_matches_an_exact_sum(isa: str, n: int, dtype: torch.dtype) -> None:
+def test_the_squared_norm_matches_an_exact_sum(isa: str, n: int, dtype: torch.dtype) -> None:
     x = values(n, dtype, offset=3)
     result = ops.squared_norm(x)
     assert result.shape == () and result.dtype == torch.float64
@@ -32,7 +32,7 @@ def test_it_matches_an_exact_sum(isa: str, n: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_threads_and_instruction_sets_change_no_bit(isa: str, dtype: torch.dtype) -> None:
+def test_threads_and_instruction_sets_change_no_bit_of_the_norm(isa: str, dtype: torch.dtype) -> None:
     x = values(500009, dtype)
     threads, results = torch.get_num_threads(), set()
     try:
@@ -52,27 +52,29 @@ def test_threads_and_instruction_sets_change_no_bit(isa: str, dtype: torch.dtype
     bad=st.sampled_from([math.nan, math.inf, -math.inf]),
     dtype=st.sampled_from(DTYPES),
 )
-def test_it_is_finite_exactly_if_every_element_is(isa: str, n: int, where: int, bad: float, dtype: torch.dtype) -> None:
+def test_the_squared_norm_is_finite_exactly_if_every_element_is(
+    isa: str, n: int, where: int, bad: float, dtype: torch.dtype
+) -> None:
     x = torch.full((n,), torch.finfo(dtype).max, dtype=dtype)
     assert ops.squared_norm(x).isfinite()
     x[where % n] = bad
     assert not ops.squared_norm(x).isfinite()
 
 
-def test_the_smallest_numbers_count(isa: str) -> None:
+def test_the_smallest_numbers_count_in_the_norm(isa: str) -> None:
     tiny = 2.0**-149
     assert ops.squared_norm(torch.full((100,), tiny)).item() == 100 * tiny * tiny
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_torch_serves_where_there_is_no_library(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+def test_torch_computes_the_norm_where_there_is_no_library(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     monkeypatch.setattr(norm, "library", lambda: None)
     for n in (0, 1, 1000, 100003):
         x = values(n, dtype)
         assert ops.squared_norm(x).item() == pytest.approx(math.fsum(x.double().square().tolist()), rel=1e-14, abs=0)
 
 
-def test_any_contiguous_shape_will_do_and_others_are_refused() -> None:
+def test_a_tensor_that_is_not_contiguous_is_refused_and_any_other_shape_is_taken() -> None:
     assert ops.squared_norm(torch.ones(3, 4)).item() == 12
     with pytest.raises(ZeroEngineError, match=r"torch\.float64"):
         ops.squared_norm(torch.ones(3, dtype=torch.float64))
@@ -80,7 +82,7 @@ def test_any_contiguous_shape_will_do_and_others_are_refused() -> None:
         ops.squared_norm(torch.ones(4)[::2])
 
 
-def test_it_traces() -> None:
+def test_squared_norm_traces() -> None:
     x = values(100, torch.float32)
     torch.library.opcheck(norm._squared_norm_op, (x,))
     traced = torch.compile(ops.squared_norm, backend="aot_eager", fullgraph=True)

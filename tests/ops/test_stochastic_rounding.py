@@ -88,7 +88,7 @@ def test_neighbours_steps_and_moments_are_rounded_independently() -> None:
         assert abs(correlation) < SIGMAS / math.sqrt(a.numel())
 
 
-def test_what_bfloat16_can_hold_stays(either: None) -> None:
+def test_values_that_bfloat16_can_hold_stay(either: None) -> None:
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     every = every[every.isfinite()]
     for seed in range(4):

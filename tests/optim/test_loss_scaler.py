@@ -72,7 +72,7 @@ def test_a_dynamic_scale_moves_as_deepspeeds(section: dict[str, Any], overflows:
     minimum_power=st.integers(-3, 4),
     overflows=st.lists(st.booleans(), max_size=60),
 )
-def test_any_sequence_of_overflows_is_answered_as_by_deepspeed(
+def test_any_sequence_of_overflows_gives_deepspeeds_scales(
     power: int, window: int, hysteresis: int, consecutive: bool, minimum_power: int, overflows: list[bool]
 ) -> None:
     module = pytest.importorskip("deepspeed.runtime.fp16.loss_scaler")
@@ -97,7 +97,7 @@ def test_any_sequence_of_overflows_is_answered_as_by_deepspeed(
 
 
 @given(st.lists(st.booleans(), max_size=40), st.lists(st.booleans(), max_size=40))
-def test_a_scaler_goes_on_where_its_state_was_taken(before: list[bool], after: list[bool]) -> None:
+def test_a_scaler_continues_from_its_state_dict(before: list[bool], after: list[bool]) -> None:
     section = {"loss_scale_window": 3, "hysteresis": 2}
     first, second = scaler(**section), scaler(**section)
     for overflow in before:
@@ -115,14 +115,14 @@ def test_the_scale_grows_no_further_than_an_fp32_loss_can_carry() -> None:
 
 
 @pytest.mark.parametrize("scale", [0, -1, float("inf"), float("nan"), "1", None])
-def test_a_scale_that_is_none(scale: Any) -> None:
+def test_a_scale_that_is_no_positive_number_is_refused(scale: Any) -> None:
     made = scaler(loss_scale=64)
     with pytest.raises(ZeroEngineError, match=r'loss_scale is a positive number, .* "fp16": {"loss_scale": 0\}'):
         made.set(scale)
     assert made.scale == 64
 
 
-def test_a_scale_from_outside() -> None:
+def test_a_scale_can_be_set_from_outside() -> None:
     made = scaler(min_loss_scale=4)
     made.set(32)
     assert trace(made, "xx") == [32, 16]

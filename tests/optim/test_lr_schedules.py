@@ -81,7 +81,7 @@ def test_a_schedule_that_names_rates_does_not_depend_on_the_optimizers_own(lr: f
     assert [group["lr"] for group in groups] == pytest.approx([1e-4, 1e-4, 3.25e-4, 5.5e-4, 7.75e-4, 1e-3])
 
 
-def test_with_an_auto_peak_the_warm_up_ends_at_each_groups_own_rate() -> None:
+def test_a_warm_up_with_an_auto_peak_ends_at_each_groups_own_rate() -> None:
     given = {"warmup_num_steps": 2, "warmup_type": "linear", "warmup_max_lr": "auto"}
     config = load({"scheduler": {"type": "WarmupLR", "params": given}})
     params = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (1e-2, 1e-3)]
@@ -104,7 +104,7 @@ def test_an_object_is_kept_and_a_callable_or_class_is_called_with_the_optimizer(
     assert make_scheduler(None, optimizer, config) is None
 
 
-def test_what_is_no_scheduler_of_this_optimizer_is_an_error() -> None:
+def test_an_object_that_is_no_scheduler_of_this_optimizer_is_refused() -> None:
     optimizer, other = (torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0) for _ in range(2))
     wrong: dict[str, Any] = {
         "found 0.1": 0.1,

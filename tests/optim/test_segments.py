@@ -16,7 +16,7 @@ UNITS = st.lists(
 
 @given(UNITS, st.integers(1, 4), st.sampled_from([0, 1, 3]))
 @settings(max_examples=150, deadline=None)
-def test_each_used_element_is_in_one_segment_of_its_group_and_step_and_no_unused_one_is_in_any(
+def test_each_element_with_a_gradient_is_in_one_segment_and_no_other_element_is_in_any(
     unit: list[tuple[int, int, bool, int]], world_size: int, stage: int
 ) -> None:
     sizes, groups, used, steps = (list(column) for column in zip(*unit, strict=True))
@@ -48,5 +48,5 @@ def test_neighbours_of_one_group_and_step_are_one_kernel_call() -> None:
     ]  # fmt: skip
 
 
-def test_steps_count_back_from_the_unit_s() -> None:
+def test_step_counts_are_relative_to_the_last_step() -> None:
     assert Segment(0, 8, 1, step=2).counted_back_from(10) == Segment(0, 8, 1, step=8)

@@ -1,4 +1,15 @@
-"""The kernels: one pass over memory each, compiled from csrc, or torch's own where there is no compiler."""
+"""Bindings to the kernels of csrc, each one pass over memory. torch's own kernels serve where there is no compiler.
+
+adam             one Adam step of one flat buffer
+table            Adam steps of many buffers whose scalars stay on the device
+norm             the squared norm of one or many tensors
+factor           from the squared norm to the factor of the gradient
+cast             many tensors copied and cast into a buffer
+reload           masters that follow values written into their low-precision copies
+_library         the CPU library; `_cuda_library` and `_aio_library` are those of csrc/cuda and csrc/aio
+_fallback        the same operations on torch's kernels
+_loading         loading with ctypes, shared by the three libraries
+"""
 
 from zeroengine.ops._cuda_library import cuda_architectures, cuda_library
 from zeroengine.ops._library import DTYPE_CODES, advise_huge_pages, compiled, cpu_isa, library, set_cpu_isa

@@ -1,6 +1,6 @@
-"""Finds the CUDA library built from csrc/cuda, loads it with ctypes and declares its C interface.
+"""The CUDA library built from csrc/cuda: found, loaded with ctypes, and its C interface declared.
 
-It may be there where there is no GPU, and a GPU where it is not: `cuda_library` says which of the two holds.
+A machine may have the library without a GPU, and a GPU without the library: `cuda_library` tells.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from zeroengine.ops._loading import Signatures, open_library
 
 ABI_VERSION = 2
 PATH = Path(__file__).with_name("_cuda.so")
-RUN_BYTES = 80  # ZE_CUDA_RUN_BYTES
-GROUP_FIELDS = ("lr", "beta1", "beta2", "eps", "weight_decay", "decoupled", "maximize")  # of ze_cuda_group, doubles
-FACTOR_FIELDS = ("factor", "grad_norm", "overflow")  # of ze_cuda_factor, doubles
+# ZE_CUDA_RUN_BYTES of csrc/zeroengine_cuda.h.
+RUN_BYTES = 80
+# The fields of ze_cuda_group and of ze_cuda_factor, all doubles.
+GROUP_FIELDS = ("lr", "beta1", "beta2", "eps", "weight_decay", "decoupled", "maximize")
+FACTOR_FIELDS = ("factor", "grad_norm", "overflow")
 
 
 class CudaSegment(ctypes.Structure):
-    """`ze_cuda_segment` of csrc/zeroengine_cuda.h."""
+    """The struct `ze_cuda_segment` of csrc/zeroengine_cuda.h."""
 
     _fields_ = (
         ("begin", c_int64),
@@ -40,13 +42,13 @@ class CudaSegment(ctypes.Structure):
 
 
 class CudaArray(ctypes.Structure):
-    """`ze_cuda_array`."""
+    """The struct `ze_cuda_array`."""
 
     _fields_ = (("data", c_void_p), ("numel", c_int64), ("dtype", c_int32))
 
 
 class CudaCopy(ctypes.Structure):
-    """`ze_cuda_copy`."""
+    """The struct `ze_cuda_copy`."""
 
     _fields_ = (("src", c_void_p), ("dst", c_void_p), ("numel", c_int64), ("src_dtype", c_int32))
 
@@ -74,13 +76,13 @@ _SIGNATURES: Signatures = {
 
 
 def load(path: Path) -> ctypes.CDLL:
-    """The CUDA library in a file; raises as `open_library` does."""
+    """Return the CUDA library in a file. Raises what `open_library` raises."""
     return open_library(path, _SIGNATURES, "ze_cuda_abi_version", ABI_VERSION)
 
 
 @functools.cache
 def _loaded() -> ctypes.CDLL | str:
-    """The library, or why there is none."""
+    """Return the library, or the reason why there is none."""
     if not PATH.exists():
         return f"{PATH} was not built. For it, install the CUDA toolkit (its nvcc) and install zeroengine again"
     try:
@@ -91,37 +93,37 @@ def _loaded() -> ctypes.CDLL | str:
 
 @functools.cache
 def _usable(device: int) -> ctypes.CDLL | None:
-    found = _loaded()
-    if isinstance(found, ctypes.CDLL) and (result := found.ze_cuda_probe(device)):
-        found = found.ze_cuda_message(result).decode()
-    if isinstance(found, ctypes.CDLL):
-        return found
+    library_or_reason = _loaded()
+    if isinstance(library_or_reason, ctypes.CDLL) and (result := library_or_reason.ze_cuda_probe(device)):
+        library_or_reason = library_or_reason.ze_cuda_message(result).decode()
+    if isinstance(library_or_reason, ctypes.CDLL):
+        return library_or_reason
     warnings.warn(
-        f"zeroengine runs without its CUDA kernels on cuda:{device}: {found}. torch's own, slower kernels serve "
-        "instead, and some of them wait for the GPU.",
+        f"zeroengine runs without its CUDA kernels on cuda:{device}: {library_or_reason}. torch's own, slower kernels "
+        "serve instead, and some of them wait for the GPU.",
         stacklevel=4,
     )
     return None
 
 
 def cuda_library(device: torch.device) -> ctypes.CDLL | None:
-    """The CUDA library for tensors on ``device``; None on the CPU and, with one warning, on a GPU it cannot serve."""
+    """Return the CUDA library for tensors on `device`; None on the CPU and, with one warning, where it cannot serve."""
     if device.type != "cuda":
         return None
     return _usable(torch.cuda.current_device() if device.index is None else device.index)
 
 
 def cuda_architectures() -> tuple[str, ...]:
-    """What the built CUDA library holds code for, as in ("80", "90", "100+PTX"); () where it was not built."""
-    found = _loaded()
-    return tuple(found.ze_cuda_architectures().decode().split()) if isinstance(found, ctypes.CDLL) else ()
+    """Return the architectures that the built CUDA library has code for, such as ("80", "100+PTX"); () without it."""
+    library = _loaded()
+    return tuple(library.ze_cuda_architectures().decode().split()) if isinstance(library, ctypes.CDLL) else ()
 
 
 def call(handle: ctypes.CDLL, name: str, device: torch.device, *arguments: Any) -> None:
-    """Issues one of the library's functions to the device's current stream.
+    """Launch one of the library's functions on the device's current stream.
 
     Raises:
-        ZeroEngineError: CUDA refused. Earlier work of the device that failed may be what it reports.
+        ZeroEngineError: CUDA reports an error. It may be that of earlier work on the device.
     """
     with torch.cuda.device(device):
         stream = torch.cuda.current_stream(device).cuda_stream

@@ -1,4 +1,4 @@
-"""The same operations on torch's own kernels: for other devices than the CPU, and where no compiler was found."""
+"""The operations of this package on torch's own kernels, for tensors that no library of csrc serves."""
 
 from __future__ import annotations
 
@@ -8,21 +8,25 @@ from torch.nn.functional import pad
 
 from zeroengine.ops._library import AdamArgs
 
-_CHUNK = 1 << 24  # elements in a temporary
-_CACHED = 1 << 16  # elements in a temporary that stays in a CPU's cache
-_SERIAL = 1 << 15  # torch sums so many on one thread, in a fixed order
-_VECTOR = 64  # no vector of torch's CPU kernels is longer; it rounds the rest of a tensor differently
+# Elements of a temporary, and of one that stays in a CPU's cache.
+_CHUNK = 1 << 24
+_CACHED_CHUNK = 1 << 16
+# torch sums this many elements on one thread, in a fixed order.
+_SERIAL = 1 << 15
+# No vector of torch's CPU kernels is longer. The elements behind a tensor's last vector are rounded differently.
+_VECTOR = 64
 
 
 def adam_step(
     param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, low_precision_param: Tensor | None, args: AdamArgs
 ) -> None:
-    """`zeroengine.ops.adam_step` by torch's fused kernel."""
+    """Run `zeroengine.ops.adam_step` by torch's fused kernel."""
     if args.reload_written and low_precision_param is not None:
         reload_written(param, low_precision_param)
     for begin in range(0, param.numel(), _CHUNK):
         chunk = slice(begin, begin + _CHUNK)
-        moments = [exp_avg[chunk].float(), exp_avg_sq[chunk].float()]  # themselves where they are float32
+        # These are the moments themselves where they are float32, and are then updated in place.
+        moments = [exp_avg[chunk].float(), exp_avg_sq[chunk].float()]
         arrays = [param[chunk], grad[chunk].float() * args.grad_scale, *moments]
         numel = arrays[0].numel()
         rest = numel % _VECTOR if param.device.type == "cpu" else 0
@@ -43,11 +47,12 @@ def adam_step(
 
 
 def reload_written(param: Tensor, low_precision_param: Tensor) -> None:
-    """`zeroengine.ops.reload_written` by torch."""
-    size = _CACHED if param.device.type == "cpu" else _CHUNK
+    """Run `zeroengine.ops.reload_written` by torch."""
+    size = _CACHED_CHUNK if param.device.type == "cpu" else _CHUNK
     for wide, narrow in zip(torch.split(param, size), torch.split(low_precision_param, size), strict=True):
         written = wide.to(narrow.dtype).view(torch.int16) != narrow.view(torch.int16)
-        if wide.device.type != "cpu" or written.any():  # on a GPU asking would wait
+        # On a GPU the question whether any was written would make the host wait.
+        if wide.device.type != "cpu" or written.any():
             wide.copy_(torch.where(written, narrow.float(), wide))
 
 
@@ -72,16 +77,17 @@ def _fused(arrays: list[Tensor], args: AdamArgs) -> None:
 
 
 def _round(x: Tensor, random: Tensor) -> Tensor:
-    """float32 to bfloat16, up or down by 16 random bits in int32: "Stochastic rounding" in csrc/cpu/kernels.inl.h."""
+    """Round float32 to bfloat16, up or down by 16 random bits. See "Stochastic rounding" in csrc/cpu/kernels.inl.h."""
     return (random.add_(x.view(torch.int32)) >> 16).to(torch.int16).view(torch.bfloat16)
 
 
 def _random_bits(seed: int, index: int, numel: int, device: torch.device) -> Tensor:
-    """The kernels' random bits of the elements from ``index`` on, 32 of each, as int32."""
+    """Return the random bits that the kernels use for the elements from `index` on, 32 for each element, as int32."""
     upper, lower = divmod(index, 1 << 32)
-    if numel > (same := (1 << 32) - lower):  # elements with this upper half
-        parts = [_random_bits(seed, index, same, device), _random_bits(seed, index + same, numel - same, device)]
-        return torch.cat(parts)
+    # The bits depend on the upper half of an index through the key, which one call has only one of.
+    if numel > (same_half := (1 << 32) - lower):
+        first_part = _random_bits(seed, index, same_half, device)
+        return torch.cat([first_part, _random_bits(seed, index + same_half, numel - same_half, device)])
     key, first = divmod(_mix(_mix(seed + 0x9E3779B97F4A7C15) + upper), 1 << 32)
     x = torch.arange(numel, dtype=torch.int32, device=device).add_(_int32(first + lower))
     x.bitwise_xor_(_shift(x, 16)).mul_(_int32(0x7FEB352D)).bitwise_xor_(_int32(key))
@@ -90,7 +96,7 @@ def _random_bits(seed: int, index: int, numel: int, device: torch.device) -> Ten
 
 
 def _mix(x: int) -> int:
-    """The finalizer of splitmix64."""
+    """Return the finalizer of splitmix64."""
     x = _uint64(x)
     x = _uint64((x ^ x >> 30) * 0xBF58476D1CE4E5B9)
     x = _uint64((x ^ x >> 27) * 0x94D049BB133111EB)
@@ -102,16 +108,16 @@ def _uint64(x: int) -> int:
 
 
 def _int32(x: int) -> int:
-    """The lower 32 bits, as int32 reads them."""
+    """Return the lower 32 bits as int32 reads them."""
     return ((x & (1 << 32) - 1) ^ 1 << 31) - (1 << 31)
 
 
 def _shift(x: Tensor, n: int) -> Tensor:
-    """To the right, with zeros shifted in."""
+    """Shift to the right, with zeros coming in."""
     return (x >> n).bitwise_and_((1 << 32 - n) - 1)
 
 
 def squared_norm(x: Tensor) -> Tensor:
-    """`zeroengine.ops.squared_norm` by torch, a bounded piece in float64 at a time."""
-    pieces = torch.split(x, _SERIAL if x.device.type == "cpu" else _CHUNK)
-    return torch.stack([piece.double().square_().sum() for piece in pieces]).sum()
+    """Run `zeroengine.ops.squared_norm` by torch, with a bounded chunk in float64 at a time."""
+    chunks = torch.split(x, _SERIAL if x.device.type == "cpu" else _CHUNK)
+    return torch.stack([chunk.double().square_().sum() for chunk in chunks]).sum()

@@ -1,6 +1,6 @@
-"""Finds the CPU library built from csrc, loads it with ctypes and declares its C interface.
+"""The CPU library built from csrc/cpu: found, loaded with ctypes, and its C interface declared.
 
-torch is imported first, so that the library's OpenMP is the one torch runs on.
+torch is imported first, so that the library runs on the OpenMP that torch runs on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ISAS = ("avx512", "avx2", "portable")
 
 
 class AdamArgs(ctypes.Structure):
-    """`ze_adam_args` of csrc/zeroengine.h."""
+    """The struct `ze_adam_args` of csrc/zeroengine.h."""
 
     _fields_ = (
         *((name, c_double) for name in ("lr", "beta1", "beta2", "eps", "weight_decay", "grad_scale")),
@@ -70,12 +70,12 @@ def _notice(reason: str) -> None:
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The CPU library of csrc/zeroengine.h, loaded once; None, with one warning, where it is missing.
+    """Return the CPU library, which is loaded once; None, with one warning, where it is missing.
 
     The environment variable ZEROENGINE_CPU_ISA chooses its instruction set: avx512, avx2 or portable.
 
     Raises:
-        ZeroEngineError: ZEROENGINE_CPU_ISA names an instruction set that this CPU lacks.
+        ZeroEngineError: The variable names an instruction set that this CPU lacks.
     """
     if not PATH.exists():
         _notice(f"{PATH} was not built")
@@ -91,22 +91,24 @@ def library() -> ctypes.CDLL | None:
 
 
 def compiled() -> bool:
-    """Whether zeroengine's own CPU kernels are there."""
+    """Return whether zeroengine's own CPU kernels were built and can be loaded."""
     return library() is not None
 
 
 def cpu_isa() -> str:
-    """The instruction set that CPU tensors run on: "avx512", "avx2" or "portable"; "torch" without the library."""
+    """Return the instruction set of the CPU kernels: "avx512", "avx2" or "portable"; "torch" without the library."""
     handle = library()
     return handle.ze_cpu_isa().decode() if handle else "torch"
 
 
 def set_cpu_isa(name: str) -> None:
-    """Use another instruction set of this CPU ("avx512", "avx2", "portable"; "" for the best). Every one gives the
-    same bits, so this is for tests and measurements.
+    """Use another instruction set of this CPU, for tests and measurements. Each one gives the same bits.
+
+    Args:
+        name: "avx512", "avx2", "portable", or "" for the best one.
 
     Raises:
-        ZeroEngineError: this CPU lacks it, or the library is missing.
+        ZeroEngineError: This CPU lacks it, or the library is missing.
     """
     handle = library()
     if handle is None:
@@ -124,9 +126,9 @@ def _set_isa(handle: ctypes.CDLL, name: str, where: str) -> None:
 
 
 def advise_huge_pages(x: torch.Tensor) -> None:
-    """Ask the system for huge pages under a CPU tensor's storage. A hint: no effect elsewhere.
+    """Ask the system for huge pages under a CPU tensor's storage, on which the update runs faster.
 
-    A new buffer is best advised before it is first written. The update runs faster on huge pages.
+    It is a hint, without effect on other devices. Call it before the memory is first written.
     """
     if x.device.type == "cpu" and (handle := library()) is not None:
         storage = x.untyped_storage()

@@ -1,4 +1,4 @@
-"""Loads with ctypes the libraries built from csrc, each by its table of functions."""
+"""Loads the libraries built from csrc with ctypes, each by a table of its functions."""
 
 from __future__ import annotations
 
@@ -7,14 +7,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-Signatures = Mapping[str, tuple[Any, list[Any]]]  # of each function: its result's type and its arguments'
+# For each function, the type of its result and the types of its arguments.
+Signatures = Mapping[str, tuple[Any, list[Any]]]
 
 
 def open_library(path: Path, signatures: Signatures, version_function: str, version: int) -> ctypes.CDLL:
-    """The library in a file, its functions declared.
+    """Return the library in a file, with its functions declared.
+
+    Args:
+        path: The shared library.
+        signatures: The functions to declare.
+        version_function: The function that returns the version of the interface.
+        version: The version that this zeroengine needs.
 
     Raises:
-        OSError, AttributeError: it is no such library, or another version's.
+        OSError: The file is no library, or has another version.
+        AttributeError: A function is missing.
     """
     handle = ctypes.CDLL(str(path))
     if (found := getattr(handle, version_function)()) != version:

@@ -32,34 +32,34 @@ def adam_step(
     seed: int = 0,
     offset: int = 0,
 ) -> None:
-    """One step of Adam (arXiv 1412.6980, algorithm 1) or AdamW (1711.05101), in place, in one pass over memory.
+    """Take one step of Adam (arXiv 1412.6980, algorithm 1) or AdamW (1711.05101), in place, in one pass over memory.
 
-    An element's result depends on that element alone: a buffer updated at once, in pieces, or on any number of
-    threads gets the same bits.
+    An element's result depends on that element alone: a buffer gets the same bits whether it is updated at once, in
+    pieces, or on any number of threads.
 
-    All is computed in float32. Moments kept in bfloat16 are rounded stochastically at the end, so that their expected
-    values are the float32 ones; to nearest, increments below half a unit in the last place would be lost at each step.
+    Everything is computed in float32. Moments in bfloat16 are rounded stochastically at the end, so that their expected
+    values are the float32 ones. Rounding to nearest would lose increments below half a unit in the last place.
 
     Args:
-        param: float32, 1-D, contiguous; updated in place.
-        grad: float32, bfloat16 or float16, as long; not changed.
-        exp_avg, exp_avg_sq: both float32 or both bfloat16, as long; updated in place.
-        step: the step's number, counted from 1.
-        lr, beta1, beta2, eps, weight_decay: as in `torch.optim.AdamW`.
+        param: float32, 1-D, contiguous. Updated in place.
+        grad: float32, bfloat16 or float16, as long. Not changed.
+        exp_avg: The first moment: float32 or bfloat16, as long. Updated in place.
+        exp_avg_sq: The second moment, in the dtype of the first. Updated in place.
+        step: The step's number, counted from 1.
+        lr, beta1, beta2, eps, weight_decay: As in `torch.optim.AdamW`.
         decoupled: True for AdamW's weight decay, False for Adam's, which is added to the gradient (L2).
-        grad_scale: multiplies the gradient first. It carries 1/world, 1/loss-scale and the clip factor.
-        maximize: ascend instead.
-        low_precision_param: bfloat16 or float16, as long; receives the updated param, rounded to nearest even.
+        grad_scale: Multiplies the gradient first. It holds 1/world, 1/loss-scale and the clip factor.
+        maximize: Whether to ascend.
+        low_precision_param: bfloat16 or float16, as long. Receives the updated param, rounded to nearest even.
         reload_written: Whether to compare ``low_precision_param`` with param rounded first. An element that differs was
             written from outside since the last step: param takes its value, and is updated from there. Reads 2 more
             bytes an element.
-        seed: of the random bits that round bfloat16 moments, 0 to 2**63 - 1; another one at each step.
-        offset: the index of element 0 among those that share the seed, not negative. The bits are a pure function of
+        seed: The seed of the random bits that round bfloat16 moments, 0 to 2**63 - 1; another one at each step.
+        offset: The index of element 0 among those that share the seed, not negative. The bits are a pure function of
             seed and index, so a piece that begins at element i of a buffer takes offset i.
 
     Raises:
-        ZeroEngineError: a tensor of another shape, dtype, device or stride, a step below 1, or a seed or offset out of
-            range.
+        ZeroEngineError: A tensor has another shape, dtype, device or stride, or step, seed or offset is out of range.
     """
     check_arrays(
         "adam_step",
@@ -132,7 +132,7 @@ def _adam_step(
 def pointers(
     param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, low_precision_param: Tensor | None
 ) -> tuple[int | None, ...]:
-    """Adam's arrays as the C interfaces take them: addresses, and the codes of dtypes that vary."""
+    """Return Adam's arrays as the C interfaces take them: addresses, and the codes of dtypes that vary."""
     return (
         param.data_ptr(),
         grad.data_ptr(),
@@ -156,10 +156,10 @@ def _(*args: object) -> None:
 
 
 def check_arrays(where: str, **tensors: Tensor | None) -> None:
-    """That Adam's tensors fit its kernels and each other.
+    """Check that Adam's tensors fit its kernels and each other.
 
     Raises:
-        ZeroEngineError: one does not; the message begins with ``where``.
+        ZeroEngineError: One does not. The message begins with `where`.
     """
     param, exp_avg, exp_avg_sq = (tensors[name] for name in ("param", "exp_avg", "exp_avg_sq"))
     assert param is not None and exp_avg is not None and exp_avg_sq is not None

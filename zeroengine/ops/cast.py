@@ -1,4 +1,4 @@
-"""Many tensors into their places in a bucket, cast on the way."""
+"""Copies many tensors into their places in a bucket, and casts them on the way."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from zeroengine.ops._library import DTYPE_CODES
 def cast_copy(
     sources: Sequence[Tensor], targets: Sequence[Tensor], *, scale: float = 1.0, accumulate: bool = False
 ) -> None:
-    """Each target becomes its source times ``scale``, computed in float32 and rounded once, to nearest even.
+    """Set each target to its source times `scale`, computed in float32 and rounded once, to nearest even.
 
-    On CUDA it takes a launch for every 64 tensors, and waits for none.
+    On CUDA it takes a launch for every 64 tensors, and the host does not wait.
 
     Args:
         sources: float32, bfloat16 or float16, of any strides.
-        targets: one for each source and as large, all of one of these dtypes, contiguous. None may overlap another, or
-            a source.
-        accumulate: add to the target instead.
+        targets: One for each source and as large, all in one of these dtypes, contiguous. They must not overlap one
+            another or a source.
+        scale: Multiplies every source.
+        accumulate: Whether to add to the targets instead.
 
     Raises:
-        ZeroEngineError: tensors that do not pair up so, or on different devices.
+        ZeroEngineError: The tensors do not pair up like this, or are on different devices.
     """
     if len(sources) != len(targets):
         raise ZeroEngineError(f"cast_copy: {len(sources)} sources and {len(targets)} targets; pass a target for each")

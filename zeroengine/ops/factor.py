@@ -1,4 +1,4 @@
-"""From the gradient's squared norm to what the update multiplies it by, on the device that holds the norm."""
+"""From the gradient's squared norm to the factor that the update multiplies it by, on the norm's device."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ def gradient_factor(
     loss_scale: Tensor | None = None,
     skip: bool = True,
 ) -> Tensor:
-    """Unscaling, clipping and the overflow test, where the norm is; nobody waits for it.
+    """Unscale, clip and test for overflow where the norm is. The host does not wait for a GPU.
 
     Args:
-        squared_norm: 0-d float64, of the gradient as it lies; `squared_norm` makes it.
-        divisor: what the gradient is too large by: ranks and accumulated micro-steps.
-        limit: the largest norm, as in `torch.nn.utils.clip_grad_norm_`; 0 for none.
-        loss_scale: 0-d float64 on the same device, by which the gradient is too large as well.
-        skip: whether a norm that is not finite is an overflow. If not, the factor is what comes out of it.
+        squared_norm: 0-d float64: that of the summed gradient, before any division.
+        divisor: Divides the gradient: the number of summed ranks and micro-steps.
+        limit: The largest norm, as in `torch.nn.utils.clip_grad_norm_`; 0 for no clipping.
+        loss_scale: 0-d float64 on the same device. Divides the gradient as well.
+        skip: Whether a norm that is not finite is an overflow. Otherwise the factor is computed from it.
 
     Returns:
-        float64, three values on the same device: the factor of the gradient, the norm of the gradient over divisor and
-        scale before clipping, and 1 on overflow, else 0.
+        Three float64 values on the same device: the factor of the gradient, the norm of the divided gradient before
+        clipping, and 1 on overflow, else 0.
 
     Raises:
-        ZeroEngineError: a tensor of another shape, dtype or device.
+        ZeroEngineError: A tensor has another shape, dtype or device.
     """
     for name, x in (("squared_norm", squared_norm), ("loss_scale", loss_scale)):
         if x is not None and (x.dtype is not torch.float64 or x.dim() or x.device != squared_norm.device):
@@ -55,16 +55,17 @@ def _gradient_factor(
         arguments = (squared_norm.data_ptr(), scale, divisor, limit, skip, result.data_ptr())
         _cuda_library.call(cuda, "ze_cuda_gradient_factor", device, *arguments)
         return result
-    if device.type == "cpu":  # torch's square root on the CPU may be off by a bit
-        scaled = divisor if loss_scale is None else divisor * loss_scale.item()
-        return torch.tensor(_on_host(squared_norm.item(), scaled, limit, skip), dtype=torch.float64, device="cpu")
-    whole = torch.full_like(squared_norm, divisor)
+    # torch's square root on the CPU may be off by a bit.
+    if device.type == "cpu":
+        divisor = divisor if loss_scale is None else divisor * loss_scale.item()
+        return torch.tensor(_on_host(squared_norm.item(), divisor, limit, skip), dtype=torch.float64, device="cpu")
+    total_divisor = torch.full_like(squared_norm, divisor)
     if loss_scale is not None:
-        whole = whole * loss_scale
-    grad_norm = squared_norm.sqrt() / whole
+        total_divisor = total_divisor * loss_scale
+    grad_norm = squared_norm.sqrt() / total_divisor
     clip = torch.full_like(squared_norm, limit) / (grad_norm + 1e-6) if limit > 0 else torch.ones_like(grad_norm)
     overflow = squared_norm.isfinite().logical_not() if skip else torch.zeros_like(squared_norm)
-    return torch.stack([torch.where(clip > 1, 1.0, clip) / whole, grad_norm, overflow.double()])
+    return torch.stack([torch.where(clip > 1, 1.0, clip) / total_divisor, grad_norm, overflow.double()])
 
 
 def _on_host(squared_norm: float, divisor: float, limit: float, skip: bool) -> tuple[float, float, float]:

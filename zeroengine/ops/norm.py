@@ -1,4 +1,4 @@
-"""The squared norm: clipping's measure and, where it is not finite, the overflow test."""
+"""The squared norm of gradients, for clipping and, where it is not finite, for the overflow test."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zeroengine.ops._library import DTYPE_CODES, library
 
 
 def squared_norm(x: Tensor) -> Tensor:
-    """The sum of the squares of `x`, accumulated in float64 in an order that no number of threads changes.
+    """Return the sum of the squares of `x`, accumulated in float64 in an order that no number of threads changes.
 
     It is finite exactly if every element of `x` is: squares of finite float32 cannot overflow a float64.
 
@@ -26,7 +26,7 @@ def squared_norm(x: Tensor) -> Tensor:
         A 0-d float64 tensor on x's device.
 
     Raises:
-        ZeroEngineError: another dtype, or not contiguous.
+        ZeroEngineError: `x` has another dtype, or is not contiguous.
     """
     _check("squared_norm", x)
     return (_squared_norm_op if torch.compiler.is_compiling() else _squared_norm)(x)
@@ -63,16 +63,17 @@ def _(x: Tensor) -> Tensor:
 
 
 def squared_norms(tensors: Sequence[Tensor], device: torch.device | None = None) -> Tensor:
-    """The sum of `squared_norm` over several tensors of one device; on CUDA in one pass and without waiting for it.
+    """Return the sum of `squared_norm` over several tensors of one device; on CUDA in one pass and without waiting.
 
     Args:
-        device: where the result is if there are no tensors.
+        tensors: As `squared_norm` takes them, all on one device.
+        device: The device of the result if there are no tensors.
 
     Returns:
         A 0-d float64 tensor on their device.
 
     Raises:
-        ZeroEngineError: as `squared_norm`, or tensors on different devices.
+        ZeroEngineError: As `squared_norm`, or the tensors are on different devices.
     """
     for x in tensors:
         _check("squared_norms", x)

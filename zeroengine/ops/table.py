@@ -1,4 +1,4 @@
-"""Adam over many segments of many buffers, where nothing that changes from step to step is known to the host."""
+"""Adam steps of many segments of many buffers, whose scalars (norm, counts, rates) stay on the device."""
 
 from __future__ import annotations
 
@@ -18,36 +18,52 @@ from zeroengine.ops.adam import adam_step, check_arrays, pointers
 
 @dataclass(frozen=True)
 class AdamSegment:
-    """Neighbouring elements of a buffer that share hyperparameters and a step count."""
+    """Neighbouring elements of a buffer that share hyperparameters and a step count.
+
+    Attributes:
+        start: The first element within the buffer.
+        stop: The end of the segment within the buffer.
+        group: The row of the table's ``groups``.
+        slot: The place of the table's ``steps``.
+    """
 
     start: int
     stop: int
-    group: int  # which hyperparameters
-    slot: int  # which step count
+    group: int
+    slot: int
 
 
 @dataclass(frozen=True)
 class AdamBuffer:
-    """The segments of one flat buffer, ascending; elements between them are never updated."""
+    """The segments of one flat buffer.
+
+    Attributes:
+        segments: Ascending. The elements between them are never updated.
+        seed: The seed of stochastic rounding at step count s is ``seed + s``.
+        offset: The index of the buffer's element 0 among those that share the seed.
+    """
 
     segments: Sequence[AdamSegment]
-    seed: int = 0  # that of stochastic rounding is seed + step
-    offset: int = 0  # index of the buffer's element 0 among those that share the seed
+    seed: int = 0
+    offset: int = 0
 
 
 class AdamTable:
-    """Adam's updates of a fixed set of buffers.
+    """Updates a fixed set of buffers by Adam.
 
-    [Note: A step without waiting]
-    On CUDA all that a step depends on stays on the device: ``prepare`` counts the step and folds every segment's
-    hyperparameters in one small launch, then one launch updates a buffer, whatever its number of segments. So the host
-    runs ahead, and a CUDA graph may capture ``prepare`` and ``update`` together: a replay obeys the values that
+    [Note: Adam with its scalars on the device]
+    On CUDA everything that a step depends on stays on the device. ``prepare`` counts the step and folds every segment's
+    hyperparameters in one small launch. Then one launch updates a buffer, whatever its number of segments. So the host
+    runs ahead, and a CUDA graph may capture ``prepare`` and ``update`` together: a replay uses the values that
     ``groups``, ``steps`` and the factor have then. On overflow nothing is written, and no step is counted.
 
-    Elsewhere, and where the CUDA library is missing, the same happens by `adam_step` for each segment.
+    On the CPU, and where the CUDA library is missing, `adam_step` does the same for each segment.
 
     Args:
-        num_groups, num_slots: how many hyperparameters and step counts the segments refer to.
+        buffers: The segments of each buffer.
+        num_groups: The number of rows of ``groups``.
+        num_slots: The number of step counts.
+        device: The device of the buffers.
 
     Attributes:
         groups: float64, a row for each group: lr, beta1, beta2, eps, weight_decay, decoupled, maximize. Written by
@@ -55,7 +71,7 @@ class AdamTable:
         steps: int64, a step count for each slot.
 
     Raises:
-        ZeroEngineError: segments that overlap, descend or refer to what is not there.
+        ZeroEngineError: Segments overlap, descend, or refer to a group or slot that does not exist.
     """
 
     def __init__(
@@ -89,9 +105,10 @@ class AdamTable:
         self._runs = torch.zeros(max(1, len(rows)) * RUN_BYTES, dtype=torch.uint8, device=self.device)
 
     def set_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """The hyperparameters from now on, as in torch's ``param_groups``; without waiting for the device.
+        """Set the hyperparameters, as in torch's ``param_groups``, without waiting for the device.
 
-        ``decoupled`` stands beside torch's keys. A learning rate that is a tensor on the device is copied there.
+        Args:
+            groups: With torch's keys, and ``decoupled``. A learning rate may be a tensor on the device.
         """
         if len(groups) != len(self.groups):
             raise ZeroEngineError(f"set_groups: {len(groups)} groups, but the table has {len(self.groups)}")
@@ -110,15 +127,15 @@ class AdamTable:
             self.groups[i, 0].copy_(rate.view(()))
 
     def prepare(self, factor: Tensor, used: Tensor | None = None) -> None:
-        """Counts a step, which the next ``update`` of each buffer takes.
+        """Count a step, which the next ``update`` of each buffer takes.
 
         Args:
-            factor: what `gradient_factor` returned.
+            factor: The result of `gradient_factor`.
             used: float64, a value for each slot: where it is 0 no step is counted and nothing is updated. None: every
-                one is used.
+                slot is used.
 
         Raises:
-            ZeroEngineError: tensors of another shape, dtype or device.
+            ZeroEngineError: A tensor has another shape, dtype or device.
         """
         for name, x, numel in (("factor", factor, len(FACTOR_FIELDS)), ("used", used, len(self.steps))):
             if x is None:
@@ -163,22 +180,26 @@ class AdamTable:
         low_precision_param: Tensor | None = None,
         reload_written: bool = False,
     ) -> None:
-        """The step that was prepared, for one buffer. Arguments as in `adam_step`; between segments nothing is written.
+        """Take the step that was prepared for one buffer. Nothing is written between its segments.
+
+        Args:
+            buffer: The buffer's index.
+            param, grad, exp_avg, exp_avg_sq, low_precision_param, reload_written: As in `adam_step`.
 
         Raises:
-            ZeroEngineError: a tensor of another shape, dtype, device or stride, or too short for the segments.
+            ZeroEngineError: A tensor has another shape, dtype, device or stride, or is too short for the segments.
         """
         arrays = dict(
             param=param, grad=grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, low_precision_param=low_precision_param
         )
         check_arrays("update", **arrays)
-        its = self._buffers[buffer]
-        if its.segments and its.segments[-1].stop > param.numel():
+        segments = self._buffers[buffer].segments
+        if segments and segments[-1].stop > param.numel():
             raise ZeroEngineError(
-                f"update: buffer {buffer} has {param.numel()} elements, but its segments end at {its.segments[-1].stop}"
+                f"update: buffer {buffer} has {param.numel()} elements, but its segments end at {segments[-1].stop}"
             )
         if self._cuda is None:
-            self._update_on_host(its, reload_written, **arrays)
+            self._update_on_host(self._buffers[buffer], reload_written, **arrays)
             return
         first, last = self._first_run[buffer : buffer + 2]
         _cuda_library.call(
