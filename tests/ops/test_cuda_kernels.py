@@ -481,7 +481,7 @@ def check_everything(gpu: Gpu) -> None:
         check_edges(gpu, moments)
     check_table(gpu, [[0, 1, 7, TILE + 9, 3 * TILE, 3 * TILE + 100]], [[1.0, 0.0], [1.0, 1.0]], [False, True])
     check_norm(gpu, [random(NORM_TILE * 70 + 77, torch.bfloat16), random(1001, torch.float32)])
-    test_many_casts_in_one_launch(gpu, torch.float16, 0.3, True)
+    test_many_tensors_are_cast_in_one_launch(gpu, torch.float16, 0.3, True)
 
 
 MISTAKES = {
