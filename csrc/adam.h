@@ -1,7 +1,7 @@
-// Adam's arrays, factors and random bits: what the CPU's and the GPU's kernels must agree on to the last bit.
+// Adam's arrays, factors and random bits, on which the kernels for CPU and GPU must agree to the last bit.
 //
-// Plain additions, multiplications, divisions and square roots in double, which every compiler and device rounds
-// alike; a library's pow() they do not.
+// The arithmetic is additions, multiplications, divisions and square roots in double, which every compiler and device
+// rounds alike. A library's pow() is not rounded alike everywhere, so none is used.
 #pragma once
 
 #include <math.h>
@@ -17,7 +17,7 @@
 
 namespace ze {
 
-// What a step reads and writes.
+// The arrays that a step reads and writes.
 struct AdamArrays {
   float* param;
   const void* grad;
@@ -27,7 +27,7 @@ struct AdamArrays {
   int32_t reload_written;  // see ze_adam_args
 };
 
-// ze_adam_args, folded into the factors that an element needs.
+// The factors that an element needs, computed from ze_adam_args.
 struct AdamFactors {
   float grad_scale;   // negative to maximize
   float decay;        // decoupled: 1 - lr * weight_decay; else weight_decay
@@ -39,12 +39,14 @@ struct AdamFactors {
   float step_size;    // lr / (1 - beta1^step)
 };
 
-// What random bits are hashed from: a counter, which is `first` at element 0, and a key.
+// The input of the hash that gives the random bits: a counter, which is `first` at element 0, and a key.
 struct Random {
   uint32_t first, key;
 };
 
-namespace {  // a function shared by the linker could carry one instruction set's code to a CPU that lacks it
+// The namespace has no name, so that the linker does not merge copies of a function: a merged one could carry one
+// instruction set's code to a CPU that lacks it.
+namespace {
 
 ZE_SHARED double power(double x, int64_t n) {
   double result = 1;
@@ -76,7 +78,7 @@ ZE_SHARED uint64_t mix(uint64_t x) {
 
 ZE_SHARED uint64_t mix_seed(uint64_t seed) { return mix(seed + 0x9e3779b97f4a7c15); }
 
-// For elements whose indices, 64 bits wide, have this upper half; element 0 is that of index `lower`.
+// Returns the hash input of the elements whose 64-bit indices have this upper half; element 0 has the index `lower`.
 ZE_SHARED Random random_of(uint64_t mixed_seed, uint64_t upper, uint32_t lower) {
   const uint64_t keys = mix(mixed_seed + upper);
   return {uint32_t(keys) + lower, uint32_t(keys >> 32)};

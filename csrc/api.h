@@ -1,4 +1,4 @@
-/* ZE_API marks the functions of the C interfaces, which a library shows; all else in it stays hidden. */
+/* ZE_API marks the functions of the C interfaces, which a library exports. All other symbols stay hidden. */
 #ifndef ZEROENGINE_API_H
 #define ZEROENGINE_API_H
 

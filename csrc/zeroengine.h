@@ -1,8 +1,8 @@
 /* The C interface of zeroengine's CPU library.
  *
- * Plain C, free of torch: Python loads it with ctypes, and one build serves every torch version.
- * Counts (`n`) are elements. Pointers need the alignment of their own element type and no more.
- * Where a function says "single thread" the caller may run it in its own threads.
+ * The interface is plain C without torch: Python loads the library with ctypes, and one build serves every torch
+ * version. Counts (`n`) are elements. Pointers need only the alignment of their element type. A function marked
+ * "single thread" starts no threads of its own, and the caller may call it from several.
  */
 #ifndef ZEROENGINE_H
 #define ZEROENGINE_H
@@ -27,18 +27,18 @@ ZE_API int ze_abi_version(void);
 /* The instruction set in use: "avx512", "avx2" or "portable". All of them give the same bits. */
 ZE_API const char* ze_cpu_isa(void);
 
-/* Use another instruction set; NULL or "" means the best that this CPU has. Not thread safe.
- * ZE_UNSUPPORTED where the name is unknown or this CPU lacks it. */
+/* Selects another instruction set; NULL or "" means the best that this CPU has. Not thread safe.
+ * Returns ZE_UNSUPPORTED if the name is unknown or this CPU lacks the instruction set. */
 ZE_API int ze_cpu_set_isa(const char* name);
 
-/* Adam's arguments, held in double and rounded to float once. `step` counts from 1, this step
- * included. `grad_scale` multiplies the gradient before anything else sees it. `seed` and `offset`
- * matter to bf16 moments alone. */
+/* Adam's arguments, held in double and rounded to float once. `step` counts from 1 and includes this
+ * step. `grad_scale` multiplies the gradient before anything else uses it. Only bf16 moments use `seed`
+ * and `offset`. */
 struct ze_adam_args {
   double lr, beta1, beta2, eps, weight_decay, grad_scale;
   int64_t step;
   uint64_t seed;
-  int64_t offset; /* index of element 0 among those that share the seed, not negative */
+  int64_t offset; /* index of element 0 among the elements that share the seed, not negative */
   int32_t decoupled; /* 1: AdamW, param *= 1 - lr * weight_decay; 0: Adam, grad += weight_decay * param */
   int32_t maximize;
   int32_t reload_written; /* 1: where low_precision_param is not param rounded, it was written from outside, and param
@@ -60,49 +60,49 @@ ZE_API int ze_adam(float* param, const void* grad, int grad_dtype, void* exp_avg
                    int moments_dtype, void* low_precision_param, int low_precision_dtype, int64_t n,
                    const struct ze_adam_args* args, int num_threads);
 
-/* *result = sum of x[i]^2 in double. Independent of num_threads and of the instruction set. It is
+/* *result = sum of x[i]^2 in double. It does not depend on num_threads or the instruction set. It is
  * finite exactly if every element is: the squares of finite floats cannot overflow a double. */
 ZE_API int ze_squared_norm(const void* x, int dtype, int64_t n, double* result, int num_threads);
 
-/* acc = src where init is not 0, else acc += src, in float. Single thread. The buffers must not overlap,
- * save that src may be acc itself where it is float. */
+/* acc = src if init is not 0, else acc += src, in float. Single thread. The buffers must not overlap,
+ * except that src may be acc itself if it is float. */
 ZE_API int ze_accumulate(float* acc, const void* src, int src_dtype, int64_t n, int init);
 
-/* dst = src rounded to nearest even; a NaN stays one. Single thread. The buffers must not overlap. */
+/* dst = src rounded to nearest even; a NaN stays a NaN. Single thread. The buffers must not overlap. */
 ZE_API int ze_cast(const float* src, void* dst, int dst_dtype, int64_t n);
 
-/* Ask for huge pages over [address, address + bytes). Best called before the pages are touched.
- * ZE_UNSUPPORTED where the system has none to give. */
+/* Asks for huge pages over [address, address + bytes), best before the pages are touched.
+ * Returns ZE_UNSUPPORTED if the system has none. */
 ZE_API int ze_advise_huge(void* address, size_t bytes);
 
-/* Adam's memory traffic without its arithmetic, the yardstick of benchmarks/update.py: reads g,
+/* Adam's memory traffic without its arithmetic, the reference of benchmarks/update.py: reads g,
  * reads and writes a, b and c, and where `low_precision_param` is not NULL writes uint16_t[n], 64-byte aligned. */
 ZE_API void ze_stream(float* a, float* b, float* c, const void* g, int g_dtype, void* low_precision_param, int64_t n,
                       int num_threads);
 
-/* Exchange between processes of one host, csrc/cpu/exchange.cpp. Counters are 32 bits wide and wrap. */
+/* Exchange between processes of one host (csrc/cpu/exchange.cpp). Counters have 32 bits and wrap around. */
 
-/* Stores value for other processes to see, behind all earlier writes, and wakes who waits for it. */
+/* Stores value for other processes to see, after all earlier writes, and wakes the processes that wait for it. */
 ZE_API void ze_post(uint32_t* counter, uint32_t value);
 
 ZE_API uint32_t ze_load(const uint32_t* counter);
 
-/* 1 once the counter has reached value, 0 after about timeout_us without. */
+/* Waits for the counter. Returns 1 when it has reached value, or 0 after about timeout_us microseconds. */
 ZE_API int ze_wait(const uint32_t* counter, uint32_t value, int timeout_us);
 
-/* Reads all of bytes; the count, or -errno. */
+/* Reads `bytes` bytes completely. Returns their count, or -errno. */
 ZE_API int64_t ze_pread(int fd, void* target, int64_t bytes, int64_t offset);
 
-/* Shows `bytes` of fd at address, which stays reserved. shared: writes reach the file, else they stay
- * with this process. 0 or -errno. */
+/* Maps `bytes` of fd at address, which is reserved already. Writes reach the file if shared is not 0, and
+ * else stay with this process. Returns 0 or -errno. */
 ZE_API int ze_map(void* address, int64_t bytes, int fd, int64_t offset, int shared);
 
-/* Gives the memory back and keeps the addresses reserved: a use faults. 0 or -errno. */
+/* Frees the memory and keeps the addresses reserved, so that a use faults. Returns 0 or -errno. */
 ZE_API int ze_unmap(void* address, int64_t bytes);
 
 /* target = (accumulate: +=) source 0 + source 1 + ..., added in float in that order, rounded once.
- * A source is local[s] or, where that is NULL, read from fds[s] at offsets[s]. target may be a local
- * source. n, a ze_status, or -errno. Single thread. */
+ * A source is local[s] or, if that is NULL, read from fds[s] at offsets[s]. target may be a local
+ * source. Returns n, a ze_status, or -errno. Single thread. */
 ZE_API int64_t ze_sum(void* target, int target_dtype, int accumulate, int64_t n, int source_dtype,
                       int num_sources, const void* const* local, const int* fds, const int64_t* offsets);
 

@@ -3,7 +3,7 @@
 
 namespace {
 
-// A low-precision copy larger than this leaves the caches before anyone reads it: write it past them.
+// A low-precision parameter of more bytes than this leaves the caches before it is read, so it is written past them.
 constexpr int64_t kStreamBytes = 4 << 20;
 
 bool known(int dtype) { return dtype >= ZE_F32 && dtype <= ZE_F16; }
@@ -22,7 +22,8 @@ int ze_adam(float* param, const void* grad, int grad_dtype, void* exp_avg, void*
   const auto adam = ze::kernels().adam[moments_dtype][grad_dtype][low_precision_dtype][args->decoupled != 0];
   const bool stream = n * 2 > kStreamBytes;
   ze::parallel_for(n, ze::kBlock, num_threads, [&](int64_t begin, int64_t end) {
-    while (begin < end) {  // as far as the upper half of the index stays
+    // Each round goes as far as the upper half of the index stays the same.
+    while (begin < end) {
       const uint64_t index = uint64_t(args->offset) + uint64_t(begin);
       const int64_t same = (int64_t(1) << 32) - uint32_t(index), stop = same < end - begin ? begin + same : end;
       adam(arrays, begin, stop, factors, ze::random_of(seed, index >> 32, uint32_t(args->offset)), stream);

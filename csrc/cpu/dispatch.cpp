@@ -1,4 +1,4 @@
-// Chooses the instruction set, once, and answers for the library as a whole.
+// Chooses the instruction set once, and implements the functions that concern the whole library.
 #include <string.h>
 #if defined(__linux__)
 #include <sys/mman.h>

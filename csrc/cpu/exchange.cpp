@@ -1,7 +1,7 @@
-// The exchange between ranks of one host: counters in shared pages, and sums over peers' memory.
+// The exchange between ranks of one host: counters in shared pages, and sums over the memory of other ranks.
 //
-// A rank's communicable memory is one memfd. Sums read it with pread: the peers' pages then never count
-// towards this process, and a copy into the cache is the only copy.
+// A rank's buffers for communication are one memfd. Sums read it with pread: the pages of other ranks then never count
+// towards this process, and the copy into the cache is the only copy.
 
 #include "../zeroengine.h"
 
@@ -20,8 +20,10 @@
 
 namespace {
 
-constexpr int kSpins = 2000;          // about 50 us: longer than a peer's jitter, shorter than a wake-up costs
-constexpr int64_t kChunk = 16 * 1024; // elements; with its float sum it stays in L2
+// About 50 us: longer than the usual delay of another rank, shorter than a wake-up takes.
+constexpr int kSpins = 2000;
+// Elements. A chunk and its sum in float fit into the L2 cache.
+constexpr int64_t kChunk = 16 * 1024;
 
 bool reached(const uint32_t* address, uint32_t value) {
   return static_cast<int32_t>(__atomic_load_n(address, __ATOMIC_ACQUIRE) - value) >= 0;
@@ -68,7 +70,8 @@ ZE_API int64_t ze_pread(int fd, void* target, int64_t bytes, int64_t offset) {
     if (n > 0) {
       done += n;
     } else if (n == 0) {
-      return -EIO;  // the peer's memory is shorter than promised
+      // The other rank's memory is shorter than announced.
+      return -EIO;
     } else if (errno != EINTR) {
       return -errno;
     }
@@ -108,7 +111,8 @@ ZE_API int64_t ze_sum(void* target, int target_dtype, int accumulate, int64_t n,
       ze_accumulate(sum, source, source_dtype, count, s == 0);
     }
     char* out = static_cast<char*>(target) + start * target_size;
-    if (accumulate) ze_accumulate(sum, out, target_dtype, count, 0);  // addition commutes: old + sum
+    // Addition commutes, so adding the old value last gives the bits of old + sum.
+    if (accumulate) ze_accumulate(sum, out, target_dtype, count, 0);
     if (target_dtype == ZE_F32)
       std::memcpy(out, sum, static_cast<size_t>(count) * sizeof(float));
     else

@@ -1,4 +1,4 @@
-// What one instruction set offers, and the table that names it. Internal to the library.
+// The kernels of one instruction set, and the table that lists them. Internal to the library.
 #pragma once
 
 #include "../adam.h"
@@ -11,7 +11,8 @@ struct bf16 {
 struct fp16 {
   uint16_t bits;
 };
-struct none {};  // no low-precision copy
+// Stands for the type of a low-precision copy where there is none.
+struct none {};
 
 // Elements that a kernel handles at a time: two cache lines of float, one of bf16 or fp16.
 constexpr int64_t kBlock = 32;
@@ -24,8 +25,9 @@ struct StreamArrays {
 
 using Adam = void (*)(const AdamArrays&, int64_t begin, int64_t end, const AdamFactors&, const Random&, bool stream);
 
-// Functions on the elements [begin, end). Tables are indexed by ze_dtype, where 0 for low_precision_param means none;
-// adam's by those of moments, gradient and low_precision_param and, last, by whether weight decay is decoupled.
+// Functions on the elements [begin, end). Tables are indexed by ze_dtype; for low_precision_param, 0 means none. The
+// table of adam is indexed by the dtypes of moments, gradient and low_precision_param, and last by whether weight decay
+// is decoupled.
 struct Kernels {
   const char* name;
   Adam adam[2][3][3][2];
@@ -41,6 +43,7 @@ extern const Kernels kAvx2;
 extern const Kernels kAvx512;
 #endif
 
-const Kernels& kernels();  // the table in use
+// Returns the table in use.
+const Kernels& kernels();
 
 }  // namespace ze

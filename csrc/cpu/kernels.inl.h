@@ -1,8 +1,8 @@
-// The kernels, written once over the Vec that the including file chose.
+// The kernels, written once over the type Vec, which the including file chooses.
 //
 // [Note: Same bits everywhere] Each element goes through the same IEEE operations in the same order at every
-// position, length, thread count and instruction set: no fused multiply-add (the build says -ffp-contract=off,
-// and memory is the limit anyway), and an incomplete block runs through the same code on a padded copy.
+// position, length, thread count and instruction set. There is no fused multiply-add: the build sets
+// -ffp-contract=off, and memory is the limit anyway. An incomplete block runs through the same code on a padded copy.
 #pragma once
 
 #include <type_traits>
@@ -12,8 +12,8 @@ namespace {
 
 constexpr int64_t kVecs = kBlock / Vec::kWidth;
 
-// A block, 512 bytes ahead: hardware prefetchers stop at the end of each page. Inlined by force, since GCC drops calls of
-// a function that only prefetches.
+// Prefetches a block, 512 bytes ahead: hardware prefetchers stop at the end of each page. The function is always
+// inlined, because GCC drops calls of a function that only prefetches.
 template <class T>
 __attribute__((always_inline)) inline void prefetch(const T* x) {
   for (int64_t line = 0; line < kBlock * int64_t(sizeof(T)); line += 64)
@@ -25,7 +25,7 @@ __attribute__((always_inline)) inline void prefetch(const T*... arrays) {
   (prefetch(arrays), ...);
 }
 
-// The factors, one in every lane.
+// The factors, each repeated in every lane.
 struct AdamVecs {
   Vec grad_scale, decay, rest1, beta2, rest2, inv_root, eps, step_size;
 
@@ -35,12 +35,12 @@ struct AdamVecs {
         inv_root(Vec::fill(k.inv_root)), eps(Vec::fill(k.eps)), step_size(Vec::fill(k.step_size)) {}
 };
 
-// [Note: Stochastic rounding] The upper half of a float is a bf16, rounded towards zero, and the lower half says how
-// far the next one is. Adding 16 random bits carries into the upper half with just the probability that makes the mean
-// right; a bf16 value stays as it is. The bits are a hash of the element's index: Wellons' lowbias32, with a key
-// within, so that two seeds give unrelated sequences, and one word serves both moments. They are 0 where exp_avg_sq is
-// at the largest bf16, infinite or NaN: a carry would make infinity of a finite value, or zero of a NaN. An exp_avg
-// beyond the largest bf16 is among these, since the gradients that it takes have no finite square.
+// [Note: Stochastic rounding] The upper half of a float is a bf16, rounded towards zero, and the lower half is the
+// distance to it. Adding 16 random bits carries into the upper half with the probability that makes the mean right; a
+// bf16 value is not changed. The bits are a hash of the element's index: Wellons' lowbias32 with a key, so that two
+// seeds give unrelated sequences. One word serves both moments. The bits are 0 where exp_avg_sq is the largest bf16,
+// infinite or NaN: there a carry would turn a finite value into infinity, or a NaN into zero. This includes every
+// exp_avg beyond the largest bf16, because gradients that lead to it have no finite square.
 constexpr float kLargestBf16 = 0x1.fep127f;
 
 struct RandomVecs {
@@ -51,7 +51,7 @@ struct RandomVecs {
 
   RandomVecs(const Random& r, int64_t begin) : first(Bits::count(r.first + uint32_t(begin))), key(Bits::fill(r.key)) {}
 
-  // Of the word for the elements from i on; 0 where `mask` is.
+  // Returns the random bits of the elements from i on; 0 where `mask` is 0.
   Halves at(int64_t i, Bits mask) const {
     Bits x = first + Bits::fill(uint32_t(i));
     x = (x ^ x >> 16) * Bits::fill(0x7feb352d) ^ key;
@@ -61,19 +61,21 @@ struct RandomVecs {
   }
 };
 
-// Where a block's new moments wait, in float, for the parameter's turn: in the arrays, or beside bf16 ones.
+// Buffer for a block's new moments in float, until the parameter is updated. Moments in float stay in their arrays
+// instead.
 using Beside = float[2][kBlock];
 
 inline float* in_float(float* array, Beside&, int64_t i) { return array + i; }
 inline float* in_float(bf16*, Beside& beside, int64_t i) { return beside[i / kBlock % 2]; }
 
-// [Note: Values written from outside] `low_precision_param` is `param` rounded, unless it was written since the last
-// step: such an element of param takes its value. A comparison finds every write, however it was done, for 2 more bytes
-// read.
-// A block without any stores nothing here; one that may have some is looked at again, element by element.
+// [Note: Values written from outside] `low_precision_param` is `param` rounded, unless the user has written it since
+// the last step. Such an element of param takes its value. The comparison finds every write, however it was done, and
+// reads 2 more bytes. A block without such elements stores nothing here. A block that may have some is compared again,
+// element by element.
 //
-// The first look at bf16 does not round, which would take more instructions. As integers, a float and the bf16 that it
-// rounds to are at most 2^15 apart, half the distance of two bf16; those just as far apart are left to the second look.
+// The first comparison of bf16 does not round, which would take more instructions. As integers, a float and the bf16
+// that it rounds to are at most 2^15 apart, half the distance of two bf16. Values that are exactly so far apart are
+// left to the second comparison.
 inline Bits distance(const float* param, const bf16* low_precision_param) {
   return Vec::load(param).bits() - Vec::load(low_precision_param).bits() + Bits::fill(0x7fff);
 }
@@ -97,9 +99,10 @@ inline void reload_written(float* param, const C* low_precision_param) {
 }
 inline void reload_written(float*, const none*) {}
 
-// [Note: Trailing stages] From gradient to low_precision_param an element passes a chain of some 90 cycles, too long for a CPU to keep
-// enough of them in flight. So Adam runs in three stages, each a block behind the one before: while a block waits for
-// its roots and quotients, the next one's moments and the last one's copy go ahead. What lies between is in L1.
+// [Note: Trailing stages] From gradient to low-precision parameter an element passes a chain of about 90 cycles, too
+// long for a CPU to keep enough elements in flight. So Adam runs in three stages, each one block behind the stage
+// before it: while a block waits for its roots and quotients, the next block's moments and the previous block's
+// low-precision parameter proceed. Values between the stages are in the L1 cache.
 template <bool kDecoupled, class G, class M>
 inline void adam_moments(const float* param, const G* grad, M* exp_avg, M* exp_avg_sq, float* new_avg,
                          float* new_avg_sq, const AdamVecs& k, const RandomVecs& random, int64_t position) {
@@ -171,7 +174,8 @@ void adam_range(float* param, const G* grad, M* exp_avg, M* exp_avg_sq, C* low_p
   const AdamVecs k(factors);
   Beside new_avg, new_avg_sq;
   int64_t first = 0;
-  if constexpr (kStream) {  // streaming stores want whole, aligned cache lines
+  if constexpr (kStream) {
+    // Streaming stores need whole, aligned cache lines.
     first = int64_t(-uintptr_t(low_precision_param) % 64 / sizeof(C));
     if (first > n) first = n;
     if (first)
@@ -215,9 +219,9 @@ void adam(const AdamArrays& a, int64_t begin, int64_t end, const AdamFactors& k,
   adam_range<false, kDecoupled>(param, grad, exp_avg, exp_avg_sq, low_precision_param, end - begin, k, random, reload);
 }
 
-// One running sum for each position within a block, added up in order at the end. Narrow elements are widened
-// through a buffer: converting to double straight from memory is twice as fast as from a register. A long range is
-// read at four places in turn, as one place alone leaves the memory waiting.
+// Keeps one running sum for each position within a block, and adds them in order at the end. Narrow elements are
+// widened through a buffer: converting to double from memory is twice as fast as from a register. A long range is read
+// at four places in turn, because one place alone does not use the memory's bandwidth.
 template <class T>
 double squared_norm(const void* data, int64_t begin, int64_t end) {
   constexpr int64_t kStretch = 8 * kBlock;
@@ -247,7 +251,7 @@ double squared_norm(const void* data, int64_t begin, int64_t end) {
   return total;
 }
 
-// Single operations, rounded once: vector and scalar code agree.
+// Single operations that round once, so vector and scalar code agree.
 template <class T>
 void accumulate(float* acc, const void* data, int64_t n, bool init) {
   const T* src = (const T*)data;
@@ -269,7 +273,7 @@ void cast(const float* src, void* data, int64_t n) {
   for (; i < n; ++i) from_float(src[i], dst + i);
 }
 
-// Adam's traffic alone. `a`, `b` and `c` change, so that no store can be dropped.
+// Only Adam's memory traffic. `a`, `b` and `c` change, so that the compiler drops no store.
 template <class G, bool kCopy>
 void stream(const StreamArrays& s, int64_t begin, int64_t end) {
   const G* grad = (const G*)s.grad;

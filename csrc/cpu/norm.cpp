@@ -5,7 +5,7 @@
 
 namespace {
 
-// Elements summed by one thread at a stretch; fixed, so that the order of the sum is.
+// Elements that one thread sums without a break. The number is fixed, so that the order of the sum is fixed.
 constexpr int64_t kChunk = 1 << 15;
 
 }  // namespace

@@ -1,11 +1,11 @@
-// Even shares of a range for OpenMP's threads, the runtime that torch has loaded.
+// Divides a range evenly among the threads of OpenMP, whose runtime torch has loaded.
 #pragma once
 
 #include <stdint.h>
 
 namespace ze {
 
-// Below this many elements a thread costs more than it brings.
+// With fewer elements than this a thread costs more time than it saves.
 constexpr int64_t kGrain = 1 << 15;
 
 // Calls f(begin, end) on disjoint ranges that cover [0, n); each begins at a multiple of `step`.

@@ -1,5 +1,5 @@
-// Conversions of one element. Included by every instruction set, so all is static: a function shared by
-// the linker could carry one set's instructions to a CPU that lacks them.
+// Conversions of one element. Every instruction set includes this file, so everything is static: a function that the
+// linker merges could carry one set's instructions to a CPU that lacks them.
 #pragma once
 
 #include <string.h>

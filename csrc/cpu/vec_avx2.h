@@ -1,4 +1,4 @@
-// Eight floats. The interface that kernels.inl.h wants is the same in each vec_*.h.
+// Eight floats. Each vec_*.h has the same interface, which kernels.inl.h uses.
 #pragma once
 
 #include <immintrin.h>
@@ -73,7 +73,7 @@ inline Vec operator/(Vec a, Vec b) { return {_mm256_div_ps(a.v, b.v)}; }
 inline Bits operator<(Vec a, Vec b) { return {_mm256_castps_si256(_mm256_cmp_ps(a.v, b.v, _CMP_LT_OQ))}; }
 inline Vec sqrt(Vec a) { return {_mm256_sqrt_ps(a.v)}; }
 
-// The running squares of kWidth floats, one double for each.
+// The running sums of squares of kWidth floats, one double for each.
 struct Squares {
   __m256d low = _mm256_setzero_pd(), high = _mm256_setzero_pd();
 

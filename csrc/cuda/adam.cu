@@ -1,12 +1,13 @@
-// Fused Adam. Each element goes through the IEEE operations of csrc/cpu/kernels.inl.h in their order, and the build says
-// --fmad=false: the bits are the CPU's.
+// Fused Adam. Each element goes through the IEEE operations of csrc/cpu/kernels.inl.h in the same order, and the build
+// sets --fmad=false: the bits are those of the CPU.
 #include "device.h"
 
 namespace ze {
 namespace {
 
-// A tile is what a block updates at a stretch. A thread takes four neighbours at a time: 16 bytes of float or 8 of a half,
-// and a warp's access is one run of memory. Wider ones of halves would make those of float stride.
+// A tile is the range that a block updates at one time. A thread takes four neighbours at a time: 16 bytes of float or
+// 8 of bf16 or fp16, and a warp's access is one contiguous range. Wider accesses of 16-bit types would make those of
+// float strided.
 constexpr int kPack = 4, kPacks = 2;
 constexpr int64_t kTile = kThreads * kPack * kPacks;
 
@@ -40,7 +41,7 @@ __device__ inline void keep_moments(float m, float v, bf16* exp_avg, bf16* exp_a
   exp_avg_sq->bits = uint16_t((bits_of(v) + (word >> 16)) >> 16);
 }
 
-// One element; `i` is its place in the run's arrays, whose element 0 `random` starts from.
+// Updates one element; `i` is its index in the run's arrays, whose element 0 `random` starts from.
 template <class G, class M>
 __device__ inline void update(float& param, G grad, M& exp_avg, M& exp_avg_sq, const AdamRun& run, const Random& random,
                               uint32_t i) {
@@ -61,7 +62,7 @@ __device__ inline void reload_element(float& param, uint16_t rounded, uint16_t l
   param = rounded == low_precision_param ? param : value;
 }
 
-// `low_precision_param` as it was read, in whichever dtype it is.
+// `low_precision_param` as it was read, in its own dtype.
 template <class C>
 __device__ inline void reload_pack(Pack<float, kPack>& p, const Pack<uint16_t, kPack>& low_precision_param) {
   Pack<C, kPack> rounded;
@@ -90,7 +91,7 @@ __device__ inline void write_low_precision(const Pack<float, kPack>& p, void* lo
   store(static_cast<C*>(low_precision_param) + i, c);
 }
 
-// A whole tile from element `origin` on, aligned.
+// Updates a complete aligned tile from element `origin` on.
 template <class G, class M>
 __device__ inline void update_tile(const AdamArrays& a, int low_precision_dtype, const AdamRun& run,
                                    const Random& random, int64_t origin) {
@@ -100,7 +101,8 @@ __device__ inline void update_tile(const AdamArrays& a, int low_precision_dtype,
   Pack<uint16_t, kPack> c[kPacks];
   const int64_t first = origin + int64_t(threadIdx.x) * kPack;
 #pragma unroll
-  for (int q = 0; q < kPacks; ++q) {  // all loads are on their way before the first one is used
+  // All loads are issued before the first one is used.
+  for (int q = 0; q < kPacks; ++q) {
     const int64_t i = first + q * kThreads * kPack;
     p[q] = load<Pack<float, kPack>>(a.param + i);
     g[q] = load<Pack<G, kPack>>(static_cast<const G*>(a.grad) + i);
@@ -124,7 +126,7 @@ __device__ inline void update_tile(const AdamArrays& a, int low_precision_dtype,
   }
 }
 
-// Some elements of a tile, one by one: at the ends of a segment, and where arrays are not aligned alike.
+// Updates some elements of a tile one by one: at the ends of a segment, and if arrays have different alignments.
 template <class G, class M>
 __device__ inline void update_singly(const AdamArrays& a, int low_precision_dtype, const AdamRun& run, int64_t origin) {
 #pragma unroll 1
@@ -141,7 +143,7 @@ __device__ inline void update_singly(const AdamArrays& a, int low_precision_dtyp
   }
 }
 
-// The run that a tile belongs to: the last one that does not begin after it.
+// Returns the run that a tile belongs to: the last run that does not begin after it.
 __device__ inline int64_t run_of(const AdamRun* runs, int64_t num_runs, int64_t tile) {
   int64_t low = 0, high = num_runs;
   while (high - low > 1) {
@@ -152,8 +154,8 @@ __device__ inline int64_t run_of(const AdamRun* runs, int64_t num_runs, int64_t 
   return low;
 }
 
-// `runs` in memory, or `one` as an argument. An element's place is aligned if that plus `phase` is a multiple of kPack;
-// a negative phase says that the arrays disagree.
+// Takes `runs` in memory, or `one` as an argument. An element is aligned if its index plus `phase` is a multiple of
+// kPack. A negative phase means that the arrays have different alignments.
 template <class G, class M>
 __global__ void __launch_bounds__(kThreads)
     adam(AdamArrays a, int low_precision_dtype, const AdamRun* runs, int64_t num_runs, AdamRun one, int64_t num_tiles,
@@ -179,7 +181,7 @@ __device__ __host__ inline AdamRun run_from(const ze_adam_args& args, int64_t be
   return {begin, end, first_tile, uint64_t(args.offset), mix_seed(args.seed), fold(args), args.decoupled, active};
 }
 
-// One block, so that the counts are there before they are read.
+// Runs as one block, so that the counts are written before they are read.
 __global__ void __launch_bounds__(kThreads)
     adam_prepare(const ze_cuda_segment* segments, int64_t num_segments, const ze_cuda_group* groups, int64_t* steps,
                  const double* used, int64_t num_slots, const ze_cuda_factor* factor, AdamRun* runs) {
@@ -197,7 +199,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// See adam's `phase`.
+// Returns the `phase` of adam.
 int phase_of(const AdamArrays& a, size_t grad_size, size_t moments_size, size_t low_precision_size) {
   const int phase = int(uintptr_t(a.param) / sizeof(float) % kPack);
   const auto agrees = [&](const void* array, size_t size) {
@@ -228,7 +230,7 @@ int run_adam(int device, void* stream, AdamArrays a, int grad_dtype, int moments
 }  // namespace
 }  // namespace ze
 
-// One more than needed where the segment begins off the packs' grid, whatever the arrays' phase.
+// One tile more than needed if the segment does not begin at a multiple of a pack, whatever the arrays' phase.
 int64_t ze_cuda_tiles(int64_t begin, int64_t end) {
   return end > begin ? (end - begin + ze::kPack - 1 + ze::kTile - 1) / ze::kTile : 0;
 }

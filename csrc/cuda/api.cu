@@ -1,4 +1,4 @@
-// Answers for the library as a whole: versions, whether it runs here, and what its results mean.
+// The functions that concern the whole library: versions, whether it runs on a device, and what its results mean.
 #include "device.h"
 
 namespace ze {

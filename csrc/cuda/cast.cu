@@ -1,4 +1,4 @@
-// Many tensors into a bucket, cast, in one launch; and a few bytes from the host.
+// Casts many tensors into a bucket in one launch, and writes a few bytes from the host.
 #include <string.h>
 
 #include "device.h"
@@ -8,7 +8,8 @@ namespace {
 
 constexpr int kPack = 4, kPacks = 4;
 constexpr int64_t kTile = kThreads * kPack * kPacks;
-constexpr int kCopies = 64;  // in a launch
+// Copies in one launch.
+constexpr int kCopies = 64;
 
 struct Copy {
   const void* src;
@@ -64,7 +65,8 @@ __global__ void __launch_bounds__(kThreads) cast(Copies copies, int64_t num_tile
   }
 }
 
-constexpr int64_t kLetter = 2048;  // bytes that travel as an argument
+// Bytes that travel as an argument of one launch.
+constexpr int64_t kLetter = 2048;
 
 struct Letter {
   char bytes[kLetter];

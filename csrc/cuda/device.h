@@ -1,7 +1,7 @@
-// What every kernel needs: how to be launched, how elements are read and written, how a block adds up.
+// What every kernel needs: launches, reading and writing elements, and sums over a block.
 //
-// Kernels are plain functions that know nothing of how they are launched, so that emulate.h can run the same source on
-// a CPU, thread for thread, where there is no GPU.
+// Kernels do not know how they are launched, so that emulate.h can run the same source on a CPU, thread for thread, on
+// machines without a GPU.
 #pragma once
 
 #include <stdint.h>
@@ -18,12 +18,14 @@
 namespace ze {
 namespace {
 
-constexpr int kThreads = 256;  // in a block
+// Threads in a block.
+constexpr int kThreads = 256;
 constexpr int kWarp = 32;
 
 // -- elements -----------------------------------------------------------------------------------------
 
-#if !defined(ZE_EMULATED)  // which has them, and their conversions, from csrc/cpu
+// The emulation takes these types and their conversions from csrc/cpu.
+#if !defined(ZE_EMULATED)
 struct bf16 {
   uint16_t bits;
 };
@@ -87,7 +89,7 @@ __device__ inline uint32_t word(const T* x) {
   return uint32_t(x[0].bits) | uint32_t(x[1].bits) << 16;
 }
 
-// By hand: the compiler takes a plain store of a struct apart where its members were computed one by one.
+// Written by hand: the compiler splits a plain store of a struct whose members were computed one by one.
 template <class T>
 __device__ inline void store(void* address, const Pack<T, 4>& pack) {
   const T* x = pack.v;
@@ -97,7 +99,7 @@ __device__ inline void store(void* address, const Pack<T, 4>& pack) {
 
 // -- sums ---------------------------------------------------------------------------------------------
 
-// The sum over a block's threads, in one order, for its thread 0.
+// Returns, to thread 0, the sum over a block's threads in a fixed order.
 template <int kCount>
 __device__ inline double block_sum(double x) {
   __shared__ double warps[kCount / kWarp];
@@ -106,21 +108,23 @@ __device__ inline double block_sum(double x) {
   __syncthreads();
   if (threadIdx.x == 0)
     for (int i = 1; i < kCount / kWarp; ++i) x += warps[i];
-  __syncthreads();  // before the next sum's stores
+  // The stores of the next sum must come after these loads.
+  __syncthreads();
   return x;
 }
 
 // -- launches -----------------------------------------------------------------------------------------
 
-constexpr int64_t kBlocksPerMultiprocessor = 32;  // resident ones several times over, so that all end together
+// Several times the number of resident blocks, so that all multiprocessors end at about the same time.
+constexpr int64_t kBlocksPerMultiprocessor = 32;
 
-// Items of one launch, which travel as its argument, each with its own tiles behind those of the one before.
+// The items of one launch, which travel as its argument. The tiles of each item follow those of the item before it.
 template <class T, int kMost>
 struct Batch {
   T at[kMost];
   int count;
 
-  // The item that a tile belongs to.
+  // Returns the item that a tile belongs to.
   __device__ inline const T& of(int64_t tile) const {
     int k = 0;
     while (k + 1 < count && at[k + 1].first_tile <= tile) ++k;
@@ -144,12 +148,13 @@ int launch(void (*kernel)(P...), int64_t blocks, int threads, void* stream, type
   void* pointers[] = {static_cast<void*>(&arguments)...};
   const int result = cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(unsigned(blocks)),
                                       dim3(unsigned(threads)), pointers, 0, static_cast<cudaStream_t>(stream));
-  if (result) cudaGetLastError();  // reported here, not by the next call
+  // This clears the error, so that the next call does not report it again.
+  if (result) cudaGetLastError();
   return result;
 }
 #endif
 
-// A block for each tile, or as many as the device takes in turn: kernels stride over the tiles.
+// Launches one block per tile, or fewer on large inputs: kernels stride over the tiles.
 template <class... P>
 int launch_tiles(void (*kernel)(P...), int device, int64_t tiles, void* stream,
                  typename Same<P>::type... arguments) {

@@ -1,6 +1,6 @@
-// CUDA's language and the few runtime functions used here, on a CPU, for tests alone: one block after another, each
-// thread a fiber that runs until it has to wait for others. Slow, and exact: the source, its order of operations, its
-// barriers and its bounds are those of the GPU.
+// CUDA's language and the few runtime functions that the kernels use, on a CPU, for tests only. Blocks run one after
+// another, and each thread is a fiber that runs until it has to wait for others. This is slow and exact: source, order
+// of operations, barriers and bounds are those of the GPU.
 #pragma once
 
 #include <stdint.h>
@@ -33,7 +33,7 @@ typedef int cudaError_t;
 enum { cudaDevAttrMultiProcessorCount };
 struct cudaFuncAttributes {};
 
-// How many multiprocessors the only device, number 0, has. Tests set it: results must not depend on it.
+// The number of multiprocessors of the only device, number 0. Tests set it: results must not depend on it.
 extern "C" {
 ZE_API inline int ze_emulated_multiprocessors = 2;
 }
@@ -53,7 +53,7 @@ void from_floats(float low, float high, T* y) {
   from_float(high, y + 1);
 }
 
-// One access of the GPU, which wants it aligned to its own size.
+// One access of the GPU, which must be aligned to its own size.
 template <class... W>
 void store_words(void* address, W... words) {
   struct alignas(sizeof...(W) * sizeof(uint32_t)) Words {
@@ -127,7 +127,7 @@ inline void make_ready(Fiber& fiber) {
   makecontext(&fiber.context, run_fiber, 0);
 }
 
-// A warp as far as it gets alone, which may be far ahead of the others; how many of its threads ended.
+// Runs a warp as far as it gets alone, possibly far ahead of the others. Returns how many of its threads ended.
 inline int run_warp(int first) {
   int ended = 0;
   for (int releases = -1; releases != block.releases;) {
@@ -143,7 +143,7 @@ inline int run_warp(int first) {
   return ended;
 }
 
-// Warp after warp until all are done; false where they wait for what never comes.
+// Runs warp after warp until all are done. Returns false if they wait for something that never happens.
 inline bool run_block() {
   block.all = {};
   for (Barrier& warp : block.warps) warp = {};

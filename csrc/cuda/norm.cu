@@ -1,12 +1,14 @@
-// The squared norm in stages, and what becomes of it: each tile's sum, of these each array's, and of these the whole, in
-// their order. So arrays have the sum of their own norms, to the last bit.
+// The squared norm in three stages, and the gradient's factor: the sum of each tile, of these the sum of each array,
+// and of these the total, each in order. So the total is the sum of the arrays' own norms, to the last bit.
 #include "device.h"
 
 namespace ze {
 namespace {
 
-constexpr int64_t kTile = 1 << 14;  // elements that a block adds up at a stretch; fixed, so that the order of the sum is
-constexpr int kArrays = 64;         // in a launch
+// Elements that a block sums without a break. The number is fixed, so that the order of the sum is fixed.
+constexpr int64_t kTile = 1 << 14;
+// Arrays in one launch.
+constexpr int kArrays = 64;
 constexpr int kFinishThreads = 1024;
 
 struct NormArray {
@@ -18,7 +20,7 @@ struct NormArray {
 
 using NormArrays = Batch<NormArray, kArrays>;
 
-// Where a thread adds up: element j of a pack goes to sum j % 4.
+// The sums of a thread: element j of a pack goes to sum j % 4.
 struct Sums {
   double at[4];
 
@@ -27,12 +29,13 @@ struct Sums {
 #pragma unroll
     for (int j = 0; j < kCount; ++j) {
       const double value = double(to_float(pack.v[j]));
-      at[j % 4] = fma(value, value, at[j % 4]);  // the product is exact: one rounding, fused or not
+      // The product is exact in double, so there is one rounding, fused or not.
+      at[j % 4] = fma(value, value, at[j % 4]);
     }
   }
 };
 
-// Of a tile's `n` elements; for thread 0. The place of an element alone decides when it is added.
+// Returns, to thread 0, the sum over a tile's `n` elements. Only the position of an element decides when it is added.
 template <class T>
 __device__ inline double tile_norm(const T* x, int64_t n) {
   constexpr int kPack = 16 / sizeof(T), kStride = kThreads * kPack, kAhead = 4;
@@ -41,7 +44,8 @@ __device__ inline double tile_norm(const T* x, int64_t n) {
   if (n == kTile && uintptr_t(x) % sizeof(P) == 0) {
 #pragma unroll 1
     for (int i = int(threadIdx.x) * kPack; i < kTile; i += kAhead * kStride) {
-      P packs[kAhead];  // all on their way before the first one is used
+      // All loads are issued before the first one is used.
+      P packs[kAhead];
 #pragma unroll
       for (int k = 0; k < kAhead; ++k) packs[k] = load<P>(x + i + k * kStride);
 #pragma unroll
@@ -74,7 +78,7 @@ __global__ void __launch_bounds__(kThreads) squared_norm(NormArrays arrays, doub
 
 __host__ __device__ inline int64_t tiles_of(int64_t numel) { return (numel + kTile - 1) / kTile; }
 
-// A block for each array.
+// Runs one block per array.
 __global__ void __launch_bounds__(kFinishThreads) finish_norms(NormArrays arrays, const double* partial, double* norms) {
   const NormArray& array = arrays.at[blockIdx.x];
   const int64_t count = tiles_of(array.numel);
@@ -86,7 +90,8 @@ __global__ void __launch_bounds__(kFinishThreads) finish_norms(NormArrays arrays
 
 __global__ void add_norms(const double* norms, int64_t count, double* result) {
   double sum = 0;
-#pragma unroll 8  // loads ahead
+// Unrolling issues loads ahead of their use.
+#pragma unroll 8
   for (int64_t i = 0; i < count; ++i) sum += norms[i];
   *result = sum;
 }

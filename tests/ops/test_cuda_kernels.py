@@ -496,7 +496,7 @@ MISTAKES = {
         "bool overflow = false;",
     ),
     "no barrier before a sum": ("device.h", "x;\n  __syncthreads();", "x;"),
-    "no barrier after a sum": ("device.h", "__syncthreads();  // before", "// before"),
+    "no barrier after a sum": ("device.h", "__syncthreads();\n  return x;", "return x;"),
     "a sum that forgets a warp": ("device.h", "int i = 1; i < kCount / kWarp", "int i = 2; i < kCount / kWarp"),
     "a norm that drops its tail": ("norm.cu", "(numel + kTile - 1) / kTile", "(numel + kTile / 2) / kTile"),
     "a cast off its array": ("cast.cu", "if (n < kTile || !aligned)", "if (!aligned)"),
