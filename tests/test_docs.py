@@ -57,7 +57,7 @@ MODULES_WITH_DOCSTRINGS = (
     "deferred_init.meta_init",
     "engine.dataloader",
     "engine.engine",
-    "engine.full_values",
+    "engine.parameter_access",
     "engine.gathered",
     "engine.initialize",
 )

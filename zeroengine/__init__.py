@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zeroengine.deferred_init.meta_init import meta_init
     from zeroengine.engine.engine import Engine
-    from zeroengine.engine.full_values import (
+    from zeroengine.engine.gathered import gathered
+    from zeroengine.engine.initialize import initialize
+    from zeroengine.engine.memory import Memory
+    from zeroengine.engine.parameter_access import (
         full_gradient,
         full_master,
         full_optimizer_state,
@@ -17,9 +20,6 @@ if TYPE_CHECKING:
         set_full_master,
         set_full_optimizer_state,
     )
-    from zeroengine.engine.gathered import gathered
-    from zeroengine.engine.initialize import initialize
-    from zeroengine.engine.memory import Memory
     from zeroengine.errors import (
         CheckpointError,
         ConfigError,
@@ -32,7 +32,7 @@ else:  # Names are imported when they are first used, so the commands that need 
     _MODULES = {
         "zeroengine.deferred_init.meta_init": ["meta_init"],
         "zeroengine.engine.engine": ["Engine"],
-        "zeroengine.engine.full_values": [
+        "zeroengine.engine.parameter_access": [
             "full_gradient",
             "full_master",
             "full_optimizer_state",
