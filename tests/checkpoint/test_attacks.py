@@ -29,7 +29,9 @@ from tests.distributed.ranks import run_ranks
 from tests.distributed.training import Task, start, take_steps
 from zeroengine.checkpoint import manager
 from zeroengine.checkpoint import snapshot as state
-from zeroengine.checkpoint.directory import LATEST, LOCK, MANIFEST, CheckpointDirectory, Manifest
+from zeroengine.checkpoint.directory import LATEST, CheckpointDirectory
+from zeroengine.checkpoint.folder_lock import LOCK
+from zeroengine.checkpoint.manifest import MANIFEST, Manifest
 from zeroengine.errors import CheckpointError
 
 
@@ -254,7 +256,7 @@ def replaced_meanwhile(root: Path) -> None:
     engine = engine_at(2)
     take_steps(engine, range(1))
     engine.save_checkpoint(root, "best")
-    real = manager.restore.__globals__["_read"]
+    real = manager.restore.__globals__["_read_tensors"]
 
     def replace(*args: Any) -> None:
         real(*args)
@@ -262,10 +264,10 @@ def replaced_meanwhile(root: Path) -> None:
             (root / "best").rename(root / "before")
             shutil.copytree(root / "before", root / "best")
 
-    manager.restore.__globals__["_read"] = replace
+    manager.restore.__globals__["_read_tensors"] = replace
     with pytest.raises(CheckpointError, match="was replaced while it was read: load it again"):
         engine.load_checkpoint(root, "best")
-    manager.restore.__globals__["_read"] = real
+    manager.restore.__globals__["_read_tensors"] = real
     with pytest.raises(CheckpointError, match="after a load that failed half way"):
         engine.save_weights(root / "out")
     engine.load_checkpoint(root, "best", weights_only=True)
@@ -367,17 +369,17 @@ def fails_while_writing(root: Path) -> None:
     engine = engine_at(1)
     take_steps(engine, range(1))
     engine.save_checkpoint(root, "a")
-    real = manager.restore.__globals__["_read"]
+    real = manager.restore.__globals__["_read_tensors"]
 
     def breaks(*args: Any) -> None:
         if engine.rank == 1:
             raise CheckpointError("gone")
         real(*args)
 
-    manager.restore.__globals__["_read"] = breaks
+    manager.restore.__globals__["_read_tensors"] = breaks
     with pytest.raises(CheckpointError, match="load a checkpoint that is whole before training goes on"):
         engine.load_checkpoint(root, "a")
-    manager.restore.__globals__["_read"] = real
+    manager.restore.__globals__["_read_tensors"] = real
     with pytest.raises(CheckpointError, match="after a load that failed half way"):
         take_steps(engine, range(1))
     engine.zero_grad()

@@ -16,6 +16,7 @@ from tests.checkpoint.models import engine_at
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import take_steps
 from zeroengine.checkpoint.directory import CheckpointDirectory
+from zeroengine.checkpoint.manifest import find_damage
 
 STEPS = 400
 
@@ -61,7 +62,8 @@ def check_kills(root: Path, count: int, seed: int) -> None:
         arguments = (folder, stage, chance.randrange(2), chance.uniform(0.0, 1.0), chance.random() < 0.5)
         run_ranks(2, outlive, *arguments, missing=(0, 1))
         tag = CheckpointDirectory(folder).latest()
-        assert not CheckpointDirectory(folder).damage(tag, CheckpointDirectory(folder).manifest(tag).files), arguments
+        directory = CheckpointDirectory(folder)
+        assert not find_damage(directory.checkpoint(tag), directory.manifest(tag)), arguments
         at, losses = run_ranks(2, go_on, folder, stage, 3)[0]
         assert tag == f"step-{at}"
         assert losses == expected[stage][at : at + 3], arguments

@@ -27,10 +27,10 @@ def settings(folder: Path, **more: Any) -> dict[str, Any]:
 
 def train_until_signalled(folder: Path, to: dict[int, int], background: bool, every: float) -> tuple[object, int]:
     """Returns the exit code, and the steps taken. `to` has the step at which each rank is signalled."""
-    on_signal.EVERY_S = every
+    on_signal.INTERVAL_S = every
     engine = engine_at(2, checkpoint=settings(folder, async_save=background))
     try:
-        for step in range(3 * on_signal.MOST_STEPS):
+        for step in range(3 * on_signal.MAX_STEPS):
             if to.get(engine.rank) == step:
                 os.kill(os.getpid(), signal.SIGUSR1)
             take_steps(engine, range(step, step + 1))

@@ -18,7 +18,8 @@ import torch.distributed.checkpoint as dcp
 from tests.checkpoint.models import engine_at
 from tests.distributed.models import batch
 from tests.distributed.ranks import run_ranks
-from zeroengine.checkpoint.directory import LATEST, MANIFEST
+from zeroengine.checkpoint.directory import LATEST
+from zeroengine.checkpoint.manifest import MANIFEST
 from zeroengine.cli import checkpoint_commands
 
 ROOT = Path(__file__).resolve().parents[2]

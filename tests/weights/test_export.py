@@ -272,7 +272,10 @@ def flip(path: Path, at: int) -> None:
 
 def items(folder: Path, prefix: str) -> list[StoredPiece]:
     return [
-        piece for name, stored in read_metadata(folder).items() if name.startswith(prefix) for piece in stored.pieces
+        piece
+        for name, stored in read_metadata(folder).tensors.items()
+        if name.startswith(prefix)
+        for piece in stored.pieces
     ]
 
 
@@ -617,7 +620,7 @@ def test_a_box_is_written_where_it_belongs(data: st.DataObject) -> None:
     box = whole[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))].flatten().tolist()
     first = data.draw(st.integers(0, len(box) - 1))
     numel = data.draw(st.integers(0, len(box) - first))
-    runs = list(huggingface_format.runs(shape, offsets, sizes, first, numel))
+    runs = list(huggingface_format.runs_of_box(shape, offsets, sizes, first, numel))
     assert [i for start, count in runs for i in range(start, start + count)] == box[first : first + numel]
     whole_rows = len(shape) < 2 or (sizes[1:] == shape[1:])
     assert len(runs) <= 1 or not whole_rows, "one run where rows are whole"

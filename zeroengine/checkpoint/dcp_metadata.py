@@ -1,7 +1,7 @@
-"""The tensors of a torch Distributed Checkpoint (DCP) and where they lie, read without torch and without its code.
+"""Read what a torch Distributed Checkpoint (DCP) holds and where it lies. Needs no torch.
 
-A DCP metadata file is a pickle of torch's classes. Here each of them is a record of its fields, and nothing else is
-built: a pickle is a program.
+A DCP metadata file is a pickle of torch's classes. Each of them becomes a record of its fields here, so that
+`zero-inspect` starts without torch, and so that nothing in the file can run.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ import contextlib
 import io
 import math
 import os
-import pickle
 import re
 import zipfile
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, NamedTuple
@@ -23,13 +22,14 @@ import xxhash
 
 from zeroengine.errors import CheckpointError
 from zeroengine.utils.paths import is_file_name
+from zeroengine.utils.safe_pickle import AllowList, SafeUnpickler
 
 METADATA = ".metadata"
-EXTRA = "zeroengine."  # what the names of objects begin with that only zeroengine reads
+ZEROENGINE_PREFIX = "zeroengine."  # Begins the names of the objects that only zeroengine reads.
 
 
 class ByteRange(NamedTuple):
-    """Where one value lies in a file: its first byte, and how many they are."""
+    """The bytes of one value in a file, its item: the first byte and their number."""
 
     start: int
     length: int
@@ -37,51 +37,65 @@ class ByteRange(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """A box of a tensor, and the item of a file that holds it."""
+    """A box of a tensor, or an object, and the item of a file that holds it.
+
+    Attributes:
+        name: The name of the tensor or object.
+        offsets: The box's first element in each dimension of the tensor; empty for an object.
+        sizes: The box's elements in each dimension.
+        file: The name of the file.
+        start: The item's first byte within the file.
+        length: The item's size in bytes.
+        transforms: The transformations, such as compression, that the item went through.
+    """
 
     name: str
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     file: str
-    start: int  # the item's first byte within the file
-    length: int  # of the item, in bytes
+    start: int
+    length: int
+    transforms: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One whole tensor."""
+    """One tensor of a checkpoint: its shape, torch's name for its dtype ("float32"), and the boxes that make it up."""
 
     shape: tuple[int, ...]
-    dtype: str  # torch's name: float32
+    dtype: str
     pieces: tuple[StoredPiece, ...]
 
 
-def read_metadata(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of the checkpoint directory ``path``, by name, in their order.
+@dataclass(frozen=True)
+class DcpMetadata:
+    """Everything in one DCP checkpoint.
+
+    Attributes:
+        tensors: The tensors by name, in the file's order.
+        objects: The other values by name.
+        items: The bytes of every value, by the name of the file.
+    """
+
+    tensors: dict[str, StoredTensor]
+    objects: dict[str, StoredPiece]
+    items: dict[str, list[ByteRange]]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all tensors and objects."""
+        return [*self.tensors, *self.objects]
+
+
+def read_metadata(path: Path) -> DcpMetadata:
+    """Return what the checkpoint directory `path` holds.
 
     Raises:
-        CheckpointError: there is no metadata, or it cannot be read, or part of a tensor is not there.
+        CheckpointError: There is no metadata, it cannot be read, or it lacks part of a tensor.
     """
-    with _unpickled(path) as tree:
-        known, places = tree.state_dict_metadata.items(), tree.storage_data
-        return {name: _stored(name, item, places) for name, item in known if isinstance(item, _Tensor)}
-
-
-def names_in(path: Path) -> list[str]:
-    """The names of everything in the checkpoint directory ``path``, objects included.
-
-    Raises:
-        CheckpointError: there is no metadata, or it cannot be read.
-    """
-    with _unpickled(path) as tree:
-        return [str(name) for name in tree.state_dict_metadata]
-
-
-@contextlib.contextmanager
-def _unpickled(path: Path) -> Iterator[Any]:
-    """Yield the metadata of a checkpoint directory; whatever goes wrong with it within is a CheckpointError."""
     try:
-        yield _Unpickler(io.BytesIO((path / METADATA).read_bytes())).load()
+        tree = SafeUnpickler(io.BytesIO((path / METADATA).read_bytes()), _ALLOW_LIST).load()
+        return _convert(tree)
     except FileNotFoundError:
         raise CheckpointError(f"{path} holds no checkpoint: there is no {METADATA} file in it") from None
     except CheckpointError as error:
@@ -90,17 +104,16 @@ def _unpickled(path: Path) -> Iterator[Any]:
         raise CheckpointError(f"{path / METADATA} cannot be read: {type(error).__name__}: {error}") from error
 
 
-def items_by_file(path: Path) -> dict[str, list[ByteRange]]:
-    """Where everything lies in the files of the checkpoint directory ``path``, objects included.
-
-    Raises:
-        CheckpointError: there is no metadata, or it cannot be read.
-    """
-    items: dict[str, list[ByteRange]] = {}
-    with _unpickled(path) as tree:
-        for info in tree.storage_data.values():
-            items.setdefault(str(info.relative_path), []).append(ByteRange(int(info.offset), int(info.length)))
-    return items
+def find_tied_names(tensors: Mapping[str, StoredTensor], names: Iterable[str]) -> dict[str, str]:
+    """Return those of `names` whose tensor is stored under another name too, each with the first of its names."""
+    first_names: dict[tuple[tuple[str, int], ...], str] = {}
+    tied = {}
+    for name in names:
+        items = tuple((piece.file, piece.start) for piece in tensors[name].pieces)
+        first = first_names.setdefault(items, name) if items else name
+        if first != name:
+            tied[name] = first
+    return tied
 
 
 def digest_of_items(path: Path, items: Iterable[ByteRange]) -> str:
@@ -111,95 +124,126 @@ def digest_of_items(path: Path, items: Iterable[ByteRange]) -> str:
     total = xxhash.xxh3_64()
     with open(path, "rb") as file:
         for item in sorted(set(items)):
-            with contextlib.suppress(zipfile.BadZipFile):  # not of torch.save: its place alone counts
-                for info in zipfile.ZipFile(Window(file, item)).infolist():  # type: ignore[arg-type]
+            # An item that torch.save did not write has no checksums: its position alone counts.
+            with contextlib.suppress(zipfile.BadZipFile):
+                for info in zipfile.ZipFile(FileWindow(file, item)).infolist():
                     total.update(f"{info.filename} {info.file_size} {info.CRC}\n".encode())
             total.update(f"{item.start} {item.length}\n".encode())
     return total.hexdigest()
 
 
-class Window(io.RawIOBase):
-    """An item of a file, as a file."""
+class FileWindow(io.RawIOBase):
+    """An item of a file, as a file that can be read."""
 
     def __init__(self, file: IO[bytes], item: ByteRange) -> None:
-        self._file, self._start, self._length, self._at = file, item.start, item.length, 0
+        self._file, self._start, self._length, self._position = file, item.start, item.length, 0
 
     def seekable(self) -> bool:
+        """Return True."""
         return True
 
     def readable(self) -> bool:
+        """Return True."""
         return True
 
     def tell(self) -> int:
-        return self._at
+        """Return the position within the item."""
+        return self._position
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
-        return self._at
+        """Move to a position within the item."""
+        self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
+        return self._position
 
     def read(self, size: int = -1) -> bytes:
-        left = max(self._length - self._at, 0)
-        self._file.seek(self._start + self._at)
-        data = self._file.read(left if size < 0 else min(size, left))
-        self._at += len(data)
+        """Read up to `size` bytes, never past the end of the item."""
+        remaining = max(self._length - self._position, 0)
+        self._file.seek(self._start + self._position)
+        data = self._file.read(remaining if size < 0 else min(size, remaining))
+        self._position += len(data)
         return data
 
 
-def tied(tensors: Mapping[str, StoredTensor], names: Iterable[str]) -> dict[str, str]:
-    """Those of ``names`` that are stored under another name too, and the first name of each."""
-    first: dict[Any, str] = {}
-    found = {}
-    for name in names:
-        places = tuple((piece.file, piece.start) for piece in tensors[name].pieces)
-        kept = first.setdefault(places, name) if places else name
-        if kept != name:
-            found[name] = kept
-    return found
+# -- From torch's records to ours -----------------------------------------------------------------
 
 
-def _stored(name: str, tensor: _Tensor, places: Mapping[Any, Any]) -> StoredTensor:
+def _convert(tree: Any) -> DcpMetadata:
+    """Return the metadata of a checkpoint from the records in its file.
+
+    Raises:
+        CheckpointError: Part of a tensor is missing, or an item lies outside of the checkpoint.
+    """
+    tensors: dict[str, StoredTensor] = {}
+    objects: dict[str, StoredPiece] = {}
+    for name, value in tree.state_dict_metadata.items():
+        name = str(name)
+        if isinstance(value, _TensorRecord):
+            tensors[name] = _convert_tensor(name, value, tree.storage_data)
+        else:
+            objects[name] = _find_piece(name, None, (), tree.storage_data)
+    if not tree.storage_data:
+        raise CheckpointError(f"its {METADATA} file is not a checkpoint's metadata")
+    items: dict[str, list[ByteRange]] = {}
+    for info in tree.storage_data.values():
+        items.setdefault(info.relative_path, []).append(ByteRange(int(info.offset), int(info.length)))
+    for file in items:
+        if not is_file_name(file):
+            raise CheckpointError(f"its {METADATA} file names {file!r}, outside of the checkpoint: it is refused")
+    return DcpMetadata(tensors, objects, items)
+
+
+def _convert_tensor(name: str, tensor: _TensorRecord, storage: Mapping[Any, Any]) -> StoredTensor:
     shape = tuple(tensor.size)
-    pieces = []
-    for chunk in tensor.chunks:
-        info = places.get(_Index(name, tuple(chunk.offsets)))
-        if info is None:
-            raise CheckpointError(f"part of {name} is missing: the checkpoint is incomplete")
-        if getattr(info, "transform_descriptors", None):
-            raise CheckpointError(f"{name} is compressed ({', '.join(info.transform_descriptors)}): not supported")
-        if not is_file_name(info.relative_path):
-            raise CheckpointError(f"{name} is said to lie in {info.relative_path!r}, outside of the checkpoint")
-        place = (info.relative_path, int(info.offset), int(info.length))
-        if place[1] < 0 or place[2] <= 0:
-            raise CheckpointError(f"part of {name} is said to have {place[2]} bytes at {place[1]}: it is damaged")
-        pieces.append(StoredPiece(name, tuple(chunk.offsets), tuple(chunk.sizes), *place))
-    tiles = [(piece.offsets, piece.sizes) for piece in pieces]
-    if sum(math.prod(sizes) for _, sizes in tiles) != math.prod(shape) or not _tile(shape, tiles):
+    pieces = [_find_piece(name, tuple(chunk.offsets), tuple(chunk.sizes), storage) for chunk in tensor.chunks]
+    boxes = [(piece.offsets, piece.sizes) for piece in pieces]
+    if sum(math.prod(sizes) for _, sizes in boxes) != math.prod(shape) or not _are_disjoint(shape, boxes):
         raise CheckpointError(f"part of {name} is missing: the checkpoint is incomplete")
     return StoredTensor(shape, str(tensor.properties.state[0]), tuple(pieces))
 
 
-def _tile(shape: tuple[int, ...], boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
-    """Return whether boxes (offsets and sizes) lie within ``shape`` and no two of them overlap."""
+def _find_piece(
+    name: str, offsets: tuple[int, ...] | None, sizes: tuple[int, ...], storage: Mapping[Any, Any]
+) -> StoredPiece:
+    info = storage.get(_IndexRecord(name, offsets))
+    if info is None:
+        raise CheckpointError(f"part of {name} is missing: the checkpoint is incomplete")
+    start, length = int(info.offset), int(info.length)
+    if start < 0 or length <= 0:
+        raise CheckpointError(f"part of {name} is said to have {length} bytes at {start}: it is damaged")
+    transforms = tuple(getattr(info, "transform_descriptors", None) or ())
+    return StoredPiece(name, offsets or (), sizes, info.relative_path, start, length, transforms)
+
+
+Boxes = Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
+
+
+def _are_disjoint(shape: tuple[int, ...], boxes: Boxes) -> bool:
+    """Return whether boxes (offsets and sizes) lie within `shape` and no two of them overlap."""
     boxes = [box for box in boxes if 0 not in box[1]]
-    cuts = [len({offsets[dim] for offsets, _ in boxes if dim < len(offsets)}) for dim in range(len(shape))]
-    along = cuts.index(max(cuts)) if cuts else 0  # the dimension that is cut most often
-    open_: list[tuple[tuple[int, ...], tuple[int, ...]]] = []  # those that reach as far as the present one begins
-    for offsets, sizes in sorted(boxes, key=lambda box: box[0][along : along + 1]):
+    # The boxes are swept along the dimension that is cut most often, so that few are compared with each other.
+    num_cuts = [len({offsets[dim] for offsets, _ in boxes if dim < len(offsets)}) for dim in range(len(shape))]
+    sweep_dim = num_cuts.index(max(num_cuts)) if num_cuts else 0
+    reaching: list[tuple[tuple[int, ...], tuple[int, ...]]] = []  # Those that reach to where the present one begins.
+    for offsets, sizes in sorted(boxes, key=lambda box: box[0][sweep_dim : sweep_dim + 1]):
         if len(offsets) != len(shape) or len(sizes) != len(shape):
             return False
-        if any(at < 0 or size < 0 or at + size > most for at, size, most in zip(offsets, sizes, shape, strict=True)):
+        bounds = zip(offsets, sizes, shape, strict=True)
+        if any(offset < 0 or size < 0 or offset + size > length for offset, size, length in bounds):
             return False
-        open_ = [box for box in open_ if not shape or box[0][along] + box[1][along] > offsets[along]]
-        for others, extents in open_:
-            dims = zip(offsets, sizes, others, extents, strict=True)
-            if all(at < other + extent and other < at + size for at, size, other, extent in dims):
+        reaching = [box for box in reaching if not shape or box[0][sweep_dim] + box[1][sweep_dim] > offsets[sweep_dim]]
+        for other_offsets, other_sizes in reaching:
+            dims = zip(offsets, sizes, other_offsets, other_sizes, strict=True)
+            if all(a < b + b_size and b < a + a_size for a, a_size, b, b_size in dims):
                 return False
-        open_.append((offsets, sizes))
+        reaching.append((offsets, sizes))
     return True
 
 
+# -- Stand-ins for torch's classes ----------------------------------------------------------------
+
+
 class _Record:
-    """Any of torch's classes."""
+    """Stands for any of torch's classes, with its fields as attributes."""
 
     state: Any
 
@@ -207,59 +251,65 @@ class _Record:
         self.__dict__.update(state if isinstance(state, dict) else {"state": state})
 
 
-class _Tensor(_Record):
+class _TensorRecord(_Record):
     size: tuple[int, ...]
     chunks: list[Any]
     properties: _Record
 
 
-class _Index(_Record):
-    offset: tuple[int, ...] | None = None  # of a tensor's piece
+class _IndexRecord(_Record):
+    """Names a piece of a tensor, or an object, whose offset is None."""
 
-    def __init__(self, fqn: str, offset: tuple[int, ...]) -> None:
+    offset: tuple[int, ...] | None = None
+
+    def __init__(self, fqn: str, offset: tuple[int, ...] | None) -> None:
         self.fqn, self.offset = fqn, offset
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Index) and (self.fqn, self.offset) == (other.fqn, other.offset)
+        return isinstance(other, _IndexRecord) and (self.fqn, self.offset) == (other.fqn, other.offset)
 
     def __hash__(self) -> int:
         return hash((self.fqn, self.offset))
 
 
-def _itself(value: Any) -> Any:
+class _MemoryFormat:
+    """Stands for an enumeration. Nobody looks at its members, which are pickled by value or by name."""
+
+    def __init__(self, member: Any) -> None:
+        if member not in (0, 1, 2, "TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT"):
+            raise CheckpointError(f"its {METADATA} file asks for {member!r} of a memory format: it is refused")
+
+
+def _same(value: Any) -> Any:
     return value
 
 
-def _named(kind: Any, name: Any) -> Any:
-    """An enum's member, as some versions of Python pickle it (3.11.2 is one)."""
-    return name
+_DTYPE = re.compile(r"[a-z]+[0-9a-z_]*")
 
 
-_KNOWN: dict[str, dict[str, Any]] = {
-    "builtins": {"getattr": _named},
-    "torch.distributed.checkpoint.metadata": {
-        "TensorStorageMetadata": _Tensor,
-        "MetadataIndex": _Index,
-        "_MEM_FORMAT_ENCODING": _itself,
+def _dtype_name(module: str, name: str) -> str | None:
+    """Return the name of what may be a dtype: nothing but the name is used."""
+    return name if module == "torch" and _DTYPE.fullmatch(name) else None
+
+
+_METADATA_MODULE = "torch.distributed.checkpoint.metadata"
+_RECORDS = ("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "StorageMeta", "TensorProperties")
+# Python 3.13 pickles paths under pathlib._local.
+_PATHS = [f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in ("Path", "PosixPath")]
+_ALLOW_LIST = AllowList(
+    {
+        f"{_METADATA_MODULE}.TensorStorageMetadata": _TensorRecord,
+        f"{_METADATA_MODULE}.MetadataIndex": _IndexRecord,
+        f"{_METADATA_MODULE}._MEM_FORMAT_ENCODING": _MemoryFormat,
+        "torch.distributed.checkpoint.filesystem._StorageInfo": _Record,
+        "torch.serialization._get_layout": _same,
+        "torch.Size": tuple,
+        "torch.device": _same,
+        "collections.OrderedDict": OrderedDict,
     }
-    | dict.fromkeys(
-        ["BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "StorageMeta", "TensorProperties"], _Record
-    ),
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo": _Record},
-    "torch.serialization": {"_get_layout": _itself},
-    "torch": {"Size": tuple, "device": _itself},
-    "collections": {"OrderedDict": OrderedDict},
-    "pathlib": dict.fromkeys(["Path", "PosixPath"], PurePosixPath),
-    "pathlib._local": dict.fromkeys(["Path", "PosixPath"], PurePosixPath),  # of Python 3.13
-}
-_DTYPE = re.compile(r"[a-z]+[0-9a-z_]*")  # a name is all that becomes of it
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        found = _KNOWN.get(module, {}).get(name)
-        if found is None and module == "torch" and _DTYPE.fullmatch(name):
-            return name
-        if found is None:
-            raise CheckpointError(f"its {METADATA} file holds {module}.{name}, which no checkpoint does: it is refused")
-        return found
+    | {f"{_METADATA_MODULE}.{name}": _Record for name in _RECORDS}
+    | dict.fromkeys(_PATHS, PurePosixPath),
+    find_other=_dtype_name,
+    enums=_MemoryFormat,
+    subject=f"its {METADATA} file",
+)

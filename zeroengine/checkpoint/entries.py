@@ -1,6 +1,6 @@
-"""What a checkpoint holds of an engine: whole tensors by name, each as the boxes that this rank owns.
+"""The tensors of an engine as a checkpoint holds them: by name, each as the boxes that this rank owns.
 
-Names are those that plain PyTorch gives a ``{"model": ..., "optimizer": ...}`` checkpoint:
+Names are those that plain PyTorch gives a `{"model": ..., "optimizer": ...}` checkpoint:
 
     model.blocks.0.up.weight                       the fp32 master, or a frozen parameter or buffer as it is
     optimizer.state.blocks.0.up.weight.exp_avg     the optimizer's state
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from zeroengine.errors import CheckpointError
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.optim.sharded_optimizer import ShardedOptimizer
 from zeroengine.partition.boxes import Box, boxes_of_run
@@ -27,26 +28,44 @@ MODEL, OPTIMIZER = "model.", "optimizer.state."
 
 @dataclass
 class StateEntry:
-    """One whole tensor, and the boxes of it that are here."""
+    """One tensor of the model or the optimizer, and the boxes of it that this rank has.
+
+    Attributes:
+        shape: The shape of the whole tensor.
+        dtype: Its dtype.
+        pieces: The boxes, each with a tensor of the box's sizes.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    pieces: list[tuple[Box, torch.Tensor]] = field(default_factory=list)  # each tensor of its box's sizes
+    pieces: list[tuple[Box, torch.Tensor]] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
-        """Of the pieces that are here."""
-        return sum(piece.nbytes for _, piece in self.pieces)
+        """The size of this rank's boxes in bytes."""
+        return sum(tensor.nbytes for _, tensor in self.pieces)
 
 
 StateEntries = dict[str, StateEntry]
 
 
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the dtype that torch calls `name`, such as "float32".
+
+    Raises:
+        CheckpointError: This version of torch has no such dtype.
+    """
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(f"the checkpoint has tensors of dtype {name}, which torch {torch.__version__} lacks")
+    return dtype
+
+
 class StateIndex:
     """The entries of one engine's model and optimizer.
 
-    Args:
-        once: each element on exactly one rank, as for a save; otherwise all that this rank owns, as for a load.
+    Its methods take `once`: True puts each element on exactly one rank, as a save needs it; False gives all elements
+    that this rank holds, as a load needs them.
     """
 
     def __init__(
@@ -54,81 +73,82 @@ class StateIndex:
     ) -> None:
         self._model, self._units, self._optimizer = model, units, optimizer
         self._rank, self._world_size = rank, world_size
-        self._states = {states.unit: states for states in optimizer.units}
+        self._shards = {shard.unit: shard for shard in optimizer.units}
 
     def aliases(self) -> dict[str, str]:
-        """Further names of tied parameters and shared buffers, and the name that each is kept under."""
-        first: dict[int, str] = {}
-        found: dict[str, str] = {}
-        for kind in (self._model.named_parameters, self._model.named_buffers):
-            for name, tensor in kind(remove_duplicate=False):
+        """Return the further names of tied parameters and shared buffers, with the name that each is stored under."""
+        first_names: dict[int, str] = {}
+        aliases: dict[str, str] = {}
+        for named_tensors in (self._model.named_parameters, self._model.named_buffers):
+            for name, tensor in named_tensors(remove_duplicate=False):
                 name = plain_name(name)
-                kept = first.setdefault(id(tensor), name)
-                if kept != name:
-                    found[name] = kept
-        return found
+                first = first_names.setdefault(id(tensor), name)
+                if first != name:
+                    aliases[name] = first
+        return aliases
 
     def model(self, *, once: bool) -> StateEntries:
-        """Masters, frozen parameters, and persistent buffers."""
+        """Return the masters, frozen parameters and persistent buffers."""
         entries: StateEntries = {}
         for unit in self._units:
-            states = self._states.get(unit)
+            shard = self._shards.get(unit)
             values, degree = (
-                (unit.shard, unit.degrees.parameters) if states is None else (states.master, unit.degrees.optimizer)
+                (unit.shard, unit.degrees.parameters) if shard is None else (shard.master, unit.degrees.optimizer)
             )
             for slot in unit.layout.slots:
                 entries[MODEL + slot.name] = StateEntry(slot.shape, values.dtype)
             for span in self._spans(unit, degree, once):
                 slot = unit.layout.slots[span.param_index]
-                entries[MODEL + slot.name].pieces += _boxed(slot.shape, span, values)
+                entries[MODEL + slot.name].pieces += _boxes_of_span(slot.shape, span, values, span.shard_offset)
         for name, buffer in _persistent_buffers(self._model):
-            entries[MODEL + name] = _replicated(buffer, held=not once or self._rank == 0)
+            entries[MODEL + name] = _replicated(buffer, on_this_rank=not once or self._rank == 0)
         return entries
 
     def optimizer(self, *, once: bool) -> StateEntries:
-        """What the optimizer keeps of each parameter."""
+        """Return the optimizer's state of each parameter."""
         entries: StateEntries = {}
-        for states in self._optimizer.units:
-            unit = states.unit
-            for span in self._spans(unit, unit.degrees.optimizer, once):
-                self._add_state(entries, states, span, once)
+        for shard in self._optimizer.units:
+            for span in self._spans(shard.unit, shard.unit.degrees.optimizer, once):
+                self._add_state(entries, shard, span, once)
         return entries
 
-    def _add_state(self, entries: StateEntries, states: OptimizerShard, span: ShardSpan, once: bool) -> None:
-        slot = states.unit.layout.slots[span.param_index]
-        state = self._optimizer.shard_state.of(states, span)
+    def _add_state(self, entries: StateEntries, shard: OptimizerShard, span: ShardSpan, once: bool) -> None:
+        slot = shard.unit.layout.slots[span.param_index]
+        state = self._optimizer.shard_state.of(shard, span)
         for key, value in (state.numbers | state.elements).items():
             name = f"{OPTIMIZER}{slot.name}.{key}"
             if value.dim() == 0:
+                # Every rank that has part of the parameter has its step. The one with the first element saves it.
                 if not once or span.param_offset == 0:
                     entries[name] = StateEntry((), value.dtype, [(Box((), (), 0), value)])
                 continue
             entry = entries.setdefault(name, StateEntry(slot.shape, value.dtype))
-            entry.pieces += _boxed(slot.shape, span, value, within=True)
+            entry.pieces += _boxes_of_span(slot.shape, span, value, 0)
 
     def _spans(self, unit: Unit, degree: int, once: bool) -> Iterator[ShardSpan]:
-        share = unit.layout.unreplicated_range(self._rank, degree, self._world_size) if once else None
-        return unit.layout.spans(self._rank, degree, share)
+        own_range = unit.layout.unreplicated_range(self._rank, degree, self._world_size) if once else None
+        return unit.layout.spans(self._rank, degree, own_range)
 
 
-def _boxed(
-    shape: tuple[int, ...], span: ShardSpan, values: torch.Tensor, within: bool = False
+def _boxes_of_span(
+    shape: tuple[int, ...], span: ShardSpan, values: torch.Tensor, offset: int
 ) -> list[tuple[Box, torch.Tensor]]:
-    """The boxes of a span, as views of ``values``: the shard, or the span's own elements where ``within``."""
-    base = (0 if within else span.shard_offset) - span.param_offset
-    runs = boxes_of_run(shape, span.param_offset, span.param_offset + span.numel)
-    return [(box, values[base + box.start : base + box.start + box.numel].view(box.sizes)) for box in runs]
+    """Return the boxes of a span as views of `values` (1-D), where the span's first element is at `offset`."""
+    base = offset - span.param_offset
+    boxes = boxes_of_run(shape, span.param_offset, span.param_offset + span.numel)
+    return [(box, values[base + box.start : base + box.start + box.numel].view(box.sizes)) for box in boxes]
 
 
-def _replicated(tensor: torch.Tensor, held: bool) -> StateEntry:
+def _replicated(tensor: torch.Tensor, on_this_rank: bool) -> StateEntry:
     box = Box((0,) * tensor.dim(), tuple(tensor.shape), 0)
-    return StateEntry(tuple(tensor.shape), tensor.dtype, [(box, tensor.detach())] if held else [])
+    return StateEntry(tuple(tensor.shape), tensor.dtype, [(box, tensor.detach())] if on_this_rank else [])
 
 
 def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    seen: set[int] = set()
+    """Yield the buffers that a state dict holds, each once."""
+    yielded: set[int] = set()
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set and id(buffer) not in seen:
-                seen.add(id(buffer))
+            if buffer is not None and name not in module._non_persistent_buffers_set and id(buffer) not in yielded:
+                yielded.add(id(buffer))
                 yield plain_name(f"{prefix}.{name}" if prefix else name), buffer

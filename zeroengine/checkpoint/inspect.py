@@ -1,4 +1,4 @@
-"""What is in a folder of checkpoints. Needs no torch."""
+"""Look at a folder of checkpoints: what is in it, and what is wrong with it. Needs no torch."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from zeroengine.checkpoint.dcp_metadata import EXTRA, METADATA, names_in, read_metadata, tied
-from zeroengine.checkpoint.directory import LATEST, MANIFEST, CheckpointDirectory, Manifest, check_tag, tag_of
+from zeroengine.checkpoint.dcp_metadata import METADATA, ZEROENGINE_PREFIX, find_tied_names, read_metadata
+from zeroengine.checkpoint.directory import LATEST, CheckpointDirectory, check_tag, tag_of
+from zeroengine.checkpoint.manifest import MANIFEST, Manifest, find_damage, read_manifest
 from zeroengine.errors import CheckpointError
 from zeroengine.utils.paths import checked_path
 from zeroengine.utils.progress import progress
 
 WHOLE, DAMAGED, UNFINISHED, UNCHECKED, PLAIN = "whole", "damaged", "unfinished", "not checked", "no checksums"
-THREADS = 4  # files hashed at a time
+NUM_THREADS = 4  # Each hashes one file at a time.
 
 
 def find_checkpoint(folder: str | os.PathLike[str], tag: str | None) -> tuple[Path, Manifest | None]:
-    """The directory of a checkpoint, and what it says of itself; None where plain PyTorch wrote it.
+    """Return the directory of a checkpoint and its manifest, which is None where plain PyTorch wrote it.
 
     Args:
-        folder: of checkpoints, or one checkpoint.
-        tag: the checkpoint's name; the newest where None.
+        folder: A folder of checkpoints, or one checkpoint.
+        tag: The checkpoint's name; the newest where None.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: There is none.
     """
     path = Path(os.path.abspath(checked_path(folder, "the folder of checkpoints", CheckpointError)))
     plain = path if tag is None else path / check_tag(tag)
@@ -44,14 +45,14 @@ def find_checkpoint(folder: str | os.PathLike[str], tag: str | None) -> tuple[Pa
 
 
 def is_plain(path: Path) -> bool:
-    """Whether plain PyTorch wrote the checkpoint in the directory ``path``.
+    """Return whether plain PyTorch wrote the checkpoint in the directory `path`.
 
     Raises:
-        CheckpointError: zeroengine did, and the manifest is missing.
+        CheckpointError: The metadata cannot be read, or zeroengine wrote it and the manifest is missing.
     """
     if not (path / METADATA).is_file() or (path / MANIFEST).is_file():
         return False
-    if any(name.startswith(EXTRA) for name in names_in(path)):
+    if any(name.startswith(ZEROENGINE_PREFIX) for name in read_metadata(path).names):
         raise CheckpointError(
             f"{path} is not whole: zeroengine wrote it, and {MANIFEST} is missing. Copy that file, too; or load "
             "another checkpoint, with tag= or fallback=True."
@@ -61,7 +62,18 @@ def is_plain(path: Path) -> bool:
 
 @dataclass
 class CheckpointInfo:
-    """One checkpoint, or what is left of one."""
+    """One checkpoint, or what is left of one.
+
+    Attributes:
+        tag: Its name.
+        path: Its directory.
+        verdict: WHOLE, DAMAGED, UNFINISHED, UNCHECKED or PLAIN.
+        nbytes: The size of its files in bytes.
+        latest: Whether it is the newest.
+        problems: What is wrong with it, a sentence each.
+        manifest: Its manifest, where it has one that can be read.
+        modified: When its directory was last written to, in seconds since the epoch.
+    """
 
     tag: str
     path: str
@@ -70,26 +82,28 @@ class CheckpointInfo:
     latest: bool = False
     problems: list[str] = field(default_factory=list)
     manifest: Manifest | None = None
-    seen: float = 0.0  # when it was last written to, in seconds of the epoch
+    modified: float = 0.0
 
     @property
     def saved_at(self) -> str:
+        """The time of the save as an ISO date; of the last change, where there is no manifest."""
         if self.manifest is not None:
             return self.manifest.saved_at
-        return datetime.fromtimestamp(self.seen, timezone.utc).isoformat(timespec="seconds")
+        return datetime.fromtimestamp(self.modified, timezone.utc).isoformat(timespec="seconds")
 
     def to_dict(self) -> dict[str, Any]:
-        tree = {key: value for key, value in asdict(self).items() if key not in ("manifest", "seen")}
+        """Return the facts as values that JSON has."""
+        tree = {key: value for key, value in asdict(self).items() if key not in ("manifest", "modified")}
         tree["saved_at"] = self.saved_at
         if self.manifest is not None:
-            own = self.manifest.model_dump(exclude={"config", "param_groups", "loss_scaler", "tag", "saved_at"})
-            tree |= own | {"files": len(own["files"])}
+            fields = self.manifest.model_dump(exclude={"config", "param_groups", "loss_scaler", "tag", "saved_at"})
+            tree |= fields | {"files": len(fields["files"])}
         return tree
 
 
 @dataclass
 class FolderInfo:
-    """What was found, oldest first, and what is wrong with the folder itself."""
+    """The checkpoints of a folder, the oldest first, and what is wrong with the folder itself."""
 
     path: Path
     checkpoints: list[CheckpointInfo]
@@ -97,54 +111,58 @@ class FolderInfo:
 
     @property
     def damaged(self) -> bool:
-        return bool(self.problems) or any(found.verdict == DAMAGED for found in self.checkpoints)
+        """Whether anything is wrong with the folder or a checkpoint."""
+        return bool(self.problems) or any(checkpoint.verdict == DAMAGED for checkpoint in self.checkpoints)
 
 
 def inspect_folder(folder: str | os.PathLike[str], tag: str | None = None, *, verify: bool = True) -> FolderInfo:
-    """What is in ``folder``: a folder of checkpoints, or one checkpoint.
+    """Return what is in a folder of checkpoints, or in one checkpoint.
 
     Args:
-        tag: of this checkpoint alone.
-        verify: read every file and compare checksums; otherwise sizes only.
+        folder: The folder, or the checkpoint.
+        tag: Look at this checkpoint alone.
+        verify: Read every file and compare checksums; otherwise compare sizes only.
 
     Raises:
-        CheckpointError: there is nothing.
+        CheckpointError: There is nothing.
     """
     path = Path(os.path.abspath(checked_path(folder, "the folder of checkpoints", CheckpointError)))
     if tag is None and ((path / MANIFEST).is_file() or (path / METADATA).is_file()):
-        found, problems = [_inspect_checkpoint(path, path.name)], []
+        checkpoints, problems = [_inspect_checkpoint(path, path.name)], []
     else:
-        found = [one for one in _scan(path) if tag is None or one.tag == check_tag(tag)]
-        problems = _mark_latest(path, found) if tag is None or found else []
-        if not found and not problems:
-            find_checkpoint(path, tag)  # says what is wrong
+        checkpoints = [info for info in _inspect_all(path) if tag is None or info.tag == check_tag(tag)]
+        problems = _mark_latest(path, checkpoints) if tag is None or checkpoints else []
+        if not checkpoints and not problems:
+            # This raises an error that says what is wrong, except where there is nothing to say.
+            find_checkpoint(path, tag)
             raise CheckpointError(f"{path} holds no checkpoint")
-    _check(found, verify)
-    return FolderInfo(path, found, problems)
+    _check_files(checkpoints, verify)
+    return FolderInfo(path, checkpoints, problems)
 
 
-def _scan(path: Path) -> list[CheckpointInfo]:
+def _inspect_all(path: Path) -> list[CheckpointInfo]:
     if not path.is_dir():
         return []
-    found = [one for entry in path.iterdir() if entry.is_dir() for one in _entry(path, entry)]
-    return sorted(found, key=_age)
+    entries = [entry for entry in path.iterdir() if entry.is_dir()]
+    return sorted((info for entry in entries for info in _inspect_entry(path, entry)), key=_age)
 
 
-def _age(found: CheckpointInfo) -> tuple[int, str, float, str]:
-    """As ``CheckpointDirectory.tags``; first come those that do not say when they were saved."""
-    if found.manifest is None:
-        return -1, "", found.seen, found.tag
-    return *found.manifest.order, found.seen, found.tag
+def _age(info: CheckpointInfo) -> tuple[int, str, float, str]:
+    """Return the key that orders checkpoints as `CheckpointDirectory.tags`, those without a manifest first."""
+    if info.manifest is None:
+        return -1, "", info.modified, info.tag
+    return *info.manifest.order, info.modified, info.tag
 
 
-def _entry(path: Path, entry: Path) -> Iterator[CheckpointInfo]:
+def _inspect_entry(path: Path, entry: Path) -> Iterator[CheckpointInfo]:
+    """Yield the checkpoint that a directory is, if it is one."""
     name = entry.name
     if name.startswith(".") and name.endswith(".writing"):
-        yield CheckpointInfo(tag_of(name), str(entry), UNFINISHED, _size(entry), seen=entry.stat().st_mtime)
+        yield CheckpointInfo(tag_of(name), str(entry), UNFINISHED, _size(entry), modified=entry.stat().st_mtime)
     elif name.startswith(".") and name.endswith(".replaced"):
-        tag = tag_of(name)
-        if not (path / tag).exists():  # its writer died between two renames: it counts
-            yield _inspect_checkpoint(entry, tag)
+        # A writer that died between two renames left the only checkpoint of the tag here.
+        if not (path / tag_of(name)).exists():
+            yield _inspect_checkpoint(entry, tag_of(name))
     elif not name.startswith(".") and any(
         (entry / MANIFEST).is_file() or file.name == METADATA or file.suffix == ".distcp" for file in entry.iterdir()
     ):
@@ -152,101 +170,88 @@ def _entry(path: Path, entry: Path) -> Iterator[CheckpointInfo]:
 
 
 def _inspect_checkpoint(path: Path, tag: str) -> CheckpointInfo:
-    found = CheckpointInfo(tag, str(path), UNCHECKED, _size(path), seen=path.stat().st_mtime)
-    if (path / MANIFEST).is_file():
-        try:
-            found.manifest = CheckpointDirectory(path.parent).manifest(tag)
-        except CheckpointError as error:
-            found.verdict, found.problems = DAMAGED, [str(error)]
-    elif (path / METADATA).is_file():
-        found.verdict = PLAIN
-        try:
-            is_plain(path)
-        except CheckpointError as error:
-            found.verdict, found.problems = DAMAGED, [str(error)]
-    else:
-        found.verdict, found.problems = DAMAGED, [f"{path} has neither {MANIFEST} nor {METADATA}"]
-    return found
+    info = CheckpointInfo(tag, str(path), UNCHECKED, _size(path), modified=path.stat().st_mtime)
+    try:
+        if (path / MANIFEST).is_file():
+            info.manifest = read_manifest(path / MANIFEST)
+        elif is_plain(path):
+            info.verdict = PLAIN
+        else:
+            raise CheckpointError(f"{path} has neither {MANIFEST} nor {METADATA}")
+    except CheckpointError as error:
+        info.verdict, info.problems = DAMAGED, [str(error)]
+    return info
 
 
 def _size(path: Path) -> int:
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
-def _mark_latest(path: Path, found: list[CheckpointInfo]) -> list[str]:
-    whole = [one for one in found if one.manifest is not None]
+def _mark_latest(path: Path, checkpoints: list[CheckpointInfo]) -> list[str]:
+    """Mark the newest checkpoint, and return what is wrong with the file that names it."""
     if not (path / LATEST).is_file():
-        if whole:
-            whole[-1].latest = True
+        for info in [info for info in checkpoints if info.manifest is not None][-1:]:
+            info.latest = True
         return []
     try:
         tag = CheckpointDirectory(path).latest()
     except (OSError, ValueError) as error:
         return [f"{path / LATEST} cannot be read: {error}"]
-    for one in found:
-        one.latest = one.tag == tag and one.verdict != UNFINISHED
-    if not (path / tag).is_dir() and not any(one.latest for one in found):
+    for info in checkpoints:
+        info.latest = info.tag == tag and info.verdict != UNFINISHED
+    if not (path / tag).is_dir() and not any(info.latest for info in checkpoints):
         return [f"{path / LATEST} names {tag!r}, which is not there"]
     return []
 
 
-def _check(found: list[CheckpointInfo], verify: bool) -> None:
-    """Looks at every file that a manifest lists."""
-    checked = [one for one in found if one.manifest is not None]
-    files = [(one, name) for one in checked for name in (one.manifest.files if one.manifest else ())]
-    total = sum(one.manifest.nbytes for one in checked if one.manifest is not None)
+def _check_files(checkpoints: list[CheckpointInfo], verify: bool) -> None:
+    """Look at every file that a manifest lists, and set the verdicts."""
+    checked = [(info, info.manifest) for info in checkpoints if info.manifest is not None]
+    files = [(info, manifest, name) for info, manifest in checked for name in manifest.files]
+    total = sum(manifest.nbytes for _, manifest in checked)
+    with progress("checking", total, verify) as report, ThreadPoolExecutor(NUM_THREADS) as threads:
 
-    with progress("checking", total, verify) as report, ThreadPoolExecutor(THREADS) as threads:
+        def problems_of(file: tuple[CheckpointInfo, Manifest, str]) -> list[str]:
+            info, manifest, name = file
+            return find_damage(Path(info.path), manifest, [name], verify=verify, report=report)
 
-        def problems_of(file: tuple[CheckpointInfo, str]) -> list[str]:
-            one, name = file
-            assert one.manifest is not None
-            if verify:
-                return CheckpointDirectory(Path(one.path).parent).damage(one.tag, [name], report)
-            return _size_damage(Path(one.path) / name, one.manifest.files[name].bytes)
-
-        for (one, _), problems in zip(files, threads.map(problems_of, files), strict=True):
-            one.problems += problems
-    for one in checked:
-        one.verdict = DAMAGED if one.problems else WHOLE if verify else UNCHECKED
-
-
-def _size_damage(path: Path, expected: int) -> list[str]:
-    try:
-        size = path.stat().st_size
-    except OSError as error:
-        return [f"{path} cannot be read: {error.strerror}"]
-    return [] if size == expected else [f"{path} has {size:,} bytes, not {expected:,}"]
+        for (info, _, _), problems in zip(files, threads.map(problems_of, files), strict=True):
+            info.problems += problems
+    for info, _ in checked:
+        info.verdict = DAMAGED if info.problems else WHOLE if verify else UNCHECKED
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor of a checkpoint."""
+    """A tensor of a checkpoint.
+
+    Attributes:
+        nbytes: Its size in bytes.
+        tied_to: The name that it is stored under, where that is another one.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     nbytes: int
-    tied_to: str | None = None  # stored once, under that name
+    tied_to: str | None = None
 
 
 def list_tensors(path: Path) -> list[TensorInfo]:
-    """The tensors of the checkpoint in ``path``, by name.
+    """Return the tensors of the checkpoint in the directory `path`, by name.
 
     Raises:
-        CheckpointError: its metadata is missing or damaged.
+        CheckpointError: The checkpoint's metadata is missing or damaged.
     """
-    stored = read_metadata(path)
-    aliases = tied(stored, stored)
+    tensors = read_metadata(path).tensors
+    tied = find_tied_names(tensors, tensors)
     return [
-        TensorInfo(
-            name, tensor.shape, tensor.dtype, math.prod(tensor.shape) * _itemsize(tensor.dtype), aliases.get(name)
-        )
-        for name, tensor in sorted(stored.items())
+        TensorInfo(name, tensor.shape, tensor.dtype, math.prod(tensor.shape) * _itemsize(tensor.dtype), tied.get(name))
+        for name, tensor in sorted(tensors.items())
     ]
 
 
 def _itemsize(dtype: str) -> int:
-    """Bytes of an element: ``float8_e5m2`` has 8 bits, ``complex64`` 64."""
-    found = re.search(r"\d+", dtype)
-    return int(found[0]) // 8 if found is not None else 1
+    """Return the bytes of an element, from the bits in the dtype's name: `float8_e5m2` has 8, `complex64` has 64."""
+    bits = re.search(r"\d+", dtype)
+    return int(bits[0]) // 8 if bits is not None else 1

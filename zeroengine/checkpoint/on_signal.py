@@ -2,10 +2,10 @@
 
 [Note: Agreement on a signal]
 Ranks get a signal at different moments, some perhaps never, and all must save after the same step. At the end of some
-steps every rank begins a sum over ranks of whether it has had the signal, and takes it in at the end of the step after
-that. So all ranks learn at the same step that one of them had the signal. The sum travels over Gloo beside the step in
-between, and nothing waits for it, unless a rank is a whole step behind. Short steps need no sum each: rank 0, which
-knows how long they take, says in the sum how many steps later the next one begins.
+steps every rank begins an all-reduce of whether it has had the signal, and reads the sum at the end of the step after
+that. So all ranks learn at the same step that one of them had the signal. The all-reduce travels over Gloo beside the
+step in between, and nothing waits for it, unless a rank is a whole step behind. Short steps need no all-reduce each:
+rank 0, which measures how long they take, adds to the sum how many steps later the next one begins.
 """
 
 from __future__ import annotations
@@ -31,48 +31,54 @@ from zeroengine.utils.launcher_environment import RESTART_EXIT_CODE
 from zeroengine.utils.paths import checked_path
 
 log = logging.getLogger("zeroengine")
-EVERY_S = 1.0  # seconds between two sums, where steps are shorter
-MOST_STEPS = 100  # between two sums: steps may take longer from now on
-LAST_SUM = timedelta(seconds=5)  # for the other ranks to come to the end of the last step
+INTERVAL_S = 1.0  # Seconds between two all-reduces, where steps are shorter.
+MAX_STEPS = 100  # Steps between two all-reduces: later steps may take longer.
+LAST_REDUCE_TIMEOUT = timedelta(seconds=5)  # For the other ranks to reach the end of the last step.
 
 
 class SavingEngine(Protocol):
-    """What an engine does for this module."""
+    """What this module needs of an engine."""
 
     global_steps: int
 
-    def save_checkpoint(self, directory: str) -> None: ...
-    def wait_for_checkpoint(self) -> None: ...
+    def save_checkpoint(self, directory: str) -> None:
+        """Save a checkpoint in the folder `directory`."""
+
+    def wait_for_checkpoint(self) -> None:
+        """Return when the checkpoint is on the disk."""
 
 
 class SaveOnSignal:
-    """Listens for the signal on one rank. Made, closed and asked at the end of each step on all ranks together.
+    """Listens for the signal on one rank. All ranks construct, query and close it together.
 
     Args:
-        config: names a signal and a folder under ``checkpoint``.
+        config: A configuration that names a signal and a folder under `checkpoint`.
+        group: All ranks.
 
     Raises:
-        ZeroEngineError: on every rank; the folder cannot be made, or this thread or process cannot listen.
+        ZeroEngineError: On every rank; the folder cannot be made, or this thread or process cannot listen.
     """
 
-    _listening: SaveOnSignal | None = None  # of this process
+    _listener: SaveOnSignal | None = None  # The one that listens in this process.
 
     def __init__(self, config: Config, group: Group) -> None:
         self._group, self._received = group, False
         self._number = signal.Signals[str(config.checkpoint.on_signal)]
-        self._sum: tuple[dist.Work, torch.Tensor] | None = None  # of how many have had it; steps to the next sum
-        self._steps_to_sum = self._steps = 1
-        self._began = time.monotonic()  # when the last sum did, `_steps` before
+        # The all-reduce under way: the number of ranks that have the signal, and the steps to the next all-reduce.
+        self._pending: tuple[dist.Work, torch.Tensor] | None = None
+        self._steps_to_reduce = 1
+        self._steps_since_reduce = 1
+        self._last_reduce_time = time.monotonic()
         with group.collective_errors("to initialize"):
             self._directory = checked_path(config.checkpoint.directory, "checkpoint.directory")
             self._check()
             if group.rank == 0:
                 self._make_directory()
-        alone = group.world_size == 1 or group.backend == "fake"
-        self._gloo = None if alone else group.new_group("gloo")
-        self._previous = signal.signal(self._number, self._handle)
-        SaveOnSignal._listening = self
-        atexit.register(self._finish_sum)
+        is_alone = group.world_size == 1 or group.backend == "fake"
+        self._gloo_group = None if is_alone else group.new_group("gloo")
+        self._previous_handler = signal.signal(self._number, self._handle)
+        SaveOnSignal._listener = self
+        atexit.register(self._finish_reduce)
 
     def _check(self) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -80,14 +86,14 @@ class SaveOnSignal:
                 "checkpoint.on_signal: Python hears signals in its main thread. Call initialize() there, or write "
                 '"on_signal": null and save in a handler of your own.'
             )
-        if SaveOnSignal._listening is not None:
+        if SaveOnSignal._listener is not None:
             raise ZeroEngineError(
                 "checkpoint.on_signal: another engine of this process saves at a signal, and then ends the process. "
                 'Close that engine first; or write "on_signal": null for both, and save both yourself.'
             )
 
     def _make_directory(self) -> None:
-        """Find out now, rather than when the time is over, whether the folder can be had."""
+        """Make the folder now: when the signal comes it is too late for an error."""
         try:
             Path(self._directory).mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -97,44 +103,44 @@ class SaveOnSignal:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._received = True
-        if callable(self._previous):
-            self._previous(number, frame)
+        if callable(self._previous_handler):
+            self._previous_handler(number, frame)
 
     def is_due(self) -> bool:
-        """Return whether the ranks save now. Called at the end of each step; the same answer on all ranks."""
-        if self._gloo is None:
+        """Return whether the ranks save now, at the end of a step; the same answer on all ranks."""
+        if self._gloo_group is None:
             return self._received
-        if self._sum is not None:
-            work, values = self._sum
+        if self._pending is not None:
+            work, values = self._pending
             with self._group.long_wait("agree on a signal"):
                 work.wait()
-            self._sum = None
-            received, self._steps_to_sum = values.tolist()
+            self._pending = None
+            received, self._steps_to_reduce = values.tolist()
             if received:
                 return True
-        self._steps_to_sum -= 1
-        self._steps += 1
-        if self._steps_to_sum == 0:
-            steps = self._steps_between_sums() if self._group.rank == 0 else 0
+        self._steps_to_reduce -= 1
+        self._steps_since_reduce += 1
+        if self._steps_to_reduce == 0:
+            steps = self._steps_per_interval() if self._group.rank == 0 else 0
             values = torch.tensor([int(self._received), steps], device="cpu")
-            work = dist.all_reduce(values, group=self._gloo, async_op=True)
+            work = dist.all_reduce(values, group=self._gloo_group, async_op=True)
             assert work is not None
-            self._sum = (work, values)
+            self._pending = (work, values)
         return False
 
-    def _steps_between_sums(self) -> int:
-        """Return how many steps take EVERY_S, by those since the last sum."""
+    def _steps_per_interval(self) -> int:
+        """Return the number of steps in INTERVAL_S, by the time of those since the last all-reduce."""
         now = time.monotonic()
-        per_second = self._steps / max(now - self._began, 1e-9)
-        self._steps, self._began = 0, now
-        return max(1, min(MOST_STEPS, int(per_second * EVERY_S)))
+        per_second = self._steps_since_reduce / max(now - self._last_reduce_time, 1e-9)
+        self._steps_since_reduce, self._last_reduce_time = 0, now
+        return max(1, min(MAX_STEPS, int(per_second * INTERVAL_S)))
 
     def save_and_exit(self, engine: SavingEngine) -> None:
-        """Save, and end this rank with an exit code that says so.
+        """Save, and end this rank with an exit code that asks for a restart.
 
         Raises:
-            CheckpointError: on every rank; there is no such checkpoint then.
-            SystemExit: the checkpoint is there.
+            CheckpointError: On every rank; there is no such checkpoint then.
+            SystemExit: The checkpoint is saved.
         """
         engine.save_checkpoint(self._directory)
         engine.wait_for_checkpoint()
@@ -149,17 +155,18 @@ class SaveOnSignal:
         raise SystemExit(RESTART_EXIT_CODE)
 
     def close(self) -> None:
-        """Leave the signal to whoever had it before."""
-        if SaveOnSignal._listening is self:
-            SaveOnSignal._listening = None
+        """Put the signal's previous handler back."""
+        if SaveOnSignal._listener is self:
+            SaveOnSignal._listener = None
+            # A handler that somebody installed since then stays.
             if signal.getsignal(self._number) == self._handle:
-                signal.signal(self._number, self._previous)
-        self._finish_sum()
-        atexit.unregister(self._finish_sum)
+                signal.signal(self._number, self._previous_handler)
+        self._finish_reduce()
+        atexit.unregister(self._finish_reduce)
 
-    def _finish_sum(self) -> None:
-        """Let the last sum end before the process does: others wait for it. Not for long, as one may be gone."""
-        (work, _), self._sum = self._sum or (None, None), None
+    def _finish_reduce(self) -> None:
+        """Wait for the all-reduce under way, since other ranks need this one; not for long, as one may have died."""
+        (work, _), self._pending = self._pending or (None, None), None
         if work is not None:
             with contextlib.suppress(RuntimeError):
-                work.wait(LAST_SUM)
+                work.wait(LAST_REDUCE_TIMEOUT)

@@ -1,110 +1,92 @@
-"""An engine's state as a snapshot to save."""
+"""Collect an engine's state for a checkpoint."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import json
-import random
-import sys
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
-from torch import nn
 
-from zeroengine.checkpoint.dcp_metadata import EXTRA
-from zeroengine.checkpoint.entries import MODEL, StateEntries, StateEntry, StateIndex
-from zeroengine.comm.group import Group
-from zeroengine.config import Config
+from zeroengine.checkpoint.dcp_metadata import ZEROENGINE_PREFIX
+from zeroengine.checkpoint.engine_parts import EngineParts
+from zeroengine.checkpoint.entries import MODEL, StateEntries, StateEntry
+from zeroengine.checkpoint.param_groups import named_param_groups
+from zeroengine.checkpoint.random_states import random_states
 from zeroengine.errors import CheckpointError
-from zeroengine.optim.loss_scaler import LossScaler
-from zeroengine.optim.sharded_optimizer import ShardedOptimizer
-from zeroengine.runtime.unit import Unit
 
-SHOWN = 10  # of what is wrong
+ALIGNMENT = 64  # Bytes; a multiple of every dtype's size.
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Everything that a checkpoint holds, as one rank sees it."""
+    """Everything that one rank contributes to a checkpoint.
+
+    Attributes:
+        entries: The tensors by name, with this rank's boxes.
+        objects: Further values by name, from this rank alone.
+        aliases: Further names, and the entries that they stand for.
+        about: The fields of the manifest that the engine knows.
+    """
 
     entries: StateEntries
-    objects: dict[str, Any]  # by name, from this rank alone
+    objects: dict[str, Any]
     aliases: dict[str, str]
-    about: dict[str, Any]  # the manifest's fields that the engine knows
+    about: dict[str, Any]
 
     def copied(self, memory: torch.Tensor) -> Snapshot:
-        """With tensors of its own in ``memory``: bytes in CPU memory, at least ``copy_bytes`` of them."""
+        """Return a snapshot whose tensors are copies.
+
+        Args:
+            memory: Bytes of CPU memory to copy to, at least `copy_bytes` of them.
+        """
         end = 0
         entries = {}
         for name, entry in self.entries.items():
             pieces = []
             for box, tensor in entry.pieces:
-                own = memory[end : end + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-                pieces.append((box, own.copy_(tensor.detach())))
+                copy = memory[end : end + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                pieces.append((box, copy.copy_(tensor.detach())))
                 end += _aligned(tensor.nbytes)
             entries[name] = StateEntry(entry.shape, entry.dtype, pieces)
         return Snapshot(entries, self.objects, self.aliases, self.about)
 
     @property
     def copy_bytes(self) -> int:
+        """The memory that a copy takes, in bytes."""
         return sum(_aligned(tensor.nbytes) for entry in self.entries.values() for _, tensor in entry.pieces)
 
     @property
     def nbytes(self) -> int:
+        """The size of all tensors in bytes."""
         return sum(entry.nbytes for entry in self.entries.values())
 
 
 def _aligned(nbytes: int) -> int:
-    """To a multiple of every dtype's size."""
-    return -(-nbytes // 64) * 64
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-@dataclass(frozen=True)
-class EngineParts:
-    """The parts of an engine that have state, and what they need to be put back."""
+def take_snapshot(parts: EngineParts, client_state: Any) -> Snapshot:
+    """Return what a checkpoint of the engine holds.
 
-    module: nn.Module
-    units: Sequence[Unit]
-    optimizer: ShardedOptimizer
-    lr_scheduler: Any
-    scaler: LossScaler
-    config: Config
-    group: Group
-    counters: Callable[[], dict[str, int]]
-    republish: Callable[[], None]  # masters were written: everybody computes with their values from now on
-    stateful: Mapping[str, Any]  # the user's own, by name
-    on_disk: bool = False  # whether any state is
-    evict: Callable[[], None] = lambda: None  # gives back the memory that using states on disk took
-
-    @property
-    def state_index(self) -> StateIndex:
-        return StateIndex(self.module, self.units, self.optimizer, self.group.rank, self.group.world_size)
-
-    @property
-    def names(self) -> dict[nn.Parameter, str]:
-        return {p: s.name for u in self.units for p, s in zip(u.params, u.layout.slots, strict=True)}
-
-
-def snapshot(parts: EngineParts, client_state: Any) -> Snapshot:
-    """What a checkpoint of ``parts`` holds. Tensors are views: they must stay until it is saved.
+    Tensors are views of the engine's states, which must not change until they are saved or copied.
 
     Raises:
-        CheckpointError: ``client_state`` or the schedule holds objects that no checkpoint may.
+        CheckpointError: `client_state`, the schedule or a registered object holds objects that no checkpoint may.
     """
     state_index, rank = parts.state_index, parts.group.rank
-    objects: dict[str, Any] = {f"{EXTRA}rank.{rank}": random_states(parts.group.device)}
+    objects: dict[str, Any] = {f"{ZEROENGINE_PREFIX}rank.{rank}": random_states(parts.group.device)}
     for name, stateful in parts.stateful.items():
         objects[stateful_name(name, rank)] = storable(f"the state of {name!r}", stateful.state_dict())
-    groups = param_groups(parts)
+    groups = named_param_groups(parts)
     if rank == 0:
-        objects[f"{EXTRA}client_state"] = storable("client_state", client_state)
+        objects[f"{ZEROENGINE_PREFIX}client_state"] = storable("client_state", client_state)
         if parts.lr_scheduler is not None:
-            objects[f"{EXTRA}lr_scheduler"] = storable("the LR schedule", parts.lr_scheduler.state_dict())
+            objects[f"{ZEROENGINE_PREFIX}lr_scheduler"] = storable("the LR schedule", parts.lr_scheduler.state_dict())
         for i, group in enumerate(groups):
             objects |= {f"optimizer.param_groups.{i}.{key}": value for key, value in group.items()}
     counters = parts.counters()
@@ -117,26 +99,27 @@ def snapshot(parts: EngineParts, client_state: Any) -> Snapshot:
         "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "versions": versions(),
         "counters": counters,
-        "param_groups": json.loads(json.dumps(groups, default=_as_number)),
+        "param_groups": json.loads(json.dumps(groups, default=_as_plain)),
         "loss_scaler": parts.scaler.state_dict() if parts.config.scales_loss else {},
         "config": parts.config.to_dict(),
     }
     entries = state_index.model(once=True) | state_index.optimizer(once=True)
-    aliases = {MODEL + alias: MODEL + kept for alias, kept in state_index.aliases().items()}
+    aliases = {MODEL + alias: MODEL + name for alias, name in state_index.aliases().items()}
     return Snapshot(entries, objects, aliases, about)
 
 
-def _as_number(value: Any) -> Any:
-    """A tensor, such as a learning rate that a captured step reads, or a number of NumPy's as plain numbers."""
+def _as_plain(value: Any) -> Any:
+    """Return a tensor, such as a learning rate that a captured step reads, or a NumPy number as plain numbers."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def stateful_name(name: str, rank: int) -> str:
-    return f"{EXTRA}stateful.{rank}.{name}"
+    """Return the name in a checkpoint of a registered object's state on a rank."""
+    return f"{ZEROENGINE_PREFIX}stateful.{rank}.{name}"
 
 
 def versions() -> dict[str, str]:
-    """Of zeroengine and torch; a checkout that is not installed has none."""
+    """Return the versions of zeroengine and torch; a checkout that is not installed has none."""
     found = {}
     for name in ("zeroengine", "torch"):
         with contextlib.suppress(PackageNotFoundError):
@@ -144,21 +127,15 @@ def versions() -> dict[str, str]:
     return found
 
 
-def param_groups(parts: EngineParts) -> list[dict[str, Any]]:
-    """The optimizer's groups, with names for parameters."""
-    names = parts.names
-    return [
-        {key: value for key, value in group.items() if key != "params"}
-        | {"params": [names[p] for p in group["params"]]}
-        for group in parts.optimizer.param_groups
-    ]
+def storable(description: str, value: Any) -> Any:
+    """Return a copy of `value` as a checkpoint gives it back, with tensors on the CPU: a reader may have no GPU.
 
-
-def storable(what: str, value: Any) -> Any:
-    """A copy of ``value`` as a checkpoint gives it back, with tensors on the CPU: another machine may have no GPU.
+    Args:
+        description: What `value` is, for the message.
+        value: What the user wants to save.
 
     Raises:
-        CheckpointError: it holds objects that no checkpoint may.
+        CheckpointError: It holds objects that no checkpoint may.
     """
     try:
         stream = io.BytesIO()
@@ -167,29 +144,6 @@ def storable(what: str, value: Any) -> Any:
         return torch.load(stream, map_location="cpu", weights_only=True)
     except Exception as error:
         raise CheckpointError(
-            f"{what} cannot be kept in a checkpoint: {str(error).splitlines()[0]}. It may hold tensors, numbers, "
-            "strings, None, and lists, tuples and dicts of them: loading other objects would run code."
+            f"{description} cannot be kept in a checkpoint: {str(error).splitlines()[0]}. It may hold tensors, "
+            "numbers, strings, None, and lists, tuples and dicts of them: loading other objects would run code."
         ) from error
-
-
-def random_states(device: torch.device) -> dict[str, Any]:
-    """This process's random generators: Python's, NumPy's where it is imported, torch's."""
-    states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if "numpy" in sys.modules:
-        kind, keys, *rest = sys.modules["numpy"].random.get_state()
-        states["numpy"] = (kind, torch.from_numpy(keys.astype("int64")), *rest)
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    return states
-
-
-def set_random_states(states: Mapping[str, Any], device: torch.device) -> None:
-    random.setstate(states["python"])
-    torch.set_rng_state(states["torch"])
-    if "numpy" in states:
-        import numpy
-
-        kind, keys, *rest = states["numpy"]
-        numpy.random.set_state((kind, keys.numpy().astype("uint32"), *rest))
-    if "cuda" in states and device.type == "cuda":
-        torch.cuda.set_rng_state(states["cuda"], device)

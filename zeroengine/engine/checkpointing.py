@@ -16,8 +16,8 @@ from zeroengine.errors import ZeroEngineError
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
 
+    from zeroengine.checkpoint.engine_parts import EngineParts
     from zeroengine.checkpoint.manager import CheckpointManager
-    from zeroengine.checkpoint.snapshot import EngineParts
     from zeroengine.weights.live_weights import LoadResult, Weights
 
 
@@ -202,7 +202,7 @@ class EngineCheckpoints:
         self._parts.accumulation.micro_steps = micro_steps
 
     def _stateful_parts(self) -> EngineParts:
-        from zeroengine.checkpoint.snapshot import EngineParts
+        from zeroengine.checkpoint.engine_parts import EngineParts
 
         parts = self._parts
         return EngineParts(

@@ -1,4 +1,4 @@
-"""A progress bar of bytes, where there is a terminal to show it."""
+"""Show a progress bar, where there is a terminal to show it."""
 
 from __future__ import annotations
 
@@ -6,38 +6,42 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 
-RELEASE_BYTES = 1 << 26
+EVICT_BYTES = 1 << 26
+
+Report = Callable[[int], None]  # Takes the amount done since its last call, in bytes where nothing else is said.
 
 
-def releasing(report: Callable[[int], None], evict: Callable[[], None]) -> Callable[[int], None]:
-    """``report`` that calls ``evict`` every 64 MiB, so that states on disk do not fill the memory as they pass."""
-    since = 0
+def ignore_progress(amount: int) -> None:
+    """Ignore what is reported."""
 
-    def both(done: int) -> None:
-        nonlocal since
-        report(done)
-        since += done
-        if since >= RELEASE_BYTES:
-            since = 0
+
+def evicting(report: Report, evict: Callable[[], None]) -> Report:
+    """Return a `report` that also calls `evict` every 64 MiB, so that states on disk do not fill the memory."""
+    pending = 0
+
+    def report_and_evict(nbytes: int) -> None:
+        nonlocal pending
+        report(nbytes)
+        pending += nbytes
+        if pending >= EVICT_BYTES:
+            pending = 0
             evict()
 
-    return both
+    return report_and_evict
 
 
 @contextlib.contextmanager
-def progress(
-    description: str, total: int, shown: bool = True, *, in_bytes: bool = True
-) -> Iterator[Callable[[int], None]]:
+def progress(description: str, total: int, shown: bool = True, *, in_bytes: bool = True) -> Iterator[Report]:
     """Show a progress bar on a terminal, and yield a function to be called with the amount done since its last call.
 
     Args:
         description: The label of the bar.
         total: The amount that is to be done.
-        shown: False to show nothing.
+        shown: False shows nothing, as on all ranks but the first.
         in_bytes: Whether amounts are bytes; otherwise they are counts.
     """
     if not (shown and sys.stderr.isatty()):
-        yield lambda done: None
+        yield ignore_progress
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn

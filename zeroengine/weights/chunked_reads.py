@@ -1,7 +1,7 @@
-"""Tensors in the files of a DCP checkpoint, read as the files lie: each once, from its start to its end, in chunks.
+"""Read tensors from the files of a DCP checkpoint in bounded memory, each file once and from start to end.
 
-A file is a row of items, each of them what ``torch.save`` makes of one tensor: a zip archive that compresses nothing.
-So a tensor's bytes lie side by side somewhere within it, and a few bytes around them say where and of what dtype.
+A file is a row of items, each of them a zip archive that `torch.save` wrote for one tensor, without compression. So a
+tensor's bytes lie side by side within the file, and a few bytes around them say where and of what dtype.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import math
 import os
-import pickle
 import zipfile
 import zlib
 from collections import OrderedDict, deque
@@ -22,13 +21,15 @@ from typing import Any
 import torch
 import xxhash
 
-from zeroengine.checkpoint.dcp_metadata import ByteRange, StoredPiece, Window
+from zeroengine.checkpoint.dcp_metadata import ByteRange, FileWindow, StoredPiece
 from zeroengine.errors import CheckpointError
+from zeroengine.utils.progress import Report
+from zeroengine.utils.safe_pickle import AllowList, SafeUnpickler
 
-CHUNK = 1 << 22  # bytes; a multiple of every dtype's size
-NUM_BUFFERS = 4  # of a chunk each
-AHEAD = 1 << 24  # bytes that the system is asked to read on
-STORAGES = {
+CHUNK = 1 << 22  # Bytes; a multiple of every dtype's size.
+NUM_BUFFERS = 4  # Of a chunk each.
+READAHEAD = 1 << 24  # Bytes that the system is asked to read beforehand.
+STORAGE_DTYPES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
     "HalfStorage": torch.float16,
@@ -42,196 +43,233 @@ STORAGES = {
     "ComplexFloatStorage": torch.complex64,
 }
 
-Take = Callable[
-    [StoredPiece, int, torch.Tensor], None
-]  # its elements from the first given on, 1-D; good until it returns
+# Takes some of a piece's elements: the piece, the index of the first of them, and their values (1-D), which are valid
+# until it returns.
+TakeValues = Callable[[StoredPiece, int, torch.Tensor], None]
 
 
 @dataclass(frozen=True)
 class LocatedPiece:
-    """A piece, and where its elements are."""
+    """A piece, and where its elements are.
+
+    Attributes:
+        start: The first byte of its elements within the file.
+        dtype: The dtype of its elements; None where it is not known, and the item must be loaded as a whole.
+        crc: The CRC-32 of the elements' bytes; 0 where it is not known.
+    """
 
     piece: StoredPiece
-    start: int  # its first byte within the file
-    dtype: torch.dtype | None  # None: not known, the item is to be loaded as a whole
-    crc: int = 0  # of its bytes, CRC-32; 0: not known
+    start: int
+    dtype: torch.dtype | None
+    crc: int = 0
 
     @property
     def nbytes(self) -> int:
+        """The bytes to read: the elements, or the whole item."""
         return self.piece.length if self.dtype is None else math.prod(self.piece.sizes) * self.dtype.itemsize
 
 
 def locate(path: Path, pieces: Iterable[StoredPiece]) -> list[LocatedPiece]:
-    """``pieces``, all of the file ``path``, in the order in which they lie there."""
+    """Return where the elements of pieces are, all in the file `path`, in the order in which they lie there."""
     with open(path, "rb") as file:
-        found = [_locate(_Archive(file, ByteRange(piece.start, piece.length)), piece) for piece in pieces]
-    return sorted(found, key=lambda one: one.start)
+        located = [_locate(_TensorArchive(file, ByteRange(piece.start, piece.length)), piece) for piece in pieces]
+    return sorted(located, key=lambda one: one.start)
 
 
-def read(
-    path: Path, located: Iterable[LocatedPiece], take: Take, report: Callable[[int], None], *, check: str
+def read_pieces(
+    path: Path, pieces: Iterable[LocatedPiece], take_values: TakeValues, report: Report, *, check: str
 ) -> str | None:
-    """Gives ``take`` the elements of pieces, all of the file ``path``.
+    """Read the elements of pieces, all in the file `path`.
 
     Args:
-        check: ``file`` reads all of it, for its checksum; ``pieces`` compares those of the pieces; or ``nothing``.
+        path: The file.
+        pieces: The pieces, in the order of their positions.
+        take_values: Takes the elements.
+        report: Takes the number of bytes read since its last call.
+        check: "file" reads all of the file for its checksum; "pieces" compares the checksums of the pieces; "nothing".
 
     Returns:
-        The file's checksum, where it is asked for.
+        The file's XXH3 checksum, where it is asked for.
 
     Raises:
-        CheckpointError: the file is cut short, or the checksum of a piece differs.
+        CheckpointError: The file is cut short, or the checksum of a piece differs.
     """
     total = xxhash.xxh3_64() if check == "file" else None
     crc, item = 0, bytearray()
     with open(path, "rb", buffering=0) as file:
-        ranges = _ranges(located, path.stat().st_size if total is not None else None)
-        for (one, start, stop), data in _filled(file, path, ranges, total):
+        ranges = _ranges_to_read(pieces, path.stat().st_size if total is not None else None)
+        for (located, start, stop), data in _read_ahead(file, path, ranges, total):
             report(len(data))
-            if one is None:
+            if located is None:
                 continue
-            last = stop == one.start + one.nbytes
-            if one.dtype is None:
+            is_last = stop == located.start + located.nbytes
+            if located.dtype is None:
                 item += data
-                if last:
-                    take(one.piece, 0, _load(item, one.piece))
+                if is_last:
+                    take_values(located.piece, 0, _load_item(item, located.piece))
                     item = bytearray()
                 continue
-            take(one.piece, (start - one.start) // one.dtype.itemsize, torch.frombuffer(data, dtype=one.dtype))
+            first = (start - located.start) // located.dtype.itemsize
+            take_values(located.piece, first, torch.frombuffer(data, dtype=located.dtype))
             if check == "pieces":
-                crc = zlib.crc32(data, 0 if start == one.start else crc)
-                if last and one.crc and crc != one.crc:
-                    raise CheckpointError(f"{path} has been changed: the checksum of {one.piece.name} differs")
+                crc = zlib.crc32(data, 0 if start == located.start else crc)
+                if is_last and located.crc and crc != located.crc:
+                    raise CheckpointError(f"{path} has been changed: the checksum of {located.piece.name} differs")
     return None if total is None else total.hexdigest()
 
 
-_Range = tuple["LocatedPiece | None", int, int]  # of what, from byte, to byte
+# A piece, or None for bytes between pieces, and the first byte and the end of one chunk of it.
+_Range = tuple["LocatedPiece | None", int, int]
 
 
-def read_at(file: io.FileIO, path: Path, into: memoryview, at: int) -> None:
-    """Fill ``into`` with the bytes of the file that begin at byte ``at``.
+def read_at(file: io.FileIO, path: Path, buffer: memoryview, position: int) -> None:
+    """Fill `buffer` with the bytes of the file that begin at `position`.
 
     Raises:
-        CheckpointError: the file ends before.
+        CheckpointError: The file ends before.
     """
-    while into:
-        count = os.preadv(file.fileno(), [into], at)
+    while buffer:
+        count = os.preadv(file.fileno(), [buffer], position)
         if not count:
             raise CheckpointError(f"{path} is cut short")
-        into, at = into[count:], at + count
+        buffer, position = buffer[count:], position + count
 
 
-def _ranges(located: Iterable[LocatedPiece], size: int | None) -> Iterator[_Range]:
-    """The file's chunks, in order: those of each piece and, where ``size`` is given, what lies between and behind."""
-    at = 0
-    for one in located:
+def _ranges_to_read(pieces: Iterable[LocatedPiece], size: int | None) -> Iterator[_Range]:
+    """Yield the chunks of each piece and, where `size` is given, of what lies between and behind them, in order."""
+    end = 0
+    for located in pieces:
         if size is not None:
-            yield from _chunks(None, at, one.start)
-        at = one.start + one.nbytes
-        yield from _chunks(one, one.start, at)
+            yield from _chunks(None, end, located.start)
+        end = located.start + located.nbytes
+        yield from _chunks(located, located.start, end)
     if size is not None:
-        yield from _chunks(None, at, size)
+        yield from _chunks(None, end, size)
 
 
-def _chunks(one: LocatedPiece | None, start: int, stop: int) -> Iterator[_Range]:
-    for at in range(start, stop, CHUNK):
-        yield one, at, min(at + CHUNK, stop)
+def _chunks(located: LocatedPiece | None, start: int, stop: int) -> Iterator[_Range]:
+    for first in range(start, stop, CHUNK):
+        yield located, first, min(first + CHUNK, stop)
 
 
-def _filled(file: io.FileIO, path: Path, ranges: Iterable[_Range], total: Any) -> Iterator[tuple[_Range, memoryview]]:
-    """Each range with its bytes, good until the next is asked for; a thread reads, and hashes, ahead."""
+def _read_ahead(
+    file: io.FileIO, path: Path, ranges: Iterable[_Range], total: Any
+) -> Iterator[tuple[_Range, memoryview]]:
+    """Yield each range with its bytes, which are valid until the next one is asked for.
+
+    A thread reads and hashes the next ranges meanwhile. There are no more buffers than ranges under way, plus the one
+    that the caller uses.
+    """
     buffers = [memoryview(bytearray(CHUNK)) for _ in range(NUM_BUFFERS)]
-    ahead: deque[tuple[_Range, Future[memoryview]]] = deque()
+    pending: deque[tuple[_Range, Future[memoryview]]] = deque()
 
-    def fill(view: memoryview, at: int) -> memoryview:
-        read_at(file, path, view, at)
+    def fill(view: memoryview, position: int) -> memoryview:
+        read_at(file, path, view, position)
         if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file.fileno(), at + len(view), AHEAD, os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(file.fileno(), position + len(view), READAHEAD, os.POSIX_FADV_WILLNEED)
         if total is not None:
             total.update(view)
         return view
 
     with ThreadPoolExecutor(1, "zeroengine-read") as reader:
         for i, range_ in enumerate(ranges):
-            if len(ahead) == NUM_BUFFERS - 1:  # one more is the caller's
-                first, filled = ahead.popleft()
+            if len(pending) == NUM_BUFFERS - 1:
+                first, filled = pending.popleft()
                 yield first, filled.result()
             _, start, stop = range_
-            ahead.append((range_, reader.submit(fill, buffers[i % NUM_BUFFERS][: stop - start], start)))
-        while ahead:
-            first, filled = ahead.popleft()
+            pending.append((range_, reader.submit(fill, buffers[i % NUM_BUFFERS][: stop - start], start)))
+        while pending:
+            first, filled = pending.popleft()
             yield first, filled.result()
 
 
-class _Archive(Window):
-    """An item of a file, that is a zip archive."""
+# -- Where an item keeps its elements -------------------------------------------------------------
+
+
+class _TensorArchive(FileWindow):
+    """An item of a file, which is a zip archive."""
 
     def entry(self, info: zipfile.ZipInfo, length: int | None = None) -> tuple[int, bytes]:
-        """Where an entry's content begins, and its content. Its checksum may be unset, which zipfile takes ill."""
+        """Return where an entry's content begins within the item, and its content.
+
+        `zipfile` refuses an entry whose checksum is unset, as torch can be told to leave it.
+        """
         self.seek(info.header_offset)
         header = self.read(30)
-        at = self.seek(int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little"), os.SEEK_CUR)
+        name_length, extra_length = int.from_bytes(header[26:28], "little"), int.from_bytes(header[28:30], "little")
+        start = self.seek(name_length + extra_length, os.SEEK_CUR)
         data = self.read(info.file_size if length is None else length)
         if length is None and info.CRC and zlib.crc32(data) != info.CRC:
-            raise _Unusual
-        return at, data
+            raise _UnusualItem
+        return start, data
 
 
-class _Unusual(Exception):
-    """An item that is best left to torch.load."""
+class _UnusualItem(Exception):
+    """An item that is left to `torch.load`."""
 
 
-class _Unpickler(pickle.Unpickler):
-    """Knows plain contiguous tensors alone."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return _plain_tensor
-        if (module, name) == ("collections", "OrderedDict"):
-            return OrderedDict
-        if module == "torch" and name in STORAGES:
-            return STORAGES[name]
-        raise _Unusual
-
-    def persistent_load(self, pid: Any) -> Any:
-        _, dtype, key, _, _ = pid
-        return dtype, key
-
-
-def _plain_tensor(
+def _describe_tensor(
     storage: Any, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: Any
 ) -> tuple[str, torch.dtype, int, tuple[int, ...]]:
+    """Return a contiguous tensor's storage key, dtype, offset in elements, and sizes."""
     dtype, key = storage
-    expected = 1
+    expected_stride = 1
     for length, step in zip(reversed(size), reversed(stride), strict=True):
-        if length != 1 and step != expected:
-            raise _Unusual
-        expected *= length
+        if length != 1 and step != expected_stride:
+            raise _UnusualItem
+        expected_stride *= length
     return key, dtype, offset, tuple(size)
 
 
-def _locate(item: _Archive, piece: StoredPiece) -> LocatedPiece:
+_ALLOW_LIST = AllowList(
+    {"torch._utils._rebuild_tensor_v2": _describe_tensor, "collections.OrderedDict": OrderedDict}
+    | {f"torch.{name}": dtype for name, dtype in STORAGE_DTYPES.items()}
+)
+
+
+def _read_description(pickled: bytes) -> tuple[str, torch.dtype, int, tuple[int, ...]]:
+    """Return what `_describe_tensor` does of a pickled tensor."""
+
+    def storage_of(persistent_id: Any) -> tuple[torch.dtype, str]:
+        _, dtype, key, _, _ = persistent_id
+        return dtype, key
+
+    unpickler = SafeUnpickler(io.BytesIO(pickled), _ALLOW_LIST)
+    # Not a method of SafeUnpickler: torch.load sets the attribute, which a method would hide from the unpickler.
+    unpickler.persistent_load = storage_of  # type: ignore[method-assign]
+    key, dtype, offset, size = unpickler.load()
+    return key, dtype, offset, size
+
+
+def _locate(item: _TensorArchive, piece: StoredPiece) -> LocatedPiece:
+    """Return where a piece's elements are, or the piece as a whole where its item is not as usual."""
     try:
         archive = zipfile.ZipFile(item)
         entries = {info.filename.partition("/")[2]: info for info in archive.infolist()}
         order = entries.get("byteorder")
         if order is not None and item.entry(order)[1] != b"little":
-            raise _Unusual
-        key, dtype, offset, size = _Unpickler(io.BytesIO(item.entry(entries["data.pkl"])[1])).load()
+            raise _UnusualItem
+        key, dtype, offset, size = _read_description(item.entry(entries["data.pkl"])[1])
         data = entries[f"data/{key}"]
         nbytes = math.prod(size) * dtype.itemsize
         if size != piece.sizes or data.compress_type != zipfile.ZIP_STORED:
-            raise _Unusual
+            raise _UnusualItem
         if offset * dtype.itemsize + nbytes > data.file_size:
-            raise _Unusual
-        at, _ = item.entry(data, length=0)
+            raise _UnusualItem
+        start, _ = item.entry(data, length=0)
         crc = data.CRC if nbytes == data.file_size else 0
-        return LocatedPiece(piece, piece.start + at + offset * dtype.itemsize, dtype, crc)
-    except Exception:  # nothing that we know: torch says what is wrong with it
+        return LocatedPiece(piece, piece.start + start + offset * dtype.itemsize, dtype, crc)
+    # Whatever is wrong with the item, torch.load will say it when the item is read.
+    except Exception:
         return LocatedPiece(piece, piece.start, None)
 
 
-def _load(item: bytearray, piece: StoredPiece) -> torch.Tensor:
+def _load_item(item: bytearray, piece: StoredPiece) -> torch.Tensor:
+    """Return the elements (1-D) of a whole item.
+
+    Raises:
+        CheckpointError: It is not the tensor that the metadata says.
+    """
     tensor = torch.load(io.BytesIO(item), map_location="cpu", weights_only=True)
     if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != piece.sizes:
         raise CheckpointError(f"{piece.file} does not hold what it is said to of {piece.name}")

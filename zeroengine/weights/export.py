@@ -1,13 +1,13 @@
-"""Weights out of a checkpoint, as safetensors that Hugging Face loads. Needs no GPU and no process group.
+"""Export a checkpoint's weights as safetensors that Hugging Face loads. Needs no GPU and no process group.
 
-Every file of the checkpoint is read once, from its start to its end, and each chunk goes to its place: memory is that
-of a chunk, whatever the model's size.
+Every file of the checkpoint is read once, from its start to its end, and each chunk is written to its place. So the
+memory is that of a few chunks, whatever the model's size.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,19 +17,21 @@ import torch
 from zeroengine.checkpoint.dcp_metadata import (
     METADATA,
     ByteRange,
+    DcpMetadata,
     StoredPiece,
     StoredTensor,
     digest_of_items,
-    items_by_file,
+    find_tied_names,
     read_metadata,
-    tied,
 )
-from zeroengine.checkpoint.directory import CheckpointDirectory, Manifest, checksum, tag_of
+from zeroengine.checkpoint.directory import CheckpointDirectory, tag_of
 from zeroengine.checkpoint.inspect import find_checkpoint
+from zeroengine.checkpoint.manifest import Manifest, checksum_of_file
 from zeroengine.errors import CheckpointError
 from zeroengine.utils.byte_size import parse_byte_size
-from zeroengine.utils.progress import progress
-from zeroengine.weights import chunked_reads, huggingface_format
+from zeroengine.utils.progress import Report, progress
+from zeroengine.weights.chunked_reads import LocatedPiece, TakeValues, locate, read_pieces
+from zeroengine.weights.huggingface_format import SafetensorsWriter, TensorSpec, plan_files
 from zeroengine.weights.output_folder import OutputFolder, parse_dtype
 
 MODEL = "model."
@@ -37,7 +39,16 @@ MODEL = "model."
 
 @dataclass(frozen=True)
 class ExportResult:
-    """What was written."""
+    """What was written.
+
+    Attributes:
+        path: The folder of weights.
+        source: The checkpoint's directory.
+        files: The number of safetensors files.
+        tensors: The number of tensors, tied ones once.
+        tied: The number of further names of tied tensors.
+        nbytes: The size of the files in bytes.
+    """
 
     path: Path
     source: Path
@@ -58,189 +69,219 @@ def export(
     verify: bool = True,
     prefix: str | None = None,
 ) -> ExportResult:
-    """Writes a checkpoint's parameters and buffers to the folder ``out``: whole or not at all.
+    """Write a checkpoint's parameters and buffers to the folder `out`, which then appears as a whole.
 
-    Parameters are the fp32 masters. A tied parameter is written once; the files' metadata says what its other names
-    stand for.
+    Parameters are the fp32 masters. A tied parameter is written once; the files' metadata maps its other names to it.
 
     Args:
-        folder: of checkpoints, or one checkpoint, also of plain torch Distributed Checkpoint.
-        tag: the checkpoint's name; the newest where None.
-        dtype: what floating tensors are cast to: fp32, bf16 or fp16; None: as they are.
-        shard_size: bytes of values in a file at most, such as ``5GB``.
-        force: replace the weights in ``out``.
-        verify: check the checksum of every file that is read.
-        prefix: what stands before parameter names in the checkpoint; found out where None.
+        folder: A folder of checkpoints, or one checkpoint, also of plain torch Distributed Checkpoint.
+        out: The folder to write.
+        tag: The checkpoint's name; the newest where None.
+        dtype: The dtype that floating tensors are cast to: fp32, bf16 or fp16; None keeps each tensor's own.
+        shard_size: The bytes of values in a file at most, such as "5GB".
+        force: Replace the weights in `out`.
+        verify: Check the checksum of every file that is read.
+        prefix: What stands before parameter names in the checkpoint; found out where None.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or it is damaged, or ``out`` is there already.
-        OSError: reading or writing failed.
+        CheckpointError: There is no such checkpoint, or it is damaged, or `out` exists already.
+        OSError: Reading or writing failed.
     """
-    target, most = parse_dtype(dtype), parse_byte_size(shard_size, "shard size", CheckpointError)
-    to = None if target is None else getattr(torch, target)
+    dtype_name, max_bytes = parse_dtype(dtype), parse_byte_size(shard_size, "shard size", CheckpointError)
+    target_dtype = None if dtype_name is None else getattr(torch, dtype_name)
     path, manifest = find_checkpoint(folder, tag)
     with CheckpointDirectory(path.parent).held(tag_of(path.name)) if manifest is not None else nullcontext():
-        return _export(path, manifest, out, to, most, force=force, verify=verify, prefix=prefix)
+        output = OutputFolder(out)
+        output.check(force=force, apart_from=[path])
+        source = _CheckpointSource(path, manifest, prefix, verify=verify)
+        return source.write(output, target_dtype, max_bytes)
 
 
-def _export(
-    path: Path,
-    manifest: Manifest | None,
-    out: str | os.PathLike[str],
-    to: torch.dtype | None,
-    most: int,
-    *,
-    force: bool,
-    verify: bool,
-    prefix: str | None,
-) -> ExportResult:
-    output = OutputFolder(out)
-    output.check(force=force, apart_from=[path])
-    if manifest is not None and verify:
-        _check_file(path, METADATA, manifest, hashed=True)
-    stored = read_metadata(path)
-    names = {there: name for name, there in weights_of(stored, manifest, prefix, path).items()}
-    aliases = tied(stored, names)
-    kept = {there: name for there, name in names.items() if there not in aliases}
-    specs = {
-        name: huggingface_format.TensorSpec(stored[there].shape, getattr(torch, stored[there].dtype)).cast(to)
-        for there, name in kept.items()
-    }
-    plan = huggingface_format.plan(specs, {names[alias]: names[there] for alias, there in aliases.items()}, most)
-    by_file: dict[str, list[StoredPiece]] = {}
-    for there in kept:
-        for piece in stored[there].pieces:
-            by_file.setdefault(piece.file, []).append(piece)
-    checked = manifest if verify else None
-    items = items_by_file(path)
-    for file in by_file:
-        _check_file(path, file, checked)
-    sources = [
-        _CheckpointFile(path / file, chunked_reads.locate(path / file, by_file[file]), items[file], checked, verify)
-        for file in sorted(by_file)
-    ]
-    writer = huggingface_format.SafetensorsWriter(output.begin(plan.nbytes), plan)
-    try:
-        writer.create()
+class _CheckpointSource:
+    """The weights of one checkpoint.
 
-        def take(piece: StoredPiece, first: int, values: torch.Tensor) -> None:
-            writer.write(names[piece.name], piece.offsets, piece.sizes, first, values)
-
-        with progress(f"exporting {path.name}", sum(source.nbytes for source in sources)) as report:
-            for source in sources:
-                source.read(take, report)
-        writer.close()
-        writer.sync()
-        output.commit()
-    except BaseException:
-        writer.close()
-        output.abandon()
-        raise
-    return ExportResult(output.path, path, len(plan.sizes), len(specs), len(aliases), plan.nbytes)
-
-
-def weights_of(
-    stored: Mapping[str, StoredTensor], manifest: Manifest | None, prefix: str | None, path: Path
-) -> dict[str, str]:
-    """The names of a checkpoint's parameters and buffers, and what each is called in there.
+    Args:
+        path: The checkpoint's directory.
+        manifest: Its manifest; None where plain PyTorch wrote it.
+        prefix: What stands before parameter names; found out where None.
+        verify: Check checksums.
 
     Raises:
-        CheckpointError: it has none.
+        CheckpointError: It is damaged, or holds no weights.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest | None, prefix: str | None, *, verify: bool) -> None:
+        self._path, self._manifest, self._verify = path, manifest, verify
+        if manifest is not None and verify:
+            _check_file(path, METADATA, manifest, hashed=True)
+        self._metadata: DcpMetadata = read_metadata(path)
+        tensors = self._metadata.tensors
+        self._names = {stored: name for name, stored in weight_names(tensors, manifest, prefix, path).items()}
+        self._tied = find_tied_names(tensors, self._names)
+        self._stored_names = [stored for stored in self._names if stored not in self._tied]
+
+    def write(self, output: OutputFolder, dtype: torch.dtype | None, max_bytes: int) -> ExportResult:
+        """Write the weights to a folder: all of them, or nothing."""
+        tensors, names = self._metadata.tensors, self._names
+        specs = {
+            names[stored]: TensorSpec(tensors[stored].shape, getattr(torch, tensors[stored].dtype)).cast(dtype)
+            for stored in self._stored_names
+        }
+        layout = plan_files(specs, {names[alias]: names[first] for alias, first in self._tied.items()}, max_bytes)
+        files = self._files()
+        writer = SafetensorsWriter(output.begin(layout.nbytes), layout)
+
+        def take_values(piece: StoredPiece, first: int, values: torch.Tensor) -> None:
+            writer.write(names[piece.name], piece.offsets, piece.sizes, first, values)
+
+        try:
+            writer.create()
+            with progress(f"exporting {self._path.name}", sum(file.nbytes for file in files)) as report:
+                for file in files:
+                    file.read(take_values, report)
+            writer.close()
+            writer.sync()
+            output.commit()
+        except BaseException:
+            writer.close()
+            output.abandon()
+            raise
+        return ExportResult(output.path, self._path, len(layout.sizes), len(specs), len(self._tied), layout.nbytes)
+
+    def _files(self) -> list[_CheckpointFile]:
+        """Return the files that hold weights, in the order of their names."""
+        pieces: dict[str, list[StoredPiece]] = {}
+        for stored in self._stored_names:
+            for piece in self._metadata.tensors[stored].pieces:
+                if piece.transforms:
+                    raise CheckpointError(f"{stored} is compressed ({', '.join(piece.transforms)}): not supported")
+                pieces.setdefault(piece.file, []).append(piece)
+        manifest = self._manifest if self._verify else None
+        for name in pieces:
+            _check_file(self._path, name, manifest)
+        return [
+            _CheckpointFile(self._path / name, pieces[name], self._metadata.items[name], manifest, self._verify)
+            for name in sorted(pieces)
+        ]
+
+
+def weight_names(
+    tensors: Mapping[str, StoredTensor], manifest: Manifest | None, prefix: str | None, path: Path
+) -> dict[str, str]:
+    """Return the names of a checkpoint's parameters and buffers, each with its name in the checkpoint.
+
+    Raises:
+        CheckpointError: It has none.
     """
     if prefix is None:
-        prefix = MODEL if manifest is not None else _prefix(stored)
-    found = {name.removeprefix(prefix): name for name in stored if name.startswith(prefix)}
+        prefix = MODEL if manifest is not None else _find_prefix(tensors)
+    names = {name.removeprefix(prefix): name for name in tensors if name.startswith(prefix)}
     if not prefix:
-        found = {name: name for name in found if _state_of(name) is None}
-    if not found:
+        names = {name: name for name in names if _parameter_of_state(name) is None}
+    if not names:
         raise CheckpointError(f"{path} holds no weights: no name in it begins with {prefix!r}")
-    return found
+    return names
 
 
-def _prefix(names: Iterable[str]) -> str:
-    """What plain PyTorch put before parameter names.
+def _find_prefix(names: Iterable[str]) -> str:
+    """Return what plain PyTorch put before parameter names.
 
-    It is what stands before most of those that the optimizer has state of; without one, ``model.`` where all have it.
+    The optimizer's state names the parameters, so it is what stands before most of these. Without an optimizer it is
+    `model.`, where all names have it.
     """
     names = list(names)
-    params = {param for name in names if (param := _state_of(name)) is not None}
-    weights = [name for name in names if _state_of(name) is None]
+    parameters = {parameter for name in names if (parameter := _parameter_of_state(name)) is not None}
+    weights = [name for name in names if _parameter_of_state(name) is None]
     counts: dict[str, int] = {}
     for name in weights:
-        for before in _beginnings(name):
-            if name.removeprefix(before) in params:
-                counts[before] = counts.get(before, 0) + 1
+        for prefix in _prefixes(name):
+            if name.removeprefix(prefix) in parameters:
+                counts[prefix] = counts.get(prefix, 0) + 1
     if counts:
-        return max(counts, key=lambda before: counts[before])
+        return max(counts, key=lambda prefix: counts[prefix])
     return MODEL if all(name.startswith(MODEL) for name in weights) else ""
 
 
-def _state_of(name: str) -> str | None:
-    """The parameter, where a name is that of optimizer state: ``optimizer.state.<parameter>.exp_avg``."""
-    before, found, rest = name.partition("state.")
-    is_state = found and (not before or before.endswith("."))
+def _parameter_of_state(name: str) -> str | None:
+    """Return the parameter of a name of optimizer state, such as `optimizer.state.<parameter>.exp_avg`."""
+    before, separator, rest = name.partition("state.")
+    is_state = separator and (not before or before.endswith("."))
     return rest.rpartition(".")[0] if is_state else None
 
 
-def _beginnings(name: str) -> Iterator[str]:
+def _prefixes(name: str) -> Iterator[str]:
+    """Yield the beginnings of a name that end with a dot, and the empty one."""
     parts = name.split(".")
     return (".".join([*parts[:i], ""]) if i else "" for i in range(len(parts)))
 
 
 def _check_file(path: Path, name: str, manifest: Manifest | None, *, hashed: bool = False) -> None:
+    """Check that a file exists and has the size, and where `hashed` the checksum, that the manifest says."""
+    file = path / name
     try:
-        size = (path / name).stat().st_size
+        size = file.stat().st_size
         if manifest is not None:
             if name not in manifest.files:
-                raise CheckpointError(f"{path / name} is not among the checkpoint's files: it is damaged")
+                raise CheckpointError(f"{file} is not among the checkpoint's files: it is damaged")
             if size != manifest.files[name].bytes:
-                raise CheckpointError(f"{path / name} has {size:,} bytes, not {manifest.files[name].bytes:,}")
-            if hashed and checksum(path / name) != manifest.files[name].xxh3:
-                raise _changed(path / name)
+                raise CheckpointError(f"{file} has {size:,} bytes, not {manifest.files[name].bytes:,}")
+            if hashed and checksum_of_file(file) != manifest.files[name].xxh3:
+                raise _changed_error(file)
     except OSError as error:
-        raise CheckpointError(f"{path / name} cannot be read: {error.strerror}") from error
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
 
 
-def _changed(path: Path) -> CheckpointError:
+def _changed_error(path: Path) -> CheckpointError:
     return CheckpointError(f"{path} has been changed: its checksum differs")
 
 
 class _CheckpointFile:
-    """A file of the checkpoint, and what is wanted of it.
+    """A file of the checkpoint, and the weights in it.
 
-    Where most of it is wanted, all is read, and its checksum compared; else the checksums that the wanted pieces have
-    in the file itself. Those are slower, but optimizer state need not be read for them. The manifest's digest of all of
-    these tells a file that another checkpoint has under the same name.
+    Where weights are most of the file, all of it is read and its checksum compared. Otherwise the checksums are
+    compared that the weights' items have in the file itself: they are slower, but optimizer state need not be read.
+    These would also agree in a file that another checkpoint has under the same name, which the manifest's digest of
+    the items tells apart.
+
+    Attributes:
+        nbytes: The number of bytes to read.
     """
 
     def __init__(
         self,
         path: Path,
-        located: list[chunked_reads.LocatedPiece],
-        items: list[ByteRange],
+        pieces: Sequence[StoredPiece],
+        items: Sequence[ByteRange],
         manifest: Manifest | None,
         verify: bool,
     ) -> None:
-        self._path, self._located = path, located
+        self._path = path
+        self._pieces: list[LocatedPiece] = locate(path, pieces)
         self._expected = None if manifest is None else manifest.files[path.name].xxh3
-        wanted, size = sum(one.nbytes for one in located), path.stat().st_size
+        num_wanted, size = sum(piece.nbytes for piece in self._pieces), path.stat().st_size
         self._check = "pieces" if verify else "nothing"
         if manifest is not None:
             digest = manifest.files[path.name].items
-            if digest is None or 2 * wanted >= size or not all(one.crc or not one.nbytes for one in located):
+            all_have_checksums = all(piece.crc or not piece.nbytes for piece in self._pieces)
+            if digest is None or 2 * num_wanted >= size or not all_have_checksums:
                 self._check = "file"
             elif digest != digest_of_items(path, items):
-                raise _changed(path)
-        self.nbytes = size if self._check == "file" else wanted
+                raise _changed_error(path)
+        self.nbytes = size if self._check == "file" else num_wanted
 
-    def read(self, take: chunked_reads.Take, report: Callable[[int], None]) -> None:
+    def read(self, take_values: TakeValues, report: Report) -> None:
+        """Read the weights.
+
+        Raises:
+            CheckpointError: The file is damaged.
+        """
         try:
-            total = chunked_reads.read(self._path, self._located, take, report, check=self._check)
+            checksum = read_pieces(self._path, self._pieces, take_values, report, check=self._check)
         except (OSError, CheckpointError):
             raise
         except Exception as error:
-            if self._expected is not None and checksum(self._path) != self._expected:
-                raise _changed(self._path) from error
+            if self._expected is not None and checksum_of_file(self._path) != self._expected:
+                raise _changed_error(self._path) from error
             raise CheckpointError(f"{self._path} cannot be read: {type(error).__name__}: {error}") from error
-        if self._check == "file" and total != self._expected:
-            raise _changed(self._path)
+        if self._check == "file" and checksum != self._expected:
+            raise _changed_error(self._path)

@@ -1,12 +1,12 @@
-"""Sharded safetensors with an index, as Hugging Face writes and loads them, written piece by piece.
+"""Write sharded safetensors with an index, as Hugging Face writes and loads them, piece by piece.
 
     out/
       model-00001-of-00002.safetensors
       model-00002-of-00002.safetensors
       model.safetensors.index.json        which tensor lies in which file
 
-or one ``model.safetensors``. Sizes and places are known before any value, so headers are written first and values
-then go to their places in any order, from any process. Nothing is ever held but the piece at hand.
+or one `model.safetensors`. Sizes and positions are known before any value is. So the headers are written first, and
+values then go to their places in any order, from any process, and no more is held than the piece at hand.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from zeroengine.errors import CheckpointError
 from zeroengine.weights.output_folder import INDEX, SINGLE
 
-NAMES = {
+DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -43,28 +43,29 @@ NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-OPEN_FILES = 64  # at a time
+MAX_OPEN_FILES = 64
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What a tensor is."""
+    """The shape and dtype of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def nbytes(self) -> int:
+        """The size of the tensor's values in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def cast(self, dtype: torch.dtype | None) -> TensorSpec:
-        """In another floating dtype, where it is floating."""
+        """Return the specification in another floating dtype, if the tensor is floating."""
         return self if dtype is None or not self.dtype.is_floating_point else TensorSpec(self.shape, dtype)
 
 
 @dataclass(frozen=True)
 class TensorPlacement:
-    """Where a tensor's bytes are to lie."""
+    """The file and the byte where a tensor's values begin."""
 
     file: str
     start: int
@@ -73,35 +74,43 @@ class TensorPlacement:
 
 @dataclass(frozen=True)
 class FileLayout:
-    """Every file of an export before there is one: the same on all ranks that make it of the same tensors."""
+    """Every file of an export before there is one: the same on all ranks that make it of the same tensors.
 
-    places: dict[str, TensorPlacement]
-    headers: dict[str, bytes]  # of each file
-    sizes: dict[str, int]  # of each file, header included
-    index: str | None  # None where there is one file
+    Attributes:
+        placements: Where each tensor lies.
+        headers: The first bytes of each file.
+        sizes: The bytes of each file, with its header.
+        index: The text of the index; None where there is one file.
+    """
+
+    placements: dict[str, TensorPlacement]
+    headers: dict[str, bytes]
+    sizes: dict[str, int]
+    index: str | None
 
     @property
     def nbytes(self) -> int:
+        """The size of all files in bytes."""
         return sum(self.sizes.values())
 
 
-def plan(tensors: Mapping[str, TensorSpec], tied: Mapping[str, str], shard_size: int) -> FileLayout:
-    """Shares ``tensors`` out to files of at most ``shard_size`` bytes of values, in their names' order.
-
-    A tensor that is larger has a file to itself.
+def plan_files(tensors: Mapping[str, TensorSpec], tied: Mapping[str, str], shard_size: int) -> FileLayout:
+    """Distribute tensors over files, in their names' order.
 
     Args:
-        tied: further names, and the names that they stand for; recorded, not written.
+        tensors: The tensors by name.
+        tied: Further names, and the names that they stand for; recorded in the metadata and not written.
+        shard_size: The bytes of values in a file at most. A larger tensor has a file to itself.
 
     Raises:
-        CheckpointError: safetensors has no such dtype.
+        CheckpointError: Safetensors has no dtype of a tensor.
     """
     for name, spec in tensors.items():
-        if spec.dtype not in NAMES:
+        if spec.dtype not in DTYPE_NAMES:
             raise CheckpointError(f"{name} is {spec.dtype}, which safetensors files cannot hold")
     groups: list[list[str]] = [[]]
     filled = 0
-    for name in sorted(tensors, key=_natural):
+    for name in sorted(tensors, key=_natural_key):
         nbytes = tensors[name].nbytes
         if groups[-1] and filled + nbytes > shard_size:
             groups.append([])
@@ -110,19 +119,20 @@ def plan(tensors: Mapping[str, TensorSpec], tied: Mapping[str, str], shard_size:
         filled += nbytes
     count = len(groups)
     files = [SINGLE] if count == 1 else [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
-    about = {"tied": json.dumps(dict(sorted(tied.items())))} if tied else {}
-    places: dict[str, TensorPlacement] = {}
+    metadata = {"tied": json.dumps(dict(sorted(tied.items())))} if tied else {}
+    placements: dict[str, TensorPlacement] = {}
     headers: dict[str, bytes] = {}
     sizes: dict[str, int] = {}
     for file, names in zip(files, groups, strict=True):
-        header: dict[str, object] = {"__metadata__": {"format": "pt", **about}}
+        header: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
         end = 0
         starts = {}
-        for name in sorted(names, key=lambda name: -tensors[name].dtype.itemsize):  # so each is aligned to its dtype
+        # From the widest dtype to the narrowest, each tensor is aligned to its own.
+        for name in sorted(names, key=lambda name: -tensors[name].dtype.itemsize):
             spec, starts[name] = tensors[name], end
             end += spec.nbytes
             header[name] = {
-                "dtype": NAMES[spec.dtype],
+                "dtype": DTYPE_NAMES[spec.dtype],
                 "shape": list(spec.shape),
                 "data_offsets": [starts[name], end],
             }
@@ -130,63 +140,72 @@ def plan(tensors: Mapping[str, TensorSpec], tied: Mapping[str, str], shard_size:
         text += b" " * (-len(text) % 8)
         headers[file] = len(text).to_bytes(8, "little") + text
         sizes[file] = len(headers[file]) + end
-        places |= {name: TensorPlacement(file, len(headers[file]) + starts[name], tensors[name]) for name in names}
+        placements |= {name: TensorPlacement(file, len(headers[file]) + starts[name], tensors[name]) for name in names}
     if count == 1:
-        return FileLayout(places, headers, sizes, None)
+        return FileLayout(placements, headers, sizes, None)
     total = sum(spec.nbytes for spec in tensors.values())
-    weight_map = {name: places[name].file for name in places}
-    index = json.dumps({"metadata": {"total_size": total, **about}, "weight_map": weight_map}, indent=2)
-    return FileLayout(places, headers, sizes, index + "\n")
+    weight_map = {name: placement.file for name, placement in placements.items()}
+    index = json.dumps({"metadata": {"total_size": total, **metadata}, "weight_map": weight_map}, indent=2)
+    return FileLayout(placements, headers, sizes, index + "\n")
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
-    """Orders ``h.2`` before ``h.10``."""
+def _natural_key(name: str) -> list[tuple[int, str]]:
+    """Return a key that orders `h.2` before `h.10`."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 class SafetensorsWriter:
-    """Puts values to their places in the files of ``folder``."""
+    """Writes values to their places in the files of a folder.
 
-    def __init__(self, folder: Path, plan: FileLayout) -> None:
-        self._folder, self._plan = folder, plan
+    Several processes may write into the same folder: one calls `create` before any other writes.
+    """
+
+    def __init__(self, folder: Path, layout: FileLayout) -> None:
+        self._folder, self._layout = folder, layout
         self._files: OrderedDict[str, int] = OrderedDict()
         self._touched: set[str] = set()
-        self._cast = torch.empty(0, dtype=torch.uint8, device="cpu")  # kept: fresh pages cost more than the cast
+        # The memory of casts is reused: fresh pages would take longer than the cast.
+        self._cast = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def create(self) -> None:
-        """Makes the files, at their full size, with their headers, and the index. Once, before anybody writes."""
-        for name, header in self._plan.headers.items():
+        """Make the files, at their full size and with their headers, and the index."""
+        for name, header in self._layout.headers.items():
             with open(self._folder / name, "wb") as file:
                 file.write(header)
-                file.truncate(self._plan.sizes[name])
+                file.truncate(self._layout.sizes[name])
             self._touched.add(name)
-        if self._plan.index is not None:
-            (self._folder / INDEX).write_text(self._plan.index)
+        if self._layout.index is not None:
+            (self._folder / INDEX).write_text(self._layout.index)
             self._touched.add(INDEX)
 
     def write(self, name: str, offsets: Sequence[int], sizes: Sequence[int], first: int, values: torch.Tensor) -> None:
-        """Casts and writes elements of the box at ``offsets`` of ``sizes`` of a tensor.
+        """Cast and write some elements of a box of a tensor.
 
         Args:
-            first: where ``values`` (CPU, 1-D) begin within the flattened box.
+            name: The tensor.
+            offsets: The box's first element in each dimension.
+            sizes: The box's elements in each dimension.
+            first: The index within the flattened box of the first of `values`.
+            values: The elements: 1-D, on the CPU.
         """
-        place = self._plan.places[name]
-        dtype = place.spec.dtype
+        placement = self._layout.placements[name]
+        dtype = placement.spec.dtype
         if values.dtype is not dtype:
             nbytes = values.numel() * dtype.itemsize
             if self._cast.numel() < nbytes:
                 self._cast = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
             values = self._cast[:nbytes].view(dtype).copy_(values)
-        data = memoryview(values.view(torch.uint8).numpy())  # type: ignore[arg-type]
-        file, item = self._file(place.file), dtype.itemsize
-        done = 0
-        for start, numel in runs(place.spec.shape, offsets, sizes, first, values.numel()):
-            _write_all(file, data[done : done + numel * item], place.start + start * item)
-            done += numel * item
+        data = memoryview(values.view(torch.uint8).numpy())  # type: ignore[arg-type]  # An array has a buffer.
+        file, itemsize = self._file(placement.file), dtype.itemsize
+        written = 0
+        for start, numel in runs_of_box(placement.spec.shape, offsets, sizes, first, values.numel()):
+            _write_all(file, data[written : written + numel * itemsize], placement.start + start * itemsize)
+            written += numel * itemsize
 
     def _file(self, name: str) -> int:
+        """Return the descriptor of a file. The file unused for longest is closed where there are too many."""
         if name not in self._files:
-            if len(self._files) >= OPEN_FILES:
+            if len(self._files) >= MAX_OPEN_FILES:
                 os.close(self._files.popitem(last=False)[1])
             self._files[name] = os.open(self._folder / name, os.O_WRONLY)
             self._touched.add(name)
@@ -194,7 +213,7 @@ class SafetensorsWriter:
         return self._files[name]
 
     def sync(self) -> None:
-        """Returns when what was written is on the disk."""
+        """Return when everything that this writer has written is on the disk."""
         for name in sorted(self._touched):
             descriptor = os.open(self._folder / name, os.O_WRONLY)
             try:
@@ -203,35 +222,47 @@ class SafetensorsWriter:
                 os.close(descriptor)
 
     def close(self) -> None:
+        """Close the files."""
         while self._files:
             os.close(self._files.popitem()[1])
 
 
-def runs(
+def runs_of_box(
     shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int], first: int, numel: int
 ) -> Iterator[tuple[int, int]]:
-    """Elements ``[first, first + numel)`` of a flattened box, as runs (start, numel) of the flattened tensor."""
+    """Yield some elements of a flattened box as runs of the flattened tensor.
+
+    Args:
+        shape: The tensor's shape.
+        offsets: The box's first element in each dimension.
+        sizes: The box's elements in each dimension.
+        first: The index of the first element within the flattened box.
+        numel: The number of elements.
+
+    Yields:
+        The index of a run's first element within the flattened tensor, and the number of its elements.
+    """
     dim = len(shape)
+    # The dimensions that the box covers in full lie side by side.
     while dim and offsets[dim - 1] == 0 and sizes[dim - 1] == shape[dim - 1]:
-        dim -= 1  # everything from here on lies side by side
+        dim -= 1
     inner = math.prod(shape[dim:])
     length = inner * (sizes[dim - 1] if dim else 1)
     strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     while numel:
-        row, within = divmod(first, length)
-        start = within
+        row, start = divmod(first, length)
+        count = min(numel, length - start)
         for i in reversed(range(dim)):
             if i == dim - 1:
                 start += offsets[i] * strides[i]
             else:
                 row, index = divmod(row, sizes[i])
                 start += (offsets[i] + index) * strides[i]
-        count = min(numel, length - within)
         yield start, count
         first, numel = first + count, numel - count
 
 
-def _write_all(file: int, data: memoryview, at: int) -> None:
+def _write_all(file: int, data: memoryview, position: int) -> None:
     while data:
-        written = os.pwrite(file, data, at)
-        data, at = data[written:], at + written
+        count = os.pwrite(file, data, position)
+        data, position = data[count:], position + count

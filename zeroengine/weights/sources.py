@@ -14,15 +14,16 @@ from typing import Any
 import torch
 
 from zeroengine.checkpoint.dcp_metadata import METADATA
-from zeroengine.checkpoint.directory import LATEST, MANIFEST
+from zeroengine.checkpoint.directory import LATEST
+from zeroengine.checkpoint.manifest import MANIFEST
 from zeroengine.disk.mapped_memory import populate_pages
 from zeroengine.errors import CheckpointError
 from zeroengine.partition.boxes import Box
 from zeroengine.weights.chunked_reads import read_at
-from zeroengine.weights.huggingface_format import NAMES, TensorSpec
+from zeroengine.weights.huggingface_format import DTYPE_NAMES, TensorSpec
 
 SAFETENSORS, PICKLES = (".safetensors",), (".pt", ".bin", ".pth", ".ckpt")
-DTYPES = {name: dtype for dtype, name in NAMES.items()}
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 WRAPPERS = ("model", "state_dict", "model_state_dict", "module")  # where scripts keep weights among other things
 

@@ -37,14 +37,14 @@ from tests.checkpoint.test_matrix import whole_state
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import start
 from tests.integrations.deepspeed.deepspeed_runs import DATA, MOMENTS, RUNS, SHARED, Small, adamw, digests, run, train
-from zeroengine.checkpoint import dcp_io
+from zeroengine.checkpoint import dcp_save
+from zeroengine.checkpoint.dcp_load import load_files
 from zeroengine.checkpoint.dcp_metadata import read_metadata
 from zeroengine.checkpoint.directory import CheckpointDirectory
 from zeroengine.checkpoint.inspect import inspect_folder
 from zeroengine.cli import checkpoint_commands
 from zeroengine.errors import CheckpointError
-from zeroengine.integrations.deepspeed import checkpoint_import
-from zeroengine.utils import safe_pickle
+from zeroengine.integrations.deepspeed import checkpoint_import, pickled_files
 
 
 @pytest.fixture(scope="module")
@@ -259,7 +259,7 @@ def test_large_tensors_are_written_in_pieces(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(checkpoint_import, "PIECE", 64)
     weights = write_run(tmp_path / "ds", 3, 3, [[(7, 5), (50,), (2, 30), ()]])
     done = checkpoint_import.import_checkpoint(tmp_path / "ds", tmp_path / "out")
-    stored = read_metadata(done.path)
+    stored = read_metadata(done.path).tensors
     assert [len(stored[f"model.p0.{i}"].pieces) for i in range(4)] == [3, 4, 5, 1]
     found = whole_tensors(done.path)
     for name, value in weights.items():
@@ -423,7 +423,7 @@ def test_where_it_cannot_be_written(
         patch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, 0))
         assert "disk of" in refusal(capsys, run, fresh)
     with monkeypatch.context() as patch:
-        patch.setattr(dcp_io._Writer, "write_data", _full)
+        patch.setattr(dcp_save._DcpWriter, "write_data", _full)
         assert "was not written: the disk is full" in refusal(capsys, run, fresh)
     assert not fresh.exists()
     assert checkpoint_commands.import_deepspeed([str(run), str(fresh)]) == 0
@@ -531,10 +531,10 @@ def test_classes_of_others_are_stood_in_for(tmp_path: Path) -> None:
     tree = {"args": args, "rate": numpy.float64(0.5), "array": numpy.arange(3), "bytes": b"ab\xff", "set": {1}}
     for zipped in (True, False):
         torch.save(tree, tmp_path / "a.pt", _use_new_zipfile_serialization=zipped)
-        found = safe_pickle.load(tmp_path / "a.pt")
-        assert isinstance(found["args"], safe_pickle.Inert)
+        found = pickled_files.load_pickled_file(tmp_path / "a.pt")
+        assert isinstance(found["args"], pickled_files.InertObject)
         assert found["args"].state == {"lr": 0.1, "layers": [1, 2]}
-        assert isinstance(found["array"], safe_pickle.Inert)
+        assert isinstance(found["array"], pickled_files.InertObject)
         assert (found["rate"], found["bytes"], found["set"]) == (0.5, b"ab\xff", {1})
 
 
@@ -554,7 +554,9 @@ def test_a_stage_is_read_whichever_way_its_python_pickled_enums(
         patch.setattr(ZeroStageEnum, "__module__", theirs.__name__)
         patch.setitem(sys.modules, theirs.__name__, theirs)
         rewrite(tmp_path / "ds" / RANK_0, lambda t: t["optimizer_state_dict"].update(zero_stage=Malicious(*call)))
-    assert safe_pickle.load(tmp_path / "ds" / RANK_0)["optimizer_state_dict"]["zero_stage"].args == (call[-1],)
+    assert pickled_files.load_pickled_file(tmp_path / "ds" / RANK_0)["optimizer_state_dict"]["zero_stage"].args == (
+        call[-1],
+    )
     done = checkpoint_import.import_checkpoint(tmp_path / "ds", tmp_path / "out")
     assert torch.equal(whole_tensors(done.path)["model.p0.0"], weights["p0.0"])
 
@@ -567,7 +569,5 @@ def test_client_state_that_has_no_place_is_left_out(tmp_path: Path, capsys: pyte
     assert checkpoint_commands.import_deepspeed([str(tmp_path / "ds"), str(tmp_path / "out")]) == 0
     assert "left out: client state 'args'" in capsys.readouterr().err
     path = tmp_path / "out" / "ds"
-    objects = dcp_io.load(
-        path, dcp_io.read_metadata(path), {}, ["zeroengine.client_state", "zeroengine.lr_scheduler"], print
-    )
+    objects = load_files(path, read_metadata(path), {}, ["zeroengine.client_state", "zeroengine.lr_scheduler"], print)
     assert objects == {"zeroengine.client_state": {"epoch": 3}, "zeroengine.lr_scheduler": {"last_epoch": 7}}

@@ -16,7 +16,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from zeroengine.checkpoint.directory import LATEST, MANIFEST
+from zeroengine.checkpoint.directory import LATEST
+from zeroengine.checkpoint.manifest import MANIFEST
 from zeroengine.errors import CheckpointError
 from zeroengine.utils.paths import checked_path
 

@@ -18,11 +18,13 @@ from typing import Any
 
 import torch
 
-from zeroengine.checkpoint import dcp_io
-from zeroengine.checkpoint.dcp_io import cause
-from zeroengine.checkpoint.directory import FORMAT, MANIFEST, TAG, CheckpointDirectory, Manifest
+from zeroengine.checkpoint.dcp_errors import failure_reason
+from zeroengine.checkpoint.dcp_metadata import ZEROENGINE_PREFIX
+from zeroengine.checkpoint.dcp_save import ReadPiece, describe_files, save_files
+from zeroengine.checkpoint.directory import TAG, CheckpointDirectory
 from zeroengine.checkpoint.entries import MODEL, OPTIMIZER, StateEntry
-from zeroengine.checkpoint.snapshot import EXTRA, Snapshot, storable, versions
+from zeroengine.checkpoint.manifest import FORMAT, MANIFEST, Manifest
+from zeroengine.checkpoint.snapshot import Snapshot, storable, versions
 from zeroengine.disk.mapped_memory import populate_pages
 from zeroengine.errors import CheckpointError
 from zeroengine.integrations.deepspeed.checkpoint_files import DeepSpeedFiles, check_out, files_of, find_checkpoint
@@ -34,11 +36,11 @@ from zeroengine.integrations.deepspeed.optimizer_states import (
     places_of,
     read_states,
 )
+from zeroengine.integrations.deepspeed.pickled_files import load_pickled_file
 from zeroengine.optim.loss_scaler import LossScaler
 from zeroengine.partition.boxes import Box, boxes_of_run
 from zeroengine.partition.cut import plain_name
 from zeroengine.utils.progress import progress
-from zeroengine.utils.safe_pickle import load
 
 PIECE = 1 << 27  # bytes in memory at a time
 # Of the model's file, what DeepSpeed puts there; the rest is the user's client state.
@@ -129,7 +131,7 @@ class _Checkpoint:
 
     def __init__(self, files: DeepSpeedFiles) -> None:
         self._path = files.path
-        self._models: list[Mapping[str, Any]] = [load(files.model[0])]
+        self._models: list[Mapping[str, Any]] = [load_pickled_file(files.model[0])]
         self._model = model = self._models[0]
         self._config = model["ds_config"] if isinstance(model.get("ds_config"), dict) else {}
         for wrong, what in (
@@ -143,7 +145,7 @@ class _Checkpoint:
         self._states = read_states(files)
         if self._states[0].stage == 3:
             files.check("model", len(self._states))
-            self._models += [load(files.model[rank]) for rank in range(1, len(self._states))]
+            self._models += [load_pickled_file(files.model[rank]) for rank in range(1, len(self._states))]
         self.aliases: dict[str, str] = {}
         self.notes: list[str] = []
         with self._naming_path():
@@ -221,10 +223,10 @@ class _Checkpoint:
     # -- everything else --------------------------------------------------------------------------
 
     def objects(self) -> dict[str, Any]:
-        objects: dict[str, Any] = {f"{EXTRA}client_state": self._client_state()}
+        objects: dict[str, Any] = {f"{ZEROENGINE_PREFIX}client_state": self._client_state()}
         schedule = self._schedule()
         if schedule is not None:
-            objects[f"{EXTRA}lr_scheduler"] = schedule
+            objects[f"{ZEROENGINE_PREFIX}lr_scheduler"] = schedule
         for i, group in enumerate(self._groups()):
             objects |= {f"optimizer.param_groups.{i}.{key}": value for key, value in group.items()}
         return objects
@@ -382,7 +384,7 @@ def _scaler(state: RankState) -> dict[str, Any]:
 # -- out ------------------------------------------------------------------------------------------
 
 
-def _write(snapshot: Snapshot, out: Path, tag: str, read: dcp_io.Read) -> Manifest:
+def _write(snapshot: Snapshot, out: Path, tag: str, read: ReadPiece) -> Manifest:
     if (out / tag).exists() and not (out / tag / MANIFEST).is_file():
         raise CheckpointError(f"{out / tag} is there already, and no checkpoint of zeroengine: name another folder")
     there, directory = out.exists(), CheckpointDirectory(out)
@@ -391,15 +393,15 @@ def _write(snapshot: Snapshot, out: Path, tag: str, read: dcp_io.Read) -> Manife
         writing = directory.begin(tag, snapshot.nbytes)
         try:
             with progress(f"importing {tag}", snapshot.nbytes) as report:
-                written = dcp_io.save(writing, snapshot.entries, snapshot.objects, snapshot.aliases, None, report, read)
-            files = dcp_io.describe(writing, written)
+                written = save_files(writing, snapshot.entries, snapshot.objects, snapshot.aliases, None, report, read)
+            files = describe_files(writing, written)
             manifest = Manifest(format=FORMAT, tag=tag, files=files, **snapshot.about)
             directory.commit(writing, manifest, None)
         except BaseException as error:  # which DCP's own is
             directory.abandon(writing)
             if isinstance(error, (CheckpointError, KeyboardInterrupt, SystemExit)):
                 raise
-            raise CheckpointError(f"{out} was not written: {cause(error).removeprefix('rank 0: ')}") from error
+            raise CheckpointError(f"{out} was not written: {failure_reason(error).removeprefix('rank 0: ')}") from error
     except BaseException:
         if not there:
             shutil.rmtree(out, ignore_errors=True)

@@ -21,8 +21,8 @@ import torch
 
 from zeroengine.errors import CheckpointError
 from zeroengine.integrations.deepspeed.checkpoint_files import DeepSpeedFiles
+from zeroengine.integrations.deepspeed.pickled_files import InertObject, load_pickled_file
 from zeroengine.partition.layout import ShardSpan
-from zeroengine.utils.safe_pickle import Inert, load
 
 Shapes = Mapping[str, tuple[int, ...]]  # of parameters, by name
 
@@ -86,11 +86,11 @@ def read_states(files: DeepSpeedFiles) -> list[RankState]:
 
 def _read(files: DeepSpeedFiles, rank: int) -> RankState:
     path = files.optimizer[rank]
-    tree = load(path)
+    tree = load_pickled_file(path)
     try:
         state = tree["optimizer_state_dict"]
         scaler = state.get("loss_scaler")
-        scaler = scaler.state if isinstance(scaler, Inert) and isinstance(scaler.state, dict) else {}
+        scaler = scaler.state if isinstance(scaler, InertObject) and isinstance(scaler.state, dict) else {}
         return (_of_stage_3 if "fp32_flat_groups" in state else _of_row)(state, scaler)
     except CheckpointError as error:
         raise CheckpointError(f"{path} {error}") from None
@@ -149,7 +149,7 @@ STAGES = ("disabled", "optimizer_states", "gradients", "weights")  # DeepSpeed's
 
 def _stage(value: Any) -> int:
     """Of a ZeroStageEnum, pickled by value or by name."""
-    stage = value.args[0] if isinstance(value, Inert) else value
+    stage = value.args[0] if isinstance(value, InertObject) else value
     return STAGES.index(stage) if isinstance(stage, str) else int(stage)
 
 

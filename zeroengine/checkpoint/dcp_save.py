@@ -1,0 +1,246 @@
+"""Write the entries of a checkpoint to files of torch Distributed Checkpoint (DCP), which plain PyTorch reads too.
+
+[Note: Memory while saving]
+DCP asks for one item after the other (`lookup_object`) and writes it with `torch.save`, which copies a view together
+with all of its storage, and keeps what it was given until the file ends. A piece of a shard is a view of a large flat
+buffer. So pieces in CPU memory are written through a storage that covers the piece alone, with no copy; pieces on a
+GPU are copied to memory that is given back to the system when the next piece is asked for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import mmap
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from zeroengine.checkpoint.dcp_metadata import METADATA, ByteRange, digest_of_items
+from zeroengine.checkpoint.entries import StateEntries
+from zeroengine.checkpoint.manifest import FileRecord
+from zeroengine.disk.mapped_memory import populate
+from zeroengine.disk.sequential_files import SequentialFile, create
+from zeroengine.partition.boxes import Box
+from zeroengine.utils.progress import Report
+
+ReadPiece = Callable[[str, Box, torch.Tensor], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class WrittenFile:
+    """A file that this rank has written.
+
+    Attributes:
+        checksum: The file's XXH3 checksum, in hexadecimal digits.
+        items: Where the values lie in it; None for the metadata.
+    """
+
+    checksum: str
+    items: list[ByteRange] | None
+
+
+def save_files(
+    path: Path,
+    entries: StateEntries,
+    objects: Mapping[str, Any],
+    aliases: Mapping[str, str],
+    group: dist.ProcessGroup | None,
+    report: Report,
+    read_piece: ReadPiece | None = None,
+) -> dict[str, WrittenFile]:
+    """Write every rank's entries and objects into the new directory `path`. A collective.
+
+    Args:
+        path: The directory, which exists and is empty.
+        entries: The tensors by name; the pieces of all ranks together make up each of them.
+        objects: Further values by name, each from one rank alone.
+        aliases: Further names, and the entries that they stand for.
+        group: The ranks that write; None where this process alone does.
+        report: Takes the number of bytes written since its last call.
+        read_piece: Fills a tensor with the values of an entry's piece that is on the meta device, when it is written.
+
+    Returns:
+        The files that this rank wrote, by name.
+    """
+    writer = _DcpWriter(path, aliases, report)
+    # DCP copies the next items ahead by default, and would hold several pieces in memory.
+    writer.per_thread_copy_ahead = 0
+    planner = _SavePlanner(entries, objects, read_piece)
+    if group is None:
+        with no_dist_warning_ignored():
+            dcp_save({}, storage_writer=writer, planner=planner, no_dist=True)
+    else:
+        dcp_save({}, storage_writer=writer, planner=planner, process_group=group)
+    return {name: WrittenFile(total, writer.items.get(name)) for name, total in writer.hashing.checksums.items()}
+
+
+def describe_files(path: Path, written: Mapping[str, WrittenFile]) -> dict[str, FileRecord]:
+    """Return what the manifest records of the files that this rank has written, by name.
+
+    Raises:
+        OSError: A file cannot be read.
+    """
+    return {
+        name: FileRecord(
+            bytes=(path / name).stat().st_size,
+            xxh3=file.checksum,
+            items=None if file.items is None else digest_of_items(path / name, file.items),
+        )
+        for name, file in written.items()
+    }
+
+
+@contextmanager
+def no_dist_warning_ignored() -> Iterator[None]:
+    """Ignore the warning that torch gives for `no_dist=True`, which is what is asked for."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+class _HashedFile:
+    """A file whose content is hashed as it is written."""
+
+    def __init__(self, file: SequentialFile, report: Report) -> None:
+        self._file, self._report = file, report
+        self.hash = xxhash.xxh3_64()
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        self.hash.update(data)
+        try:
+            count = int(self._file.write(data))
+        except OSError as error:
+            self.error = self.error or error
+            raise
+        self._report(count)
+        return count
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+class _HashingFileSystem(FileSystem):
+    """Creates files that are hashed, and synced when they are closed."""
+
+    def __init__(self, report: Report) -> None:
+        self.checksums: dict[str, str] = {}
+        self._report = report
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with create(path) as file:
+            hashed = _HashedFile(file, self._report)
+            try:
+                yield hashed
+            except Exception as error:
+                # torch.save raises an error of its own after a failed write. The failed write is the reason.
+                if hashed.error is not None and error is not hashed.error:
+                    raise hashed.error from error
+                raise
+        self.checksums[Path(path).name] = hashed.hash.hexdigest()
+
+
+class _DcpWriter(FileSystemWriter):
+    """Writes a rank's files and, on the coordinator, the metadata with the aliases in it."""
+
+    def __init__(self, path: Path, aliases: Mapping[str, str], report: Report) -> None:
+        # Files are synced when they are closed, so DCP need not do it.
+        super().__init__(path, overwrite=False, sync_files=False)
+        self.fs = self.hashing = _HashingFileSystem(report)
+        self._aliases = aliases
+        self.items: dict[str, list[ByteRange]] = {}  # Of the files that this rank wrote.
+
+    def write_data(self, *args: Any, **kwargs: Any) -> Any:
+        results = super().write_data(*args, **kwargs)
+        for result in results.value():
+            info = result.storage_data
+            self.items.setdefault(info.relative_path, []).append(ByteRange(info.offset, info.length))
+        return results
+
+    def finish(self, metadata: Metadata, results: Any) -> None:
+        all_results = [result for rank_results in results for result in rank_results]
+        for alias, name in self._aliases.items():
+            if name in metadata.state_dict_metadata:
+                metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[name]
+                all_results += [_rename(result, alias) for result in all_results if result.index.fqn == name]
+        super().finish(metadata, [all_results])
+        # DCP writes the metadata to a temporary name and renames it.
+        self.hashing.checksums[METADATA] = self.hashing.checksums.pop(f"{METADATA}.tmp")
+
+
+def _rename(result: Any, name: str) -> Any:
+    return dataclasses.replace(result, index=dataclasses.replace(result.index, fqn=name))
+
+
+class _SavePlanner(DefaultSavePlanner):
+    """Plans the items of this rank's entries and objects, and gives their values. See "Memory while saving"."""
+
+    def __init__(self, entries: StateEntries, objects: Mapping[str, Any], read_piece: ReadPiece | None) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._entries, self._objects, self._read_piece = entries, objects, read_piece
+        self._pieces: dict[MetadataIndex, tuple[Box, torch.Tensor]] = {}
+        self._copy_memory: mmap.mmap | None = None  # Of the last piece that was copied.
+
+    def create_local_plan(self) -> SavePlan:
+        items = []
+        for name, entry in self._entries.items():
+            for box, tensor in entry.pieces:
+                index = MetadataIndex(name, torch.Size(box.offsets))
+                self._pieces[index] = box, tensor
+                chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+                data = TensorWriteData(chunk, TensorProperties(dtype=entry.dtype), torch.Size(entry.shape))
+                items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+        items += [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in self._objects]
+        self.plan = SavePlan(items)
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        if index.offset is None:
+            return self._objects[index.fqn]
+        box, tensor = self._pieces[index]
+        # A piece in a mapped swap file must be in memory before it is read: a failing disk would be SIGBUS.
+        populate(tensor)
+        if tensor.is_cpu and tensor.is_contiguous():
+            return _with_own_storage(tensor)
+        copy = self._allocate(tensor.dtype, box)
+        if tensor.is_meta:
+            assert self._read_piece is not None
+            self._read_piece(index.fqn, box, copy)
+        else:
+            copy.copy_(tensor.detach())
+        return copy
+
+    def _allocate(self, dtype: torch.dtype, box: Box) -> torch.Tensor:
+        """Return memory for a piece, and give back that of the piece before, which has been written."""
+        if self._copy_memory is not None:
+            self._copy_memory.madvise(mmap.MADV_DONTNEED)
+        self._copy_memory = mmap.mmap(-1, max(box.numel * dtype.itemsize, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.frombuffer(self._copy_memory, dtype=dtype, count=box.numel).view(box.sizes)
+
+
+def _with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the same memory whose storage covers no more than the tensor."""
+    if tensor.untyped_storage().nbytes() == tensor.nbytes or not tensor.nbytes:
+        return tensor
+    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    memory.owner = tensor  # type: ignore[attr-defined]  # Keeps the memory alive as long as the new tensor.
+    return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)

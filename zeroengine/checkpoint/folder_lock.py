@@ -1,0 +1,170 @@
+"""Lock a folder of checkpoints for one job, and a checkpoint against removal while somebody reads it.
+
+[Note: Locks]
+The job that saves holds the file `.lock` of the folder. The lock belongs to a run of a launcher. Where a process of an
+earlier round of the same run still holds it, which cannot be ended because its node is frozen or out of reach, the
+later round puts a lock file of its own in its place. The earlier process notices that before it renames anything
+(`FolderLock.check`).
+
+A reader holds a shared lock of the manifest of the checkpoint that it reads, and nobody removes a checkpoint whose
+manifest is locked. Where the file system has no locks, a reader finds out afterwards that the checkpoint is gone, and
+takes the next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import secrets
+import stat
+import weakref
+from pathlib import Path
+from typing import IO, Any
+
+from zeroengine.errors import CheckpointError
+
+LOCK = ".lock"
+
+
+class FolderLock:
+    """This process's lock of a folder of checkpoints."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._file: IO[str] | None = None
+        self._run = _own_run()
+
+    def acquire(self) -> bool:
+        """Lock the folder, which exists. Return False where this process has locked it already.
+
+        Raises:
+            CheckpointError: Another job saves into the folder, or has taken it over.
+            OSError: The lock file cannot be opened.
+        """
+        if self._file is not None:
+            self.check()
+            return False
+        file = _open_lock_file(self._folder / LOCK)
+        if not try_lock(file, fcntl.LOCK_EX):
+            holder, _, holders_run = file.read(1000).partition("\n")
+            file.close()
+            if not _is_earlier_round(holders_run.strip(), self._run):
+                raise CheckpointError(
+                    f"another job saves into {self._folder} ({holder or 'another process'}): give each job a folder of "
+                    "its own"
+                )
+            file = self._replace_lock_file()
+        file.seek(0)
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {os.uname().nodename}\n{self._run}\n")
+        file.flush()
+        self._file = file
+        _held_locks.add(self)
+        return True
+
+    def _replace_lock_file(self) -> IO[str]:
+        """Put a new lock file in the place of the one that an earlier round of this run holds."""
+        new = self._folder / f"{LOCK}.{secrets.token_hex(4)}"
+        file = _open_lock_file(new)
+        try:
+            try_lock(file, fcntl.LOCK_EX)
+            new.rename(self._folder / LOCK)
+        except OSError as error:
+            file.close()
+            new.unlink(missing_ok=True)
+            raise CheckpointError(f"{self._folder / LOCK} cannot be replaced: {error.strerror}") from error
+        return file
+
+    def check(self) -> None:
+        """Check that the folder is still locked by this process.
+
+        Raises:
+            CheckpointError: A later round of this run has taken the folder over.
+        """
+        assert self._file is not None
+        held = os.fstat(self._file.fileno())
+        try:
+            present = (self._folder / LOCK).stat()
+        except OSError:
+            present = None
+        if present is None or (held.st_dev, held.st_ino) != (present.st_dev, present.st_ino):
+            raise CheckpointError(
+                f"{self._folder} has been taken over by a later round of this run, or its {LOCK} file was removed: "
+                "this process saves there no more"
+            )
+
+    def release(self) -> None:
+        """Unlock the folder, if this process has locked it."""
+        if self._file is not None:
+            # A forked process may have the file open still, so that closing it would not unlock it.
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._file, fcntl.LOCK_UN)
+        self.forget()
+        _held_locks.discard(self)
+
+    def forget(self) -> None:
+        """Close the lock file without unlocking it for other processes."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+
+_held_locks: weakref.WeakSet[FolderLock] = weakref.WeakSet()
+
+
+def _forget_locks_after_fork() -> None:
+    """Leave the locks to the parent, in a forked process such as a DataLoader's worker.
+
+    The lock would otherwise last as long as the worker, which may outlive the job.
+    """
+    for lock in list(_held_locks):
+        lock.forget()
+    _held_locks.clear()
+
+
+os.register_at_fork(after_in_child=_forget_locks_after_fork)
+
+
+def try_lock(file: IO[Any], kind: int) -> bool:
+    """Lock a file without waiting. Return False where another process has locked it.
+
+    A file system without locks counts as success: the readers' and writers' other checks must do.
+    """
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+    return True
+
+
+def _own_run() -> str:
+    """Return the launcher's run that this process belongs to and the number of its round, or "" without a launcher."""
+    run, round_ = os.environ.get("TORCHELASTIC_RUN_ID", ""), os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    return f"run {run} round {round_}" if run not in ("", "none") and round_.isdecimal() else ""
+
+
+def _is_earlier_round(holders_run: str, own_run: str) -> bool:
+    """Return whether the lock's holder, by what it wrote, is of an earlier round of this process's run."""
+    holder, own = (re.fullmatch(r"run (.*) round (\d+)", text) for text in (holders_run, own_run))
+    return bool(holder and own and holder[1] == own[1] and int(holder[2]) < int(own[2]))
+
+
+def _open_lock_file(path: Path) -> IO[str]:
+    """Open a lock file, and nothing that a link or a device's name leads to.
+
+    Raises:
+        CheckpointError: The path is no regular file.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise CheckpointError(f"{path} is not a lock file ({error.strerror}): remove it") from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CheckpointError(f"{path} is not a lock file: remove it")
+    return os.fdopen(descriptor, "r+", errors="replace")

@@ -1,0 +1,84 @@
+"""Write one checkpoint on one rank, beside training or within the call that saves."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from zeroengine.checkpoint.dcp_errors import failure_reason
+from zeroengine.checkpoint.dcp_save import describe_files, save_files
+from zeroengine.checkpoint.directory import CheckpointDirectory
+from zeroengine.checkpoint.manifest import FORMAT, FileRecord, Manifest
+from zeroengine.checkpoint.snapshot import Snapshot
+from zeroengine.utils.progress import Report, ignore_progress
+
+
+class SaveThread(threading.Thread):
+    """One save on one rank. `run` may be called directly, too.
+
+    It has a process group of its own, because collectives of training go on in another thread meanwhile, and the ranks
+    would otherwise mix the two up.
+
+    Attributes:
+        error: Why the save failed on any rank, once the thread has ended; None where it succeeded.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        group: dist.ProcessGroup,
+        directory: CheckpointDirectory,
+        tag: str,
+        writing: Path,
+        snapshot: Snapshot,
+        keep: int | None,
+    ) -> None:
+        # It is no daemon, so that the interpreter does not exit in the middle of a save.
+        super().__init__(name="zeroengine-save", daemon=False)
+        self._rank, self._group, self._keep = rank, group, keep
+        self.directory, self.tag, self.writing, self.snapshot = directory, tag, writing, snapshot
+        self.error: str | None = None
+
+    def run(self, report: Report = ignore_progress) -> None:
+        """Write this rank's files and, on rank 0, commit the checkpoint. A collective."""
+        try:
+            self.error = self._write(report)
+        # A CheckpointException of DCP is no Exception.
+        except BaseException as error:
+            self.error = failure_reason(error)
+            if self._rank == 0:
+                self.directory.abandon(self.writing)
+        finally:
+            # The snapshot refers to the engine's states or to a copy of them.
+            del self.snapshot
+
+    def _write(self, report: Report) -> str | None:
+        """Return why the save failed, or None, the same on all ranks."""
+        snapshot = self.snapshot
+        written = save_files(self.writing, snapshot.entries, snapshot.objects, snapshot.aliases, self._group, report)
+        own_files: dict[str, FileRecord] | str
+        try:
+            own_files = describe_files(self.writing, written)
+        except Exception as error:
+            own_files = f"rank {self._rank}: {failure_reason(error)}"
+        all_files: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(all_files, own_files, group=self._group)
+        reasons: list[str | None] = [next((files for files in all_files if isinstance(files, str)), None)]
+        if self._rank == 0:
+            reasons = [reasons[0] or self._commit({name: file for files in all_files for name, file in files.items()})]
+            if reasons[0] is not None:
+                self.directory.abandon(self.writing)
+        dist.broadcast_object_list(reasons, group_src=0, group=self._group)
+        return reasons[0]
+
+    def _commit(self, files: dict[str, FileRecord]) -> str | None:
+        """Make what all ranks wrote the newest checkpoint. Return why that failed, or None."""
+        try:
+            manifest = Manifest(format=FORMAT, tag=self.tag, files=files, **self.snapshot.about)
+            self.directory.commit(self.writing, manifest, self._keep)
+        except Exception as error:
+            return failure_reason(error)
+        return None

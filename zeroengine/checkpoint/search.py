@@ -1,0 +1,167 @@
+"""Find a whole checkpoint to load, all ranks together."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from zeroengine.checkpoint.directory import CheckpointDirectory
+from zeroengine.checkpoint.inspect import is_plain
+from zeroengine.checkpoint.manifest import Manifest, find_damage
+from zeroengine.checkpoint.restore import HalfLoadedError
+from zeroengine.comm.group import Group
+from zeroengine.errors import CheckpointError
+
+MAX_SEARCHES = 10  # Each is a look at the whole folder, while another process removes the checkpoints in it.
+MAX_PROBLEMS = 10  # In a message.
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A checkpoint that may be loaded, and what the ranks found out about it together.
+
+    Attributes:
+        tag: Its name.
+        is_held: Whether rank 0 holds a lock, so that nobody removes it.
+        identity: What tells it from another checkpoint of its tag, where it is held.
+        path: Its directory.
+        manifest: Its manifest; None where this rank cannot read it.
+        problems: What any rank found wrong with its files.
+    """
+
+    tag: str
+    is_held: bool
+    identity: tuple[int, int] | None
+    path: Path | None = None
+    manifest: Manifest | None = None
+    problems: list[str] = field(default_factory=list)
+
+
+class CheckpointSearch:
+    """A search for one checkpoint. Each method is a collective and gives the same answer on all ranks.
+
+    [Note: Loading while another process saves]
+    Rank 0 locks a candidate before any rank reads it, which is enough: whoever may remove it sees that lock. A
+    candidate may still be gone, since a lock comes too late for a checkpoint that is being removed and some file
+    systems have none. So rank 0 notes which checkpoint it was and compares again afterwards. Where a candidate has
+    gone the search begins anew, since whoever removed it has saved a newer one.
+
+    Args:
+        group: The ranks that load.
+        folder: A folder of checkpoints, or one checkpoint that plain PyTorch wrote.
+        tag: The checkpoint's name; the newest where None.
+        fallback: Where that one is damaged, take the newest of the others that is whole.
+    """
+
+    def __init__(self, group: Group, folder: Path, tag: str | None, *, fallback: bool) -> None:
+        self._group, self._tag, self._fallback = group, tag, fallback
+        self._directory = CheckpointDirectory(folder)
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[tuple[Path, Manifest | None]]:
+        """Yield a checkpoint whose every file has its checksum, and which nobody removes meanwhile.
+
+        Yields:
+            Its directory and its manifest, which is None where plain PyTorch wrote it.
+
+        Raises:
+            CheckpointError: There is none.
+            HalfLoadedError: The checkpoint was replaced while it was read.
+        """
+        plain = self._directory.path if self._tag is None else self._directory.path / self._tag
+        if self._is_plain_on_all_ranks(plain):
+            yield plain, None
+            return
+        with contextlib.ExitStack() as lock:
+            candidate = self._find(lock)
+            assert candidate.path is not None
+            yield candidate.path, candidate.manifest
+            if self._was_removed(candidate):
+                raise HalfLoadedError(
+                    f"checkpoint {candidate.tag} in {self._directory.path} was replaced while it was read: load it "
+                    "again before training goes on"
+                )
+
+    def _is_plain_on_all_ranks(self, path: Path) -> bool:
+        answers: list[bool] = []
+        with self._group.collective_errors("to find a checkpoint", answers) as all_answers:
+            try:
+                answers.append(is_plain(path))
+            except CheckpointError:
+                if not self._fallback:
+                    raise
+                answers.append(False)
+        return all(answer == [True] for answer in all_answers)
+
+    def _find(self, lock: contextlib.ExitStack) -> Candidate:
+        """Return the first candidate that is whole, with rank 0's lock of it entered into `lock`."""
+        for _ in range(MAX_SEARCHES):
+            problems: list[str] = []
+            tags = self._tags_to_try(problems)
+            subject = f"checkpoint {tags[0]}" if tags else f"every checkpoint in {self._directory.path}"
+            for tag in tags:
+                candidate = self._examine(tag, lock)
+                if not candidate.problems:
+                    return candidate
+                was_removed = self._was_removed(candidate)
+                lock.close()
+                if was_removed and self._tag is None:
+                    problems = []
+                    break
+                problems += candidate.problems
+            else:
+                break
+        advice = "" if self._fallback else " load_checkpoint(..., fallback=True) takes the newest whole one before it."
+        reasons = "; ".join(dict.fromkeys(problems[:MAX_PROBLEMS]))
+        raise CheckpointError(f"{subject} is damaged: {reasons}.{advice}")
+
+    def _tags_to_try(self, problems: list[str]) -> list[str]:
+        """Return the tags to try in turn; what is wrong with the folder itself is added to `problems`."""
+        with self._group.collective_errors("to find a checkpoint"):
+            all_tags = self._directory.tags() if self._fallback else []
+            first = [self._tag] if self._tag is not None else []
+            if self._tag is None:
+                try:
+                    first = [self._directory.latest(all_tags if self._fallback else None)]
+                except CheckpointError as error:
+                    if not all_tags:
+                        raise
+                    problems.append(str(error))
+            tags = first + [tag for tag in reversed(all_tags) if tag not in first]
+        return self._group.exchange(tags)[0]
+
+    def _examine(self, tag: str, lock: contextlib.ExitStack) -> Candidate:
+        """Return what the ranks find out about a checkpoint. Each reads its share of the files."""
+        held: tuple[bool, tuple[int, int] | None] = (False, None)
+        if self._group.rank == 0:
+            with contextlib.suppress(CheckpointError):
+                lock.enter_context(self._directory.held(tag))
+                held = (True, self._directory.identity(tag))
+        is_held, identity = self._group.exchange(held)[0]
+        path, manifest = None, None
+        try:
+            path, manifest = self._directory.checkpoint(tag), self._directory.manifest(tag)
+            names = sorted(manifest.files)[self._group.rank :: self._group.world_size]
+            problems = find_damage(path, manifest, names)
+        except CheckpointError as error:
+            problems = [str(error)]
+        all_problems = [problem for problems in self._group.exchange(problems) for problem in problems]
+        return Candidate(tag, is_held, identity, path, manifest, list(dict.fromkeys(all_problems)))
+
+    def _was_removed(self, candidate: Candidate) -> bool:
+        """Return whether another process has removed or replaced a checkpoint since rank 0 looked at it first."""
+        return self._group.exchange(self._differs_now(candidate))[0]
+
+    def _differs_now(self, candidate: Candidate) -> bool:
+        identity = self._directory.identity(candidate.tag)
+        if candidate.is_held:
+            return identity != candidate.identity
+        # It was being removed, and another of its tag has appeared since.
+        if identity is not None:
+            return True
+        try:
+            return self._directory.latest() != candidate.tag
+        except CheckpointError:
+            return False

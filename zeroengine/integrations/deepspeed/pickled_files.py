@@ -1,0 +1,230 @@
+"""Read the files that DeepSpeed wrote with `torch.save` without running anything that is in them."""
+
+from __future__ import annotations
+
+import os
+import struct
+import tarfile
+import zipfile
+from collections import OrderedDict
+from typing import Any
+
+import torch
+
+from zeroengine.errors import CheckpointError
+from zeroengine.utils.progress import progress
+from zeroengine.utils.safe_pickle import AllowList, pickle_module
+
+# Objects of these packages and classes are replaced by an `InertObject`.
+INERT_PACKAGES = ("deepspeed", "argparse", "numpy")
+INERT_CLASSES = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.device")
+ZIP_SIGNATURE = b"PK\x03\x04"
+READ_BYTES = 1 << 20
+MAX_VALUES = 50_000_000
+MAX_DEPTH = 100
+
+
+class InertObject:
+    """Stands for an object of a class that is not imported: it holds what was pickled and does nothing.
+
+    Attributes:
+        args: The arguments of the object's constructor.
+        state: The object's attributes.
+    """
+
+    args: tuple[Any, ...]
+    state: Any
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> InertObject:
+        """Make the object, with no attributes yet."""
+        new = super().__new__(cls)
+        new.args, new.state = args, {}
+        return new
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Ignore the arguments."""
+
+    def __setstate__(self, state: Any) -> None:
+        """Keep the attributes as they were pickled."""
+        self.state = state
+
+    def append(self, item: Any) -> None:
+        """Ignore an item that the pickle adds to a list's subclass."""
+
+    def extend(self, items: Any) -> None:
+        """Ignore items that the pickle adds to a list's subclass."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Ignore an item that the pickle adds to a dict's subclass."""
+
+
+def _rebuild_tensor(*args: Any) -> torch.Tensor:
+    tensor = torch._utils._rebuild_tensor_v2(*args)  # type: ignore[no-untyped-call]
+    assert isinstance(tensor, torch.Tensor)
+    return tensor
+
+
+def _first_argument(value: Any, *_: Any) -> Any:
+    return value
+
+
+def _rebuild_plain_tensor(function: Any, kind: Any, args: tuple[Any, ...], state: Any) -> Any:
+    """Return a tensor of a subclass, or one with attributes, as a plain tensor.
+
+    `function` came through the allow-list too, so that it is safe to call.
+    """
+    return function(*args)
+
+
+def _encode(text: str, encoding: str) -> bytes:
+    return text.encode("latin1")
+
+
+_NUMPY_FORMATS = {"f8": "<d", "f4": "<f", "i8": "<q", "i4": "<i", "b1": "<?"}
+
+
+def _read_numpy_number(dtype: Any, data: Any = b"") -> Any:
+    """Return a number of NumPy's, as learning rates often are, as a plain number."""
+    code = _NUMPY_FORMATS.get(str(dtype.args[0])) if isinstance(dtype, InertObject) and dtype.args else None
+    if code is None or len(data) != struct.calcsize(code):
+        return InertObject(dtype, data)
+    return struct.unpack(code, data)[0]
+
+
+def _find_dtype_or_inert_class(module: str, name: str) -> Any:
+    if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+        return getattr(torch, name)
+    if module.partition(".")[0] in INERT_PACKAGES or f"{module}.{name}" in INERT_CLASSES:
+        return type(name, (InertObject,), {"__module__": module})
+    return None
+
+
+DEEPSPEED_ALLOW_LIST = AllowList(
+    {
+        "torch._utils._rebuild_tensor_v2": _rebuild_tensor,
+        "torch._utils._rebuild_parameter": _first_argument,
+        "torch._utils._rebuild_parameter_with_state": _first_argument,
+        "torch._tensor._rebuild_from_type_v2": _rebuild_plain_tensor,
+        "torch.Size": torch.Size,
+        "numpy.core.multiarray.scalar": _read_numpy_number,
+        "numpy._core.multiarray.scalar": _read_numpy_number,
+        "collections.OrderedDict": OrderedDict,
+        "collections.defaultdict": lambda *_: {},
+        "builtins.set": set,
+        "builtins.frozenset": frozenset,
+        "builtins.list": list,
+        "builtins.dict": dict,
+        "builtins.int": int,
+        "builtins.float": float,
+        "builtins.bool": bool,
+        "builtins.str": str,
+        "builtins.complex": complex,
+        "_codecs.encode": _encode,  # Pickle protocol 2 writes bytes as a call of it.
+    },
+    find_other=_find_dtype_or_inert_class,
+    enums=InertObject,
+)
+
+
+def load_pickled_file(path: str | os.PathLike[str]) -> Any:
+    """Return what `torch.save` wrote: tensors, numbers, strings, their containers, and `InertObject`s.
+
+    Tensors are mapped from the file: they take no memory until they are read, and must not be written.
+
+    Raises:
+        CheckpointError: The file is damaged, or it holds anything else.
+    """
+    try:
+        with open(path, "rb") as file:
+            # Other files are of torch before 1.6, or of a DeepSpeed configuration that asks for the old format.
+            is_zip = file.read(len(ZIP_SIGNATURE)) == ZIP_SIGNATURE
+        _check_kind(path, is_zip)
+        content = torch.load(
+            path, map_location="cpu", pickle_module=pickle_module(DEEPSPEED_ALLOW_LIST), weights_only=False, mmap=is_zip
+        )
+        _check_containers(content)
+        return content
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    except Exception as error:
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise CheckpointError(f"{path} is cut short or damaged: {reason}") from error
+
+
+def _check_kind(path: str | os.PathLike[str], is_zip: bool) -> None:
+    """Refuse what `torch.load` reads besides: it runs TorchScript, and unpacks the tar archives of 2016."""
+    if is_zip:
+        with zipfile.ZipFile(path) as archive:
+            if any(name.endswith("constants.pkl") for name in archive.namelist()):
+                raise CheckpointError("it is a TorchScript program: it is refused")
+            _check_archive(path, archive)
+    elif tarfile.is_tarfile(path):
+        raise CheckpointError("it is a tar archive: it is refused")
+
+
+def _check_archive(path: str | os.PathLike[str], archive: zipfile.ZipFile) -> None:
+    """Compare the checksum of each entry, which torch does not do.
+
+    Raises:
+        CheckpointError: A checksum differs, or the archive would unpack to more bytes than it has.
+    """
+    entries, size = archive.infolist(), os.path.getsize(path)
+    if any(info.compress_type != zipfile.ZIP_STORED for info in entries):
+        raise CheckpointError("it is a compressed archive, which torch.save does not write: it is refused")
+    if sum(info.file_size for info in entries) > size:
+        raise CheckpointError("it is said to hold more bytes than it has: it is refused")
+    # A checksum of 0 means that torch was told to write none.
+    checked = [info for info in entries if info.CRC]
+    with progress(f"checking {os.path.basename(path)}", sum(info.file_size for info in checked)) as report:
+        for info in checked:
+            try:
+                with archive.open(info) as entry:
+                    while data := entry.read(READ_BYTES):
+                        report(len(data))
+            except zipfile.BadZipFile as error:
+                raise CheckpointError(f"it has been changed: {error}") from None
+
+
+def _check_containers(tree: Any) -> None:
+    """Refuse containers that hold themselves, or that have more values when written out than any checkpoint has.
+
+    A pickle of a few bytes can refer to one list many times, so that a walk over its values never ends. Hence each
+    container is counted once, without recursion, and its size is reused.
+
+    Raises:
+        CheckpointError: The tree has such a container.
+    """
+    num_values: dict[int, int] = {}  # of each container that was counted, by id
+    ancestors: set[int] = set()
+    pending: list[tuple[Any, bool]] = [(tree, False)]
+    while pending:
+        value, children_counted = pending.pop()
+        children = _children(value)
+        if children_counted:
+            ancestors.discard(id(value))
+            num_values[id(value)] = 1 + sum(num_values.get(id(child), 1) for child in children)
+            if num_values[id(value)] > MAX_VALUES:
+                raise CheckpointError(f"it holds more than {MAX_VALUES:,} values: it is refused")
+        elif id(value) in ancestors:
+            raise CheckpointError("it holds a container that contains itself: it is refused")
+        elif children and id(value) not in num_values:
+            if len(ancestors) > MAX_DEPTH:
+                raise CheckpointError(f"it holds containers more than {MAX_DEPTH} deep: it is refused")
+            ancestors.add(id(value))
+            pending.append((value, True))
+            pending += [(child, False) for child in children if isinstance(child, _CONTAINERS)]
+
+
+_CONTAINERS = (dict, list, tuple, set, frozenset, InertObject)
+
+
+def _children(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [*value.keys(), *value.values()]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return list(value)
+    if isinstance(value, InertObject):
+        return [value.args, value.state]
+    return []
