@@ -61,7 +61,7 @@ class CheckpointManager:
         if self._gloo_group is None:
             self._gloo_group = self._group.new_group("gloo")
         directory = self._directories.setdefault(Path(folder).absolute(), CheckpointDirectory(folder))
-        writing = self._begin(directory, tag, sum(self._group.exchange(snapshot.nbytes)))
+        writing = self._begin(directory, tag, sum(self._group.all_gather_object(snapshot.nbytes)))
         settings = self._parts.config.checkpoint
         save = SaveThread(self._group.rank, self._gloo_group, directory, tag, writing, snapshot, settings.keep)
         if settings.async_save and not self._parts.on_disk:
@@ -84,7 +84,7 @@ class CheckpointManager:
             if self._group.rank == 0:
                 directory.open()
                 writing = directory.begin(tag, nbytes)
-        writing = self._group.exchange(writing)[0]
+        writing = self._group.all_gather_object(writing)[0]
         assert writing is not None
         return writing
 
@@ -159,7 +159,9 @@ class CheckpointManager:
             self._raise_if_failed(save)
 
     def _raise_if_failed(self, save: SaveThread) -> None:
-        errors = [error for error in self._group.exchange(save.error, "to save a checkpoint") if error is not None]
+        errors = [
+            error for error in self._group.all_gather_object(save.error, "to save a checkpoint") if error is not None
+        ]
         if errors:
             raise CheckpointError(
                 f"checkpoint {save.tag} in {save.directory.path} was not saved: {errors[0]}. The checkpoints before it "

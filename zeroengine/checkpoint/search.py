@@ -130,7 +130,7 @@ class CheckpointSearch:
                         raise
                     problems.append(str(error))
             tags = first + [tag for tag in reversed(all_tags) if tag not in first]
-        return self._group.exchange(tags)[0]
+        return self._group.all_gather_object(tags)[0]
 
     def _examine(self, tag: str, lock: contextlib.ExitStack) -> Candidate:
         """Return what the ranks find out about a checkpoint. Each reads its share of the files."""
@@ -139,7 +139,7 @@ class CheckpointSearch:
             with contextlib.suppress(CheckpointError):
                 lock.enter_context(self._directory.held(tag))
                 held = (True, self._directory.identity(tag))
-        is_held, identity = self._group.exchange(held)[0]
+        is_held, identity = self._group.all_gather_object(held)[0]
         path, manifest = None, None
         try:
             path, manifest = self._directory.checkpoint(tag), self._directory.manifest(tag)
@@ -147,12 +147,12 @@ class CheckpointSearch:
             problems = find_damage(path, manifest, names)
         except CheckpointError as error:
             problems = [str(error)]
-        all_problems = [problem for problems in self._group.exchange(problems) for problem in problems]
+        all_problems = [problem for problems in self._group.all_gather_object(problems) for problem in problems]
         return Candidate(tag, is_held, identity, path, manifest, list(dict.fromkeys(all_problems)))
 
     def _was_removed(self, candidate: Candidate) -> bool:
         """Return whether another process has removed or replaced a checkpoint since rank 0 looked at it first."""
-        return self._group.exchange(self._differs_now(candidate))[0]
+        return self._group.all_gather_object(self._differs_now(candidate))[0]
 
     def _differs_now(self, candidate: Candidate) -> bool:
         identity = self._directory.identity(candidate.tag)
