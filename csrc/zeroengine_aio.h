@@ -18,8 +18,8 @@ extern "C" {
 #define ZE_AIO_ABI_VERSION 1
 
 /* io_uring, or pread and pwrite in a thread for each block in flight. Linux AIO (io_submit) is left out on purpose: on
- * an ext4 disk the threads read at 0.98 to 1.16 times its speed and write at 1.1 to 2.2 times, at depths 4 to 32 and
- * blocks of 256 KiB and 1 MiB (medians of 25 interleaved pairs each, on two busy cores). */
+ * an ext4 disk the threads read at 0.96 to 1.16 times its speed and write at 1.04 to 2.2 times, at depths 4 to 32 and
+ * blocks of 256 KiB and 1 MiB (medians of 25 interleaved pairs each, in two runs on two busy cores). */
 enum ze_aio_backend { ZE_AIO_AUTO = 0, ZE_AIO_IO_URING = 1, ZE_AIO_THREADS = 3 };
 
 /* Direct I/O wants offsets, sizes and addresses to be multiples of this many bytes. Blocks that are not go through
