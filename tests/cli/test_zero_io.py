@@ -40,7 +40,7 @@ def settings_of(tree: dict[str, Any]) -> DiskSettings:
     return DiskSettings(**tree)
 
 
-def test_it_shows_the_disk_every_try_and_what_to_write(run: Run, disk: Path) -> None:
+def test_output_shows_the_disk_every_trial_and_the_configuration(run: Run, disk: Path) -> None:
     before = os.listdir(disk)
     code, out, err = run(disk, "--size", "8MiB")
     assert (code, err) == (0, "") and os.listdir(disk) == before
@@ -54,7 +54,7 @@ def test_it_shows_the_disk_every_try_and_what_to_write(run: Run, disk: Path) -> 
     assert settings_of(chosen["aio"]) in candidate_settings()
 
 
-def test_it_prints_json_for_programs(run: Run, disk: Path) -> None:
+def test_json_output_holds_everything(run: Run, disk: Path) -> None:
     code, out, _ = run(disk, "--size", "8MiB", "--json")
     tree = json.loads(out)
     assert code == 0 and settings_of(tree["aio"]) in candidate_settings()
@@ -63,7 +63,7 @@ def test_it_prints_json_for_programs(run: Run, disk: Path) -> None:
     assert tree["disk"]["path"] == os.path.realpath(disk)
 
 
-def test_it_puts_the_settings_into_a_configuration(run: Run, disk: Path, tmp_path: Path) -> None:
+def test_write_config_puts_the_settings_into_a_configuration(run: Run, disk: Path, tmp_path: Path) -> None:
     config = tmp_path / "ds.json"
     config.write_text('{"zero_optimization": {"stage": 3}, "aio": {"thread_count": 1, "queue_depth": 99999}, "x": 1}')
     config.chmod(0o640)
@@ -102,7 +102,7 @@ def test_wrong_requests_are_refused_in_one_line(run: Run, disk: Path, arguments:
     assert message.format(disk=disk) in err
 
 
-def test_it_is_a_command_of_a_checkout(disk: Path) -> None:
+def test_bin_zero_io_runs_from_a_checkout(disk: Path) -> None:
     environment = os.environ | {"ZEROENGINE_PYTHON": sys.executable}
     environment.pop("PYTHONPATH", None)
     command = [ROOT / "bin" / "zero-io", disk / "nowhere"]

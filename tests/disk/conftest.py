@@ -12,8 +12,8 @@ from zeroengine.ops import _aio_library as _aio
 
 
 @pytest.fixture(autouse=True)
-def whole() -> Iterator[None]:
-    """No fault outlives its test."""
+def no_faults() -> Iterator[None]:
+    """End every fault with the test that set it."""
     if not _aio.PATH.exists():
         pytest.skip("zeroengine's disk library was not built")
     yield

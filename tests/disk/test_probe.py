@@ -14,7 +14,7 @@ from zeroengine.errors import OffloadError
 from zeroengine.ops import _aio_library as _aio
 
 
-def test_the_fastest_is_chosen_and_of_equals_the_one_that_asks_least() -> None:
+def test_fastest_prefers_the_fewest_bytes_in_flight_among_equals() -> None:
     def speed(backend: str, depth: int, block: int, gb_s: float) -> DiskSpeed:
         return DiskSpeed(DiskSettings(backend, depth, block), gb_s, gb_s, gb_s)
 
@@ -26,14 +26,14 @@ def test_the_fastest_is_chosen_and_of_equals_the_one_that_asks_least() -> None:
     assert fastest([slow, large, threads, much_faster]) is much_faster
 
 
-def test_every_candidate_works(disk: Path) -> None:
+def test_every_candidate_opens_a_queue_with_its_settings(disk: Path) -> None:
     assert {one.backend for one in candidate_settings()} == set(_aio.available())
     for one in candidate_settings():
         with one.queue() as queue:
             assert (queue.backend, queue.depth, queue.block_bytes) == (one.backend, one.queue_depth, one.block_size)
 
 
-def test_speeds_are_of_what_was_asked_for(disk: Path) -> None:
+def test_measure_returns_a_speed_for_each_candidate(disk: Path) -> None:
     folder = SwapFolder(disk)
     work = probe.Probe(folder, 3 * probe.TRANSFER_BYTES + 5)
     assert list(work.fill()) == [probe.TRANSFER_BYTES] * 3
@@ -42,7 +42,7 @@ def test_speeds_are_of_what_was_asked_for(disk: Path) -> None:
     assert [speed.settings for speed in speeds] == candidate_settings()[:2]
 
 
-def test_tuning_is_done_once_a_disk(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tune_measures_each_disk_once(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "_tuned_by_device", {})
     settings = tune(disk)
     assert settings.backend == _aio.available()[0]
@@ -53,7 +53,7 @@ def test_tuning_is_done_once_a_disk(disk: Path, monkeypatch: pytest.MonkeyPatch)
         tune(disk / "nowhere")
 
 
-def test_a_disk_is_described(disk: Path) -> None:
+def test_describe_disk_names_the_file_system_and_free_space(disk: Path) -> None:
     found = describe_disk(SwapFolder(disk))
     assert found.path == os.path.realpath(disk) and found.filesystem not in ("unknown", "tmpfs")
     assert found.free_bytes > 0 and found.rotational in (True, False, None)

@@ -125,7 +125,7 @@ def test_a_read_touches_nothing_but_its_tensor(
     assert (around[nbytes:] == 7).all()
 
 
-def test_any_shape_and_dtype(backend: str, folder: SwapFolder) -> None:
+def test_tensors_of_any_shape_and_dtype_survive_a_round_trip(backend: str, folder: SwapFolder) -> None:
     file = folder.file("dtypes", 1 << 20)
     with DiskQueue(backend=backend) as queue:
         for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool):
@@ -136,7 +136,7 @@ def test_any_shape_and_dtype(backend: str, folder: SwapFolder) -> None:
             assert torch.equal(x, y)
 
 
-def test_many_transfers_from_many_threads(backend: str, folder: SwapFolder) -> None:
+def test_many_threads_share_a_queue(backend: str, folder: SwapFolder) -> None:
     file, piece, each = folder.file("threads", 64 << 14), 1 << 14, 16
     failures = []
 
@@ -163,7 +163,7 @@ def test_many_transfers_from_many_threads(backend: str, folder: SwapFolder) -> N
         assert queue.bytes_read == queue.bytes_written == 64 * piece
 
 
-def test_a_transfer_gets_on_by_itself(backend: str, folder: SwapFolder) -> None:
+def test_a_transfer_proceeds_while_nobody_waits(backend: str, folder: SwapFolder) -> None:
     file, nbytes = folder.file("alone", 1 << 21), 1 << 21
     with DiskQueue(2, ALIGNMENT, backend) as queue:
         x = random_bytes(nbytes, 1)
@@ -191,7 +191,7 @@ class TestFaults:
     @pytest.mark.parametrize("buffer", BUFFERS)
     @pytest.mark.parametrize("write", [False, True])
     @pytest.mark.parametrize("what", ["short", errno.EINTR, errno.EAGAIN])
-    def test_what_can_go_on_goes_on(
+    def test_short_and_interrupted_blocks_are_continued(
         self, backend: str, folder: SwapFolder, write: bool, what: str | int, buffer: Callable[[int], Tensor]
     ) -> None:
         file = folder.file("short", 1 << 18)
@@ -203,7 +203,7 @@ class TestFaults:
 
     @pytest.mark.parametrize("write", [False, True])
     @pytest.mark.parametrize("what", [errno.EIO, errno.ENOSPC, "empty"])
-    def test_what_cannot_is_an_error_that_says_where(
+    def test_failed_blocks_raise_an_error_with_file_and_offset(
         self, backend: str, folder: SwapFolder, write: bool, what: str | int
     ) -> None:
         file, x = folder.file("broken", 1 << 18), aligned(self.NBYTES)
@@ -224,7 +224,7 @@ class TestFaults:
                 assert ("nothing more was taken" if write else "the file ends there") in message
             self.move(queue, file, write, aligned)  # the queue is as good as before
 
-    def test_it_harms_no_other_transfer(self, backend: str, folder: SwapFolder) -> None:
+    def test_a_failed_block_harms_no_other_transfer(self, backend: str, folder: SwapFolder) -> None:
         file = folder.file("others", 1 << 20)
         with DiskQueue(4, ALIGNMENT, backend) as queue:
             _aio.set_fault(errno.EIO, 5)
@@ -239,7 +239,7 @@ class TestFaults:
                     failed.append(i)
             assert len(failed) == 1
 
-    def test_what_direct_io_refuses_goes_through_the_page_cache(self, backend: str, disk: Path) -> None:
+    def test_blocks_that_direct_io_refuses_go_through_the_page_cache(self, backend: str, disk: Path) -> None:
         folder = SwapFolder(disk)
         if not folder.direct:
             pytest.skip("this disk has no direct I/O")
@@ -249,7 +249,7 @@ class TestFaults:
                 _aio.set_fault(errno.EINVAL, 1, 100)
                 self.move(queue, file, write, aligned)
 
-    def test_errors_of_the_system_itself(self, backend: str, folder: SwapFolder) -> None:
+    def test_errors_of_the_system_are_reported(self, backend: str, folder: SwapFolder) -> None:
         """Not injected: the file cannot be written."""
         file = folder.file("read only", 1 << 18)
         file._descriptors = Descriptors(os.open(f"/proc/self/fd/{file.descriptors.buffered}", os.O_RDONLY))
@@ -258,14 +258,16 @@ class TestFaults:
                 queue.write(file, 0, aligned(self.NBYTES)).wait_host()
             queue.read(file, 0, aligned(self.NBYTES)).wait_host()
 
-    def test_nobody_misses_a_failure(self, folder: SwapFolder, caplog: pytest.LogCaptureFixture) -> None:
+    def test_a_failure_that_nobody_waited_for_is_logged(
+        self, folder: SwapFolder, caplog: pytest.LogCaptureFixture
+    ) -> None:
         file = folder.file("unseen", 1 << 18)
         with DiskQueue() as queue:
             _aio.set_fault(errno.EIO)
             queue.write(file, 0, aligned(ALIGNMENT))
         assert "Input/output error" in caplog.text and "nobody waited for it" in caplog.text
 
-    def test_the_environment_sets_one(self, disk: Path) -> None:
+    def test_the_environment_variable_sets_a_fault(self, disk: Path) -> None:
         code = """
             import sys, torch
             from zeroengine.disk.aligned_memory import aligned_empty
@@ -306,7 +308,7 @@ def test_a_file_that_ends_early_is_an_error(backend: str, disk: Path) -> None:
 
 
 @pytest.mark.parametrize("order", ["queue", "transfer", "tensor", "file"])
-def test_things_may_go_in_any_order(backend: str, disk: Path, order: str) -> None:
+def test_queue_transfer_tensor_and_file_may_be_deleted_in_any_order(backend: str, disk: Path, order: str) -> None:
     things = {}
     for seed in range(3):
         file = things["file"] = Named(disk / "order", 1 << 18)
@@ -322,7 +324,7 @@ def test_things_may_go_in_any_order(backend: str, disk: Path, order: str) -> Non
         assert (disk / "order").read_bytes() == expected
 
 
-def test_closing_waits(backend: str, folder: SwapFolder) -> None:
+def test_closing_a_queue_waits_for_its_transfers(backend: str, folder: SwapFolder) -> None:
     file, x = folder.file("close", 1 << 20), random_bytes(1 << 20, 1)
     queue = DiskQueue(1, ALIGNMENT, backend)
     transfer = queue.write(file, 0, x)
@@ -346,7 +348,7 @@ def test_a_closed_file_serves_the_transfers_under_way(backend: str, disk: Path) 
     assert (disk / "closed").read_bytes() == x.numpy().tobytes() and (disk / "other").stat().st_size == 0
 
 
-def test_the_interpreter_may_end_at_any_time(disk: Path) -> None:
+def test_the_interpreter_may_exit_while_transfers_are_under_way(disk: Path) -> None:
     code = """
         import os, sys, torch
         from zeroengine.disk.aligned_memory import aligned_empty
@@ -368,7 +370,7 @@ def test_the_interpreter_may_end_at_any_time(disk: Path) -> None:
         assert (disk / f"exit-{backend}").read_bytes() == b"".join(bytes([i + 1]) * (1 << 18) for i in range(8))
 
 
-def test_a_queue_stays_with_its_process(disk: Path) -> None:
+def test_a_forked_child_cannot_use_a_queue(disk: Path) -> None:
     code = """
         import os, sys, torch
         from zeroengine.disk.aligned_memory import aligned_empty
@@ -452,27 +454,6 @@ def test_wrong_transfers_are_refused(folder: SwapFolder) -> None:
         with pytest.raises(OffloadError, match="is closed"):
             queue.read(file, 0, x)
         assert queue.bytes_read == queue.bytes_written == 0
-
-
-@given(numel=st.integers(0, 1 << 21), dtype=st.sampled_from([torch.uint8, torch.bfloat16, torch.float32]))
-@settings(max_examples=40, deadline=None)
-def test_aligned_memory(numel: int, dtype: torch.dtype) -> None:
-    x = aligned_empty(numel, dtype)
-    assert x.shape == (numel,) and x.dtype == dtype and x.is_contiguous() and x.storage_offset() == 0
-    assert x.data_ptr() % ALIGNMENT == 0 and x.untyped_storage().nbytes() == x.nbytes
-    assert not x.any()
-    x.fill_(1)
-
-
-def test_aligned_memory_goes_with_its_tensor() -> None:
-    def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
-
-    before = resident()
-    for _ in range(50):
-        view = aligned_empty(1 << 23, torch.float32).fill_(1)[5:]
-    assert resident() - before < 200 << 20
-    assert view.sum() == (1 << 23) - 5
 
 
 def test_a_missing_library_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ def test_the_file_is_what_was_written_to_it(path: Path, pieces: list[int], seed:
     file.close()  # again
 
 
-def test_what_was_taken_of_the_disk_ahead_is_given_back(path: Path) -> None:
+def test_preallocated_space_is_given_back(path: Path) -> None:
     with DirectFile(path) as file:
         file.write(bytes(BUFFER_BYTES + 1))
     assert path.stat().st_blocks * 512 < 2 * BUFFER_BYTES
@@ -52,7 +52,7 @@ def test_what_was_taken_of_the_disk_ahead_is_given_back(path: Path) -> None:
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
 @pytest.mark.parametrize("first", [1, 6, 17])  # of 1 MiB blocks: within a write, and at the end
-def test_a_disk_that_fails_is_an_oserror(path: Path, code: int, first: int) -> None:
+def test_a_disk_that_fails_raises_oserror(path: Path, code: int, first: int) -> None:
     before = num_open()
     with pytest.raises(OSError) as caught, DirectFile(path) as file:
         _aio.set_fault(code, first, 100)
@@ -62,7 +62,7 @@ def test_a_disk_that_fails_is_an_oserror(path: Path, code: int, first: int) -> N
     assert file.closed and num_open() == before
 
 
-def test_a_transfer_cut_short_goes_on(path: Path) -> None:
+def test_a_transfer_that_is_cut_short_is_continued(path: Path) -> None:
     data = os.urandom(ROUND + 12345)
     with DirectFile(path) as file:
         _aio.set_fault("short", 2, 5)
@@ -70,7 +70,7 @@ def test_a_transfer_cut_short_goes_on(path: Path) -> None:
     assert path.read_bytes() == data
 
 
-def test_another_s_exception_passes_through(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_exception_in_the_with_block_passes_through(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     before = num_open()
     with pytest.raises(KeyError), DirectFile(path) as file:
         file.write(bytes(2 * BUFFER_BYTES))
@@ -84,7 +84,7 @@ def test_another_s_exception_passes_through(path: Path, caplog: pytest.LogCaptur
     assert not caplog.records, "one error is enough"
 
 
-def test_the_page_cache_serves_where_direct_writes_do_not(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_file_systems_use_the_page_cache(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sequential_files, "DIRECT_FILESYSTEMS", ())
     with sequential_files.create(path) as file:
         assert isinstance(file, SyncedFile)
@@ -95,7 +95,7 @@ def test_the_page_cache_serves_where_direct_writes_do_not(path: Path, monkeypatc
         sequential_files.create(path.parent / "absent" / "file")
 
 
-def test_so_it_does_without_the_library(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_disk_library_the_page_cache_is_used(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_aio, "PATH", path.parent / "absent.so")
     _aio.library.cache_clear()
     try:

@@ -112,7 +112,7 @@ def copy(ways: GPUCopies, target: Memory, source: Memory, after: Any = None) -> 
     return ways.copy(target, source, after)  # type: ignore[arg-type]
 
 
-def test_each_way_has_a_stream_that_comes_behind_the_current_one(cuda: Recorded) -> None:
+def test_each_direction_has_a_stream_ordered_behind_the_current_one(cuda: Recorded) -> None:
     ways = GPUCopies(GPU)
     copy(ways, HOST, DEVICE)
     assert cuda.events == ["out waits for main", "copy on out", "event on out"]
@@ -121,7 +121,7 @@ def test_each_way_has_a_stream_that_comes_behind_the_current_one(cuda: Recorded)
     assert cuda.events == ["in waits for main", "copy on in", "event on in"]
 
 
-def test_who_follows_a_copy_waits_on_the_gpu_and_who_waits_on_the_host(cuda: Recorded) -> None:
+def test_wait_stream_waits_on_the_gpu_and_wait_host_on_the_host(cuda: Recorded) -> None:
     ways = GPUCopies(GPU)
     transfer = copy(ways, HOST, DEVICE)
     cuda.events.clear()
@@ -139,7 +139,7 @@ def test_who_follows_a_copy_waits_on_the_gpu_and_who_waits_on_the_host(cuda: Rec
     ]
 
 
-def test_beside_the_current_stream_copies_of_either_way_are_in_line(cuda: Recorded) -> None:
+def test_copies_of_both_directions_are_in_order_on_a_copy_stream(cuda: Recorded) -> None:
     """Else what a sum is added to would make every later shard wait for the sum."""
     ways = GPUCopies(GPU)
     with ways.on_copy_stream("out"):
@@ -156,7 +156,7 @@ def test_beside_the_current_stream_copies_of_either_way_are_in_line(cuda: Record
     assert cuda.at is cuda.main
 
 
-def test_a_copy_begun_by_another_thread_comes_behind_a_mark(cuda: Recorded) -> None:
+def test_a_copy_is_ordered_behind_a_recorded_event(cuda: Recorded) -> None:
     ways = GPUCopies(GPU)
     mark = ways.record_event()
     copy(ways, DEVICE, HOST, mark)
@@ -166,7 +166,7 @@ def test_a_copy_begun_by_another_thread_comes_behind_a_mark(cuda: Recorded) -> N
 # -- memory ---------------------------------------------------------------------------------------
 
 
-def test_host_memory_is_locked_to_the_byte_for_as_long_as_it_lives(cuda: Recorded) -> None:
+def test_exactly_the_host_memory_is_page_locked_while_it_lives(cuda: Recorded) -> None:
     numel = 3 * mmap.PAGESIZE + 1
     memory = GPUCopies(GPU).host_memory(numel, torch.float32)
     assert cuda.registered == {memory.data_ptr(): 4 * numel} and not memory.any()
@@ -179,7 +179,7 @@ def test_host_memory_is_locked_to_the_byte_for_as_long_as_it_lives(cuda: Recorde
     assert not cuda.registered
 
 
-def test_a_forked_child_has_no_part_in_locked_memory(cuda: Recorded) -> None:
+def test_a_forked_child_has_no_page_locked_memory(cuda: Recorded) -> None:
     """The system would copy all of it at once; and what the child lets go of is the parent's."""
     memory = GPUCopies(GPU).host_memory(1 << 20, torch.uint8)
     with open("/proc/self/smaps") as maps:
@@ -206,7 +206,7 @@ def _holds(line: str, address: int) -> bool:
     return start <= address < stop
 
 
-def test_memory_that_cannot_be_locked_is_an_error_that_says_what_to_write(cuda: Recorded) -> None:
+def test_memory_that_cannot_be_page_locked_raises_an_error_with_a_remedy(cuda: Recorded) -> None:
     cuda.refuses = 2
     with pytest.raises(OffloadError, match=r"cannot be page-locked \(CUDA error 2\).*\"pin_memory\": false"):
         GPUCopies(GPU).host_memory(10, torch.float32)
