@@ -22,7 +22,7 @@ from tests.distributed.training import (
     train_at,
 )
 from tests.emulated import a_real_gpu
-from tests.parametrization import EVERY_TRANSPORT
+from tests.parametrization import SHARED_MEMORY_AND_SLOW_GLOO
 
 BF16 = {"bf16": {"enabled": True}}
 
@@ -133,7 +133,7 @@ def with_settings(transport: str) -> dict[str, Any]:
     return found
 
 
-@EVERY_TRANSPORT
+@SHARED_MEMORY_AND_SLOW_GLOO
 def test_settings_that_cost_only_time_or_memory_change_no_bit(transport: str) -> None:
     check_every_stage(Task(steps=3), comm={"transport": transport})
     for found in run_ranks(2, with_settings, transport):
