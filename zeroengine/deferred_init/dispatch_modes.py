@@ -1,4 +1,4 @@
-"""torch's modes through which a recorder sees what happens."""
+"""The torch modes through which the recorder sees every access to a tensor in its thread."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zeroengine.deferred_init.trace import tensors_of
 from zeroengine.utils.compiler_disable import disable_compile
 
 _T = torch.Tensor
-# No operation shows that these read values, or give an address away.
+# Functions that read values, or give an address away, without an operation that a dispatch mode would see.
 _READS = {getattr(_T, name) for name in "__repr__ __format__ tolist __deepcopy__ __reduce_ex__".split()}
 _ADDRESSES = {
     getattr(_T, name)
@@ -23,56 +23,67 @@ _ADDRESSES = {
 _SET_DATA = _T.data.__set__  # type: ignore[attr-defined]
 
 
-class Watcher(Protocol):
+class AccessListener(Protocol):
+    """Receives what the modes see."""
+
     def run(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs an operation."""
+        """Run an operation and return its result."""
 
-    def before_unseen(self, tensors: list[torch.Tensor], address: str) -> None:
-        """Something that is no operation reads ``tensors``, or (its name is ``address``) learns where they are."""
+    def before_opaque_access(self, tensors: list[torch.Tensor], leaked_by: str) -> None:
+        """Note that ``tensors`` are about to be read by something that is no operation.
 
-    def given_data(self, param: torch.Tensor) -> None:
-        """``param.data`` was assigned to."""
+        Args:
+            leaked_by: The function that gives away their address, or "" where it only reads values.
+        """
 
-    def is_unset(self, tensor: Any) -> bool:
-        """Whether nobody will see the values of ``tensor``."""
+    def data_assigned(self, param: torch.Tensor) -> None:
+        """Note that ``param.data`` was assigned to."""
+
+    def skips_init(self, tensor: Any) -> bool:
+        """Return whether ``tensor`` needs no initial values, because others will be loaded."""
 
 
-class Operations(TorchDispatchMode):
-    def __init__(self, watcher: Watcher) -> None:
+class OperationMode(TorchDispatchMode):
+    """Passes every operation to a listener."""
+
+    def __init__(self, listener: AccessListener) -> None:
         super().__init__()
-        self._watcher = watcher
+        self._listener = listener
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # torch's own way to skip it imports it: 70 MB and a second. `eager` does it, too
+        # torch's own way to skip the compiler imports it, which costs 70 MB and a second. `disable_compile` serves.
+        return False
 
     @disable_compile
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Pass an operation to the listener."""
         with torch._C.DisableTorchFunction():
-            return self._watcher.run(func, args, kwargs or {})
+            return self._listener.run(func, args, kwargs or {})
 
 
-class Unseen(TorchFunctionMode):
-    """Sees what touches values and is no operation."""
+class OpaqueAccessMode(TorchFunctionMode):
+    """Tells a listener of accesses to values that are no operations, and skips initialisation that is not needed."""
 
-    def __init__(self, watcher: Watcher) -> None:
+    def __init__(self, listener: AccessListener) -> None:
         super().__init__()
-        self._watcher = watcher
+        self._listener = listener
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function, after telling the listener if it accesses values."""
         kwargs = kwargs or {}
         if func in _ADDRESSES or func in _READS:
-            self._watcher.before_unseen(tensors_of(args[:1]), func.__name__ if func in _ADDRESSES else "")
+            self._listener.before_opaque_access(tensors_of(args[:1]), func.__name__ if func in _ADDRESSES else "")
         elif getattr(func, "__module__", None) == nn.init.__name__:
             target = args[0] if args else kwargs.get("tensor")
-            if self._watcher.is_unset(target):
+            if self._listener.skips_init(target):
                 return target
         result = func(*args, **kwargs)
         if func is _SET_DATA:
-            self._watcher.given_data(args[0])
+            self._listener.data_assigned(args[0])
         return result
 
 
 def is_recording() -> bool:
-    """Whether a recorder is at work in this thread."""
-    return any(isinstance(mode, Operations) for mode in _get_current_dispatch_mode_stack())
+    """Return whether a recorder is active in this thread."""
+    return any(isinstance(mode, OperationMode) for mode in _get_current_dispatch_mode_stack())

@@ -1,6 +1,7 @@
-"""The memory of parameters while modules are built: most of it is empty, and filled again for a use.
+"""Keeps the memory of parameters within a budget while modules are built.
 
-All of it is one thread's. What another one writes to a parameter shows in the parameter's version counter alone.
+Most storages are empty at any time. One that is used is filled again by replaying its version. All of this belongs to
+one thread: a write by another thread shows in the parameter's version counter alone, which ``check_writes`` compares.
 """
 
 from __future__ import annotations
@@ -12,136 +13,143 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from zeroengine.deferred_init.trace import Version, replay
+from zeroengine.deferred_init.trace import StorageVersion, replay
 from zeroengine.errors import ZeroEngineError
 from zeroengine.utils.malloc_trim import return_freed_memory
 
 
 @dataclass
-class Holder:
-    """A parameter that was seen in a storage."""
+class ParamRef:
+    """A parameter that has been seen in a storage."""
 
     param: weakref.ref[nn.Parameter]
     name: str
-    writes: int  # as torch counts them, that were seen
-    coming: int = 0  # that torch may count when the operation has returned
+    num_seen_writes: int  # of the version counter, that the recorder has seen
+    num_pending_writes: int = 0  # that the version counter may still add for operations the recorder has seen
 
 
 @dataclass(eq=False)
-class Known:
-    """What is known of a storage. It goes when the storage goes.
+class TrackedStorage:
+    """A storage that was made while recording. The storage owns this object.
 
     Attributes:
-        version: of its values; None where nothing could make them again.
-        why: nothing could.
-        address: what gave its memory away; it must stay where it is.
+        version: The way to its values, or None where they cannot be replayed.
+        reason: Why they cannot.
+        leaked_by: What gave away the address of its memory, which must therefore stay.
+        is_empty: The storage has been resized to 0 bytes.
+        params: The parameters that have been seen in it.
     """
 
     number: int
-    owner: object
+    owner: object  # the recorder
     storage: weakref.ref[torch.UntypedStorage]
     nbytes: int
-    version: Version | None = None
-    why: str = ""
-    address: str = ""
-    empty: bool = False
-    params: list[Holder] = field(default_factory=list)
+    version: StorageVersion | None = None
+    reason: str = ""
+    leaked_by: str = ""
+    is_empty: bool = False
+    params: list[ParamRef] = field(default_factory=list)
 
-    def holders(self) -> list[tuple[Holder, nn.Parameter]]:
-        """Of the parameters that were seen here those that still are."""
-        alive = self.storage()
-        pairs = [(holder, param) for holder in self.params if (param := holder.param()) is not None]
-        return [(h, param) for h, param in pairs if not param.is_meta and param.untyped_storage() is alive]
+    def live_params(self) -> list[tuple[ParamRef, nn.Parameter]]:
+        """Return the parameters that still exist and still lie in this storage."""
+        storage = self.storage()
+        pairs = [(ref, param) for ref in self.params if (param := ref.param()) is not None]
+        return [(ref, param) for ref, param in pairs if not param.is_meta and param.untyped_storage() is storage]
 
     def as_bytes(self) -> torch.Tensor:
-        alive = self.storage()
-        assert alive is not None
-        return torch.empty(0, dtype=torch.uint8, device=alive.device).set_(alive, 0, (self.nbytes,), (1,))
+        """Return the storage as a tensor (1-D, uint8)."""
+        storage = self.storage()
+        assert storage is not None
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (self.nbytes,), (1,))
 
-    def check(self) -> None:
-        """
+    def check_writes(self) -> None:
+        """Check that the recorder has seen every write to the parameters in this storage.
+
         Raises:
-            ZeroEngineError: a parameter here was written, and nobody saw how.
+            ZeroEngineError: It has not, so the values could not be replayed.
         """
-        for holder, param in self.holders():
-            unseen = param._version > holder.writes + holder.coming
-            holder.writes, holder.coming = param._version, 0
+        for ref, param in self.live_params():
+            unseen = param._version > ref.num_seen_writes + ref.num_pending_writes
+            ref.num_seen_writes, ref.num_pending_writes = param._version, 0
             if unseen:
                 raise ZeroEngineError(
-                    f"{holder.name}, of shape {tuple(param.shape)}, was written where zeroengine.meta_init() cannot "
+                    f"{ref.name}, of shape {tuple(param.shape)}, was written where zeroengine.meta_init() cannot "
                     "see it, such as in another thread: its values would be lost. Build the model in the thread that "
                     "entered the `with`."
                 )
 
 
-class Room:
-    """The storages of parameters that are in memory.
+class StorageCache:
+    """The parameters' storages that are in memory, least recently used first.
 
     Args:
-        nbytes: that they may have together, beside the one used last and those in use.
+        nbytes: The budget for all of them, beside the one used last and those in use.
     """
 
     def __init__(self, nbytes: int) -> None:
-        self._most = nbytes
-        self._full: dict[Known, None] = {}  # the least recently used first
-        self._nbytes = 0
-        self._freed = 0  # bytes since they were given back
+        self._budget_bytes = nbytes
+        self._resident: dict[TrackedStorage, None] = {}
+        self._resident_bytes = 0
+        self._freed_bytes = 0  # since the last return to the system
 
-    def use(self, known: Known, *, values: bool = True) -> None:
-        """``known`` is about to be used, or was.
+    def touch(self, tracked: TrackedStorage, *, values: bool = True) -> None:
+        """Fill a storage that is about to be used, and make it the most recently used one.
 
         Args:
-            values: whether they are read.
+            values: Whether its values are read.
         """
-        if known.empty:
-            self._fill(known, values)
-        if not known.params or known.why:
+        if tracked.is_empty:
+            self._fill(tracked, values)
+        if not tracked.params or tracked.reason:
             return
-        if known in self._full:
-            del self._full[known]
+        if tracked in self._resident:
+            del self._resident[tracked]
         else:
-            self._nbytes += known.nbytes
-        self._full[known] = None
+            self._resident_bytes += tracked.nbytes
+        self._resident[tracked] = None
 
-    def make(self, busy: Container[Known] = ()) -> None:
-        """Empties what was not used for long, if too much is full."""
-        if self._nbytes <= self._most:
+    def evict(self, busy: Container[TrackedStorage] = ()) -> None:
+        """Empty the least recently used storages, down to half of the budget, if it is exceeded. Keep the ``busy``."""
+        if self._resident_bytes <= self._budget_bytes:
             return
-        self._full = {known: None for known in self._full if known.storage() is not None and not known.why}
-        before = self._nbytes = sum(known.nbytes for known in self._full)
-        for known in list(self._full)[:-1]:
-            if self._nbytes <= self._most // 2:
+        self._resident = {
+            tracked: None for tracked in self._resident if tracked.storage() is not None and not tracked.reason
+        }
+        before = self._resident_bytes = sum(tracked.nbytes for tracked in self._resident)
+        for tracked in list(self._resident)[:-1]:
+            if self._resident_bytes <= self._budget_bytes // 2:
                 break
-            if known not in busy:
-                self.empty(known)
-        self._freed += before - self._nbytes
-        if self._freed > self._most // 2:
-            self._freed = 0
+            if tracked not in busy:
+                self.free(tracked)
+        self._freed_bytes += before - self._resident_bytes
+        if self._freed_bytes > self._budget_bytes // 2:
+            self._freed_bytes = 0
             return_freed_memory()
 
     def close(self) -> None:
-        self._full.clear()
+        """Forget all storages."""
+        self._resident.clear()
 
-    def empty(self, known: Known) -> None:
-        """Frees the memory, but not of what cannot be resized."""
-        known.check()
-        alive = known.storage()
-        assert alive is not None
-        if known in self._full:
-            del self._full[known]
-            self._nbytes -= known.nbytes
-        if alive.resizable() and known.nbytes:
-            alive.resize_(0)
-            known.empty = True
+    def free(self, tracked: TrackedStorage) -> None:
+        """Free the memory of a storage, unless it cannot be resized."""
+        tracked.check_writes()
+        storage = tracked.storage()
+        assert storage is not None
+        if tracked in self._resident:
+            del self._resident[tracked]
+            self._resident_bytes -= tracked.nbytes
+        if storage.resizable() and tracked.nbytes:
+            storage.resize_(0)
+            tracked.is_empty = True
 
-    def _fill(self, known: Known, values: bool) -> None:
-        alive = known.storage()
-        assert alive is not None
-        alive.resize_(known.nbytes)
-        known.empty = False
+    def _fill(self, tracked: TrackedStorage, values: bool) -> None:
+        storage = tracked.storage()
+        assert storage is not None
+        storage.resize_(tracked.nbytes)
+        tracked.is_empty = False
         if not values:
             return
-        if known.version is not None:
-            replay(known.version, known.number, known.as_bytes())
+        if tracked.version is not None:
+            replay(tracked.version, tracked.number, tracked.as_bytes())
         else:
-            known.as_bytes().zero_()
+            tracked.as_bytes().zero_()

@@ -1,4 +1,4 @@
-"""Models that are never whole anywhere: built without memory, given their values unit by unit in ``initialize``."""
+"""``meta_init``: builds a model without memory. ``initialize`` gives it its values unit by unit."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ from zeroengine.migration.messages import explains_arguments
 
 log = logging.getLogger("zeroengine")
 
-CACHE_BYTES = 1 << 26  # bytes of parameters in memory at a time, beside those in use
-SHOWN = 5
+CACHE_BYTES = 1 << 26  # parameters that are in memory at a time while a model is built, beside those in use
+NUM_SHOWN = 5  # names in a message
 
 
 @explains_arguments
 @contextlib.contextmanager
 def meta_init(config: str | Path | Mapping[str, Any] | Config | None = None, *, values: bool = True) -> Iterator[None]:
-    """Modules that are built inside have parameters without memory; ``initialize`` gives them their values.
+    """Return a context in which modules are built without memory for their parameters.
 
-    They are the bits of an ordinary build with the same seed, and random generators are afterwards where that build
-    would have left them: everything inside is computed as ever, but of parameters only the way to their values is kept.
-    After the ``with`` they are on the meta device, the same objects. ``initialize`` runs each one's way again, straight
-    into the memory that it trains in. Buffers are ordinary tensors all along.
+    Everything inside is computed as usual, but of each parameter only the trace of its values is kept: the operations
+    that made them. After the ``with`` the parameters, the same objects, are on the meta device. ``initialize`` replays
+    each trace straight into the memory that it trains in. The values are the bits of an ordinary build with the same
+    seed, and random generators are left where that build would leave them. Buffers are ordinary tensors throughout.
 
         with zeroengine.meta_init():
             model = Model()
         engine = zeroengine.initialize(model, config="zero3.json")
 
-    It works on what this thread does. Parameters whose values cannot be followed (those that numpy wrote, say) keep
-    their memory, and a warning names them.
+    Only what this thread does is recorded. Parameters whose values cannot be replayed, such as those that numpy wrote,
+    keep their memory, and a warning names them.
 
     Args:
-        config: as of ``initialize``, checked right away; None is not.
-        values: False where weights will be loaded: no values are kept or made, parameters start as zeros, and until
-            ``engine.load_weights`` or ``engine.load_checkpoint`` has filled all of them a forward is an error.
+        config: The configuration for ``initialize``, to be checked right away. None is not checked.
+        values: False where weights will be loaded. No values are recorded or computed, parameters start as zeros, and a
+            forward is an error until ``engine.load_weights`` or ``engine.load_checkpoint`` has filled all of them.
 
     Raises:
-        ZeroEngineError: inside of another ``meta_init``.
+        ZeroEngineError: This is inside of another ``meta_init``.
         ConfigError: ``config`` cannot be honoured.
     """
     if config is not None:
@@ -64,18 +64,15 @@ def meta_init(config: str | Path | Mapping[str, Any] | Config | None = None, *, 
 
 
 def _notice(kept: Sequence[tuple[str, int, str]]) -> str:
-    """What keeps memory, the largest first."""
+    """Return the warning about parameters that keep their memory, the largest first."""
     shown = [f"{name} ({nbytes:,} bytes): {why}" for name, nbytes, why in sorted(kept, key=lambda k: -k[1])]
-    more = f"; and {len(shown) - SHOWN} more" if len(shown) > SHOWN else ""
+    more = f"; and {len(shown) - NUM_SHOWN} more" if len(shown) > NUM_SHOWN else ""
     total = sum(nbytes for _, nbytes, _ in kept)
-    return f"meta_init(): {total:,} bytes of parameters stay in memory. {'; '.join(shown[:SHOWN])}{more}"
+    return f"meta_init(): {total:,} bytes of parameters stay in memory. {'; '.join(shown[:NUM_SHOWN])}{more}"
 
 
 def check_not_recording() -> None:
-    """
-    Raises:
-        ZeroEngineError: this is inside of a ``meta_init``.
-    """
+    """Raise ``ZeroEngineError`` inside of a ``meta_init``."""
     if is_recording():
         raise ZeroEngineError(
             "initialize() inside `with zeroengine.meta_init():`: only the model is to be built there. Leave the `with` "
@@ -84,10 +81,7 @@ def check_not_recording() -> None:
 
 
 def check_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """
-    Raises:
-        ZeroEngineError: it has made states of parameters that have no values yet.
-    """
+    """Raise ``ZeroEngineError`` if an optimizer already holds states of parameters that have no values yet."""
     if any(t.is_meta for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)):
         raise ZeroEngineError(
             f"{type(optimizer).__name__} keeps state from its construction on, here of parameters without memory. "
@@ -96,60 +90,63 @@ def check_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def initialize_meta_parameters(model: nn.Module) -> None:
-    """Finds a way to the values of parameters and buffers that are on the meta device and have none.
+    """Give traces to parameters, and values to buffers, that are on the meta device and have none.
 
-    By the ``reset_parameters`` of their modules, which draw from the random generators, children first.
+    The ``reset_parameters`` methods of their modules run for this, children first. They draw from the random
+    generators.
 
     Raises:
-        ZeroEngineError: some have no such module, or autograd has a graph of some.
+        ZeroEngineError: A parameter has no module with such a method, or autograd has a graph of it.
     """
-    held = [name for name, p in model.named_parameters() if p.is_meta and has_graph(p)]
-    if held:
+    in_graph = [name for name, p in model.named_parameters() if p.is_meta and has_graph(p)]
+    if in_graph:
         raise ZeroEngineError(
-            f"autograd has a graph or a gradient of parameters on the meta device: {', '.join(held[:SHOWN])}. "
+            f"autograd has a graph or a gradient of parameters on the meta device: {', '.join(in_graph[:NUM_SHOWN])}. "
             "Drop what was computed with them, such as outputs of the model, before initialize()."
         )
     params = {p: name for name, p in model.named_parameters() if p.is_meta and trace_of(p) is None}
-    places = [
+    buffer_places = [
         (module, key, f"{prefix}.{key}" if prefix else key)
         for prefix, module in model.named_modules()
         for key, buffer in module._buffers.items()
         if buffer is not None and buffer.is_meta
     ]
-    if not params and not places:
+    if not params and not buffer_places:
         return
-    on_meta: dict[Any, str] = {module._buffers[key]: name for module, key, name in places}
+    on_meta: dict[Any, str] = {module._buffers[key]: name for module, key, name in buffer_places}
     recorder = Recorder(CACHE_BYTES)
     recorder.start()
     try:
         for param, name in params.items():
             swap_data(param, torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="cpu"))
             recorder.watch(param, name)
-        made = {b: torch.empty_strided(b.shape, b.stride(), dtype=b.dtype, device="cpu") for b in on_meta}
-        for module, key, _ in places:
-            module._buffers[key] = made[module._buffers[key]]
-        blank_buffers = set(made.values())
+        cpu_buffers = {b: torch.empty_strided(b.shape, b.stride(), dtype=b.dtype, device="cpu") for b in on_meta}
+        for module, key, _ in buffer_places:
+            module._buffers[key] = cpu_buffers[module._buffers[key]]
+        new_buffers = set(cpu_buffers.values())
         for module in _children_first(model, set()):
             reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-            theirs = [*module.parameters(), *module.buffers()]
-            new = [t in params or t in blank_buffers for t in theirs]
-            if reset is not None and theirs and all(new):
+            tensors = [*module.parameters(), *module.buffers()]
+            are_new = [t in params or t in new_buffers for t in tensors]
+            # A module that also holds values of its own is left alone: resetting it would overwrite them.
+            if reset is not None and tensors and all(are_new):
                 reset()
-        blank = [name for param, name in params.items() if recorder.is_blank(param)]
-        blank += [name for buffer, name in on_meta.items() if recorder.is_blank(made[buffer])]
+        uninitialised = [name for param, name in params.items() if recorder.is_uninitialised(param)]
+        uninitialised += [name for buffer, name in on_meta.items() if recorder.is_uninitialised(cpu_buffers[buffer])]
     finally:
         recorder.finish()
-    if not blank:
+    if not uninitialised:
         return
     for param, name in params.items():
-        if name in blank:
+        if name in uninitialised:
             take_trace(param)
-    was = {new: old for old, new in made.items()}
-    for module, key, _ in places:
-        module._buffers[key] = was[module._buffers[key]]
-    more = f" and {len(blank) - SHOWN} more" if len(blank) > SHOWN else ""
+    # The model is left as it was.
+    meta_buffers = {new: old for old, new in cpu_buffers.items()}
+    for module, key, _ in buffer_places:
+        module._buffers[key] = meta_buffers[module._buffers[key]]
+    more = f" and {len(uninitialised) - NUM_SHOWN} more" if len(uninitialised) > NUM_SHOWN else ""
     raise ZeroEngineError(
-        f"on the meta device and without values: {', '.join(blank[:SHOWN])}{more}. Their modules have no "
+        f"on the meta device and without values: {', '.join(uninitialised[:NUM_SHOWN])}{more}. Their modules have no "
         "reset_parameters() that gives some. Build the model inside `with zeroengine.meta_init():` instead of "
         "torch.device('meta'); where weights will be loaded, `with zeroengine.meta_init(values=False):`, and then "
         "engine.load_weights(path)."

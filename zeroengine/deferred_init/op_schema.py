@@ -1,4 +1,4 @@
-"""What torch's operations do with their arguments: what a recorder needs to know of each."""
+"""What the recorder needs to know of each operation, read from its schema."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 _aten = torch.ops.aten
-# Take no values.
+# Operations that neither read nor write values.
 METADATA = {_aten.detach.default, _aten.alias.default, _aten.view.default, _aten._unsafe_view.default}
-# Write all of their first argument, and read nothing of it.
+# Operations that write all of their first argument and read nothing of it.
 _OVERWRITE = {
     *(_aten.normal_, _aten.uniform_, _aten.zero_, _aten.fill_, _aten.copy_, _aten.random_, _aten.bernoulli_),
     *(_aten.exponential_, _aten.log_normal_, _aten.cauchy_, _aten.geometric_),
@@ -19,26 +19,27 @@ _OVERWRITE = {
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What an operation's schema says."""
+class OpSchema:
+    """What an operation does with its arguments."""
 
-    view: bool  # gives views, and writes nothing
-    written: tuple[tuple[int, str], ...]  # arguments: position and name
-    overwrites: bool  # reads nothing of what it writes
-    random: bool
-    known: bool  # torch's own
+    is_view: bool  # returns views of its arguments and writes nothing
+    written_args: tuple[tuple[int, str], ...]  # position and name of each argument that it writes
+    overwrites: bool  # writes all of these arguments and reads nothing of them
+    is_random: bool
+    is_builtin: bool  # one of torch's own
 
 
 @cache
-def facts_of(operation: Any) -> Facts:
+def schema_of(operation: Any) -> OpSchema:
+    """Return the schema of an ``OpOverload``."""
     schema = operation._schema
     infos = [(i, arg) for i, arg in enumerate(schema.arguments) if arg.alias_info is not None]
     written = tuple((i, arg.name) for i, arg in infos if arg.alias_info.is_write)
-    return Facts(
-        view=not written and any(result.alias_info is not None for result in schema.returns),
-        written=written,
+    return OpSchema(
+        is_view=not written and any(result.alias_info is not None for result in schema.returns),
+        written_args=written,
         overwrites=operation.overloadpacket in _OVERWRITE
         or (bool(written) and all(schema.arguments[i].is_out for i, _ in written)),
-        random=torch.Tag.nondeterministic_seeded in operation.tags,
-        known=operation.namespace in ("aten", "prims"),
+        is_random=torch.Tag.nondeterministic_seeded in operation.tags,
+        is_builtin=operation.namespace in ("aten", "prims"),
     )

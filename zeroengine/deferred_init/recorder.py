@@ -1,13 +1,13 @@
 """Records how parameters get their values while modules are built, and keeps few of those values in memory.
 
 [Note: Recording]
-Inside, everything is computed as ever. A dispatch mode sees each operation and makes versions of what it writes
-(see ``trace``). Of a parameter whose values have a version the memory can be freed: its storage is emptied, and filled
-again by a replay when an operation takes it (see ``room``). What cannot be followed keeps its memory:
+Inside ``meta_init`` everything is computed as usual. A dispatch mode sees each operation and makes versions of the
+storages that it writes (see ``trace.py``). The storage of a parameter that has a version can be emptied, and is filled
+again by a replay when an operation takes it (see ``memory_budget.py``). These cannot be replayed and keep their memory:
 
-- memory that was not made here, or that something outside of torch has the address of (``numpy()``, ``data_ptr()``);
-- values of operations that are not torch's own, or that read a large tensor which was not made here;
-- values whose steps take more memory than a part of the values.
+- memory that was not made while recording, or whose address left torch (``numpy()``, ``data_ptr()``);
+- values of operations that are not torch's own, or that read a large tensor which was not made while recording;
+- values whose records take more than a fraction of the values' own memory.
 """
 
 from __future__ import annotations
@@ -25,18 +25,27 @@ from torch.nn.modules.module import (
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zeroengine.deferred_init.dispatch_modes import Operations, Unseen, is_recording
-from zeroengine.deferred_init.memory_budget import Holder, Known, Room
-from zeroengine.deferred_init.op_schema import METADATA, Facts, facts_of
+from zeroengine.deferred_init.dispatch_modes import OpaqueAccessMode, OperationMode, is_recording
+from zeroengine.deferred_init.memory_budget import ParamRef, StorageCache, TrackedStorage
+from zeroengine.deferred_init.op_schema import METADATA, OpSchema, schema_of
 from zeroengine.deferred_init.parameter import has_graph, make_meta
-from zeroengine.deferred_init.trace import Ref, Step, Trace, UnsetTrace, Version, default_generator, mapped, tensors_of
+from zeroengine.deferred_init.trace import (
+    RecordedOp,
+    StorageVersion,
+    TensorRef,
+    Trace,
+    UnsetTrace,
+    default_generator,
+    map_leaves,
+    tensors_of,
+)
 from zeroengine.errors import ZeroEngineError
 from zeroengine.utils.malloc_trim import return_freed_memory
 
-SMALL = 1 << 16  # bytes: of a tensor that a trace may hold a copy of, and of a trace of any parameter
-SHARE = 4  # a trace takes at most one such part of the values' bytes
+SMALL_BYTES = 1 << 16  # a trace may hold copies of tensors up to this size, and may itself have this size
+MAX_TRACE_FRACTION = 4  # a larger trace takes at most a quarter of its values' bytes
 
-_KNOWN = "_zeroengine_known"  # the attribute of a storage
+_TRACKED_ATTRIBUTE = "_zeroengine_tracked"  # of a storage
 _aten = torch.ops.aten
 
 
@@ -44,327 +53,354 @@ class Recorder:
     """Builds modules whose parameters take little memory: call ``start``, build, and ``finish``.
 
     Args:
-        room: bytes of parameters that may be in memory at a time, beside those in use.
-        values: False: parameters get none here, for others will be loaded.
+        cache_bytes: Bytes of parameters that may be in memory at a time, beside those in use.
+        values: False where values will be loaded, so that none are recorded.
     """
 
-    def __init__(self, room: int, values: bool = True) -> None:
-        self._room, self._values = Room(room), values
+    def __init__(self, cache_bytes: int, values: bool = True) -> None:
+        self._cache, self._values = StorageCache(cache_bytes), values
         self._thread = threading.get_ident()
-        self._numbers = 0
-        self._params: Any = WeakIdKeyDictionary()  # to their names
-        self._known: weakref.WeakSet[Known] = weakref.WeakSet()
-        self._modes = (Unseen(self), Operations(self))
+        self._last_number = 0  # numbers operations and storages in the order in which they were made
+        self._params: Any = WeakIdKeyDictionary()  # name of each parameter
+        self._tracked: weakref.WeakSet[TrackedStorage] = weakref.WeakSet()
+        self._modes = (OpaqueAccessMode(self), OperationMode(self))
         self._hooks: list[Any] = []
 
     def start(self) -> None:
-        """
+        """Begin to record this thread.
+
         Raises:
-            ZeroEngineError: another one is recording in this thread.
+            ZeroEngineError: Another recorder is active in this thread.
         """
         if is_recording():
             raise ZeroEngineError(
                 "meta_init() inside of meta_init(): one `with` does for everything that is built inside it"
             )
         self._hooks = [
-            register_module_parameter_registration_hook(self._registered),
-            register_module_module_registration_hook(self._added),
+            register_module_parameter_registration_hook(self._param_registered),
+            register_module_module_registration_hook(self._module_registered),
         ]
         for mode in self._modes:
             mode.__enter__()
 
     def finish(self) -> list[tuple[str, int, str]]:
-        """Parameters are on the meta device from now on, with tapes.
+        """Stop recording and move the parameters to the meta device, each with its trace.
 
         Returns:
-            Those that keep memory: name, bytes, and why.
+            Name, bytes and reason of each parameter that keeps its memory.
 
         Raises:
-            ZeroEngineError: another thread wrote to one.
+            ZeroEngineError: Another thread wrote to a parameter.
         """
         for hook in self._hooks:
             hook.remove()
         for mode in reversed(self._modes):
             mode.__exit__(None, None, None)
         kept: list[tuple[str, int, str]] = []
-        unseen: ZeroEngineError | None = None
-        for known in list(self._known):
+        unseen_write: ZeroEngineError | None = None
+        for tracked in list(self._tracked):
             try:
-                known.check()
+                tracked.check_writes()
             except ZeroEngineError as error:
-                unseen = error
+                unseen_write = error
         for param, name in self._params.items():
             if param.is_meta or torch.nn.parameter.is_lazy(param):
                 continue
-            found = self._tape(param)
-            if isinstance(found, Trace):
-                make_meta(param, found)
+            trace = self._trace_or_reason(param)
+            if isinstance(trace, Trace):
+                make_meta(param, trace)
             else:
-                kept.append((name, param.nbytes, found))
-        self._room.close()
-        for known in list(self._known):
-            alive = known.storage()
-            if alive is None:
+                kept.append((name, param.nbytes, trace))
+        self._cache.close()
+        for tracked in list(self._tracked):
+            storage = tracked.storage()
+            if storage is None:
                 continue
-            if known.empty:  # of parameters that stay, and of other tensors
-                self._room.use(known)
-                if not known.holders():
-                    kept.append(("a tensor", known.nbytes, "it shares memory with a parameter"))
-            delattr(alive, _KNOWN)
+            # Parameters that keep their memory, and other tensors, get their values back.
+            if tracked.is_empty:
+                self._cache.touch(tracked)
+                if not tracked.live_params():
+                    kept.append(("a tensor", tracked.nbytes, "it shares memory with a parameter"))
+            delattr(storage, _TRACKED_ATTRIBUTE)
         return_freed_memory()
-        if unseen is not None:
-            raise unseen
+        if unseen_write is not None:
+            raise unseen_write
         return kept
 
-    def _tape(self, param: nn.Parameter) -> Trace | str:
-        """A parameter's trace; or why it has none."""
-        known = self._of(param) if _is_plain(param) else None
-        if known is None:
+    def _trace_or_reason(self, param: nn.Parameter) -> Trace | str:
+        """Return a parameter's trace, or the reason why it has none."""
+        tracked = self._tracked_of(param) if _is_plain(param) else None
+        if tracked is None:
             return "its memory was not made by torch inside of the `with`"
         if has_graph(param):
             return "autograd has a graph or a gradient of it"
-        if not self._values and not known.why:
+        if not self._values and not tracked.reason:
             return UnsetTrace()
-        if known.version is None:
-            return known.why
-        return Trace(Ref.to(param, known.number, known.nbytes, known.version))
+        if tracked.version is None:
+            return tracked.reason
+        return Trace(TensorRef.of_tensor(param, tracked.number, tracked.nbytes, tracked.version))
 
-    # -- what happens meanwhile -------------------------------------------------------------------
+    # -- what happens while recording ----------------------------------------------------------------
 
-    def _registered(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+    def _param_registered(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and threading.get_ident() == self._thread:
             self.watch(param, f"{type(module).__name__}.{name}")
 
-    def _added(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
-        """A copy of a module registers none of its parameters."""
+    def _module_registered(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
+        """Watch the parameters of a new child. A deep copy of a module registers none of its parameters."""
         if child is not None and threading.get_ident() == self._thread:
-            for prefix, each in child.named_modules():
-                for key, param in each._parameters.items():
+            for prefix, descendant in child.named_modules():
+                for key, param in descendant._parameters.items():
                     if param is not None and param not in self._params:
                         self.watch(param, f"{type(module).__name__}.{name}.{prefix}{'.' * bool(prefix)}{key}")
 
     def watch(self, param: nn.Parameter, name: str) -> None:
-        """``param``'s memory may be freed."""
+        """Let the memory of ``param`` be freed between uses."""
         with torch._C.DisableTorchFunction():
             self._params.setdefault(param, name)
-            self._own(param)
-            self._room.make()
+            self._link_param(param)
+            self._cache.evict()
 
-    def given_data(self, param: torch.Tensor) -> None:
+    def data_assigned(self, param: torch.Tensor) -> None:
+        """Follow a parameter into its new storage."""
         if param in self._params:
-            self._own(param)
+            self._link_param(param)
 
-    def _own(self, param: Any) -> None:
-        known = None if torch.nn.parameter.is_lazy(param) or not _is_plain(param) else self._of(param)
-        if known is not None:
-            if not any(holder.param() is param for holder in known.params):
-                known.params.append(Holder(weakref.ref(param), self._params[param], param._version))
-            self._room.use(known)
+    def _link_param(self, param: Any) -> None:
+        tracked = None if torch.nn.parameter.is_lazy(param) or not _is_plain(param) else self._tracked_of(param)
+        if tracked is not None:
+            if not any(ref.param() is param for ref in tracked.params):
+                tracked.params.append(ParamRef(weakref.ref(param), self._params[param], param._version))
+            self._cache.touch(tracked)
 
-    def is_blank(self, tensor: torch.Tensor) -> bool:
-        """Whether nobody has written to ``tensor``."""
+    def is_uninitialised(self, tensor: torch.Tensor) -> bool:
+        """Return whether nothing has been written to ``tensor`` yet."""
         with torch._C.DisableTorchFunction():
-            known = self._of(tensor)
-            return known is not None and known.version is not None and known.version.blank
+            tracked = self._tracked_of(tensor)
+            return tracked is not None and tracked.version is not None and tracked.version.is_uninitialised
 
-    def is_unset(self, tensor: Any) -> bool:
+    def skips_init(self, tensor: Any) -> bool:
+        """Return whether ``tensor`` is a parameter whose values will be loaded."""
         return not self._values and isinstance(tensor, nn.Parameter) and tensor in self._params
 
-    def before_unseen(self, tensors: list[torch.Tensor], address: str) -> None:
+    def before_opaque_access(self, tensors: list[torch.Tensor], leaked_by: str) -> None:
+        """Fill the storages of ``tensors``. Keep them in memory for good if their address leaves torch."""
         with torch._C.DisableTorchFunction():
             for tensor in tensors:
-                known = self._of(tensor) if _is_plain(tensor) else None
-                if known is not None:
-                    self._room.use(known)
-                    if address:
-                        known.version = None
-                        known.why = known.address = f"{address}() gave its memory away"
+                tracked = self._tracked_of(tensor) if _is_plain(tensor) else None
+                if tracked is not None:
+                    self._cache.touch(tracked)
+                    if leaked_by:
+                        tracked.version = None
+                        tracked.reason = tracked.leaked_by = f"{leaked_by}() gave its memory away"
 
     def run(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation, record it, and free memory that exceeds the budget."""
         if not isinstance(operation, torch._ops.OpOverload) or operation in METADATA:
             return operation(*args, **kwargs)
         if operation.overloadpacket is _aten.set_:
-            return self._set(operation, args, kwargs)
-        facts = facts_of(operation)
+            return self._run_set(operation, args, kwargs)
+        schema = schema_of(operation)
         inputs = tensors_of((args, kwargs))
-        of = {id(tensor): self._of(tensor) for tensor in inputs if _is_plain(tensor)}
-        involved = {known for known in of.values() if known is not None}
-        for known in involved:
-            known.check()
-        written = tensors_of([args[i] if i < len(args) else kwargs.get(name) for i, name in facts.written])
-        targets = {target: tensor for tensor in written if (target := of.get(id(tensor))) is not None}
-        # Of these nothing is read.
-        whole = {
-            known
-            for known, tensor in targets.items()
-            if facts.overwrites
-            and sum(other is known for other in map(of.get, map(id, inputs))) == 1
-            and Ref.to(tensor, 0, known.nbytes, None).whole
+        tracked_by_id = {id(tensor): self._tracked_of(tensor) for tensor in inputs if _is_plain(tensor)}
+        involved = {tracked for tracked in tracked_by_id.values() if tracked is not None}
+        for tracked in involved:
+            tracked.check_writes()
+        written = tensors_of([args[i] if i < len(args) else kwargs.get(name) for i, name in schema.written_args])
+        targets = {target: tensor for tensor in written if (target := tracked_by_id.get(id(tensor))) is not None}
+        # Storages that the operation overwrites as a whole. Their old values are not needed.
+        overwritten = {
+            tracked
+            for tracked, tensor in targets.items()
+            if schema.overwrites
+            and sum(other is tracked for other in map(tracked_by_id.get, map(id, inputs))) == 1
+            and TensorRef.of_tensor(tensor, 0, tracked.nbytes, None).covers_storage
         }
-        awaiting = [known for known in whole if known.empty]
-        for known in involved:
-            self._room.use(known, values=known not in whole)
-        if facts.view and operation is not _aten.lift_fresh.default:
+        unfilled = [tracked for tracked in overwritten if tracked.is_empty]
+        for tracked in involved:
+            self._cache.touch(tracked, values=tracked not in overwritten)
+        if schema.is_view and operation is not _aten.lift_fresh.default:
             return operation(*args, **kwargs)
-        why, step = "", None
+        reason, op = "", None
         if self._values:
-            why = self._why_not(facts, inputs, of) or next((s.why for s in targets if s not in whole), "")
+            reason = self._reason_not_recorded(schema, inputs, tracked_by_id) or next(
+                (target.reason for target in targets if target not in overwritten), ""
+            )
             if len(targets) < len(written):
-                why = why or "one operation wrote it and a tensor from outside of the `with`"
-            if not why:
-                step = self._step(operation, args, kwargs, facts.random, of, whole)
+                reason = reason or "one operation wrote it and a tensor from outside of the `with`"
+            if not reason:
+                op = self._record_op(operation, args, kwargs, schema.is_random, tracked_by_id, overwritten)
         try:
             outputs = operation(*args, **kwargs)
         except BaseException:
-            for known in awaiting:
-                self._room.empty(known)
+            for tracked in unfilled:
+                self._cache.free(tracked)
             raise
-        if operation is _aten.lift_fresh.default:  # numbers of Python's
-            self._lift(outputs)
+        # `torch.tensor(...)` ends with this operation, on memory that it filled with Python's numbers.
+        if operation is _aten.lift_fresh.default:
+            self._track_literal(outputs)
             return outputs
-        self._record(step, why, targets, whole, inputs, tensors_of(outputs))
+        self._update_versions(op, reason, targets, overwritten, inputs, tensors_of(outputs))
         for tensor in written:
-            if (target := of.get(id(tensor))) is not None:
-                for holder, _ in target.holders():
-                    holder.coming += 1
-        self._room.make(busy=targets)
+            if (target := tracked_by_id.get(id(tensor))) is not None:
+                for ref, _ in target.live_params():
+                    ref.num_pending_writes += 1
+        self._cache.evict(busy=targets)
         return outputs
 
-    def _why_not(self, facts: Facts, inputs: list[torch.Tensor], of: dict[int, Known | None]) -> str:
-        """Why no step can be made of an operation."""
-        if not facts.known:
+    def _reason_not_recorded(
+        self, schema: OpSchema, inputs: list[torch.Tensor], tracked_by_id: dict[int, TrackedStorage | None]
+    ) -> str:
+        """Return why an operation cannot be replayed, or "" if it can."""
+        if not schema.is_builtin:
             return "an operation that is not torch's own wrote it"
         for tensor in inputs:
-            known = of.get(id(tensor))
-            if id(tensor) not in of:
+            tracked = tracked_by_id.get(id(tensor))
+            if id(tensor) not in tracked_by_id:
                 return f"it was computed with a {type(tensor).__name__} that is not plain memory"
-            if (known is None or known.version is None) and tensor.nbytes > SMALL:
+            if (tracked is None or tracked.version is None) and tensor.nbytes > SMALL_BYTES:
                 return f"it was computed with a tensor of shape {tuple(tensor.shape)} " + (
-                    "from outside of the `with`" if known is None else f"of which {known.why}"
+                    "from outside of the `with`" if tracked is None else f"of which {tracked.reason}"
                 )
         return ""
 
-    def _step(
-        self, operation: Any, args: Any, kwargs: Any, random: bool, of: dict[int, Known | None], whole: set[Known]
-    ) -> Step:
-        refs: list[Ref] = []
-        nbytes = 1024
-        drawn: list[torch.Generator] = []
+    def _record_op(
+        self,
+        operation: Any,
+        args: Any,
+        kwargs: Any,
+        random: bool,
+        tracked_by_id: dict[int, TrackedStorage | None],
+        overwritten: set[TrackedStorage],
+    ) -> RecordedOp:
+        """Return the record of an operation that is about to run."""
+        refs: list[TensorRef] = []
+        cost_bytes = 1024
+        generators: list[torch.Generator] = []
         devices: list[torch.device] = []
 
-        def kept(leaf: Any) -> Any:
-            nonlocal nbytes
+        def reference(leaf: Any) -> Any:
+            nonlocal cost_bytes
             if isinstance(leaf, torch.Generator):
-                drawn.append(leaf)
+                generators.append(leaf)
             if isinstance(leaf, torch.device):
                 devices.append(leaf)
             if not isinstance(leaf, torch.Tensor):
                 return leaf
             devices.append(leaf.device)
-            known = of[id(leaf)]
-            if known is not None and (known in whole or known.version is not None):
-                version = None if known in whole else known.version
-                refs.append(Ref.to(leaf, known.number, known.nbytes, version))
+            tracked = tracked_by_id[id(leaf)]
+            if tracked is not None and (tracked in overwritten or tracked.version is not None):
+                version = None if tracked in overwritten else tracked.version
+                refs.append(TensorRef.of_tensor(leaf, tracked.number, tracked.nbytes, version))
                 return refs[-1]
-            nbytes += leaf.nbytes
+            cost_bytes += leaf.nbytes
             return leaf.detach().clone()
 
-        args, kwargs = mapped(kept, args), mapped(kept, kwargs)
+        args, kwargs = map_leaves(reference, args), map_leaves(reference, kwargs)
         state = None
         if random:
-            generator = drawn[0] if drawn else default_generator((devices or [torch.device("cpu")])[0])
+            generator = generators[0] if generators else default_generator((devices or [torch.device("cpu")])[0])
             state = (generator.device, generator.get_state())
-            nbytes += state[1].nbytes
-        self._numbers += 1
+            cost_bytes += state[1].nbytes
+        self._last_number += 1
         dtype = torch.get_default_dtype()
-        return Step(self._numbers, operation, args, kwargs, tuple(refs), dtype, state, nbytes, [])
+        return RecordedOp(self._last_number, operation, args, kwargs, tuple(refs), dtype, state, cost_bytes, [])
 
-    def _record(
+    def _update_versions(
         self,
-        step: Step | None,
-        why: str,
-        targets: dict[Known, torch.Tensor],
-        whole: set[Known],
+        op: RecordedOp | None,
+        reason: str,
+        targets: dict[TrackedStorage, torch.Tensor],
+        overwritten: set[TrackedStorage],
         inputs: list[torch.Tensor],
         outputs: list[torch.Tensor],
     ) -> None:
-        before = {id(tensor.untyped_storage()) for tensor in inputs if _is_plain(tensor)}
-        news: dict[Known, None] = {}
+        """Give every storage that an operation wrote or made its new version, or the reason why it has none."""
+        storages_before = {id(tensor.untyped_storage()) for tensor in inputs if _is_plain(tensor)}
+        new: dict[TrackedStorage, None] = {}
         for index, tensor in enumerate(outputs):
-            if _is_plain(tensor) and id(tensor.untyped_storage()) not in before and self._of(tensor) is None:
-                known = self._new(tensor)
-                news[known] = None
-                if step is not None:
-                    step.made.append((index, known.number))
-        for known in (*targets, *news):
-            alive = known.storage()
-            assert alive is not None
-            if alive.nbytes() != known.nbytes:
-                known.version, known.why, known.nbytes = None, "its memory was resized", alive.nbytes()
-            elif why:
-                known.version, known.why = None, why
-            elif step is not None:
-                previous = None if known in news or known in whole else known.version
-                self._write(known, Version.after(step, previous))
-            self._room.use(known)
+            if (
+                _is_plain(tensor)
+                and id(tensor.untyped_storage()) not in storages_before
+                and self._tracked_of(tensor) is None
+            ):
+                tracked = self._track(tensor)
+                new[tracked] = None
+                if op is not None:
+                    op.new_storages.append((index, tracked.number))
+        for tracked in (*targets, *new):
+            storage = tracked.storage()
+            assert storage is not None
+            if storage.nbytes() != tracked.nbytes:
+                tracked.version, tracked.reason, tracked.nbytes = None, "its memory was resized", storage.nbytes()
+            elif reason:
+                tracked.version, tracked.reason = None, reason
+            elif op is not None:
+                previous = None if tracked in new or tracked in overwritten else tracked.version
+                self._set_version(tracked, StorageVersion.after(op, previous))
+            self._cache.touch(tracked)
 
-    def _write(self, known: Known, version: Version) -> None:
-        most = max(SMALL, known.nbytes // SHARE)
-        if version.nbytes > most:
-            version = version.exact()
-        known.version, known.why = version, ""
-        if known.address:
-            known.version, known.why = None, known.address
-        elif version.nbytes > most:
-            if known.nbytes <= SMALL:
-                known.version = self._copy(known)
+    def _set_version(self, tracked: TrackedStorage, version: StorageVersion) -> None:
+        max_bytes = max(SMALL_BYTES, tracked.nbytes // MAX_TRACE_FRACTION)
+        if version.cost_bytes > max_bytes:
+            version = version.with_exact_cost()
+        tracked.version, tracked.reason = version, ""
+        if tracked.leaked_by:
+            tracked.version, tracked.reason = None, tracked.leaked_by
+        elif version.cost_bytes > max_bytes:
+            if tracked.nbytes <= SMALL_BYTES:
+                tracked.version = self._copied_version(tracked)
             else:
-                known.version, known.why = None, "it takes many steps to make its values"
+                tracked.version, tracked.reason = None, "it takes many steps to make its values"
 
-    def _set(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A tensor gets another storage."""
+    def _run_set(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run ``set_``, which gives a tensor another storage."""
         out = operation(*args, **kwargs)
         if args[0] in self._params:
-            self._own(args[0])
-            known = self._of(args[0])
-            for holder, param in known.holders() if known is not None else ():
-                holder.coming += param is args[0]
+            self._link_param(args[0])
+            tracked = self._tracked_of(args[0])
+            for ref, param in tracked.live_params() if tracked is not None else ():
+                ref.num_pending_writes += param is args[0]
         return out
 
-    def _lift(self, tensor: torch.Tensor) -> None:
-        alive = tensor.untyped_storage()
-        if self._of(tensor) is None and alive.nbytes() <= SMALL and alive.resizable():  # numpy's is not
-            known = self._new(tensor)
+    def _track_literal(self, tensor: torch.Tensor) -> None:
+        """Track a small tensor of Python's numbers. Its version is a copy of its values."""
+        storage = tensor.untyped_storage()
+        # A storage over numpy's memory is not resizable.
+        if self._tracked_of(tensor) is None and storage.nbytes() <= SMALL_BYTES and storage.resizable():
+            tracked = self._track(tensor)
             if self._values:
-                known.version = self._copy(known)
+                tracked.version = self._copied_version(tracked)
 
-    def _copy(self, known: Known) -> Version:
-        """A version that is a copy of the values."""
-        values = known.as_bytes()
-        target = Ref.to(values, known.number, known.nbytes, None)
-        self._numbers += 1
+    def _copied_version(self, tracked: TrackedStorage) -> StorageVersion:
+        """Return a version that holds a copy of the values."""
+        values = tracked.as_bytes()
+        target = TensorRef.of_tensor(values, tracked.number, tracked.nbytes, None)
+        self._last_number += 1
         dtype = torch.get_default_dtype()
         args = (target, values.clone())
-        return Version(
-            Step(self._numbers, _aten.copy_.default, args, {}, (target,), dtype, None, known.nbytes, []), None, 0
+        return StorageVersion(
+            RecordedOp(self._last_number, _aten.copy_.default, args, {}, (target,), dtype, None, tracked.nbytes, []),
+            None,
+            0,
         )
 
-    def _of(self, tensor: torch.Tensor) -> Known | None:
-        """What is known of a tensor's storage; None: it was not made here."""
-        found = getattr(tensor.untyped_storage(), _KNOWN, None)
-        return found if found is not None and found.owner is self else None
+    def _tracked_of(self, tensor: torch.Tensor) -> TrackedStorage | None:
+        """Return the tracked storage of a tensor, or None where it was not made while this recorder was active."""
+        tracked = getattr(tensor.untyped_storage(), _TRACKED_ATTRIBUTE, None)
+        return tracked if tracked is not None and tracked.owner is self else None
 
-    def _new(self, tensor: torch.Tensor) -> Known:
-        alive = tensor.untyped_storage()
-        self._numbers += 1
-        known = Known(self._numbers, self, weakref.ref(alive), alive.nbytes())
-        setattr(alive, _KNOWN, known)
-        self._known.add(known)
-        return known
+    def _track(self, tensor: torch.Tensor) -> TrackedStorage:
+        storage = tensor.untyped_storage()
+        self._last_number += 1
+        tracked = TrackedStorage(self._last_number, self, weakref.ref(storage), storage.nbytes())
+        setattr(storage, _TRACKED_ATTRIBUTE, tracked)
+        self._tracked.add(tracked)
+        return tracked
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a piece of memory and nothing else."""
+    """Return whether a tensor is strided CPU or CUDA memory and nothing more."""
     if not (isinstance(tensor, nn.Parameter) or type(tensor) is torch.Tensor) or is_traceable_wrapper_subclass(tensor):
         return False
     if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:

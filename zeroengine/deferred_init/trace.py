@@ -1,10 +1,10 @@
-"""How a tensor's values came about, and the same bits again.
+"""Records of how a tensor's values were computed, and their replay, which gives the same bits again.
 
 [Note: Versions]
-An operation that writes to a storage makes a version of it. A version knows its step (the operation with its arguments)
-and, unless the step overwrote everything, the version before; a step knows the versions that it read. So what a tensor
-needs can be reached from its version. Run again in the old order these steps give the same bits: whatever else wrote to
-their storages in between was overwritten before any of them read it.
+An operation that writes to a storage makes a new version of it. A version refers to its recorded operation and, unless
+that overwrote everything, to the version before. A recorded operation refers to the versions that it read. So all that
+a tensor's values depend on can be reached from its version. Run again in the old order, these operations give the same
+bits: whatever else wrote to their storages in between was overwritten before any of them read it.
 """
 
 from __future__ import annotations
@@ -20,26 +20,27 @@ from zeroengine.errors import ZeroEngineError
 
 
 @dataclass(frozen=True, eq=False)
-class Ref:
-    """A tensor among the arguments of a step: a view of a version of a storage."""
+class TensorRef:
+    """A tensor among the arguments of a recorded operation: a view of one version of a storage."""
 
-    storage: int  # its number
+    storage: int  # number of the storage
     nbytes: int  # of the storage
     device: torch.device
-    version: Version | None  # None: nothing of it is read, and everything is written
+    version: StorageVersion | None  # None where the operation reads nothing of it and writes everything
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    offset: int  # elements
+    offset: int  # in elements
 
     @classmethod
-    def to(cls, tensor: torch.Tensor, storage: int, nbytes: int, version: Version | None) -> Ref:
+    def of_tensor(cls, tensor: torch.Tensor, storage: int, nbytes: int, version: StorageVersion | None) -> TensorRef:
+        """Return the reference to ``tensor``, whose storage has this number, bytes and version."""
         shape, stride = tuple(tensor.shape), tensor.stride()
         return cls(storage, nbytes, tensor.device, version, tensor.dtype, shape, stride, int(tensor.storage_offset()))
 
     @property
-    def whole(self) -> bool:
-        """Whether it is all of its storage."""
+    def covers_storage(self) -> bool:
+        """Whether the tensor is dense and covers all of its storage."""
         numel = 1
         for size, stride in sorted(zip(self.shape, self.stride, strict=True), key=lambda dim: dim[1]):
             if size != 1 and stride != numel:
@@ -47,93 +48,101 @@ class Ref:
             numel *= size
         return not self.offset and numel * self.dtype.itemsize == self.nbytes
 
-    def within(self, memory: torch.Tensor) -> torch.Tensor:
-        """The tensor, where ``memory`` (of bytes) is its storage."""
+    def view_in(self, memory: torch.Tensor) -> torch.Tensor:
+        """Return the tensor as a view of ``memory`` (1-D, uint8), which stands for its storage."""
         offset = memory.storage_offset() // self.dtype.itemsize + self.offset
         empty = torch.empty(0, dtype=self.dtype, device=self.device)
         return empty.set_(memory.untyped_storage(), offset, self.shape, self.stride)
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class RecordedOp:
     """An operation that ran, with what it needs to run again."""
 
     number: int
     operation: Any
-    args: tuple[Any, ...]  # with a Ref for each tensor that steps made, and copies of others
+    args: tuple[Any, ...]  # a TensorRef in place of each recorded tensor, copies of other tensors
     kwargs: dict[str, Any]
-    refs: tuple[Ref, ...]  # those within
+    refs: tuple[TensorRef, ...]  # all that are in the arguments
     default_dtype: torch.dtype
-    random: tuple[torch.device, torch.Tensor] | None  # the state of the generator that it drew from
-    nbytes: int  # that it takes, about
-    made: list[tuple[int, int]]  # new storages: which of its outputs, and their numbers
+    generator_state: tuple[torch.device, torch.Tensor] | None  # before it drew random numbers
+    cost_bytes: int  # estimate of the memory that this record takes
+    new_storages: list[tuple[int, int]]  # index of the output, number of its new storage
 
-    def run(self, memory: Callable[[Ref], torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors that it returns. Leaves generators and the default dtype behind as it takes them."""
+    def run(self, memory: Callable[[TensorRef], torch.Tensor]) -> list[torch.Tensor]:
+        """Run the operation again and return its tensors. This changes generators and the default dtype.
+
+        Args:
+            memory: Returns the memory of a referenced storage (1-D, uint8).
+        """
         torch.set_default_dtype(self.default_dtype)
 
-        def given(leaf: Any) -> Any:
-            if isinstance(leaf, Ref):
-                return leaf.within(memory(leaf))
+        def restore(leaf: Any) -> Any:
+            if isinstance(leaf, TensorRef):
+                return leaf.view_in(memory(leaf))
             if isinstance(leaf, torch.Generator):
-                assert self.random is not None
+                assert self.generator_state is not None
                 generator = torch.Generator(leaf.device)
-                generator.set_state(self.random[1])
+                generator.set_state(self.generator_state[1])
                 return generator
             return leaf
 
-        if self.random is not None:
-            default_generator(self.random[0]).set_state(self.random[1])
-        return tensors_of(self.operation(*mapped(given, self.args), **mapped(given, self.kwargs)))
+        if self.generator_state is not None:
+            default_generator(self.generator_state[0]).set_state(self.generator_state[1])
+        return tensors_of(self.operation(*map_leaves(restore, self.args), **map_leaves(restore, self.kwargs)))
 
 
 @dataclass(frozen=True, eq=False)
-class Version:
-    """What a storage held after a step."""
+class StorageVersion:
+    """What a storage held after an operation."""
 
-    step: Step
-    previous: Version | None  # None: all that it holds is of this step
-    nbytes: int  # of what it takes to make it again, at most
+    op: RecordedOp
+    previous: StorageVersion | None  # None where this operation wrote everything
+    cost_bytes: int  # upper bound on the bytes of all records that the version depends on
 
     @classmethod
-    def after(cls, step: Step, previous: Version | None) -> Version:
-        read = [ref.version for ref in step.refs if ref.version is not None and ref.version is not previous]
-        return cls(step, previous, step.nbytes + sum(v.nbytes for v in read) + (previous.nbytes if previous else 0))
+    def after(cls, op: RecordedOp, previous: StorageVersion | None) -> StorageVersion:
+        """Return the version that ``op`` makes of a storage. ``previous`` is None where it overwrites everything."""
+        read = [ref.version for ref in op.refs if ref.version is not None and ref.version is not previous]
+        return cls(
+            op, previous, op.cost_bytes + sum(v.cost_bytes for v in read) + (previous.cost_bytes if previous else 0)
+        )
 
-    def exact(self) -> Version:
-        """With ``nbytes`` as it is: steps that are needed in several places are there once."""
-        return Version(self.step, self.previous, sum(step.nbytes for step in steps_of(self)))
+    def with_exact_cost(self) -> StorageVersion:
+        """Return this version with its true cost, which counts records that are needed in several places once."""
+        return StorageVersion(self.op, self.previous, sum(op.cost_bytes for op in ops_of(self)))
 
     @property
-    def blank(self) -> bool:
-        """Whether it is memory that nobody has written to."""
-        return self.step.operation in _BLANK
+    def is_uninitialised(self) -> bool:
+        """Whether nothing has been written to the storage yet."""
+        return self.op.operation in _UNINITIALISED
 
 
 _aten = torch.ops.aten
-_BLANK = {
+_UNINITIALISED = {
     *(_aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_like.default),
     *(_aten.new_empty.default, _aten.new_empty_strided.default, _aten.empty_permuted.default),
 }
 
 
 class Trace:
-    """The values of a parameter that has no memory."""
+    """The way to the values of a parameter that has no memory."""
 
-    def __init__(self, ref: Ref) -> None:
+    def __init__(self, ref: TensorRef) -> None:
         self._ref = ref
 
     def write(self, target: torch.Tensor) -> None:
-        """Puts the values into ``target``, of the same shape."""
+        """Compute the values into ``target``, of the same shape."""
         ref = self._ref
         assert ref.version is not None
         fits = target.dtype is ref.dtype and target.device == ref.device and target.stride() == ref.stride
-        if fits and ref.whole:
-            replay(ref.version, ref.storage, _part_of(target))
+        if fits and ref.covers_storage:
+            replay(ref.version, ref.storage, _bytes_of(target))
         else:
-            target.copy_(ref.within(replay(ref.version, ref.storage)))
+            target.copy_(ref.view_in(replay(ref.version, ref.storage)))
 
     def __reduce__(self) -> Any:
+        """Refuse to pickle the parameter."""
         raise ZeroEngineError(
             "a parameter that was built under zeroengine.meta_init() has no values to save yet: pass its model to "
             "zeroengine.initialize() first"
@@ -141,75 +150,82 @@ class Trace:
 
 
 class UnsetTrace(Trace):
-    """In place of a trace: no values, for others will be loaded. They are zeros until then."""
+    """The trace of a parameter whose values will be loaded. It is zeros until then."""
 
     def __init__(self) -> None: ...
 
     def write(self, target: torch.Tensor) -> None:
+        """Fill ``target`` with zeros."""
         target.zero_()
 
 
-def replay(version: Version, storage: int, into: torch.Tensor | None = None) -> torch.Tensor:
-    """The bytes of a version of a storage.
-
-    Generators and the default dtype are afterwards as before.
+def replay(version: StorageVersion, storage: int, into: torch.Tensor | None = None) -> torch.Tensor:
+    """Compute a version of a storage again and return its bytes. Leave generators and the default dtype unchanged.
 
     Args:
-        storage: its number.
-        into: memory for it, 1-D bytes. What steps do with views of other dtypes may need memory of its own first.
+        storage: The number of the storage.
+        into: Memory for the result (1-D, uint8).
+
+    Returns:
+        1-D, uint8: ``into`` if it was given.
     """
-    steps = steps_of(version)
-    last = {number: step.number for step in steps for number in _used(step)}
+    ops = ops_of(version)
+    # The last operation that uses each storage: after it the memory can be freed.
+    last = {number: op.number for op in ops for number in _storages_of(op)}
+    # Views of wider dtypes need aligned memory. Where `into` is not aligned for them the result is copied into it.
     if into is not None and any(
-        ref.storage == storage and into.storage_offset() % ref.dtype.itemsize for step in steps for ref in step.refs
+        ref.storage == storage and into.storage_offset() % ref.dtype.itemsize for op in ops for ref in op.refs
     ):
         return into.copy_(replay(version, storage))
     memory: dict[int, torch.Tensor] = {} if into is None else {storage: into}
 
-    def memory_of(ref: Ref) -> torch.Tensor:
+    def memory_of(ref: TensorRef) -> torch.Tensor:
         if ref.storage not in memory:
             memory[ref.storage] = torch.empty(ref.nbytes, dtype=torch.uint8, device=ref.device)
         return memory[ref.storage]
 
-    with torch.no_grad(), _as_before({step.random[0] for step in steps if step.random is not None}):
-        for step in steps:
-            outputs = step.run(memory_of)
-            for index, number in step.made:
+    with (
+        torch.no_grad(),
+        _preserve_global_state({op.generator_state[0] for op in ops if op.generator_state is not None}),
+    ):
+        for op in ops:
+            outputs = op.run(memory_of)
+            for index, number in op.new_storages:
                 if number == storage and into is not None:
-                    into.copy_(storage_of(outputs[index]))
+                    into.copy_(storage_bytes(outputs[index]))
                 elif number in last:
-                    memory[number] = storage_of(outputs[index])
+                    memory[number] = storage_bytes(outputs[index])
             del outputs
-            for number in _used(step):
-                if last[number] == step.number and number != storage:
+            for number in _storages_of(op):
+                if last[number] == op.number and number != storage:
                     memory.pop(number, None)
     return memory[storage]
 
 
-def steps_of(version: Version) -> list[Step]:
-    """All that it takes to make ``version``, in order."""
-    found: dict[int, Step] = {}
-    seen: set[int] = set()
-    waiting = [version]
-    while waiting:
-        each = waiting.pop()
-        if id(each) in seen:
+def ops_of(version: StorageVersion) -> list[RecordedOp]:
+    """Return the operations that ``version`` depends on, in the order in which they ran."""
+    ops: dict[int, RecordedOp] = {}
+    visited: set[int] = set()
+    pending = [version]
+    while pending:
+        dependency = pending.pop()
+        if id(dependency) in visited:
             continue
-        seen.add(id(each))
-        if each.previous is not None:
-            waiting.append(each.previous)
-        if each.step.number not in found:
-            found[each.step.number] = each.step
-            waiting += [ref.version for ref in each.step.refs if ref.version is not None]
-    return [found[number] for number in sorted(found)]
+        visited.add(id(dependency))
+        if dependency.previous is not None:
+            pending.append(dependency.previous)
+        if dependency.op.number not in ops:
+            ops[dependency.op.number] = dependency.op
+            pending += [ref.version for ref in dependency.op.refs if ref.version is not None]
+    return [ops[number] for number in sorted(ops)]
 
 
-def _used(step: Step) -> list[int]:
-    return [ref.storage for ref in step.refs] + [number for _, number in step.made]
+def _storages_of(op: RecordedOp) -> list[int]:
+    return [ref.storage for ref in op.refs] + [number for _, number in op.new_storages]
 
 
 @contextlib.contextmanager
-def _as_before(devices: set[torch.device]) -> Iterator[None]:
+def _preserve_global_state(devices: set[torch.device]) -> Iterator[None]:
     dtype = torch.get_default_dtype()
     states = {device: default_generator(device).get_state() for device in devices}
     try:
@@ -221,35 +237,36 @@ def _as_before(devices: set[torch.device]) -> Iterator[None]:
 
 
 def default_generator(device: torch.device) -> torch.Generator:
+    """Return the generator that operations on ``device`` draw from by default."""
     if device.type == "cuda":
         torch.cuda.init()
         return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
     return torch.default_generator
 
 
-def storage_of(tensor: torch.Tensor) -> torch.Tensor:
-    """All of the tensor's storage, as bytes, 1-D."""
+def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all of the tensor's storage (1-D, uint8)."""
     storage = tensor.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
-def _part_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense tensor's part of its storage, as bytes, 1-D."""
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a dense tensor (1-D, uint8), a view."""
     start = tensor.storage_offset() * tensor.element_size()
-    return storage_of(tensor)[start : start + tensor.nbytes]
+    return storage_bytes(tensor)[start : start + tensor.nbytes]
 
 
-def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
-    """``tree`` (an operation's arguments) with every leaf replaced."""
+def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Return ``tree`` (the arguments of an operation) with ``function`` applied to every leaf."""
     if isinstance(tree, (tuple, list)):
-        return type(tree)([mapped(function, item) for item in tree])
+        return type(tree)([map_leaves(function, item) for item in tree])
     if isinstance(tree, dict):
-        return {key: mapped(function, value) for key, value in tree.items()}
+        return {key: map_leaves(function, value) for key, value in tree.items()}
     return function(tree)
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
-    """The tensors among an operation's arguments or results."""
+    """Return the tensors among the arguments or results of an operation."""
     if isinstance(tree, torch.Tensor):
         return [tree]
     items = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (tuple, list)) else ()

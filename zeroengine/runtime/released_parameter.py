@@ -1,8 +1,8 @@
-"""A parameter whose values are not on this rank right now, or are still arriving.
+"""A parameter whose values are not on this rank now, or are still arriving.
 
-The object stays the same ``nn.Parameter``; only its class and its data change. Metadata works as ever.
-What a use of its values does is its unit's decision: wait for a gather that is under way, gather the unit
-where every rank comes by (inside the engine's forward or backward), or raise.
+The object stays the same ``nn.Parameter``. Its class and its data are swapped while it is released, and its metadata
+(shape, dtype, hooks, ...) works as ever. A use of its values calls a resolver, which waits for a gather in progress,
+gathers the unit where every rank does the same (inside the engine's forward or backward), or raises.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import nn
 
 from zeroengine.utils.compiler_disable import disable_compile
 
-OWNER_ATTRIBUTE = (
-    "_zeroengine_owner"  # the one attribute on a parameter that is never taken off: refers weakly to its `Owner`
-)
+# The attribute of a parameter that refers weakly to its engine. It stays for the life of the parameter.
+OWNER_ATTRIBUTE = "_zeroengine_owner"
+# Called with a released parameter and the name of the operation that needs its values.
 Resolver = Callable[[nn.Parameter, str], None]
 
 _T: Any = torch.Tensor
@@ -32,7 +32,7 @@ _METHODS = (
     "requires_grad_ register_hook register_post_accumulate_grad_hook __hash__ dim_order storage_offset ndimension "
     "__len__ is_inference has_names"
 )
-# What may be asked of a released parameter: nothing here reads a value.
+# Operations that a released parameter allows, for none of them reads a value.
 _METADATA = {
     *(getattr(_T, name).__get__ for name in _PROPERTIES.split() if hasattr(_T, name)),
     *(getattr(_T, name) for name in _METHODS.split() if hasattr(_T, name)),
@@ -44,19 +44,22 @@ _AUTOGRAD = {torch.autograd.grad, torch.autograd.backward}
 
 
 class ReleasedParameter(nn.Parameter):
-    """The class of a parameter while its values are away. Never built: ``release`` swaps it in."""
+    """The class of a parameter while its values are away. It is never built: ``mark_released`` swaps it in."""
 
     @classmethod
     @disable_compile
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """Run a torch function, after its parameters' values were gathered if it needs them."""
         kwargs = kwargs or {}
-        if func in _AUTOGRAD:  # it asks for the places of parameters in the graph alone
+        # These take a parameter only as a place in the graph.
+        if func in _AUTOGRAD:
             return func(*_edges_of(args), **_edges_of(kwargs))
         if func not in _METADATA and not _tracing():
             for param in _released_in((args, kwargs)):
-                if is_released_parameter(param):  # still: the one before may have brought its whole unit
+                # Resolving one parameter may have gathered the others of its unit.
+                if is_released_parameter(param):
                     resolver_of(param)(param, _name(func))
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
@@ -79,7 +82,7 @@ class ReleasedParameter(nn.Parameter):
 
 
 def _tracing() -> bool:
-    """Whether torch.compile is looking at a frame's tensors: at what they are, not at their values."""
+    """Return whether torch.compile is tracing, which looks at what tensors are and not at their values."""
     guards = sys.modules.get("torch._guards")
     return guards is not None and guards.TracingContext.try_get() is not None
 
@@ -90,13 +93,13 @@ def _name(func: Any) -> str:
 
 
 def gradient_of(param: nn.Parameter) -> torch.Tensor | None:
-    """Return ``param.grad`` for the engine itself, which knows why there may be none."""
+    """Return ``param.grad`` for the engine's own use, without the note that a user's read of it leaves."""
     with torch._C.DisableTorchFunctionSubclass():
         return param.grad
 
 
 def note_gradient_read(param: nn.Parameter) -> None:
-    """Tell the engine of ``param`` that somebody has looked for a gradient and found none."""
+    """Tell the engine of ``param`` that user code has read ``param.grad`` and found None."""
     reference = param.__dict__.get(OWNER_ATTRIBUTE)
     owner = reference() if reference is not None else None
     if owner is not None:
@@ -114,7 +117,7 @@ def _released_in(tree: Any) -> list[nn.Parameter]:
 
 
 def _edges_of(tree: Any) -> Any:
-    """``tree`` with each released parameter replaced by its place in the graph."""
+    """Return ``tree`` with each released parameter replaced by its edge in the graph."""
     if isinstance(tree, ReleasedParameter):
         with torch._C.DisableTorchFunctionSubclass():
             return torch.autograd.graph.get_gradient_edge(tree)
@@ -124,6 +127,7 @@ def _edges_of(tree: Any) -> Any:
 
 
 def resolver_of(param: nn.Parameter) -> Resolver:
+    """Return the resolver of a released parameter."""
     return param.__dict__["_zeroengine_resolver"]
 
 
@@ -139,10 +143,7 @@ def is_released_parameter(param: nn.Parameter) -> bool:
 
 
 def mark_released(param: nn.Parameter, resolver: Resolver) -> None:
-    """From now on a use of ``param``'s values calls ``resolver(param, name of the operation)`` first.
-
-    The resolver either calls ``mark_gathered`` (or has it called) or raises.
-    """
+    """Let every use of ``param``'s values call ``resolver`` first. That gets ``mark_gathered`` called, or raises."""
     if not is_released_parameter(param):
         param.__dict__["_zeroengine_class"] = type(param)
         param.__class__ = _released_class(type(param))
@@ -150,7 +151,7 @@ def mark_released(param: nn.Parameter, resolver: Resolver) -> None:
 
 
 def mark_gathered(param: nn.Parameter) -> None:
-    """``param`` is an ordinary parameter of its own class again."""
+    """Make ``param`` an ordinary parameter of its own class again."""
     if is_released_parameter(param):
         param.__class__ = param.__dict__.pop("_zeroengine_class")
         del param.__dict__["_zeroengine_resolver"]

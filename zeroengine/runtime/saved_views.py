@@ -1,4 +1,4 @@
-"""What autograd has saved of parameters, replaced by the way to gather it again.
+"""Replaces what autograd saved of parameters by a description from which the unit can be gathered again.
 
 [Note: Saved views]
 Between forward and backward the graph holds what its operations saved: among it weights, and views of them such as the
@@ -26,17 +26,18 @@ from zeroengine.errors import ZeroEngineError
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.tensor_tree import leaves_in
 
-MAX_NODES = 20_000  # of one graph that are looked at
+MAX_NODES = 20_000  # nodes of one graph that are visited
 
 current_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
-_saved_names: dict[type, tuple[str, ...]] = {}  # by class of nodes: the attributes that are saved tensors
+# The attributes of each class of graph nodes that are saved tensors.
+_saved_names: dict[type, tuple[str, ...]] = {}
 
 
 class SavedView(NamedTuple):
-    """A tensor within the full buffer of a unit, that autograd has saved.
+    """A tensor inside the full buffer of a unit that autograd has saved.
 
-    Sizes, strides and the offset count elements. ``version`` is autograd's count of changes in place of the parameter.
+    Sizes, strides and the offset count elements. ``version`` is autograd's count of the parameter's changes in place.
     """
 
     unit: Unit
@@ -50,7 +51,7 @@ class SavedView(NamedTuple):
         """Return the tensor. The unit must have been gathered.
 
         Raises:
-            ZeroEngineError: the parameter has other values than in the forward.
+            ZeroEngineError: The parameter has changed since the forward.
         """
         param = self.unit.params[self.param_index]
         if param._version != self.version:
@@ -59,7 +60,8 @@ class SavedView(NamedTuple):
                 f"this backward needs parameter {name} as it was in the forward, and it has been changed since: by "
                 "engine.step(), by loading, or in place. Run backward before step(), and the forward again after it."
             )
-        return param.detach().as_strided(self.size, self.stride, self.offset)  # which counts with the parameter
+        # A detached parameter shares the parameter's version counter, so autograd's own check works on it, too.
+        return param.detach().as_strided(self.size, self.stride, self.offset)
 
 
 def replace_saved_views(
@@ -68,17 +70,17 @@ def replace_saved_views(
     units: Sequence[Unit],
     read: Callable[[SavedView], torch.Tensor],
 ) -> set[Unit]:
-    """Let the graph behind ``outputs`` keep a ``SavedView`` of whatever it has saved of ``units``.
+    """Let the graph behind ``outputs`` keep a ``SavedView`` instead of each tensor that it saved of ``units``.
 
-    What is saved through other hooks stays as it is: those of a checkpoint, or of the user.
+    Tensors that were saved through hooks of a checkpoint or of the user stay as they are.
 
     Args:
-        units: whose full buffers hold values.
-        first_sequence_number: ``current_sequence_number()`` from before the forward. Nodes of before are left alone.
-        read: gives the tensor back when backward needs it.
+        first_sequence_number: ``current_sequence_number()`` from before the forward. Older nodes are left alone.
+        units: Units whose full buffers hold values.
+        read: Returns the tensor of a view when backward needs it.
 
     Returns:
-        The units of which such hooks keep a parameter itself. Nothing would tell that backward reads it.
+        The units of which the user's hooks keep a parameter itself. Nothing would tell that backward reads it.
     """
     ranges = [
         (unit.full_buffer.data_ptr(), unit.full_buffer.data_ptr() + unit.full_buffer.nbytes, unit) for unit in units
@@ -86,10 +88,11 @@ def replace_saved_views(
     if not ranges:
         return set()
     unit_of = {id(param): unit for unit in units for param in unit.params}
-    kept_by_hooks: set[Unit] = set()
+    saved_by_user_hooks: set[Unit] = set()
     pending: list[Any] = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     visited = set(pending)
-    with torch._C.DisableTorchFunctionSubclass():  # a saved parameter may be released by now, and its class tells
+    # A saved parameter may be released by now. Looking at it must not gather its unit.
+    with torch._C.DisableTorchFunctionSubclass():
         while pending and len(visited) < MAX_NODES:
             node = pending.pop()
             if node._sequence_nr() < first_sequence_number:
@@ -99,7 +102,8 @@ def replace_saved_views(
                 try:
                     value = getattr(node, name)
                 except RuntimeError:
-                    continue  # a backward has freed it, such as torch.autograd.grad in this forward
+                    # A backward inside this forward, such as torch.autograd.grad, has freed it.
+                    continue
                 for saved in value if type(value) in (tuple, list) else (value,):
                     if saved is None:
                         continue
@@ -109,12 +113,12 @@ def replace_saved_views(
                             _replace(saved, unit, read)
                     else:
                         leaves = (unit_of.get(id(leaf)) for leaf in leaves_in(saved.data))
-                        kept_by_hooks.update(unit for unit in leaves if unit is not None)
-            for following, _ in node.next_functions:
-                if following is not None and following not in visited:
-                    visited.add(following)
-                    pending.append(following)
-    return kept_by_hooks
+                        saved_by_user_hooks.update(unit for unit in leaves if unit is not None)
+            for next_node, _ in node.next_functions:
+                if next_node is not None and next_node not in visited:
+                    visited.add(next_node)
+                    pending.append(next_node)
+    return saved_by_user_hooks
 
 
 def _names_of_saved(node_class: type) -> tuple[str, ...]:
@@ -128,11 +132,12 @@ def _unit_at(saved: Any, ranges: Sequence[tuple[int, int, Unit]]) -> Unit | None
         tensor = saved.data
         address = 0 if tensor is None else tensor.data_ptr()
     except RuntimeError:
-        return None  # sparse, or of torch.func: it has no address
+        # Sparse tensors and those of torch.func have no address.
+        return None
     for start, stop, unit in ranges:
         if start <= address < stop:
-            plain = tensor.dtype is unit.dtype and not (tensor.is_conj() or tensor.is_neg())
-            return unit if plain else None
+            is_plain = tensor.dtype is unit.dtype and not (tensor.is_conj() or tensor.is_neg())
+            return unit if is_plain else None
     return None
 
 
@@ -141,9 +146,11 @@ def _replace(saved: Any, unit: Unit, read: Callable[[SavedView], torch.Tensor]) 
     try:
         saved.unpack()
     except RuntimeError:
-        return  # it was changed in place since it was saved, as backward will say
+        # The tensor was changed in place since it was saved. Backward will say so.
+        return
     offset = tensor.storage_offset()
     index = unit.layout.param_index_at(offset)
-    version = unit.params[index]._version  # not the tensor's, for `.data` has a count of its own
+    # Not the tensor's version, for a `.data` has a counter of its own.
+    version = unit.params[index]._version
     view = SavedView(unit, index, tensor.size(), tensor.stride(), offset, version)
     saved.register_hooks(lambda _: view, read)

@@ -1,4 +1,18 @@
-"""A unit on one rank: its full buffer, its shard, and the parameters that are views into them."""
+"""A unit on one rank: its full buffer, its shard, and the parameters that are views of the full buffer.
+
+[Note: Where a unit's values are]
+Parameter degree 1: the full buffer always holds memory, and the shard is a slice of it.
+
+    full buffer   | rank 0's shard | rank 1's shard | ...      parameters are views of it
+
+Parameter degree above 1, or an offloaded shard: the shard is memory of its own, and the full buffer holds memory from
+``start_gather`` to ``free_full_buffer``. Between these a parameter's data is a placeholder: one NaN, expanded with
+stride 0 to the parameter's shape. Its class is swapped, too, so that a use of its values is noticed.
+
+    RELEASED --start_gather--> GATHERING --finish_gather--> GATHERED --release--> RELEASED
+                                   ^                            |
+                                   +------- mark_stale ---------+   (the update of a unit that is never released)
+"""
 
 from __future__ import annotations
 
@@ -23,31 +37,33 @@ from zeroengine.utils.work import Work
 
 
 class GatherState(enum.Enum):
-    RELEASED = "released"  # a use of a parameter asks for a gather; the full buffer has no memory, if nobody shares it
-    GATHERING = "gathering"  # a gather is under way; values may be stale or absent
+    """Whether a unit's parameters hold their values. See the note above."""
+
+    RELEASED = "released"  # a use of a parameter needs a gather first
+    GATHERING = "gathering"  # the all-gather is in progress; values may be stale or absent
     GATHERED = "gathered"  # parameters hold their values
 
 
 class Unit:
-    """The parameters of one unit, and where they are on this rank.
+    """The parameters of one unit on one rank.
 
-    ``full`` keeps its storage until somebody shares it when a step comes (``replace_full_buffer``). Where the parameter
-    degree is 1 it always holds memory and ``shard`` is this rank's slice of it; otherwise ``release`` empties the
-    storage and ``shard`` is memory of its own.
-
-    Building a unit copies the parameters in (cast to the unit's dtype) and makes them views; the model's
-    own memory is freed as it goes. Parameters from ``meta_init`` get their values here. Where the full buffer is
-    released between uses it holds no memory afterwards, and the unit waits for ``release``.
-
-    Attributes:
-        master: fp32 values of this rank's optimizer shard, from before they were cast, for the optimizer to take;
-            None where nothing was lost.
-        unset: names of parameters that are zeros until weights are loaded.
+    Building a unit copies the parameters into the full buffer, cast to the unit's dtype, and makes them views of it.
+    The model's own memory is freed on the way. Parameters from ``meta_init`` get their values here. A full buffer that
+    is released between uses holds no memory afterwards, and the caller calls ``release`` next.
 
     Args:
-        synchronise: makes a full buffer what it is on rank 0, on all ranks.
-        offloaded_shards: where the shard lives, if not on the device.
-        master_store: where ``master`` does.
+        synchronise: Overwrites a full buffer with rank 0's, on all ranks.
+        offloaded_shards: Where the shard lives, if not on the device.
+        master_store: Where ``master`` lives, if not on the device.
+
+    Attributes:
+        modules: The modules whose forward needs this unit.
+        full_buffer: 1-D, ``layout.numel`` elements. Its storage stays the same for the life of the unit, unless other
+            tensors alias it when a step comes (``replace_full_buffer``).
+        shard: 1-D, the elements that this rank owns at the parameter degree.
+        master: fp32 values of this rank's optimizer shard, as they were before they were rounded to the unit's dtype.
+            The optimizer takes them. None where nothing was rounded.
+        unset_params: Names of parameters that are zeros until weights are loaded.
     """
 
     def __init__(
@@ -74,7 +90,8 @@ class Unit:
         self._buffer: Buffer | None = None
         self._transport = transport
         shard: torch.Tensor | None = None
-        if self.releasable:  # what stays comes first, so that what comes and goes leaves no holes
+        # Memory that stays is allocated before memory that comes and goes, which then leaves no holes.
+        if self.releasable:
             numel = self.layout.shard_numel(degrees.parameters)
             if offloaded_shards is None:
                 shard = transport.empty(numel, self.dtype, "gather")
@@ -104,7 +121,8 @@ class Unit:
     def _load(
         self, synchronise: Callable[[torch.Tensor], None], master_store: OffloadStore | None
     ) -> torch.Tensor | None:
-        """The model's own values into the full buffer; this rank's fp32 master where they were not rounded yet."""
+        """Move the model's values into the full buffer. Return this rank's fp32 master if that rounded them."""
+        # Wider values go through an fp32 buffer first, from which the master is cut before they are rounded.
         wide = self.trainable and self.is_mixed_precision and any(p.dtype is not self.dtype for p in self.params)
         source = torch.zeros_like(self.full_buffer, dtype=torch.float32) if wide else self.full_buffer
         with torch.no_grad():
@@ -118,7 +136,8 @@ class Unit:
                 assert trace is not None
                 if isinstance(trace, UnsetTrace):
                     self.unset_params.add(slot.name)
-                if self.rank == 0:  # the others are sent them
+                # The other ranks receive rank 0's values below.
+                if self.rank == 0:
                     trace.write(target)
                 swap_data(param, view)
             synchronise(source)
@@ -140,29 +159,31 @@ class Unit:
 
     @property
     def is_mixed_precision(self) -> bool:
-        """Whether parameters are low precision, and an fp32 master is updated in their stead."""
+        """Whether parameters are fp16 or bf16, and an fp32 master is updated in their stead."""
         return self.dtype in (torch.bfloat16, torch.float16)
 
     @property
     def is_released(self) -> bool:
+        """Whether a use of the parameters needs a gather first."""
         return self.state is GatherState.RELEASED
 
     @property
     def is_gathered(self) -> bool:
+        """Whether the parameters hold their values."""
         return self.state is GatherState.GATHERED
 
     @property
     def is_aliased(self) -> bool:
-        """Whether something besides this unit may still read the full buffer, which must hold values.
+        """Whether something besides this unit may still read the full buffer. Ask only while that holds values.
 
-        That is a tensor that shares its memory, such as ``weight.detach()`` or what a graph has saved; or a graph that
-        has saved a parameter itself, which would be a placeholder when backward reads it. A parameter that Python code
-        keeps is none of these, for its class tells whether it is released.
+        Such are tensors that share its memory, as ``weight.detach()`` and what a graph has saved, and graphs that have
+        saved a parameter itself, which would be a placeholder when backward reads it. A parameter that Python code
+        keeps is no alias, for its class notices every use.
         """
         if torch._C._storage_Use_Count(self._storage) > self._num_own_tensors:  # type: ignore[attr-defined]
             return True
-        # In C++ a parameter is owned by Python's object, by the graph's node that accumulates its gradient, if it has
-        # had one since it was gathered, and by whatever has saved it.
+        # In C++ a parameter is owned by its Python object, by the graph's node that accumulates its gradient (if it
+        # required a gradient since it was gathered), and by every graph that has saved it.
         with torch._C.DisableTorchFunctionSubclass():
             return any(
                 param._use_count() > (2 if required and param.requires_grad else 1)  # type: ignore[attr-defined]
@@ -175,24 +196,24 @@ class Unit:
         return self.degrees.parameters > 1 or self.offloaded_shards is not None
 
     def shard_of_degree(self, degree: int) -> torch.Tensor:
-        """The part of the parameters that this rank owns at ``degree``, as memory to update in place, 1-D."""
+        """Return what this rank owns of the parameters at ``degree`` (1-D), a view of ``shard`` to update in place."""
         start, stop = self.layout.shard_range(self.rank, degree)
         base, _ = self.layout.shard_range(self.rank, self.degrees.parameters)
         return self.shard[start - base : stop - base]
 
     def start_gather(self) -> None:
-        """Issues the gather of the full buffer. The parameters stay placeholders until ``expose``."""
+        """Launch the all-gather of the full buffer. The parameters stay placeholders until ``finish_gather``."""
         assert self._buffer is not None
         self._buffer.prepare()
         self.state = GatherState.GATHERING
         self.gather_work = self._source.all_gather(self.full_buffer, self.shard, self.name)
 
     def gathered_bytes(self) -> int:
-        """Bytes that the full buffer holds now beside the shard."""
+        """Return the bytes that the full buffer holds now beside the shard."""
         return 0 if self._buffer is None else self._buffer.nbytes()
 
     def finish_gather(self) -> None:
-        """The parameters are views into the full buffer, ready for use."""
+        """Make the parameters views of the full buffer, ready for use. ``gather_work`` must have been awaited."""
         for param, view in zip(self.params, self._views, strict=True):
             if is_released_parameter(param):
                 mark_gathered(param)
@@ -201,7 +222,7 @@ class Unit:
         self.state, self.gather_work = GatherState.GATHERED, None
 
     def mark_stale(self, resolver: Resolver) -> None:
-        """While a gather is under way: a use of a parameter calls ``resolver`` first."""
+        """Let a use of a parameter call ``resolver`` first, because an all-gather is about to replace the values."""
         for param, placeholder in zip(self.params, self._placeholders, strict=True):
             mark_gathered(param)
             param.data = placeholder
@@ -215,7 +236,7 @@ class Unit:
         self.state, self.gather_work = GatherState.RELEASED, None
 
     def free_full_buffer(self) -> None:
-        """Give back the memory of a released unit."""
+        """Free the memory of a released unit's full buffer."""
         assert self._buffer is not None
         with torch._C.DisableTorchFunctionSubclass():
             for param, placeholder in zip(self.params, self._placeholders, strict=True):
@@ -223,7 +244,7 @@ class Unit:
         self._buffer.free()
 
     def replace_full_buffer(self) -> None:
-        """Leave the memory of a released unit's full buffer, as it is, to the tensors that share it."""
+        """Leave the memory of a released unit's full buffer to the tensors that alias it, and take a new buffer."""
         assert self._buffer is not None
         self._buffer.detach()
         self._buffer = self._new_buffer()
@@ -233,10 +254,10 @@ class Unit:
         self.free_full_buffer()
 
     def check_parameters(self) -> None:
-        """Whether the parameters are still what ``initialize`` made of them.
+        """Check that the parameters are still what ``initialize`` made of them.
 
         Raises:
-            ZeroEngineError: one has other memory, which no update reaches, or is no longer frozen.
+            ZeroEngineError: A parameter has other memory, which no update reaches, or is no longer frozen.
         """
         for param, view, slot in zip(self.params, self._views, self.layout.slots, strict=True):
             if self.state is GatherState.GATHERED and param.data_ptr() != view.data_ptr():
@@ -253,9 +274,10 @@ class Unit:
                 )
 
     def readopt_data(self) -> list[str]:
-        """Parameters whose ``data`` was replaced are views into the full buffer again, with the new values.
+        """Copy in the values of parameters whose ``data`` was replaced, and make them views of the full buffer again.
 
-        Returns the names of those that could not be, for their shape is another.
+        Returns:
+            Descriptions of the parameters whose shape has changed. These lose what was assigned.
         """
         refused = []
         for param, view, slot in zip(self.params, self._views, self.layout.slots, strict=True):
@@ -269,7 +291,7 @@ class Unit:
         return refused
 
     def copy_full_to_shard(self) -> None:
-        """The full buffer was written from outside: this rank's shard follows."""
+        """Update this rank's shard after a write to the full buffer."""
         if not self.releasable:
             return
         start, stop = self.layout.shard_range(self.rank, self.degrees.parameters)
@@ -280,6 +302,6 @@ class Unit:
 
 
 def _placeholder(view: torch.Tensor) -> torch.Tensor:
-    """A NaN (0 in integer dtypes) of ``view``'s shape that takes no memory."""
+    """Return a NaN (0 in integer dtypes), expanded with stride 0 to the shape of ``view``."""
     value = float("nan") if view.is_floating_point() or view.is_complex() else 0
     return torch.full((), value, dtype=view.dtype, device=view.device).expand(view.shape)

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 from zeroengine.runtime.unit import Unit
 
-Visit = tuple[bool, Unit, int]  # in backward; a unit; its number among the unit's visits in this pass
+# Whether it is in a backward, the unit, and how many times this pass has visited the unit.
+Visit = tuple[bool, Unit, int]
 
 
 class VisitOrder:
-    """What was needed after what the last time. A wrong prediction costs time alone.
+    """Predicts which units come next: those that followed the same visit the last time.
 
-    Attributes:
-        last: the unit that was needed last in this pass; None before the first.
+    A wrong prediction costs time and never correctness.
     """
 
     def __init__(self) -> None:
@@ -23,6 +23,7 @@ class VisitOrder:
 
     @property
     def last(self) -> Unit | None:
+        """The unit that was visited last in this pass, or None before the first visit."""
         return None if self._last is None else self._last[1]
 
     def start_pass(self) -> None:
@@ -31,12 +32,12 @@ class VisitOrder:
         self._num_visits.clear()
 
     def end_pass(self) -> None:
-        """Nothing comes after the last visit."""
+        """End a forward or a backward: nothing follows the last visit."""
         if self._last is not None:
             self._next.pop(self._last, None)
 
     def visit(self, unit: Unit, in_backward: bool) -> None:
-        """Record that ``unit`` is needed now."""
+        """Record that ``unit`` is needed now. A module inside the one that was visited last changes nothing."""
         if self.last is unit:
             return
         self._num_visits[unit] = self._num_visits.get(unit, 0) + 1
@@ -46,10 +47,32 @@ class VisitOrder:
         self._last = visit
 
     def upcoming(self) -> Iterator[Unit]:
-        """Yield the units that came after the present one, in order."""
+        """Yield the units that followed the last visit, in order. A unit may come several times."""
         visit = self._last
-        for _ in range(len(self._next)):  # at most once round, should the order have a cycle
+        # The order may have a cycle, so stop after one round.
+        for _ in range(len(self._next)):
             visit = self._next.get(visit) if visit is not None else None
             if visit is None:
                 return
             yield visit[1]
+
+    def to_prefetch(self, prefetch_numel: int, live_numel: int, max_live_numel: int) -> Iterator[Unit]:
+        """Yield the released units among the next ones, up to the limits. The caller starts each before it asks again.
+
+        Args:
+            prefetch_numel: Elements that may be gathered ahead. The very next unit may be larger.
+            live_numel: Elements of releasable units that are gathered now.
+            max_live_numel: Elements of releasable units that may be gathered at one time.
+        """
+        ahead: set[Unit] = set()
+        ahead_numel = 0
+        for unit in self.upcoming():
+            if unit not in ahead:
+                ahead.add(unit)
+                ahead_numel += unit.layout.numel
+            live_numel += unit.layout.numel if unit.is_released else 0
+            is_far = len(ahead) > 1 and ahead_numel > prefetch_numel
+            if is_far or live_numel > max_live_numel:
+                return
+            if unit.is_released:
+                yield unit

@@ -1,0 +1,88 @@
+"""Frees full buffers, as soon as no other tensor aliases them.
+
+[Note: Aliased full buffers]
+A view of a parameter, its ``.detach()`` or a graph that saved it alias the full buffer. Its memory cannot be freed
+below them (``Unit.is_aliased``), so the free is deferred: it is tried again whenever a module or a pass ends. If the
+buffer is still aliased at the next step, the unit takes a new one. The old memory, with its values, is left to the
+aliases.
+
+Whether a buffer is aliased concerns this rank alone. The unit counts as released in any case, and its next use gathers
+it again, so that all ranks launch the same collectives.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from zeroengine.runtime.unit import Unit
+
+log = logging.getLogger("zeroengine")
+
+NUM_SHOWN = 3  # names in the warning
+
+
+class DeferredFrees:
+    """The released units whose full buffers are not freed yet."""
+
+    def __init__(self) -> None:
+        self._units: dict[Unit, None] = {}
+        # Units of which a graph saved a parameter through the user's hooks. Nothing would tell that backward reads it.
+        self._saved_by_user_hooks: set[Unit] = set()
+        self._warned_of: set[Unit] = set()
+
+    def __contains__(self, unit: Unit) -> bool:
+        """Return whether the full buffer of ``unit`` is waiting to be freed."""
+        return unit in self._units
+
+    def units(self) -> list[Unit]:
+        """Return the units whose full buffers cannot be freed now."""
+        self.retry()
+        return list(self._units)
+
+    def free(self, unit: Unit) -> None:
+        """Free the full buffer of a released unit, now or as soon as possible."""
+        if unit in self._saved_by_user_hooks or unit.is_aliased:
+            self._units[unit] = None
+        else:
+            self._units.pop(unit, None)
+            unit.free_full_buffer()
+
+    def retry(self) -> None:
+        """Free the buffers that nothing aliases any more. Units that were gathered again are left alone."""
+        for unit in list(self._units):
+            if unit.is_released and unit not in self._saved_by_user_hooks and not unit.is_aliased:
+                del self._units[unit]
+                unit.free_full_buffer()
+
+    def keep_until_update(self, units: Iterable[Unit]) -> None:
+        """Keep the buffers of ``units``, which a graph saved through the user's hooks, until the next update."""
+        self._saved_by_user_hooks.update(units)
+
+    def begin_update(self) -> None:
+        """Let go of buffers that were kept for the user's hooks: no backward may use those values any more."""
+        self._saved_by_user_hooks.clear()
+
+    def replace_buffer(self, unit: Unit) -> None:
+        """Give ``unit`` a new full buffer if its old one is still aliased."""
+        if unit in self._units and unit.is_released and unit not in self._saved_by_user_hooks:
+            self.warn()
+            unit.replace_full_buffer()
+            del self._units[unit]
+
+    def warn(self) -> None:
+        """Warn, once for each unit, of buffers that cannot be freed."""
+        units = [unit for unit in self._units if unit not in self._warned_of]
+        if not units:
+            return
+        self._warned_of.update(units)
+        size = sum(unit.gathered_bytes() for unit in units) / 2**20
+        names = ", ".join(unit.name for unit in units[:NUM_SHOWN])
+        names += f" and {len(units) - NUM_SHOWN} more" if len(units) > NUM_SHOWN else ""
+        log.warning(
+            "%.1f MiB of parameters stay gathered for now (%s): a tensor shares their memory, such as a view or "
+            ".detach() that is kept, or a graph. engine.memory() counts them. Keep a copy, such as "
+            "weight.detach().clone(); a tensor that shares their memory at the next step keeps the old values.",
+            size,
+            names,
+        )

@@ -1,0 +1,80 @@
+"""Registers the hooks by which the gatherer learns when the forwards of modules begin and end."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from zeroengine.errors import ZeroEngineError
+from zeroengine.runtime.unit import Unit
+from zeroengine.utils.compiler_disable import disable_compile, hidden_from_checkpoint
+
+
+class ForwardListener(Protocol):
+    """Receives the beginnings and ends of forwards. ``args``, ``kwargs`` and ``output`` are those of the module."""
+
+    def observes(self, module: nn.Module) -> bool:
+        """Return whether ``module`` is one that the hooks were registered on, and no copy of it."""
+
+    def pre_model_forward(self, module: nn.Module, args: Any) -> None:
+        """Note that a forward of the whole model begins."""
+
+    def post_model_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Note that a forward of the whole model has ended or raised."""
+
+    def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Note that a forward of a module that needs units begins."""
+
+    def post_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Note that a forward of a module that needs units has ended or raised."""
+
+
+def register_hooks(listener: ForwardListener, model: nn.Module, units_of: Mapping[nn.Module, list[Unit]]) -> list[Any]:
+    """Call ``listener`` from the forwards of ``model`` and of the modules that need a unit to be gathered.
+
+    Args:
+        units_of: The units that each module's forward needs.
+
+    Returns:
+        The handles of the hooks.
+
+    Raises:
+        ZeroEngineError: A module is a ScriptModule.
+    """
+    # The model owns the hooks. A strong reference would keep the full buffers alive as long as the model.
+    listener_ref = weakref.ref(listener)
+
+    def hook_for(method: str) -> Callable[..., None]:
+        @disable_compile
+        def hook(module: nn.Module, *args: Any) -> None:
+            listener = listener_ref()
+            # A deep copy of the model takes the hooks along. They must do nothing there.
+            if listener is not None and listener.observes(module):
+                with hidden_from_checkpoint():
+                    getattr(listener, method)(module, *args)
+
+        return hook
+
+    def needs_gather(unit: Unit) -> bool:
+        return unit.releasable or unit.degrees.optimizer > unit.degrees.parameters
+
+    hooked = {module: units for module, units in units_of.items() if any(map(needs_gather, units))}
+    for module in (model, *hooked):
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ZeroEngineError(
+                f"torch allows no hooks on a ScriptModule, such as {module.original_name} here: pass the model as "
+                "it was before torch.jit. torch.compile serves instead."
+            )
+    handles: list[Any] = [
+        model.register_forward_pre_hook(hook_for("pre_model_forward"), prepend=True),
+        model.register_forward_hook(hook_for("post_model_forward"), always_call=True),
+    ]
+    for module, units in hooked.items():
+        handles.append(module.register_forward_pre_hook(hook_for("pre_forward"), prepend=True, with_kwargs=True))
+        if any(unit.releasable for unit in units):
+            handles.append(module.register_forward_hook(hook_for("post_forward"), with_kwargs=True, always_call=True))
+    return handles
