@@ -1,6 +1,8 @@
 # Sourced by the other commands here: finds, or makes, the Python environment that they run in.
 #
 #   find_python      sets $python: $ZEROENGINE_PYTHON, else the checkout's .venv, else python3
+#   run_python "MODULES" ARGUMENTS
+#                    runs that Python with the arguments, if it has the modules
 #   prepare [test]   makes .venv where there is none, installs this checkout in it, then as above;
 #                    with $ZEROENGINE_PYTHON set it installs nothing
 
@@ -115,4 +117,13 @@ pip_install() {
         die "pip install $* failed, see above"
     }
     sed -n '/^ *NOTICE/,/^ *$/p' "$log" >&2
+}
+
+# Runs the interpreter, if it has the modules in the first argument, with the other arguments.
+run_python() {
+    local modules="$1"; shift
+    find_python
+    "$python" -c 'import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, sys.argv[1:])))' $modules ||
+        die "$python lacks one of: $modules. Run bin/quickstart, which makes an environment, or set ZEROENGINE_PYTHON to a python that has them"
+    exec "$python" "$@"
 }

@@ -90,7 +90,7 @@ def ask(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: 
     return run
 
 
-def test_there_is_a_value_of_every_option_to_try() -> None:
+def test_every_option_has_a_value_to_try() -> None:
     options = {action.dest for action in parser()._actions} - ALWAYS
     assert options == set(VALUES) and set(HONOURED_BY) <= options
 

@@ -53,6 +53,15 @@ def script(tmp_path: Path) -> Script:
 
 
 @pytest.fixture
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorten the waits for ranks that do not end, and for the failures of other ranks, in runs of `launch`."""
+    from zeroengine.launch.local import agent, rank
+
+    monkeypatch.setattr(agent, "PEER_FAILURE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(rank, "SIGKILL_TIMEOUT_S", 1.2)
+
+
+@pytest.fixture
 def launch(capfd: pytest.CaptureFixture[str]) -> Launch:
     """Run zero-launch on two CPU processes, or as the arguments say."""
 

@@ -88,13 +88,13 @@ def test_a_run_on_two_nodes_gives_its_ranks_what_it_was_given(
         NASTY,
     )
 )
-def test_nothing_is_forwarded_but_the_list(environ: dict[str, str]) -> None:
+def test_only_listed_variables_are_forwarded(environ: dict[str, str]) -> None:
     prefixes = tuple(name[:-1] for name in FORWARDED_PATTERNS if name.endswith("*"))
     listed = {name for name in environ if name in FORWARDED_PATTERNS or name.startswith(prefixes)}
     assert forwarded_variables([], environ) == {name: environ[name] for name in listed}
 
 
-def test_what_is_not_on_the_list_is_on_no_command_line_in_no_log_and_on_no_other_host(
+def test_unlisted_variables_appear_on_no_command_line_in_no_log_and_on_no_other_host(
     script: Script, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A run that fails: its report, too, holds nothing of it."""

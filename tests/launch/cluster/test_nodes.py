@@ -93,7 +93,7 @@ def test_ranks_are_counted_over_the_nodes_and_named_after_them(
     assert "err 2\n" in (tmp_path / "logs/rank2.log").read_text()
 
 
-def test_nodes_form_one_process_group_and_are_given_what_is_theirs_alone(
+def test_nodes_form_one_process_group_and_get_arguments_and_listed_variables(
     launch_on_nodes: Launch, script: Script
 ) -> None:
     """Arguments and listed variables arrive unchanged, others not at all, and values are on no command line."""
@@ -239,7 +239,7 @@ def test_a_clock_that_is_off_is_said_and_does_not_matter(
     assert sorted(result.out.splitlines()) == ["[    a:0] 0", "[ahead:1] 1"]
 
 
-def test_what_is_wrong_where_is_one_table(launch_on_nodes: Launch, script: Script) -> None:
+def test_nodes_that_cannot_be_reached_are_listed_in_one_table(launch_on_nodes: Launch, script: Script) -> None:
     result = launch_on_nodes(script("open('started', 'w')"), hosts="a slots=1\nrefused slots=1\nnowhere slots=1\n")
     assert result.code == 2 and result.out == ""
     assert result.err.splitlines() == [

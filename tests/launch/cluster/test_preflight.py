@@ -47,7 +47,7 @@ def node(
         ({"gpus": 2}, "4", ["--nproc 4, but 2 GPUs; --cpu uses none"]),
     ],
 )
-def test_all_that_keeps_a_node_out_is_named(answers: dict[str, Any], nproc: str, expected: list[str]) -> None:
+def test_every_problem_of_a_node_is_named(answers: dict[str, Any], nproc: str, expected: list[str]) -> None:
     assert find_problems(node(**answers), OWN, nproc) == [("b", text) for text in expected]
 
 

@@ -106,7 +106,7 @@ def test_hosts_that_cannot_be_reached_are_one_table(rig: Rig, tmp_path: Path) ->
     rig.wait_until_empty()
 
 
-def test_what_one_host_lacks_is_said(rig: Rig, tmp_path: Path) -> None:
+def test_a_missing_script_and_other_sources_are_reported_per_host(rig: Rig, tmp_path: Path) -> None:
     """A script, and the same zeroengine."""
     with hosts.build(2) as own:
         (tmp_path / "work").mkdir()

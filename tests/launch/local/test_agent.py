@@ -114,6 +114,7 @@ def test_a_failure_in_a_process_group_reads_like_any_other(launch: Launch, scrip
         ("raise SystemError('a\\nb')", 1, "[rank 1] b"),
     ],
 )
+@pytest.mark.usefixtures("short_waits")
 def test_exit_codes_are_passed_on(launch: Launch, script: Script, body: str, code: int, last: str) -> None:
     result = launch(script(f"if rank == 1:\n    {body}\ntime.sleep(60)"))
     assert result.code == code
@@ -136,6 +137,7 @@ except RuntimeError: time.sleep(1); raise RuntimeError("rank 1 is gone at blocks
     ]
 
 
+@pytest.mark.usefixtures("short_waits")
 def test_a_rank_that_hangs_after_its_failure_is_ended(launch: Launch, script: Script) -> None:
     body = """
 import threading

@@ -59,6 +59,7 @@ def test_ranks_that_heed_ctrl_c_end_at_once_and_quietly(started: Start, script: 
     assert (out, err) == ("", "zero-launch: stopped by SIGINT; every rank has ended\n")
 
 
+@pytest.mark.usefixtures("short_waits")
 def test_a_failure_leaves_nothing(launch: Launch, script: Script, tmp_path: Path) -> None:
     body = STUBBORN + "while len([name for name in os.listdir() if name.startswith('pids')]) < 2: time.sleep(0.01)\n"
     result = launch(script(body + "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(600)"))
@@ -95,13 +96,13 @@ def test_a_daemon_with_an_environment_of_its_own_does_not_survive_the_run(
 
 def test_a_daemon_does_not_survive_a_launcher_that_is_killed(started: Start, script: Script, tmp_path: Path) -> None:
     launcher = started(script(ESCAPED + "time.sleep(600)"))
-    time.sleep(2 * SCAN_INTERVAL_S)
+    time.sleep(1.5 * SCAN_INTERVAL_S)
     assert len(pids(tmp_path)) == 2 and all(map(is_alive, pids(tmp_path)))
     launcher.kill()
     wait_for(lambda: not any(map(is_alive, pids(tmp_path))), 10)
 
 
-def test_what_cannot_be_ended_is_said(
+def test_processes_that_cannot_be_ended_are_named(
     launch: Launch, script: Script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """As another user's process, for which a guard stands that may send no signals."""

@@ -150,12 +150,7 @@ class NodeAgent(LocalElasticAgent):
     """torch elastic's agent for one node, with a record of how each rank ended."""
 
     def __init__(
-        self,
-        job: Job,
-        output: WorkerOutput,
-        rendezvous: Rendezvous,
-        coordinator: Coordinator,
-        guard: ProcessGuard,
+        self, job: Job, output: WorkerOutput, rendezvous: Rendezvous, coordinator: Coordinator, guard: ProcessGuard
     ) -> None:
         spec = WorkerSpec(
             role="zeroengine",

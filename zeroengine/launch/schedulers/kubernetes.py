@@ -13,7 +13,6 @@ from zeroengine.errors import LaunchError
 from zeroengine.launch.cluster.hosts import parse_nnodes
 from zeroengine.launch.local.masking import is_secret
 
-KINDS = ("PyTorchJob", "TrainJob")
 MAX_LABEL_LENGTH = 63
 
 

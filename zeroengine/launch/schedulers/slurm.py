@@ -52,13 +52,7 @@ def _gpus(environ: Mapping[str, str]) -> int | None:
 
 
 def batch_script(
-    name: str,
-    nodes: int,
-    gpus: int | None,
-    options: Sequence[str],
-    arguments: Sequence[str],
-    *,
-    elastic: bool = False,
+    name: str, nodes: int, gpus: int | None, options: Sequence[str], arguments: Sequence[str], *, elastic: bool = False
 ) -> str:
     """Return a script for sbatch that runs zero-launch in its allocation.
 
