@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from zeroengine.comm import watchdog
-from zeroengine.comm.watchdog import Board, Place
+from zeroengine.comm.alarm_board import AlarmBoard, RankPosition
 
 
 class Counting:
@@ -48,12 +48,12 @@ class Counting:
 def measure(ranks: int) -> None:
     server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     counts: collections.Counter[str] = collections.Counter()
-    own, lost = Place(True, "gather blocks.4 (number 117)"), ranks - 1
+    own, lost = RankPosition(True, "gather blocks.4 (number 117)"), ranks - 1
     begin, seconds, complete = threading.Barrier(ranks - 1), [0.0] * ranks, [False] * ranks
 
     def ask(rank: int) -> None:
         client = dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False)
-        board = Board(Counting(client, counts), rank, [""] * ranks)  # type: ignore[arg-type]
+        board = AlarmBoard(Counting(client, counts), rank, [""] * ranks)  # type: ignore[arg-type]
         begin.wait()
         began = time.monotonic()
         places = board.ask(own)
@@ -78,7 +78,7 @@ def main() -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
-    print(f"{machine}, torch {torch.__version__}; patience {watchdog.ANSWER_S:g} s\n")
+    print(f"{machine}, torch {torch.__version__}; patience {watchdog.ANSWER_TIMEOUT_S:g} s\n")
     print("| ranks | requests | a rank | median | slowest | complete reports | requests by kind |")
     print("|---|---|---|---|---|---|---|")
     for ranks in options.ranks:

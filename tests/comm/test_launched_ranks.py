@@ -160,7 +160,7 @@ def test_processes_of_mpirun_and_srun_train_as_one() -> None:
     assert run_ranks(2, trains_under, "srun") == expected
 
 
-def test_an_allocation_s_shell_and_a_copy_that_is_asked_for_train_alone() -> None:
+def test_the_shell_of_an_allocation_and_a_requested_copy_train_alone() -> None:
     (losses,) = run_ranks(1, as_ever)
     assert run_ranks(2, trains_under, "a shell") == [(0, 1, None, losses)] * 2
     assert run_ranks(2, trains_under, "a copy in each") == [(0, 1, None, losses)] * 2
@@ -180,7 +180,7 @@ def test_an_allocation_s_shell_and_a_copy_that_is_asked_for_train_alone() -> Non
         ),
     ],
 )
-def test_half_of_what_a_rank_needs_is_an_error(
+def test_missing_variables_of_a_rank_are_an_error(
     environ: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in TORCH:

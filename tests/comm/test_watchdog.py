@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from zeroengine.comm.watchdog import LAST_CHANCE_S, POLL_S, Board, Place, Watchdog, describe
+from zeroengine.comm.alarm_board import AlarmBoard, RankPosition, describe
+from zeroengine.comm.watchdog import POLL_INTERVAL_S, RAISE_TIMEOUT_S, Watchdog
 from zeroengine.errors import DivergenceError
 
 GATHER, REDUCE = "gather blocks.4", "reduce blocks.7"
@@ -22,35 +23,35 @@ HOSTS = ["node-a", "node-a", "node-b", "node-b"]
     ("places", "hosts", "sentence"),
     [
         (
-            [Place(True, REDUCE)] * 3 + [Place(False, GATHER)],
+            [RankPosition(True, REDUCE)] * 3 + [RankPosition(False, GATHER)],
             HOSTS,
             "rank 3 (node-b) is at gather blocks.4, the others wait at reduce blocks.7",
         ),
         (
-            [Place(True, REDUCE), None, Place(True, REDUCE), Place(True, REDUCE)],
+            [RankPosition(True, REDUCE), None, RankPosition(True, REDUCE), RankPosition(True, REDUCE)],
             HOSTS,
             "rank 1 (node-a) does not answer (ended?), the others wait at reduce blocks.7",
         ),
         (
-            [Place(False, GATHER)] * 2 + [Place(True, REDUCE)] * 2,
+            [RankPosition(False, GATHER)] * 2 + [RankPosition(True, REDUCE)] * 2,
             HOSTS,
             "ranks 0, 1 (node-a) are at gather blocks.4, the others wait at reduce blocks.7",
         ),
         (
-            [Place(False, GATHER), Place(True, REDUCE)],
+            [RankPosition(False, GATHER), RankPosition(True, REDUCE)],
             ["", ""],
             "rank 0 is at gather blocks.4, rank 1 waits at reduce blocks.7",
         ),
-        ([Place(True, GATHER)] * 4, HOSTS, "ranks 0, 1 (node-a) and 2, 3 (node-b) wait at gather blocks.4"),
+        ([RankPosition(True, GATHER)] * 4, HOSTS, "ranks 0, 1 (node-a) and 2, 3 (node-b) wait at gather blocks.4"),
         (
-            [None, None, Place(True, GATHER)],
+            [None, None, RankPosition(True, GATHER)],
             ["", "", ""],
             "ranks 0, 1 do not answer (ended?), rank 2 waits at gather blocks.4",
         ),
     ],
 )
-def test_the_odd_ones_come_first_and_the_rest_are_the_others(
-    places: list[Place | None], hosts: list[str], sentence: str
+def test_the_smallest_group_of_ranks_is_named_first_and_the_rest_are_the_others(
+    places: list[RankPosition | None], hosts: list[str], sentence: str
 ) -> None:
     assert describe(dict(enumerate(places)), hosts) == sentence
 
@@ -58,11 +59,11 @@ def test_the_odd_ones_come_first_and_the_rest_are_the_others(
 # -- alarms -------------------------------------------------------------------------------------------
 
 
-def test_what_a_rank_said_before_it_ended_is_still_told() -> None:
+def test_an_answer_that_a_rank_gave_before_it_ended_still_counts() -> None:
     """Two find out that they wait for each other: one is told, and ends, before the other asks."""
     store = dist.HashStore()
-    first, second = (Board(store, rank, ["", ""]) for rank in range(2))
-    places = [Place(True, GATHER), Place(True, REDUCE)]
+    first, second = (AlarmBoard(store, rank, ["", ""]) for rank in range(2))
+    places = [RankPosition(True, GATHER), RankPosition(True, REDUCE)]
     with ThreadPoolExecutor(1) as thread:
         found = thread.submit(first.ask, places[0])
         while not found.done():
@@ -84,21 +85,21 @@ class CountingStore:
         return getattr(self._store, name)
 
 
-def ask_all(boards: list[Board], patience: float) -> list[Any]:
+def ask_all(boards: list[AlarmBoard], patience: float) -> list[Any]:
     """What each learns where all but the last ask at the same time."""
     with ThreadPoolExecutor(len(boards)) as threads:
-        asked = [threads.submit(board.ask, Place(True, GATHER), patience) for board in boards[:-1]]
+        asked = [threads.submit(board.ask, RankPosition(True, GATHER), patience) for board in boards[:-1]]
         while not all(question.done() for question in asked):
-            boards[-1].answer(lambda: Place(False, REDUCE))
+            boards[-1].answer(lambda: RankPosition(False, REDUCE))
             time.sleep(0.05)
     return [question.result() for question in asked]
 
 
 def test_a_report_to_all_ranks_takes_a_few_requests_of_each() -> None:
     store, ranks = CountingStore(dist.HashStore()), 48
-    boards = [Board(store, rank, [""] * ranks) for rank in range(ranks)]  # type: ignore[arg-type]
+    boards = [AlarmBoard(store, rank, [""] * ranks) for rank in range(ranks)]  # type: ignore[arg-type]
     found = ask_all(boards, 10.0)
-    everywhere = dict.fromkeys(range(ranks - 1), Place(True, GATHER)) | {ranks - 1: Place(False, REDUCE)}
+    everywhere = dict.fromkeys(range(ranks - 1), RankPosition(True, GATHER)) | {ranks - 1: RankPosition(False, REDUCE)}
     assert found == [everywhere] * (ranks - 1)
     assert store.requests < 10 * ranks
 
@@ -106,8 +107,8 @@ def test_a_report_to_all_ranks_takes_a_few_requests_of_each() -> None:
 def test_a_report_does_not_end_with_the_rank_that_was_to_write_it() -> None:
     store = dist.HashStore()
     store.add("reader/1", 1)  # rank 0 has begun to, and ended
-    boards = [Board(store, rank, [""] * 4) for rank in range(1, 4)]
-    everywhere = {0: None, 1: Place(True, GATHER), 2: Place(True, GATHER), 3: Place(False, REDUCE)}
+    boards = [AlarmBoard(store, rank, [""] * 4) for rank in range(1, 4)]
+    everywhere = {0: None, 1: RankPosition(True, GATHER), 2: RankPosition(True, GATHER), 3: RankPosition(False, REDUCE)}
     assert ask_all(boards, 0.5) == [everywhere] * 2
 
 
@@ -136,12 +137,12 @@ def alone(timeout: float = SHORT) -> Watchdog:
     return Watchdog(dist.HashStore(), 0, ["node-a"], timeout)
 
 
-def test_the_first_operation_that_is_not_through_has_stalled_and_the_next_to_be_issued_says_so() -> None:
+def test_an_operation_after_a_stalled_one_raises_the_stall() -> None:
     watchdog = alone()
     for number, completed in enumerate((True, False, True, False)):
         watchdog.issue(f"gather blocks.{number}", lambda: OnDevice(completed))  # noqa: B023
     began = time.monotonic()
-    while time.monotonic() - began < SHORT + LAST_CHANCE_S:
+    while time.monotonic() - began < SHORT + RAISE_TIMEOUT_S:
         time.sleep(0.1)
         try:
             watchdog.issue("reduce blocks.3", OnDevice)
@@ -157,7 +158,7 @@ def test_the_first_operation_that_is_not_through_has_stalled_and_the_next_to_be_
     watchdog.close()
 
 
-def test_operations_that_are_through_in_time_and_those_that_were_never_issued_are_no_stall() -> None:
+def test_operations_done_in_time_or_never_issued_do_not_stall() -> None:
     watchdog, works = alone(), []
     with pytest.raises(MemoryError):
         watchdog.issue("gather blocks.0", lambda: exec("raise MemoryError"))
@@ -169,11 +170,11 @@ def test_operations_that_are_through_in_time_and_those_that_were_never_issued_ar
     watchdog.close()
 
 
-def test_before_its_time_nobody_but_the_rank_itself_asks_the_device() -> None:
+def test_the_watchdog_asks_no_device_before_the_timeout() -> None:
     """Whose other threads may be capturing a graph."""
     watchdog, work = alone(timeout=60.0), OnDevice()
     watchdog.issue("gather blocks.0", lambda: work)
-    time.sleep(3 * POLL_S)
+    time.sleep(3 * POLL_INTERVAL_S)
     assert work.asked == 0
     watchdog.issue("gather blocks.1", OnDevice)
     assert work.asked == 1
@@ -191,10 +192,10 @@ threading.Event().wait()  # as for a device
 """
 
 
-def test_a_rank_that_waits_for_its_device_ends_and_says_where_it_was() -> None:
+def test_a_rank_blocked_by_its_device_ends_with_the_position_of_the_stall() -> None:
     began = time.monotonic()
     done = subprocess.run([sys.executable, "-c", BLOCKED], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1 and time.monotonic() - began > SHORT + LAST_CHANCE_S
+    assert done.returncode == 1 and time.monotonic() - began > SHORT + RAISE_TIMEOUT_S
     *stack, last = done.stderr.splitlines()
     assert last.startswith("zeroengine.errors.DivergenceError: rank 0 has waited 1 s"), done.stderr
     assert stack[0] == "Traceback (most recent call last):" and "line 8, in <module>" in done.stderr

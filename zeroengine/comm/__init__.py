@@ -2,10 +2,11 @@
 
 - ``group``: finds or starts the process group, compares what the ranks bring, and chooses a transport.
 - ``launched_ranks``: joins the ranks that mpirun or srun started.
-- ``interfaces``: what the rest of the program sees of a transport.
+- ``interfaces``: the contract of a transport, and how to add one.
 - ``transports``: one file for each way of moving bytes.
 - ``rank_order_sum``: sums that have the same bits on every transport.
-- ``watchdog``: says which ranks stalled or diverged, and where.
+- ``watchdog``: notices operations that stall, and turns failures into errors that name units and ranks.
+- ``alarm_board``: asks every rank where it is, through the process group's store.
 """
 
 from typing import TYPE_CHECKING, NoReturn

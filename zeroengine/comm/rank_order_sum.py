@@ -1,4 +1,4 @@
-"""Sums in rank order, the same bits whichever transport brought the pieces."""
+"""Sums in rank order: the same bits whichever transport brought the summands."""
 
 from __future__ import annotations
 
@@ -11,9 +11,14 @@ from zeroengine import ops
 
 
 def sum_in_rank_order(target: torch.Tensor, pieces: Sequence[torch.Tensor], accumulate: bool) -> None:
-    """``target`` = (or +=) ``pieces[0] + pieces[1] + ...``; low precision adds in fp32 and rounds once.
+    """Write ``pieces[0] + pieces[1] + ...`` to ``target``, or add it there.
 
-    All are 1-D and of one length; ``target`` may be one of the pieces.
+    Low precision is added up in fp32 and rounded once.
+
+    Args:
+        target: 1-D. It may be one of the pieces.
+        pieces: Tensors of ``target``'s length and of one dtype, which may be another than ``target``'s.
+        accumulate: Whether the sum is added to ``target``.
     """
     lib = ops.library()
     source = pieces[0].dtype

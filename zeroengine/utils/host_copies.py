@@ -1,4 +1,4 @@
-"""A few numbers that cross between host and device, while neither waits for the other."""
+"""Copies of a few numbers between host and device, for which neither waits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import torch
 class HostCopy:
     """The values of a small tensor, as they are when the current stream gets here, for the host to read later.
 
-    The tensor itself must not be written again. On CUDA they go into pinned memory, with an event behind them.
+    On CUDA they are copied into pinned memory, with an event behind the copy. On the CPU nothing is copied.
+
+    Args:
+        values: A tensor that must not be written again.
     """
 
     def __init__(self, values: torch.Tensor) -> None:
@@ -23,14 +26,17 @@ class HostCopy:
             self._event.record(torch.cuda.current_stream(values.device))
 
     def read(self) -> list[float]:
-        """The values; waits until they are here, and for nothing that was issued after them."""
+        """Return the values. Wait for the copy, and for nothing that was issued after it."""
         if self._event is not None:
             self._event.synchronize()
         return self._values.tolist()
 
 
 def to_device(values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """A 1-D tensor on ``device``. From pinned memory, which torch keeps until the copy is through."""
+    """Return a 1-D tensor on ``device``, without waiting for the device.
+
+    The source is pinned memory, which torch keeps until the copy is done.
+    """
     return torch.tensor(values, dtype=dtype, device="cpu", pin_memory=device.type == "cuda").to(
         device, non_blocking=True
     )

@@ -50,7 +50,7 @@ def diverging(asked: bool) -> tuple[str, list[list[float]]]:
 
 
 @pytest.mark.parametrize("asked", [True, False])
-def test_ranks_that_ran_different_units_find_out_when_they_look_or_next_meet(asked: bool) -> None:
+def test_ranks_with_different_orders_raise_at_check_order_or_at_the_next_sum(asked: bool) -> None:
     for rank, (message, sums) in enumerate(run_ranks(2, diverging, asked)):
         assert sums == [[2.0, 2.0, 2.0]] * 3
         assert message == (
@@ -83,7 +83,7 @@ def asks() -> list[Any]:
     return [*found, channel.reusable(work, 0.0), work.waits]
 
 
-def test_without_patience_nobody_waits_for_a_bucket() -> None:
+def test_reusable_without_a_timeout_does_not_wait_for_a_bucket() -> None:
     assert run_ranks(1, asks)[0] == [False, 0, True, 1, True, 1]
 
 
@@ -124,7 +124,7 @@ def stalls() -> tuple[str, float]:
     return message, seconds
 
 
-def test_a_rank_that_stays_away_is_named_where_nobody_waits_for_it() -> None:
+def test_an_absent_rank_is_named_although_no_rank_waits_for_the_device() -> None:
     for rank, (message, seconds) in enumerate(run_ranks(3, stalls)):
         if rank != 1:
             assert message == (

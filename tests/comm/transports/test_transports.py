@@ -132,7 +132,7 @@ def run_scripts(kind: str) -> None:
 
 
 @KINDS
-def test_operations_of_any_kind_size_and_dtype_awaited_in_any_order(kind: str) -> None:
+def test_operations_of_any_kind_size_and_dtype_may_be_awaited_in_any_order(kind: str) -> None:
     run_ranks(3, run_scripts, kind)
 
 
@@ -206,7 +206,7 @@ def many_operations() -> None:
     transport.all_reduce_scalars(torch.zeros(1, dtype=torch.float64), "norm")
 
 
-def test_more_operations_may_be_under_way_than_a_ring_holds() -> None:
+def test_more_operations_may_be_under_way_than_max_posted() -> None:
     run_ranks(2, many_operations)
 
 
@@ -233,7 +233,7 @@ def test_all_ranks_use_gloo_where_one_cannot_share_memory_and_asking_for_it_is_a
         assert 'comm.transport "shm" cannot be used: ' in message and 'Write "auto" or "gloo".' in message
 
 
-def test_one_rank_alone_moves_nothing() -> None:
+def test_a_single_rank_moves_nothing() -> None:
     transport = SingleProcessTransport(CPU)
     shard = torch.arange(5.0)
     full = transport.empty(5, torch.float32, "reduce")

@@ -22,8 +22,8 @@ from zeroengine.utils.work import Then, Work
 class GlooWork:
     """Sends and receives under way.
 
-    Gloo cannot tell whether one is done, and a wait that times out is the end of its process group: so whoever
-    wants to wait for a while only leaves the waiting to a thread.
+    Gloo cannot tell whether one is done, and a wait that times out ends its process group. So a wait with a timeout is
+    left to a thread, which goes on waiting.
     """
 
     def __init__(self, channel: GlooChannel, what: str, works: list[dist.Work]) -> None:
@@ -96,7 +96,8 @@ class GlooChannel:
 
         def finish() -> None:
             if before is not None:
-                before.wait_stream()  # operations may be awaited in any order, but these sums build on one another
+                # Works may be awaited in any order, but accumulations into one shard build on one another.
+                before.wait_stream()
             sum_in_rank_order(shard, pieces, accumulate)
             spare.append(arrived)
 
@@ -105,21 +106,23 @@ class GlooChannel:
 
     def all_reduce(self, full: torch.Tensor, label: str) -> Work:
         """Reduce-scatter, and gather the sums once those have arrived."""
-        mine = full.chunk(self._size)[self._rank]
+        own_slice = full.chunk(self._size)[self._rank]
         self._seq += 1
-        number = self._seq  # of the second half, fixed now: waits may come in another order
-        first = self.reduce_scatter(mine, full, label)
+        # The second half gets its number now, since works may be awaited in another order on each rank.
+        number = self._seq
+        first = self.reduce_scatter(own_slice, full, label)
 
         def gather() -> None:
             slices = list(full.chunk(self._size))
-            self._exchange("gather", label, [mine] * self._size, slices, number=number).wait_host()
+            self._exchange("gather", label, [own_slice] * self._size, slices, number=number).wait_host()
 
         return Then(first, gather)
 
     def reusable(self, work: Work, timeout_s: float) -> bool:
         """See ``interfaces.Channel``. A wait is left to a thread, which goes on after the timeout."""
         sending = work.work if isinstance(work, Then) else work
-        if not isinstance(sending, GlooWork):  # an all-reduce, whose second half begins when it is awaited
+        # The second half of an all-reduce begins when that is awaited.
+        if not isinstance(sending, GlooWork):
             return isinstance(work, Then) and work.finished
         if not sending.done_within(timeout_s):
             return False
@@ -134,10 +137,10 @@ class GlooChannel:
         received: list[torch.Tensor],
         number: int = 0,
     ) -> GlooWork:
-        """Sends ``sent[r]`` to each peer r and receives ``received[r]`` from it.
+        """Send ``sent[r]`` to each peer r and receive ``received[r]`` from it.
 
-        The tag holds the operation's place and name, so different operations never match one another:
-        they stall, and the watchdog reports.
+        The tag holds the operation's number and name. So different operations never match one another: they stall, and
+        the watchdog reports them.
         """
         if not number:
             self._seq += 1

@@ -26,38 +26,43 @@ class HostStagedChannel:
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Work:
         """Gather in host memory; the result goes to the device when it is awaited."""
-        there = _host_empty(full, full.dtype)
-        inner = self._inner.all_gather(there, _on_host(shard), label)
-        apart = shard.untyped_storage().data_ptr() != full.untyped_storage().data_ptr()
-        work = Then(inner, partial(full.copy_, there))
-        if apart:
+        on_host = _host_empty(full, full.dtype)
+        inner = self._inner.all_gather(on_host, _copy_to_host(shard), label)
+        is_separate = shard.untyped_storage().data_ptr() != full.untyped_storage().data_ptr()
+        work = Then(inner, partial(full.copy_, on_host))
+        if is_separate:
             self._sent_by_copy.add(work)
         return work
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool = False) -> Work:
         """Reduce in host memory; the sum goes to the device, or is added there, when it is awaited."""
-        mine = _host_empty(shard, torch.promote_types(shard.dtype, torch.float32) if accumulate else shard.dtype)
-        inner = self._inner.reduce_scatter(mine, _on_host(full), label)
+        summed = _host_empty(shard, torch.promote_types(shard.dtype, torch.float32) if accumulate else shard.dtype)
+        inner = self._inner.reduce_scatter(summed, _copy_to_host(full), label)
 
         before = self._writers.get(shard.data_ptr()) if accumulate else None
 
-        def arrive() -> None:
+        def copy_back() -> None:
             if before is not None:
-                before.wait_stream()  # operations may be awaited in any order, but these sums build on one another
+                # Works may be awaited in any order, but accumulations into one shard build on one another.
+                before.wait_stream()
             if accumulate:
-                mine.add_(_on_host(shard))
-            shard.copy_(mine)
+                summed.add_(_copy_to_host(shard))
+            shard.copy_(summed)
 
-        work = self._writers[shard.data_ptr()] = Then(inner, arrive)
+        work = self._writers[shard.data_ptr()] = Then(inner, copy_back)
         return work
 
     def all_reduce(self, full: torch.Tensor, label: str) -> Work:
         """Sum in host memory; the result goes to the device when it is awaited."""
-        there = _on_host(full)
-        return Then(self._inner.all_reduce(there, label), partial(full.copy_, there))
+        on_host = _copy_to_host(full)
+        return Then(self._inner.all_reduce(on_host, label), partial(full.copy_, on_host))
 
     def reusable(self, work: Work, timeout_s: float) -> bool:
-        """What is sent is a copy. It counts as much, so that no more of them are under way than buckets would be."""
+        """See ``interfaces.Channel``.
+
+        What is sent is a copy in host memory. The original still counts as unread until the operation has finished, so
+        that no more copies exist than there are buckets.
+        """
         assert isinstance(work, Then)
         if work.finished or work in self._sent_by_copy:
             return True
@@ -95,7 +100,7 @@ class HostStagedTransport:
 
     def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
         """Sum in host memory. The host waits for the device."""
-        return self._inner.all_reduce_scalars(_on_host(values), label).to(self._device)
+        return self._inner.all_reduce_scalars(_copy_to_host(values), label).to(self._device)
 
     def check_order(self) -> None:
         """Check the order of the transport in host memory."""
@@ -114,5 +119,5 @@ def _host_empty(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(like.shape, dtype=dtype, device="cpu")
 
 
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+def _copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
     return _host_empty(tensor, tensor.dtype).copy_(tensor)

@@ -120,11 +120,17 @@ class NCCLChannel:
 
 @dataclass(frozen=True)
 class _Orders:
-    """What the ranks had run when they last met."""
+    """The ranks' orders of operations when they last met.
+
+    Attributes:
+        summed: The sums over ranks of the two channels' checksums.
+        own: This rank's checksums.
+        last: This rank's last operations, for people.
+    """
 
     summed: HostCopy
-    mine: tuple[float, float]
-    at: str
+    own: tuple[float, float]
+    last: str
 
 
 class NCCLTransport:
@@ -176,19 +182,19 @@ class NCCLTransport:
         """Sum, together with checksums of the ranks' orders so far."""
         self.check_order()
         self.reduce.record(label)
-        mine = (float(self.gather.order), float(self.reduce.order))
-        sent = torch.cat([values, to_device(mine, values.device, values.dtype)])
+        own = (float(self.gather.order), float(self.reduce.order))
+        sent = torch.cat([values, to_device(own, values.device, values.dtype)])
         self.reduce.issue(lambda: dist.all_reduce(sent, group=self._group, async_op=True)).wait_stream()
         if self.name != "fake":
-            self._orders = _Orders(HostCopy(sent[-2:]), mine, f"{self.gather.last}, {self.reduce.last}")
+            self._orders = _Orders(HostCopy(sent[-2:]), own, f"{self.gather.last}, {self.reduce.last}")
         return sent[:-2]
 
     def check_order(self) -> None:
         """Compare the checksums that the last ``all_reduce_scalars`` has summed."""
         orders = self._orders
-        if orders is not None and orders.summed.read() != [self.world_size * order for order in orders.mine]:
+        if orders is not None and orders.summed.read() != [self.world_size * order for order in orders.own]:
             raise DivergenceError(
-                f"the ranks have run different units since the start: rank {self.rank} was at {orders.at}. Every rank "
+                f"the ranks have run different units since the start: rank {self.rank} was at {orders.last}. Every rank "
                 "must run the same modules in the same order."
             )
         self._orders = None

@@ -1,0 +1,207 @@
+"""Where the ranks raise alarms and say where they are: the process group's store."""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+ANSWER_TIMEOUT_S = 4.0
+READER_POLL_INTERVAL_S = 0.1
+# The reader waits for answers during this part of the timeout. The rest is for the report to reach all ranks.
+READER_SHARE = 0.75
+PUBLISH_TIMEOUT_S = 1.0  # more for the next reader, where one has ended
+RECENT_ANSWER_S = 20.0  # as long as an earlier answer still says something
+STORE_LINGER_S = 1.0
+
+
+class RankPosition(NamedTuple):
+    """Where a rank is.
+
+    Attributes:
+        waits: Whether it waits for the operation; otherwise it has gone past it.
+        what: The operation, for people.
+    """
+
+    waits: bool
+    what: str
+
+
+Answers = dict[int, tuple[int, RankPosition]]  # by rank: which alarm it answered, and where it was
+
+
+class AlarmBoard:
+    """Where the ranks raise alarms and answer them: the process group's store, through a client of its own.
+
+    [Note: One reader for each alarm]
+    Ranks that notice a stall together share one alarm, and the first of them reads the answers for all, so that the
+    number of requests grows with the number of ranks and not with its square. The keys, for alarm n:
+
+    - ``alarm``: the number of alarms so far;
+    - ``reader/n``: how many ranks wanted to read the answers; the first to add to it does. Where it has ended before it
+      has published them, the first to add to ``reader/n/1`` does, and so on;
+    - ``answers/n``: a line for each rank that has answered;
+    - ``report/n``: all answers, published by the reader. A later question begins the next alarm.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, hosts: Sequence[str]) -> None:
+        self.rank, self.hosts = rank, hosts
+        self._store = store
+        self._answered, self._answered_at = 0, 0.0  # which alarm, and when (time.monotonic)
+        self._lock = threading.Lock()
+
+    def answer(self, place: Callable[[], RankPosition]) -> None:
+        """Answer the last alarm, if it is new. ``place`` is called only then."""
+        with self._lock:
+            self._answer_alarm(self._store.add("alarm", 0), place)
+
+    def ask(
+        self, own: RankPosition, timeout_s: float = ANSWER_TIMEOUT_S, again: bool = False
+    ) -> dict[int, RankPosition | None] | None:
+        """Ask every rank where it is.
+
+        Args:
+            own: Where this rank is.
+            timeout_s: Seconds to wait for the answers.
+            again: Whether each rank must answer now. Otherwise an answer to a recent alarm counts for a rank that does
+                not answer again: the report of that alarm may have ended it.
+
+        Returns:
+            Each rank's position, None for a rank that does not answer in time. None where the store does not answer.
+        """
+        try:
+            with self._lock:
+                earlier = self._answered if time.monotonic() < self._answered_at + RECENT_ANSWER_S else 0
+                alarm = max(1, self._store.add("alarm", 0))
+                while self._store.check([f"report/{alarm}"]):
+                    alarm += 1
+                reads = self._store.add(f"reader/{alarm}", 1) == 1
+                if reads:
+                    self._store.set("alarm", str(alarm))
+                self._answer_alarm(alarm, lambda: own)
+            answers = self._read(alarm, earlier, timeout_s) if reads else self._await_report(alarm, earlier, timeout_s)
+        except RuntimeError:
+            return None
+        oldest = alarm if again else earlier or alarm
+        places: dict[int, RankPosition | None] = dict.fromkeys(range(len(self.hosts)))
+        places |= {rank: place for rank, (number, place) in answers.items() if number >= oldest}
+        return {**places, self.rank: own}
+
+    def _answer_alarm(self, alarm: int, place: Callable[[], RankPosition]) -> None:
+        if alarm > self._answered:
+            self._answered, self._answered_at = alarm, time.monotonic()
+            self._store.append(f"answers/{alarm}", json.dumps([self.rank, *place()]) + "\n")  # type: ignore[attr-defined]
+
+    def _read(self, alarm: int, earlier: int, timeout_s: float) -> Answers:
+        """Wait for the answers, and publish them; of ranks that do not answer, those to alarms from `earlier` on."""
+        deadline = time.monotonic() + READER_SHARE * timeout_s
+        lines = b""
+        while lines.count(b"\n") < len(self.hosts) and time.monotonic() < deadline:
+            time.sleep(READER_POLL_INTERVAL_S)
+            with self._lock:
+                lines = self._store.get(f"answers/{alarm}")
+        answers: Answers = {}
+        for number in range(earlier or alarm, alarm + 1):
+            with self._lock:
+                key = f"answers/{number}"
+                lines = self._store.get(key) if self._store.check([key]) else b""
+            answers |= {rank: (number, RankPosition(*place)) for rank, *place in map(json.loads, lines.splitlines())}
+        groups: dict[tuple[int, RankPosition], list[int]] = {}
+        for rank, answer in answers.items():
+            groups.setdefault(answer, []).append(rank)
+        report = [[number, *place, ranks] for (number, place), ranks in groups.items()]
+        with self._lock:
+            self._store.set(f"report/{alarm}", json.dumps(report))
+        return answers
+
+    def _await_report(self, alarm: int, earlier: int, timeout_s: float) -> Answers:
+        """Return what the reader has published. Where the reader has ended before that, read instead of it."""
+        key = f"report/{alarm}"
+        for attempt in itertools.count(1):
+            if self._is_published(key, timeout_s):
+                with self._lock:
+                    report = json.loads(self._store.get(key))
+                answers: Answers = {}
+                for number, *place, ranks in report:
+                    answers |= dict.fromkeys(ranks, (number, RankPosition(*place)))
+                return answers
+            timeout_s = PUBLISH_TIMEOUT_S
+            with self._lock:
+                reads = self._store.add(f"reader/{alarm}/{attempt}", 1) == 1
+                if reads:
+                    # The reader before may have ended before it raised the alarm.
+                    self._store.set("alarm", str(alarm))
+            if reads:
+                break
+        return self._read(alarm, earlier, PUBLISH_TIMEOUT_S)
+
+    def _is_published(self, key: str, seconds: float) -> bool:
+        """Wait for the key: one request, where asking again and again would be dozens from each rank."""
+        try:
+            with self._lock:
+                self._store.wait([key], datetime.timedelta(seconds=seconds))
+        except RuntimeError:
+            with self._lock:
+                # This raises where the store is gone.
+                return self._store.check([key])
+        return True
+
+    def report(self, own: RankPosition) -> str:
+        """Ask where each rank is, and say so in one sentence. Waits a few seconds for the answers."""
+        sentence = self.describe(self.ask(own), own)
+        if self.rank == 0:
+            # The others ask at about the same time, and the store ends with this rank.
+            time.sleep(STORE_LINGER_S)
+        return sentence
+
+    def describe(self, places: Mapping[int, RankPosition | None] | None, own: RankPosition) -> str:
+        """Say where the ranks are, in one sentence."""
+        if places is None:
+            return f"{describe({self.rank: own}, self.hosts)}; the store (hosted by rank 0) does not answer"
+        return describe(places, self.hosts)
+
+
+def describe(places: Mapping[int, RankPosition | None], hosts: Sequence[str]) -> str:
+    """Say where the ranks are, in one sentence.
+
+    Ranks at one position are named together, the smallest group first: it is most likely to be the cause.
+
+    Args:
+        places: Each rank's position; None where it does not answer.
+        hosts: Each rank's host by name.
+    """
+    groups: dict[RankPosition | None, list[int]] = {}
+    for rank, place in sorted(places.items()):
+        groups.setdefault(place, []).append(rank)
+    *few, most = sorted(groups, key=lambda place: (place is not None, len(groups[place])))
+    parts = [_sentence(_names(groups[place], hosts), len(groups[place]) > 1, place) for place in few]
+    others = len(groups[most]) > 1 and bool(few)
+    names = "the others" if others else _names(groups[most], hosts)
+    return ", ".join([*parts, _sentence(names, len(groups[most]) > 1, most)])
+
+
+def _sentence(names: str, several: bool, place: RankPosition | None) -> str:
+    if place is None:
+        return f"{names} do{'' if several else 'es'} not answer (ended?)"
+    if place.waits:
+        return f"{names} wait{'' if several else 's'} at {place.what}"
+    return f"{names} {'are' if several else 'is'} at {place.what}"
+
+
+def _names(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    """Return ``rank 3 (node-b)``, or ``ranks 2, 3 (node-b) and 5 (node-c)``."""
+    by_host: dict[str, list[str]] = {}
+    for rank in ranks:
+        by_host.setdefault(hosts[rank], []).append(str(rank))
+    parts = [f"{', '.join(numbers)}{_on(host)}" for host, numbers in by_host.items()]
+    return f"rank{'s' * (len(ranks) > 1)} {' and '.join(parts)}"
+
+
+def _on(host: str) -> str:
+    return f" ({host})" if host else ""
