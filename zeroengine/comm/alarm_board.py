@@ -149,7 +149,7 @@ class AlarmBoard:
         except RuntimeError:
             with self._lock:
                 # This raises where the store is gone.
-                return self._store.check([key])
+                return bool(self._store.check([key]))
         return True
 
     def report(self, own: RankPosition) -> str:

@@ -194,8 +194,8 @@ class NCCLTransport:
         orders = self._orders
         if orders is not None and orders.summed.read() != [self.world_size * order for order in orders.own]:
             raise DivergenceError(
-                f"the ranks have run different units since the start: rank {self.rank} was at {orders.last}. Every rank "
-                "must run the same modules in the same order."
+                f"the ranks have run different units since the start: rank {self.rank} was at {orders.last}. Every "
+                "rank must run the same modules in the same order."
             )
         self._orders = None
 

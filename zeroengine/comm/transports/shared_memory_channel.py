@@ -250,7 +250,7 @@ class SharedMemoryChannel:
 
     def _reached(self, address: int, seq: int) -> bool:
         """Return whether a counter has come to ``seq``, modulo 2^32."""
-        return (self._lib.ze_load(address) - seq) & 0xFFFFFFFF < 1 << 31
+        return bool((self._lib.ze_load(address) - seq) & 0xFFFFFFFF < 1 << 31)
 
     def _require_counter(self, address: int, seq: int, rank: int, waiting_for: str) -> None:
         """Wait for a counter of ``rank``; a stall is an error."""
