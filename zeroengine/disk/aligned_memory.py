@@ -20,14 +20,13 @@ from zeroengine.ops._aio_library import ALIGNMENT as ALIGNMENT
 HUGE_PAGE_BYTES = 2 << 20
 
 
+# [Note: Memory and forked children]
+# A private mapping is copied on write after a fork. Memory that is page-locked must not be: the kernel would copy all
+# of it at the fork. It is therefore marked MADV_DONTFORK, and the child has nothing at its address, or something else.
+# Python's object for the mapping exists in the child all the same, and its destructor would unmap that something else.
+# ``Pages.owner`` tells the child to keep the object for ever instead.
 class Pages(mmap.mmap):
-    """Anonymous memory of this process alone.
-
-    [Note: Memory and forked children]
-    A private mapping is copied on write after a fork. Memory that is page-locked must not be: the kernel would copy
-    all of it at the fork. It is therefore marked MADV_DONTFORK, and the child has nothing at its address, or something
-    else. Python's object for the mapping exists in the child all the same, and its destructor would unmap that
-    something else. ``owner`` tells the child to keep the object for ever instead.
+    """Anonymous memory of this process alone. See the note on forked children above.
 
     Attributes:
         before_unmap: Called before the memory is unmapped, to unlock it.
@@ -49,11 +48,12 @@ class Pages(mmap.mmap):
             self.before_unmap()
 
 
+# Objects that a forked child must never destroy: see the note above.
 _pages_of_parent: list[Pages] = []
-"""Objects that a forked child must never destroy. See the note in ``Pages``."""
 
+# The pages behind each ``aligned_empty``, by the address of its storage. The tensor keeps them alive, and an entry goes
+# with them, so that an address that is used again cannot be mistaken.
 _pages_by_address: weakref.WeakValueDictionary[int, Pages] = weakref.WeakValueDictionary()
-"""The pages behind each ``aligned_empty``, by the address of its storage."""
 
 
 def round_up(nbytes: int) -> int:
@@ -71,6 +71,7 @@ def aligned_empty(numel: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(0, dtype=dtype, device="cpu")
     padded = round_up(nbytes)
     large = padded >= HUGE_PAGE_BYTES
+    # mmap aligns to small pages only. One huge page more leaves room to begin at a boundary of huge pages.
     pages = Pages(padded + HUGE_PAGE_BYTES * large)
     offset = 0
     if large:

@@ -1,10 +1,6 @@
 """Tensors that are part of a mapped file: read into memory before they are used, evicted after it.
 
-[Note: SIGBUS]
-A page of a mapped file is read when it is touched first. Where the disk fails, the kernel cannot return an error from a
-load or a store; it ends the process by SIGBUS. ``populate`` asks for the pages by ``madvise`` (MADV_POPULATE_READ and
-MADV_POPULATE_WRITE, Linux 5.14), which does return an error. So whoever is about to use a mapped tensor populates it
-first. On an older kernel ``madvise`` says EINVAL, nothing is populated, and SIGBUS remains possible.
+Guarantee: after ``populate`` a disk that fails has raised an error, and does not end the process by SIGBUS.
 """
 
 from __future__ import annotations
@@ -20,12 +16,18 @@ from torch import Tensor
 from zeroengine.disk.aligned_memory import address_of
 from zeroengine.errors import OffloadError
 
-# Python's mmap has no names for these.
+# [Note: SIGBUS]
+# A page of a mapped file is read when it is touched first. Where the disk fails, the kernel cannot return an error from
+# a load or a store; it ends the process by SIGBUS. ``populate`` asks for the pages by ``madvise`` (MADV_POPULATE_READ
+# and MADV_POPULATE_WRITE, Linux 5.14), which does return an error. So whoever is about to use a mapped tensor populates
+# it first. On an older kernel ``madvise`` says EINVAL, nothing is populated, and SIGBUS remains possible.
+#
+# Python's mmap has no names for these values.
 MADV_POPULATE_READ, MADV_POPULATE_WRITE = 22, 23
 _libc = ctypes.CDLL(None, use_errno=True)
 
+# The mapping behind each registered tensor, by the address of the tensor's storage.
 _mapping_by_address: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
-"""The mapping behind each registered tensor, by the address of the tensor's storage."""
 
 
 def register(tensor: Tensor, mapping: mmap.mmap) -> None:
@@ -69,6 +71,7 @@ def populate_pages(tensor: Tensor, *, write: bool = False) -> None:
     start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     stop = tensor.data_ptr() + _extent_bytes(tensor)
     advice = MADV_POPULATE_WRITE if write else MADV_POPULATE_READ
+    # The interpreter's lock is released meanwhile: a disk may take long, and other threads go on.
     failed = _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), advice)
     if failed and ctypes.get_errno() != errno.EINVAL:
         raise OSError(errno.EIO, os.strerror(errno.EIO))

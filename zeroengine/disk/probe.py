@@ -25,7 +25,7 @@ MAX_BYTES_IN_FLIGHT = 32 * MIB
 TRANSFER_BYTES = 4 * MIB
 TRIAL_SECONDS, MAX_FIRST_ROUND_SECONDS = 0.06, 15
 TUNING_FILE_BYTES, TUNING_FILL_SECONDS = 64 * MIB, 0.3
-# Settings within this factor of the fastest count as equally fast.
+# Settings within this factor of the fastest count as equally fast. Repeated trials differ by about as much.
 EQUAL_SPEED = 0.95
 
 # What a trial does: reads (False), writes (True), or both at once.

@@ -123,6 +123,7 @@ class Transfer:
         result = _aio.Result()
         if not self._library.ze_aio_wait(self._handle, timeout_ms, ctypes.byref(result)):
             return False
+        # The kernel no longer uses the tensor or the descriptors.
         self._resources = None
         if result.error:
             self._error, self._errno = self._describe(result.error, result.error_offset), max(result.error, 0)
@@ -155,20 +156,22 @@ class Transfer:
         self._library.ze_aio_release(self._handle)
 
 
+# [Note: Order of transfers]
+# Transfers overtake each other. Of two that overlap, in a file or in memory, the second must be started after the first
+# was waited for. No other order is kept.
+#
+# [Note: Fork and exit]
+# A queue belongs to the process that made it, because a fork copies no threads: in a forked child every use is an
+# error, and nothing is closed there. A queue that is garbage-collected, or alive when the interpreter exits, first
+# waits for its transfers: its threads write into tensors that would otherwise be unmapped under them.
 class DiskQueue:
     """A queue of reads and writes that go on beside the computation, any number at once, from any thread.
 
     A transfer is split into blocks, of which ``depth`` are in flight. The library's own threads keep them so, and a
     transfer proceeds while Python computes. Reads and writes take turns.
 
-    [Note: Order of transfers]
-    Transfers overtake each other. Of two that overlap, in a file or in memory, the second must be started after the
-    first was waited for. No other order is kept.
-
-    [Note: Fork and exit]
-    A queue belongs to the process that made it, because a fork copies no threads: in a forked child every use is an
-    error, and nothing is closed there. A queue that is garbage-collected, or alive when the interpreter exits, first
-    waits for what is under way: its threads write into tensors that would otherwise be unmapped under them.
+    Transfers overtake each other: of two that overlap, start the second after the first was waited for. A forked child
+    cannot use the queue. See the notes above.
 
     Args:
         depth: Blocks in flight, 1 to 4096.
@@ -211,6 +214,7 @@ class DiskQueue:
         self._library, self._queue, self._process = library, queue.value, os.getpid()
         self._lock = threading.Lock()
         self._under_way: deque[Transfer] = deque()
+        # Runs once: by ``close``, with the last reference, or when the interpreter exits.
         self._close = weakref.finalize(self, _close_queue, library, queue.value, self._under_way, self._process)
 
     def read(self, file: DiskFile, offset_bytes: int, into: Tensor) -> Transfer:
@@ -267,6 +271,8 @@ class DiskQueue:
         with self._lock:
             if not self._close.alive:
                 raise OffloadError(f"the disk queue is closed: make another for {file.path}")
+            # The queue refers to its transfers, so that their tensors live until they are done. Finished ones are
+            # dropped here, from the oldest on.
             while self._under_way and self._under_way[0].done():
                 self._under_way.popleft()
             handle = self._library.ze_aio_submit(

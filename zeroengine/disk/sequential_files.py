@@ -117,6 +117,7 @@ class DirectFile(io.RawIOBase):
         if self.closed:
             return
         size = self.tell()
+        # A file that fits in one buffer never started a queue: a thread would cost more than it saves.
         try:
             if self._queue is None:
                 self._write_through_the_page_cache()
@@ -159,6 +160,7 @@ class DirectFile(io.RawIOBase):
         i = self._current
         self._writes[i] = self._queue.write(self, self._sent_bytes, self._buffers[i][:nbytes])
         self._sent_bytes += self._filled_bytes
+        # The next buffer may still be on its way to the disk from its last use.
         self._current, self._filled_bytes = (i + 1) % NUM_BUFFERS, 0
         self._wait(self._current)
 

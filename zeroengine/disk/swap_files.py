@@ -137,6 +137,7 @@ class SwapFolder:
         flags = os.O_RDWR | os.O_CLOEXEC
         try:
             descriptors = Descriptors(os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600))
+            # The second descriptor needs the name; after that nothing does.
             try:
                 if direct and hasattr(os, "O_DIRECT"):
                     with contextlib.suppress(OSError):

@@ -113,7 +113,7 @@ def _pin(pages: Pages, memory: torch.Tensor) -> None:
     """Page-lock ``memory`` until its pages are unmapped.
 
     torch's own pinned memory comes in powers of two, which would nearly double what large states take. For the part of
-    forked children see the note in ``Pages``.
+    forked children see the note above ``Pages``.
 
     Raises:
         OffloadError: The system refuses.

@@ -1,13 +1,4 @@
-"""States in files on a disk.
-
-[Note: Two ways to the disk]
-The loops that read or write whole states (the update, gathers, gradients) move blocks between the files and buffers of
-their own, past the page cache and beside the computation. Everything rare (checkpoints, inspection, changes by the
-user) uses the tensor that ``empty`` returned, which is a mapped part of a file. It calls ``populate`` first, so that a
-disk that fails is an error and not a signal (see the note in ``disk/mapped_memory.py``). The kernel keeps both ways
-coherent as long as they do not touch one place at one time: transfers under way are awaited before a mapped tensor is
-used.
-"""
+"""States in files on a disk."""
 
 from __future__ import annotations
 
@@ -47,6 +38,13 @@ class _FileRegion:
     mapped: torch.Tensor
 
 
+# [Note: Two ways to the disk]
+# The loops that read or write whole states (the update, gathers, gradients) move blocks between the files and buffers
+# of their own, past the page cache and beside the computation. Everything rare (checkpoints, inspection, changes by
+# the user) uses the tensor that ``empty`` returned, which is a mapped part of a file. It calls ``populate`` first, so
+# that a disk that fails is an error and not a signal (see the note in ``disk/mapped_memory.py``). The kernel keeps
+# both ways coherent as long as they do not touch one place at one time: transfers under way are awaited before a
+# mapped tensor is used.
 class DiskStore:
     """An ``OffloadStore`` in this rank's files on a disk, for states that the CPU works on.
 
@@ -71,6 +69,7 @@ class DiskStore:
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a new state that is a mapped part of a file: see the note above."""
+        # Every state begins at a block of the file, as direct I/O wants it.
         nbytes = padded_nbytes(numel * dtype.itemsize)
         if self._end + nbytes > self._file.nbytes:
             self._file, self._end = self._folder.file("more states", max(nbytes, MIN_EXTRA_FILE_BYTES)), 0
@@ -91,6 +90,7 @@ class DiskStore:
             chunk = state[start : start + numel]
             populate(chunk, write=True)
             chunk.copy_(values[start : start + numel])
+            # A state may be larger than memory, so no more than a chunk of it stays.
             self.evict(chunk)
 
     def staging_buffer(self, nbytes: int) -> torch.Tensor:

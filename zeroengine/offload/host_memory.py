@@ -33,6 +33,7 @@ def check_host_memory(nbytes: int, *, on_disk: bool) -> None:
     Raises:
         OffloadError: There is less CPU memory left than all ranks of this machine will take.
     """
+    # Every rank of the machine runs this at about the same time, before any of them has allocated.
     ranks, available = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), available_memory()
     if nbytes * ranks > available:
         alternative = "" if on_disk else ', or write "device": "nvme"'

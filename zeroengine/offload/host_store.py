@@ -105,14 +105,13 @@ class _BounceBuffer:
     last_use: Work | None = None
 
 
+# [Note: Two threads]
+# A read is a disk transfer and then a copy to the device; a write is a copy from the device and then a disk transfer. A
+# thread starts the second half when the first is done, so that the caller never waits. Reads and writes have a thread
+# each: a write's copy waits for kernels of the device, which may themselves wait for a read. One thread for both could
+# wait for itself.
 class DiskThroughHost:
     """An ``OffloadStore`` on a disk for states of a GPU, which go through buffers in host memory.
-
-    [Note: Two threads]
-    A read is a disk transfer and then a copy to the device; a write is a copy from the device and then a disk transfer.
-    A thread starts the second half when the first is done, so that the caller never waits. Reads and writes have a
-    thread each: a write's copy waits for kernels of the device, which may themselves wait for a read. One thread for
-    both could wait for itself.
 
     Args:
         disk: The store on the disk.
@@ -213,6 +212,7 @@ class DiskThroughHost:
         else:
             self._buffers.remove(free)
         self._buffers.append(free)
+        # The buffer forgets its last use before the wait, so that one that failed raises once and not for ever.
         last_use, free.last_use = free.last_use, None
         if last_use is not None:
             last_use.wait_host()
@@ -246,6 +246,7 @@ class _TransferThread:
             future, start = task
             try:
                 future.set_result(start())
+            # An error goes to whoever waits for the transfer; the thread goes on with the next.
             except BaseException as error:
                 future.set_exception(error)
             # Otherwise they would keep the tensors of this transfer alive while the thread waits for the next.
@@ -280,4 +281,5 @@ class _SecondOfTwo:
         """Return whether the second is done, or could not be started."""
         if not self._second.done():
             return False
+        # One that could not be started is done: ``wait_host`` raises its error at once.
         return self._second.exception() is not None or self._second.result().done()

@@ -133,6 +133,7 @@ class AddressMap(Generic[T]):
 
     def find(self, tensor: torch.Tensor) -> T | None:
         """Return the value of the range that ``tensor`` begins in."""
+        # The range before the first one that begins behind the address is the only one that can hold it.
         address = tensor.data_ptr()
         index = bisect_right(self._ranges, address, key=lambda entry: entry[0])
         if not index or address >= self._ranges[index - 1][1]:

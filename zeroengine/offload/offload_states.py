@@ -88,6 +88,7 @@ class StateOffloader:
             ZeroEngineError: Memory cannot be given back, or a path cannot be used. Nothing was moved then.
         """
         moved = {name: [t for t in tensors if t.untyped_storage().nbytes()] for name, tensors in states.items()}
+        # All checks come before the first tensor moves, so that an error leaves everything in place.
         for name, tensors in moved.items():
             if not all(t.untyped_storage().resizable() for t in tensors):
                 raise ZeroEngineError(
@@ -119,6 +120,7 @@ class StateOffloader:
             _, pairs = self._offloaded.popitem()
             for tensor, values in pairs:
                 allocate(tensor)
+                # The advice for huge pages went with the old memory.
                 ops.advise_huge_pages(tensor)
                 tensor.detach().view(-1).copy_(values)
         if self._disk is not None:

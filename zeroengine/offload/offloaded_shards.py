@@ -88,6 +88,7 @@ class OffloadedShards:
 
     def prefetch(self, shard: torch.Tensor) -> None:
         """Start to read a shard that will soon be gathered, unless all buffers but one are taken."""
+        # One buffer stays free for the shard that is gathered now, or a full set of prefetches would block it.
         if shard.data_ptr() not in self._prefetched and len(self._prefetched) < self._num_buffers - 1:
             self._prefetched[shard.data_ptr()] = self._start_read(shard)
 
@@ -142,6 +143,7 @@ class OffloadedShards:
                 return self._move_to_end(buffer)
         if fitting and len(self._buffers) >= self._num_buffers and self._is_reusable(fitting[0], REUSE_TIMEOUT_S):
             return self._move_to_end(fitting[0])
+        # The transport's memory is what its collectives send fastest from, but has no alignment for direct I/O.
         memory = self._transport.empty(size + ALIGNMENT, torch.uint8, "gather")
         offset = -memory.data_ptr() % ALIGNMENT
         self._buffers.append(_SendBuffer(memory[offset : offset + size]))

@@ -161,6 +161,7 @@ class Pipeline:
                 started.tensors.append(state)
                 continue
             start, end = end, end + padded_nbytes(state.nbytes)
+            # The store may move whole blocks, so operands share none.
             part = buffer.memory[start : start + state.nbytes].view(state.dtype)
             started.tensors.append(part)
             if operand.reads:
@@ -174,6 +175,7 @@ class Pipeline:
         while started.reads:
             started.reads.pop(0).wait_host()
         started.task.compute(*started.tensors)
+        # Nobody waits for the writes here: the next task in this buffer does, or the end of ``run``.
         started.buffer.writes += [store.write(part, state) for store, part, state in started.results]
 
 

@@ -124,11 +124,13 @@ def place_states(
     if param_location is None and optimizer_location is None:
         return Placement((), (), [None] * len(plans), [None] * len(trainable), None)
 
+    # Units that stay gathered between uses gain nothing from a shard that is elsewhere.
     params_offloaded = [param_location is not None and plan.numel > zero.param_persistence_threshold for plan in plans]
     optimizer_offloaded = [
         within_ratio and optimizer_location is not None
         for within_ratio in _within_ratio([plan.numel for plan in trainable], zero.offload_optimizer.ratio)
     ]
+    # What each store must hold is known before anything is opened, so that a full disk is an error at the start.
     shard_bytes = [
         padded_nbytes(_shard_numel(plan, degrees, degrees.parameters, transport) * plan.dtype.itemsize) * offloaded
         for plan, offloaded in zip(plans, params_offloaded, strict=True)
@@ -178,6 +180,7 @@ def place_states(
     pipeline_bytes = has_pipeline * num_chunks * chunk_numel * element_bytes
     params_on_disk = param_location not in (None, CPU_MEMORY)
     send_buffer_bytes = zero.offload_param.buffer_count * max(shard_bytes) if params_on_disk else 0
+    # Masters and buffers are allocated later; a machine that runs out then would kill processes without a message.
     check_host_memory(
         bytes_by_location.get(CPU_MEMORY, 0) + pipeline_bytes + send_buffer_bytes,
         on_disk=CPU_MEMORY not in bytes_by_location,
