@@ -35,6 +35,7 @@ def main() -> None:
     # Unbuffered, since what follows the first line belongs to node.py.
     with os.fdopen(0, "rb", 0, closefd=False) as stdin:
         wanted = json.loads(stdin.readline())
+    # The client's address and port, then this node's.
     connection = os.environ.get("SSH_CONNECTION", "").split()
     send(
         **{"is": "hello"},
@@ -48,6 +49,7 @@ def main() -> None:
     except OSError as error:
         send(**{"is": "problem"}, text=f"the working folder {wanted['folder']}: {error.strerror}")
         sys.exit(3)
+    # Programs of the virtual environment, such as ninja, are found as on the launcher's machine.
     environment = dict(os.environ)
     path = environment.get("PATH", os.defpath)
     environment["PATH"] = os.path.dirname(sys.executable) + os.pathsep + path

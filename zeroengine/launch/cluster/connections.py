@@ -74,6 +74,7 @@ class ConnectionProcess:
         )
         assert self.process.stdin and self.process.stdout and self.process.stderr
         self.input, self.output, self.errors = self.process.stdin, self.process.stdout, self.process.stderr
+        # A node that neither reads nor writes must not block the thread.
         for pipe in (self.input, self.output, self.errors):
             os.set_blocking(pipe.fileno(), False)
         self.outbox = bytearray()
@@ -115,6 +116,7 @@ class ConnectionProcess:
 
     def finish(self, code: int) -> None:
         """Hand on the last line of stderr, and that the process has ended."""
+        # The line end completes a last line that had none.
         self.read_errors(b"\n")
         self._hand_on({"is": "gone", "code": code}, 0)
 
@@ -127,8 +129,10 @@ class ConnectionProcess:
                 while self.outbox:
                     del self.outbox[: os.write(self.input.fileno(), self.outbox[:READ_BYTES])]
             except BlockingIOError:
+                # The pipe is full. The rest stays in the outbox.
                 raise
             except OSError:
+                # The process has closed its stdin or ended.
                 self.outbox.clear()
             if self.closing:
                 self.input.close()
@@ -252,6 +256,7 @@ class ConnectionThread:
                     os.read(self._wake_reader, READ_BYTES)
                 elif events & selectors.EVENT_WRITE:
                     self._update(key.data)
+                # The backlog may have become full since `_watch`, through the other pipe of the same process.
                 elif not key.data.is_full:
                     self._read(key.data, key.fileobj)
             while not self._changed.empty():
@@ -279,6 +284,7 @@ class ConnectionThread:
                 self._watch(connection, pipe, 0 if connection.is_full else selectors.EVENT_READ)
 
     def _watch(self, connection: ConnectionProcess, pipe: object, events: int) -> None:
+        # A readable or closed pipe that nobody reads must not be selected: select would always return at once.
         watched = self._selector.get_map().get(pipe)  # type: ignore[call-overload]
         if watched is None and events:
             self._selector.register(pipe, events, connection)  # type: ignore[arg-type]
@@ -296,6 +302,7 @@ class ConnectionThread:
             if data:
                 connection.read_output(data)
             else:
+                # The process may live on without a stdout. `_finish_if_ended` waits for its end and for stderr.
                 connection.read_output(b"\n")
                 connection.output_ended_at = time.monotonic()
         elif data:

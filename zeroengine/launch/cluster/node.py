@@ -193,7 +193,9 @@ class NodeServer:
         """Run the ranks of this node to their end, and report how they ended."""
         assignment, nproc = NodeAssignment(**message["place"]), message["nproc"]
         environment: dict[str, str] = dict(message["environment"])
+        # The number of threads depends on this node's cores, so that the launcher cannot choose it.
         environment |= {"ZEROENGINE_HOST": message["host"], "OMP_NUM_THREADS": omp_threads(nproc)}
+        # Gloo would otherwise choose the interface of the host name, which is often loopback.
         if assignment.nodes > 1 and self._interface is not None:
             environment["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", self._interface)
         if message["bind"]:
@@ -227,6 +229,7 @@ def node_facts(message: Message) -> Message:
     if config is not None and not os.access(config, os.R_OK):
         missing.append(f"{config}: cannot be read")
     elif overrides is not None:
+        # Only the first node is asked to check the configuration.
         try:
             check_config(config, overrides)
         except ZeroEngineError as error:

@@ -83,6 +83,7 @@ class NodeConnection:
         except OSError as error:
             self.lose(f"{self._shell.name} cannot be started: {error.strerror}")
             return
+        # STARTER, the program on ssh's command line, executes one line and leaves the rest to what that line starts.
         source = Path(bootstrap.__file__).read_text()
         self._connections.send(self._connection, f"exec({source!r})\n".encode() + encode(self._introduction))
 
@@ -110,6 +111,7 @@ class NodeConnection:
             self.lost = reason
             self.retry_after(RETRY_INTERVAL_S)
             if self._connection is not None:
+                # A node that is given up may never read what is still to be sent.
                 self._connections.end(self._connection, flush=False)
 
     def retry_after(self, seconds: float) -> None:

@@ -76,6 +76,7 @@ class Nodes:
         self._run_is_over = True
         self._unconnected.clear()
         nodes = self._all()
+        # A node whose connection is closed ends its ranks, and then the connecting process here ends by itself.
         for node in nodes:
             node.close()
         deadline = time.monotonic() + SIGKILL_TIMEOUT_S
@@ -136,6 +137,7 @@ class Nodes:
             LaunchError: Something is wrong; all problems are in one table.
         """
         self.wait(lambda: all(node.facts is not None or node.lost is not None for node in self.connections))
+        # The first node checks the configuration for all of them, so its message needs no table.
         for node in self.connections:
             if node.facts is not None and node.facts["config_error"]:
                 raise LaunchError(node.facts["config_error"])
@@ -168,9 +170,11 @@ class Nodes:
             if node.lost is None:
                 continue
             if candidate is None and now > node.retry_at:
+                # ssh may still wait for a host that no longer answers.
                 node.kill()
                 self._returning[index] = self._add_connection(node.host)
             elif candidate is not None and (candidate.lost or (candidate.facts and self._problems(candidate))):
+                # The same problem appears at every attempt, and is reported once.
                 for problem in self._problems(candidate):
                     if candidate.hello is not None and problem not in self._reported:
                         self._reported.add(problem)
@@ -225,6 +229,7 @@ class Nodes:
                 node.send({"do": "signal", "signal": int(number)})
             if not running:
                 self.print_notice(f"{number.name} came while no rank was running, and is forgotten")
+        # Only the first message is waited for.
         timeout: float | None = POLL_INTERVAL_S
         try:
             for _ in range(MAX_EVENTS_PER_TURN):
@@ -265,6 +270,7 @@ class Nodes:
         elif kind == "facts":
             node.facts = message
         elif kind == "problem" and (node.facts is None or node.running):
+            # A node that says what it lacks would lack it at the next attempt as well.
             node.refused = node.facts is None
             node.lose(message["text"])
         elif kind in ("answer", "problem"):

@@ -140,6 +140,7 @@ class RestartLoop:
     def _run_round(self, members: list[NodeConnection]) -> RoundResult:
         """Run the ranks once on these nodes."""
         request, world_size = self._request, 0
+        # Ranks are numbered in the order of the hosts, without gaps where nodes are missing.
         for node in members:
             node.assign_ranks(world_size, request.num_ranks_on(node))
             world_size = node.ranks.stop
@@ -178,6 +179,7 @@ class RestartLoop:
         """
         first, *rest = members
         others = [str(node.hello["address"] or node.host.label) for node in rest if node.hello]
+        # The other nodes must reach the store, and any of them may be behind a firewall or another network.
         wanted = {"port": self._request.port, "address": self._request.address}
         self._lose_unable(first, [], self._nodes.ask([first], {"do": "listen", "others": others, **wanted}))
         if first.lost is not None:
@@ -220,6 +222,7 @@ class RestartLoop:
 
         wait(lambda: any_ended() or all_finished() or lost_node_is_back())
         if all_finished() and not any_ended():
+            # A rank may still use the first node's store, so no node ends its agent before all ranks have finished.
             for node in members:
                 node.send({"do": "release"})
             wait(lambda: all(node.ended or node.lost for node in members), ROUND_END_TIMEOUT_S)
@@ -231,6 +234,7 @@ class RestartLoop:
                 PEER_FAILURE_TIMEOUT_S,
             )
         self._stop_ranks(members, signal.SIGTERM)
+        # A node that ends without being told to, and without a failure, was stopped by a signal on its own machine.
         for node in members:
             if node.ended and node.ended["interrupted"] and not node.stopped and not node.ended["failures"]:
                 node.lose("its zero-launch process was stopped from there")

@@ -83,6 +83,8 @@ def ssh_shell(command: str | None = None, connect_timeout_s: float = 30.0) -> Re
 
 def srun_shell() -> RemoteShell:
     """Return srun, which makes a step of the Slurm allocation that this process is in."""
+    # The step shares its node with the batch script (--overlap). Its one task starts all ranks, so it takes all cores
+    # and memory, and it reads the launcher's messages from srun's stdin (--input=0).
     step = ("srun", "--nodes=1", "--ntasks=1", "--overlap", "--input=0", "--unbuffered", "--kill-on-bad-exit=0")
     resources = ("--cpu-bind=none", "--mem=0", f"--jobid={os.environ.get('SLURM_JOB_ID', '')}", "--nodelist={host}")
     return RemoteShell((*step, *resources, "sh", "-c"), "srun")

@@ -206,6 +206,7 @@ class NodeAgent(LocalElasticAgent):
         dead rank they do, and their error says where that was.
         """
         self._coordinator.check_stop()
+        # As a subreaper the launcher inherits orphans, which stay zombies until it reaps them.
         if time.monotonic() > self._last_reap + REAP_INTERVAL_S:
             self._guard.reap([process.pid for process in self._processes])
             self._last_reap = time.monotonic()

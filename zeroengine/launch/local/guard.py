@@ -52,6 +52,7 @@ class ProcessGuard:
         # The guard's own process runs this file without zeroengine on its path.
         from zeroengine.launch.local.signals import FORWARDED_SIGNALS, STOP_SIGNALS
 
+        # A launcher within another run has that run's id, and the other run's guard must not end this one's.
         environment = {key: value for key, value in os.environ.items() if key != LAUNCH_ID_VARIABLE}
         self.remaining = ""
         # Processes of an earlier run, or of a test, are below the launcher as well and must survive.
@@ -65,6 +66,7 @@ class ProcessGuard:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
+            # Neither Ctrl-C nor a closing terminal may reach the guard.
             start_new_session=True,
         )
         self._spared.add(self._process.pid)
@@ -73,6 +75,7 @@ class ProcessGuard:
         return self
 
     def __exit__(self, *_: object) -> None:
+        # This closes the guard's stdin, for which it waits, and returns when it has ended.
         output = self._process.communicate()[0]
         self.remaining = output.decode(errors="replace")
         self.reap()

@@ -205,6 +205,7 @@ def _check_module(name: str) -> None:
     parent = ""
     for part in name.split("."):
         # find_spec on a dotted name would import its parents, so each part is looked up in its parent's folders.
+        # Only find_spec knows modules that are built into the interpreter.
         spec = PathFinder.find_spec(f"{parent}{part}", path) or (None if parent else find_spec(part))
         if spec is None:
             suggestion = suggest(f"{parent}{part}", (f"{parent}{entry.name}" for entry in pkgutil.iter_modules(path)))

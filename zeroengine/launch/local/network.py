@@ -25,6 +25,7 @@ def open_listener(port: int, host: str = "") -> socket.socket:
     Raises:
         OSError: The port is in use; the message says so.
     """
+    # One IPv6 socket can take IPv4 connections as well. All ranks connect at the same moment, hence the long backlog.
     both = not host and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     try:

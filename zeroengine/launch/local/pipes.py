@@ -59,6 +59,7 @@ class Pipes:
 
     def path(self, rank: int, target: int) -> str:
         """Return the file that the rank's output is to be written to."""
+        # torch elastic opens the file in this process and passes the descriptor on.
         return f"/dev/fd/{self._ends[rank, target][1]}"
 
     def environment(self, rank: int) -> dict[str, str]:

@@ -101,6 +101,7 @@ class RankProcess:
         if self.poll() is not None or (self.failed and number != signal.SIGKILL):
             return
         self.stopped = self.stopped or not self.failed
+        # torch elastic starts each worker in a session, and so in a process group, of its own.
         os.killpg(self.pid, number)
 
     def failure(self) -> RankFailure | None:

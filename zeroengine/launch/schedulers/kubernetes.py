@@ -83,6 +83,7 @@ def build_manifest(
     pod = {
         "restartPolicy": "OnFailure" if restarts else "Never",
         "containers": [{key: value for key, value in container.items() if value}],
+        # A container has 64 MiB of /dev/shm by default, too little for data loaders and for ranks that share memory.
         "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory"}}],
     }
     body = {"nprocPerNode": nproc, "runPolicy": {"backoffLimit": restarts, "cleanPodPolicy": "Running"}}

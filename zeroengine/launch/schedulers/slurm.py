@@ -38,6 +38,7 @@ def allocated_hosts(environ: Mapping[str, str]) -> list[Host]:
     if gpus is not None:
         return [Host(name, gpus) for name in names]
     tasks = list(expand_counts(environ.get("SLURM_NTASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "")))
+    # SLURM_NTASKS_PER_NODE is one number for all nodes; SLURM_TASKS_PER_NODE has one for each.
     if len(tasks) == 1:
         tasks *= len(names)
     slots = tasks if len(tasks) == len(names) and max(tasks) > 1 else [None] * len(names)
