@@ -83,10 +83,10 @@ def software() -> Iterator[Row]:
     yield "interpreter", sys.executable
     for name in ("numpy", "pydantic", "safetensors", "transformers"):
         yield name, version_of(name)
-    facts = get_env_info()  # type: ignore[no-untyped-call]
+    facts = get_env_info()
     yield "system", f"{facts.os}, {facts.python_platform}"
     yield "CUDA of torch", str(torch.version.cuda or "none")
-    yield "NCCL", ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "none"  # type: ignore[no-untyped-call]
+    yield "NCCL", ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "none"
     for name, value in {
         "NVIDIA driver": facts.nvidia_driver_version,
         "CUDA runtime": facts.cuda_runtime_version,

@@ -81,7 +81,7 @@ class Recorder:
             register_module_module_registration_hook(self._module_registered),
         ]
         for mode in self._modes:
-            mode.__enter__()
+            mode.__enter__()  # type: ignore[no-untyped-call]
 
     def finish(self) -> list[tuple[str, int, str]]:
         """Stop recording and move the parameters to the meta device, each with its trace.
@@ -95,7 +95,7 @@ class Recorder:
         for hook in self._hooks:
             hook.remove()
         for mode in reversed(self._modes):
-            mode.__exit__(None, None, None)
+            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         kept: list[tuple[str, int, str]] = []
         unseen_write: ZeroEngineError | None = None
         for tracked in list(self._tracked):

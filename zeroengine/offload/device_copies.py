@@ -37,7 +37,7 @@ class RecordedEvent:
 
     def done(self) -> bool:
         """Return whether the device has reached the event."""
-        return bool(self._event.query())  # type: ignore[no-untyped-call]
+        return bool(self._event.query())
 
 
 class GPUCopies:
@@ -50,8 +50,8 @@ class GPUCopies:
 
     def __init__(self, device: torch.device, pin: bool = True) -> None:
         self._device, self._pin = device, pin
-        self._in: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._out: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._in: torch.cuda.Stream = torch.cuda.Stream(device)
+        self._out: torch.cuda.Stream = torch.cuda.Stream(device)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: Work | None = None) -> Work:
         """Start a copy on the stream of its direction."""
@@ -74,7 +74,7 @@ class GPUCopies:
 
     def _new_event(self) -> torch.cuda.Event:
         # A blocking event lets a host thread that waits for it sleep, where others spin on a core.
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(blocking=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
@@ -118,7 +118,7 @@ def _pin(pages: Pages, memory: torch.Tensor) -> None:
     Raises:
         OffloadError: The system refuses.
     """
-    cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    cudart: Any = torch.cuda.cudart()
     address, process = memory.untyped_storage().data_ptr(), os.getpid()
     code = int(cudart.cudaHostRegister(address, memory.nbytes, 0))
     if code:

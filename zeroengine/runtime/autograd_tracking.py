@@ -29,7 +29,7 @@ MAX_NODES = 5000  # nodes of one call's graph that are visited
 
 # Let autograd call a function when the innermost backward in progress ends. It does not if that backward raises.
 queue_callback: Callable[[Callable[[], None]], None]
-queue_callback = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 
 
 @dataclass

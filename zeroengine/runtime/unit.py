@@ -112,7 +112,7 @@ class Unit:
         self._required_grad = [param.requires_grad for param in self.params]
         self._storage: int = self.full_buffer.untyped_storage()._cdata
         # Counted while the parameters are views of the full buffer, as they are when ``is_aliased`` compares with it.
-        self._num_own_tensors = torch._C._storage_Use_Count(self._storage)  # type: ignore[attr-defined]
+        self._num_own_tensors = torch._C._storage_Use_Count(self._storage)
         if self._buffer is not None:
             for param, placeholder in zip(self.params, self._placeholders, strict=True):
                 param.data = placeholder
@@ -180,7 +180,7 @@ class Unit:
         saved a parameter itself, which would be a placeholder when backward reads it. A parameter that Python code
         keeps is no alias, for its class notices every use.
         """
-        if torch._C._storage_Use_Count(self._storage) > self._num_own_tensors:  # type: ignore[attr-defined]
+        if torch._C._storage_Use_Count(self._storage) > self._num_own_tensors:
             return True
         # In C++ a parameter is owned by its Python object, by the graph's node that accumulates its gradient (if it
         # required a gradient since it was gathered), and by every graph that has saved it.

@@ -11,7 +11,7 @@ import socket
 from dataclasses import dataclass
 
 # torch does not mark its stores as exported, so mypy does not see them there.
-from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 STORE_TIMEOUT = datetime.timedelta(minutes=5)
