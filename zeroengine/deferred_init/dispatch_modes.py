@@ -47,7 +47,7 @@ class OperationMode(TorchDispatchMode):
     """Passes every operation to a listener."""
 
     def __init__(self, listener: AccessListener) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._listener = listener
 
     @classmethod

@@ -30,19 +30,20 @@ def attach_trace(param: nn.Parameter, trace: Trace) -> None:
 def _deepcopy(reference: weakref.ref[nn.Parameter], memo: dict[int, Any]) -> nn.Parameter:
     param = reference()
     assert param is not None
-    copy: nn.Parameter = type(param).__deepcopy__(param, memo)  # type: ignore[no-untyped-call]
+    copy: nn.Parameter = type(param).__deepcopy__(param, memo)
     attach_trace(copy, param.__dict__[_TRACE])
     return copy
 
 
 def trace_of(param: nn.Parameter) -> Trace | None:
     """Return the trace of ``param``, or None where it has memory, or never had values."""
-    return param.__dict__.get(_TRACE)
+    trace: Trace | None = param.__dict__.get(_TRACE)
+    return trace
 
 
 def take_trace(param: nn.Parameter) -> Trace | None:
     """Detach the trace of ``param`` and return it."""
-    trace = param.__dict__.pop(_TRACE, None)
+    trace: Trace | None = param.__dict__.pop(_TRACE, None)
     if trace is not None:
         del param.__dict__["__deepcopy__"]
     return trace

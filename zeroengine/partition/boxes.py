@@ -24,11 +24,12 @@ class Box:
 
     @property
     def numel(self) -> int:
+        """The number of elements."""
         return math.prod(self.sizes)
 
 
 def boxes_of_run(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """The fewest boxes, in order, that cover the elements ``[start, stop)`` of a flattened tensor of ``shape``.
+    """Yield the fewest boxes, in order, that cover the elements ``[start, stop)`` of a flattened tensor of ``shape``.
 
     At most ``2 * len(shape) - 1``; none where the run is empty.
     """

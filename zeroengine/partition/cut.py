@@ -31,6 +31,7 @@ class UnitPlan:
 
     @property
     def numel(self) -> int:
+        """The number of elements of all parameters, without padding."""
         return sum(param.numel() for _, param in self.params)
 
 
@@ -42,6 +43,7 @@ class _Group:
 
     @property
     def numel(self) -> int:
+        """The number of elements of all parameters, without padding."""
         return sum(p.numel() for _, p in self.params)
 
 

@@ -39,10 +39,12 @@ class ParamSlot:
 
     @cached_property
     def numel(self) -> int:
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
     def end(self) -> int:
+        """The first element after the parameter within the flat buffer."""
         return self.offset + self.numel
 
 
@@ -110,10 +112,11 @@ class FlatLayout:
         return bisect_right(self._offsets, offset) - 1
 
     def shard_numel(self, degree: int) -> int:
+        """Return the number of elements, padding included, of a shard of a state of ``degree``."""
         return self.numel // degree
 
     def shard_range(self, rank: int, degree: int) -> tuple[int, int]:
-        """The half-open range of the flat buffer that ``rank`` owns of a state of ``degree``."""
+        """Return the half-open range of the flat buffer that ``rank`` owns of a state of ``degree``."""
         size = self.shard_numel(degree)
         start = self.degrees.index(rank, degree) * size
         return start, start + size

@@ -128,7 +128,8 @@ def _edges_of(tree: Any) -> Any:
 
 def resolver_of(param: nn.Parameter) -> Resolver:
     """Return the resolver of a released parameter."""
-    return param.__dict__["_zeroengine_resolver"]
+    resolver: Resolver = param.__dict__["_zeroengine_resolver"]
+    return resolver
 
 
 @cache

@@ -40,7 +40,7 @@ class SafeUnpickler(pickle.Unpickler):
     """Builds what an allow-list names and nothing else."""
 
     def __init__(self, file: IO[bytes], allow_list: AllowList, **options: Any) -> None:
-        super().__init__(file, **options)  # type: ignore[call-arg]  # The stubs lack this constructor.
+        super().__init__(file, **options)
         self._allow_list = allow_list
 
     def find_class(self, module: str, name: str) -> Any:
@@ -64,7 +64,8 @@ class SafeUnpickler(pickle.Unpickler):
         """Return a member of an enumeration, which Python up to 3.11.3 pickles as a call of `getattr`."""
         if not (isinstance(kind, type) and issubclass(kind, self._allow_list.enums)):
             raise self._refusal("builtins.getattr")
-        return kind(name)
+        enum: Any = kind
+        return enum(name)
 
     def _refusal(self, full_name: str) -> CheckpointError:
         return CheckpointError(f"{self._allow_list.subject} holds {full_name}, which could run code: it is refused")

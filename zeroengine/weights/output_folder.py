@@ -113,6 +113,7 @@ class OutputFolder:
         shutil.rmtree(self._replaced, ignore_errors=True)
 
     def abandon(self) -> None:
+        """Remove what was written so far, and release the folder."""
         shutil.rmtree(self.writing, ignore_errors=True)
         self._unlock()
 

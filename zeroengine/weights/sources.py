@@ -42,6 +42,7 @@ class WeightSource:
 
 
 def of_state_dict(state: Mapping[str, Any], where: str) -> WeightSource:
+    """Return the weights of a state dict, which messages call `where`."""
     tensors = {name: value.detach() for name, value in state.items() if isinstance(value, torch.Tensor)}
     others = [name for name in state if name not in tensors and not str(name).endswith("_extra_state")]
     if others:

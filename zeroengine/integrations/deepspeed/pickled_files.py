@@ -59,7 +59,7 @@ class InertObject:
 
 
 def _rebuild_tensor(*args: Any) -> torch.Tensor:
-    tensor = torch._utils._rebuild_tensor_v2(*args)  # type: ignore[no-untyped-call]
+    tensor = torch._utils._rebuild_tensor_v2(*args)
     assert isinstance(tensor, torch.Tensor)
     return tensor
 
