@@ -121,7 +121,7 @@ def train(case: Case, stage: int, on_device: bool) -> dict[str, Any]:
     found["results"] = list(map(bool, found["results"]))
     found["counters"] = (engine.global_steps, engine.skipped_steps, engine.micro_steps, engine.grad_norm)
     found["rates"].append([group["lr"] for group in engine.optimizer.param_groups])
-    for states in engine.optimizer.units:
+    for states in engine.optimizer.shards:
         unit = states.unit
         for span in unit.layout.spans(rank, unit.degrees.optimizer):
             name, state = unit.layout.slots[span.param_index].name, engine.optimizer.shard_state.of(states, span)

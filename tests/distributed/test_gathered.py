@@ -249,11 +249,9 @@ def write_in_bf16() -> None:
         assert set(written.full_state_dict()["blocks.0.up.bias"].tolist()) == {0.5}
         masters = [
             {
-                written.optimizer.units[i].unit.layout.slots[span.param_index].name: states.master[span.shard_offset :][
-                    : span.numel
-                ]
-                for i, states in enumerate(engine.optimizer.units)
-                for span in states.unit.layout.spans(states.unit.rank, states.unit.degrees.optimizer)
+                shard.unit.layout.slots[span.param_index].name: shard.master[span.shard_slice]
+                for shard in engine.optimizer.shards
+                for span in shard.spans()
             }
             for engine in (written, untouched)
         ]

@@ -73,7 +73,7 @@ class StateIndex:
     ) -> None:
         self._model, self._units, self._optimizer = model, units, optimizer
         self._rank, self._world_size = rank, world_size
-        self._shards = {shard.unit: shard for shard in optimizer.units}
+        self._shards = {shard.unit: shard for shard in optimizer.shards}
 
     def aliases(self) -> dict[str, str]:
         """Return the further names of tied parameters and shared buffers, with the name that each is stored under."""
@@ -107,7 +107,7 @@ class StateIndex:
     def optimizer(self, *, once: bool) -> StateEntries:
         """Return the optimizer's state of each parameter."""
         entries: StateEntries = {}
-        for shard in self._optimizer.units:
+        for shard in self._optimizer.shards:
             for span in self._spans(shard.unit, shard.unit.degrees.optimizer, once):
                 self._add_state(entries, shard, span, once)
         return entries

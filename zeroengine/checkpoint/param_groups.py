@@ -33,7 +33,7 @@ def check_param_groups(parts: EngineParts, manifest: Manifest, path: Path) -> No
     """
     own = [sorted(group["params"]) for group in named_param_groups(parts)]
     saved = [sorted(group["params"]) for group in manifest.param_groups]
-    trainable = {slot.name for shard in parts.optimizer.units for slot in shard.unit.layout.slots}
+    trainable = {slot.name for shard in parts.optimizer.shards for slot in shard.unit.layout.slots}
     if [_only(group, trainable) for group in own] != [_only(group, trainable) for group in saved]:
         sizes = f"{[len(group) for group in saved]} parameters there, {[len(group) for group in own]} here"
         raise CheckpointError(

@@ -219,7 +219,7 @@ def _plan_optimizer(
             f"{parts.optimizer.base_optimizer_name}. Use the same optimizer, or load with weights_only=True."
         )
     planned = []
-    for shard in parts.optimizer.units:
+    for shard in parts.optimizer.shards:
         unit = shard.unit
         for span in unit.layout.spans(unit.rank, unit.degrees.optimizer):
             name = unit.layout.slots[span.param_index].name
@@ -298,5 +298,5 @@ def _result(
 def _largest_step_count(parts: EngineParts) -> int:
     """Return the largest step count of a parameter that this rank has part of."""
     state = parts.optimizer.shard_state
-    numbers = (state.of(shard, span).numbers for shard in parts.optimizer.units for span in shard.spans())
+    numbers = (state.of(shard, span).numbers for shard in parts.optimizer.shards for span in shard.spans())
     return max((int(number["step"]) for number in numbers if "step" in number), default=0)

@@ -171,7 +171,7 @@ class EngineCheckpoints:
         """Let all ranks compute with master weights that were written by a load."""
         parts = self._parts
         parts.placement.finish_copies()
-        for states in parts.optimizer.units:
+        for states in parts.optimizer.shards:
             if states.mixed:
                 populate(states.master)
                 populate(states.param, write=True)

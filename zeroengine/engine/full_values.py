@@ -291,7 +291,7 @@ class FullValues:
 
     def _optimizer_shard(self, unit: Unit) -> OptimizerShard | None:
         """Return what the optimizer keeps of ``unit``; None where the unit is frozen."""
-        return next((shard for shard in self._optimizer.units if shard.unit is unit), None)
+        return next((shard for shard in self._optimizer.shards if shard.unit is unit), None)
 
     def _trainable_shard(self, unit: Unit, index: int) -> OptimizerShard:
         shard = self._optimizer_shard(unit)

@@ -29,6 +29,7 @@ def adam_step(
         moments = [exp_avg[chunk].float(), exp_avg_sq[chunk].float()]
         arrays = [param[chunk], grad[chunk].float() * args.grad_scale, *moments]
         numel = arrays[0].numel()
+        # The rest is padded to a vector, so that an element gets the same bits wherever its piece begins and ends.
         rest = numel % _VECTOR if param.device.type == "cpu" else 0
         if rest < numel:
             _fused([x[: numel - rest] for x in arrays], args)
@@ -39,6 +40,7 @@ def adam_step(
                 x[numel - rest :] = y[:rest]
         if exp_avg.dtype is torch.bfloat16:
             random = _random_bits(args.seed, args.offset + begin, numel, param.device)
+            # Where the second moment overflows bf16 both are rounded down, so that a finite moment stays finite.
             random.mul_(moments[1] < torch.finfo(torch.bfloat16).max)
             exp_avg[chunk] = _round(moments[0], random & 0xFFFF)
             exp_avg_sq[chunk] = _round(moments[1], random >> 16 & 0xFFFF)

@@ -59,6 +59,7 @@ def _check(i: int, source: Tensor, target: Tensor, first: Tensor) -> None:
 def _cast_copy(sources: Sequence[Tensor], targets: Sequence[Tensor], scale: float, accumulate: bool) -> None:
     device = targets[0].device
     if (cuda := _cuda_library.cuda_library(device)) is not None:
+        # Copies of sources with other strides must live until the launch is issued.
         lined_up = [source.contiguous() for source in sources]
         copies = (CudaCopy * len(targets))(
             *(
@@ -70,6 +71,7 @@ def _cast_copy(sources: Sequence[Tensor], targets: Sequence[Tensor], scale: floa
         return _cuda_library.call(cuda, "ze_cuda_cast", device, *arguments)
     for source, target in zip(sources, targets, strict=True):
         source = source.reshape(target.shape)
+        # As in the kernel the scale is rounded to fp32 before it multiplies.
         if scale != 1:
             source = source.float() * torch.tensor(scale, dtype=torch.float32, device="cpu")
         target.copy_(target.float() + source.float() if accumulate else source)

@@ -59,6 +59,7 @@ def _gradient_factor(
     if device.type == "cpu":
         divisor = divisor if loss_scale is None else divisor * loss_scale.item()
         return torch.tensor(_on_host(squared_norm.item(), divisor, limit, skip), dtype=torch.float64, device="cpu")
+    # torch divides by a Python scalar as a product with its inverse, which rounds twice. So every operand is a tensor.
     total_divisor = torch.full_like(squared_norm, divisor)
     if loss_scale is not None:
         total_divisor = total_divisor * loss_scale

@@ -99,6 +99,7 @@ def _on_cuda(handle: ctypes.CDLL, tensors: Sequence[Tensor]) -> Tensor:
     device = tensors[0].device
     arrays = (CudaArray * len(tensors))(*(CudaArray(x.data_ptr(), x.numel(), DTYPE_CODES[x.dtype]) for x in tensors))
     numel = handle.ze_cuda_squared_norm_workspace(arrays, len(tensors))
+    # The partial sums of each stage. The caching allocator keeps them alive in stream order.
     workspace = torch.empty(numel, dtype=torch.float64, device=device)
     result = torch.empty((), dtype=torch.float64, device=device)
     _cuda_library.call(

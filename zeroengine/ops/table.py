@@ -92,6 +92,8 @@ class AdamTable:
 
     def _lay_out(self, cuda: ctypes.CDLL) -> None:
         rows = []
+        # A tile is what a block of threads updates at a stretch. Tiles are numbered through a buffer's segments, so
+        # that one launch covers them all, whatever their sizes.
         self._first_run, self._num_tiles = [0], []
         for buffer in self._buffers:
             tiles = 0
@@ -100,6 +102,7 @@ class AdamTable:
                 tiles += cuda.ze_cuda_tiles(s.start, s.stop)
             self._first_run.append(len(rows))
             self._num_tiles.append(tiles)
+        # frombuffer refuses an empty buffer, and takes a writable one without a warning.
         raw = bytearray((CudaSegment * len(rows))(*rows)) or bytearray(1)
         self._segments = torch.frombuffer(raw, dtype=torch.uint8).to(self.device)
         self._runs = torch.zeros(max(1, len(rows)) * RUN_BYTES, dtype=torch.uint8, device=self.device)
@@ -112,8 +115,10 @@ class AdamTable:
         """
         if len(groups) != len(self.groups):
             raise ZeroEngineError(f"set_groups: {len(groups)} groups, but the table has {len(self.groups)}")
+        # A rate on the device, as a captured schedule writes it, must not be read here: that would wait.
         rates = {i: g["lr"] for i, g in enumerate(groups) if isinstance(g["lr"], Tensor) and not g["lr"].is_cpu}
         rows = [_row(group, 0.0 if i in rates else float(group["lr"])) for i, group in enumerate(groups)]
+        # Hyperparameters seldom change, and writing them costs a launch.
         if rows != self._written:
             if self._cuda is None:
                 self.groups.copy_(torch.tensor(rows, dtype=torch.float64, device="cpu").view_as(self.groups))
@@ -165,6 +170,7 @@ class AdamTable:
     def _prepare_on_host(self, factor: Tensor, used: Tensor | None) -> None:
         self._factor, _, overflow = factor.tolist()
         active = torch.ones_like(self.steps) if used is None else (used > 0).long()
+        # As on the device: an overflow counts no step, and `update` writes nothing.
         if overflow:
             active.zero_()
         self.steps += active

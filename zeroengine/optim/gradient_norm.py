@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -20,9 +20,24 @@ from zeroengine.disk.mapped_memory import populate
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.optim.step_result import StepResult, StepSettings
 from zeroengine.runtime.outside_writes import OutsideWrites
-from zeroengine.runtime.reducer import Reducer
+from zeroengine.runtime.unit_gradients import UnitGradients
 from zeroengine.utils.host_copies import to_device
 from zeroengine.utils.profiling import profile_range
+
+
+class GradientSource(Protocol):
+    """The owner of the gradients: the reducer, as far as the optimizer needs it."""
+
+    @property
+    def gradients(self) -> Sequence[UnitGradients]:
+        """The gradients of every trainable unit, in forward order."""
+
+    @property
+    def has_late_gradients(self) -> bool:
+        """Whether gradients came after their unit was reduced, and wait on this rank."""
+
+    def reduce_late_gradients(self) -> None:
+        """Reduce the gradients that wait. Call it on every rank if any rank has some."""
 
 
 class GradientSummary(NamedTuple):
@@ -42,14 +57,15 @@ class GradientNorm:
 
     Args:
         shards: The optimizer shard of every trainable unit, in forward order.
-        reducer: Knows whether gradients came after their unit was reduced.
+        source: Owns the gradients.
+        transport: Sums over the ranks.
         writes: Tells which parameters were written beside the updates.
     """
 
     def __init__(
-        self, shards: Sequence[OptimizerShard], reducer: Reducer, transport: Transport, writes: OutsideWrites
+        self, shards: Sequence[OptimizerShard], source: GradientSource, transport: Transport, writes: OutsideWrites
     ) -> None:
-        self._shards, self._reducer, self._transport, self._writes = shards, reducer, transport, writes
+        self._shards, self._source, self._transport, self._writes = shards, source, transport, writes
         self._flags: list[float] = []
         self._device_flags = torch.empty(0, device="cpu")  # The values of `_flags`, on the device.
 
@@ -67,9 +83,9 @@ class GradientNorm:
         Raises:
             DivergenceError: On every rank, where the ranks wrote different values. Nothing has changed.
         """
-        summary, any_late = self._summarise(label, late=self._reducer.has_late_gradients)
+        summary, any_late = self._summarise(label, late=self._source.has_late_gradients)
         if any_late:
-            self._reducer.reduce_late_gradients()
+            self._source.reduce_late_gradients()
             summary, _ = self._summarise(label, late=False)
         return summary
 
@@ -82,11 +98,13 @@ class GradientNorm:
         values = to_device([0.0, late, *self._local_flags()], self.device)
         world_size = self._transport.world_size
         for shard in self._shards:
+            # Where gradients have left the device, their norm was taken before they left.
             squared_norm = shard.grads.squared_norm
             if squared_norm is None:
                 squared_norm = _squared_norm(shard.gradient_for_norm(world_size))
             values[0] += squared_norm
         total = self._transport.all_reduce_scalars(values, label).tolist()
+        # Ranks that ran different collectives are reported here, before anything is updated.
         self._transport.check_order()
         has_grad, start = [], 2
         for shard in self._shards:
@@ -110,8 +128,8 @@ class GradientNorm:
         Returns:
             1-D float64 on the device.
         """
-        if self._reducer.has_late_gradients:
-            self._reducer.reduce_late_gradients()
+        if self._source.has_late_gradients:
+            self._source.reduce_late_gradients()
         with profile_range("norm"):
             world_size = self._transport.world_size
             norm = ops.squared_norms([shard.gradient_for_norm(world_size) for shard in self._shards])
@@ -137,6 +155,7 @@ class GradientNorm:
             not_finite = [False] * len(slots)
             for span in shard.spans():
                 gradient = shard.gradient[span.shard_slice]
+                # The gradient may be part of a mapped file, whose disk may fail.
                 populate(gradient)
                 not_finite[span.param_index] = not_finite[span.param_index] or not bool(torch.isfinite(gradient).all())
             flags += not_finite
@@ -167,5 +186,6 @@ def step_on_host(
 
 
 def _squared_norm(gradient: torch.Tensor) -> torch.Tensor:
+    # The kernels take real numbers up to fp32. Complex and fp64 parameters are rare, so torch serves them.
     gradient = torch.view_as_real(gradient).flatten() if gradient.is_complex() else gradient
     return gradient.dot(gradient) if gradient.dtype is torch.float64 else ops.squared_norm(gradient)

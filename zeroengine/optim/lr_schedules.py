@@ -135,6 +135,7 @@ Rate = Callable[[dict[str, Any], float, int], float]
 
 
 def _relative(rate: Rate, params: dict[str, Any], base: float) -> Callable[[int], float]:
+    # In DeepSpeed every schedule but the range test stays at its start for the first two updates.
     behind = 0 if rate is _range_test else 1
     return lambda step: rate(params, base, max(0, step - behind)) / (base or 1.0)
 

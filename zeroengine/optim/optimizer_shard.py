@@ -47,6 +47,7 @@ class OptimizerShard:
         if built is not None and self.store is not None and self.store.holds(built):
             return built
         master = self.empty(torch.float32)
+        # Writing a mapped file whose disk fails would end the process by a signal; `populate` raises instead.
         populate(master, write=True)
         master.copy_(self.param if built is None else built)
         if self.store is not None:
@@ -101,6 +102,7 @@ class OptimizerShard:
 
     def gradient_for_norm(self, world_size: int) -> torch.Tensor:
         """Return this rank's 1/``world_size`` of the summed gradients: the same elements at every stage."""
+        # A gradient shard is 1/world of the elements already. Unsharded gradients are the same on every rank.
         gradient = self.grads.grad_shard
         if not self.grads.unsharded:
             return gradient

@@ -51,6 +51,7 @@ def segments_of(
         if not has_grad[i]:
             joins = False
             continue
+        # Neighbours with equal scalars are one kernel call, the padding between them included.
         last = segments[-1] if segments else None
         if joins and last is not None and (last.group, last.step) == (groups[i], steps[i]):
             segments[-1] = replace(last, stop=stop)

@@ -20,11 +20,10 @@ from zeroengine.optim.backends.interface import BackendParts, ShardState, SpanSt
 from zeroengine.optim.backends.torch_optimizer import TorchOptimizer
 from zeroengine.optim.caller_optimizer import PartitionedStateDict, check_step_call, load_hyperparameters
 from zeroengine.optim.factory import add_param_group
-from zeroengine.optim.gradient_norm import GradientNorm
+from zeroengine.optim.gradient_norm import GradientNorm, GradientSource
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.optim.step_result import StepResult, StepSettings
 from zeroengine.runtime.outside_writes import OutsideWrites
-from zeroengine.runtime.reducer import Reducer
 from zeroengine.runtime.unit import Unit
 
 # The first backend that serves an optimizer runs it; the last one serves any.
@@ -39,7 +38,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     Args:
         base_optimizer: The caller's optimizer. Its class says how to update.
-        reducer: Owns the gradients of every trainable unit, in forward order.
+        source: Owns the gradients: the reducer.
         transport: Sums the norm over the ranks.
         after_update: Is called with a unit right after the update of its shard: this rank's part of the unit's
             parameters has new values.
@@ -52,7 +51,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         without_waiting: See ``BackendParts``.
 
     Attributes:
-        units: The optimizer shard of every trainable unit, in forward order.
+        shards: The optimizer shard of every trainable unit, in forward order.
         backend: Runs the updates.
         base_optimizer_name: The class of the caller's optimizer.
 
@@ -63,7 +62,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         base_optimizer: torch.optim.Optimizer,
-        reducer: Reducer,
+        source: GradientSource,
         transport: Transport,
         *,
         after_update: Callable[[Unit], None],
@@ -77,21 +76,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         self._step, self._zero_grad = step, zero_grad
         self.base_optimizer_name = type(base_optimizer).__name__
-        self.units = [
+        self.shards = [
             OptimizerShard(number, grads, store)
-            for number, (grads, store) in enumerate(zip_longest(reducer.gradients, stores))
+            for number, (grads, store) in enumerate(zip_longest(source.gradients, stores))
         ]
         # torch's constructor adds the groups through `add_param_group`, which is refused from then on.
         self._constructed = False
         super().__init__(base_optimizer.param_groups, base_optimizer.defaults)
         self._constructed = True
         self.param_groups = base_optimizer.param_groups  # The very same list and dicts.
-        self._gradient_norm = GradientNorm(self.units, reducer, transport, writes)
+        self._gradient_norm = GradientNorm(self.shards, source, transport, writes)
         parts = BackendParts(
             optimizer=self,
             base_optimizer=base_optimizer,
             group_of_param={p: i for i, group in enumerate(self.param_groups) for p in group["params"]},
-            shards=self.units,
+            shards=self.shards,
             gradient_norm=self._gradient_norm,
             writes=writes,
             after_update=after_update,
@@ -99,6 +98,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             pipeline=pipeline,
             without_waiting=without_waiting,
         )
+        # Refuse before the constructor allocates the state, which may be most of the memory.
         backend = next(backend for backend in BACKENDS if backend.serves(parts))
         self._check_backend(backend, parts)
         self.backend = backend(parts)
@@ -110,7 +110,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"optimizer_state_dtype: only Adam and AdamW on fp32 masters keep moments in bf16, not {name}; remove "
                 "the key"
             )
-        offloaded = any(shard.unit.offloaded_shards is not None or shard.store is not None for shard in self.units)
+        offloaded = any(shard.unit.offloaded_shards is not None or shard.store is not None for shard in self.shards)
         if offloaded and not backend.supports_offload:
             raise ZeroEngineError(
                 f"offload: only Adam and AdamW on fp32 masters update states that are not on the device, not {name}; "
@@ -186,7 +186,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def reload_masters(self) -> None:
         """Copy into masters what was written into low-precision parameters since the last step."""
-        for shard in self.units:
+        for shard in self.shards:
             if shard.may_be_written:
                 shard.reload_master()
 
@@ -237,12 +237,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def bytes_in(self, medium: Medium | None) -> dict[str, int]:
         """Return the bytes of masters and of optimizer state on this rank in one kind of memory; None: the device's."""
-        shards = [shard for shard in self.units if shard.medium == medium]
+        shards = [shard for shard in self.shards if shard.medium == medium]
         state = (tensor for shard in shards for tensor in self.backend.state.tensors(shard))
         return {"master": sum(shard.master_bytes for shard in shards), "optimizer": sum(map(resident_bytes, state))}
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the masters and the optimizer state that are on the device."""
-        shards = [shard for shard in self.units if shard.store is None]
+        shards = [shard for shard in self.shards if shard.store is None]
         masters = [shard.master for shard in shards if shard.mixed]
         return masters + [tensor for shard in shards for tensor in self.backend.state.tensors(shard)]

@@ -46,6 +46,7 @@ class StepResult:
         return self._read()
 
     def __bool__(self) -> bool:
+        # Cleared first: the callback itself asks for the truth value.
         on_query, self.on_query = self.on_query, None
         if on_query is not None:
             on_query(self)

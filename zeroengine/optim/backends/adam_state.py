@@ -19,6 +19,7 @@ def runs_fused_adam(optimizer: torch.optim.Optimizer, shards: Sequence[Optimizer
 
     A subclass with a ``step`` of its own may update otherwise, and the kernels have no AMSGrad.
     """
+    # torch wraps every class's `step` in a profiling hook, so compare what is inside.
     adam_steps = {inspect.unwrap(cls.step) for cls in (torch.optim.Adam, torch.optim.AdamW)}
     return (
         inspect.unwrap(type(optimizer).step) in adam_steps
@@ -52,6 +53,7 @@ class AdamState:
     def of(self, shard: OptimizerShard, span: ShardSpan) -> SpanState:
         """See ``ShardState``."""
         exp_avg, exp_avg_sq = (moment[span.shard_slice] for moment in self.moments[shard.number])
+        # A float on the CPU, as torch's Adam keeps it, whatever torch's default device is.
         step = torch.tensor(float(self.steps[shard.number][span.param_index]), device="cpu")
         return SpanState({"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}, {"step": step})
 

@@ -73,7 +73,10 @@ class DeviceAdam:
         self._table.set_groups([self._hyperparameters(group) for group in self._parts.optimizer.param_groups])
         total = self._parts.gradient_norm.sum_on_device(settings.label)
         factor = ops.gradient_factor(total[0], divisor=settings.divisor, limit=settings.limit, skip=settings.skip)
+        # The copy to the host is issued here, before the update: a host that waits for it leaves the device the update
+        # to do.
         values = HostCopy(torch.cat([factor, total[1:]]))
+        # `prepare` counts the step and folds the factor into every segment, unless the factor says overflow.
         self._table.prepare(factor, total[1 : 1 + len(self._device_counts)])
         for shard in self._parts.shards:
             with profile_range("update", shard.unit.name):
@@ -85,6 +88,7 @@ class DeviceAdam:
                     low_precision_param=shard.low_precision_param,
                     reload_written=shard.may_be_written,
                 )
+            # The all-gather of this unit may start now, behind its update on the stream and beside the next update.
             self._parts.after_update(shard.unit)
 
         def read() -> tuple[float, bool]:
@@ -107,6 +111,7 @@ class DeviceAdam:
         (result, values), self._pending = self._pending, None
         # The truth value tells the engine, too, which takes back its LR schedule if the step was skipped.
         updated = bool(result)
+        # Behind the factor's three values: a flag for each parameter, then the checksums of outside writes.
         sums = values.read()[3:]
         if updated:
             has_grad = iter(sums)
@@ -145,5 +150,6 @@ def _buffers(shards: Sequence[OptimizerShard], group_of_param: Mapping[torch.Ten
             )
             for span in shard.spans()
         ]
+        # Step counts stay below 2**32, so that no two units share the seed of a step, `seed + step`.
         yield AdamBuffer(segments, seed=shard.number << 32, offset=shard.offset)
         num_params += len(params)

@@ -109,6 +109,7 @@ class HostAdam:
     def _update(self, factor: float, has_grad: Sequence[Sequence[bool]]) -> None:
         leaving, offloaded = PendingWriteback(), []
         for shard, flags in zip(self._parts.shards, has_grad, strict=True):
+            # Steps are counted before the update, since Adam's bias correction counts from 1.
             steps = self.state.steps[shard.number]
             for i, flag in enumerate(flags):
                 steps[i] += flag
@@ -123,6 +124,7 @@ class HostAdam:
                 self._parts.after_update(shard.unit)
             else:
                 offloaded.append((shard, segments))
+        # The pipeline may read and write the same stores, and the next gather reads the shards that left.
         leaving.wait_for_all()
         if offloaded:
             assert self._parts.pipeline is not None
@@ -173,6 +175,7 @@ class HostAdam:
         for start in range(0, numel, chunk_numel):
             stop = min(start + chunk_numel, numel)
             inside = [segment for segment in segments if segment.start < stop and start < segment.stop]
+            # A piece without any parameter that got a gradient stays where it is.
             if not inside:
                 continue
             all_written = sum(min(s.stop, stop) - max(s.start, start) for s in inside) == stop - start
@@ -188,6 +191,7 @@ class HostAdam:
 
     def _finish_offloaded(self, shard: OptimizerShard) -> None:
         assert self._parts.pipeline is not None
+        # The all-gather reads the shard on the device's stream, behind the copies that the pipeline issued.
         self._parts.pipeline.wait_stream()
         self._parts.after_update(shard.unit)
 
@@ -222,6 +226,8 @@ class HostAdam:
                 maximize=bool(group.get("maximize", False)),
                 low_precision_param=None if low_precision_param is None else low_precision_param[elements],
                 reload_written=shard.may_be_written,
+                # Stochastic rounding depends on the unit, the step and the element's place in the unit alone, so it
+                # is the same at every stage and in pieces of any size.
                 seed=shard.number << 32 | segment.step,
                 offset=shard.offset + start + elements.start,
             )
@@ -237,6 +243,7 @@ class HostAdam:
         key = (tuple(has_grad), steps_behind)
         tables = self.segment_tables[shard.number]
         if key not in tables:
+            # A model whose branches vary without end would fill the memory.
             if len(tables) >= SEGMENT_TABLES:
                 tables.clear()
             groups = [self._parts.group_of_param[param] for param in shard.unit.params]

@@ -38,6 +38,7 @@ class TorchOptimizer:
         for shard in parts.shards:
             for span in shard.spans():
                 param = shard.unit.params[span.param_index]
+                # A parameter that lies wholly in this shard keeps its shape, which some optimizers look at.
                 shape = param.shape if span.numel == param.numel() else (span.numel,)
                 on_shard = torch.nn.Parameter(shard.master[span.shard_slice].view(shape))
                 self._on_shards.param_groups[parts.group_of_param[param]]["params"].append(on_shard)
@@ -46,6 +47,7 @@ class TorchOptimizer:
                     self._on_shards.state[on_shard] = {
                         key: _initial_state(value, param, span, on_shard) for key, value in caller_state[param].items()
                     }
+        # The caller's copy of the whole state would only take memory, and could be mistaken for the present one.
         caller_state.clear()
 
     @property
@@ -70,10 +72,12 @@ class TorchOptimizer:
             if shard.may_be_written:
                 shard.reload_master()
         caller_groups, groups = self._parts.optimizer.param_groups, self._on_shards.param_groups
+        # Schedules and users change the caller's groups.
         for group, caller_group in zip(groups, caller_groups, strict=True):
             group.update(_hyperparameters(caller_group))
         for shard, flags in zip(self._parts.shards, has_grad, strict=True):
             for span, param in self._params[shard.number]:
+                # A parameter without a gradient gets none here, so that the optimizer skips it, as in plain torch.
                 if flags[span.param_index]:
                     gradient = shard.gradient[span.shard_slice]
                     param.grad = gradient.to(param.dtype, copy=True).mul_(factor).view_as(param)
