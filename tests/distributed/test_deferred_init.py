@@ -14,7 +14,7 @@ import zeroengine
 from tests.deferred_init.test_meta_init import BIG, BLOCKS, Big, Peak
 from tests.distributed.models import TinyLM, batch, build, config
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_offload import BOTH, offloaded
+from tests.distributed.test_offload import OPTIMIZER_AND_PARAM, offloaded
 from zeroengine.deferred_init import meta_init
 
 
@@ -54,7 +54,10 @@ def train(all_settings: list[dict[str, Any]], under_meta_init: bool) -> list[Any
 def test_deferred_init_trains_as_an_ordinary_build(
     tmp_path: Path, precision: dict[str, Any], stages: tuple[int, ...]
 ) -> None:
-    settings = [*(config(stage, **precision) for stage in stages), offloaded(3, tmp_path, BOTH, **precision)]
+    settings = [
+        *(config(stage, **precision) for stage in stages),
+        offloaded(3, tmp_path, OPTIMIZER_AND_PARAM, **precision),
+    ]
     expected = run_ranks(2, train, settings, False)
     found = run_ranks(2, train, settings, True)
     for one, other in zip(chain(*expected), chain(*found), strict=True):

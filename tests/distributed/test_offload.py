@@ -25,7 +25,7 @@ from zeroengine.ops import _aio_library
 from zeroengine.partition.cut import cut_units
 from zeroengine.partition.degrees import degrees_of_stage
 
-OPTIMIZER, BOTH = ("offload_optimizer",), ("offload_optimizer", "offload_param")
+OPTIMIZER, OPTIMIZER_AND_PARAM = ("offload_optimizer",), ("offload_optimizer", "offload_param")
 PARAM = ("offload_param",)
 PRECISIONS = [pytest.param({}, id="fp32"), pytest.param({"bf16": {"enabled": True}}, id="bf16")]
 
@@ -64,18 +64,18 @@ def assert_same(one: Any, other: Any) -> None:
 
 
 CASES = [
-    (1, 3, BOTH),
-    (2, 3, BOTH),
+    (1, 3, OPTIMIZER_AND_PARAM),
+    (2, 3, OPTIMIZER_AND_PARAM),
     (2, 1, OPTIMIZER),
     (1, 2, OPTIMIZER),
     (2, 3, PARAM),
     (1, 3, PARAM),
-    (3, 3, BOTH),
+    (3, 3, OPTIMIZER_AND_PARAM),
     (2, 2, OPTIMIZER),
     (2, 3, OPTIMIZER),
 ]
-NAMES = {OPTIMIZER: "optimizer", PARAM: "parameters", BOTH: "both"}
-WHICH = [pytest.param(which, id=NAMES[which]) for which in (OPTIMIZER, BOTH)]
+NAMES = {OPTIMIZER: "optimizer", PARAM: "parameters", OPTIMIZER_AND_PARAM: "both"}
+WHICH = [pytest.param(which, id=NAMES[which]) for which in (OPTIMIZER, OPTIMIZER_AND_PARAM)]
 
 
 @in_turn(
@@ -120,7 +120,7 @@ def load_and_go_on(settings: dict[str, Any], folder: str, steps: int) -> Any:
 @in_turn(("to_disk", "precision"), [pytest.param(True, id="to disk"), pytest.param(False, id="to memory")], PRECISIONS)
 def test_checkpoints_go_between_disk_and_memory(tmp_path: Path, to_disk: bool, precision: dict[str, Any]) -> None:
     (tmp_path / "nvme").mkdir()
-    away = offloaded(3, tmp_path / "nvme", BOTH, checkpoint={"async_save": True}, **precision)
+    away = offloaded(3, tmp_path / "nvme", OPTIMIZER_AND_PARAM, checkpoint={"async_save": True}, **precision)
     here = config(2, **precision)
     first, second = (here, away) if to_disk else (away, here)
     saved = run_ranks(2, save_and_go_on, first, str(tmp_path / "saved"), 3)
@@ -193,7 +193,7 @@ def overflow(settings: dict[str, Any]) -> Any:
 
 def test_a_skipped_step_changes_nothing_on_disk(tmp_path: Path) -> None:
     expected = run_ranks(2, overflow, config(3))
-    found = run_ranks(2, overflow, offloaded(3, tmp_path, BOTH))
+    found = run_ranks(2, overflow, offloaded(3, tmp_path, OPTIMIZER_AND_PARAM))
     for (losses, state), (losses_on_disk, state_on_disk) in zip(expected, found, strict=True):
         assert losses == losses_on_disk
         assert all(torch.equal(state[name], state_on_disk[name]) for name in state)
@@ -246,7 +246,7 @@ def test_a_failing_disk_ends_every_rank_with_an_error_and_the_checkpoint_still_l
     tmp_path: Path, kind: int, when: str
 ) -> None:
     (tmp_path / "nvme").mkdir()
-    which = OPTIMIZER if when == "gradients" else BOTH
+    which = OPTIMIZER if when == "gradients" else OPTIMIZER_AND_PARAM
     settings = offloaded(3, tmp_path / "nvme", which, comm={"timeout_seconds": 10})
     saved = str(tmp_path / "saved")
     told = run_ranks(2, fail_on_rank_0, settings, saved, kind, when)
@@ -299,7 +299,9 @@ def room_and_use(path: Path) -> list[tuple[str, int, int, int]]:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     found = []
-    for number, (stage, which) in enumerate([(1, OPTIMIZER), (2, OPTIMIZER), (3, OPTIMIZER), (3, PARAM), (3, BOTH)]):
+    for number, (stage, which) in enumerate(
+        [(1, OPTIMIZER), (2, OPTIMIZER), (3, OPTIMIZER), (3, PARAM), (3, OPTIMIZER_AND_PARAM)]
+    ):
         for more in ({}, {"bf16": {"enabled": True}}, {"bf16": {"enabled": True}, "optimizer_state_dtype": "bf16"}):
             model = torch.nn.Sequential(*(torch.nn.Linear(5 + number, 5 + number) for _ in range(3 + number)))
             settings = offloaded(stage, path, which, **more)
@@ -366,7 +368,7 @@ def _leads_to(fd: str, folder: str) -> bool:
 
 
 def test_files_go_with_the_engine(tmp_path: Path) -> None:
-    open_files, left, named = run_ranks(1, leave_files, offloaded(3, tmp_path, BOTH), str(tmp_path))[0]
+    open_files, left, named = run_ranks(1, leave_files, offloaded(3, tmp_path, OPTIMIZER_AND_PARAM), str(tmp_path))[0]
     assert open_files > 0 and left == 0 and named == 0
 
 

@@ -41,7 +41,7 @@ from zeroengine.ops import _aio_library
 CPU, NVME = {"device": "cpu"}, {"device": "nvme"}
 OPTIMIZER = {"offload_optimizer": CPU}
 PARAM = {"offload_param": CPU}
-BOTH = OPTIMIZER | PARAM
+OPTIMIZER_AND_PARAM = OPTIMIZER | PARAM
 DISK = {"offload_optimizer": NVME, "offload_param": NVME}
 MIXED = {"offload_optimizer": CPU, "offload_param": NVME}
 PRECISIONS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}
@@ -107,8 +107,17 @@ def compared(cases: list[tuple[int, dict[str, Any]]], path: Path, more: dict[str
 
 OTHER = {"data_types": {"grad_accum_dtype": "bf16"}, "communication_data_type": "fp32"}
 CASES = {
-    1: [(0, OPTIMIZER), (2, OPTIMIZER), (3, PARAM), (3, BOTH), (3, DISK), (3, MIXED)],
-    2: [(0, OPTIMIZER), (1, OPTIMIZER), (2, OPTIMIZER), (3, OPTIMIZER), (3, PARAM), (3, BOTH), (3, DISK), (3, MIXED)],
+    1: [(0, OPTIMIZER), (2, OPTIMIZER), (3, PARAM), (3, OPTIMIZER_AND_PARAM), (3, DISK), (3, MIXED)],
+    2: [
+        (0, OPTIMIZER),
+        (1, OPTIMIZER),
+        (2, OPTIMIZER),
+        (3, OPTIMIZER),
+        (3, PARAM),
+        (3, OPTIMIZER_AND_PARAM),
+        (3, DISK),
+        (3, MIXED),
+    ],
 }
 
 
@@ -167,7 +176,7 @@ def same(one: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_inspection_and_surgery_reach_offloaded_states(tmp_path: Path, precision: str) -> None:
-    cases = [(1, OPTIMIZER), (3, BOTH), (3, DISK)]
+    cases = [(1, OPTIMIZER), (3, OPTIMIZER_AND_PARAM), (3, DISK)]
     for found in run_ranks(2, looked_at_and_written, cases, tmp_path, PRECISIONS[precision]):
         assert all(len(equal) > 20 and all(equal) for equal in found)
 
@@ -192,7 +201,11 @@ def saved_and_loaded(stage: int, which: dict[str, Any], path: Path, more: dict[s
     return found
 
 
-@in_turn(("which", "precision"), [pytest.param(BOTH, id="cpu"), pytest.param(DISK, id="nvme")], list(PRECISIONS))
+@in_turn(
+    ("which", "precision"),
+    [pytest.param(OPTIMIZER_AND_PARAM, id="cpu"), pytest.param(DISK, id="nvme")],
+    list(PRECISIONS),
+)
 def test_checkpoints_load_with_states_on_the_device_or_offloaded(
     tmp_path: Path, which: dict[str, Any], precision: str
 ) -> None:
@@ -236,7 +249,7 @@ def test_bytes_that_cross_in_a_step(tmp_path: Path) -> None:
     cases = [
         away(2, OPTIMIZER, tmp_path, **bf16),
         away(2, OPTIMIZER, tmp_path, **accumulating),
-        away(3, BOTH, tmp_path, **bf16),
+        away(3, OPTIMIZER_AND_PARAM, tmp_path, **bf16),
         away(2, OPTIMIZER, tmp_path),
         away(1, OPTIMIZER, tmp_path, **bf16),
         away(3, PARAM, tmp_path, **bf16),
@@ -303,7 +316,7 @@ def over_native_collectives(path: Path, more: dict[str, Any]) -> list[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Group, "transport", native)
         patch.setattr(native_module, "_reduce_scatter", lambda *args, **more: Once(reduce_scatter(*args, **more)))
-        return compared([(3, BOTH), (3, DISK), (2, OPTIMIZER)], path, more, True)
+        return compared([(3, OPTIMIZER_AND_PARAM), (3, DISK), (2, OPTIMIZER)], path, more, True)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

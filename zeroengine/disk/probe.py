@@ -39,7 +39,7 @@ class DiskSettings:
     """How a disk is driven: the keys of "aio" in the configuration. The defaults are good without a measurement.
 
     Attributes:
-        backend: As of ``DiskQueue``.
+        backend: As for ``DiskQueue``.
         queue_depth: Blocks in flight.
         block_size: The size of a block in bytes.
     """

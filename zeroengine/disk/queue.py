@@ -165,7 +165,7 @@ class Transfer:
 # error, and nothing is closed there. A queue that is garbage-collected, or alive when the interpreter exits, first
 # waits for its transfers: its threads write into tensors that would otherwise be unmapped under them.
 class DiskQueue:
-    """A queue of reads and writes that go on beside the computation, any number at once, from any thread.
+    """A queue of reads and writes that overlap the computation, any number at once, from any thread.
 
     A transfer is split into blocks, of which ``depth`` are in flight. The library's own threads keep them so, and a
     transfer proceeds while Python computes. Reads and writes take turns.
@@ -241,7 +241,7 @@ class DiskQueue:
             source: A contiguous CPU tensor of any shape and dtype.
 
         Raises:
-            OffloadError: As of ``read``.
+            OffloadError: As for ``read``.
         """
         return self._start(True, file, offset_bytes, source)
 

@@ -56,7 +56,7 @@ class SyncedFile(io.BufferedWriter):
 
 
 class DirectFile(io.RawIOBase):
-    """A file that is written past the page cache, beside the work that makes its bytes. Takes 16 MiB of memory.
+    """A file that is written past the page cache while its next bytes are made. Takes 16 MiB of memory.
 
     ``write`` fills buffers in turn; a full one is sent to the disk while the next is filled. A file that fits in one
     buffer starts no queue and goes through the page cache.

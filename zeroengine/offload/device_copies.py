@@ -1,4 +1,4 @@
-"""Copies between a GPU and page-locked host memory, on streams of their own beside the computation."""
+"""Copies between a GPU and page-locked host memory, on streams of their own that overlap the computation."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class GPUCopies:
 
     def __init__(self, device: torch.device, pin: bool = True) -> None:
         self._device, self._pin = device, pin
-        self._in: torch.cuda.Stream = torch.cuda.Stream(device)
-        self._out: torch.cuda.Stream = torch.cuda.Stream(device)
+        self._in = torch.cuda.Stream(device)
+        self._out = torch.cuda.Stream(device)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: Work | None = None) -> Work:
         """Start a copy on the stream of its direction."""

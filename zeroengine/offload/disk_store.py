@@ -40,9 +40,9 @@ class _FileRegion:
 
 # [Note: Two ways to the disk]
 # The loops that read or write whole states (the update, gathers, gradients) move blocks between the files and buffers
-# of their own, past the page cache and beside the computation. Everything rare (checkpoints, inspection, changes by
-# the user) uses the tensor that ``empty`` returned, which is a mapped part of a file. It calls ``populate`` first, so
-# that a disk that fails is an error and not a signal (see the note in ``disk/mapped_memory.py``). The kernel keeps
+# of their own, past the page cache and overlapping the computation. Everything rare (checkpoints, inspection, changes
+# by the user) uses the tensor that ``empty`` returned, which is a mapped part of a file. It calls ``populate`` first,
+# so that a disk that fails is an error and not a signal (see the note in ``disk/mapped_memory.py``). The kernel keeps
 # both ways coherent as long as they do not touch one place at one time: transfers under way are awaited before a
 # mapped tensor is used.
 class DiskStore:

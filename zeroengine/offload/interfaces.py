@@ -74,7 +74,7 @@ class StateStore(Poisonable, Protocol):
         """
 
     def write(self, source: torch.Tensor, state: torch.Tensor) -> Work:
-        """Start to write memory over a state. Both are as of ``read``."""
+        """Start to write memory over a state. The arguments are as for ``read``."""
 
 
 class OffloadStore(StateStore, Protocol):

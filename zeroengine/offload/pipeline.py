@@ -1,4 +1,4 @@
-"""States that live elsewhere, brought through a few buffers: reads, computation and writes beside one another.
+"""States that live elsewhere, brought through a few buffers so that reads, computation and writes overlap.
 
 buffer 0   read a . . compute a . . write a . . . . . read d
 buffer 1   . . read b . . . . compute b . . write b

@@ -272,5 +272,5 @@ def _moved_element_bytes(
 
 
 def _is_mixed(plan: UnitPlan) -> bool:
-    """Return whether a unit has fp32 master weights beside its parameters."""
+    """Return whether a unit has fp32 master weights in addition to its parameters."""
     return plan.dtype in (torch.bfloat16, torch.float16)
