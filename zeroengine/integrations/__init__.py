@@ -1,1 +1,1 @@
-"""Other libraries: their checkpoints, names and trainers."""
+"""Other libraries: `deepspeed` imports its checkpoints."""

@@ -1,4 +1,4 @@
-"""Paths that users pass: a wrong one is an error, never another folder. Needs no torch."""
+"""Check the paths that users pass: a wrong one is an error, never another folder. Needs no torch."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from zeroengine.errors import ZeroEngineError
 
 
 def checked_path(path: object, argument: str, error: type[ZeroEngineError] = ZeroEngineError) -> str:
-    """Return ``path`` as a string.
+    """Return `path` as a string.
 
     Args:
-        argument: what the user calls it, for the message.
-        error: the class of the error.
+        path: What the user passed.
+        argument: What the user calls it, for the message.
+        error: The class of the error.
 
     Raises:
-        ZeroEngineError: it is no path, or it is empty, which the system would take for the working folder.
+        ZeroEngineError: It is no path, or it is empty, which the system would take for the working folder.
     """
     name = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     if not isinstance(name, str):
@@ -26,5 +27,5 @@ def checked_path(path: object, argument: str, error: type[ZeroEngineError] = Zer
 
 
 def is_file_name(name: object) -> bool:
-    """Return whether ``name`` names something within a folder, and leads nowhere else."""
+    """Return whether `name` names something within a folder, and leads nowhere else."""
     return isinstance(name, str) and os.path.basename(name) == name and name not in ("", ".", "..")

@@ -1,1 +1,6 @@
-"""Weights in and out of checkpoints and live engines, as safetensors that Hugging Face reads and writes."""
+"""Weights in and out of checkpoints and live engines, as safetensors and state dicts.
+
+- `export`: a checkpoint's weights as safetensors. `chunked_reads`: reads its files in bounded memory.
+- `live_weights`: the same out of, and into, a live engine. `sources`: the files and state dicts that it loads.
+- `huggingface_format`: sharded safetensors with an index. `output_folder`: a folder that appears as a whole.
+"""

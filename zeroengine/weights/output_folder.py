@@ -1,4 +1,4 @@
-"""Where weights go to: a folder that appears as a whole, and the words for dtypes and sizes. Needs no torch."""
+"""The folder that weights are written to, which appears as a whole, and the names of dtypes. Needs no torch."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def parse_dtype(name: object) -> str | None:
-    """``bf16``, ``bfloat16`` or ``torch.bfloat16`` as torch's name for it; None stays None.
+    """Return torch's name for a dtype: "bfloat16" for `bf16`, `bfloat16` or `torch.bfloat16`; None for None.
 
     Raises:
-        CheckpointError: weights are not written in it.
+        CheckpointError: Weights are not written in it.
     """
     if name is None:
         return None
-    found = DTYPES.get(str(name), str(name).removeprefix("torch."))
-    if found not in DTYPES.values():
+    dtype = DTYPES.get(str(name), str(name).removeprefix("torch."))
+    if dtype not in DTYPES.values():
         raise CheckpointError(f"dtype {name}: write {', '.join(DTYPES)}, or leave it out to keep each tensor's own")
-    return found
+    return dtype
 
 
 class OutputFolder:
     """A folder that is to appear as a whole, written by one process or several.
 
-    Where it is there already its weights give way, and everything else in it stays.
+    Where the folder exists already its weights are replaced, and everything else in it stays.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -46,7 +46,15 @@ class OutputFolder:
         self._lock: int | None = None
 
     def check(self, *, force: bool, apart_from: Iterable[Path] = ()) -> None:
-        """Raises: CheckpointError: it cannot be written, or is there already and not to be replaced."""
+        """Check that the folder can be written.
+
+        Args:
+            force: Replace the weights in it.
+            apart_from: Directories that must be neither within it nor around it.
+
+        Raises:
+            CheckpointError: It cannot be written, or exists already and is not to be replaced.
+        """
         if self.path.exists() and not self.path.is_dir():
             raise CheckpointError(f"{self.path} is a file: weights are written to a folder")
         if os.path.ismount(self.path):
@@ -63,10 +71,10 @@ class OutputFolder:
             )
 
     def begin(self, nbytes: int) -> Path:
-        """The folder to write into, for this process.
+        """Return the new folder to write into, which this process has locked.
 
         Raises:
-            CheckpointError: somebody else is writing it, or there is no room for ``nbytes``.
+            CheckpointError: Another process is writing it, or the disk has fewer than `nbytes` bytes free.
         """
         try:
             self.writing.mkdir(parents=True, exist_ok=True)
@@ -78,9 +86,10 @@ class OutputFolder:
         except OSError:
             self._unlock()
             raise CheckpointError(f"another process is writing {self.path}") from None
-        for entry in self.writing.iterdir():  # of a writer that died
+        # A writer that died may have left files.
+        for entry in self.writing.iterdir():
             entry.unlink()
-        self._settle()
+        self._finish_replacement()
         free = shutil.disk_usage(self.writing).free
         if free < nbytes:
             self.abandon()
@@ -91,17 +100,17 @@ class OutputFolder:
         return self.writing
 
     def commit(self) -> None:
-        """What was written, and is on the disk, becomes the folder."""
+        """Put the folder that was written, and is on the disk, in the place of the old one."""
         sync_directory(self.writing)
         if self.path.exists():
             self.path.rename(self._replaced)
         self.writing.rename(self.path)
-        self._settle()
+        self._finish_replacement()
         sync_directory(self.path.parent)
         self._unlock()
 
-    def _settle(self) -> None:
-        """Ends what ``commit`` began: what is no weight moves over from the folder that gave way."""
+    def _finish_replacement(self) -> None:
+        """Move what is no weight from the old folder to the new one, also for a writer that died before."""
         if not self._replaced.exists():
             return
         if not self.path.exists():
@@ -113,7 +122,7 @@ class OutputFolder:
         shutil.rmtree(self._replaced, ignore_errors=True)
 
     def abandon(self) -> None:
-        """Remove what was written so far, and release the folder."""
+        """Remove what was written."""
         shutil.rmtree(self.writing, ignore_errors=True)
         self._unlock()
 

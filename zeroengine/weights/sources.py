@@ -1,4 +1,4 @@
-"""Weights in files, read a box at a time: safetensors, and what ``torch.save`` wrote of tensors alone."""
+"""Read weights a box at a time, from safetensors, files of `torch.save` with tensors alone, and state dicts."""
 
 from __future__ import annotations
 
@@ -30,10 +30,12 @@ WRAPPERS = ("model", "state_dict", "model_state_dict", "module")  # where script
 
 @dataclass
 class WeightSource:
-    """Tensors by name, with no values in memory.
+    """Tensors by name, whose values are not in memory yet.
 
     Attributes:
-        read: a copy, or a view, of a box of a tensor.
+        where: Where they come from, for messages.
+        tensors: Their shapes and dtypes.
+        read: Returns a copy or a view of a box of a tensor.
     """
 
     where: str
@@ -42,7 +44,11 @@ class WeightSource:
 
 
 def of_state_dict(state: Mapping[str, Any], where: str) -> WeightSource:
-    """Return the weights of a state dict, which messages call `where`."""
+    """Return the tensors of a state dict.
+
+    Raises:
+        CheckpointError: It holds other values, or tensors that cannot be read.
+    """
     tensors = {name: value.detach() for name, value in state.items() if isinstance(value, torch.Tensor)}
     others = [name for name in state if name not in tensors and not str(name).endswith("_extra_state")]
     if others:
@@ -58,7 +64,7 @@ def of_state_dict(state: Mapping[str, Any], where: str) -> WeightSource:
 
 
 def _unreadable(tensor: torch.Tensor) -> str | None:
-    """Why no box of the tensor can be copied."""
+    """Return why no box of a tensor can be copied; None where it can."""
     if tensor.is_meta:
         return "without values, on the meta device: load values into it first"
     if tensor.layout is not torch.strided:
@@ -69,10 +75,10 @@ def _unreadable(tensor: torch.Tensor) -> str | None:
 
 
 def of_path(path: Path) -> WeightSource:
-    """The weights in a file, or in those of a folder.
+    """Return the weights in a file, or in those of a folder.
 
     Raises:
-        CheckpointError: there are none, or they are damaged, or they could run code.
+        CheckpointError: There are none, or they are damaged, or they could run code.
     """
     files = _files_of(path)
     sources = [_of_file(file) for file in files]
@@ -134,7 +140,7 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 def _index_of(path: Path) -> dict[str, str]:
-    """Which file each tensor is in, as an index says."""
+    """Return the file of each tensor, by the index in a folder or file; nothing where there is no index."""
     if path.is_dir():
         path = next((path / name for name in INDEXES if (path / name).is_file()), path)
     if path.suffix != ".json":
@@ -159,12 +165,13 @@ def _of_file(path: Path) -> WeightSource:
 
 
 def _safetensors(path: Path) -> WeightSource:
-    """The tensors of a file, read and not mapped: where the disk fails under a mapped file, using it is SIGBUS."""
+    """Return the tensors of a file, which is read and not mapped: a failing disk under a mapped file is a SIGBUS."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="pt"):
-            pass  # its header is sound, and the file as long as it says
+            # Opening it checks its header, and that the file is as long as the header says.
+            pass
         file = open(path, "rb", buffering=0)
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
@@ -216,7 +223,7 @@ def _pickled(path: Path) -> WeightSource:
 
 
 def _loaded(tensor: torch.Tensor, path: Path) -> torch.Tensor:
-    """Return part of a mapped file, once it is in memory: where the disk fails, using it would be SIGBUS."""
+    """Return part of a mapped file once it is in memory: a failing disk would be a SIGBUS when it is used."""
     try:
         populate_pages(tensor)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The files of a DeepSpeed ZeRO checkpoint: where they are, and whether they are of a kind to import. Needs no torch.
+"""Find the files of a DeepSpeed ZeRO checkpoint, and check that they can be imported. Needs no torch.
 
 runs/a/
   latest                                             the tag of the newest checkpoint
@@ -34,17 +34,17 @@ UNSUPPORTED = (
 
 @dataclass(frozen=True)
 class DeepSpeedFiles:
-    """The files of one checkpoint, by rank; ``model`` has rank 0 alone at stages 1 and 2."""
+    """The files of one checkpoint, by rank; `model` has rank 0 alone at stages 1 and 2."""
 
     path: Path
     model: dict[int, Path]
     optimizer: dict[int, Path]
 
     def check(self, kind: str, world_size: int) -> None:
-        """Whether each of ``world_size`` ranks has its file, and nobody else.
+        """Check that each of `world_size` ranks has its file, and that there are no others.
 
         Raises:
-            CheckpointError: which are missing, or too many.
+            CheckpointError: Files are missing, or there are too many.
         """
         found: dict[int, Path] = getattr(self, kind)
         example = next(iter(found.values())).name
@@ -61,10 +61,10 @@ class DeepSpeedFiles:
 
 
 def find_checkpoint(directory: str | os.PathLike[str], tag: str | None) -> Path:
-    """The folder of a DeepSpeed checkpoint: ``tag`` of ``directory``, or the newest, or ``directory`` itself.
+    """Return the folder of a DeepSpeed checkpoint: `tag` of `directory`, or the newest, or `directory` itself.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: There is none.
     """
     path = Path(os.path.abspath(checked_path(directory, "the folder of DeepSpeed's checkpoint", CheckpointError)))
     if not path.is_dir():
@@ -90,20 +90,20 @@ def find_checkpoint(directory: str | os.PathLike[str], tag: str | None) -> Path:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether it is the folder of one DeepSpeed checkpoint."""
+    """Return whether `path` is the folder of one DeepSpeed checkpoint."""
     return (path / "zero").is_dir() or any(path.glob("*_states.pt"))
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """``global_step9`` before ``global_step10``."""
+    """Return a key that orders `global_step9` before `global_step10`."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def files_of(path: Path) -> DeepSpeedFiles:
-    """The files of the checkpoint in ``path``.
+    """Return the files of the checkpoint in `path`.
 
     Raises:
-        CheckpointError: it is none, or of a kind that cannot be imported.
+        CheckpointError: It is none, or of a kind that cannot be imported.
     """
     model: dict[int, Path] = {}
     optimizer: dict[int, Path] = {}
@@ -134,10 +134,14 @@ def files_of(path: Path) -> DeepSpeedFiles:
 
 
 def check_out(out: str | os.PathLike[str], source: str | os.PathLike[str], *, force: bool) -> None:
-    """Raises: CheckpointError: ``out`` cannot be made, or holds what would be lost."""
+    """Check that checkpoints can be written to `out`.
+
+    Raises:
+        CheckpointError: It cannot be made, or holds files that would be lost.
+    """
     out, source = Path(checked_path(out, "the folder of checkpoints to write", CheckpointError)), Path(source)
-    mine, theirs = Path(os.path.realpath(out)), Path(os.path.realpath(source))
-    if mine == theirs or mine in theirs.parents or theirs in mine.parents:
+    out_path, source_path = Path(os.path.realpath(out)), Path(os.path.realpath(source))
+    if out_path == source_path or out_path in source_path.parents or source_path in out_path.parents:
         raise CheckpointError(f"{out} and {source} are one in the other: name a folder apart")
     if out.exists() and not out.is_dir():
         raise CheckpointError(f"{out} is a file: checkpoints are kept in a folder")

@@ -1,4 +1,4 @@
-"""What DeepSpeed's ranks keep of the optimizer, and where each parameter lies in it.
+"""Read the optimizer state of DeepSpeed's ranks, and find each parameter in it.
 
 [Note: DeepSpeed's flat vectors]
 Every rank's file holds one vector of fp32 weights for each optimizer group (stages 1 and 2) or sub-group of one (stage
@@ -7,7 +7,7 @@ Every rank's file holds one vector of fp32 weights for each optimizer group (sta
     stages 1, 2    rank 0: a a a a a     rank 1: b b b b .      one row, cut; the padding is at its end
     stage 3        rank 0: a a a b b     rank 1: a a . b b      each parameter cut by itself, and padded
 
-``param_shapes`` names the parameters of each vector in their order.
+`param_shapes` names the parameters of each vector in their order.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Shapes = Mapping[str, tuple[int, ...]]  # of parameters, by name
 
 @dataclass(frozen=True)
 class ParameterSlice:
-    """Elements of a parameter, and the vector of a rank in which they lie."""
+    """Some elements of a parameter, and the vector of a rank in which they lie."""
 
     rank: int
     vector: int
@@ -38,16 +38,16 @@ class ParameterSlice:
 
 @dataclass(frozen=True)
 class RankState:
-    """What one rank's file holds.
+    """The content of one rank's file.
 
     Attributes:
-        weights: the vectors, in fp32.
-        states: of each vector, what the optimizer keeps of it by name.
-        group_of: of each vector, the index of its optimizer group.
-        groups: the optimizer's groups: hyperparameters.
-        paddings: of each vector, the elements at its end that ``weights`` lack.
-        gaps: of each vector, the elements left free after each of its parameters.
-        scaler: the loss scaler's attributes.
+        weights: The vectors, in fp32.
+        states: The optimizer's state of each vector, by name.
+        group_of: The index of each vector's optimizer group.
+        groups: The hyperparameters of each optimizer group.
+        paddings: The number of elements at the end of each vector that `weights` lack.
+        gaps: The number of elements left free after each parameter of each vector.
+        scaler: The loss scaler's attributes.
     """
 
     stage: int
@@ -62,10 +62,10 @@ class RankState:
 
 
 def read_states(files: DeepSpeedFiles) -> list[RankState]:
-    """Of every rank.
+    """Return the state of every rank.
 
     Raises:
-        CheckpointError: files are missing, damaged, or of a kind that is not supported.
+        CheckpointError: Files are missing, damaged, or of a kind that is not supported.
     """
     first = min(files.optimizer)
     found = {first: _read(files, first)}
@@ -101,7 +101,7 @@ def _read(files: DeepSpeedFiles, rank: int) -> RankState:
 
 
 def _of_row(state: Mapping[str, Any], scaler: Mapping[str, Any]) -> RankState:
-    """Of stages 1 and 2, and of stage 1 with fp32 gradients, which has a class and a state of its own."""
+    """Return the state of stages 1 and 2, and of stage 1 with fp32 gradients, which DeepSpeed saves in another form."""
     weights = list(state["single_partition_of_fp32_groups"])
     base, counts = state["base_optimizer_state"], state["partition_count"]
     if isinstance(base, list):
@@ -148,23 +148,23 @@ STAGES = ("disabled", "optimizer_states", "gradients", "weights")  # DeepSpeed's
 
 
 def _stage(value: Any) -> int:
-    """Of a ZeroStageEnum, pickled by value or by name."""
+    """Return the number of a ZeroStageEnum, which was pickled by value or by name."""
     stage = value.args[0] if isinstance(value, InertObject) else value
     return STAGES.index(stage) if isinstance(stage, str) else int(stage)
 
 
-# -- where parameters lie -------------------------------------------------------------------------
+# -- Where parameters lie -------------------------------------------------------------------------
 
 
-def places_of(states: Sequence[RankState], shapes: Sequence[Shapes]) -> dict[str, list[ParameterSlice]]:
-    """Where each parameter lies; see "DeepSpeed's flat vectors".
+def locate_parameters(states: Sequence[RankState], shapes: Sequence[Shapes]) -> dict[str, list[ParameterSlice]]:
+    """Return the slices of each parameter, by name. See "DeepSpeed's flat vectors".
 
     Args:
-        states: of every rank.
-        shapes: of the parameters of each vector.
+        states: The state of every rank.
+        shapes: The shapes of the parameters of each vector.
 
     Raises:
-        CheckpointError: they do not fit each other.
+        CheckpointError: They do not fit each other.
     """
     if len(shapes) != len(states[0].weights):
         raise CheckpointError(f"has {len(states[0].weights)} vectors of weights and names parameters of {len(shapes)}")
@@ -176,9 +176,9 @@ def places_of(states: Sequence[RankState], shapes: Sequence[Shapes]) -> dict[str
             gaps = states[0].gaps[vector] if states[0].gaps else [0] * len(named)
             # Where rank 0's vector is padded, everything is in it.
             found |= _cut_row(named, vector, gaps, states[0].weights[vector].numel())
-    for name, places in found.items():
-        for place in places:
-            _check_place(name, place, states)
+    for name, slices in found.items():
+        for slice_ in slices:
+            _check_slice(name, slice_, states)
     return found
 
 
@@ -209,7 +209,7 @@ def _cut_each(shapes: Shapes, vector: int, world_size: int) -> dict[str, list[Pa
 
 
 def cut(numel: int, at: int, world_size: int) -> Iterator[tuple[int, ShardSpan]]:
-    """The span of each rank that has any of a parameter cut as at stage 3, ``at`` that offset of its vector."""
+    """Yield each rank that has part of a parameter, and its span, as stage 3 cuts it at offset `at` of its vector."""
     part = -(-numel // world_size)
     for rank in range(world_size):
         first, stop = rank * part, min((rank + 1) * part, numel)
@@ -217,43 +217,46 @@ def cut(numel: int, at: int, world_size: int) -> Iterator[tuple[int, ShardSpan]]
             yield rank, ShardSpan(0, first, at, stop - first)
 
 
-def _check_place(name: str, place: ParameterSlice, states: Sequence[RankState]) -> None:
-    needed = place.span.shard_offset + place.span.numel
-    held = states[place.rank].weights[place.vector].numel() if place.rank < len(states) else 0
+def _check_slice(name: str, slice_: ParameterSlice, states: Sequence[RankState]) -> None:
+    needed = slice_.span.shard_offset + slice_.span.numel
+    held = states[slice_.rank].weights[slice_.vector].numel() if slice_.rank < len(states) else 0
     if held < needed:
         raise CheckpointError(
-            f"lacks part of {name}: vector {place.vector} of rank {place.rank} has {held} elements and {needed} are "
+            f"lacks part of {name}: vector {slice_.vector} of rank {slice_.rank} has {held} elements and {needed} are "
             "needed. Optimizer state that was on NVMe is not in a checkpoint."
         )
 
 
-# -- the optimizer's state ------------------------------------------------------------------------
+# -- The optimizer's state ------------------------------------------------------------------------
 
 
-def kept_of(states: Sequence[RankState], name: str, places: Sequence[ParameterSlice]) -> dict[str, list[torch.Tensor]]:
-    """What the optimizer keeps of a parameter: for each key the vectors, one for each place, or one 0-d number.
+def states_of_parameter(
+    states: Sequence[RankState], name: str, slices: Sequence[ParameterSlice]
+) -> dict[str, list[torch.Tensor]]:
+    """Return the optimizer's state of a parameter: for each key one vector per slice, or one 0-d number.
 
     Raises:
-        CheckpointError: it is not known of each element alike.
+        CheckpointError: Some of its elements have other state than the rest.
     """
     found: dict[str, list[torch.Tensor]] = {}
-    for place in places:
-        mine = dict(_kept(states[place.rank], place.vector))
-        if found and mine.keys() != found.keys():
+    for slice_ in slices:
+        own_state = dict(_state_of_vector(states[slice_.rank], slice_.vector))
+        if found and own_state.keys() != found.keys():
             raise CheckpointError(f"lacks optimizer state of part of {name}")
-        for key, value in mine.items():
+        for key, value in own_state.items():
             values = found.setdefault(key, [])
             if value.dim() or not values:
                 values.append(value)
     return found
 
 
-def _kept(state: RankState, vector: int) -> Iterator[tuple[str, torch.Tensor]]:
-    kept, group = state.states[vector], state.groups[state.group_of[vector]]
+def _state_of_vector(state: RankState, vector: int) -> Iterator[tuple[str, torch.Tensor]]:
+    vector_state, group = state.states[vector], state.groups[state.group_of[vector]]
     lengths = {state.weights[vector].numel() + padding for padding in (0, state.paddings[vector])}
-    if kept and "step" not in kept and "step" in group:  # of the time when a group had one count
-        kept = {**kept, "step": group["step"]}
-    for key, value in kept.items():
+    # Old versions count the steps of a group and not of a parameter.
+    if vector_state and "step" not in vector_state and "step" in group:
+        vector_state = {**vector_state, "step": group["step"]}
+    for key, value in vector_state.items():
         if isinstance(value, (bool, int, float)):
             yield key, torch.tensor(float(value), device="cpu")
         elif not isinstance(value, torch.Tensor) or (value.dim() and value.numel() not in lengths):

@@ -1,0 +1,275 @@
+"""Convert what DeepSpeed's files hold to what a checkpoint of zeroengine holds."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from datetime import datetime, timezone
+from typing import Any
+
+import torch
+
+from zeroengine.checkpoint.dcp_metadata import ZEROENGINE_PREFIX
+from zeroengine.checkpoint.entries import MODEL, OPTIMIZER
+from zeroengine.checkpoint.snapshot import storable, versions
+from zeroengine.errors import CheckpointError
+from zeroengine.integrations.deepspeed.checkpoint_files import DeepSpeedFiles
+from zeroengine.integrations.deepspeed.optimizer_states import (
+    ParameterSlice,
+    RankState,
+    cut,
+    locate_parameters,
+    read_states,
+    states_of_parameter,
+)
+from zeroengine.integrations.deepspeed.pickled_files import load_pickled_file
+from zeroengine.integrations.deepspeed.scattered_tensor import ScatteredTensor
+from zeroengine.optim.loss_scaler import LossScaler
+from zeroengine.partition.cut import plain_name
+
+# What DeepSpeed puts into the model's file. Everything else in it is the user's client state.
+DEEPSPEED_KEYS = frozenset(
+    "module buffer_names optimizer param_shapes frozen_param_shapes frozen_param_fragments shared_params lr_scheduler "
+    "data_sampler random_ltd skipped_steps global_steps global_samples dp_world_size mp_world_size ds_config "
+    "ds_version checkpoint_parallel_dimensions universal_checkpoint_info csr_tensor_module_names "
+    "sparse_tensor_module_names".split()
+)
+EXPERTS = ("num_experts", "ds_autoep_layers", "autoep_layers")
+# The keys of a group that say how an optimizer computes, or that have another place here.
+UNUSED_GROUP_KEYS = frozenset("params step bias_correction foreach fused capturable differentiable".split())
+# The optimizer by the keys of its state, where the configuration does not name it.
+OPTIMIZER_BY_KEYS = {
+    frozenset({"exp_avg", "exp_avg_sq"}): "AdamW",
+    frozenset({"exp_avg"}): "Lion",
+    frozenset({"momentum_buffer"}): "SGD",
+    frozenset({"sum"}): "Adagrad",
+}
+
+
+class ConvertedState:
+    """The state of a DeepSpeed checkpoint as one of zeroengine's holds it.
+
+    Attributes:
+        tensors: Every tensor, tied ones once, by the name of its entry.
+        aliases: Further names of tied parameters and shared buffers, and the entry of each.
+        notes: What is not converted.
+    """
+
+    def __init__(self, files: DeepSpeedFiles) -> None:
+        self._path = files.path
+        self._models: list[Mapping[str, Any]] = [load_pickled_file(files.model[0])]
+        self._model = model = self._models[0]
+        self._config = model["ds_config"] if isinstance(model.get("ds_config"), dict) else {}
+        for wrong, what in (
+            (model.get("mp_world_size", 1) != 1, "of a tensor-parallel model"),
+            (any(model.get(key) for key in EXPERTS), "of a mixture of experts (MoE)"),
+            (self._config.get("zero_optimization", {}).get("mics_shard_size", -1) > 0, "partitioned by MiCS"),
+            (not model.get("param_shapes"), "of ZeRO stage 0, or without optimizer state"),
+        ):
+            if wrong:
+                raise CheckpointError(f"{files.path} is {what}, which zero-import does not read")
+        self._states = read_states(files)
+        if self._states[0].stage == 3:
+            files.check("model", len(self._states))
+            self._models += [load_pickled_file(files.model[rank]) for rank in range(1, len(self._states))]
+        self.aliases: dict[str, str] = {}
+        self.notes: list[str] = []
+        with self._naming_path():
+            self._places = locate_parameters(self._states, model["param_shapes"])
+        self.tensors = self._collect_tensors()
+
+    @contextlib.contextmanager
+    def _naming_path(self) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError as error:
+            raise CheckpointError(f"{self._path} {error}") from None
+
+    # -- Tensors ----------------------------------------------------------------------------------
+
+    def _collect_tensors(self) -> dict[str, ScatteredTensor]:
+        """Return every tensor, tied ones once."""
+        tensors: dict[str, ScatteredTensor] = {}
+        shapes = {name: tuple(shape) for named in self._model["param_shapes"] for name, shape in named.items()}
+        for name, shape in shapes.items():
+            places = self._places[name]
+            values = [self._states[place.rank].weights[place.vector] for place in places]
+            tensors[_model_name(name)] = ScatteredTensor.from_slices(shape, places, values)
+        for name, tensor in (*self._frozen(), *self._buffers()):
+            tensors.setdefault(_model_name(name), tensor)
+        shared = (self._model.get("shared_params") or {}).items()
+        self.aliases |= {_model_name(name): _model_name(kept) for name, kept in shared if _model_name(kept) in tensors}
+        for alias in self.aliases:
+            tensors.pop(alias, None)
+        for name, shape in shapes.items():
+            with self._naming_path():
+                kept = states_of_parameter(self._states, name, self._places[name])
+            for key, values in kept.items():
+                number = values[0].dim() == 0
+                tensors[f"{OPTIMIZER}{plain_name(name)}.{key}"] = (
+                    ScatteredTensor.from_tensor(values[0])
+                    if number
+                    else ScatteredTensor.from_slices(shape, self._places[name], values)
+                )
+        return tensors
+
+    def _frozen(self) -> Iterator[tuple[str, ScatteredTensor]]:
+        """Yield the parameters that no optimizer holds, as they are: there is no fp32 copy of them."""
+        shapes = self._model.get("frozen_param_shapes")
+        # At stage 1 they are what is left of the model's state dict.
+        if shapes is None and self._states[0].stage < 3:
+            known = {*self._places, *self._model["buffer_names"], *(self._model.get("shared_params") or {})}
+            for name, value in self._model["module"].items():
+                if name not in known and isinstance(value, torch.Tensor) and not name.endswith("_extra_state"):
+                    yield name, ScatteredTensor.from_tensor(value)
+        for name, shape in (shapes or {}).items():
+            if math.prod(shape) == 0:
+                continue
+            fragments = [model["frozen_param_fragments"][name].flatten() for model in self._models]
+            # At stage 2 there is one fragment with all elements.
+            spans = cut(math.prod(shape), 0, len(fragments))
+            places = [ParameterSlice(rank, 0, span) for rank, span in spans]
+            if any(fragments[place.rank].numel() < place.span.numel for place in places):
+                raise CheckpointError(f"{self._path} lacks part of the frozen parameter {name}")
+            if not all(fragment.is_floating_point() for fragment in fragments):
+                raise CheckpointError(f"{self._path} holds the frozen parameter {name} quantized: not supported")
+            yield name, ScatteredTensor.from_slices(tuple(shape), places, [fragments[place.rank] for place in places])
+
+    def _buffers(self) -> Iterator[tuple[str, ScatteredTensor]]:
+        first: dict[Any, str] = {}
+        for name in self._model["buffer_names"]:
+            value = self._model["module"].get(name)
+            if not isinstance(value, torch.Tensor):
+                continue
+            same = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
+            kept = first.setdefault(same, name) if value.numel() else name
+            if kept == name:
+                yield name, ScatteredTensor.from_tensor(value)
+            else:
+                self.aliases[_model_name(name)] = _model_name(kept)
+
+    # -- Everything else --------------------------------------------------------------------------
+
+    def objects(self) -> dict[str, Any]:
+        """Return the values that are no tensors, by name."""
+        objects: dict[str, Any] = {f"{ZEROENGINE_PREFIX}client_state": self._client_state()}
+        schedule = self._schedule()
+        if schedule is not None:
+            objects[f"{ZEROENGINE_PREFIX}lr_scheduler"] = schedule
+        for i, group in enumerate(self._groups()):
+            objects |= {f"optimizer.param_groups.{i}.{key}": value for key, value in group.items()}
+        return objects
+
+    def _client_state(self) -> dict[str, Any] | None:
+        kept = {}
+        for key, value in self._model.items():
+            if key in DEEPSPEED_KEYS:
+                continue
+            try:
+                kept[key] = storable(key, value)
+            except CheckpointError:
+                self.notes.append(f"client state {key!r}: it holds objects that no checkpoint may")
+        for key in ("data_sampler", "random_ltd"):
+            if self._model.get(key):
+                self.notes.append(f"{key}: zeroengine has nothing of the kind")
+        return kept or None
+
+    def _schedule(self) -> Any:
+        state = self._model.get("lr_scheduler")
+        if isinstance(state, dict) and state.keys() == {"last_batch_iteration"}:
+            # DeepSpeed's own schedules count from -1. Those of the same names here are torch's.
+            steps, groups = int(state["last_batch_iteration"]) + 1, self._groups()
+            rates = [group["lr"] for group in groups if "lr" in group]
+            return {
+                "last_epoch": steps,
+                "_step_count": steps + 1,
+                "_last_lr": rates,
+                "lr_lambdas": [None] * len(groups),
+            }
+        try:
+            return storable("the LR schedule", state)
+        except CheckpointError:
+            self.notes.append("the LR schedule: its state holds objects that no checkpoint may")
+            return None
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """Return the optimizer's groups, with names for parameters."""
+        state = self._states[0]
+        groups: list[dict[str, Any]] = []
+        for group in state.groups:
+            values = {key: _plain(value) for key, value in group.items() if key not in UNUSED_GROUP_KEYS}
+            groups.append({key: value for key, value in values.items() if _is_plain(value)} | {"params": []})
+        for named, i in zip(self._model["param_shapes"], state.group_of, strict=True):
+            groups[i]["params"] += [plain_name(name) for name in named]
+        return groups
+
+    def about(self) -> dict[str, Any]:
+        """Return the fields of the manifest."""
+        state, config = self._states[0], self._config
+        skipped = int(self._model.get("skipped_steps", 0))
+        # DeepSpeed's global_steps include the steps that it skipped.
+        taken = int(self._model["global_steps"]) - skipped
+        micro_steps = config.get("gradient_accumulation_steps")
+        micro_steps = micro_steps if isinstance(micro_steps, int) else 1
+        if not all(group.get("bias_correction", True) for group in state.groups):
+            self.notes.append("bias_correction false: Adam's moments are always corrected here")
+        return {
+            "step": taken,
+            "stage": state.stage,
+            "world_size": state.world_size,
+            "precision": str(self._dtype()).removeprefix("torch."),
+            "optimizer": self._optimizer(),
+            "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "versions": versions() | {"deepspeed": str(self._model.get("ds_version", "unknown"))},
+            "counters": {
+                "global_steps": taken,
+                "micro_steps": (taken + skipped) * micro_steps,
+                "skipped_steps": skipped,
+            },
+            "param_groups": json.loads(json.dumps(self._groups(), default=str)),
+            "loss_scaler": _scaler(state),
+            "config": json.loads(json.dumps(config, default=str)),
+        }
+
+    def _dtype(self) -> torch.dtype:
+        """Return the dtype that the model computes in."""
+        values = (self._model["module"].get(name) for name in self._places)
+        return next((v.dtype for v in values if isinstance(v, torch.Tensor) and v.is_floating_point()), torch.float32)
+
+    def _optimizer(self) -> str:
+        asked = self._config.get("optimizer") or {}
+        kind, params = str(asked.get("type", "")), asked.get("params") or {}
+        if kind.lower() == "adam":
+            return "AdamW" if params.get("adam_w_mode", True) else "Adam"
+        keys = frozenset(self._states[0].states[0] if self._states[0].states else ()) - {"step"}
+        return kind or OPTIMIZER_BY_KEYS.get(keys, "unknown")
+
+
+def _model_name(name: str) -> str:
+    return MODEL + plain_name(name)
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _scaler(state: RankState) -> dict[str, Any]:
+    converted, scaler = LossScaler().state_dict(), state.scaler
+    names = {
+        "scale": "cur_scale",
+        "hysteresis_left": "cur_hysteresis",
+        "steps": "cur_iter",
+        "last_overflow": "last_overflow_iter",
+    }
+    for name, deepspeed_name in names.items():
+        if isinstance(_plain(scaler.get(deepspeed_name)), (int, float)):
+            converted[name] = type(converted[name])(_plain(scaler[deepspeed_name]))
+    return converted
