@@ -43,7 +43,7 @@ The exit code is 1 where something is damaged.
 
 
 def export(argv: list[str] | None = None) -> int:
-    """`zero-export`; returns its exit code."""
+    """Run `zero-export` and return its exit code."""
     return run_command("zero-export", lambda: _export(argv))
 
 
@@ -71,7 +71,8 @@ def _export(argv: list[str] | None) -> int:
 
     from zeroengine.weights import export as out
 
-    torch.set_num_threads(1)  # the disk is what there is to wait for
+    # The export waits for the disk, so more threads would only take cores from others.
+    torch.set_num_threads(1)
     done = out.export(
         options.dir,
         options.out,
@@ -91,7 +92,7 @@ def _export(argv: list[str] | None) -> int:
 
 
 def import_deepspeed(argv: list[str] | None = None) -> int:
-    """`zero-import`; returns its exit code."""
+    """Run `zero-import` and return its exit code."""
     return run_command("zero-import", lambda: _import(argv))
 
 
@@ -125,7 +126,7 @@ def _import(argv: list[str] | None) -> int:
 
 
 def inspect(argv: list[str] | None = None) -> int:
-    """`zero-inspect`; returns its exit code."""
+    """Run `zero-inspect` and return its exit code."""
     return run_command("zero-inspect", lambda: _inspect(argv))
 
 
@@ -146,7 +147,8 @@ def _inspect(argv: list[str] | None) -> int:
     if options.tensors:
         try:
             listed = list_tensors(find_checkpoint(options.dir, options.tag)[0])
-        except CheckpointError as error:  # shown as well: what else there is
+        # The table shows what else there is.
+        except CheckpointError as error:
             folder.problems.append(str(error))
     if options.json:
         tree: dict[str, Any] = {
@@ -213,13 +215,14 @@ def _table(*columns: str) -> Table:
 
 
 def _print(table: Table) -> None:
-    """On a narrow terminal without the columns that say least: --json has them."""
+    """Print a table; on a narrow terminal without the columns that matter least, which --json has."""
     from rich.console import Console
     from rich.measure import Measurement
 
     console = Console()
     if not console.is_terminal:
-        console = Console(width=10_000)  # a line stays a line
+        # A program that reads the output wants a line for each row.
+        console = Console(width=10_000)
     wide = console.options.update(max_width=10_000)
     for spare in ("versions", "optimizer"):
         if Measurement.get(console, wide, table).maximum > console.width:

@@ -121,16 +121,18 @@ def _files_in(folder: Path) -> list[Path]:
             return _files_of(folder / name)
     names = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
     for kinds in (SAFETENSORS, PICKLES):
-        found = [folder / name for name in names if name.endswith(kinds)]
-        parts = [file.name for file in found if re.search(r"-\d+-of-\d+\.", file.name)]
+        candidates = [folder / name for name in names if name.endswith(kinds)]
+        parts = [file.name for file in candidates if re.search(r"-\d+-of-\d+\.", file.name)]
         if parts:
             raise CheckpointError(f"{folder} holds {parts[0]}, one file of several, and no index of them")
-        usual = [file for file in found if file.stem in ("model", "pytorch_model")]
-        if usual or len(found) == 1:
-            return (usual or found)[:1]
-        if found:
-            some = ", ".join(file.name for file in found[:5])
-            raise CheckpointError(f"{folder} holds {len(found)} files that could be weights ({some}): name one of them")
+        usual = [file for file in candidates if file.stem in ("model", "pytorch_model")]
+        if usual or len(candidates) == 1:
+            return (usual or candidates)[:1]
+        if candidates:
+            some = ", ".join(file.name for file in candidates[:5])
+            raise CheckpointError(
+                f"{folder} holds {len(candidates)} files that could be weights ({some}): name one of them"
+            )
     if any((folder / name).exists() for name in (LATEST, MANIFEST, METADATA)):
         raise CheckpointError(
             f"{folder} holds checkpoints: engine.load_checkpoint({str(folder)!r}, weights_only=True) loads the weights "
@@ -146,8 +148,8 @@ def _index_of(path: Path) -> dict[str, str]:
     if path.suffix != ".json":
         return {}
     try:
-        found = json.loads(path.read_text())["weight_map"]
-        return {str(name): os.path.basename(file) for name, file in found.items()}
+        weight_map = json.loads(path.read_text())["weight_map"]
+        return {str(name): os.path.basename(file) for name, file in weight_map.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is no index of weights: {type(error).__name__}: {error}") from error
 
@@ -199,8 +201,8 @@ def _pickled(path: Path) -> WeightSource:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
-        found = re.search(r"GLOBAL (\S+)", str(error))
-        what = f"{found[1]}, which is no tensor" if found is not None else "more than tensors"
+        match = re.search(r"GLOBAL (\S+)", str(error))
+        what = f"{match[1]}, which is no tensor" if match is not None else "more than tensors"
         raise CheckpointError(
             f"{path} holds {what}: loading it could run code, so it is refused. Where you trust it, load it yourself, "
             "and save its state dict again, best as .safetensors."

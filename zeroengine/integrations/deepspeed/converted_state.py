@@ -100,13 +100,14 @@ class ConvertedState:
         for name, tensor in (*self._frozen(), *self._buffers()):
             tensors.setdefault(_model_name(name), tensor)
         shared = (self._model.get("shared_params") or {}).items()
-        self.aliases |= {_model_name(name): _model_name(kept) for name, kept in shared if _model_name(kept) in tensors}
+        names = [(_model_name(alias), _model_name(name)) for alias, name in shared]
+        self.aliases |= {alias: name for alias, name in names if name in tensors}
         for alias in self.aliases:
             tensors.pop(alias, None)
         for name, shape in shapes.items():
             with self._naming_path():
-                kept = states_of_parameter(self._states, name, self._places[name])
-            for key, values in kept.items():
+                state = states_of_parameter(self._states, name, self._places[name])
+            for key, values in state.items():
                 number = values[0].dim() == 0
                 tensors[f"{OPTIMIZER}{plain_name(name)}.{key}"] = (
                     ScatteredTensor.from_tensor(values[0])
@@ -144,11 +145,11 @@ class ConvertedState:
             if not isinstance(value, torch.Tensor):
                 continue
             same = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
-            kept = first.setdefault(same, name) if value.numel() else name
-            if kept == name:
+            first_name = first.setdefault(same, name) if value.numel() else name
+            if first_name == name:
                 yield name, ScatteredTensor.from_tensor(value)
             else:
-                self.aliases[_model_name(name)] = _model_name(kept)
+                self.aliases[_model_name(name)] = _model_name(first_name)
 
     # -- Everything else --------------------------------------------------------------------------
 
@@ -163,18 +164,18 @@ class ConvertedState:
         return objects
 
     def _client_state(self) -> dict[str, Any] | None:
-        kept = {}
+        client_state = {}
         for key, value in self._model.items():
             if key in DEEPSPEED_KEYS:
                 continue
             try:
-                kept[key] = storable(key, value)
+                client_state[key] = storable(key, value)
             except CheckpointError:
                 self.notes.append(f"client state {key!r}: it holds objects that no checkpoint may")
         for key in ("data_sampler", "random_ltd"):
             if self._model.get(key):
                 self.notes.append(f"{key}: zeroengine has nothing of the kind")
-        return kept or None
+        return client_state or None
 
     def _schedule(self) -> Any:
         state = self._model.get("lr_scheduler")

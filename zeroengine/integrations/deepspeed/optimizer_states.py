@@ -68,9 +68,9 @@ def read_states(files: DeepSpeedFiles) -> list[RankState]:
         CheckpointError: Files are missing, damaged, or of a kind that is not supported.
     """
     first = min(files.optimizer)
-    found = {first: _read(files, first)}
-    files.check("optimizer", found[first].world_size)
-    states = [found.get(rank) or _read(files, rank) for rank in range(found[first].world_size)]
+    states_by_rank = {first: _read(files, first)}
+    files.check("optimizer", states_by_rank[first].world_size)
+    states = [states_by_rank.get(rank) or _read(files, rank) for rank in range(states_by_rank[first].world_size)]
     for rank, state in enumerate(states):
         if (state.stage, state.world_size, len(state.weights)) != (
             states[0].stage,
@@ -168,27 +168,27 @@ def locate_parameters(states: Sequence[RankState], shapes: Sequence[Shapes]) -> 
     """
     if len(shapes) != len(states[0].weights):
         raise CheckpointError(f"has {len(states[0].weights)} vectors of weights and names parameters of {len(shapes)}")
-    found: dict[str, list[ParameterSlice]] = {}
+    slices_by_name: dict[str, list[ParameterSlice]] = {}
     for vector, named in enumerate(shapes):
         if states[0].stage == 3:
-            found |= _cut_each(named, vector, len(states))
+            slices_by_name |= _cut_each(named, vector, len(states))
         else:
             gaps = states[0].gaps[vector] if states[0].gaps else [0] * len(named)
             # Where rank 0's vector is padded, everything is in it.
-            found |= _cut_row(named, vector, gaps, states[0].weights[vector].numel())
-    for name, slices in found.items():
+            slices_by_name |= _cut_row(named, vector, gaps, states[0].weights[vector].numel())
+    for name, slices in slices_by_name.items():
         for slice_ in slices:
             _check_slice(name, slice_, states)
-    return found
+    return slices_by_name
 
 
 def _cut_row(shapes: Shapes, vector: int, gaps: Sequence[int], length: int) -> dict[str, list[ParameterSlice]]:
-    found, at = {}, 0
+    slices_by_name, at = {}, 0
     for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
         stop = at + math.prod(shape)
-        found[name] = list(_pieces(vector, at, stop, max(1, length)))
+        slices_by_name[name] = list(_pieces(vector, at, stop, max(1, length)))
         at = stop + gap
-    return found
+    return slices_by_name
 
 
 def _pieces(vector: int, start: int, stop: int, length: int) -> Iterator[ParameterSlice]:
@@ -201,11 +201,13 @@ def _pieces(vector: int, start: int, stop: int, length: int) -> Iterator[Paramet
 
 
 def _cut_each(shapes: Shapes, vector: int, world_size: int) -> dict[str, list[ParameterSlice]]:
-    found, at = {}, 0
+    slices_by_name, at = {}, 0
     for name, shape in shapes.items():
-        found[name] = [ParameterSlice(rank, vector, span) for rank, span in cut(math.prod(shape), at, world_size)]
+        slices_by_name[name] = [
+            ParameterSlice(rank, vector, span) for rank, span in cut(math.prod(shape), at, world_size)
+        ]
         at += -(-math.prod(shape) // world_size)
-    return found
+    return slices_by_name
 
 
 def cut(numel: int, at: int, world_size: int) -> Iterator[tuple[int, ShardSpan]]:
@@ -238,16 +240,16 @@ def states_of_parameter(
     Raises:
         CheckpointError: Some of its elements have other state than the rest.
     """
-    found: dict[str, list[torch.Tensor]] = {}
+    vectors_by_key: dict[str, list[torch.Tensor]] = {}
     for slice_ in slices:
         own_state = dict(_state_of_vector(states[slice_.rank], slice_.vector))
-        if found and own_state.keys() != found.keys():
+        if vectors_by_key and own_state.keys() != vectors_by_key.keys():
             raise CheckpointError(f"lacks optimizer state of part of {name}")
         for key, value in own_state.items():
-            values = found.setdefault(key, [])
+            values = vectors_by_key.setdefault(key, [])
             if value.dim() or not values:
                 values.append(value)
-    return found
+    return vectors_by_key
 
 
 def _state_of_vector(state: RankState, vector: int) -> Iterator[tuple[str, torch.Tensor]]:
