@@ -58,16 +58,16 @@ def why_not() -> str | None:
         if shutil.which(program) is None:
             return f"building hosts out of network namespaces needs {program} (Debian: openssh-server, iproute2)"
     name = f"zt{os.getpid()}"
-    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
-    if made.returncode:
-        return f"this system makes no network namespaces: {made.stderr.strip()}"
+    namespace = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
+    if namespace.returncode:
+        return f"this system makes no network namespaces: {namespace.stderr.strip()}"
     try:
-        linked = subprocess.run(
+        bridge = subprocess.run(
             ["ip", "-n", name, "link", "add", "name", "hub", "type", "bridge"], capture_output=True, text=True
         )
     finally:
         subprocess.run(["ip", "netns", "del", name], capture_output=True)
-    return f"this system makes no bridges: {linked.stderr.strip()}" if linked.returncode else None
+    return f"this system makes no bridges: {bridge.stderr.strip()}" if bridge.returncode else None
 
 
 @dataclass
@@ -198,8 +198,9 @@ def build(count: int, environments: Mapping[str, Mapping[str, str]] | None = Non
             etc = Path(f"/etc/netns/{prefix}{index}")
             etc.mkdir(parents=True)
             undo.callback(shutil.rmtree, etc, ignore_errors=True)
-            own = f"{addresses[index - 1]} {socket.gethostname()}\n" if index else ""  # what programs call themselves
-            (etc / "hosts").write_text(table + own)
+            # Programs there look up the machine's own host name.
+            own_name = f"{addresses[index - 1]} {socket.gethostname()}\n" if index else ""
+            (etc / "hosts").write_text(table + own_name)
             (etc / "resolv.conf").write_text("")
             run("ip", "-n", f"{prefix}{index}", "link", "set", "lo", "up")
         hub = f"{prefix}0"
@@ -234,8 +235,8 @@ def run(*words: str | os.PathLike[str]) -> None:
 
 
 def pids_in(namespace: str) -> list[int]:
-    found = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True).stdout
-    return [pid for pid in map(int, found.split()) if is_alive(pid)]
+    pids = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True).stdout
+    return [pid for pid in map(int, pids.split()) if is_alive(pid)]
 
 
 def name_of(pid: int) -> str:

@@ -42,9 +42,9 @@ def show(script: Script, tmp_path: Path) -> Path:
 
 def given_to(rank: int) -> list[object]:
     path = Path(f"given{rank}")
-    found: list[object] = json.loads(path.read_text())
+    arguments_and_variables: list[object] = json.loads(path.read_text())
     path.unlink()
-    return found
+    return arguments_and_variables
 
 
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -93,10 +93,10 @@ def test_a_message_is_found_behind_text_without_a_line_s_end(connections: Connec
 
 def test_a_node_that_does_not_read_holds_nobody_up(connections: ConnectionThread) -> None:
     node = connect(connections, "sleep 60")
-    began = time.monotonic()
+    start = time.monotonic()
     for _ in range(10):
         node.send({"do": "x" * 1_000_000})
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - start < 1.0
     node.kill()
 
 
@@ -120,8 +120,8 @@ def test_a_node_that_floods_is_not_read_from_until_the_launcher_has_taken_what_c
 
 
 def test_a_long_line_takes_time_proportional_to_its_length() -> None:
-    lines, began = LineSplitter(), time.monotonic()
+    lines, start = LineSplitter(), time.monotonic()
     for _ in range(1000):
         assert lines.feed(b"x" * (1 << 16)) == []
     assert lines.feed(b"y\nz") == [b"x" * (1000 << 16) + b"y"] and lines.feed(b"\n") == [b"z"]
-    assert time.monotonic() - began < 3.0
+    assert time.monotonic() - start < 3.0

@@ -115,8 +115,8 @@ dist.destroy_process_group()
         result = launch_on_nodes("--env", "TOKEN=it's $(id)\n\"", script(body), *words)
     finally:
         del os.environ["SECRET"]
-    found = [json.loads(line.partition("] ")[2]) for line in result.out.splitlines()]
-    assert found == [[6.0, words, "it's $(id)\n\"", None, 0]] * 3, result.err
+    printed = [json.loads(line.partition("] ")[2]) for line in result.out.splitlines()]
+    assert printed == [[6.0, words, "it's $(id)\n\"", None, 0]] * 3, result.err
 
 
 def test_the_first_failure_of_all_nodes_is_last_on_the_screen(launch_on_nodes: Launch, script: Script) -> None:
@@ -176,9 +176,9 @@ def test_a_node_that_is_lost_is_named(started: Start, script: Script, tmp_path: 
 def node_of(folder: Path, rank: int) -> int:
     """The process that a rank's node is, and so the connection to it."""
     worker = int((folder / f"pids{rank}").read_text().split()[0])
-    found = re.search(r"PPid:\s*(\d+)", Path(f"/proc/{worker}/status").read_text())
-    assert found is not None
-    return int(found[1])
+    parent = re.search(r"PPid:\s*(\d+)", Path(f"/proc/{worker}/status").read_text())
+    assert parent is not None
+    return int(parent[1])
 
 
 def test_a_silent_node_is_named(started: Start, script: Script, tmp_path: Path) -> None:
@@ -206,10 +206,10 @@ def test_a_flood_of_output_does_not_hide_a_lost_node(started: Start, script: Scr
     node = node_of(tmp_path, 1)
     time.sleep(2)  # until everything between the rank and the screen is full
     os.kill(node, signal.SIGSTOP)
-    began = time.monotonic()
+    start = time.monotonic()
     try:
         assert launcher.wait(60) == 1
-        assert time.monotonic() - began < 25, "5 s of silence, and what it takes to end the ranks and to print the rest"
+        assert time.monotonic() - start < 25, "5 s of silence, and what it takes to end the ranks and to print the rest"
         assert "b was lost: no sign of life for 5 s" in launcher.stderr.read()
     finally:
         with contextlib.suppress(ProcessLookupError):

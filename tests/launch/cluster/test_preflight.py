@@ -18,8 +18,8 @@ def node(
     slots: int | None = None, lost: str | None = None, python: str = "3.11.7", ahead: float = 0.0, **facts: Any
 ) -> Any:
     hello = {"python": python, "time": time.time() + ahead, "at": time.monotonic()}
-    found = {"versions": OWN, "gpus": 0, "missing": [], **facts}
-    return SimpleNamespace(host=Host("me@b", slots), lost=lost, hello=hello, facts=found)
+    answers = {"versions": OWN, "gpus": 0, "missing": [], **facts}
+    return SimpleNamespace(host=Host("me@b", slots), lost=lost, hello=hello, facts=answers)
 
 
 @pytest.mark.parametrize(
@@ -52,8 +52,8 @@ def test_every_problem_of_a_node_is_named(answers: dict[str, Any], nproc: str, e
 
 
 def test_a_table_names_each_host_once() -> None:
-    found = [("a", "one"), ("a", "two"), ("long", "three")]
-    assert str(problem_table(found, 3)).splitlines() == [
+    problems = [("a", "one"), ("a", "two"), ("long", "three")]
+    assert str(problem_table(problems, 3)).splitlines() == [
         "2 of 3 nodes cannot take part:",
         "  a     one",
         "        two",

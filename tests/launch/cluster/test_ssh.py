@@ -93,11 +93,11 @@ def test_hosts_that_cannot_be_reached_are_one_table(rig: Rig, tmp_path: Path) ->
     name = training(tmp_path, "open('started', 'w')")
     rig.machines[1].stop_sshd()
     try:
-        began = time.monotonic()
+        start = time.monotonic()
         done = rig.launch("--hostfile", str(hostfile), name)
     finally:
         rig.machines[1].start_sshd()
-    assert done.returncode == 2 and time.monotonic() - began < SOON
+    assert done.returncode == 2 and time.monotonic() - start < SOON
     first, *rows = done.stderr.splitlines()
     assert first == "zero-launch: 2 of 3 nodes cannot take part:"
     assert [row.split()[0] for row in rows] == ["node-b", "node-x"]
@@ -143,9 +143,9 @@ def test_a_cut_link_is_a_lost_node(rig: Rig, tmp_path: Path) -> None:
     wait_for(lambda: len(list(tmp_path.glob("up*"))) == 3 or launcher.poll() is not None, 60)
     rig.machines[1].link("down")
     try:
-        began = time.monotonic()
+        start = time.monotonic()
         _, err = launcher.communicate(timeout=60)
-        assert time.monotonic() - began < SOON
+        assert time.monotonic() - start < SOON
         assert launcher.returncode != 0
         assert "node-b was lost: no sign of life for 10 s: the node or its network is down (rank 1)" in err, err
         rig.wait_until_empty()
@@ -174,8 +174,8 @@ def test_a_lost_node_is_waited_for_and_training_goes_on(rig: Rig, example: list[
     assert launcher.returncode == 0, err
     assert "zero-launch: node-b was lost: its connection ended" in err and "restart 1 of 1 with node-a, node-b" in err
     assert re.search(r"goes on after step \d+ of ckpt", out)
-    whole = rig.launch("--hostfile", str(rig.hostfile(1, rig.machines[:2])), *example, "--steps", "12")
-    assert losses(out)[-1] == losses(whole.stdout)[-1]
+    undisturbed = rig.launch("--hostfile", str(rig.hostfile(1, rig.machines[:2])), *example, "--steps", "12")
+    assert losses(out)[-1] == losses(undisturbed.stdout)[-1]
     rig.wait_until_empty()
 
 
@@ -207,12 +207,12 @@ def test_three_nodes_become_two_and_three_again(rig: Rig, example: list[str], tm
     assert "node-c is back" in err and "going on with node-a, node-b, node-c\n" in err
     assert "2 of 3 ranks: gradient_accumulation_steps is 3 instead of 2, so that train_batch_size stays 12" in err, err
     assert out.count("goes on after step") == 2
-    found = [float(loss) for loss in re.findall(r"step +\d+/2000 +loss ([\d.]+)", out)]
-    assert all(later < earlier + 0.3 for earlier, later in itertools.pairwise(found)), found
+    losses_of_steps = [float(loss) for loss in re.findall(r"step +\d+/2000 +loss ([\d.]+)", out)]
+    assert all(later < earlier + 0.3 for earlier, later in itertools.pairwise(losses_of_steps)), losses_of_steps
     steps = ["--hostfile", str(rig.hostfile()), *example, "--steps", str(step())]
-    evaluated, whole = rig.launch(*steps, "--checkpoint", "ckpt"), rig.launch(*steps, timeout=300)
+    evaluated, undisturbed = rig.launch(*steps, "--checkpoint", "ckpt"), rig.launch(*steps, timeout=300)
     assert f"goes on after step {step()} of ckpt" in evaluated.stdout, evaluated.stderr
-    assert float(losses(evaluated.stdout)[-1]) == pytest.approx(float(losses(whole.stdout)[-1]), abs=0.02)
+    assert float(losses(evaluated.stdout)[-1]) == pytest.approx(float(losses(undisturbed.stdout)[-1]), abs=0.02)
     rig.wait_until_empty()
 
 

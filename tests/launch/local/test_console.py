@@ -58,18 +58,18 @@ def test_a_terminal_line_begins_with_its_prefix(written: bytes, drawn: bytes) ->
 
 @given(st.lists(st.sampled_from([b"a", b"bc", b"\n", b"\r", b"\r\n"])))
 def test_a_pipe_prints_the_same_however_the_output_is_cut(parts: list[bytes]) -> None:
-    whole, pieces = rank_output(), rank_output()
-    out = b"".join(map(pieces.complete_lines, parts))
-    assert out + pieces.end_line() == whole.complete_lines(b"".join(parts)) + whole.end_line()
+    uncut, cut = rank_output(), rank_output()
+    out = b"".join(map(cut.complete_lines, parts))
+    assert out + cut.end_line() == uncut.complete_lines(b"".join(parts)) + uncut.end_line()
 
 
 def test_a_long_line_takes_time_proportional_to_its_length() -> None:
     """64 MiB in pieces as they are read, to a pipe and to a terminal."""
     for print_ in (rank_output().complete_lines, rank_output().with_prefixes):
-        began = time.monotonic()
+        start = time.monotonic()
         length = sum(len(print_(b"x" * (1 << 16))) for _ in range(1000)) + len(print_(b"\n"))
         assert length >= 1000 << 16
-        assert time.monotonic() - began < 5.0
+        assert time.monotonic() - start < 5.0
 
 
 @given(st.lists(st.sampled_from([b"a", b"\n", b"\r", b"\x1b[2K", b"\x1b[1m", b"\x1b", "é".encode()])))

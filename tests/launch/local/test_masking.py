@@ -65,10 +65,10 @@ def test_kubernetes_takes_secrets_from_a_secret(
         variables = spec["trainer"]["env"]
     else:
         variables = spec["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"][0]["env"]
-    found = {variable["name"]: variable.get("valueFrom", variable.get("value")) for variable in variables}
+    shown = {variable["name"]: variable.get("valueFrom", variable.get("value")) for variable in variables}
     for name in ("FILE_TOKEN", "API_KEY", "OTHER_KEY", "HERE_PASSWORD"):
-        assert found.pop(name) == {"secretKeyRef": {"name": "train-env", "key": name}}
-    assert found == {"COLOUR": "red", "SHAPE": "round"}
+        assert shown.pop(name) == {"secretKeyRef": {"name": "train-env", "key": name}}
+    assert shown == {"COLOUR": "red", "SHAPE": "round"}
 
 
 def test_sbatch_hands_secrets_over_beside_the_script(

@@ -170,19 +170,21 @@ def test_ranks_whose_time_is_over_are_requeued_and_not_restarted(
     ],
 )
 def test_mpi_s_environment_becomes_torch_s(environ: dict[str, str]) -> None:
-    found = mpi_rank_variables(environ)
-    assert found.items() >= {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items()
-    assert found["MASTER_ADDR"] == "127.0.0.1" and 20000 <= int(found["MASTER_PORT"]) < 40000
-    assert mpi_rank_variables(environ | {"PMI_ID": "x", "PMIX_NAMESPACE": "y"})["MASTER_PORT"] != found["MASTER_PORT"]
+    variables = mpi_rank_variables(environ)
+    assert variables.items() >= {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items()
+    assert variables["MASTER_ADDR"] == "127.0.0.1" and 20000 <= int(variables["MASTER_PORT"]) < 40000
+    assert (
+        mpi_rank_variables(environ | {"PMI_ID": "x", "PMIX_NAMESPACE": "y"})["MASTER_PORT"] != variables["MASTER_PORT"]
+    )
 
 
 def test_tasks_of_srun_are_ranks_without_tasks_per_node() -> None:
     """What `srun -n 3` of Slurm 22.05 sets, where `--ntasks-per-node` was not given."""
     text = "STEP_ID=0 STEP_NUM_TASKS=3 STEP_TASKS_PER_NODE=2,1 STEP_NODELIST=n[1-2] JOB_ID=2 PROCID=2 LOCALID=0"
     environ = {f"SLURM_{word.split('=')[0]}": word.split("=")[1] for word in text.split()} | {"SLURM_NODEID": "1"}
-    found = mpi_rank_variables(environ)
-    assert found.items() >= {"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items()
-    assert found["MASTER_ADDR"] == "n1"
+    variables = mpi_rank_variables(environ)
+    assert variables.items() >= {"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items()
+    assert variables["MASTER_ADDR"] == "n1"
 
 
 def test_mpi_on_several_hosts_must_know_the_first() -> None:
@@ -358,25 +360,27 @@ def test_ranks_get_cores_of_their_own(nodes: int, ranks: int) -> None:
     shares = divide_cores("cores", cores, ranks)
     assert sorted(core for share in shares for core in share) == list(range(8))
     assert ranks < nodes or all(any(set(share) <= set(node) for node in cores) for share in shares)
-    whole = divide_cores("numa", cores, ranks)
-    assert all(share in cores for share in whole) and (ranks < nodes or len({tuple(s) for s in whole}) == nodes)
+    whole_nodes = divide_cores("numa", cores, ranks)
+    assert all(share in cores for share in whole_nodes) and (
+        ranks < nodes or len({tuple(s) for s in whole_nodes}) == nodes
+    )
 
 
 def test_bound_ranks_run_on_their_cores(script: Script, capfd: pytest.CaptureFixture[str]) -> None:
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("needs two cores")
     assert main(["--nproc", "2", "--cpu", "--bind", "cores", script("print(*sorted(os.sched_getaffinity(0)))")]) == 0
-    found = [set(line.partition("] ")[2].split()) for line in capfd.readouterr().out.splitlines()]
-    assert found[0] and found[1] and not found[0] & found[1]
+    cores_of_ranks = [set(line.partition("] ")[2].split()) for line in capfd.readouterr().out.splitlines()]
+    assert cores_of_ranks[0] and cores_of_ranks[1] and not cores_of_ranks[0] & cores_of_ranks[1]
     assert main(["--nproc", "999", "--cpu", "--bind", "cores", script("")]) == 2
     assert "--bind cores: 999 ranks, and only" in capfd.readouterr().err
 
 
 def test_zero_report_says_what_is_there() -> None:
     command = [sys.executable, "-m", "zeroengine.cli.zero_report", "--no-probes", "--json"]
-    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    assert re.fullmatch(r"\d+\.\d+\.\d+", found["versions"]["Python"]) and "lo" in found["network"]
-    assert not any("failed" in rows for rows in found.values()), found
+    report = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert re.fullmatch(r"\d+\.\d+\.\d+", report["versions"]["Python"]) and "lo" in report["network"]
+    assert not any("failed" in rows for rows in report.values()), report
 
 
 @pytest.mark.slow
