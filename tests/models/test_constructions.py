@@ -159,9 +159,10 @@ def test_fp32_constructions_match_plain_pytorch_and_the_same_bits_at_every_stage
     check(name, 2, 4, transport, STAGES)
 
 
+@SHARED_MEMORY_AND_SLOW_GLOO
 @pytest.mark.parametrize("name", TABLE)
-def test_constructions_match_plain_pytorch_on_4_ranks(name: str) -> None:
-    check(name, 4, 2, "gloo", (0, 3))
+def test_constructions_match_plain_pytorch_on_4_ranks(name: str, transport: str) -> None:
+    check(name, 4, 2, transport, (0, 3))
 
 
 @pytest.mark.parametrize("stages", [(0, 3), pytest.param(STAGES, marks=pytest.mark.slow)], ids=str)
