@@ -134,13 +134,13 @@ FACTORIES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.fixture(params=[0, 1 << 14, 1 << 26], ids=["no room", "some room", "all the room"])
-def room(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=[0, 1 << 14, 1 << 26], ids=["no cache", "small cache", "large cache"])
+def cache_size(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meta_init, "CACHE_BYTES", request.param)
 
 
 @pytest.fixture
-def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meta_init, "CACHE_BYTES", 0)
 
 
@@ -174,7 +174,7 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("name", FACTORIES)
-@pytest.mark.usefixtures("room")
+@pytest.mark.usefixtures("cache_size")
 def test_values_and_generator_are_those_of_an_ordinary_build(name: str) -> None:
     plain = build(FACTORIES[name], SEED)
     state = torch.get_rng_state()
@@ -213,8 +213,8 @@ def train(factory: Callable[[], nn.Module], under_meta_init: bool, settings: dic
 
 
 @pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
-@pytest.mark.usefixtures("no_room")
-def test_training_is_the_same(precision: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.usefixtures("no_cache")
+def test_training_gives_the_bits_of_an_ordinary_build(precision: dict[str, Any], tmp_path: Path) -> None:
     for stage in (0, 3):
         settings = config(stage, **precision)
         losses, state = train(TinyLM, False, settings)
@@ -233,7 +233,7 @@ def test_parameters_take_no_memory_and_say_so() -> None:
         pickle.dumps(model)
 
 
-def test_a_tape_goes_with_its_parameter() -> None:
+def test_a_trace_is_freed_with_its_parameter() -> None:
     model = born()
     trace = weakref.ref(trace_of(model.head.weight))
     assert trace() is not None
@@ -242,7 +242,7 @@ def test_a_tape_goes_with_its_parameter() -> None:
     assert trace() is None
 
 
-def test_a_copy_has_the_same_values() -> None:
+def test_a_deep_copy_has_the_same_values() -> None:
     model = copy.deepcopy(born())
     for param, other in zip(model.parameters(), build(TinyLM, SEED).parameters(), strict=True):
         assert param.is_meta and same(values_of(param), other)
@@ -250,7 +250,7 @@ def test_a_copy_has_the_same_values() -> None:
     assert same(engine.full_state_dict()["head.weight"], build(TinyLM, SEED).head.weight)
 
 
-def test_hooks_and_weak_references_outlive_both_changes() -> None:
+def test_hooks_and_weak_references_survive_meta_init_and_initialize() -> None:
     model = born(functools.partial(TinyLM, tied=False))
     weak, calls = weakref.ref(model.head.weight), []
     model.head.weight.register_hook(lambda grad: calls.append("hook"))
@@ -326,8 +326,8 @@ def given_from_outside() -> nn.Module:
         (given_from_outside, "not made by torch inside of the `with`"),
     ],
 )
-@pytest.mark.usefixtures("no_room")
-def test_what_cannot_be_followed_keeps_its_memory_and_is_named(
+@pytest.mark.usefixtures("no_cache")
+def test_values_that_cannot_be_replayed_keep_their_memory_and_are_named(
     factory: Callable[[], nn.Module], why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain = build(factory, SEED)
@@ -340,14 +340,14 @@ def test_what_cannot_be_followed_keeps_its_memory_and_is_named(
     assert re.search(why, record.message), record.message
 
 
-def test_nothing_is_said_of_ordinary_models(caplog: pytest.LogCaptureFixture) -> None:
+def test_ordinary_models_give_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     born(GPT)
     born(Initialised)
     assert not caplog.records
 
 
-@pytest.mark.usefixtures("no_room")
-def test_tensors_that_share_a_parameters_memory_stay_good() -> None:
+@pytest.mark.usefixtures("no_cache")
+def test_tensors_that_share_a_parameters_memory_keep_their_values() -> None:
     kept: list[torch.Tensor] = []
 
     def factory() -> nn.Module:
@@ -360,8 +360,8 @@ def test_tensors_that_share_a_parameters_memory_stay_good() -> None:
     assert model.head.weight.is_meta
 
 
-@pytest.mark.usefixtures("no_room")
-def test_values_can_be_looked_at_inside() -> None:
+@pytest.mark.usefixtures("no_cache")
+def test_values_can_be_read_inside_meta_init() -> None:
     seen: list[Any] = []
 
     def factory() -> nn.Module:
@@ -377,7 +377,7 @@ def test_values_can_be_looked_at_inside() -> None:
     assert seen[0] == seen[4] and seen[1] == seen[5] and same(seen[2], seen[6]) and seen[3] == seen[7]
 
 
-@pytest.mark.usefixtures("no_room")
+@pytest.mark.usefixtures("no_cache")
 def test_an_operation_that_fails_changes_nothing() -> None:
     seen: list[torch.Tensor] = []
 
@@ -392,7 +392,7 @@ def test_an_operation_that_fails_changes_nothing() -> None:
     assert same(seen[0], seen[1]) and same(values_of(model.tok.weight), plain.tok.weight)
 
 
-def test_a_parameter_replaced_inside() -> None:
+def test_a_parameter_can_be_replaced_inside_meta_init() -> None:
     def factory() -> nn.Module:
         model = TinyLM()
         model.norm.weight = nn.Parameter(torch.randn(24))
@@ -422,7 +422,7 @@ def test_reset_parameters_gives_values_to_plain_meta_modules() -> None:
         assert same(value, other), name
 
 
-def test_without_reset_parameters_names_are_named() -> None:
+def test_meta_parameters_without_reset_parameters_are_named_in_an_error() -> None:
     with torch.device("meta"):
         model = GPT()
         model.register_buffer("mask", torch.ones(3))
@@ -431,7 +431,7 @@ def test_without_reset_parameters_names_are_named() -> None:
     assert model.pos.is_meta and model.mask.is_meta and trace_of(model.pos) is None
 
 
-def test_a_graph_of_the_meta_model_is_in_the_way() -> None:
+def test_a_graph_of_meta_parameters_is_an_error() -> None:
     model = born()
     loss = model(*(each.to("meta") for each in batch(0, 0)))
     with pytest.raises(ZeroEngineError, match=r"graph or a gradient of .*: tok.weight, .* Drop"):
@@ -490,7 +490,7 @@ def test_checkpoints_and_surgery_set_values_too(tmp_path: Path) -> None:
 # -- what is wrong -------------------------------------------------------------------------------------
 
 
-def test_nested() -> None:
+def test_nested_meta_init_is_an_error() -> None:
     with zeroengine.meta_init():
         with pytest.raises(ZeroEngineError, match="inside of meta_init"), zeroengine.meta_init():
             pass
@@ -498,7 +498,7 @@ def test_nested() -> None:
     assert model.head.weight.is_meta
 
 
-def test_around_initialize() -> None:
+def test_initialize_inside_meta_init_is_an_error() -> None:
     with zeroengine.meta_init():
         model = TinyLM()
         with pytest.raises(ZeroEngineError, match="Leave the `with` first"):
@@ -506,12 +506,12 @@ def test_around_initialize() -> None:
     zeroengine.initialize(model, config=config(0))
 
 
-def test_configuration_is_checked() -> None:
+def test_meta_init_checks_the_configuration() -> None:
     with pytest.raises(ConfigError, match="zero_optimisation"), zeroengine.meta_init({"zero_optimisation": {}}):
         raise AssertionError
 
 
-def test_an_exception_leaves_nothing_behind() -> None:
+def test_an_exception_inside_meta_init_leaves_no_recorder_behind() -> None:
     made = []
     with pytest.raises(KeyError), zeroengine.meta_init():
         made.append(nn.Linear(3, 4))
@@ -520,7 +520,7 @@ def test_an_exception_leaves_nothing_behind() -> None:
     assert not nn.Linear(3, 4).weight.is_meta  # and `restored`
 
 
-def test_an_optimizer_that_has_state_already() -> None:
+def test_an_optimizer_with_state_of_meta_parameters_is_an_error() -> None:
     model = born()
     with pytest.raises(ZeroEngineError, match=r"Adagrad keeps state .* Build the model without meta_init"):
         zeroengine.initialize(model, torch.optim.Adagrad(model.parameters()), config(0, optimizer=None))
@@ -541,7 +541,7 @@ def in_thread(function: Callable[[], Any]) -> Any:
     return found[0]
 
 
-def test_other_threads_build_as_ever() -> None:
+def test_other_threads_build_ordinary_parameters() -> None:
     with zeroengine.meta_init():
         inside, beside = TinyLM(), in_thread(TinyLM)
         other = in_thread(born)
@@ -555,7 +555,7 @@ def test_other_threads_build_as_ever() -> None:
     )
 
 
-def test_what_another_thread_writes_is_an_error() -> None:
+def test_a_write_by_another_thread_is_an_error() -> None:
     with pytest.raises(ZeroEngineError, match=r"Linear.weight, .* cannot see it, such as in another thread"):
         with zeroengine.meta_init():
             model = nn.Linear(3, 4)
@@ -633,7 +633,7 @@ BF16 = pytest.param({"bf16": {"enabled": True}}, marks=pytest.mark.slow, id="bf1
 
 
 @pytest.mark.parametrize("precision", [pytest.param({}, id="fp32"), BF16])
-def test_a_model_is_never_whole_anywhere(tmp_path: Path, precision: dict[str, Any]) -> None:
+def test_no_rank_ever_holds_the_whole_model(tmp_path: Path, precision: dict[str, Any]) -> None:
     ((growth, nbytes, loss),) = run_ranks(1, build_big, str(tmp_path), precision, True)
     assert nbytes > 4e8
     assert growth < 0.35 * nbytes

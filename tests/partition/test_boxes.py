@@ -34,12 +34,12 @@ def test_the_boxes_hold_the_elements_of_the_run_in_order(run: tuple[list[int], i
 
 
 @given(runs())
-def test_the_boxes_are_few(run: tuple[list[int], int, int]) -> None:
+def test_a_run_takes_at_most_two_boxes_for_each_dimension_less_one(run: tuple[list[int], int, int]) -> None:
     shape, start, stop = run
     assert len(list(boxes_of_run(shape, start, stop))) <= max(1, 2 * len(shape) - 1)
 
 
-def test_the_picture_of_the_docstring() -> None:
+def test_boxes_are_those_of_the_docstrings_picture() -> None:
     assert list(boxes_of_run((3, 4), 2, 10)) == [
         Box((0, 2), (1, 2), 2), Box((1, 0), (1, 4), 4), Box((2, 0), (1, 2), 8),
     ]  # fmt: skip

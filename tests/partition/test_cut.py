@@ -67,7 +67,7 @@ def test_blocks_inside_blocks_belong_to_the_outermost() -> None:
     [nn.ModuleList([Block()]), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.ModuleList([Block(), nn.ReLU()])],
     ids=["one block", "bare layers", "a block and an activation"],
 )
-def test_what_is_not_repeated_or_not_a_block_goes_with_the_rest(container: nn.Module) -> None:
+def test_single_blocks_and_bare_layers_go_with_the_rest(container: nn.Module) -> None:
     assert [plan.name for plan in cut_units(Model(container))] == ["rest"]
 
 
@@ -120,7 +120,7 @@ def test_a_parameter_tied_to_one_inside_a_block_serves_the_block_and_its_other_m
     assert Counter(name for p in cut_units(model) for name, _ in p.params)["tie.weight"] == 0
 
 
-def test_frozen_and_trainable_parameters_of_a_block_are_two_units_with_one_holder() -> None:
+def test_frozen_and_trainable_parameters_of_a_block_are_two_units_of_one_module() -> None:
     model = Model(nn.ModuleList([Block(), Block()]))
     model.blocks[0].up.requires_grad_(False)
     first, second = (plan for plan in cut_units(model) if plan.name.startswith("blocks.0"))

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroengine import ZeroEngineError
+from zeroengine.partition import layout as flat_layouts
 from zeroengine.partition.degrees import STAGES, Degrees, degrees_of_stage
-from zeroengine.partition.layout import PARAM_ALIGN, SHARD_ALIGN, FlatLayout, round_up
+from zeroengine.partition.layout import PARAM_ALIGN, SHARD_ALIGN, FlatLayout, ShardSpan, round_up
 
 SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=6)
 
@@ -96,7 +97,6 @@ def test_parameters_and_shards_are_aligned_and_do_not_overlap(
         end = slot.end
     assert end <= layout.numel
     assert layout.shard_numel(world_size) % align == layout.shard_numel(world_size) % SHARD_ALIGN == 0
-    assert layout.param_numel == sum(math.prod(shape) for shape in shapes)
 
 
 @given(SHAPES, st.integers(1, 9))
@@ -115,3 +115,12 @@ def test_degrees_that_do_not_divide_the_ranks_are_an_error() -> None:
 def test_round_up_is_the_smallest_multiple_that_is_large_enough(value: int, multiple: int) -> None:
     rounded = round_up(value, multiple)
     assert rounded % multiple == 0 and 0 <= rounded - value < multiple
+
+
+def test_the_layout_is_that_of_the_docstrings_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flat_layouts, "PARAM_ALIGN", 4)
+    monkeypatch.setattr(flat_layouts, "SHARD_ALIGN", 8)
+    layout = FlatLayout.build("unit", [("a", (7,)), ("b", (3, 4)), ("c", (6,))], Degrees(2, 2, 2), 2, 1)
+    assert [slot.offset for slot in layout.slots] == [0, 8, 20] and layout.numel == 32
+    assert layout.shard_range(1, 2) == (16, 32)
+    assert list(layout.spans(1, 2)) == [ShardSpan(1, 8, 0, 4), ShardSpan(2, 0, 4, 6)]

@@ -19,7 +19,7 @@ def names(nodes: Any) -> list[str]:
     return sorted(node.name() for node in nodes)
 
 
-def test_the_last_nodes_are_those_of_this_call_that_add_to_an_input() -> None:
+def test_last_nodes_are_the_nodes_of_this_call_that_add_to_an_inputs_gradient() -> None:
     x = torch.ones(3, requires_grad=True).exp()
     context, leaf = torch.ones(3, requires_grad=True).sin(), torch.ones(3, requires_grad=True)
     unread = torch.ones(3, requires_grad=True).cos()
@@ -36,7 +36,7 @@ def test_the_last_nodes_are_those_of_this_call_that_add_to_an_input() -> None:
     ]
 
 
-def test_a_graph_too_large_to_look_at_gives_nothing(monkeypatch: Any) -> None:
+def test_a_graph_with_too_many_nodes_gives_no_last_nodes(monkeypatch: Any) -> None:
     monkeypatch.setattr(autograd_tracking, "MAX_NODES", 5)
     x = torch.ones(3, requires_grad=True).exp()
     assert last_nodes([x], [x.sin().cos()]) != [set()]

@@ -1,4 +1,4 @@
-"""Copies that wait for others give what copies done at once give."""
+"""Copies into unit buffers that are collected and launched together."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ STEPS = st.tuples(
 
 @given(st.lists(STEPS, max_size=12), st.integers(1, 5), st.integers(0, 1 << 16))
 @settings(max_examples=100, deadline=None)
-def test_any_sequence_gives_the_bits_of_one_by_one(
-    steps: list[tuple[int, torch.dtype, bool]], together: int, seed: int
+def test_collected_copies_give_the_bits_of_single_copies(
+    steps: list[tuple[int, torch.dtype, bool]], max_tensors: int, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
-    at_once = [torch.randn(5, generator=generator).to(FLOATS[i % 3]) for i in range(4)]
-    waiting = [target.clone() for target in at_once]
+    expected = [torch.randn(5, generator=generator).to(FLOATS[i % 3]) for i in range(4)]
+    collected = [target.clone() for target in expected]
     copies = CastCopies()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(buckets, "MAX_TENSORS_PER_LAUNCH", together)
+        patch.setattr(buckets, "MAX_TENSORS_PER_LAUNCH", max_tensors)
         for number, dtype, add in steps:
             source = torch.randn(5, generator=generator).to(dtype)
             if add:
-                at_once[number].copy_(at_once[number].float() + source.float())
+                expected[number].copy_(expected[number].float() + source.float())
             else:
-                at_once[number].copy_(source)
-            copies.add(source, waiting[number], accumulate=add)
+                expected[number].copy_(source)
+            copies.add(source, collected[number], accumulate=add)
         copies.flush()
-    assert all(torch.equal(one, other) for one, other in zip(at_once, waiting, strict=True))
+    assert all(torch.equal(single, together) for single, together in zip(expected, collected, strict=True))
 
 
-def test_what_waits_is_bounded_by_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pending_copies_are_bounded_by_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buckets, "MAX_PENDING_BYTES", 64)
     target, copies = torch.zeros(3, 8), CastCopies()
     for row in target:
@@ -49,7 +49,7 @@ def test_what_waits_is_bounded_by_its_bytes(monkeypatch: pytest.MonkeyPatch) -> 
     assert target.sum(1).tolist() == [8, 8, 0]
 
 
-def test_what_is_forgotten_is_not_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_discarded_copies_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[Any] = []
     monkeypatch.setattr(ops, "cast_copy", lambda *args, **more: done.append(args))
     copies = CastCopies()

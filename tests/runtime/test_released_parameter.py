@@ -37,7 +37,7 @@ def param(request: pytest.FixtureRequest) -> nn.Parameter:
     return made
 
 
-def test_metadata_is_as_ever(param: nn.Parameter) -> None:
+def test_metadata_of_a_released_parameter_works(param: nn.Parameter) -> None:
     assert param.shape == param.size() == (2, 3) and param.ndim == param.dim() == 2 and len(param) == 2
     assert param.numel() == torch.numel(param) == param.nelement() == 6
     assert param.nbytes == 24 and param.element_size() == param.itemsize == 4
@@ -51,7 +51,7 @@ def test_metadata_is_as_ever(param: nn.Parameter) -> None:
     assert {param: 1}[param] == 1 and param in {param}
 
 
-def test_gradients_and_hooks_can_be_set(param: nn.Parameter) -> None:
+def test_gradients_and_hooks_of_a_released_parameter_can_be_set(param: nn.Parameter) -> None:
     assert param.grad is None
     param.grad = torch.ones(2, 3)
     assert param.grad.sum() == 6
@@ -109,14 +109,14 @@ USES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("use", USES)
-def test_any_use_of_its_values_asks_first(param: nn.Parameter, use: str) -> None:
+def test_every_use_of_released_values_calls_the_resolver_first(param: nn.Parameter, use: str) -> None:
     with pytest.raises(Asked) as asked:
         USES[use](param)
     assert str(asked.value), "and says what the use is"
 
 
 @pytest.mark.parametrize("use", [name for name in USES if name not in ("item", "bool")])
-def test_a_use_goes_on_as_usual_once_the_values_are_there(param: nn.Parameter, use: str) -> None:
+def test_a_use_works_as_usual_after_the_resolver_gathered_the_values(param: nn.Parameter, use: str) -> None:
     asked = []
 
     def bring(wanted: nn.Parameter, use: str) -> None:
@@ -129,7 +129,7 @@ def test_a_use_goes_on_as_usual_once_the_values_are_there(param: nn.Parameter, u
     assert len(asked) == 1 and asked[0] is param
 
 
-def test_two_parameters_that_come_together_are_asked_for_once() -> None:
+def test_two_parameters_of_one_unit_call_the_resolver_once() -> None:
     weight, bias = nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(2))
     asked = []
 
@@ -144,7 +144,7 @@ def test_two_parameters_that_come_together_are_asked_for_once() -> None:
     assert len(asked) == 1
 
 
-def test_afterwards_it_is_an_ordinary_parameter_of_its_own_class(param: nn.Parameter) -> None:
+def test_a_gathered_parameter_is_an_ordinary_one_of_its_own_class(param: nn.Parameter) -> None:
     mark_released(param, refuse)  # twice is once
     mark_gathered(param)
     mark_gathered(param)

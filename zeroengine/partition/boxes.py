@@ -1,4 +1,4 @@
-"""Runs of a flattened tensor as boxes of the tensor itself, the form in which checkpoints hold shards.
+"""Covers a run of a flattened tensor by boxes of the tensor itself, the form in which checkpoints store shards.
 
 A run of a 3 x 4 tensor, elements 2 to 10 of 12, is three boxes (``.`` is not in the run):
 
@@ -16,22 +16,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Box:
-    """``tensor[offsets[0] : offsets[0] + sizes[0], ...]``, whose elements are neighbours when flattened."""
+    """``tensor[offsets[0] : offsets[0] + sizes[0], ...]``, whose elements are contiguous in the flattened tensor."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    start: int  # its first element within the flattened tensor
+    start: int  # offset of its first element within the flattened tensor
 
     @property
     def numel(self) -> int:
-        """The number of elements."""
+        """Elements of the box."""
         return math.prod(self.sizes)
 
 
 def boxes_of_run(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Yield the fewest boxes, in order, that cover the elements ``[start, stop)`` of a flattened tensor of ``shape``.
+    """Yield the fewest boxes, in order, that cover the elements [start, stop) of a flattened tensor of ``shape``.
 
-    At most ``2 * len(shape) - 1``; none where the run is empty.
+    There are at most ``2 * len(shape) - 1``, and none if the run is empty.
     """
     if start >= stop:
         return
@@ -39,8 +39,9 @@ def boxes_of_run(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
         yield Box((), (), 0)
         return
     row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row  # the whole rows in between
-    if first > last:  # within one row
+    # The rows [first, last) lie in the run as a whole. Parts of rows may come before and after them.
+    first, last = -(-start // row), stop // row
+    if first > last:
         yield from _in_row(shape, last, start, stop)
         return
     if start < first * row:
@@ -52,6 +53,7 @@ def boxes_of_run(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
 
 
 def _in_row(shape: Sequence[int], index: int, start: int, stop: int) -> Iterator[Box]:
+    """Yield the boxes of a run that lies in one row."""
     base = index * math.prod(shape[1:])
     for box in boxes_of_run(shape[1:], start - base, stop - base):
         yield Box((index, *box.offsets), (1, *box.sizes), base + box.start)

@@ -1,6 +1,11 @@
-"""How a model is cut into units: which parameters are gathered and released together.
+"""Cuts a model into units: the parameters that are gathered and released together.
 
-Hooks sit on modules, units on parameters. A unit's *modules* are the modules whose forward needs it.
+A unit is a set of parameters; hooks sit on modules. The *modules* of a unit are those whose forward needs it, so a tied
+parameter belongs to one unit and that unit has the modules of both its uses.
+
+To add a rule for cutting, write a function that returns the root modules by name, as ``_repeated_blocks`` and
+``_match`` do, and choose it in ``cut_units``. Everything after that (tied parameters, the rest, dtypes) is common to
+all rules.
 """
 
 from __future__ import annotations
@@ -15,35 +20,38 @@ from torch import nn
 
 from zeroengine.errors import ZeroEngineError
 
-LARGE_PARAM = 1 << 20  # elements: an embedding or a head of this size is a unit of its own
-REST_UNIT = 1 << 22  # elements: what is left is grouped up to this size
+# Elements. Outside of the blocks, a parameter of this size, such as an embedding, is a unit of its own.
+LARGE_PARAM = 1 << 20
+# Elements. Smaller parameters outside of the blocks are grouped into units of up to this size.
+REST_UNIT = 1 << 22
 
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """The parameters of one unit, and the modules that need them."""
+    """The parameters of one unit, and the modules whose forward needs them."""
 
     name: str
-    params: tuple[tuple[str, nn.Parameter], ...]
+    params: tuple[tuple[str, nn.Parameter], ...]  # with their names
     modules: tuple[nn.Module, ...]
-    dtype: torch.dtype
+    dtype: torch.dtype  # in which the parameters compute
     trainable: bool
 
     @property
     def numel(self) -> int:
-        """The number of elements of all parameters, without padding."""
+        """Elements of the parameters, without padding."""
         return sum(param.numel() for _, param in self.params)
 
 
 @dataclass
 class _Group:
+    """Parameters that become one unit, or one for each of their dtypes."""
+
     name: str
-    root: nn.Module | None
+    root: nn.Module | None  # the module that holds all of them, if there is one
     params: list[tuple[str, nn.Parameter]] = field(default_factory=list)
 
     @property
     def numel(self) -> int:
-        """The number of elements of all parameters, without padding."""
         return sum(p.numel() for _, p in self.params)
 
 
@@ -54,20 +62,20 @@ def cut_units(
     compute_dtype: torch.dtype | None = None,
     keep_fp32: Collection[nn.Parameter] = (),
 ) -> list[UnitPlan]:
-    """Cuts ``model`` into units, in registration order.
+    """Cut ``model`` into units, in registration order.
 
-    Each element of a repeated block container (a ``ModuleList``, ``ModuleDict`` or ``Sequential`` of
-    two or more modules of one class) is a unit. Of the rest, large parameters are units of their own and
-    the others are grouped. A tied parameter belongs to the unit in which it is registered first. A unit
-    has one dtype and is trainable or frozen as a whole: a block of mixed parameters gives several units.
+    Each element of a repeated block container (a ``ModuleList``, ``ModuleDict`` or ``Sequential`` of two or more
+    modules of one class) is a unit. Of the rest, large parameters are units of their own and the others are grouped. A
+    tied parameter belongs to the unit in which it is registered first. A unit has one dtype and is trainable or frozen
+    as a whole: a block of mixed parameters gives several units.
 
     Args:
-        patterns: module-name patterns (``fnmatch``, such as ``"layers.*"``) that replace the rule.
-        compute_dtype: dtype that floating parameters take, or None to keep each one's own.
-        keep_fp32: parameters that take fp32 instead.
+        patterns: Module-name patterns (``fnmatch``, such as ``"layers.*"``). The modules that match are the blocks.
+        compute_dtype: The dtype that floating parameters take, or None to keep each one's own.
+        keep_fp32: Parameters that take fp32 instead.
 
     Raises:
-        ZeroEngineError: the model has no parameters, or a pattern matches no module with parameters.
+        ZeroEngineError: The model has no parameters, or a pattern matches no module with parameters.
     """
     names = _canonical_names(model)
     if not names:
@@ -107,7 +115,7 @@ def _canonical_names(model: nn.Module) -> dict[nn.Parameter, str]:
 
 
 def plain_name(name: str) -> str:
-    """``name`` without what torch.compile puts in where it wraps a module: compiling changes no name."""
+    """Return ``name`` without the parts that torch.compile adds where it wraps a module."""
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
@@ -116,11 +124,11 @@ def _has_params(module: nn.Module) -> bool:
 
 
 def _repeated_blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The elements of the outermost repeated containers, with their names."""
+    """Yield the elements of the outermost repeated containers, with their names."""
     children = [(f"{prefix}{name}", child) for name, child in module.named_children() if _has_params(child)]
     if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
         kinds = Counter(type(child) for _, child in children)
-        # A bare layer repeated, such as nn.Linear, is no block.
+        # Several bare layers, such as an MLP of nn.Linear, are no blocks: as units they would be too small.
         composed = {type(child) for _, child in children if next(child.children(), None) is not None}
         repeated = {kind for kind in composed if kinds[kind] > 1}
     else:
@@ -137,16 +145,17 @@ def _match(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
     named: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         if plain_name(name) and _has_params(module):
-            named.setdefault(plain_name(name), module)  # the wrapper, where torch.compile made one
+            # Where torch.compile wrapped a module both have this name. The wrapper comes first and is the one called.
+            named.setdefault(plain_name(name), module)
     modules = list(named.items())
     for pattern in patterns:
-        found = {name: module for name, module in modules if fnmatch.fnmatchcase(name, pattern)}
-        if not found:
+        matches = {name: module for name, module in modules if fnmatch.fnmatchcase(name, pattern)}
+        if not matches:
             known = ", ".join(name for name, _ in modules[:8])
             raise ZeroEngineError(
                 f"units: the pattern {pattern!r} matches no module with parameters. Modules are named like: {known}"
             )
-        roots.update(found)
+        roots.update(matches)
     # "layers.*" also matches "layers.0.attention": the outermost match is the unit.
     return {name: module for name, module in roots.items() if not any(name.startswith(f"{other}.") for other in roots)}
 
@@ -168,7 +177,7 @@ def _group_rest(rest: list[tuple[str, nn.Parameter]]) -> list[_Group]:
 
 
 def _owners(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
-    """The modules that register each parameter directly."""
+    """Return the modules that register each parameter directly."""
     owners: dict[nn.Parameter, list[nn.Module]] = {}
     for module in model.modules():
         for param in module.parameters(recurse=False):
@@ -179,13 +188,14 @@ def _owners(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
 def _split(
     group: _Group, owners: dict[nn.Parameter, list[nn.Module]], dtype_of: Callable[[nn.Parameter], torch.dtype]
 ) -> Iterator[UnitPlan]:
-    """One unit for each dtype and trainability in the group, trainable first."""
+    """Yield one unit for each dtype and trainability in the group, trainable first."""
     kinds: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
     for name, param in group.params:
         kinds.setdefault((dtype_of(param), param.requires_grad), []).append((name, param))
     inside = set(group.root.modules()) if group.root is not None else set()
     main = next(iter(sorted(kinds, key=lambda kind: not kind[1])))
     for (dtype, trainable), params in sorted(kinds.items(), key=lambda item: not item[0][1]):
+        # A parameter of a block that is tied to a module outside of it is needed there, too.
         modules = [group.root] if group.root is not None else []
         for _, param in params:
             modules += [m for m in owners[param] if m not in inside and m not in modules]

@@ -38,7 +38,7 @@ class Degrees:
                 )
 
     def index(self, rank: int, degree: int) -> int:
-        """Which of the ``degree`` equal shards ``rank`` owns; ``degree`` is one of the three."""
+        """Return which of the ``degree`` equal shards ``rank`` owns. ``degree`` is one of the three."""
         index, below = 0, 1
         for d in (self.parameters, self.gradients, self.optimizer):
             index = index * (d // below) + (rank % d) // below
@@ -59,7 +59,7 @@ STAGES = {
 
 
 def degrees_of_stage(stage: int, world_size: int) -> Degrees:
-    """The degrees of ZeRO ``stage`` over ``world_size`` data-parallel ranks."""
+    """Return the degrees of ZeRO ``stage`` over ``world_size`` data-parallel ranks."""
     if stage not in STAGES:
         raise ZeroEngineError(f"zero_optimization.stage is one of {sorted(STAGES)}, found {stage!r}")
     optimizer, gradients, parameters = (world_size if partitioned else 1 for partitioned in STAGES[stage])

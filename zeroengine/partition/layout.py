@@ -1,10 +1,20 @@
-"""Where each element of each parameter lies in a unit's flat buffer, and who owns it. Integers only.
+"""Where each element of each parameter lies in a unit's flat buffer, and which rank owns it. Integers only.
 
-A unit of three parameters on two ranks (PARAM_ALIGN 4 and SHARD_ALIGN 8 for the picture; ``.`` is padding):
+A unit of parameters a (7 elements), b (12) and c (6) on two ranks. For the picture PARAM_ALIGN is 4, SHARD_ALIGN is 8,
+and ``.`` is padding:
 
-    flat buffer   a a a a a a a . b b b b b b . . | c c c c c c . . . . . . . . . .
-    offset        0               8               | 16                            32
-    owner         rank 0                          | rank 1
+    offset        0       4       8       12      16      20      24      28      32
+    flat buffer   a a a a a a a . b b b b b b b b b b b b c c c c c c . . . . . .
+    degree 1      <-------------- every rank owns all 32 elements -------------->
+    degree 2      <----------- rank 0 ---------->|<----------- rank 1 ---------->
+
+- Each parameter starts at a multiple of PARAM_ALIGN: ``ParamSlot`` offsets 0, 8 and 20.
+- The buffer ends at a multiple of SHARD_ALIGN * world size (16 here), so all ranks' shards are equal and aligned.
+- At degree 2 the shard of rank 1 is ``shard_range`` [16, 32) of the buffer. It holds two ``ShardSpan``s:
+
+    param_index   param_offset   shard_offset   numel
+    1 (b)         8              0              4
+    2 (c)         0              4              6
 
 All offsets and sizes count elements, not bytes.
 """
@@ -20,18 +30,20 @@ from functools import cached_property
 from zeroengine.errors import ZeroEngineError
 from zeroengine.partition.degrees import Degrees
 
-PARAM_ALIGN = 32  # a parameter starts on a cache line and at a vector load, in fp32 and in bf16
-SHARD_ALIGN = 64  # so does a shard, and no two ranks write to one cache line
+# Elements. A parameter starts on a cache line, and where a vector may be loaded, in fp32 and in bf16.
+PARAM_ALIGN = 32
+# Elements. So does a shard, and no two ranks write to one cache line.
+SHARD_ALIGN = 64
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of ``multiple`` that is at least ``value``."""
+    """Return the smallest multiple of ``multiple`` that is at least ``value``."""
     return -(-value // multiple) * multiple
 
 
 @dataclass(frozen=True)
 class ParamSlot:
-    """One whole parameter in the flat buffer."""
+    """One parameter in the flat buffer."""
 
     name: str  # fully qualified parameter name
     shape: tuple[int, ...]
@@ -39,12 +51,12 @@ class ParamSlot:
 
     @cached_property
     def numel(self) -> int:
-        """The number of elements."""
+        """Elements of the parameter."""
         return math.prod(self.shape)
 
     @property
     def end(self) -> int:
-        """The first element after the parameter within the flat buffer."""
+        """The offset after the last element."""
         return self.offset + self.numel
 
 
@@ -54,7 +66,7 @@ class ShardSpan:
 
     param_index: int  # index of the parameter within the layout
     param_offset: int  # first owned element within the flattened parameter
-    shard_offset: int  # where it lies within the rank's shard
+    shard_offset: int  # first element within the rank's shard
     numel: int
 
     @property
@@ -65,11 +77,11 @@ class ShardSpan:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """The flat buffer of one unit, for every rank and degree."""
+    """The flat buffer of one unit: where parameters lie, and what each rank owns of it at each degree."""
 
     name: str
     slots: tuple[ParamSlot, ...]
-    numel: int  # of the flat buffer, padding included; divisible into equal aligned shards
+    numel: int  # of the flat buffer, padding included
     degrees: Degrees
 
     @classmethod
@@ -81,13 +93,17 @@ class FlatLayout:
         world_size: int,
         align: int = SHARD_ALIGN,
     ) -> FlatLayout:
-        """Lays ``params`` (name, shape) out in order; the buffer divides by ``world_size`` at every stage.
+        """Lay parameters out in order.
 
-        Padding to the world size and not to the degree keeps offsets, and so rounding, the same at
-        every stage. A shard is a multiple of ``align`` and of ``SHARD_ALIGN``.
+        The buffer is padded for ``world_size`` shards whatever the degrees. This keeps offsets, and so the order of
+        rounding, the same at every stage.
+
+        Args:
+            params: Name and shape of each parameter.
+            align: Elements. Every shard is a multiple of this and of ``SHARD_ALIGN``.
 
         Raises:
-            ZeroEngineError: the optimizer's degree does not divide ``world_size``.
+            ZeroEngineError: The optimizer's degree does not divide ``world_size``.
         """
         if world_size % degrees.optimizer:
             raise ZeroEngineError(f"the optimizer's degree must divide the {world_size} ranks: {degrees}")
@@ -98,43 +114,38 @@ class FlatLayout:
             end = slot.end
         return cls(name, tuple(slots), round_up(max(end, 1), math.lcm(SHARD_ALIGN, align) * world_size), degrees)
 
-    @property
-    def param_numel(self) -> int:
-        """Elements of the parameters themselves, without padding."""
-        return sum(slot.numel for slot in self.slots)
-
     @cached_property
     def _offsets(self) -> list[int]:
         return [slot.offset for slot in self.slots]
 
     def param_index_at(self, offset: int) -> int:
-        """Return the number of the slot that holds the element at ``offset`` of the flat buffer."""
+        """Return the index of the parameter that holds the element at ``offset`` of the flat buffer."""
         return bisect_right(self._offsets, offset) - 1
 
     def shard_numel(self, degree: int) -> int:
-        """Return the number of elements, padding included, of a shard of a state of ``degree``."""
+        """Return the elements of one rank's shard at ``degree``."""
         return self.numel // degree
 
     def shard_range(self, rank: int, degree: int) -> tuple[int, int]:
-        """Return the half-open range of the flat buffer that ``rank`` owns of a state of ``degree``."""
+        """Return the range [start, stop) of the flat buffer that ``rank`` owns at ``degree``."""
         size = self.shard_numel(degree)
         start = self.degrees.index(rank, degree) * size
         return start, start + size
 
     def unreplicated_range(self, rank: int, degree: int, world_size: int) -> tuple[int, int]:
-        """The part of ``rank``'s shard that it stands for where every element counts once over all ranks.
+        """Return a range of ``rank``'s shard such that the ranges of all ranks tile the flat buffer.
 
-        Ranks that hold the same shard split it evenly.
+        Ranks that hold the same shard split it evenly. A sum over these ranges counts every element once.
         """
         start, stop = self.shard_range(rank, degree)
         size = (stop - start) * degree // world_size
         return start + rank // degree * size, start + (rank // degree + 1) * size
 
     def spans(self, rank: int, degree: int, within: tuple[int, int] | None = None) -> Iterator[ShardSpan]:
-        """The pieces of parameters in ``rank``'s shard of a state of ``degree``, in buffer order.
+        """Yield what ``rank``'s shard at ``degree`` holds of each parameter, in buffer order.
 
         Args:
-            within: a part of the shard's range, to give only the pieces in there.
+            within: A range of the flat buffer inside the shard, to which the spans are cut.
         """
         base, _ = self.shard_range(rank, degree)
         start, end = within or self.shard_range(rank, degree)

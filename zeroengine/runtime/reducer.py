@@ -25,13 +25,7 @@ Every rank reduces the units in reverse order of registration. A unit that is co
 A unit that never completes, for some of its parameters are unused, is reduced when the backward ends, with zeros in
 their place. So ranks that use different parameters still agree on every collective.
 
-[Note: Several gradients of one parameter]
-In one backward autograd adds up all that a parameter gets before it hands over one gradient. But a backward may hold
-others: each reentrant checkpoint runs one of its own, and so does a Function whose backward calls ``torch.autograd``.
-A parameter that several of them use gets a gradient from each. So a unit is complete when as many gradients of each
-parameter have arrived as in the backward before. The first time, gradients may arrive after their unit was reduced.
-Such *late* gradients wait on this rank and are reduced with the next micro-step's, or before the update
-(``reduce_late_gradients``). No other rank knows of them, so whoever takes the step asks all ranks first.
+A unit may get gradients after it was reduced: see "Several gradients of one parameter" in ``unit_gradients.py``.
 """
 
 from __future__ import annotations

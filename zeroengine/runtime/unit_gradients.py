@@ -4,8 +4,8 @@
 All lists have one entry for each parameter. The reducer calls every method named here.
 
     attribute           true or set from ...                            cleared by ...
-    num_pending         ``begin_backward``: parameters to wait for      ``count_arrival``, ``end_backward``, a discard
-    no_sync_grads       a gradient inside no_sync, or a late one,       the next copy into a buffer, or a discard
+    num_pending         ``begin_backward``: parameters to wait for      ``count_arrival``, ``end_backward``, or a drop
+    no_sync_grads       a gradient inside no_sync, or a late one,       the next copy into a buffer, or a drop
                         if it accumulates in another dtype than its own
     bucket_filled       the copy of a gradient into the buffer          the launch of its reduce (if partitioned), or
                                                                         ``end_step`` (if unsharded)
@@ -14,7 +14,15 @@ All lists have one entry for each parameter. The reducer calls every method name
     is_reduced          the launch of the first reduce in this step     ``end_step``
     squared_norm        an offloaded sum, before it leaves the device   the next offloaded sum, or a replaced gradient
 
-``Reducer.end_step`` runs after an update and when gradients are discarded.
+``Reducer.end_step`` runs after an update and when gradients are dropped.
+
+[Note: Several gradients of one parameter]
+In one backward autograd adds up all that a parameter gets before it hands over one gradient. But a backward may hold
+others: each reentrant checkpoint runs one of its own, and so does a Function whose backward calls ``torch.autograd``.
+A parameter that several of them use gets a gradient from each. So a unit is complete when as many gradients of each
+parameter have arrived as in the backward before. The first time, gradients may arrive after their unit was reduced.
+Such *late* gradients wait on this rank and are reduced with the next micro-step's, or before the update
+(``Reducer.reduce_late_gradients``). No other rank knows of them, so whoever takes the step asks all ranks first.
 """
 
 from __future__ import annotations
