@@ -3,7 +3,7 @@
 [Note: The path of a gradient]
 1. Autograd accumulates a gradient into ``param.grad`` and calls the parameter's hook (``_post_accumulate_grad``).
 2. The hook copies the gradient, cast to the dtype that is sent, into a unit buffer and drops ``param.grad``
-   (``_copy_to_bucket``). This is the only copy. On a GPU, copies are collected and launched together (``CastCopies``).
+   (``_copy_to_buffer``). This is the only copy. On a GPU, copies are collected and launched together (``CastCopies``).
 3. When all gradients of a unit have arrived, and those of all units before it in the fixed order, the unit joins the
    bucket: a queue of units. When the queue holds ``bucket_numel`` elements the reduce of each of its units is launched,
    one collective for each unit (``_launch_reduce``).
@@ -141,18 +141,18 @@ class Reducer(BackwardListener):
                 if grads.dtype is not param.dtype:
                     self._accumulate_local(grads, index, param)
             else:
-                self._copy_to_bucket(grads, index, param)
+                self._copy_to_buffer(grads, index, param)
         if not grads.num_pending:
             self._backward.note_unit_complete(grads.unit)
             self._queue_in_order()
 
-    def _copy_to_bucket(self, grads: UnitGradients, index: int, param: nn.Parameter) -> None:
+    def _copy_to_buffer(self, grads: UnitGradients, index: int, param: nn.Parameter) -> None:
         """Copy a gradient to where it is reduced from, or add it to an earlier one there."""
         if not grads.unsharded and grads not in self._buffer_of:
             self._buffer_of[grads] = self._buffer_pool.acquire(grads)
         views = grads.param_views if grads.unsharded else self._buffer_of[grads].param_views
-        self._copy_to(grads, index, param, views[index], accumulate=grads.bucket_filled[index])
-        grads.bucket_filled[index] = True
+        self._copy_to(grads, index, param, views[index], accumulate=grads.buffer_filled[index])
+        grads.buffer_filled[index] = True
 
     def _copy_to(
         self, grads: UnitGradients, index: int, param: nn.Parameter, target: torch.Tensor, *, accumulate: bool = False
@@ -210,7 +210,7 @@ class Reducer(BackwardListener):
                 for index, count in enumerate(grads.arrived_counts):
                     # A parameter without a gradient in this backward may have one of an earlier one, inside no_sync.
                     if not count and self._has_local_gradient(grads, index):
-                        self._copy_to_bucket(grads, index, grads.unit.params[index])
+                        self._copy_to_buffer(grads, index, grads.unit.params[index])
             grads.end_backward()
         self._queue_in_order()
         self._launch_bucket()
@@ -249,7 +249,7 @@ class Reducer(BackwardListener):
             buffer = self._buffer_of.pop(grads) if grads in self._buffer_of else self._buffer_pool.acquire(grads)
             self._zero_unfilled(grads, buffer.param_views)
             self._launch_from_buffer(buffer, grads, grads.grad_shard, accumulate=grads.is_reduced)
-            grads.bucket_filled = [False] * len(unit.params)
+            grads.buffer_filled = [False] * len(unit.params)
             grads.is_reduced = True
             return
         self._zero_unfilled(grads, grads.param_views)
@@ -288,7 +288,7 @@ class Reducer(BackwardListener):
         return Then(buffer.collective, partial(torch.Tensor.add_ if accumulate else torch.Tensor.copy_, target, flat))
 
     def _zero_unfilled(self, grads: UnitGradients, views: list[torch.Tensor]) -> None:
-        for filled, view in zip(grads.bucket_filled, views, strict=True):
+        for filled, view in zip(grads.buffer_filled, views, strict=True):
             if not filled:
                 view.zero_()
 
@@ -301,7 +301,7 @@ class Reducer(BackwardListener):
             if not grads.is_reduced:
                 for index, param in enumerate(grads.unit.params):
                     if self._has_local_gradient(grads, index):
-                        self._copy_to_bucket(grads, index, param)
+                        self._copy_to_buffer(grads, index, param)
                 self._launch_reduce(grads)
         self.wait_reduces()
 
@@ -367,7 +367,7 @@ class Reducer(BackwardListener):
         """Return what this rank adds to a parameter's gradient in its next reduce, in fp32 or wider."""
         local = (grads.no_sync_grads.get(index), gradient_of(grads.unit.params[index]))
         parts = [part.detach().to_dense() / self.predivide for part in local if part is not None]
-        if grads.unsharded and grads.bucket_filled[index] and not grads.is_reduced:
+        if grads.unsharded and grads.buffer_filled[index] and not grads.is_reduced:
             parts.append(grads.param_views[index])
         wide = [part.to(torch.promote_types(part.dtype, torch.float32)) for part in parts]
         return torch.stack(wide).sum(0) if wide else None
@@ -388,7 +388,7 @@ class Reducer(BackwardListener):
                     populate(target, write=True)
                     target.copy_(flat[span.param_offset : span.param_offset + span.numel])
             return
-        grads.bucket_filled[index] = False
+        grads.buffer_filled[index] = False
         # The reduce that follows sums over the ranks, so one rank gives the value and the others give nothing.
         if unit.rank == 0:
             grads.no_sync_grads[index] = (value * self.predivide).to(grads.dtype)

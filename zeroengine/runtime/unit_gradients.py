@@ -7,7 +7,7 @@ All lists have one entry for each parameter. The reducer calls every method name
     num_pending         ``begin_backward``: parameters to wait for      ``count_arrival``, ``end_backward``, or a drop
     no_sync_grads       a gradient inside no_sync, or a late one,       the next copy into a buffer, or a drop
                         if it accumulates in another dtype than its own
-    bucket_filled       the copy of a gradient into the buffer          the launch of its reduce (if partitioned), or
+    buffer_filled       the copy of a gradient into the buffer          the launch of its reduce (if partitioned), or
                                                                         ``end_step`` (if unsharded)
     has_grad            the same copy: this rank has had a gradient     ``end_step``
     reduce_launched     the launch of the reduce in this backward       ``begin_backward``
@@ -83,7 +83,7 @@ class UnitGradients:
         self.arrived_counts = [0] * num_params  # gradients of each parameter in this backward
         self.num_pending = 0
         self.reduce_launched = False
-        self.bucket_filled = [False] * num_params
+        self.buffer_filled = [False] * num_params
         self.has_grad = [False] * num_params
         self.is_reduced = False
 
@@ -106,7 +106,7 @@ class UnitGradients:
 
     def end_step(self) -> None:
         """Let the next gradients overwrite those of the step that has ended."""
-        self.bucket_filled = [False] * len(self.bucket_filled)
+        self.buffer_filled = [False] * len(self.buffer_filled)
         self.has_grad = [False] * len(self.has_grad)
         self.is_reduced = False
 
