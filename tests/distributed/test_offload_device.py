@@ -383,10 +383,10 @@ def test_device_memory_is_freed_once_its_values_are_on_disk(tmp_path: Path) -> N
     disk = DiskStore(SwapFolder(str(tmp_path)), queue, 1 << 20)
     behind, left = DiskThroughHost(disk, copies, 3), []
     for _ in range(6):
-        state, landing = behind.empty(1024, torch.float32), behind.staging_buffer(4096).view(torch.float32).fill_(3)
-        left.append(weakref.ref(landing))
-        behind.write(landing, state).wait_host()
-        del landing
+        state, staging = behind.empty(1024, torch.float32), behind.staging_buffer(4096).view(torch.float32).fill_(3)
+        left.append(weakref.ref(staging))
+        behind.write(staging, state).wait_host()
+        del staging
         into = behind.staging_buffer(4096).view(torch.float32)
         behind.read(state, into).wait_host()
         assert into.sum() == 3 * 1024
