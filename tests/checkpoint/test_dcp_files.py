@@ -1,4 +1,4 @@
-"""Writing the files of a checkpoint."""
+"""The files of torch Distributed Checkpoint: writing them, and reading their metadata safely."""
 
 from __future__ import annotations
 
