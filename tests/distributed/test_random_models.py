@@ -15,7 +15,7 @@ from tests.distributed.random_models.training import train_plainly
 
 # Together these have every feature in at least two models: `test_recipes_are_sound` counts.
 SHORT = (161, 162, 163, 164, 166, 167, 169, 171, 173, 174, 175, 177)
-SHORT += (180, 181, 182, 185, 190, 191, 192, 194, 196, 198, 199)
+SHORT += (180, 181, 182, 185, 190, 191, 192, 194, 196, 198, 199, 322, 368, 409)
 
 
 def assert_right(seeds: Iterable[int]) -> None:
