@@ -1,4 +1,4 @@
-"""How far autograd is with the backward of each forward of a module.
+"""Track how far autograd is with the backward of each forward of a module.
 
 [Note: When a module's backward is over]
 A module's outputs carry a hook: when the first of their gradients arrives, the backward of that call begins. It is over
@@ -25,9 +25,12 @@ from zeroengine.runtime.unit import Unit
 from zeroengine.utils.compiler_disable import disable_compile
 from zeroengine.utils.tensor_tree import tensors_in
 
-MAX_NODES = 5000  # nodes of one call's graph that are visited
+# The nodes of one call's graph that are visited. This bounds the host's time for each call. In a larger graph the hooks
+# on the inputs alone tell when the call's backward is over, which may keep a unit gathered for longer.
+MAX_NODES = 5000
 
-# Let autograd call a function when the innermost backward in progress ends. It does not if that backward raises.
+# This lets autograd call a function when the innermost backward in progress ends. Autograd does not call it if that
+# backward raises.
 queue_callback: Callable[[Callable[[], None]], None]
 queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 
@@ -46,6 +49,7 @@ class Call:
     def start(self) -> None:
         """Begin a backward: nothing has run yet."""
         self.started = True
+        # A retained graph runs the same call again, so the counts start anew here and not at the forward.
         self.pending_inputs, self.pending_nodes = set(range(self.num_inputs)), dict(self.num_last_nodes)
 
 
@@ -93,6 +97,8 @@ class CallTracker:
         # Frozen units have no gradients to wait for. Without an input that requires a gradient, nothing would tell when
         # their backward is over, so one input that never arrives keeps them until the whole backward ends.
         call = Call(len(tensors) or any(not unit.trainable for unit in self._units_of[module]))
+        # The forward may change an input in place, after which the tensor's edge is another one. So the edges are taken
+        # now, although the nodes that lead to them exist only after the forward.
         if any(tensor in self._seen_inputs for tensor in tensors):
             call.input_edges = [get_gradient_edge(tensor) for tensor in tensors]
         for index, tensor in enumerate(tensors):
@@ -109,6 +115,7 @@ class CallTracker:
         """Put hooks on the outputs of a forward. Return whether a backward can pass through them."""
         outputs = [t for t in tensors_in(output) if t.requires_grad and not t.is_leaf]
         for tensor in outputs:
+            # Any of the outputs may get its gradient first, and some may get none. So each of them carries the hook.
             tensor.register_hook(Hook(self, CallTracker._start_backward, module, call))
         # The edges keep the graph alive, so the call drops them here.
         edges, call.input_edges = call.input_edges, []
@@ -121,6 +128,8 @@ class CallTracker:
     def complete(self, unit: Unit) -> None:
         """Record that every trainable parameter of ``unit`` has its gradient."""
         self._complete_units.add(unit)
+        # The last gradient of a unit may arrive after the gradients of its modules' inputs. Nothing later would then
+        # report that these modules are finished.
         for module in unit.modules:
             if module in self._active_calls:
                 self._report_finished_units(module)
@@ -135,6 +144,7 @@ class CallTracker:
         self._complete_units.clear()
 
     def _start_backward(self, module: nn.Module, call: Call) -> None:
+        # Another output of this call had its gradient before.
         if call.started:
             return
         call.start()
@@ -158,6 +168,8 @@ class CallTracker:
 
     def _report_finished_units(self, module: nn.Module) -> None:
         for unit in self._units_of[module]:
+            # Several modules may use one unit, as with tied weights, and each of them that is in this backward must be
+            # finished. A module whose backward has not begun does not count: its backward gathers the unit again.
             active = [user for user in unit.modules if user in self._active_calls]
             if unit.releasable and all(self._is_backward_over(user) for user in active):
                 self._post_backward(unit)
@@ -181,6 +193,7 @@ def last_nodes(inputs: Sequence[torch.Tensor | GradientEdge], outputs: Sequence[
     while edges:
         edge = edges.pop()
         node = edge[0]
+        # The walk stops at the inputs, because the nodes behind them belong to other calls.
         if node is None or node in visited or edge in nodes_before:
             continue
         visited.add(node)

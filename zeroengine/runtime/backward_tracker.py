@@ -22,8 +22,10 @@ from zeroengine.runtime.autograd_tracking import queue_callback
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.compiler_disable import disable_compile
 
-_RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__  # The function that every call of autograd uses.
-_RUN_BY_ENGINE = -1  # Stands for the backward of ``run`` where otherwise autograd's number of a backward stands.
+# The code of the function through which every call of autograd runs a backward. It is looked for on the stack.
+_RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
+# Stands for the backward of ``run`` where otherwise autograd's number of a backward stands.
+_RUN_BY_ENGINE = -1
 
 
 class BackwardListener:
@@ -88,10 +90,14 @@ class BackwardTracker:
         self.is_last_microbatch = True
         self._run_by_engine = False
         self._run_raised = False
-        self._ended_graph_tasks: set[int] = set()  # Plain backwards that ended since the first gradient came.
-        self._num_calls = 0  # Of these, the backwards that are within no other.
-        self._graph_tasks: set[int] = set()  # Plain backwards that brought gradients and have not ended.
-        self._scaled_graph_task: int | None = None  # The backward whose loss is scaled.
+        # Plain backwards, by autograd's numbers, that have ended since ``_begin``.
+        self._ended_graph_tasks: set[int] = set()
+        # How many of these were within no other backward.
+        self._num_calls = 0
+        # Plain backwards that brought gradients and have not ended. Autograd reports no end of one that raised.
+        self._graph_tasks: set[int] = set()
+        # The backward whose loss is known to be scaled.
+        self._scaled_graph_task: int | None = None
 
     def subscribe(self, listener: BackwardListener) -> None:
         """Call the methods of ``listener`` from now on."""
@@ -101,12 +107,14 @@ class BackwardTracker:
         self, loss: torch.Tensor, retain_graph: bool, create_graph: bool, inputs: Sequence[torch.Tensor] | None
     ) -> None:
         """Run ``loss.backward``. ``loss`` is scaled already where that is required."""
+        # The end of an earlier plain backward may not have been noticed yet. Its listeners hear of it first.
         self.finish()
         self._begin()
         self._run_by_engine, self._scaled_graph_task = True, _RUN_BY_ENGINE
         try:
             loss.backward(retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)
         except BaseException:
+            # The next ``finish`` tells the listeners, as it does for a plain backward that raised.
             self._run_raised = True
             raise
         finally:
@@ -116,12 +124,15 @@ class BackwardTracker:
 
     def mark_scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """Return ``loss``, of which a plain ``backward()`` will be known to be scaled."""
+        # The graph owns the hook and may outlive the engine, so the hook refers to the tracker weakly.
         tracker_ref = weakref.ref(self)
 
         def note_scaled(_: torch.Tensor) -> None:
             tracker = tracker_ref()
             if tracker is not None:
                 tracker._scaled_graph_task = torch._C._current_graph_task_id()
+                # The mark holds for this backward alone: the next loss must be marked as well. Autograd drops the
+                # callback of a backward that raises, and ``finish`` takes the mark back instead.
                 queue_callback(tracker._end_scaled)
 
         if loss.requires_grad:
@@ -147,6 +158,8 @@ class BackwardTracker:
             ZeroEngineError: The gradient is of a loss that is not scaled, or a listener refuses the backward.
         """
         if not self._run_by_engine:
+            # Autograd's number tells apart backwards that are within each other, such as those of reentrant
+            # checkpoints.
             graph_task = torch._C._current_graph_task_id()
             if graph_task not in self._graph_tasks:
                 # Noted before anything can refuse the backward below: a refused backward counts as one that failed.
@@ -172,6 +185,7 @@ class BackwardTracker:
 
     def _begin(self) -> None:
         wants_gradients = any(param.requires_grad for param in self._params)
+        # Every listener may refuse before the first of them changes its state.
         for listener in self._listeners:
             listener.check_backward(wants_gradients)
         self._ended_graph_tasks.clear()
@@ -190,6 +204,7 @@ class BackwardTracker:
                 for listener in reversed(self._listeners):
                     listener.end_backward(self._num_calls)
         except BaseException:
+            # Some listeners have ended the backward and others have not, so the gradients of the step cannot be used.
             self._run_raised = True
             raise
         self.in_progress = False
@@ -198,10 +213,13 @@ class BackwardTracker:
 
     @property
     def _is_running(self) -> bool:
+        # Outside of a backward autograd's number is -1.
         return self._run_by_engine or torch._C._current_graph_task_id() >= 0
 
     @property
     def _raised(self) -> bool:
+        # This is asked while no backward runs. A plain backward whose end was not reported has raised, for autograd
+        # calls no callback of a backward that raised.
         return self._run_raised or bool(self._graph_tasks)
 
     @disable_compile
@@ -247,5 +265,7 @@ def _is_outermost() -> bool:
     while frame is not None:
         num_calls += frame.f_code is _RUN_BACKWARD
         frame = frame.f_back  # type: ignore[assignment]
+    # The callback runs inside the call that it belongs to. In the thread of that call one frame is therefore the call's
+    # own, and only a second one is an outer backward. In a thread of autograd's the first one is an outer backward.
     is_autograd_thread = isinstance(threading.current_thread(), threading._DummyThread)
     return num_calls < (1 if is_autograd_thread else 2)

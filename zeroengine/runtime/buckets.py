@@ -17,6 +17,7 @@ from zeroengine.partition.layout import FlatLayout
 from zeroengine.runtime.unit_gradients import UnitGradients, param_views_of
 from zeroengine.utils.work import Work
 
+# Seconds to wait for peers before another buffer is allocated. ``UnitBufferPool.acquire`` says why the wait must end.
 REUSE_TIMEOUT_S = 1.0
 
 # Gradients that one launch of `ops.cast_copy` takes.
@@ -27,7 +28,7 @@ MAX_PENDING_BYTES = 1 << 24
 
 @dataclass(frozen=True)
 class PaddingLayout:
-    """Which elements of a unit's buffer are padding. Two units with equal layouts may use one buffer in turn.
+    """The places of the padding in a unit's buffer. Two units with equal layouts may use one buffer in turn.
 
     ``numel`` counts although it follows from the parameters for one dtype: a unit of another dtype pads its shards to
     another length (``Transport.shard_align``), so equal parameters leave different padding at the end.
@@ -98,8 +99,11 @@ class UnitBufferPool:
             for buffer in self._buffers
             if buffer.memory.numel() == need and buffer.memory.dtype == grads.reduce_dtype and not buffer.in_use
         ]
+        # Reduces end about in the order of their launches, so the oldest is the likeliest to be done.
         fitting.sort(key=lambda buffer: buffer.launch_number)
         chosen = next((buffer for buffer in fitting if self._reusable(buffer, 0.0)), None)
+        # One buffer is filled while the reduce of the other is in progress. With fewer than two, waiting would stop the
+        # overlap.
         if chosen is None and len(fitting) >= 2:
             # A peer may read this buffer only after its own backward, which may need this rank's next gather.
             # Waiting without a limit could therefore deadlock.
@@ -109,6 +113,7 @@ class UnitBufferPool:
             self._buffers.append(chosen)
         layout = PaddingLayout.of_unit(unit.layout)
         if chosen.layout != layout:
+            # Another unit may have left gradients where this unit has its padding.
             chosen.memory[: unit.layout.numel].zero_()
             chosen.layout, chosen.param_views = layout, param_views_of(unit, chosen.memory)
         chosen.in_use = True
@@ -134,7 +139,7 @@ class CastCopies:
     """
 
     def __init__(self) -> None:
-        # By whether the copy is added to its target: pairs of source and target.
+        # Pairs of source and target. The key says whether the source is added to the target or written over it.
         self._pairs: dict[bool, list[tuple[torch.Tensor, torch.Tensor]]] = {False: [], True: []}
         self._target_addresses: set[int] = set()
         self._nbytes = 0
@@ -158,6 +163,7 @@ class CastCopies:
     def flush(self) -> None:
         """Launch all pending copies."""
         for accumulate, pairs in self._pairs.items():
+            # One launch has one dtype of targets, while its sources may differ in dtype.
             for dtype in {target.dtype for _, target in pairs}:
                 sources, targets = zip(*(pair for pair in pairs if pair[1].dtype is dtype), strict=True)
                 ops.cast_copy(sources, targets, accumulate=accumulate)

@@ -19,7 +19,8 @@ from zeroengine.runtime.unit import Unit
 
 log = logging.getLogger("zeroengine")
 
-NUM_SHOWN = 3  # names in the warning
+# The units that the warning names.
+NUM_SHOWN = 3
 
 
 class DeferredFrees:
@@ -45,12 +46,14 @@ class DeferredFrees:
         if unit in self._saved_by_user_hooks or unit.is_aliased:
             self._units[unit] = None
         else:
+            # The unit may have been waiting since an earlier release.
             self._units.pop(unit, None)
             unit.free_full_buffer()
 
     def retry(self) -> None:
         """Free the buffers that nothing aliases any more. Units that were gathered again are left alone."""
         for unit in list(self._units):
+            # A unit that was gathered again is in use. Its next release calls ``free`` again.
             if unit.is_released and unit not in self._saved_by_user_hooks and not unit.is_aliased:
                 del self._units[unit]
                 unit.free_full_buffer()
@@ -60,12 +63,14 @@ class DeferredFrees:
         self._saved_by_user_hooks.update(units)
 
     def begin_update(self) -> None:
-        """Let go of buffers that were kept for the user's hooks: no backward may use those values any more."""
+        """Stop keeping buffers for the user's hooks: after the update no backward may use the old values."""
         self._saved_by_user_hooks.clear()
 
     def replace_buffer(self, unit: Unit) -> None:
         """Give ``unit`` a new full buffer if its old one is still aliased."""
         if unit in self._units and unit.is_released and unit not in self._saved_by_user_hooks:
+            # The next gather would write new values into memory that other tensors still read. They keep the old memory
+            # instead, which costs a buffer, so the user is told.
             self.warn()
             unit.replace_full_buffer()
             del self._units[unit]

@@ -80,8 +80,11 @@ class Gatherer(BackwardListener):
         self._transport, self._channel = transport, transport.gather
         self._backward = backward
         offloaded = any(unit.offloaded_shards is not None for unit in self._units)
+        # A gather that does not overlap the computation gains nothing from an early start, and would hold memory for
+        # longer. A read from the host's memory or a disk overlaps on every transport.
         self._prefetch_numel = prefetch_numel if transport.overlaps or offloaded else 0
         self._max_live_numel = max_live_numel
+        # Units are built in the state GATHERED. ``_mark_released`` subtracts the releasable ones below.
         self._live_numel = sum(unit.layout.numel for unit in self._units if unit.releasable)
         self._num_pins: dict[Unit, int] = dict.fromkeys(self._units, 0)
         self.num_user_gathered = 0
@@ -151,6 +154,7 @@ class Gatherer(BackwardListener):
         """Release ``unit`` unless it is pinned or a forward in progress needs it."""
         if not unit.releasable or unit.state is not GatherState.GATHERED or self._num_pins[unit]:
             return
+        # Nested modules may share a unit. The inner one ends first, while the outer one still reads the unit.
         if any(unit in forward.units for forward in self._module_forwards):
             return
         self._mark_released(unit)
@@ -176,6 +180,8 @@ class Gatherer(BackwardListener):
         """Let all ranks compute with the updated parameters of ``unit``. Call it on every rank, in the units' order."""
         # Autograd then refuses a backward through a graph that saved the values of before.
         torch.autograd.graph.increment_version(unit.params)
+        # At equal degrees this rank has updated all that its full buffer holds, or the unit is released and its next
+        # use gathers the new values.
         if unit.degrees.optimizer > unit.degrees.parameters:
             self._all_gather_updated(unit)
 
@@ -200,15 +206,18 @@ class Gatherer(BackwardListener):
         tensors still alias is left to them, with its present values.
         """
         if before_update:
+            # The hooks' graphs belong to the forward before this update, so their buffers may be replaced below.
             self._deferred_frees.begin_update()
         self.abandon_forward()
         for unit in self._units:
+            # A prefetch that was never used still reads the shards of all ranks, which the caller is about to change.
             if unit.state is GatherState.GATHERING:
                 self.ensure_gathered(unit)
             unit.check_parameters()
             self._release(unit)
             self._deferred_frees.replace_buffer(unit)
             if unit.offloaded_shards is not None:
+                # What was read ahead are the values of before the update.
                 unit.offloaded_shards.discard_prefetched()
 
     # -- uses that no hook announced --------------------------------------------------------------
@@ -220,6 +229,7 @@ class Gatherer(BackwardListener):
             ReleasedParameterError: Nothing says that every rank comes here, as they do inside a forward or backward.
         """
         unit = next(u for u in self._units if any(p is param for p in u.params))
+        # A gather in progress was launched by every rank, so this rank may wait for it anywhere.
         if unit.is_released:
             in_backward = self._enter_backward()
             if not (self._num_model_forwards or in_backward):
@@ -257,9 +267,12 @@ class Gatherer(BackwardListener):
         # A forward inside a backward is a recomputation: the pass in progress is the backward.
         if not self._enter_backward():
             if not self._num_model_forwards:
+                # The end of a backward that raised was never announced. Its units are released before this forward
+                # gathers any.
                 self.abandon_backward()
                 self._backward.enter_forward()
                 self._deferred_frees.retry()
+            # Inside ``zeroengine.gathered`` ranks may run different forwards, from which no common order can be learnt.
             if not (self._num_model_forwards or self.num_user_gathered):
                 self._visit_order.start_pass()
         if not self._num_model_forwards:
@@ -268,12 +281,15 @@ class Gatherer(BackwardListener):
 
     def post_model_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         """End the pass: release what was gathered without hooks."""
+        # ``abandon_forward`` may have reset the count before this hook ran.
         self._num_model_forwards = max(0, self._num_model_forwards - 1)
         if self._num_model_forwards:
             return
         if not (self._graph_tasks or self.num_user_gathered):
             self._last_in_forward = self._visit_order.last
             self._visit_order.end_pass()
+        # The hooks of modules have replaced what their own forwards saved. Units that were gathered without a hook, and
+        # buffers that something aliases, are looked for in the graph of the whole model.
         if not self._graph_tasks:
             unhooked = [unit for unit in self._units if unit in self._unhooked_uses or unit in self._deferred_frees]
             self._replace_saved_views(output, self._first_sequence_number, unhooked)
@@ -305,6 +321,7 @@ class Gatherer(BackwardListener):
         for unit in self._units_of[module]:
             self._gather_and_prefetch(unit)
         units = [unit for unit in self._units_of[module] if unit.releasable]
+        # Units that stay gathered need no tracking: there is nothing to release after the forward or the backward.
         if units:
             tracked = torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
             call = self._calls.watch_inputs(module, (args, kwargs)) if tracked else None
@@ -342,6 +359,8 @@ class Gatherer(BackwardListener):
     def _gather_and_prefetch(self, unit: Unit) -> None:
         """Gather ``unit``, and start what followed it in the last pass."""
         self.ensure_gathered(unit)
+        # An order is worth learning only for units that come and go, and only inside a pass, where all ranks visit the
+        # same units.
         if self.num_user_gathered or not unit.releasable or not (self._num_model_forwards or self._graph_tasks):
             return
         self._visit_order.visit(unit, bool(self._graph_tasks))
@@ -352,6 +371,8 @@ class Gatherer(BackwardListener):
         upcoming = self._visit_order.to_prefetch(self._prefetch_numel, self._live_numel, self._max_live_numel)
         for unit in upcoming:
             shards = unit.offloaded_shards
+            # A collective is started where it proceeds by itself. Otherwise at most this rank's own shard is read
+            # ahead, which concerns no other rank.
             if self._transport.overlaps if shards is None else shards.can_gather_ahead:
                 self.start_gather(unit)
             elif shards is not None:
@@ -365,9 +386,11 @@ class Gatherer(BackwardListener):
         if graph_task < 0:
             return False
         if graph_task not in self._graph_tasks:
+            # The outermost backward is the pass. Those within it belong to it.
             if not self._graph_tasks:
                 self._visit_order.start_pass()
             self._graph_tasks.append(graph_task)
+            # Autograd drops the callback if the backward raises. ``abandon_backward`` then ends the pass.
             queue_callback(partial(self._end_graph_task, graph_task))
         return True
 
@@ -403,6 +426,7 @@ class Gatherer(BackwardListener):
     def unit_complete(self, unit: Unit) -> None:
         """Release ``unit`` if it was gathered for a use that no hook announced: its gradients are complete."""
         self._calls.complete(unit)
+        # A forward in progress, such as a checkpoint's, may use the unit again before it ends.
         if unit in self._unhooked_uses and not self._num_model_forwards:
             del self._unhooked_uses[unit]
             self._release(unit)
@@ -413,6 +437,7 @@ class Gatherer(BackwardListener):
         # A backward inside a forward, as of torch.autograd.grad, leaves the rest to the forward.
         if not self._num_model_forwards:
             self._release_unhooked_uses()
+        # A unit with unused parameters never has all its gradients, so only the end of the backward releases it.
         for unit in self._units:
             if unit not in self._unhooked_uses:
                 self._release(unit)

@@ -60,6 +60,8 @@ def register_hooks(listener: ForwardListener, model: nn.Module, units_of: Mappin
         return hook
 
     def needs_gather(unit: Unit) -> bool:
+        # A unit that is never released is waited for, too, where each rank updates a part of it: the next forward needs
+        # the all-gather of the step.
         return unit.releasable or unit.degrees.optimizer > unit.degrees.parameters
 
     hooked = {module: units for module, units in units_of.items() if any(map(needs_gather, units))}
@@ -69,6 +71,8 @@ def register_hooks(listener: ForwardListener, model: nn.Module, units_of: Mappin
                 f"torch allows no hooks on a ScriptModule, such as {module.original_name} here: pass the model as "
                 "it was before torch.jit. torch.compile serves instead."
             )
+    # Pre-forward hooks are prepended, so that those of the user find the parameters gathered. Forward hooks are called
+    # even if the forward raised (``always_call``), or its units would never be released.
     handles: list[Any] = [
         model.register_forward_pre_hook(hook_for("pre_model_forward"), prepend=True),
         model.register_forward_hook(hook_for("post_model_forward"), always_call=True),

@@ -43,6 +43,7 @@ class StagingBuffer:
 
     def wait_write(self) -> None:
         """Return when what was in the buffer is in its store."""
+        # The attribute is cleared first, so that a write that failed raises once and not at every later wait.
         write, self.write = self.write, None
         if write is not None:
             assert self.grads is not None
@@ -93,6 +94,7 @@ class OffloadedGradients:
         assert grads.store is not None
         if grads.store.stream_ordered:
             return self._reduce_and_store_ordered(grads, grads.store, reduce, accumulate)
+        # The reduce is launched before the host waits for anything, so that it proceeds meanwhile.
         sum_buffer = self._acquire(grads)
         work = reduce(sum_buffer.view_for(grads, _sum_dtype(grads)))
         if accumulate:
@@ -101,7 +103,10 @@ class OffloadedGradients:
         read = None
         if accumulate:
             assert total_buffer is not None
+            # The earlier sum is read back while the reduce is in progress.
             read = grads.store.read(grads.grad_shard, total_buffer.view_for(grads, grads.dtype))
+        # The write starts when somebody awaits this: ``_acquire`` once the reduce is done, ``_wait_stored`` or
+        # ``wait_all``.
         self._reducing.append((grads, Then(work, partial(self._write, grads, sum_buffer, total_buffer, read))))
         return work
 
@@ -131,8 +136,10 @@ class OffloadedGradients:
             else:
                 _wait_transfer(read, grads)
                 total.add_(latest)
+            # The total holds the sum from here on, so the first buffer is free for another reduce.
             sum_buffer.holds_sum, buffer = False, total_buffer
         total = buffer.view_for(grads, grads.dtype)
+        # Now the sum is in device memory. The norm of the step would otherwise have to read it back from the store.
         grads.squared_norm = ops.squared_norm(total)
         assert grads.store is not None
         buffer.grads, buffer.holds_sum = grads, False
@@ -144,6 +151,7 @@ class OffloadedGradients:
         with store.on_copy_stream("out"), poison_on_error(store):
             total = latest = self._ordered_buffer(0, store, grads, _sum_dtype(grads))
             reduce(latest).wait_stream()
+            # The unit buffer is free from here on. All that follows uses the staging buffers alone.
             reduced = store.record_event()
             if accumulate or latest.dtype is not grads.dtype:
                 total = self._ordered_buffer(1, store, grads, grads.dtype)
@@ -164,6 +172,8 @@ class OffloadedGradients:
         while len(self._ordered_buffers) <= index:
             self._ordered_buffers.append(store.staging_buffer(need))
         if self._ordered_buffers[index].nbytes < need:
+            # The caller has made the copy stream current. The allocator gives the smaller buffer, which came from that
+            # stream, to nobody before the transfers that use it.
             self._ordered_buffers[index] = store.staging_buffer(need)
         return _shard_view(self._ordered_buffers[index], grads, dtype)
 
@@ -176,7 +186,9 @@ class OffloadedGradients:
         # A buffer of more than four times the size is left to larger units.
         fitting = [buffer for buffer in self._staging_buffers if need <= buffer.memory.nbytes <= 4 * need]
         idle = [buffer for buffer in fitting if not buffer.holds_sum]
+        # Buffers whose write is done come first, since they need no wait.
         idle.sort(key=lambda buffer: buffer.write is not None and not buffer.write.done())
+        # Up to the limit another buffer is allocated rather than waiting for a write.
         if not idle or (idle[0].write is not None and len(fitting) < MAX_IDLE_STAGING_BUFFERS):
             assert grads.store is not None
             self._staging_buffers.append(StagingBuffer(grads.store.staging_buffer(need)))
@@ -187,6 +199,7 @@ class OffloadedGradients:
 
     def wait_all(self) -> None:
         """Return when every sum is in its store."""
+        # The reduces come first, since each of them starts a write, which is awaited after.
         while self._reducing:
             self._reducing.pop(0)[1].wait_stream()
         for buffer in self._staging_buffers:

@@ -27,8 +27,10 @@ from zeroengine.errors import DivergenceError
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.checksum import checksum
 
-NUM_SHOWN = 5  # names in a message
+# The parameters that a message names.
+NUM_SHOWN = 5
 
+# ``attrgetter`` and ``map`` read thousands of versions at each step without a Python frame for each.
 _version_of = attrgetter("_version")
 
 
@@ -42,6 +44,7 @@ class OutsideWrites:
 
     def __init__(self, units: Iterable[Unit], group: Group) -> None:
         self._group = group
+        # Released units can be written inside ``gathered`` alone, where one rank's values count for all.
         never_released = [unit for unit in units if not unit.releasable] if group.world_size > 1 else []
         self._params = [param for unit in never_released for param in unit.params]
         self._names = [slot.name for unit in never_released for slot in unit.layout.slots]
@@ -58,6 +61,7 @@ class OutsideWrites:
         if unit is None:
             self._versions = versions
             return
+        # Writes to other units since the last step stay to be compared.
         params = set(unit.params)
         for index, param in enumerate(self._params):
             if param in params:
@@ -74,6 +78,8 @@ class OutsideWrites:
             return self._zeros
         sums = list(self._zeros)
         for index in written:
+            # The checksum is at least 1, so that a written parameter differs from an unwritten one. It is at most
+            # 65,521, so that the sum of its squares over two million ranks is below 2**53.
             first, total = self._checksum(index)
             sums[index] = float((31 * first + total) % 65521 + 1)
             sums[len(self._params) + index] = sums[index] ** 2
@@ -87,6 +93,8 @@ class OutsideWrites:
         """
         count, size = len(self._params), self._group.world_size
         pairs = zip(sums[:count], sums[count:], strict=True)
+        # The sums are whole numbers. Python's integers compute with them exactly, where the square of a float may be
+        # rounded.
         return [i for i, (c, squares) in enumerate(pairs) if size * int(squares) != int(c) ** 2]
 
     def confirm(self, suspects: Sequence[int]) -> None:
@@ -112,8 +120,10 @@ class OutsideWrites:
         Raises:
             DivergenceError: They did not. Raised on every rank.
         """
+        # All ranks have the same units, so all of them return here or none does.
         if not self._params:
             return
+        # Every rank compares what any rank has written, for the others may lack exactly that write.
         written = self._group.all_gather_object(self._written(), "of names of written parameters")
         self.confirm(sorted(set().union(*written)))
         self.remember()

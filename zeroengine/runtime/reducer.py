@@ -60,7 +60,8 @@ class Reducer(BackwardListener):
         bucket_numel: Elements that one bucket may hold. A larger unit is a bucket alone. None launches unit by unit.
         accumulation_dtype: Returns, for a unit's dtype, the dtype in which its gradients are kept.
         reduce_dtype: Returns, for a unit's dtype, the dtype that is sent. None leaves the choice to ``UnitGradients``.
-        predivide: What gradients are divided by before they are summed. The update multiplies by it again.
+        predivide: The number that gradients are divided by before they are summed, so that the sum of many ranks does
+            not overflow. The update multiplies by it again.
         backward: Tells when a backward begins and ends, and learns of each gradient and each complete unit from here.
         stores: Where each trainable unit's summed gradients live, if not on the device.
         together: Whether copies into buffers are collected and launched together, which pays on a GPU.
@@ -132,12 +133,15 @@ class Reducer(BackwardListener):
         return grads.is_reduced if grads.unsharded else grads.reduce_launched or not self._backward.sync_enabled
 
     def _post_accumulate_grad(self, grads: UnitGradients, index: int, param: nn.Parameter) -> None:
+        # This may begin the backward, which resets the counts of arrived gradients. So it comes first.
         self._backward.note_gradient()
         grads.count_arrival(index)
         # Autograd calls the hook without a gradient, too, where a Function returned None for it.
         if param.grad is not None:
             if self._defer_reduce(grads):
+                # A gradient that waits after its unit was reduced is late. The other ranks do not know of it.
                 self.has_late_gradients = self.has_late_gradients or grads.is_reduced
+                # Where the dtypes are equal, ``param.grad`` itself adds up in the accumulation dtype.
                 if grads.dtype is not param.dtype:
                     self._accumulate_local(grads, index, param)
             else:
@@ -173,6 +177,7 @@ class Reducer(BackwardListener):
             gradient = latest if gradient is None else gradient.add_(latest)
         assert gradient is not None
         if self.predivide != 1:
+            # The division makes a new tensor, because others may hold the gradient, such as the user.
             gradient = gradient / self.predivide
         if self._cast_copies is not None and self._cast_copies.supports(gradient, target):
             self._cast_copies.add(gradient, target, accumulate=accumulate)
@@ -181,6 +186,7 @@ class Reducer(BackwardListener):
         else:
             target.copy_(gradient)
         grads.has_grad[index] = True
+        # A copy that waits for its launch refers to the gradient itself, so the parameter need not.
         param.grad = None
 
     def _flush_copies(self) -> None:
@@ -224,6 +230,7 @@ class Reducer(BackwardListener):
             needs_reduce = self._backward.sync_enabled
             if grads.unsharded:
                 needs_reduce = needs_reduce and self._backward.is_last_microbatch and not grads.is_reduced
+            # A unit is a bucket's member as a whole. One that does not fit beside those queued launches them first.
             if needs_reduce:
                 if self._bucket and self._queued_numel() + grads.unit.layout.numel > self._bucket_numel:
                     self._launch_bucket()
@@ -243,12 +250,17 @@ class Reducer(BackwardListener):
     def _launch_reduce(self, grads: UnitGradients) -> None:
         """Launch the collective of one unit. Parameters without a gradient count as zeros."""
         unit = grads.unit
+        # From here on no gradient of this unit goes into the buffer that is sent.
         grads.reduce_launched = True
+        # The collective reads the buffer, into which copies of gradients may still wait for their launch.
         self._flush_copies()
+        # Where no parameter of the unit has a gradient on this rank, another rank may have one. The collective is
+        # launched with zeros then, since all ranks must launch the same ones.
         if not grads.unsharded:
             buffer = self._buffer_of.pop(grads) if grads in self._buffer_of else self._buffer_pool.acquire(grads)
             self._zero_unfilled(grads, buffer.param_views)
             self._launch_from_buffer(buffer, grads, grads.grad_shard, accumulate=grads.is_reduced)
+            # The next micro-step fills another buffer. The sum of this one accumulates in ``grad_shard``.
             grads.buffer_filled = [False] * len(unit.params)
             grads.is_reduced = True
             return
@@ -256,6 +268,7 @@ class Reducer(BackwardListener):
         shard = grads.shard_of_degree(unit.degrees.optimizer)
         if not grads.reduced_in_place:
             buffer = self._buffer_pool.acquire(grads)
+            # The micro-steps were added up in one dtype and are sent in another: this copy rounds their sum once.
             buffer.memory[: unit.layout.numel].copy_(grads.grad_shard)
             self._launch_from_buffer(buffer, grads, shard, accumulate=False)
         elif unit.degrees.optimizer == 1:
@@ -284,11 +297,13 @@ class Reducer(BackwardListener):
         if target.numel() < flat.numel():
             buffer.collective = self._channel.reduce_scatter(target, flat, label, accumulate)
             return buffer.collective
+        # An all-reduce leaves the sum in the buffer, from where it is copied to where the gradients are kept.
         buffer.collective = self._channel.all_reduce(flat, label)
         return Then(buffer.collective, partial(torch.Tensor.add_ if accumulate else torch.Tensor.copy_, target, flat))
 
     def _zero_unfilled(self, grads: UnitGradients, views: list[torch.Tensor]) -> None:
         for filled, view in zip(grads.buffer_filled, views, strict=True):
+            # The buffer may hold another unit's gradients, or this unit's of an earlier micro-step.
             if not filled:
                 view.zero_()
 
@@ -308,6 +323,7 @@ class Reducer(BackwardListener):
     def reduce_late_gradients(self) -> None:
         """Reduce the gradients that arrived after their unit was reduced. Call this on every rank if any has some."""
         self.wait_reduces()
+        # No rank knows which units have late gradients on the others, so all ranks reduce every unit.
         for grads in self._reduce_order:
             buffer = self._buffer_pool.acquire(grads)
             for index, param in enumerate(grads.unit.params):
@@ -339,6 +355,7 @@ class Reducer(BackwardListener):
 
     def drop_gradients(self) -> None:
         """Drop every gradient since the last step. Reduces that were launched finish first."""
+        # A collective that was launched cannot be taken back, and its peers wait for this rank.
         self.wait_reduces()
         if self._cast_copies is not None:
             self._cast_copies.discard()
@@ -380,7 +397,9 @@ class Reducer(BackwardListener):
         grads.has_grad[index] = True
         if grads.is_reduced:
             shard, flat = grads.shard_of_degree(unit.degrees.optimizer), value.flatten()
+            # It belongs to the sum that is replaced here. The norm of the step computes it again from the new values.
             grads.squared_norm = None
+            # A parameter may be cut at any element, so this rank may own one part of it, or none.
             for span in unit.layout.spans(unit.rank, unit.degrees.optimizer):
                 if span.param_index == index:
                     target = shard[span.shard_offset : span.shard_offset + span.numel]

@@ -56,6 +56,7 @@ class ReleasedParameter(nn.Parameter):
         # These take a parameter only as a place in the graph.
         if func in _AUTOGRAD:
             return func(*_edges_of(args), **_edges_of(kwargs))
+        # torch.compile runs functions on parameters to find out their shapes. That must gather nothing.
         if func not in _METADATA and not _tracing():
             for param in _released_in((args, kwargs)):
                 # Resolving one parameter may have gathered the others of its unit.
@@ -63,6 +64,7 @@ class ReleasedParameter(nn.Parameter):
                     resolver_of(param)(param, _name(func))
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
+        # Each access to ``__get__`` makes another wrapper object, so the functions are compared by value.
         if result is None and func == _READ_GRADIENT and not _tracing():
             note_gradient_read(args[0])
         return result
@@ -74,15 +76,18 @@ class ReleasedParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         resolver_of(self)(self, "copy.deepcopy")
+        # The resolver has given the parameter its own class back, so this calls the method of that class.
         return self.__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         resolver_of(self)(self, "pickle")
+        # As in ``__deepcopy__``, this is by now the method of the parameter's own class.
         return self.__reduce_ex__(protocol)
 
 
 def _tracing() -> bool:
     """Return whether torch.compile is tracing, which looks at what tensors are and not at their values."""
+    # Nothing traces in a process that has not imported the module. Importing it here would slow every start down.
     guards = sys.modules.get("torch._guards")
     return guards is not None and guards.TracingContext.try_get() is not None
 
@@ -134,6 +139,7 @@ def resolver_of(param: nn.Parameter) -> Resolver:
 
 @cache
 def _released_class(cls: type) -> type:
+    # A subclass keeps its own class as a base, so that ``isinstance`` and its attributes work while it is released.
     bases = (ReleasedParameter,) if cls is nn.Parameter else (ReleasedParameter, cls)
     return type(f"Released{cls.__name__}", bases, {})
 
@@ -145,6 +151,7 @@ def is_released_parameter(param: nn.Parameter) -> bool:
 
 def mark_released(param: nn.Parameter, resolver: Resolver) -> None:
     """Let every use of ``param``'s values call ``resolver`` first. That gets ``mark_gathered`` called, or raises."""
+    # A second call, with another resolver, must not take the released class for the parameter's own.
     if not is_released_parameter(param):
         param.__dict__["_zeroengine_class"] = type(param)
         param.__class__ = _released_class(type(param))

@@ -26,11 +26,12 @@ from zeroengine.errors import ZeroEngineError
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.tensor_tree import leaves_in
 
-MAX_NODES = 20_000  # nodes of one graph that are visited
+# The nodes of one graph that are visited. Nodes beyond them keep their tensors, which is right but takes memory.
+MAX_NODES = 20_000
 
 current_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
-# The attributes of each class of graph nodes that are saved tensors.
+# The names of the attributes of each class of graph nodes that are saved tensors. ``dir`` is slow, so they are kept.
 _saved_names: dict[type, tuple[str, ...]] = {}
 
 
@@ -95,6 +96,7 @@ def replace_saved_views(
     with torch._C.DisableTorchFunctionSubclass():
         while pending and len(visited) < MAX_NODES:
             node = pending.pop()
+            # Autograd numbers nodes as it makes them. Whatever lies behind an older node is older still.
             if node._sequence_nr() < first_sequence_number:
                 continue
             names = _saved_names.get(type(node))
@@ -107,6 +109,8 @@ def replace_saved_views(
                 for saved in value if type(value) in (tuple, list) else (value,):
                     if saved is None:
                         continue
+                    # A saved tensor can have one pair of hooks. Where a checkpoint or the user has set it, the tensor
+                    # is left alone.
                     if saved.unpack_hook is None:
                         unit = _unit_at(saved, ranges)
                         if unit is not None:
@@ -136,6 +140,8 @@ def _unit_at(saved: Any, ranges: Sequence[tuple[int, int, Unit]]) -> Unit | None
         return None
     for start, stop, unit in ranges:
         if start <= address < stop:
+            # ``SavedView.restore`` makes a strided view of the parameter, which can express neither another dtype nor a
+            # conjugate.
             is_plain = tensor.dtype is unit.dtype and not (tensor.is_conj() or tensor.is_neg())
             return unit if is_plain else None
     return None

@@ -91,6 +91,7 @@ class Unit:
         self._transport = transport
         shard: torch.Tensor | None = None
         # Memory that stays is allocated before memory that comes and goes, which then leaves no holes.
+        # Releasable units have a shard of their own, and their full buffer comes and goes.
         if self.releasable:
             numel = self.layout.shard_numel(degrees.parameters)
             if offloaded_shards is None:
@@ -110,10 +111,12 @@ class Unit:
         self.copy_full_to_shard()
         self._placeholders = [_placeholder(view) for view in self._views]
         self._required_grad = [param.requires_grad for param in self.params]
+        # The address of the storage object in C++, whose owners ``is_aliased`` counts.
         self._storage: int = self.full_buffer.untyped_storage()._cdata
         # Counted while the parameters are views of the full buffer, as they are when ``is_aliased`` compares with it.
         self._num_own_tensors = torch._C._storage_Use_Count(self._storage)
         if self._buffer is not None:
+            # A view of the full buffer would read freed memory, where a placeholder's NaN is seen at once.
             for param, placeholder in zip(self.params, self._placeholders, strict=True):
                 param.data = placeholder
             self._buffer.free()
@@ -139,6 +142,7 @@ class Unit:
                 # The other ranks receive rank 0's values below.
                 if self.rank == 0:
                     trace.write(target)
+                # A parameter on the meta device refuses ``data`` of another device.
                 swap_data(param, view)
             synchronise(source)
             if not wide:
@@ -146,6 +150,7 @@ class Unit:
             self.full_buffer.copy_(source)
             start, stop = self.layout.shard_range(self.rank, self.degrees.optimizer)
             if master_store is None:
+                # A slice would keep the fp32 values of the whole unit alive.
                 return source[start:stop].clone()
             master = master_store.empty(stop - start, torch.float32)
             master_store.fill(master, source[start:stop])
@@ -224,6 +229,7 @@ class Unit:
     def mark_stale(self, resolver: Resolver) -> None:
         """Let a use of a parameter call ``resolver`` first, because an all-gather is about to replace the values."""
         for param, placeholder in zip(self.params, self._placeholders, strict=True):
+            # ``data`` is assigned while the parameter has its own class: the released class would take it for a use.
             mark_gathered(param)
             param.data = placeholder
             mark_released(param, resolver)
@@ -238,6 +244,7 @@ class Unit:
     def free_full_buffer(self) -> None:
         """Free the memory of a released unit's full buffer."""
         assert self._buffer is not None
+        # The parameters have their released class now, which would take the assignment for a use.
         with torch._C.DisableTorchFunctionSubclass():
             for param, placeholder in zip(self.params, self._placeholders, strict=True):
                 param.data = placeholder
@@ -246,6 +253,7 @@ class Unit:
     def replace_full_buffer(self) -> None:
         """Leave the memory of a released unit's full buffer to the tensors that alias it, and take a new buffer."""
         assert self._buffer is not None
+        # The aliases must not read memory of another rank that this rank's buffer merely shows.
         self._buffer.detach()
         self._buffer = self._new_buffer()
         self.full_buffer = self._buffer.tensor

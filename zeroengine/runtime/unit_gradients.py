@@ -74,6 +74,8 @@ class UnitGradients:
         self.param_views = param_views_of(unit, self.grad_shard) if self.unsharded else []
         if self.store is None:
             ops.advise_huge_pages(self.grad_shard)
+            # The norm reads the padding, too. Gradients are copied parameter by parameter, which leaves the padding
+            # alone.
             self.grad_shard.zero_()
         # See the note at the top of this file for who sets and clears these.
         num_params = len(unit.params)
@@ -96,11 +98,13 @@ class UnitGradients:
     def count_arrival(self, index: int) -> None:
         """Count one more gradient of parameter ``index`` in this backward."""
         self.arrived_counts[index] += 1
+        # The test is for equality: a gradient beyond the expected number is late and completes nothing.
         if self.arrived_counts[index] == self.expected_counts[index]:
             self.num_pending -= 1
 
     def end_backward(self) -> None:
         """Remember how many gradients of each parameter this backward had, and wait for no more."""
+        # A parameter without a gradient in this backward may have one in the next, so at least one is waited for.
         self.expected_counts = [max(1, count) for count in self.arrived_counts]
         self.num_pending = 0
 
@@ -114,6 +118,7 @@ class UnitGradients:
         """Return this rank's shard, at ``degree``, of the summed gradients (1-D, a view)."""
         unit = self.unit
         start, stop = unit.layout.shard_range(unit.rank, degree)
+        # Unsharded gradients begin at the unit's first element, others at the first element that this rank keeps.
         base = 0 if self.unsharded else unit.layout.shard_range(unit.rank, unit.degrees.gradients)[0]
         return self.grad_shard[start - base : stop - base]
 

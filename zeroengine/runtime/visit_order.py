@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from zeroengine.runtime.unit import Unit
 
-# Whether it is in a backward, the unit, and how many times this pass has visited the unit.
+# Whether the visit is in a backward, the unit, and how many times this pass has visited the unit. The count tells apart
+# the visits of a unit that is used several times and has another successor each time.
 Visit = tuple[bool, Unit, int]
 
 
@@ -28,12 +29,14 @@ class VisitOrder:
 
     def start_pass(self) -> None:
         """Begin a forward or a backward."""
+        # What earlier passes taught about the order stays: this pass is likely to repeat it.
         self._last = None
         self._num_visits.clear()
 
     def end_pass(self) -> None:
         """End a forward or a backward: nothing follows the last visit."""
         if self._last is not None:
+            # A longer pass may have taught that more follows. Prefetching it would hold memory until the next pass.
             self._next.pop(self._last, None)
 
     def visit(self, unit: Unit, in_backward: bool) -> None:
