@@ -1,4 +1,4 @@
-"""Counts the backwards and micro-steps of the step in progress, and says which call may end it.
+"""Count the backwards and micro-steps of the step in progress, and decide which call may end it.
 
 [Note: Who ends a step]
 Two habits end a step, and each keeps its own count:
@@ -23,7 +23,9 @@ from zeroengine.runtime.backward_tracker import BackwardListener, BackwardTracke
 
 ENGINE_STEP, OPTIMIZER_STEP = "engine.step()", "optimizer.step()"
 MANUAL_MODE = '"gradient_accumulation_steps": "manual"'
-FORGOTTEN_AFTER = 8  # forwards and backwards beyond gradient_accumulation_steps without a step
+# The warning waits for so many forwards and backwards beyond gradient_accumulation_steps. A loop that evaluates or
+# probes gradients now and then stays below it.
+FORGOTTEN_AFTER = 8
 
 log = logging.getLogger("zeroengine")
 
@@ -34,7 +36,7 @@ class Accumulation(BackwardListener):
     Args:
         micro_steps_per_step: The value of `gradient_accumulation_steps`; None in manual accumulation.
         rank: This rank. Rank 0 logs the warning about a forgotten step.
-        backward: Tells of forwards and backwards, and is told which backward is the last before an update.
+        backward: Reports forwards and backwards. Its `is_last_microbatch` is set from here.
 
     Attributes:
         micro_steps: Micro-steps taken in the whole run.
@@ -46,14 +48,20 @@ class Accumulation(BackwardListener):
         self.micro_steps = self.backwards = 0
         self.incomplete = False
         self._per_step, self._rank = micro_steps_per_step, rank
-        self._ended_micro_steps = 0  # calls of engine.step() since the last update
-        self._new_backwards = 0  # since the last call of either step()
-        self._passes = 0  # forwards followed by a backward since then
-        self._local_passes = 0  # of these, inside `no_sync`
-        self._forwards = 0  # of the whole model since the last backward began
-        self._forwards_before_backward = 0  # and before that backward, since the one before it
+        # Count the calls of engine.step() since the last update.
+        self._ended_micro_steps = 0
+        # Count the backwards since the last call of either step(), so that a step() without a backward is refused.
+        self._new_backwards = 0
+        # Count the forwards that a backward followed since then, and of these the ones inside `no_sync`.
+        self._passes = 0
+        self._local_passes = 0
+        # Count the forwards of the whole model since the last backward began, and those between that backward and the
+        # one before it. Together they tell several losses of one forward from several micro-steps.
+        self._forwards = 0
+        self._forwards_before_backward = 0
         self._last_update_by: str | None = None
-        self._boundary: bool | None = None  # what set_gradient_accumulation_boundary said about this step
+        # Hold the answer that set_gradient_accumulation_boundary gave about this step; None before it is called.
+        self._boundary: bool | None = None
         self._warned = False
         self._backward = backward
         backward.subscribe(self)
@@ -94,9 +102,12 @@ class Accumulation(BackwardListener):
             # Inside `no_sync` gradients add up on purpose.
             self._local_passes += not self._backward.sync_enabled
             self._warn_of_forgotten_step()
+        # Gradients are reduced while the last backward of a step computes. A wrong guess costs time and never a
+        # gradient, since `reduce_remaining` reduces the rest at the end of the step.
         if self._per_step is None:
             self._backward.is_last_microbatch = self._boundary is True
         elif self._last_update_by == OPTIMIZER_STEP:
+            # Backwards are counted, not calls: optimizer.step() is called once, after the last of them.
             self._backward.is_last_microbatch = self.backwards + 1 >= self._per_step
         else:
             self._backward.is_last_microbatch = self._ended_micro_steps + 1 == self._per_step
@@ -108,9 +119,12 @@ class Accumulation(BackwardListener):
             num_calls: How many calls of `loss.backward()` it was, with no forward in between. They are as many
                 micro-steps where as many forwards came before them, and several losses of one micro-step otherwise.
         """
+        # A loop may call loss.backward() for several losses of one forward. Autograd reports them as several calls, but
+        # they are one micro-step, so the number of forwards limits the count.
         num_backwards = max(1, min(num_calls, self._forwards_before_backward))
         self.backwards += num_backwards
         self._new_backwards += num_backwards
+        # begin_backward has counted the first of these passes already.
         self._passes += num_backwards - 1
 
     def fail_backward(self, after_others: bool) -> None:
@@ -119,6 +133,7 @@ class Accumulation(BackwardListener):
         Args:
             after_others: Whether others brought gradients that were not counted yet.
         """
+        # A failure in the first backward of a step loses nothing that was counted, so the loop may simply try again.
         self.incomplete = self.incomplete or self.backwards > 0 or after_others
 
     def check_complete(self) -> None:
@@ -135,6 +150,7 @@ class Accumulation(BackwardListener):
 
     def drop_gradients(self) -> None:
         """Go back to the start of the step in progress: its gradients have been dropped."""
+        # The ended micro-steps will be repeated, and would otherwise be counted twice in the whole run.
         self.micro_steps -= self._ended_micro_steps
         self._start_step()
 
@@ -145,9 +161,11 @@ class Accumulation(BackwardListener):
         self._boundary = None
 
     def _warn_of_forgotten_step(self) -> None:
+        # Gradients add up on purpose inside `no_sync`, so those passes are no sign of a missing step().
         num_passes = self._passes - self._local_passes
         if self._per_step is None or self._warned or num_passes <= self._per_step + FORGOTTEN_AFTER:
             return
+        # One warning for the whole run is enough: the loop repeats the same mistake in every step.
         self._warned = True
         if self._rank == 0:
             log.warning(
@@ -212,9 +230,12 @@ class Accumulation(BackwardListener):
         """
         self.check_complete()
         if not self.has_new_gradients:
+            # A second update call finds no new gradients, because the first call has taken them. Then name the other
+            # call rather than a missing backward.
             self._check_other_call(ENGINE_STEP, OPTIMIZER_STEP)
             raise ZeroEngineError("step() without backward(): call engine.backward(loss) (or loss.backward()) first")
         if self._per_step is None:
+            # Without a call of set_gradient_accumulation_boundary every step() updates, as in plain PyTorch.
             return self._boundary is not False
         return self._ended_micro_steps + 1 >= self._per_step
 
@@ -264,6 +285,7 @@ class Accumulation(BackwardListener):
 
     def end_step(self, call: str) -> None:
         """Count a call of `engine.step()` or `optimizer.step()` that updates."""
+        # In this habit optimizer.step() is called once for all micro-steps of the step, so they are counted here.
         self.micro_steps += 1 if call == ENGINE_STEP or self._per_step is None else self._per_step
         self._last_update_by = call
         self._start_step()

@@ -1,4 +1,4 @@
-"""Makes the parts of an engine, each complete when its constructor returns."""
+"""Make the parts of an engine, each complete when its constructor returns."""
 
 from __future__ import annotations
 
@@ -118,15 +118,22 @@ def assemble(
     zero = config.zero_optimization
     transport = group.transport(config.comm.transport, config.comm.timeout_seconds, bool(config.comm.register_buffers))
     degrees = degrees_of_stage(zero.stage, group.world_size)
+    # Placing states may create files. If one rank has no space, every rank has to raise: the others would otherwise
+    # wait for it in the first broadcast below.
     with group.collective_errors("to initialize"):
         placement = place_states(plans, degrees, config, transport, group.device, copies)
     degrees_of_units = [_degrees_of(plan, degrees, config) for plan in plans]
     units = _make_units(plans, degrees_of_units, group, transport, placement)
     forbid_forward_while_unset(model, units)
+    # Each unit took rank 0's parameters above. Buffers belong to no unit, so rank 0 broadcasts them here.
     mixed_precision.prepare_buffers(model, config, group.device, group.broadcast)
     scaler = LossScaler.of(config.fp16) if config.scales_loss else LossScaler()
+    # Only trainable parameters get gradients, and the first of these marks the beginning of a plain backward.
     backward = BackwardTracker([p for unit in units if unit.trainable for p in unit.params], config.scales_loss)
     micro_steps_per_step = None if config.manual_accumulation else int(config.gradient_accumulation_steps)
+    # Listeners are called in the order in which they subscribe, and in the reverse order at the end of a backward.
+    # Accumulation, gatherer, reducer and step runner subscribe in their constructors, so the order of these lines
+    # matters.
     accumulation = Accumulation(micro_steps_per_step, group.rank, backward)
     gatherer = Gatherer(
         model,
@@ -134,6 +141,7 @@ def assemble(
         transport,
         prefetch_numel=zero.prefetch_bucket_size if zero.overlap_comm else 0,
         max_live_numel=zero.max_live_parameters,
+        # Prefetching gains nothing where communication does not overlap with computation, and it would hold memory.
         backward=backward,
     )
     reducer = Reducer(
@@ -147,7 +155,10 @@ def assemble(
         stores=placement.optimizer,
         together=group.device.type == "cuda" if on_device is None else on_device,
     )
+    # From here on the ranks agree on all values. Later changes of a parameter's version were made outside of the
+    # engine.
     external_writes = OutsideWrites(units, group)
+    # The caller's optimizer and schedule are checked and may raise on one rank alone.
     with group.collective_errors("to initialize"):
         optimizer = ShardedOptimizer(
             base_optimizer,
@@ -166,8 +177,11 @@ def assemble(
     step_runner = StepRunner(
         config, optimizer, base_optimizer, schedule, scaler, reducer, gatherer, transport, backward
     )
+    # This remembers the model as it is now, so everything that replaces parameters has to be done before.
     foreign_parameters = ForeignParameters(model, units, base_optimizer, group.rank)
     input_comparison = InputComparison(transport, group.device)
+    # After this the caller's optimizer.step() ends a step of the engine instead of updating the parameters that this
+    # rank alone sees.
     redirect_calls(base_optimizer, end_step, zero_grad)
     full_values = FullValues(
         model,
@@ -182,8 +196,12 @@ def assemble(
         accumulation,
         backward,
     )
+    # The functions of parameter_access.py take only a parameter, so each parameter knows its owner, by a weak
+    # reference.
     attach_owner((param for unit in units for param in unit.params), full_values)
+    # The casts are registered last, for they prepend their hooks: inputs are then cast before the gatherer's hooks run.
     mixed_precision.install(model, config, group.device)
+    # Whole parameters were freed in small pieces, which the C allocator would keep for itself.
     return_freed_memory()
     if group.rank == 0:
         _log_notices(config, group, transport)
@@ -212,6 +230,7 @@ def assemble(
 
 def _degrees_of(plan: UnitPlan, degrees: Degrees, config: Config) -> Degrees:
     """Return the degrees of one unit: the parameters of a small unit stay whole on every rank."""
+    # Gathering a small unit costs more in latency than its partitioning saves in memory.
     if plan.numel <= config.zero_optimization.param_persistence_threshold:
         return dataclasses.replace(degrees, parameters=1)
     return degrees
@@ -226,7 +245,10 @@ def _make_units(
 ) -> list[Unit]:
     """Move the model's parameters into units, one after another, and give back the memory that each frees."""
     units, trimmer, master_stores = [], MallocTrimmer(), iter(placement.optimizer)
+    # One unit at a time frees the old values before the next unit is allocated. The peak is then the model and one
+    # unit, rather than two copies of the model.
     for plan, degrees, stored in zip(plans, degrees_of_units, placement.parameters, strict=True):
+        # Frozen units have no masters, so the optimizer's stores are as many as the trainable units.
         master_store = next(master_stores) if plan.trainable else None
         unit = Unit(plan, degrees, transport, group.broadcast, stored, master_store)
         # Freed are the values that its parameters had before, and the fp32 values from which a unit of lower

@@ -1,4 +1,4 @@
-"""Checkpoints and weights of one engine: what must hold before they are saved or loaded, and what follows a load."""
+"""Save and load the checkpoints and weights of one engine, with the checks before and the repairs after."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ class EngineCheckpoints:
 
     def register_stateful(self, name: str, stateful: Stateful) -> None:
         """Make the state of ``stateful`` part of every checkpoint. See ``Engine.register_stateful``."""
+        # A second object under one name would overwrite the first one's state in every checkpoint.
         if name in self._stateful:
             raise ZeroEngineError(f"register_stateful(): the name {name!r} is taken")
         if not all(callable(getattr(stateful, method, None)) for method in ("state_dict", "load_state_dict")):
@@ -50,11 +51,13 @@ class EngineCheckpoints:
                 f"{type(stateful).__name__}"
             )
         self._stateful[name] = stateful
+        # A checkpoint may have been loaded before the object was registered. The manager kept the state for it.
         if self._manager is not None:
             self._manager.hand_over(name)
 
     def unused_name(self, prefix: str) -> str:
         """Return a name for ``register_stateful`` that begins with ``prefix`` and a number that is free."""
+        # Loaders are numbered in the order of registration, so each finds its own state again in a resumed run.
         return f"{prefix}.{sum(name.startswith(f'{prefix}.') for name in self._stateful)}"
 
     def check_not_half_loaded(self, call: str) -> None:
@@ -71,7 +74,9 @@ class EngineCheckpoints:
     def save(self, directory: str | os.PathLike[str], tag: str | None, client_state: Any) -> None:
         """Write a checkpoint. See ``Engine.save_checkpoint``."""
         parts = self._parts
+        # A plain loss.backward() may not have been ended yet, and its gradients would be missed below.
         parts.backward.end_if_over()
+        # All checks run on every rank before anything moves. If one rank refuses, all raise and nothing has changed.
         with parts.group.collective_errors("to save a checkpoint"):
             parts.state_offloader.check_resident("save_checkpoint()")
             parts.placement.check_intact()
@@ -82,7 +87,9 @@ class EngineCheckpoints:
                     "step() that updated. Where the last step of an epoch has fewer micro-steps, write "
                     f"{MANUAL_MODE} in the configuration and end it with step()."
                 )
+        # An overflow may be unreported yet, and the counters that are saved must include the last step.
         parts.step_runner.sync_and_report()
+        # Masters take over the values that the user wrote into the model since the last step, so that these are saved.
         self._settle_parameters()
         default_tag = f"step-{parts.step_runner.num_updates}"
         self._get_manager().save(directory, default_tag if tag is None else tag, client_state)
@@ -95,14 +102,17 @@ class EngineCheckpoints:
         with parts.group.collective_errors("to load a checkpoint"):
             parts.state_offloader.check_resident("load_checkpoint()")
             parts.foreign_parameters.check()
+        # The report reads the gradients of the last step, so it comes before a failed backward drops gradients.
         parts.step_runner.sync_and_report()
         parts.backward.finish()
         self._settle_parameters()
         restored = self._get_manager().load(directory, tag, weights_only=weights_only, strict=strict, fallback=fallback)
+        # Names that are missing stay unset, and the forward goes on refusing them.
         mark_loaded(parts.units, restored.missing)
-        # Without counters the weights alone were loaded, and the step in progress goes on.
+        # Without counters only the weights were loaded, and the step in progress goes on.
         if restored.counters:
             parts.step_runner.forget_clipping()
+            # These gradients belong to the parameters of before the load.
             parts.backward.drop_gradients()
             self._set_counters(restored.counters)
         return restored.client_state
@@ -114,6 +124,7 @@ class EngineCheckpoints:
 
     def close(self) -> None:
         """Wait for the checkpoint that is being saved, and give back what saving holds."""
+        # A process that never saved has no manager, and closing must not import torch's checkpoint code for it.
         if self._manager is not None:
             self._manager.close()
 
@@ -123,10 +134,13 @@ class EngineCheckpoints:
         self, directory: str | os.PathLike[str], dtype: str | torch.dtype | None, shard_size: str | int
     ) -> None:
         """Write safetensors. See ``Engine.save_weights``."""
+        # This module imports safetensors and much of the checkpoint code, so it is imported at its first use.
         from zeroengine.weights.live_weights import save
 
         with self._parts.group.collective_errors("to save weights"):
             self._parts.foreign_parameters.check()
+            # A load that failed halfway left some parameters of the checkpoint and some of before. Such weights help
+            # nobody.
             self.check_not_half_loaded("save_weights()")
         self._settle_parameters()
         save(self._stateful_parts(), directory, dtype, shard_size)
@@ -139,6 +153,7 @@ class EngineCheckpoints:
         with parts.group.collective_errors("to load weights"):
             parts.state_offloader.check_resident("load_weights()")
             parts.foreign_parameters.check()
+            # Leaving the `with` compares checksums and would take the loaded values for values that the user wrote.
             if parts.gatherer.num_user_gathered:
                 raise ZeroEngineError(
                     "load_weights() inside `with zeroengine.gathered(...)`: its end would write the old values back. "
@@ -161,6 +176,9 @@ class EngineCheckpoints:
             DivergenceError: On every rank, where the ranks wrote different values into the model.
         """
         parts = self._parts
+        # The order matters. Gathers and copies that are under way write parameters, so they end first. Then ranks
+        # compare what the user wrote, so that masters take over only values that all ranks share. Eviction comes last,
+        # for it gives back what reloading the masters brought into memory.
         parts.gatherer.finish_gathers_and_release()
         parts.placement.finish_copies()
         parts.external_writes.compare()
@@ -170,16 +188,23 @@ class EngineCheckpoints:
     def _publish_masters(self) -> None:
         """Let all ranks compute with master weights that were written by a load."""
         parts = self._parts
+        # A load may have written masters through copies that are still under way.
         parts.placement.finish_copies()
         for states in parts.optimizer.shards:
             if states.mixed:
+                # A state on a disk is read in now, where a failing disk raises an error. A later page fault would end
+                # the process.
                 populate(states.master)
                 populate(states.param, write=True)
                 states.param.copy_(states.master)
+            # The order of units is the same on every rank, as the all-gather of updated units requires.
             parts.gatherer.publish_update(states.unit)
+            # At most one unit is in memory at a time where states live on a disk.
             parts.placement.evict(states.param, states.master)
+        # The load wrote these values on purpose and on every rank, so they are no divergence.
         parts.external_writes.remember()
         parts.gatherer.finish_gathers_and_release()
+        # Ranks that share memory read parameters of each other in place. None may go on while a peer still writes.
         parts.transport.fence()
 
     def _counters(self) -> dict[str, int]:
@@ -193,11 +218,13 @@ class EngineCheckpoints:
 
     def _set_counters(self, saved: dict[str, int]) -> None:
         runner, config = self._parts.step_runner, self._parts.config
+        # A foreign checkpoint may lack some counters. These keep the engine's own values.
         counters = self._counters() | saved
         runner.num_updates, runner.num_skipped = counters["global_steps"], counters["skipped_steps"]
         if config.manual_accumulation:
             micro_steps = counters["micro_steps"]
-        else:  # The checkpoint may have been saved with another number of micro-steps in a step.
+        else:
+            # The checkpoint may have been saved with another number of micro-steps in a step.
             micro_steps = (runner.num_updates + runner.num_skipped) * int(config.gradient_accumulation_steps)
         self._parts.accumulation.micro_steps = micro_steps
 
@@ -221,6 +248,7 @@ class EngineCheckpoints:
         )
 
     def _get_manager(self) -> CheckpointManager:
+        # The manager imports torch's checkpoint code and allocates memory, which a run without checkpoints never needs.
         if self._manager is None:
             from zeroengine.checkpoint.manager import CheckpointManager
 

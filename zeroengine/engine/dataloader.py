@@ -1,4 +1,4 @@
-"""A data loader whose position is part of a checkpoint, and means the same on any number of ranks."""
+"""Provide a data loader whose position is part of a checkpoint and means the same on any number of ranks."""
 
 from __future__ import annotations
 
@@ -35,15 +35,19 @@ class RankSampler(Sampler[int]):
 
     def __len__(self) -> int:
         """Return the samples of this rank that are left of the epoch."""
+        # The remainder is dropped, so that every rank has as many batches. A rank with one more would wait in a
+        # collective.
         return max(0, self._num_samples - self.start) // self._world_size
 
     def __iter__(self) -> Iterator[int]:
         """Yield the indices of this rank's samples."""
         if self._shuffle:
+            # A generator of its own leaves the global random state alone, and every rank computes the same order.
             generator = torch.Generator().manual_seed(self._seed + self.epoch)
             order = torch.randperm(self._num_samples, generator=generator, device="cpu").tolist()
         else:
             order = list(range(self._num_samples))
+        # Ranks take turns within the order. The consumed samples are then always its beginning, on any number of ranks.
         first = self.start + self._rank
         return iter(order[first : self.start + len(self) * self._world_size : self._world_size])
 
@@ -90,11 +94,13 @@ class ResumableLoader:
                 f"dataloader() takes a data set with a length and an index; {type(dataset).__name__} has none. For a "
                 "stream use torchdata's StatefulDataLoader and engine.register_stateful(name, loader)."
             )
+        # With drop_last such a loader would yield nothing, and the training loop would end without an error.
         if len(dataset) < world_size * batch_size:
             raise ZeroEngineError(
                 f"dataloader(): {len(dataset)} samples are too few for one micro-batch of {batch_size} on each of "
                 f"{world_size} ranks"
             )
+        # Another sampler or batch size would break the position, which counts samples of this sampler in whole steps.
         taken = {"batch_size", "sampler", "batch_sampler", "drop_last"} & options.keys()
         if taken:
             raise ZeroEngineError(
@@ -106,8 +112,10 @@ class ResumableLoader:
             dataset, batch_size=batch_size, sampler=self._sampler, drop_last=True, **options
         )
         self._num_samples, self._samples_per_step = len(dataset), batch_size * world_size
-        self._resumes = False  # Whether the next epoch goes on in its middle.
-        self._consumed = 0  # The samples of this epoch in the batches that all ranks have yielded.
+        # This flag says whether the next epoch starts at the position that load_state_dict set.
+        self._resumes = False
+        # Count the samples of this epoch in the batches that all ranks have yielded. Prefetched batches do not count.
+        self._consumed = 0
 
     @property
     def epoch(self) -> int:
@@ -120,11 +128,13 @@ class ResumableLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches of one epoch, or those that are left of the epoch whose position was loaded."""
+        # Breaking out of an epoch and looping again starts the same epoch from its beginning.
         if not self._resumes:
             self._consumed = 0
         self._resumes = False
         self._sampler.start = self._consumed
         for batch in self._loader:
+            # Count before the yield: a checkpoint saved while this batch is used must not repeat it.
             self._consumed += self._samples_per_step
             yield batch
         self._sampler.epoch += 1

@@ -1,4 +1,4 @@
-"""Warns where ranks train on the same samples, as they do where each has an ordinary ``DataLoader``.
+"""Warn where ranks train on the same samples, as they do where each has an ordinary ``DataLoader``.
 
 Nothing fails in such a run: all ranks compute the same gradient, and the work of all but one is wasted.
 """
@@ -21,11 +21,14 @@ from zeroengine.utils.tensor_tree import leaves_in
 
 log = logging.getLogger("zeroengine")
 
-MICRO_STEPS = 3  # The first micro-steps of a run, whose inputs are compared.
-MAX_ELEMENTS = 1 << 20  # The elements of a tensor that are read, spread evenly over a larger tensor.
+# The inputs of the first micro-steps of a run are compared.
+MICRO_STEPS = 3
+# At most so many elements of a tensor are read, spread evenly over a larger tensor.
+MAX_ELEMENTS = 1 << 20
 MAX_RANKS_SHOWN = 8
-CHECKSUM_BITS = 51  # The sum of two checksums is exact in float64.
-# The integer dtype that reads elements of so many bytes.
+# The sum of two checksums of so many bits is exact in float64.
+CHECKSUM_BITS = 51
+# This is the integer dtype that reads elements of so many bytes. Complex numbers of 16 bytes are read in halves.
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 # The constants of splitmix64, odd and below 2**63.
 STRIDE, FACTOR = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9
@@ -49,9 +52,11 @@ class InputComparison:
         self._transport, self._device = transport, device
         # With torch's "fake" process group there are no other ranks to compare with.
         self._is_recording = transport.world_size > 1 and transport.name != "fake"
-        self._checksums: list[InputChecksum | None] = []  # One for each micro-step that has ended.
-        self._checksum: InputChecksum | None = None  # That of the micro-step in progress.
-        self._summed: HostCopy | None = None  # The checksums of all ranks, which nobody has read yet.
+        # There is one checksum for each micro-step that has ended, and one for the micro-step in progress.
+        self._checksums: list[InputChecksum | None] = []
+        self._checksum: InputChecksum | None = None
+        # These are the checksums of all ranks after the exchange, until the host reads them.
+        self._summed: HostCopy | None = None
 
     @disable_compile
     def observe(self, inputs: Any) -> None:
@@ -60,6 +65,7 @@ class InputComparison:
         Args:
             inputs: Tensors in nested containers.
         """
+        # Evaluation may well use the same data on every rank, so forwards without autograd are not compared.
         if not self._is_recording or self._checksum is not None or not torch.is_grad_enabled():
             return
         if len(self._checksums) < MICRO_STEPS and not self._is_transformed():
@@ -71,6 +77,8 @@ class InputComparison:
         Args:
             updates: Whether the micro-step ends with an update.
         """
+        # A micro-step has passed since the exchange, so the result has arrived and reading it does not stall the
+        # device.
         if self._summed is not None:
             self._report(self._summed)
             self._summed = None
@@ -78,6 +86,7 @@ class InputComparison:
             return
         self._checksums.append(self._checksum)
         self._checksum = None
+        # The collective runs once in a run. Every rank has counted the same micro-steps, so every rank takes part.
         if updates and len(self._checksums) >= MICRO_STEPS:
             self._is_recording = False
             summed = HostCopy(self._transport.all_reduce_scalars(self._own_row(), "compare inputs"))
@@ -88,6 +97,7 @@ class InputComparison:
 
     def _is_transformed(self) -> bool:
         """Return whether values cannot be read: inside torch.func, or while a CUDA graph is captured."""
+        # Reading values there raises an error, and inside a capture it would break the capture.
         if torch._C._are_functorch_transforms_active():
             return True
         return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -103,6 +113,7 @@ class InputComparison:
         row[first : first + MICRO_STEPS] = [
             0.0 if checksum is None else float(checksum.on_host) for checksum in checksums
         ]
+        # The row goes to the device first. Checksums that are there already are added without a wait of the host.
         values = to_device(row, self._device)
         for index, checksum in enumerate(checksums, first):
             if checksum is not None and checksum.on_device is not None:
@@ -110,6 +121,7 @@ class InputComparison:
         return values
 
     def _report(self, summed: HostCopy) -> None:
+        # One warning is enough, and every rank has the same sums.
         groups = ranks_with_same_inputs(summed.read()) if self._transport.rank == 0 else []
         if not groups:
             return
@@ -148,27 +160,33 @@ def checksum_inputs(inputs: Any, device: torch.device) -> InputChecksum | None:
     has_data = False
     for place, leaf in enumerate(leaves_in(inputs)):
         if isinstance(leaf, torch.Tensor):
+            # A tensor that cannot be read makes the whole input unknown. A checksum of the rest could be equal by
+            # chance.
             if not _is_readable(leaf, device):
                 return None
             texts.append(f"{tuple(leaf.shape)} {leaf.dtype}")
             has_data = has_data or leaf.dim() > 0
+            # The odd factor makes the checksum depend on the order of tensors, and loses no bits modulo a power of two.
             part = tensor_checksum(leaf) * (2 * place + 1)
             if leaf.device.type == "cpu":
                 on_host += int(part)
             else:
                 on_device = part if on_device is None else on_device + part
         elif isinstance(leaf, (type(None), bool, int, float, str)):
+            # The text of a number stands for its value, and dtypes and shapes of tensors count, too.
             texts.append(repr(leaf))
         else:
             return None
     if not has_data:
         return None
+    # The last bit is set, so that no checksum is 0, which means that inputs cannot be compared.
     on_host = (on_host + zlib.crc32("\n".join(texts).encode())) % (1 << CHECKSUM_BITS) | 1
     return InputChecksum(on_host, None if on_device is None else _shortened(on_device).double())
 
 
 def _is_readable(tensor: torch.Tensor, device: torch.device) -> bool:
     return (
+        # A subclass may compute something else in the operations below, or may itself communicate, as a DTensor does.
         type(tensor) in (torch.Tensor, nn.Parameter)
         and tensor.layout is torch.strided
         and not tensor.is_nested
@@ -183,6 +201,7 @@ def tensor_checksum(tensor: torch.Tensor) -> torch.Tensor:
     It changes, almost surely, with any element that changes and any two that change places.
     """
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    # The stride rounds up, so at most MAX_ELEMENTS are read and a large input costs no more than a small one.
     flat = flat[:: max(1, -(-flat.numel() // MAX_ELEMENTS))].contiguous()
     words = flat.view(INTEGERS[flat.dtype.itemsize]).to(torch.int64)
     # Each word is mixed with its place (as splitmix64 mixes a counter), so that the sum depends on the order.

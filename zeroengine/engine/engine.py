@@ -106,8 +106,11 @@ class Engine:
     @explain_out_of_memory
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward. On a GPU, inputs that are in CPU memory are copied to it first."""
+        # This path runs at every forward. States are rarely away, so the truth value is asked for before the check
+        # itself.
         if self._parts.state_offloader:
             self._parts.state_offloader.check_resident("the forward", ("parameters",))
+        # Inside `gathered` ranks may run different numbers of forwards, which belong to no micro-step.
         if self.module.training and not self.gatherer.num_user_gathered:
             self._parts.input_comparison.observe((args, kwargs))
         with self.gatherer.model_forward():
@@ -151,8 +154,10 @@ class Engine:
                 "backward(): the loss is detached from the parameters. Compute it from engine(...), outside "
                 "torch.no_grad(), without .detach() or .item()"
             )
+        # Offloaded gradients have no memory that the reduction could write into.
         self._parts.state_offloader.check_resident("backward()")
         scaler = self._parts.scaler
+        # A scale of 1 is not multiplied, for the product would cost a kernel and change nothing.
         scaled = loss if scaler.scale == 1 else scaler.scaled(loss)
         self._parts.backward.run(scaled, retain_graph, create_graph, inputs)
 
@@ -174,6 +179,7 @@ class Engine:
             raise ZeroEngineError(
                 'loss_scale: only fp16 scales the loss; enable it with "fp16": {"enabled": true} in the configuration'
             )
+        # A plain backward that has not been ended would not be counted in the next check.
         self._parts.backward.end_if_over()
         if self._parts.accumulation.has_gradients:
             raise ZeroEngineError(
@@ -185,6 +191,7 @@ class Engine:
     @property
     def global_steps(self) -> int:
         """The updates taken."""
+        # The counters wait for the last step, so that their values include it.
         self._parts.step_runner.sync_step()
         return self._parts.step_runner.num_updates
 
@@ -237,16 +244,19 @@ class Engine:
         Raises:
             ZeroEngineError: Earlier micro-steps of this step would lose theirs, too.
         """
+        # This also ends a backward that raised, whose listeners drop its gradients.
         self._parts.backward.finish()
         accumulation = self._parts.accumulation
         if not accumulation.incomplete:
             if not accumulation.has_new_gradients:
+                # Many loops call zero_grad() directly after a step. There is nothing to drop then.
                 return
             if accumulation.has_earlier_micro_steps:
                 raise ZeroEngineError(
                     "zero_grad() between backward() and step(), with gradients of earlier micro-steps: they would be "
                     "lost. Call it before the first backward of a step."
                 )
+        # The dropped gradients may have been clipped already, and the limit must not hold for those that follow.
         self._parts.step_runner.forget_clipping()
         self._parts.backward.drop_gradients()
 
@@ -296,6 +306,7 @@ class Engine:
         Raises:
             ZeroEngineError: There was no backward, or further backwards of this step are to come.
         """
+        # A bad argument raises before anything changes, and the step may go on.
         max_norm = self._parts.step_runner.checked_norm(max_norm, "clip_grad_norm_(): max_norm", zero=False)
         self._check_step("clip_grad_norm_()")
         self._parts.accumulation.check_boundary("clip_grad_norm_()")
@@ -322,6 +333,7 @@ class Engine:
                 parameters that ``initialize`` was not given.
         """
         self._check_step("step()")
+        # Ending a micro-step does not communicate, so no rank waits here. Every rank counts to the same number.
         if not self._parts.accumulation.check_engine_step():
             self._parts.accumulation.end_micro_step()
             self._parts.input_comparison.end_micro_step(False)
@@ -351,6 +363,7 @@ class Engine:
                 "gradients are overwritten) would not be done again at a replay. Leave it outside of the graph; what "
                 "can be captured is the update itself, zeroengine.ops.AdamTable."
             )
+        # A backward is still running, and ending it here would reduce half of its gradients.
         if torch._C._current_graph_task_id() >= 0:
             raise ZeroEngineError(f"{call} inside of a backward, such as in a hook: call it after the backward")
         # If the last backward raised, its gradients are incomplete and are dropped here.
@@ -358,6 +371,7 @@ class Engine:
 
     def _finish_gradients(self, call: str) -> None:
         """Return with the gradients of this step reduced. If it raises nothing has changed."""
+        # Every rank keeps its gradients inside `no_sync`, so a reduction here would contradict what the user asked for.
         if not self._parts.backward.sync_enabled:
             raise ZeroEngineError(
                 f"{call} inside `with engine.no_sync()`: at the accumulation boundary the gradients are to be reduced. "
@@ -368,6 +382,7 @@ class Engine:
                 f"{call} inside `with zeroengine.gathered(...)`: the update would not reach the gathered values. Leave "
                 "the `with` first."
             )
+        # The check runs at every update, since a parameter may be added at any time. It costs microseconds.
         self._parts.foreign_parameters.check()
         self.reducer.reduce_remaining()
 
@@ -377,13 +392,17 @@ class Engine:
         self._finish_gradients(call)
         # If anything up to this line raises, nothing has changed and the step may be called again.
         self.gatherer.finish_gathers_and_release(before_update=True)
+        # The counters and the comparison advance on every rank, whether the update below is skipped or not.
         parts.accumulation.end_step(call)
+        # The comparison may run a collective. It comes here because no other collective is under way at this point.
         parts.input_comparison.end_micro_step(True)
         if call == ENGINE_STEP:
             parts.step_runner.warn_of_unused_hooks()
         updated = parts.step_runner.take()
+        # The update itself changed the parameters' versions. From here on any change was made outside of the engine.
         parts.external_writes.remember()
         parts.placement.evict()
+        # Ranks agree on whether the signal has arrived, and save at the same step. See checkpoint/on_signal.py.
         if parts.save_on_signal is not None and parts.save_on_signal.is_due():
             parts.save_on_signal.save_and_exit(self)
         return updated
@@ -401,6 +420,7 @@ class Engine:
         try:
             yield
         finally:
+            # Restore the flag even if ending the backward raises, or every later step would be refused.
             try:
                 backward.end_if_over()
             finally:
@@ -461,6 +481,7 @@ class Engine:
         Raises:
             ZeroEngineError: On every rank, where the model has parameters that ``initialize`` was not given.
         """
+        # A foreign parameter would be missing from the result without a word.
         with self._parts.group.collective_errors("to collect the state dict"):
             self._parts.foreign_parameters.check()
         return self._parts.full_values.state_dict(rank0_only)
@@ -487,6 +508,7 @@ class Engine:
         loader = ResumableLoader(
             dataset, self.rank, self.world_size, micro_batch, shuffle=shuffle, seed=seed, options=options
         )
+        # The name follows from the order of the calls, so a resumed run finds the position under the same name.
         self._checkpoints.register_stateful(self._checkpoints.unused_name("dataloader"), loader)
         return loader
 
@@ -623,13 +645,16 @@ class Engine:
         """
         parts = self._parts
         try:
+            # Restore the signal handlers first: a signal that comes from here on is no longer the engine's.
             if parts.save_on_signal is not None:
                 parts.save_on_signal.close()
+            # A save in the background still reads states and exchanges messages, so it has to end before these go away.
             self._checkpoints.close()
             self.gatherer.finish_gathers_and_release()
             # After an error the device may never get to the end of the last step.
             if sys.exc_info()[0] is None:
                 parts.step_runner.final_report()
+        # Whatever failed above, threads and files have to be given back.
         finally:
             parts.step_runner.close()
             parts.transport.close()

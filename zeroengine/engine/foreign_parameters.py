@@ -21,7 +21,8 @@ from zeroengine.runtime.unit import Unit
 
 log = logging.getLogger("zeroengine")
 
-MAX_NAMES_SHOWN = 5  # in one message
+# One message shows at most so many names.
+MAX_NAMES_SHOWN = 5
 
 _parameters_of = attrgetter("_parameters")
 _children_of = attrgetter("_modules")
@@ -66,12 +67,14 @@ class ForeignParameters:
         self._check_groups()
 
     def _check_model(self) -> None:
+        # Comparing references in C keeps this check at every step cheap. Names are collected only after a difference.
         if _same(self._parameters(), self._known_parameters) and _same(self._children(), self._known_children):
             return
         named = list(_named_parameters(self._model))
         foreign = [(name, param) for name, param in named if param not in self._names]
         if foreign:
             raise ZeroEngineError(self._foreign_message(foreign))
+        # The new structure is remembered, so the difference is reported once and the next check is fast again.
         self._remember()
         if self._rank == 0:
             self._note_changes(named)
@@ -79,6 +82,8 @@ class ForeignParameters:
     def _check_groups(self) -> None:
         groups = self._optimizer.param_groups
         kind = type(self._optimizer).__name__
+        # Unpickling and torch's load_state_dict assign a new list. The engine still reads hyperparameters from the
+        # first one.
         if groups is not self._groups:
             raise ZeroEngineError(
                 f"the {kind} that was passed to initialize() has another list of param_groups now, while the engine "
@@ -86,16 +91,18 @@ class ForeignParameters:
                 "optimizer's state with engine.load_checkpoint()."
             )
         present = _grouped(groups)
+        # The count of groups and of parameters is compared first, because zip would stop at the shorter one.
         if all(len(now) == len(then) for now, then in zip_longest(present, self._grouped, fillvalue=())) and _same(
             list(chain.from_iterable(present)), list(chain.from_iterable(self._grouped))
         ):
             return
         before, after = _group_of(self._grouped), _group_of(present)
         moved = [param for param in after | before if after.get(param) != before.get(param)]
-        # Another order within a group changes nothing.
+        # Another order within a group changes nothing: masters and moments are found by parameter.
         if not moved and len(present) == len(self._grouped):
             self._grouped = present
             return
+        # A parameter from outside of the model has no name, so its shape helps the user to find it.
         names = _listed([self._names.get(p, f"a parameter of shape {tuple(p.shape)}") for p in moved])
         raise ZeroEngineError(
             f"the param_groups of the {kind} changed after initialize(): they hold other parameters "
@@ -105,7 +112,8 @@ class ForeignParameters:
         )
 
     def _remember(self) -> None:
-        # A ScriptModule keeps its parameters in C++, and they stay what they were.
+        # A ScriptModule keeps its parameters in C++, where these attributes do not exist. Its structure is fixed
+        # anyway.
         self._known_modules = [m for m in self._model.modules() if not isinstance(m, torch.jit.ScriptModule)]
         self._known_parameters = self._parameters()
         self._known_children = self._children()
@@ -128,6 +136,7 @@ class ForeignParameters:
 
     def _note_changes(self, named_parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
         names: dict[nn.Parameter, list[str]] = {}
+        # A tied parameter has several names, and it is still in place while any of them is its first one.
         for name, param in named_parameters:
             names.setdefault(param, []).append(name)
         changes = {}
@@ -148,6 +157,7 @@ class ForeignParameters:
 
 def _named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield every place of every parameter, by its name without what torch.compile adds."""
+    # Duplicates are kept, since a parameter that is tied elsewhere changes the model without a new parameter.
     for name, param in model.named_parameters(remove_duplicate=False):
         yield plain_name(name), param
 
@@ -161,6 +171,7 @@ def _group_of(groups: Sequence[Sequence[nn.Parameter]]) -> dict[nn.Parameter, in
 
 
 def _same(first: Sequence[object], second: Sequence[object]) -> bool:
+    # Identity is compared rather than equality, which would compare the elements of tensors.
     return len(first) == len(second) and all(map(is_, first, second))
 
 

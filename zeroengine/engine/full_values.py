@@ -1,4 +1,4 @@
-"""Reads and writes whole values of partitioned states: parameters, gradients, optimizer state, master weights.
+"""Read and write whole values of partitioned states: parameters, gradients, optimizer state, master weights.
 
 Every method of ``FullValues`` that moves values is a collective. An error on one rank is an error on all ranks, and
 then nothing has changed.
@@ -72,13 +72,15 @@ class FullValues:
 
     def units_of(self, params: Iterable[nn.Parameter]) -> list[Unit]:
         """Return the units that hold any of ``params``, in the order of registration."""
-        # The reductions that are left of the last backward come before what the caller is about to exchange.
+        # Reductions that are left of the last backward are launched first. A rank that launched them after the caller's
+        # exchange would meet another collective of its peers.
         self._backward.end_if_over()
         param_ids = {id(param) for param in params}
         return [unit for unit in self._units if any(id(param) in param_ids for param in unit.params)]
 
     def first_writers(self, changed: Sequence[bool]) -> list[int]:
         """Return for each flag the lowest rank that raised it, or -1. A collective."""
+        # Each rank raises its flags in its own column, so one sum shows every rank's flags to all.
         flags = torch.zeros(len(changed), self._group.world_size, dtype=torch.float64, device="cpu")
         flags[:, self._group.rank] = torch.tensor(changed, dtype=torch.float64, device="cpu")
         flat = self._transport.all_reduce_scalars(flags.flatten().to(self._group.device), "gathered")
@@ -86,10 +88,13 @@ class FullValues:
 
     def apply_writes(self, unit: Unit, writer: int) -> None:
         """Give all ranks the values of ``unit`` that rank ``writer`` holds, masters included. A collective."""
+        # Whole values travel, since the writer is the only rank that holds them all.
         self._group.broadcast(unit.full_buffer, writer)
+        # Autograd then refuses a backward through a graph that saved the old values.
         torch.autograd.graph.increment_version(unit.params)
         unit.copy_full_to_shard()
         unit.unset_params.clear()
+        # These values are the same on every rank now, so the next comparison must not take them for a divergence.
         self._external_writes.remember(unit)
         shard = self._optimizer_shard(unit)
         if shard is not None:
@@ -98,6 +103,7 @@ class FullValues:
     def note_gradient_read(self) -> None:
         """Warn once where ``grad`` of a parameter is read between ``backward`` and ``step``, for it is None."""
         has_gradients = self._accumulation.has_new_gradients or self._backward.in_progress
+        # torch itself reads `grad` while a backward accumulates it, and this is no mistake of the user.
         is_inside_backward = torch._C._current_graph_task_id() >= 0
         if self._warned_of_missing_gradient or not has_gradients or is_inside_backward:
             return
@@ -124,6 +130,7 @@ class FullValues:
             self.gatherer.unpin(unit)
         if not returns_values:
             return {}
+        # Duplicates are kept, for `model.state_dict()` lists a tied parameter under each of its names.
         state: dict[str, torch.Tensor] = {}
         for prefix, module in self._model.named_modules(remove_duplicate=False):
             dot = f"{prefix}." if prefix else ""
@@ -141,13 +148,18 @@ class FullValues:
         unit, index = self._locate(param)
         shard = self._optimizer_shard(unit)
         local_gradient = None if shard is None else self._reducer.unreduced_gradient(shard.grads, index)
+        # These facts are local, and a rank may have no gradient where others have one. All ranks learn of all of them,
+        # so that they decide alike whether to exchange anything.
         has_gradient = local_gradient is not None or (shard is not None and shard.grads.has_grad[index])
         with self._same_call("full_gradient", unit, index, has_gradient) as has_gradient_by_rank:
             shard = self._trainable_shard(unit, index)
             self._reducer.check_backward_ended()
+        # A reduce may still be writing into the shard that is read below.
         self._reducer.wait_reduces()
         if not any(has_gradient_by_rank):
             return None
+        # A gradient may be in two places: earlier micro-steps in the reduced shard, later ones in this rank's own
+        # buffers.
         gradient = self._expand_shard(unit, index, shard.gradient if shard.grads.is_reduced else None)
         if local_gradient is not None:
             gradient += local_gradient
@@ -161,9 +173,11 @@ class FullValues:
         with self._same_call("set_full_gradient", unit, index):
             shard = self._trainable_shard(unit, index)
             value = self._checked_copy(unit, index, value)
+            # The check of the value is local, so it happens where an error reaches every rank.
             self._reducer.check_backward_ended()
         self._reducer.wait_reduces()
         self._group.broadcast(value)
+        # The engine keeps sums rather than means, so the value is multiplied by the divisor of the update.
         self._reducer.replace_gradient(shard.grads, index, value * self._divisor())
 
     def optimizer_state(self, param: nn.Parameter, key: str) -> torch.Tensor:
@@ -172,12 +186,14 @@ class FullValues:
         shard, shape, holder = self._find_state("full_optimizer_state", unit, index, key)
         values = self._optimizer.state_values(shard, index, key)
         if shape is None:
-            # The state has a value for each element: each rank adds its part of them.
+            # The state has a value for each element, so each rank adds its part of them.
             shard_values = torch.zeros_like(shard.master)
             for shard_range, value in values:
                 shard_values[shard_range] = value.flatten().to(shard_values.dtype)
             state = self._expand_shard(unit, index, shard_values)
         else:
+            # A state such as a step count is one value, which several ranks may hold. One holder sends it, and the
+            # others add zeros.
             state = torch.zeros(shape, dtype=_exchange_dtype(unit.dtype), device=self._group.device)
             if self._group.rank == holder:
                 state.copy_(values[0][1])
@@ -191,6 +207,7 @@ class FullValues:
         with self._same_call("set_full_optimizer_state", unit, index):
             value = self._checked_copy(unit, index, value, shape)
         self._group.broadcast(value)
+        # Each rank received the whole value and keeps only the part that it owns.
         if shape is None:
             shard_values = torch.zeros_like(shard.master)
             for shard_range, owned_values in self._owned_parts(unit, index, value):
@@ -208,6 +225,7 @@ class FullValues:
             ``ShardedOptimizer.state_shapes``), and the lowest rank that holds some of it.
         """
         own_shard, slot = self._optimizer_shard(unit), unit.layout.slots[index]
+        # A rank without elements of the parameter has no states of it, and learns their names from the others.
         own_shapes = {} if own_shard is None else self._optimizer.state_shapes(own_shard, index)
         with self._same_call(f"{call} {key!r}", unit, index, own_shapes) as shapes_by_rank:
             shard = self._trainable_shard(unit, index)
@@ -218,6 +236,7 @@ class FullValues:
                 f"the optimizer keeps no state {key!r} of {slot.name}; it keeps: {', '.join(known) or 'nothing yet'}"
             )
         shape = shapes_by_rank[holders[0]][key]
+        # Such a state is computed from one shard. Different shards have different values, and no rule would join them.
         if shape is not None and math.prod(shape) > 1 and unit.degrees.optimizer > 1:
             raise ZeroEngineError(
                 f"the optimizer's state {key!r} of {slot.name} {slot.shape} has shape {shape} on a shard: neither a "
@@ -230,13 +249,15 @@ class FullValues:
         unit, index = self._locate(param)
         with self._same_call("full_master", unit, index):
             shard = self._optimizer_shard(unit)
+        # A frozen unit has no shard on any rank, so all ranks take the same branch.
         if shard is not None:
+            # Values that the user wrote into the model reach the master first, or this would return the old ones.
             if shard.may_be_written:
                 shard.reload_master()
             value = self._expand_shard(unit, index, shard.master)
             self._group.all_reduce(value)
             return value
-        # A frozen parameter has no master but itself.
+        # A frozen parameter has no master apart from itself.
         self.gatherer.pin(unit)
         value = param.detach().to(_exchange_dtype(unit.dtype), copy=True)
         self.gatherer.unpin(unit)
@@ -252,11 +273,14 @@ class FullValues:
         self.gatherer.pin(unit)
         if shard is not None:
             for shard_range, owned_values in self._owned_parts(unit, index, value):
+                # The disk is asked for the pages first, where it can report a failure as an error.
                 populate(shard.master[shard_range], write=True)
                 shard.master[shard_range].copy_(owned_values)
         with torch.no_grad():
-            param.copy_(value)  # All ranks compute with the value in the parameter's dtype.
+            # All ranks compute with the value in the parameter's dtype, rounded once from the master.
+            param.copy_(value)
         unit.copy_full_to_shard()
+        # A parameter that was built without values has some now, and the forward may use it.
         unit.unset_params.discard(unit.layout.slots[index].name)
         self.gatherer.unpin(unit)
 
@@ -279,6 +303,7 @@ class FullValues:
         facts: list[Any] = []
         with self._group.collective_errors(f"in {call}", (call, fact)) as calls_by_rank:
             yield facts
+        # Ranks with different calls would exchange tensors of different shapes next and hang or mix up values.
         if any(other_call != call for other_call, _ in calls_by_rank):
             calls = ", ".join(f"rank {rank}: {other_call}" for rank, (other_call, _) in enumerate(calls_by_rank))
             raise ZeroEngineError(f"every rank is to make the same call of the same parameter, found {calls}")
@@ -287,6 +312,7 @@ class FullValues:
     def _locate(self, param: nn.Parameter) -> tuple[Unit, int]:
         """Return the unit of ``param`` and its place among the unit's parameters."""
         (unit,) = self.units_of([param])
+        # A tensor compares element by element, so the parameter is found by identity.
         return unit, next(index for index, candidate in enumerate(unit.params) if candidate is param)
 
     def _optimizer_shard(self, unit: Unit) -> OptimizerShard | None:
@@ -319,6 +345,7 @@ class FullValues:
             raise ZeroEngineError(
                 f"{slot.name}: the value is to have shape {shape}, the one given has {tuple(value.shape)}"
             )
+        # The copy keeps the user's tensor apart from the broadcast, which writes into its argument on other ranks.
         return value.detach().to(self._group.device, _exchange_dtype(unit.dtype), copy=True).contiguous()
 
     # -- between whole values and shards ----------------------------------------------------------
@@ -335,7 +362,8 @@ class FullValues:
         """
         slot = unit.layout.slots[index]
         value = torch.zeros(slot.shape, dtype=_exchange_dtype(unit.dtype), device=self._group.device)
-        # With an optimizer degree below the world size several ranks hold a shard; the first of them count.
+        # With an optimizer degree below the world size several ranks hold each shard. Only the first of them counts, or
+        # the sum would hold the values several times.
         if shard is not None and self._group.rank < unit.degrees.optimizer:
             for shard_range, owned_part in self._owned_parts(unit, index, value):
                 populate(shard[shard_range])
@@ -359,4 +387,5 @@ class FullValues:
 
 def _exchange_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which values of ``dtype`` are exchanged: at least fp32 for floating ones."""
+    # Masters and moments are fp32 where the parameter is bf16 or fp16, and must not be rounded on the way.
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point or dtype.is_complex else dtype

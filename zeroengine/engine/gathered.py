@@ -37,6 +37,7 @@ class ParameterOwner(Protocol):
 
 def owner_of(param: nn.Parameter) -> ParameterOwner | None:
     """Return the owner that was attached to ``param``; None where there is none or it is gone."""
+    # The reference is weak, so a model that outlives its engine does not keep the engine's buffers in memory.
     reference = param.__dict__.get(OWNER_ATTRIBUTE)
     return reference() if reference is not None else None
 
@@ -68,8 +69,10 @@ def gathered(module_or_params: nn.Module | nn.Parameter | Iterable[nn.Parameter]
         params = [module_or_params]
     else:
         params = list(module_or_params)
+    # Several engines would gather over several groups of ranks, and no order of their collectives is agreed on.
     owners = {owner_of(param) for param in params}
     if len(owners) != 1 or None in owners:
+        # A module without parameters is common in a loop over submodules, and gathering nothing is no error.
         if not params:
             yield
             return
@@ -80,21 +83,29 @@ def gathered(module_or_params: nn.Module | nn.Parameter | Iterable[nn.Parameter]
     owner = owners.pop()
     assert owner is not None
     units = owner.units_of(params)
+    # If gathering one unit raises, those that were pinned before it are released again.
     with contextlib.ExitStack() as undo:
         for unit in units:
             owner.gatherer.pin(unit)
             undo.callback(owner.gatherer.unpin, unit)
+        # Writes through `.data` change no version counter of torch, so the values themselves are compared.
         before = [checksum(unit.full_buffer) for unit in units]
+        # From here on the `finally` below unpins the units, after it has taken over what was written.
         undo.pop_all()
     try:
+        # After an error inside, the exchange below still runs, since the other ranks wait in it.
         yield
     finally:
+        # A parameter whose `.data` was replaced no longer views the full buffer. Values of the same shape are copied
+        # back.
         refused = [name for unit in units for name in unit.readopt_data()]
         changed = [checksum(unit.full_buffer) != seen for unit, seen in zip(units, before, strict=True)]
+        # The lowest rank that wrote wins, so that all ranks agree without a second exchange.
         for unit, writer in zip(units, owner.first_writers(changed), strict=True):
             if writer >= 0:
                 owner.apply_writes(unit, writer)
             owner.gatherer.unpin(unit)
+    # This error comes last, after every rank has taken part in the collectives above.
     if refused:
         raise ZeroEngineError(
             f"gathered(): the shape of a parameter cannot change, but .data was replaced: {', '.join(refused)}. Change "

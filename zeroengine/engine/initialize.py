@@ -1,4 +1,4 @@
-"""Makes an engine from a model and a configuration, after checks on every rank that change nothing."""
+"""Make an engine from a model and a configuration, after checks on every rank that change nothing."""
 
 from __future__ import annotations
 
@@ -73,10 +73,15 @@ def make_engine(
     copies: Copies | None = None,
 ) -> Engine:
     """Make the engine of ``initialize``. Tests choose ``on_device`` and ``copies``; see ``assemble``."""
+    # The process group comes first: errors of the checks below are exchanged over it.
     join_launched_ranks()
     ranks = as_process_group(process_group)
     group = Group(ranks, _device_of(model, ranks))
+    # A mistake may be visible on one rank only, such as a missing file. Every rank raises, so none waits for the
+    # others.
     with group.collective_errors("to initialize"):
+        # These checks go from the most general mistake to the most special one, since each assumes that those before it
+        # passed.
         if isinstance(model, Engine):
             raise ZeroEngineError("initialize() takes a torch.nn.Module, found an Engine, which initialize() returned")
         if not isinstance(model, nn.Module) and isinstance(optimizer, nn.Module):
@@ -91,6 +96,7 @@ def make_engine(
         check_one_device(model)
         meta_init.check_not_recording()
         settings = config if isinstance(config, Config) else load(config)
+        # Some settings follow the model's own dtype or the number of ranks, so they are resolved here.
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
         settings = settings.resolve(world_size=group.world_size, model_dtype=dtype)
         for low in (settings.low_precision, settings.autocast_dtype):
@@ -102,10 +108,13 @@ def make_engine(
             compute_dtype=settings.low_precision,
             keep_fp32=mixed_precision.fp32_params(model, settings),
         )
+        # The optimizer is built over the model's own parameters, which still hold their whole values at this point.
         base_optimizer = make_optimizer(optimizer, model, settings)
         check_optimizer(base_optimizer, degrees_of_stage(settings.zero_optimization.stage, group.world_size))
         meta_init.check_optimizer_state(base_optimizer)
+        # Deferred parameters get their values last, for this is the step that takes memory and time.
         meta_init.initialize_meta_parameters(model)
+    # Until here nothing was partitioned. Ranks that differ would partition differently and exchange garbage.
     check_agreement(group, settings, model, plans, base_optimizer)
     return Engine(model, base_optimizer, settings, group, plans, lr_scheduler, on_device=on_device, copies=copies)
 
@@ -116,11 +125,13 @@ def _device_of(model: nn.Module, process_group: dist.ProcessGroup | None) -> tor
     For a model without values torch's default device counts.
     """
     devices = {param.device for param in model.parameters()} if isinstance(model, nn.Module) else set()
+    # A model under meta_init has no device of its own. torch's default device is where its values would have been.
     if devices == {torch.device("meta")}:
         devices = {torch.get_default_device()}
     gpu = next((device for device in devices if device.type == "cuda"), None)
     if gpu is not None:
         return gpu
+    # The user chose a group that cannot move CUDA tensors, so the ranks compute on the CPU despite the GPU.
     if dist.is_initialized() and torch.cuda.is_available() and backend_of(process_group, "cuda") != "nccl":
         return torch.device("cpu")
     return default_device()
@@ -132,7 +143,8 @@ def check_one_device(model: nn.Module) -> None:
     Raises:
         ZeroEngineError: Parameters that have values are on several devices.
     """
-    first: dict[torch.device, str] = {}  # a parameter on each device
+    # Keep the name of the first parameter on each device for the message.
+    first: dict[torch.device, str] = {}
     for name, param in model.named_parameters():
         if not param.is_meta:
             first.setdefault(param.device, name)
@@ -146,6 +158,7 @@ def check_one_device(model: nn.Module) -> None:
 
 def _check_unowned(model: nn.Module) -> None:
     for name, param in model.named_parameters():
+        # A second engine would partition shards of the first one.
         if owner_of(param) is not None:
             raise ZeroEngineError(
                 f"parameter {name} already belongs to an engine: initialize() takes a model once. Use the engine that "

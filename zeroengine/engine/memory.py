@@ -1,4 +1,4 @@
-"""The bytes that each state of an engine holds on this rank, and the error where memory runs out."""
+"""Measure the bytes that each state of an engine holds on this rank, and explain an out-of-memory error."""
 
 from __future__ import annotations
 
@@ -68,6 +68,7 @@ class Memory:
         heads = "".join(f"{name:>16}" for name in (device_head, *offloaded))
         lines = [f"{f'on {self.device}':<12}{heads}" if offloaded else f"on {self.device}"]
         for name in (*STATES, *WORKING, "checkpoint", "total"):
+            # Staging belongs to offloading, so this row would only distract without it.
             if name == "staging" and not offloaded:
                 continue
             if name == "checkpoint" and not (self.checkpoint or self.cpu.get(name)):
@@ -90,7 +91,10 @@ def measure_memory(parts: EngineComponents, checkpoint_copy_bytes: int) -> Memor
         parts: The parts of the engine.
         checkpoint_copy_bytes: The bytes of the copy that a checkpoint is written from.
     """
+    # Each state is counted once, by the medium of its store, so the columns of the table add up.
     on_device, in_cpu, on_disk = (_bytes_of_states(parts, medium) for medium in (None, "cpu", "nvme"))
+    # Host buffers are device memory where the engine computes on the CPU, so they are counted in one place or the
+    # other.
     host_staging = parts.placement.host_buffer_bytes
     computes_on_cpu = parts.group.device.type == "cpu"
     return Memory(
@@ -108,6 +112,7 @@ def measure_memory(parts: EngineComponents, checkpoint_copy_bytes: int) -> Memor
 
 def _bytes_of_states(parts: EngineComponents, medium: Medium | None) -> dict[str, int]:
     """Return the bytes of each state in one kind of memory; None is the device's."""
+    # A shard may be away for a while and then holds no bytes, so resident bytes are counted rather than sizes.
     sizes = parts.optimizer.bytes_in(medium)
     shards = ((unit.shard, unit.offloaded_shards) for unit in parts.units)
     gradients = ((grads.grad_shard, grads.store) for grads in parts.reducer.gradients)
@@ -137,6 +142,7 @@ def explain_out_of_memory(method: METHOD) -> METHOD:
         try:
             return method(engine, *args, **kwargs)
         except torch.OutOfMemoryError as error:
+            # The error keeps its type, so that callers which catch it and retry still work.
             _explain(error, engine)
             raise
 
@@ -146,6 +152,7 @@ def explain_out_of_memory(method: METHOD) -> METHOD:
 def _explain(error: torch.OutOfMemoryError, engine: MemoryOwner) -> None:
     zero = engine.config.zero_optimization
     computes_on_cpu = engine.device.type == "cpu"
+    # The remedies are listed with the cheapest first. Offloading costs most time, so it comes last.
     remedies = []
     if zero.stage < 3 and engine.world_size > 1:
         remedies.append(f'"zero_optimization": {{"stage": {zero.stage + 1}}}')
@@ -157,6 +164,7 @@ def _explain(error: torch.OutOfMemoryError, engine: MemoryOwner) -> None:
         device = getattr(zero, key).device
         if zero.stage >= lowest_stage and (device == "none" or (device == "cpu" and computes_on_cpu)):
             remedies.append(f'"zero_optimization": {{"{key}": {{"device": {target}}}}}')
+    # The message of torch stays first: it says how many bytes were asked for.
     error.args = (
         f"{error}\n\nzeroengine holds, {engine.memory()}\n\nThe rest are activations, temporaries and what else runs "
         f"there. What takes less: {', or '.join(remedies)}.",

@@ -1,4 +1,4 @@
-"""Mixed precision: casts at the root's inputs, modules that keep fp32, buffers, and autocast."""
+"""Set up mixed precision: casts at the root's inputs, modules that keep fp32, buffers, and autocast."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ def check_supported(dtype: torch.dtype, device: torch.device) -> None:
     Raises:
         ZeroEngineError: It does not.
     """
+    # torch has no list of supported dtypes, and a missing kernel shows only when it is called.
     try:
         x = torch.ones(2, 2, dtype=dtype, device=device, requires_grad=True)
         (x @ x).float().sum().backward()
@@ -51,17 +52,21 @@ def fp32_modules(model: nn.Module, config: Config) -> list[nn.Module]:
         ZeroEngineError: A pattern matches no module.
     """
     modules = {plain_name(name): module for name, module in model.named_modules() if plain_name(name)}
+    # Patterns are checked in fp32 as well, so that a misspelled one does not surface only when precision is lowered.
     kept = _matching(modules, config.keep_fp32_modules or ())
     if config.low_precision is None:
         return []
     if config.data_types.buffer_dtype in (None, "fp32"):
         kept |= {name for name, module in modules.items() if _keeps_statistics(module)}
+    # A parameter has one dtype, so modules that share it with an fp32 module have to compute in fp32, too. Only leaf
+    # modules are taken: their parents would bring other parameters along.
     params = {param for name in kept for param in modules[name].parameters()}
     kept |= {
         name
         for name, module in modules.items()
         if not list(module.children()) and any(param in params for param in module.parameters(recurse=False))
     }
+    # A module inside another one of the list already gets fp32 inputs from it, and needs no casts of its own.
     return [module for name, module in modules.items() if name in kept and not _is_below(name, kept)]
 
 
@@ -106,6 +111,7 @@ def install(model: nn.Module, config: Config, device: torch.device) -> None:
     ``torch_autocast`` is entered around the root's forward.
     """
     low_precision = config.low_precision
+    # Only the root's inputs are cast. Inside, outputs of one module are inputs of the next in the same dtype.
     if low_precision is not None:
         _map_inputs(model, cast_floating(low_precision))
         for module in fp32_modules(model, config):
@@ -116,6 +122,7 @@ def install(model: nn.Module, config: Config, device: torch.device) -> None:
         _map_inputs(model, move_to(device))
     autocast = config.autocast_dtype
     if autocast is not None:
+        # The contexts form a stack, for the root may be called within its own forward.
         contexts: list[Any] = []
 
         @disable_compile
@@ -125,9 +132,12 @@ def install(model: nn.Module, config: Config, device: torch.device) -> None:
 
         @disable_compile
         def leave(module: nn.Module, args: Any, output: Any) -> None:
+            # A forward that failed before `enter` leaves nothing to exit, although this hook is always called.
             if contexts:
                 contexts.pop().__exit__(None, None, None)
 
+        # Autocast is entered before every other hook, and left even if the forward raises. It would otherwise stay on
+        # for the rest of the process.
         model.register_forward_pre_hook(enter, prepend=True)
         model.register_forward_hook(leave, always_call=True)
 
@@ -177,6 +187,7 @@ def prepare_buffers(
     """
     name = config.data_types.buffer_dtype
     fp32_buffers = {buffer for module in fp32_modules(model, config) for buffer in module.buffers()}
+    # A buffer may be shared by several modules. It is moved once, and each of them refers to the same copy.
     moved: dict[torch.Tensor, torch.Tensor] = {}
     for module in model.modules():
         for key, buffer in module._buffers.items():

@@ -104,6 +104,7 @@ def set_full_master(param: nn.Parameter, value: torch.Tensor) -> None:
 
 def _owner(param: nn.Parameter) -> FullValues:
     owner = owner_of(param) if isinstance(param, nn.Parameter) else None
+    # `gathered` accepts any owner, but these functions need the states that only FullValues reaches.
     if not isinstance(owner, FullValues):
         raise ZeroEngineError(
             "this takes a parameter of a model that was passed to zeroengine.initialize(), such as "

@@ -15,7 +15,8 @@ from zeroengine.config import Config
 from zeroengine.errors import DivergenceError
 from zeroengine.partition.cut import UnitPlan
 
-MAX_SHOWN = 3  # for one rank
+# At most so many differences of one rank are shown.
+MAX_SHOWN = 3
 
 
 def check_agreement(
@@ -27,7 +28,10 @@ def check_agreement(
         DivergenceError: On every rank, naming the first ranks that differ and what differs.
     """
     facts = _facts(config, model, plans, optimizer)
+    # Ranks agree in almost every run, so they first exchange a digest of 64 bytes. The facts themselves may be
+    # megabytes.
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    # Every rank gathered the same digests, so all ranks take the same branch.
     if len(set(group.all_gather_object(digest))) == 1:
         return
     facts_by_rank = group.all_gather_object(facts)
@@ -44,6 +48,7 @@ def check_agreement(
 def _facts(
     config: Config, model: nn.Module, plans: Sequence[UnitPlan], optimizer: torch.optim.Optimizer
 ) -> dict[str, Any]:
+    # The order of parameters decides where each lies in a shard, so their numbers are part of the facts.
     group_of = {param: i for i, group in enumerate(optimizer.param_groups) for param in group["params"]}
     rows = [(plan, name, param) for plan in plans for name, param in plan.params]
     parameters = {
@@ -54,6 +59,7 @@ def _facts(
     buffers = {name: _kind(buffer.shape, buffer.dtype) for name, buffer in model.named_buffers()}
     groups = {
         f"param_groups[{i}]": {"params": len(group["params"])}
+        # Objects such as functions have an address in their text, which differs in every process. They are left out.
         | {k: repr(v) for k, v in group.items() if isinstance(v, (bool, int, float, tuple, str))}
         for i, group in enumerate(optimizer.param_groups)
     }
@@ -62,6 +68,7 @@ def _facts(
         "parameter": parameters,
         "buffer": buffers,
         f"optimizer {type(optimizer).__name__}": dict(_flat(groups)),
+        # Versions of torch that differ may choose different algorithms or message formats.
         "version": {"torch": torch.__version__},
     }
 
@@ -82,6 +89,7 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 
 def _differences(reference: Mapping[str, Mapping[str, Any]], other: Mapping[str, Mapping[str, Any]]) -> list[str]:
     lines = []
+    # A name may be missing on either side, so the union of both is compared.
     for section in sorted({*reference, *other}):
         expected, actual = reference.get(section, {}), other.get(section, {})
         for key in sorted({*expected, *actual}):

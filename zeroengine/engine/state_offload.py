@@ -23,12 +23,15 @@ def offload(
     with group.collective_errors("to offload states", arguments) as every_rank:
         path = parts.state_offloader.check_request(include, device, nvme_path, configured_path)
     check_same("offload_states()", every_rank)
+    # A plain backward that has not been ended still has reductions to launch.
     parts.backward.end_if_over()
     # The report may ask for the gradients, so it comes before they move.
     parts.step_runner.sync_and_report()
+    # No rank may read memory of this rank, or write to it, once its storage is emptied below.
     parts.gatherer.finish_gathers_and_release()
     parts.reducer.wait_reduces()
     parts.transport.fence()
+    # The states are in CPU memory already. The checks above still ran, so a wrong call is found on a laptop, too.
     if device == "cpu" and group.device.type == "cpu":
         return
     tensors = {
@@ -36,16 +39,20 @@ def offload(
         "gradients": [grads.grad_shard for grads in parts.reducer.gradients if grads.store is None],
         "parameters": [unit.shard for unit in parts.units if unit.offloaded_shards is None],
     }
+    # By default only memory that can be given back is moved. An explicit request for other memory raises an error.
     if include is None:
         include = offload_states.DEFAULT_STATES
         tensors = {name: [t for t in state if t.untyped_storage().resizable()] for name, state in tensors.items()}
     with group.collective_errors("to offload states"):
         parts.state_offloader.offload({name: tensors[name] for name in include}, path, parts.config, group.rank)
+    # The freed memory of temporaries goes back to the system, for the user asked for memory.
     return_freed_memory()
 
 
 def reload(parts: EngineComponents) -> None:
     """Bring back what ``offload`` moved. A collective."""
+    # Memory that a channel of the transport allocated has to come from that channel again, which may have registered
+    # it.
     channels: dict[int, ChannelName | None] = {id(unit.shard): "gather" for unit in parts.units}
     channels |= {id(grads.grad_shard): grads.channel for grads in parts.reducer.gradients}
     parts.state_offloader.reload(lambda tensor: parts.transport.refill(tensor, channels.get(id(tensor))))

@@ -78,7 +78,8 @@ class StepRunner(BackwardListener):
         self.num_updates = self.num_skipped = 0
         self.grad_norm: float | None = None
         self.gradient_clipping = config.gradient_clipping
-        self._clip_once: float | None = None  # The limit for the step in progress alone, by clip_grad_norm_.
+        # Hold the limit that clip_grad_norm_ set for the step in progress alone.
+        self._clip_once: float | None = None
         self._guard = ScheduleGuard(schedule)
         self._checked_hooks = False
         self._config, self._optimizer, self._base_optimizer = config, optimizer, base_optimizer
@@ -91,7 +92,9 @@ class StepRunner(BackwardListener):
 
     def check_backward(self, wants_gradients: bool) -> None:
         """Report on the step before. Refuse a backward after ``clip``, whose norm would lack its gradients."""
+        # This point is collective on every rank, and the gradients of the step before are still as they were.
         self.sync_and_report()
+        # A backward of frozen parameters adds nothing to the gradient, so clipping before it is no mistake.
         if wants_gradients:
             self.check_not_clipped()
 
@@ -107,6 +110,7 @@ class StepRunner(BackwardListener):
 
     def set_schedule(self, schedule: Any) -> None:
         """Step ``schedule`` from now on, and leave the one before to the caller."""
+        # The result of the last step may still revert the present schedule, so it comes before the change.
         self.sync_step()
         self._guard.release()
         self._guard = ScheduleGuard(schedule)
@@ -117,6 +121,8 @@ class StepRunner(BackwardListener):
 
     def warn_of_unused_hooks(self) -> None:
         """Say once that the step hooks of the optimizer that was passed in are not called by ``engine.step()``."""
+        # The check is repeated at every step, since hooks may be registered after initialize(). It stops after the
+        # first warning.
         if not self._checked_hooks and has_own_step_hooks(self._base_optimizer):
             self._checked_hooks = True
             if self._transport.rank == 0:
@@ -134,6 +140,7 @@ class StepRunner(BackwardListener):
         Raises:
             ZeroEngineError: It is no number, or below 0, or 0 where ``zero`` is false.
         """
+        # bool is an int in Python, and `True` is hardly meant as a norm of 1.
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not number or not (value >= 0 if zero else value > 0):
             raise ZeroEngineError(
@@ -154,6 +161,7 @@ class StepRunner(BackwardListener):
         """
         self.sync_step()
         norm = self._optimizer.norm(self.divisor(), self._label())
+        # The gradient is scaled only once, in the update. A second call therefore keeps the smaller limit.
         self._clip_once = min(max_norm, self._clip_once or math.inf)
         return norm
 
@@ -175,6 +183,7 @@ class StepRunner(BackwardListener):
     def _take_limit(self) -> float:
         """The largest norm for the step that is taken now; 0 for none."""
         limits = [limit for limit in (self.gradient_clipping, self._clip_once or 0.0) if 0 < limit < math.inf]
+        # The limit holds for one step, whether it updates or not.
         self._clip_once = None
         return min(limits, default=0.0)
 
@@ -193,6 +202,7 @@ class StepRunner(BackwardListener):
         try:
             result = self._optimizer.update(settings)
         except DivergenceError:
+            # The gradients of this step count as used, so that the next backward starts a new step.
             self._reducer.end_step()
             raise
         if self._optimizer.issues_without_waiting:
@@ -201,8 +211,12 @@ class StepRunner(BackwardListener):
         self.grad_norm = result.grad_norm
         updates, finite = bool(result), math.isfinite(result.grad_norm)
         if not finite:
+            # The report searches the gradients, so it comes before `end_step` allows the next backward to overwrite
+            # them.
             self._report(self.num_updates + 1, skipped=not updates)
         if updates:
+            # The next forward gathers parameters. A transport without overlap lets peers read this rank's memory in
+            # place, so it must not go on before they are done.
             self._gatherer.wait_for_peer_reads()
         self._reducer.end_step()
         self._count(updates, finite)
@@ -212,16 +226,20 @@ class StepRunner(BackwardListener):
         """Step the schedule behind an update whose result is not known yet, and remember to count the step."""
         config, schedule = self._config, self.schedule
         self._gatherer.wait_for_peer_reads()
+        # With a loss scale the next backward needs the result, and a schedule that cannot be reverted needs it, too.
         known_late = not config.scales_loss and can_be_reverted(schedule)
         groups = self._optimizer.param_groups
+        # The result may outlive the engine in the user's hands, so it must not keep the engine alive.
         runner_ref = weakref.ref(self)
 
         def on_query(result: StepResult) -> None:
             runner = runner_ref()
+            # A later step may have been issued since. Asking about an old result must not wait for the new step.
             if runner is not None and runner._issued is not None and runner._issued[0] is result:
                 runner.sync_step()
 
         result.on_query = on_query
+        # The schedule is stepped before the result is known, as if the step had updated.
         self._issued = (result, step_reversibly(self._step_schedule, schedule, groups) if known_late else None)
         self._reducer.end_step()
         if not known_late:
@@ -231,17 +249,21 @@ class StepRunner(BackwardListener):
         """Wait for the result of the last step, where it is not known yet, and count it. No other rank takes part."""
         if self._issued is None:
             return
+        # A rank may ask alone, so a difference of the ranks' order is reported here, before any number is believed.
         self._transport.check_order()
+        # The record is cleared before anything can raise or ask again, so a step is counted once.
         (result, revert_schedule), self._issued = self._issued, None
         self._optimizer.sync_step_counts()
         self.grad_norm = result.grad_norm
         updates, finite = bool(result), math.isfinite(result.grad_norm)
+        # The step was skipped, so the schedule has to forget that it was stepped.
         if not updates and revert_schedule is not None:
             revert_schedule()
         if not finite and self._config.scales_loss:
             # With a loss scale every rank comes here at the end of the step itself, so the report may be collective.
             self._report(self.num_updates + 1, skipped=True)
         elif not finite:
+            # No other rank may be here, so the collective search for the name has to wait for sync_and_report.
             self._overflow = (self.num_updates + 1, not updates)
         self._count(updates, finite, scheduled=revert_schedule is not None)
 
@@ -251,6 +273,7 @@ class StepRunner(BackwardListener):
         Call it on every rank, while the step's gradients are still as they were.
         """
         self.sync_step()
+        # The record is cleared first: the report may raise, and it must not be repeated.
         overflow, self._overflow = self._overflow, None
         if overflow is not None:
             self._report(*overflow)
@@ -274,6 +297,8 @@ class StepRunner(BackwardListener):
             limit: The largest norm, where the step is taken.
         """
         label = f"norm at loss scale {self._scaler.scale:g}" if self._config.scales_loss else "norm"
+        # Ranks compare the labels of their collectives, so a limit that differs between ranks is found. The configured
+        # limit was compared at initialize().
         changed = limit is not None and limit != self._config.gradient_clipping
         return f"{label} to clip to {limit:g}" if changed else label
 
@@ -281,6 +306,7 @@ class StepRunner(BackwardListener):
         """Count a step, and step the schedule unless it has been ``scheduled``."""
         if updates:
             self.num_updates += 1
+            # The first update tells zero-launch that this round got as far as training. Later calls do nothing.
             report_step()
             if not scheduled:
                 self._step_schedule()
@@ -293,6 +319,7 @@ class StepRunner(BackwardListener):
         """Say which gradient was not finite. Raise on every rank where no smaller loss scale is left. A collective."""
         name = self._optimizer.first_not_finite() or "none alone: their sum of squares"
         what = f"the gradient of {name} is not finite"
+        # The loss scale is the same on every rank, so either all ranks raise or none does.
         if self._config.scales_loss and self._scaler.exhausted:
             self._reducer.end_step()
             raise ZeroEngineError(
@@ -328,16 +355,20 @@ def step_reversibly(step: Callable[[], None], schedule: Any, groups: Sequence[di
     if schedule is None:
         step()
         return lambda: None
+    # state_dict may return the schedule's own containers, which a step changes, so they are copied.
     state, values_before = copy.deepcopy(schedule.state_dict()), _hyperparameters(groups)
     step()
     values_after = _hyperparameters(groups)
 
     def revert() -> None:
         schedule.load_state_dict(state)
+        # The user may have written a hyperparameter since. It is reverted only where it still has the schedule's value.
         for group, before, after in zip(groups, values_before, values_after, strict=True):
             for key, value in before.items():
                 if isinstance(value, torch.Tensor):
-                    group[key].copy_(value)  # A schedule writes a tensor in place.
+                    # A schedule writes into a tensor in place, so whoever refers to that tensor has to see the old
+                    # value again.
+                    group[key].copy_(value)
                 elif group[key] == after[key]:
                     group[key] = value
 
@@ -346,6 +377,7 @@ def step_reversibly(step: Callable[[], None], schedule: Any, groups: Sequence[di
 
 def _hyperparameters(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [
+        # Tensors are cloned, for the schedule writes into them.
         {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
         for group in groups
     ]

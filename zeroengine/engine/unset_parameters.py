@@ -11,7 +11,8 @@ from zeroengine.errors import ZeroEngineError
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.compiler_disable import disable_compile
 
-NUM_SHOWN = 5  # names in a message
+# One message shows at most so many names.
+NUM_SHOWN = 5
 
 
 def forbid_forward_while_unset(model: nn.Module, units: Sequence[Unit]) -> None:
@@ -19,6 +20,7 @@ def forbid_forward_while_unset(model: nn.Module, units: Sequence[Unit]) -> None:
 
     The hook that checks this removes itself when all parameters are set.
     """
+    # Almost every model has all its values, and then no hook costs time at every forward.
     if not any(unit.unset_params for unit in units):
         return
 
@@ -27,7 +29,7 @@ def forbid_forward_while_unset(model: nn.Module, units: Sequence[Unit]) -> None:
         names = [slot.name for unit in units for slot in unit.layout.slots if slot.name in unit.unset_params]
         if not names:
             handle.remove()
-        # A deep copy of the model takes this hook along. Its parameters are its own affair.
+        # A deep copy of the model takes this hook along. The copy has parameters of its own, which may have values.
         elif module is model:
             more = f" and {len(names) - NUM_SHOWN} more" if len(names) > NUM_SHOWN else ""
             raise ZeroEngineError(
@@ -42,4 +44,5 @@ def forbid_forward_while_unset(model: nn.Module, units: Sequence[Unit]) -> None:
 def mark_loaded(units: Sequence[Unit], missing: Sequence[str]) -> None:
     """Record that weights were loaded into every parameter except those named in ``missing``."""
     for unit in units:
+        # A partial load sets some parameters only. The others keep the forward forbidden.
         unit.unset_params &= set(missing)

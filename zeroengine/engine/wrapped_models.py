@@ -1,4 +1,4 @@
-"""Refuses models that another library has distributed already, and says which model to pass instead."""
+"""Refuse models that another library has distributed already, and say which model to pass instead."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ def check_undistributed(model: nn.Module) -> None:
     Raises:
         ZeroEngineError: One is. The message names the first, and what to pass.
     """
+    # A wrapper inside of the model hides as well as one around it, so every module is checked.
     for name, module in model.named_modules():
         for wrapper in _wrappers(module):
             where = f"the module {name}" if name else "the model"
@@ -36,7 +37,7 @@ def check_undistributed(model: nn.Module) -> None:
                 "the plain module"
             )
     tensors = sys.modules.get("torch.distributed.tensor")
-    # Where the module was not imported nobody has made a DTensor.
+    # Where this module was never imported, no DTensor can exist. Importing it only for the check takes time.
     if tensors is None:
         return
     for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
@@ -50,6 +51,7 @@ def check_undistributed(model: nn.Module) -> None:
 
 
 def _wrappers(module: nn.Module) -> Iterator[str]:
+    # Bases are compared, too, since users subclass wrappers, and fully_shard changes a module's class to a subclass.
     for cls in type(module).__mro__:
         for (package, name), call in WRAPPERS.items():
             if cls.__name__ == name and cls.__module__.startswith(package):
