@@ -12,12 +12,15 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+# A rank's watchdog answers within half a second. The rest is for a store that many ranks ask at once.
 ANSWER_TIMEOUT_S = 4.0
 READER_POLL_INTERVAL_S = 0.1
 # The reader waits for answers during this part of the timeout. The rest is for the report to reach all ranks.
 READER_SHARE = 0.75
-PUBLISH_TIMEOUT_S = 1.0  # more for the next reader, where one has ended
-RECENT_ANSWER_S = 20.0  # as long as an earlier answer still says something
+# Where a reader has ended without a report, the next one gets this time in addition.
+PUBLISH_TIMEOUT_S = 1.0
+# A rank that has answered an alarm within this time may have ended because of it. Its answer still counts then.
+RECENT_ANSWER_S = 20.0
 STORE_LINGER_S = 1.0
 
 
@@ -53,12 +56,15 @@ class AlarmBoard:
     def __init__(self, store: dist.Store, rank: int, hosts: Sequence[str]) -> None:
         self.rank, self.hosts = rank, hosts
         self._store = store
-        self._answered, self._answered_at = 0, 0.0  # which alarm, and when (time.monotonic)
+        # The last alarm that this rank has answered, and the time of the answer by ``time.monotonic``.
+        self._answered, self._answered_at = 0, 0.0
+        # A client of the store serves one request at a time, and the rank and its watchdog's thread both use this one.
         self._lock = threading.Lock()
 
     def answer(self, place: Callable[[], RankPosition]) -> None:
         """Answer the last alarm, if it is new. ``place`` is called only then."""
         with self._lock:
+            # Adding 0 reads the number and makes the key where there is none. ``get`` would wait for the key.
             self._answer_alarm(self._store.add("alarm", 0), place)
 
     def ask(
@@ -79,10 +85,12 @@ class AlarmBoard:
             with self._lock:
                 earlier = self._answered if time.monotonic() < self._answered_at + RECENT_ANSWER_S else 0
                 alarm = max(1, self._store.add("alarm", 0))
+                # An alarm whose report is out is over. Its answers would be older than this question.
                 while self._store.check([f"report/{alarm}"]):
                     alarm += 1
                 reads = self._store.add(f"reader/{alarm}", 1) == 1
                 if reads:
+                    # Only the reader raises the alarm, after it has won the key. All ranks answer from then on.
                     self._store.set("alarm", str(alarm))
                 self._answer_alarm(alarm, lambda: own)
             answers = self._read(alarm, earlier, timeout_s) if reads else self._await_report(alarm, earlier, timeout_s)
@@ -91,6 +99,7 @@ class AlarmBoard:
         oldest = alarm if again else earlier or alarm
         places: dict[int, RankPosition | None] = dict.fromkeys(range(len(self.hosts)))
         places |= {rank: place for rank, (number, place) in answers.items() if number >= oldest}
+        # The rank knows best where it is itself, whatever it answered to an earlier alarm.
         return {**places, self.rank: own}
 
     def _answer_alarm(self, alarm: int, place: Callable[[], RankPosition]) -> None:
@@ -107,6 +116,7 @@ class AlarmBoard:
             with self._lock:
                 lines = self._store.get(f"answers/{alarm}")
         answers: Answers = {}
+        # Answers are read in the order of the alarms, so that the latest one of each rank remains.
         for number in range(earlier or alarm, alarm + 1):
             with self._lock:
                 key = f"answers/{number}"
@@ -115,6 +125,7 @@ class AlarmBoard:
         groups: dict[tuple[int, RankPosition], list[int]] = {}
         for rank, answer in answers.items():
             groups.setdefault(answer, []).append(rank)
+        # Most ranks of a large run are at the same place, so the report names each place once.
         report = [[number, *place, ranks] for (number, place), ranks in groups.items()]
         with self._lock:
             self._store.set(f"report/{alarm}", json.dumps(report))
@@ -131,6 +142,7 @@ class AlarmBoard:
                 for number, *place, ranks in report:
                     answers |= dict.fromkeys(ranks, (number, RankPosition(*place)))
                 return answers
+            # The first wait covered all of the reader's time. Each further reader only has to publish.
             timeout_s = PUBLISH_TIMEOUT_S
             with self._lock:
                 reads = self._store.add(f"reader/{alarm}/{attempt}", 1) == 1
@@ -179,6 +191,7 @@ def describe(places: Mapping[int, RankPosition | None], hosts: Sequence[str]) ->
     groups: dict[RankPosition | None, list[int]] = {}
     for rank, place in sorted(places.items()):
         groups.setdefault(place, []).append(rank)
+    # Ranks that do not answer come first, then the smallest group.
     *few, most = sorted(groups, key=lambda place: (place is not None, len(groups[place])))
     parts = [_sentence(_names(groups[place], hosts), len(groups[place]) > 1, place) for place in few]
     others = len(groups[most]) > 1 and bool(few)

@@ -26,7 +26,8 @@ from zeroengine.comm.watchdog import Watchdog, host_name
 from zeroengine.errors import DivergenceError, ZeroEngineError
 
 T = TypeVar("T")
-MAX_SHOWN = 3  # values, and ranks of each, in a message about ranks that differ
+# The values, and the ranks of each, that a message about ranks that differ shows.
+MAX_SHOWN = 3
 # NCCL's own watchdog ends the process without saying which rank stalled. So it comes so many seconds after ours.
 NCCL_EXTRA_TIMEOUT_S = 30.0
 
@@ -54,6 +55,7 @@ class Group:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         self.backend = backend_of(group, device.type)
+        # The check goes through the store. A collective would run into NCCL's own error, which is less clear.
         if self.backend == "nccl" and self.world_size > 1:
             store = dist.PrefixStore(f"zeroengine/gpus/{group.group_name}", dist.distributed_c10d._get_default_store())
             check_gpus(store, self.rank, self.world_size, str(torch.cuda.get_device_properties(device).uuid))
@@ -72,6 +74,7 @@ class Group:
         Raises:
             DivergenceError: Another rank has ended or cannot be reached.
         """
+        # The fake backend has no peers. Its ranks are taken to pass what this one passes.
         if self.world_size == 1 or self.backend == "fake":
             return [value] * self.world_size
         values: list[T | None] = [None] * self.world_size
@@ -108,6 +111,7 @@ class Group:
             # The other ranks may lack the class of an error that is not zeroengine's own.
             report = (ZeroEngineError, f"{type(error).__name__}: {error}")
         reports_and_facts = self.all_gather_object((report, fact), purpose)
+        # The exchange comes first: a rank that raised before it would leave the others waiting.
         if error is not None:
             raise error
         for rank, (other, _) in enumerate(reports_and_facts):
@@ -153,9 +157,11 @@ class Group:
         if self.backend != "gloo":
             return self._nccl_transport(timeout, registered)
         if self.device.type != "cpu":
+            # Gloo moves host memory only, and shared memory is for tensors of the CPU.
             return HostStagedTransport(self._gloo_transport(timeout), self.device)
         if kind != "gloo":
             transport = self._shared_memory_transport(timeout)
+            # All ranks have compared their results, so all of them take shared memory or none does.
             if not isinstance(transport, str):
                 return transport
             if kind == "shm":
@@ -169,6 +175,7 @@ class Group:
         """Return the transport, or why some rank cannot use shared memory: the same on all ranks."""
         addresses = self.all_gather_object(shared_memory_file.offer())
         transport = shared_memory.connect(self.rank, addresses, timeout)
+        # A rank that cannot open a peer's memory must keep all others from using it.
         reasons = [
             r for r in self.all_gather_object(transport if isinstance(transport, str) else None) if r is not None
         ]
@@ -178,11 +185,14 @@ class Group:
         if self.backend == "fake":
             return NCCLTransport(self.process_group, self.process_group, self.device, self.backend, None)
         nccl_timeout = timeout + NCCL_EXTRA_TIMEOUT_S
+        # Each channel has a communicator of its own. Operations of one communicator run in order, which would keep a
+        # gather behind the reduce of another unit.
         gather, reduce = self.new_group(self.backend, nccl_timeout), self.new_group(self.backend, nccl_timeout)
         pools: dict[ChannelName, RegisteredPool] = {}
         if registered:
             for group in (gather, reduce):
-                dist.all_reduce(torch.zeros((), device=self.device), group=group)  # NCCL connects when first used
+                # NCCL makes the communicator at its first collective, and memory is registered with a communicator.
+                dist.all_reduce(torch.zeros((), device=self.device), group=group)
             with self.collective_errors("to register memory with NCCL"):
                 pools = {"gather": RegisteredPool(gather, self.device), "reduce": RegisteredPool(reduce, self.device)}
         return NCCLTransport(gather, reduce, self.device, self.backend, self._start_watchdog(timeout), pools)
@@ -195,7 +205,8 @@ class Group:
             timeout: Seconds that its collectives may take; None for torch's default.
         """
         ranks = dist.get_process_group_ranks(self.process_group)
-        is_subset = len(ranks) < dist.get_world_size()  # the other ranks do not take part in the call
+        # The ranks outside of a subset do not take part in this call, so torch must not wait for them.
+        is_subset = len(ranks) < dist.get_world_size()
         own_groups: list[dist.ProcessGroup | None] = []
         if is_subset:
             # Ranks find one another by the group's name, which torch then makes of the ranks and of how many groups
@@ -212,6 +223,9 @@ class Group:
 
     def _start_watchdog(self, timeout: float) -> Watchdog:
         names, hosts = zip(*self.all_gather_object((uuid.uuid4().hex, host_name())), strict=True)
+        # The store is the default one, through a connection of its own where it can be cloned: a request of the
+        # watchdog's thread must not wait behind one that torch makes. The random name of rank 0 keeps the keys of
+        # several engines apart.
         store = dist.distributed_c10d._get_default_store()
         clone: Callable[[], dist.Store] = getattr(store, "clone", lambda: store)
         store = dist.PrefixStore(f"zeroengine/{names[0]}", clone())
@@ -233,6 +247,7 @@ def check_same(call: str, arguments: Sequence[Mapping[str, object]]) -> None:
     for name in arguments[0]:
         ranks_with: dict[str, list[int]] = {}
         for rank, own_arguments in enumerate(arguments):
+            # Values are compared by their text, since not all of them can be compared or hashed.
             ranks_with.setdefault(repr(own_arguments[name]), []).append(rank)
         if len(ranks_with) > 1:
             values = (f"{value} on {_ranks(ranks)}" for value, ranks in list(ranks_with.items())[:MAX_SHOWN])
@@ -264,6 +279,7 @@ def check_gpus(store: dist.Store, rank: int, world_size: int, gpu: str) -> None:
     store.set(str(rank), f"{host_name() or socket.gethostname()} {gpu}")
     ranks_on: dict[str, list[int]] = {}
     for other in range(world_size):
+        # ``get`` waits until the other rank has set its key.
         ranks_on.setdefault(store.get(str(other)).decode(), []).append(other)
     shared = {where: ranks for where, ranks in ranks_on.items() if len(ranks) > 1}
     if shared:
@@ -300,7 +316,8 @@ def as_process_group(value: object) -> dist.ProcessGroup | None:
         if value.get_coordinate() is None:
             raise ZeroEngineError(outside)
         return value.get_group()
-    if value == dist.GroupMember.NON_GROUP_MEMBER:  # what new_group() gives to the other ranks
+    # ``new_group`` returns this to the ranks that are not in the group.
+    if value == dist.GroupMember.NON_GROUP_MEMBER:
         raise ZeroEngineError(outside)
     raise ZeroEngineError(
         f"process_group: found {value!r}. Pass a process group, such as torch.distributed.new_group([0, 1]), or a "
@@ -319,6 +336,7 @@ def default_device() -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     local_rank = os.environ.get("LOCAL_RANK")
+    # Each rank may see one GPU alone (CUDA_VISIBLE_DEVICES), so the number is taken modulo the GPUs that are visible.
     index = torch.cuda.current_device() if local_rank is None else int(local_rank) % torch.cuda.device_count()
     return torch.device("cuda", index)
 
@@ -330,9 +348,11 @@ def _start(device: torch.device) -> None:
     if has_peers():
         dist.init_process_group(backend)
     else:
+        # A store in memory opens no port, so that several single processes of a machine do not collide.
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     if backend == "gloo":
-        atexit.register(_stop)  # its threads must not outlive the interpreter
+        # Gloo's threads must not outlive the interpreter.
+        atexit.register(_stop)
 
 
 def _stop() -> None:

@@ -96,7 +96,8 @@ class ResizableBuffer:
 
     def __init__(self, tensor: torch.Tensor, fill: Callable[[torch.Tensor], None] = refill) -> None:
         self.tensor, self._fill = tensor, fill
-        self._stream = self._current_stream()  # the stream that the memory was allocated on
+        # The stream that the memory was allocated on.
+        self._stream = self._current_stream()
 
     def _current_stream(self) -> torch.cuda.Stream | None:
         return torch.cuda.current_stream(self.tensor.device) if self.tensor.is_cuda else None
@@ -128,6 +129,7 @@ class PagedBuffer:
     """A ``Buffer`` of CPU pages of its own, which a disk can read straight into. Holds memory at first."""
 
     def __init__(self, numel: int, dtype: torch.dtype) -> None:
+        # Whole pages, because ``free`` gives pages back, and a disk reads whole blocks.
         size = -(-max(numel, 1) * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
         self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.tensor = torch.frombuffer(self._memory, dtype=dtype)[:numel]
@@ -139,6 +141,7 @@ class PagedBuffer:
 
     def free(self) -> None:
         """Give the pages back to the system. The addresses stay reserved."""
+        # A private mapping that is dropped like this reads as zeros when it is touched again.
         self._memory.madvise(mmap.MADV_DONTNEED)
         self._holds_memory = False
 

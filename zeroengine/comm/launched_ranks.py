@@ -1,4 +1,4 @@
-"""Which ranks a process joins: what its environment says, as torchrun and zero-launch or as mpirun and srun set it."""
+"""Find the ranks that a process joins in its environment, as torchrun and zero-launch or mpirun and srun set it."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ def has_peers() -> bool:
     Raises:
         ZeroEngineError: some of the variables are missing.
     """
+    # A rank without a world size, or a world size without a rank, is a mistake that training alone would hide.
     given = [name for name in ("RANK", "WORLD_SIZE") if os.environ.get(name)]
     if not given or os.environ.get("WORLD_SIZE") == "1":
         return False
@@ -42,15 +43,18 @@ def join_launched_ranks() -> None:
     Raises:
         ZeroEngineError: nothing says where rank 0 is, or some of torch.distributed's variables are missing.
     """
+    # WORLD_SIZE=1 is how a user asks for a run of its own in each process.
     if dist.is_initialized() or has_peers() or os.environ.get("WORLD_SIZE"):
         return
     launched = launched_rank(os.environ)
+    # A single task needs no peers, and no address of rank 0.
     if launched is None or launched.world_size == 1:
         return
     variables = torch_variables(launched, os.environ)
     if "MASTER_ADDR" not in variables:
         raise ZeroEngineError(_unreachable(launched))
     os.environ.update(variables)
+    # The processes may have been meant as independent runs, so one rank says that they are joined.
     if launched.rank == 0:
         log.warning(
             "training on the %d processes that %s started, as one run, through %s:%s. For a run of its own in each "

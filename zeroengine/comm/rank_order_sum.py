@@ -22,12 +22,14 @@ def sum_in_rank_order(target: torch.Tensor, pieces: Sequence[torch.Tensor], accu
     """
     lib = ops.library()
     source = pieces[0].dtype
+    # The kernel reads each piece once and rounds once. It works on addresses, and so on the CPU alone.
     if (
         lib is not None
         and target.device.type == "cpu"
         and target.dtype in ops.DTYPE_CODES
         and source in ops.DTYPE_CODES
     ):
+        # The kernel can also read pieces from files of other ranks. Here all of them are in memory, so there are none.
         local = (ctypes.c_void_p * len(pieces))(*(p.data_ptr() for p in pieces))
         none = ctypes.c_void_p()
         lib.ze_sum(
@@ -36,9 +38,11 @@ def sum_in_rank_order(target: torch.Tensor, pieces: Sequence[torch.Tensor], accu
         )
         return
     wide = torch.float32 if source in (torch.bfloat16, torch.float16) else source
+    # A copy, because ``target`` may be the first piece. The others are added in rank order, which fixes the bits.
     total = pieces[0].to(wide, copy=True)
     for piece in pieces[1:]:
         total.add_(piece)
+    # The kernel adds the old value last as well.
     if accumulate:
         total.add_(target)
     target.copy_(total)

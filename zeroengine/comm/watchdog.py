@@ -40,8 +40,10 @@ from zeroengine.utils.work import Work
 log = logging.getLogger("zeroengine")
 
 POLL_INTERVAL_S = 0.5
-RAISE_TIMEOUT_S = 2.0  # for a rank to raise the error of a stall by itself
-HOST_VARIABLE = "ZEROENGINE_HOST"  # this node as the launcher calls it
+# The time that a rank has to raise the error of a stall by itself before its process is ended.
+RAISE_TIMEOUT_S = 2.0
+# The variable with this node's name as the launcher calls it.
+HOST_VARIABLE = "ZEROENGINE_HOST"
 
 
 @dataclass(eq=False)
@@ -72,9 +74,11 @@ class OperationRecord:
 
     def __init__(self) -> None:
         self.position = RankPosition(False, "its start")
-        self.error: DivergenceError | None = None  # to be raised by the rank
+        # The thread sets the error, and the rank raises it when it next issues an operation.
+        self.error: DivergenceError | None = None
         self.error_raised = threading.Event()
-        self._under_way: deque[IssuedOperation] = deque()  # in the order in which they were issued
+        # In the order in which the operations were issued. The rank appends, and both threads remove what is done.
+        self._under_way: deque[IssuedOperation] = deque()
         self._lock = threading.Lock()
 
     def place(self) -> RankPosition:
@@ -87,6 +91,7 @@ class OperationRecord:
         if self.error is not None:
             self.error_raised.set()
             raise self.error
+        # Operations that are done are forgotten here, or the queue would grow between two calls of ``place``.
         self._first()
         issued = IssuedOperation(what, time.monotonic(), patient=patient)
         with self._lock:
@@ -163,6 +168,8 @@ class Watchdog:
         Raises:
             DivergenceError: An earlier operation has stalled.
         """
+        # The operation is recorded before it is issued: the first one of a communicator waits for the other ranks in
+        # ``run``.
         issued = self._record.begin(what)
         self.record(what)
         try:
@@ -184,6 +191,7 @@ class Watchdog:
     @contextmanager
     def guard(self, what: str) -> Iterator[None]:
         """Turn a failure of the operation that is issued or awaited inside into an error that names units and ranks."""
+        # A plain assignment is enough for the other thread to see either the old position or the new one.
         before, self._record.position = self._record.position, RankPosition(True, what)
         try:
             yield
@@ -193,6 +201,7 @@ class Watchdog:
             cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             where = self._board.report(self._record.position)
             raise DivergenceError(f"rank {self._board.rank} could not finish {what} ({cause}): {where}.") from error
+        # Only a success restores the position: after a failure the other ranks are told where this one waited.
         self._record.position = before
 
 
@@ -202,6 +211,7 @@ def host_name() -> str:
 
 
 def _watch(board: AlarmBoard, record: OperationRecord, timeout: float, closed: threading.Event) -> None:
+    # False once the store is gone. The thread still looks for stalls then.
     answers = True
     while not closed.wait(POLL_INTERVAL_S):
         try:
@@ -213,6 +223,7 @@ def _watch(board: AlarmBoard, record: OperationRecord, timeout: float, closed: t
         if (stalled := record.stalled(timeout)) is None:
             continue
         waited = f"rank {board.rank} has waited {timeout:g} s (comm.timeout_seconds) for {stalled.what}"
+        # Each rank that sees the stall asks by itself. ``AlarmBoard`` joins their questions into one alarm.
         own = record.place()
         places = board.ask(own, 2 * ANSWER_TIMEOUT_S if stalled.patient else ANSWER_TIMEOUT_S, again=stalled.patient)
         where = board.describe(places, own)
@@ -221,6 +232,7 @@ def _watch(board: AlarmBoard, record: OperationRecord, timeout: float, closed: t
             if not record.holds(stalled):
                 continue
             if places is not None and None not in places.values():
+                # One rank warns for all that wait at the same place.
                 if not stalled.has_warned and board.rank == min(rank for rank, place in places.items() if place == own):
                     log.warning("%s, and goes on waiting: %s", waited, where)
                 stalled.issued_at, stalled.has_warned = time.monotonic(), True
@@ -238,9 +250,11 @@ def _end_process(error: DivergenceError) -> NoReturn:
     lines = ["Traceback (most recent call last):\n", *stack, *traceback.format_exception_only(error)]
     sys.stderr.write("".join(lines))
     sys.stderr.flush()
+    # An ordinary exit would wait for the device or for the main thread, which may never come back.
     os._exit(1)
 
 
 def _stop(closed: threading.Event, thread: threading.Thread) -> None:
     closed.set()
+    # The thread may be in a request to a store that no longer answers. It is a daemon, so the wait may end without it.
     thread.join(2 * POLL_INTERVAL_S)

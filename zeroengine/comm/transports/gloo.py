@@ -62,6 +62,7 @@ class GlooWork:
                 work.wait(self._channel.timeout)
         except RuntimeError as error:
             self._error = error
+        # The list is emptied by an error, too: the operation is over, and ``wait_host`` raises the error.
         self._works = []
 
 
@@ -72,13 +73,17 @@ class GlooChannel:
         self._name, self._group = name, group
         self.watchdog, self.timeout = watchdog, timeout
         self._rank, self._size = group.rank(), group.size()
+        # The number of the last operation. All ranks issue the same ones, so they count alike.
         self._seq = 0
+        # Memory to receive into, by its length and dtype. It is used again once the sum was made.
         self._spare: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
-        self._writers: dict[int, Work] = {}  # address of a sum to the operation that writes it last
+        # By the address of a sum, the operation that writes it last.
+        self._writers: dict[int, Work] = {}
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Work:
         """Send this rank's shard to every peer, and receive theirs in place."""
         slices = list(full.chunk(self._size))
+        # The shard may be this rank's slice of the full buffer already.
         if slices[self._rank].data_ptr() != shard.data_ptr():
             slices[self._rank].copy_(shard)
         return self._exchange("gather", label, [shard] * self._size, slices)
@@ -90,6 +95,7 @@ class GlooChannel:
         spare = self._spare.setdefault(key, [])
         arrived = spare.pop() if spare else full.new_empty((self._size - 1) * shard.numel())
         pieces = list(arrived.chunk(self._size - 1))
+        # This rank's own slice takes its place among the others, so that the sum is in rank order.
         pieces.insert(self._rank, sent[self._rank])
 
         before = self._writers.get(shard.data_ptr()) if accumulate else None
@@ -147,9 +153,12 @@ class GlooChannel:
             number = self._seq
         what = f"{kind} {label} (number {number})"
         self.watchdog.record(what)
+        # A tag is a number of limited size, so the name is hashed.
         tag = zlib.crc32(f"{self._name} {what}".encode()) & 0x3FFFFFFF
         works: list[dist.Work] = []
         with self.watchdog.guard(what):
+            # Each rank starts with its next neighbour, so that the ranks do not all send to the same one. Receives come
+            # before sends, so that data finds its place when it arrives.
             for step in range(1, self._size):
                 to, source = (self._rank + step) % self._size, (self._rank - step) % self._size
                 works.append(self._group.recv([received[source]], source, tag))
@@ -188,6 +197,7 @@ class GlooTransport:
 
     def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
         """Gather the vectors of all ranks, and add them in rank order."""
+        # Every rank adds all vectors in the same order, so that the sums are the same bits everywhere.
         arrived = torch.empty(self.world_size * values.numel(), dtype=values.dtype, device="cpu")
         out = torch.empty_like(values)
         self.reduce.all_gather(arrived, values, label).wait_host()

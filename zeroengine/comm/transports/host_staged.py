@@ -20,7 +20,8 @@ class HostStagedChannel:
 
     def __init__(self, inner: Channel) -> None:
         self._inner = inner
-        self._writers: dict[int, Work] = {}  # address of a sum to the operation that writes it last
+        # By the address of a sum, the operation that writes it last.
+        self._writers: dict[int, Work] = {}
         # Gathers whose sent tensor was copied to the host, and which write elsewhere.
         self._sent_by_copy: WeakSet[Work] = WeakSet()
 
@@ -28,6 +29,7 @@ class HostStagedChannel:
         """Gather in host memory; the result goes to the device when it is awaited."""
         on_host = _host_empty(full, full.dtype)
         inner = self._inner.all_gather(on_host, _copy_to_host(shard), label)
+        # Where the shard is a slice of the full buffer, the copy of the result writes it, too.
         is_separate = shard.untyped_storage().data_ptr() != full.untyped_storage().data_ptr()
         work = Then(inner, partial(full.copy_, on_host))
         if is_separate:
@@ -36,6 +38,7 @@ class HostStagedChannel:
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool = False) -> Work:
         """Reduce in host memory; the sum goes to the device, or is added there, when it is awaited."""
+        # A sum that is added to another is not rounded before: it stays in fp32 until the total is rounded.
         summed = _host_empty(shard, torch.promote_types(shard.dtype, torch.float32) if accumulate else shard.dtype)
         inner = self._inner.reduce_scatter(summed, _copy_to_host(full), label)
 
@@ -54,6 +57,7 @@ class HostStagedChannel:
 
     def all_reduce(self, full: torch.Tensor, label: str) -> Work:
         """Sum in host memory; the result goes to the device when it is awaited."""
+        # The copy waits for the GPU, so the host's memory holds the values when the operation is issued.
         on_host = _copy_to_host(full)
         return Then(self._inner.all_reduce(on_host, label), partial(full.copy_, on_host))
 

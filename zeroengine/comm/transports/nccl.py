@@ -25,7 +25,8 @@ class Collective:
     """A collective of torch.distributed under way."""
 
     def __init__(self, work: dist.Work | None) -> None:
-        self._work = work  # None where the backend has nothing to do
+        # None where the backend has nothing to do.
+        self._work = work
 
     def wait_stream(self) -> None:
         """Order the current stream behind it."""
@@ -54,17 +55,18 @@ class NCCLChannel:
     ) -> None:
         self._group, self._device, self._watchdog, self._pool = group, device, watchdog, pool
         self._seq = 0
-        self.order = 0  # a checksum of every operation so far, compared at each step
+        # A checksum of every operation so far, which the ranks compare at each step.
+        self.order = 0
         self.last = "nothing yet"
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Uninitialised memory, 1-D, to send from and to receive into."""
+        """Return uninitialised memory, 1-D, to send from and to receive into."""
         if self._pool is None:
             return torch.empty(numel, dtype=dtype, device=self._device)
         return self._pool.empty(numel, dtype)
 
     def refill(self, tensor: torch.Tensor) -> None:
-        """The same for a tensor whose storage was emptied."""
+        """Give such memory to a tensor whose storage was emptied."""
         if self._pool is None:
             refill(tensor)
         else:
@@ -77,6 +79,7 @@ class NCCLChannel:
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool = False) -> Work:
         """Launch a reduce-scatter, into a spare buffer where the sum is cast or accumulated."""
+        # NCCL neither casts nor adds to its target.
         direct = not accumulate and shard.dtype is full.dtype
         target = shard if direct else self.empty(shard.numel(), full.dtype)
         self.record(f"reduce {label}")
@@ -89,7 +92,8 @@ class NCCLChannel:
                 shard.add_(target)
             else:
                 shard.copy_(target)
-            target.untyped_storage().resize_(0)  # the watchdog still holds the work, and so the tensor
+            # The watchdog still holds the work, and so the tensor. Its memory goes now, in the order of the stream.
+            target.untyped_storage().resize_(0)
 
         return Then(work, take_over)
 
@@ -109,6 +113,7 @@ class NCCLChannel:
         """Add the operation that is issued next to the order that the ranks compare."""
         self._seq += 1
         self.last = f"{what} (number {self._seq})"
+        # The checksum depends on all operations before, so ranks that have once differed stay different.
         self.order = zlib.crc32(what.encode(), self.order)
 
     def issue(self, run: Callable[[], dist.Work | None]) -> Work:
@@ -180,11 +185,14 @@ class NCCLTransport:
 
     def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
         """Sum, together with checksums of the ranks' orders so far."""
+        # The sums of the last step have usually arrived by now, so that reading them does not wait for the device.
         self.check_order()
         self.reduce.record(label)
+        # Checksums are below 2**32, so float64 holds their sums over two million ranks exactly.
         own = (float(self.gather.order), float(self.reduce.order))
         sent = torch.cat([values, to_device(own, values.device, values.dtype)])
         self.reduce.issue(lambda: dist.all_reduce(sent, group=self._group, async_op=True)).wait_stream()
+        # The fake backend sums nothing, so there is nothing to compare.
         if self.name != "fake":
             self._orders = _Orders(HostCopy(sent[-2:]), own, f"{self.gather.last}, {self.reduce.last}")
         return sent[:-2]

@@ -31,6 +31,8 @@ class RegisteredPool:
             backend: Any = group._get_backend(device)
             self._pool: Any = torch.cuda.MemPool(backend.mem_allocator)
             backend.register_mem_pool(self._pool)
+        # These are what a torch or an NCCL without registration raises. Too little memory is another matter and keeps
+        # its error.
         except (AttributeError, RuntimeError, TypeError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
@@ -49,6 +51,7 @@ class RegisteredPool:
 
     def refill(self, tensor: torch.Tensor) -> None:
         """Give memory of the pool to a tensor whose storage was emptied."""
+        # The storage keeps its identity, so all views of it are valid again. Its address may be another one.
         with torch.cuda.use_mem_pool(self._pool, self._device):
             tensor.untyped_storage().resize_(tensor.nbytes)
 
@@ -56,5 +59,6 @@ class RegisteredPool:
         """Wait for the device, and take the memory back from NCCL."""
         if self._registered:
             self._registered = False
+            # Collectives may still use the memory.
             torch.cuda.synchronize(self._device)
             self._backend.deregister_mem_pool(self._pool)

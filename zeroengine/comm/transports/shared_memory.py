@@ -31,6 +31,8 @@ class SharedMemoryTransport:
     def __init__(self, memory: SharedMemory, timeout: float) -> None:
         self.rank, self.world_size = memory.rank, memory.world_size
         self._memory = memory
+        # The channels refer to this list, which is complete only after both are made: a rank that waits on one moves
+        # both on.
         channels: list[SharedMemoryChannel] = []
         channels += [SharedMemoryChannel(memory, name, timeout, channels) for name in CHANNELS]
         self.gather, self.reduce = channels
@@ -46,6 +48,8 @@ class SharedMemoryTransport:
 
     def buffer(self, numel: int, dtype: torch.dtype, *, copied: bool = False) -> Buffer:
         """Return a buffer that shards are mapped into, or one that they are copied into."""
+        # A mapped shard shows what its owner writes next. Offloaded shards are sent from buffers that soon hold another
+        # shard, so their values must be copied.
         return PagedBuffer(numel, dtype) if copied else self._memory.mapped_buffer(numel, dtype)
 
     def shard_align(self, dtype: torch.dtype) -> int:
@@ -68,6 +72,7 @@ class SharedMemoryTransport:
 
     def fence(self) -> None:
         """Return when every peer has executed all that this rank has posted."""
+        # This rank first does its own part on both channels. Otherwise two ranks could wait for each other.
         for channel in (self.gather, self.reduce):
             channel.drain()
         for channel in (self.gather, self.reduce):

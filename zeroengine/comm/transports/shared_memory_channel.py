@@ -94,7 +94,8 @@ class SharedMemoryChannel:
     ) -> None:
         self._memory, self.name, self._timeout, self._channels = memory, name, timeout, channels
         self._base = CHANNELS.index(name) * CHANNEL_BYTES
-        self._posted: dict[int, int] = {}  # addresses of each rank's counters
+        # The addresses of each rank's counters.
+        self._posted: dict[int, int] = {}
         self._summed: dict[int, int] = {}
         self._executed: dict[int, int] = {}
         for peer in memory.peers:
@@ -113,9 +114,11 @@ class SharedMemoryChannel:
         memory = self._memory
         nbytes, base = shard.nbytes, full.data_ptr()
         work = self._post(GATHER, label, shard)
+        # Only whole pages can be mapped. Other shards are copied.
         mapped = memory.is_mapped(full) and nbytes % mmap.PAGESIZE == 0
         bring = self._map if mapped else self._read
         if mapped:
+            # This rank's own shard is mapped like the others, so that the full buffer holds no copy of it.
             own = partial(bring, memory.peers[memory.rank], work.seq, base + memory.rank * nbytes, nbytes)
             work.steps.append(PeerRead({}, (), own))
         elif base + memory.rank * nbytes != shard.data_ptr():
@@ -135,6 +138,7 @@ class SharedMemoryChannel:
         n = full.numel() // memory.world_size
         work = self._post_sum(full[memory.rank * n : (memory.rank + 1) * n], full, label, False)
         own_counter = self._summed[memory.rank]
+        # Peers read the sum from this rank's memory, so they are told once it is complete.
         work.steps.append(PeerRead({}, (), lambda: self._lib.ze_post(own_counter, work.seq & 0xFFFFFFFF)))
         for peer in memory.others:
             start = peer.rank * n * full.element_size()
@@ -147,6 +151,7 @@ class SharedMemoryChannel:
         n = shard.numel()
         work = self._post(REDUCE, label, full)
         own_slice = full[memory.rank * n : (memory.rank + 1) * n]
+        # The kernel adds while it reads. Other dtypes go through copies.
         add = self._sum_kernel if full.dtype in ops.DTYPE_CODES and shard.dtype in ops.DTYPE_CODES else self._sum_torch
         read_and_add = partial(add, shard, own_slice, work.seq, accumulate)
         work.steps.append(PeerRead(self._posted, range(memory.world_size), read_and_add))
@@ -184,6 +189,7 @@ class SharedMemoryChannel:
     def _post(self, kind: int, label: str, sent: torch.Tensor) -> SharedMemoryWork:
         """Tell peers what this rank sends. Wait first where a peer is ``MAX_POSTED`` operations behind."""
         memory = self._memory
+        # A closed engine has closed its descriptors, whose numbers may belong to other files by now.
         if memory.closed:
             raise ZeroEngineError("this engine is closed: it cannot gather or reduce any more")
         self._seq += 1
@@ -194,6 +200,7 @@ class SharedMemoryChannel:
             self._pending[0].wait_host()
         record = RECORD.pack(self._seq, kind, sent.nbytes, memory.offset_of(sent), _short_label(label))
         start = self._base + COUNTERS_BYTES + self._seq % MAX_POSTED * RECORD.size
+        # The record is complete before the counter says so: ``ze_post`` orders the two for readers on other cores.
         memory.control[start : start + RECORD.size] = record
         self._lib.ze_post(self._posted[memory.rank], self._seq & 0xFFFFFFFF)
         return SharedMemoryWork(self, self._seq)
@@ -211,6 +218,7 @@ class SharedMemoryChannel:
     def fence(self) -> None:
         """Return when every peer has executed all that this rank has posted."""
         for peer in self._memory.others:
+            # The ranks are awaited one by one, so that the error names the one that did not come.
             self._require_counter(self._executed[peer.rank], self._seq, peer.rank, f"rank {peer.rank} to read")
 
     def drain(self) -> None:
@@ -241,6 +249,7 @@ class SharedMemoryChannel:
                         )
                 # Waiting moves this channel on: the step may have been taken meanwhile, or the whole operation.
                 if work.steps and work.steps[0] is step:
+                    # A step is removed after it was taken, so that one that raises is not skipped by a later wait.
                     step.read()
                     work.steps.popleft()
             if self._pending and self._pending[0] is work:
@@ -250,6 +259,7 @@ class SharedMemoryChannel:
 
     def _reached(self, address: int, seq: int) -> bool:
         """Return whether a counter has come to ``seq``, modulo 2^32."""
+        # Counters wrap around, so the comparison is of their distance: less than half of the range is ahead.
         return bool((self._lib.ze_load(address) - seq) & 0xFFFFFFFF < 1 << 31)
 
     def _require_counter(self, address: int, seq: int, rank: int, waiting_for: str) -> None:
@@ -265,11 +275,13 @@ class SharedMemoryChannel:
         """Return whether ``rank``'s counter reaches ``seq`` by ``deadline``. Moves both channels on meanwhile."""
         memory = self._memory
         while not self._reached(address, seq):
+            # The peer may itself wait for this rank, on either channel.
             for channel in self._channels:
                 channel.progress()
             # The wait is short, since operations of the other channel may become ready meanwhile.
             if self._lib.ze_wait(address, seq & 0xFFFFFFFF, POLL_US):
                 break
+            # The counter is read again after the process was seen to have ended: it may have been raised just before.
             if memory.peers[rank].ended() and not self._reached(address, seq):
                 raise DivergenceError(f"rank {rank} has ended. {self._report()}")
             if time.monotonic() > deadline:
@@ -305,6 +317,7 @@ class SharedMemoryChannel:
         Raises:
             DivergenceError: The peer's operation is another than this rank's.
         """
+        # Offsets differ between ranks by their own allocations, so all but the offset is compared.
         number, kind, nbytes, offset, label = self._record(peer.rank, seq)
         own_number, own_kind, own_nbytes, _, own_label = self._record(self._memory.rank, seq)
         if (number, kind, nbytes, label) != (own_number, own_kind, own_nbytes, own_label):
@@ -317,6 +330,8 @@ class SharedMemoryChannel:
         return offset
 
     def _read(self, peer: SharedMemoryPeer, seq: int, address: int, nbytes: int, start: int = 0) -> None:
+        # A peer's memory is read through its file. A failure is then an error, where a load from a mapping would be a
+        # signal.
         got = self._lib.ze_pread(peer.fd, address, nbytes, self._source(peer, seq) + start)
         if got != nbytes:
             raise OSError(-got, f"reading the memory of rank {peer.rank}")

@@ -17,10 +17,14 @@ import torch
 from zeroengine import ops
 
 CHANNELS = ("gather", "reduce")
-MAX_POSTED = 256  # operations that a rank may post ahead of its peers
-RECORD = struct.Struct("<QIQQ100s")  # sequence number, kind, bytes, offset, label
+# The operations that a rank may post ahead of its peers. Their records are in a ring of this length.
+MAX_POSTED = 256
+# Sequence number, kind, bytes, offset and label.
+RECORD = struct.Struct("<QIQQ100s")
 CACHE_LINE = 64
-COUNTERS_BYTES = 3 * CACHE_LINE  # posted, summed and executed, each on a cache line of its own
+# The counters posted, summed and executed. Each has a cache line of its own: a core that raises one must not take the
+# others from the cores that poll them.
+COUNTERS_BYTES = 3 * CACHE_LINE
 CHANNEL_BYTES = COUNTERS_BYTES + MAX_POSTED * RECORD.size
 CONTROL_BYTES = len(CHANNELS) * CHANNEL_BYTES
 
@@ -48,7 +52,8 @@ class SharedMemoryPeer:
         """Return whether the rank's process has ended, as far as the kernel can tell."""
         if self.pidfd < 0:
             return False
-        poll = select.poll()  # select.select takes no descriptor above 1,023
+        # ``select.select`` takes no descriptor above 1,023.
+        poll = select.poll()
         poll.register(self.pidfd, select.POLLIN)
         return bool(poll.poll(0))
 
@@ -78,7 +83,9 @@ class MappedBuffer:
 
     def detach(self) -> None:
         """Replace the mapped pages by private copies."""
-        self.tensor.copy_(self.tensor.clone())  # a private mapping has pages of its own once they are written
+        # A private mapping has pages of its own once they are written. The kernel makes them at the first write, so
+        # writing the same values back is enough.
+        self.tensor.copy_(self.tensor.clone())
 
     def nbytes(self) -> int:
         """Return the bytes that it holds now."""
@@ -96,30 +103,37 @@ class SharedMemory:
 
     def __init__(self, rank: int, fd: int, peers: list[SharedMemoryPeer]) -> None:
         lib = ops.library()
-        assert lib is not None  # `offer` looked
+        # ``offer`` returns no address where there is no library.
+        assert lib is not None
         self.rank, self.world_size, self.lib = rank, len(peers), lib
         self.peers, self.others = peers, [p for p in peers if p.rank != rank]
         self.control = peers[rank].control
         self.closed = False
         self._fd = fd
         self._end = CONTROL_BYTES
-        self._regions: list[tuple[int, int, int]] = []  # address, bytes, offset in the file
-        self._mapped: set[int] = set()  # addresses of mapped buffers
+        # Address, bytes, and offset in the file of each tensor of ``empty``.
+        self._regions: list[tuple[int, int, int]] = []
+        # The addresses of mapped buffers.
+        self._mapped: set[int] = set()
+        # The finalizer holds the descriptors and not this object, or the object would never be collected.
         descriptors = {fd, *(p.fd for p in self.others), *(p.pidfd for p in peers if p.pidfd >= 0)}
         self._finalizer = weakref.finalize(self, _close_all, descriptors)
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return uninitialised memory of the file, 1-D, at the file's end."""
         nbytes = max(numel, 1) * dtype.itemsize
+        # Peers map this memory, and a mapping begins at a page.
         offset = -(-self._end // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         self._end = offset + nbytes
         os.ftruncate(self._fd, self._end)
-        tensor = _private_pages(numel, dtype)  # mmap.mmap(fd) would keep a descriptor for each
+        # Python's own mapping of the file would keep a descriptor for each tensor. So the pages are reserved first, and
+        # the file is mapped over them.
+        tensor = _private_pages(numel, dtype)
         start = tensor.data_ptr()
         failed = self.lib.ze_map(start, nbytes, self._fd, offset, True)
         if failed:
             raise OSError(-failed, "mapping shared memory")
-        # The system gives the addresses of memory that is gone again.
+        # The system uses the addresses of memory that is gone again, so regions at these addresses are out of date.
         self._regions = [r for r in self._regions if r[0] + r[1] <= start or start + nbytes <= r[0]]
         self._regions.append((start, nbytes, offset))
         return tensor
@@ -136,6 +150,7 @@ class SharedMemory:
         """Return a new buffer that gathers map shards into."""
         buffer = MappedBuffer(self.lib, numel, dtype)
         self._mapped.add(buffer.tensor.data_ptr())
+        # Memory that the system later puts at this address is no mapped buffer.
         weakref.finalize(buffer, self._mapped.discard, buffer.tensor.data_ptr())
         return buffer
 
@@ -154,6 +169,8 @@ def offer() -> RankAddress | None:
     if ops.library() is None or not hasattr(os, "memfd_create"):
         return None
     with contextlib.ExitStack() as undo, contextlib.suppress(OSError):
+        # The file has no name: the kernel frees it with the last process that has it open, however the processes end.
+        # Programs that this one starts must not keep it open.
         fd = os.memfd_create("zeroengine", os.MFD_CLOEXEC)
         undo.callback(os.close, fd)
         os.ftruncate(fd, CONTROL_BYTES)
@@ -181,11 +198,15 @@ def open_memory(rank: int, addresses: Sequence[RankAddress | None]) -> SharedMem
             try:
                 fd, pidfd = own_address.fd, -1
                 if r != rank:
+                    # The peer's descriptor is opened through /proc, which works for processes of one user without a
+                    # socket between them.
                     fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDWR | os.O_CLOEXEC)
                     undo.callback(os.close, fd)
                     if hasattr(os, "pidfd_open"):
                         pidfd = os.pidfd_open(address.pid)
                         undo.callback(os.close, pidfd)
+                # The number may be another process's where ranks are in different containers, or the peer may have
+                # closed the file.
                 if os.fstat(fd).st_ino != address.inode:
                     return f"rank {r}'s memory is not visible from rank {rank}"
                 peers.append(SharedMemoryPeer(r, fd, pidfd, mmap.mmap(fd, CONTROL_BYTES)))
@@ -204,6 +225,8 @@ def _private_pages(numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 def _host() -> str:
     with open("/proc/sys/kernel/random/boot_id") as f:
+        # The boot id tells hosts apart. Process numbers mean the same only within one namespace, and a network
+        # namespace tells containers apart that share the others.
         return "/".join([f.read().strip(), os.readlink("/proc/self/ns/pid"), os.readlink("/proc/self/ns/net")])
 
 

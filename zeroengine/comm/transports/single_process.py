@@ -19,6 +19,7 @@ class SingleProcessChannel:
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool = False) -> Work:
         """Copy or add the only slice."""
+        # The one slice is all of the sum. Both operations cast it to the shard's dtype.
         if accumulate:
             shard.add_(full)
         elif full.data_ptr() != shard.data_ptr():
