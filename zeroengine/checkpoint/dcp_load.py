@@ -63,11 +63,14 @@ def check_readable(path: Path, metadata: DcpMetadata, entries: StateEntries, rep
 
 def _load(path: Path, planner: _LoadPlanner) -> dict[str, Any]:
     try:
+        # Each rank reads only its own boxes and needs nothing from the others, so DCP need not communicate. A rank that
+        # fails then does not leave the others waiting inside DCP.
         with no_dist_warning_ignored():
             dcp_load({}, storage_reader=_DcpReader(path, planner), planner=planner, no_dist=True)
-    # CheckpointException is no Exception, so handlers of our callers would miss it.
+    # CheckpointException derives from BaseException, so handlers of our callers would miss it.
     except CheckpointException as error:
         inner = innermost_error(error)
+        # An error of ours has its message already. An interrupt by the user must stay an interrupt.
         if isinstance(inner, CheckpointError) or not isinstance(inner, Exception):
             raise inner from None
         raise CheckpointError(f"{path} cannot be read: {failure_reason(inner)}") from inner
@@ -75,7 +78,7 @@ def _load(path: Path, planner: _LoadPlanner) -> dict[str, Any]:
 
 
 class _DcpReader(FileSystemReader):
-    """Reads the items of a plan. The metadata file has been read already, without torch's unsafe unpickler."""
+    """Reads the items of a plan without torch's unsafe unpickler: the metadata file has been read already."""
 
     def __init__(self, path: Path, planner: _LoadPlanner) -> None:
         super().__init__(path)
@@ -98,6 +101,7 @@ class _LoadPlanner(LoadPlanner):
         self._targets: dict[MetadataIndex, torch.Tensor] = {}
         self.objects: dict[str, Any] = {}
         self.storage: dict[MetadataIndex, _StorageInfo] = {}
+        # The reader looks up pieces by name and offset, so only those that this rank asks for are listed.
         for name in entries:
             for piece in metadata.tensors[name].pieces:
                 self.storage[MetadataIndex(name, torch.Size(piece.offsets))] = _storage_info(piece)
@@ -113,11 +117,14 @@ class _LoadPlanner(LoadPlanner):
             stored = self._metadata.tensors[name]
             chunks = [_chunk(piece.offsets, piece.sizes) for piece in stored.pieces]
             properties = TensorProperties(dtype=torch_dtype(stored.dtype))
+            # torch computes which stored boxes overlap with ours. The checkpoint may have been cut for another number
+            # of ranks.
             tensor_metadata = TensorStorageMetadata(properties, torch.Size(stored.shape), chunks)
             for box, tensor in entry.pieces:
                 chunk = _chunk(box.offsets, box.sizes)
                 self._targets[MetadataIndex(name, chunk.offsets)] = tensor
                 reads = create_read_items_for_chunk_list(name, tensor_metadata, [chunk])
+                # A gap would leave old values in the tensor without an error.
                 if sum(item.lengths.numel() for item in reads) != box.numel:
                     raise CheckpointError(f"the checkpoint lacks part of {name}: it is incomplete")
                 items += reads
@@ -132,21 +139,25 @@ class _LoadPlanner(LoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
         try:
+            # The checkpoint may come from anybody, so only values that cannot run code are unpickled.
             self.objects[name] = torch.load(value, map_location="cpu", weights_only=True)
         except Exception as error:
             problem = "holds more than tensors, numbers and strings, and could run code: it is refused"
+            # torch says in the message that a class was refused. Every other error means that the file is damaged.
             if not isinstance(error, pickle.UnpicklingError) or "GLOBAL" not in str(error):
                 problem = f"cannot be read: {failure_reason(error)}"
             raise CheckpointError(f"{name} in the checkpoint {problem}") from error
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         target = self._targets[read_item.dest_index]
+        # Part of a box may come from one stored piece and part from another, so the target is narrowed to this item.
         for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             target = target.narrow(dim, offset, length)
         return self.prepare(target)
 
     def prepare(self, target: torch.Tensor) -> torch.Tensor:
         """Return the memory that part of a tensor is read into, given where it belongs."""
+        # A target may be mapped from a swap file. Populating it raises an error where the disk fails.
         populate(target, write=True)
         return target
 
@@ -158,6 +169,7 @@ class _CheckPlanner(_LoadPlanner):
     """Reads into memory that is thrown away."""
 
     def prepare(self, target: torch.Tensor) -> torch.Tensor:
+        # The read is repeated into the states themselves later, so they must not change here.
         return torch.empty(target.shape, dtype=target.dtype, device="cpu")
 
 
@@ -170,5 +182,6 @@ def _storage_info(piece: StoredPiece) -> _StorageInfo:
 
 
 def _read_object(name: str) -> ReadItem:
+    # A reader of DCP needs sizes even for a value that is not a tensor.
     index, nothing = MetadataIndex(name), torch.Size((0,))
     return ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)

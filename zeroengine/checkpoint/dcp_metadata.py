@@ -25,7 +25,8 @@ from zeroengine.utils.paths import is_file_name
 from zeroengine.utils.safe_pickle import AllowList, SafeUnpickler
 
 METADATA = ".metadata"
-ZEROENGINE_PREFIX = "zeroengine."  # Begins the names of the objects that only zeroengine reads.
+# The names of the objects that only zeroengine reads begin so.
+ZEROENGINE_PREFIX = "zeroengine."
 
 
 class ByteRange(NamedTuple):
@@ -99,7 +100,9 @@ def read_metadata(path: Path) -> DcpMetadata:
     except FileNotFoundError:
         raise CheckpointError(f"{path} holds no checkpoint: there is no {METADATA} file in it") from None
     except CheckpointError as error:
+        # The message of the inner error does not know the path.
         raise CheckpointError(f"{path}: {error}") from None
+    # A damaged pickle may raise almost anything, and none of it is the user's mistake.
     except Exception as error:
         raise CheckpointError(f"{path / METADATA} cannot be read: {type(error).__name__}: {error}") from error
 
@@ -109,7 +112,9 @@ def find_tied_names(tensors: Mapping[str, StoredTensor], names: Iterable[str]) -
     first_names: dict[tuple[tuple[str, int], ...], str] = {}
     tied = {}
     for name in names:
+        # Two names are tied where they refer to the same bytes. DCP does not record that names are aliases.
         items = tuple((piece.file, piece.start) for piece in tensors[name].pieces)
+        # A tensor without elements has no items, and would seem to be tied to every other empty tensor.
         first = first_names.setdefault(items, name) if items else name
         if first != name:
             tied[name] = first
@@ -123,8 +128,9 @@ def digest_of_items(path: Path, items: Iterable[ByteRange]) -> str:
     """
     total = xxhash.xxh3_64()
     with open(path, "rb") as file:
+        # The order of the items depends on the writer, and the digest must not.
         for item in sorted(set(items)):
-            # An item that torch.save did not write has no checksums: its position alone counts.
+            # An item that torch.save did not write has no checksums, so only its position counts.
             with contextlib.suppress(zipfile.BadZipFile):
                 for info in zipfile.ZipFile(FileWindow(file, item)).infolist():
                     total.update(f"{info.filename} {info.file_size} {info.CRC}\n".encode())
@@ -158,6 +164,7 @@ class FileWindow(io.RawIOBase):
     def read(self, size: int = -1) -> bytes:
         """Read up to `size` bytes, never past the end of the item."""
         remaining = max(self._length - self._position, 0)
+        # Several windows share one file object, so each read sets the position first.
         self._file.seek(self._start + self._position)
         data = self._file.read(remaining if size < 0 else min(size, remaining))
         self._position += len(data)
@@ -184,9 +191,11 @@ def _convert(tree: Any) -> DcpMetadata:
     if not tree.storage_data:
         raise CheckpointError(f"its {METADATA} file is not a checkpoint's metadata")
     items: dict[str, list[ByteRange]] = {}
+    # Items are listed for all files, also for values that this version does not know, since the digests cover them.
     for info in tree.storage_data.values():
         items.setdefault(info.relative_path, []).append(ByteRange(int(info.offset), int(info.length)))
     for file in items:
+        # A name with a folder in it could make a reader open any file of the machine.
         if not is_file_name(file):
             raise CheckpointError(f"its {METADATA} file names {file!r}, outside of the checkpoint: it is refused")
     return DcpMetadata(tensors, objects, items)
@@ -195,6 +204,8 @@ def _convert(tree: Any) -> DcpMetadata:
 def _convert_tensor(name: str, tensor: _TensorRecord, storage: Mapping[Any, Any]) -> StoredTensor:
     shape = tuple(tensor.size)
     pieces = [_find_piece(name, tuple(chunk.offsets), tuple(chunk.sizes), storage) for chunk in tensor.chunks]
+    # Whoever damaged the file may have made two boxes overlap and left a gap of the same size, so the sum of the sizes
+    # is not enough.
     boxes = [(piece.offsets, piece.sizes) for piece in pieces]
     if sum(math.prod(sizes) for _, sizes in boxes) != math.prod(shape) or not _are_disjoint(shape, boxes):
         raise CheckpointError(f"part of {name} is missing: the checkpoint is incomplete")
@@ -208,8 +219,10 @@ def _find_piece(
     if info is None:
         raise CheckpointError(f"part of {name} is missing: the checkpoint is incomplete")
     start, length = int(info.offset), int(info.length)
+    # The reader would otherwise read from the end of the file, or all of it.
     if start < 0 or length <= 0:
         raise CheckpointError(f"part of {name} is said to have {length} bytes at {start}: it is damaged")
+    # Checkpoints of older versions of torch have no such field.
     transforms = tuple(getattr(info, "transform_descriptors", None) or ())
     return StoredPiece(name, offsets or (), sizes, info.relative_path, start, length, transforms)
 
@@ -219,17 +232,21 @@ Boxes = Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
 
 def _are_disjoint(shape: tuple[int, ...], boxes: Boxes) -> bool:
     """Return whether boxes (offsets and sizes) lie within `shape` and no two of them overlap."""
+    # A box without elements overlaps with nothing.
     boxes = [box for box in boxes if 0 not in box[1]]
     # The boxes are swept along the dimension that is cut most often, so that few are compared with each other.
     num_cuts = [len({offsets[dim] for offsets, _ in boxes if dim < len(offsets)}) for dim in range(len(shape))]
     sweep_dim = num_cuts.index(max(num_cuts)) if num_cuts else 0
-    reaching: list[tuple[tuple[int, ...], tuple[int, ...]]] = []  # Those that reach to where the present one begins.
+    # These boxes reach to where the present box begins.
+    reaching: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     for offsets, sizes in sorted(boxes, key=lambda box: box[0][sweep_dim : sweep_dim + 1]):
+        # A box of another number of dimensions would break the comparisons below.
         if len(offsets) != len(shape) or len(sizes) != len(shape):
             return False
         bounds = zip(offsets, sizes, shape, strict=True)
         if any(offset < 0 or size < 0 or offset + size > length for offset, size, length in bounds):
             return False
+        # Boxes that end before this one begins cannot overlap with it, nor with any that follows in the order.
         reaching = [box for box in reaching if not shape or box[0][sweep_dim] + box[1][sweep_dim] > offsets[sweep_dim]]
         for other_offsets, other_sizes in reaching:
             dims = zip(offsets, sizes, other_offsets, other_sizes, strict=True)
@@ -243,11 +260,12 @@ def _are_disjoint(shape: tuple[int, ...], boxes: Boxes) -> bool:
 
 
 class _Record:
-    """Stands for any of torch's classes, with its fields as attributes."""
+    """Stand for any of torch's classes, with its fields as attributes."""
 
     state: Any
 
     def __setstate__(self, state: Any) -> None:
+        # Some classes pickle their fields as a dict, and others as a tuple of their own.
         self.__dict__.update(state if isinstance(state, dict) else {"state": state})
 
 
@@ -258,13 +276,14 @@ class _TensorRecord(_Record):
 
 
 class _IndexRecord(_Record):
-    """Names a piece of a tensor, or an object, whose offset is None."""
+    """Name a piece of a tensor, or an object, whose offset is None."""
 
     offset: tuple[int, ...] | None = None
 
     def __init__(self, fqn: str, offset: tuple[int, ...] | None) -> None:
         self.fqn, self.offset = fqn, offset
 
+    # The metadata maps these records to positions, so they compare by value, as torch's own class does.
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _IndexRecord) and (self.fqn, self.offset) == (other.fqn, other.offset)
 
@@ -273,7 +292,7 @@ class _IndexRecord(_Record):
 
 
 class _MemoryFormat:
-    """Stands for an enumeration. Nobody looks at its members, which are pickled by value or by name."""
+    """Stand for an enumeration. Its members are pickled by value or by name, and are not used."""
 
     def __init__(self, member: Any) -> None:
         if member not in (0, 1, 2, "TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT"):
@@ -293,6 +312,7 @@ def _dtype_name(module: str, name: str) -> str | None:
 
 
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
+# Only the classes of the file format are allowed. Any other name in the pickle is refused before anything is called.
 _RECORDS = ("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "StorageMeta", "TensorProperties")
 # Python 3.13 pickles paths under pathlib._local.
 _PATHS = [f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in ("Path", "PosixPath")]

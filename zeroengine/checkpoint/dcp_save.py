@@ -84,6 +84,7 @@ def save_files(
     # DCP copies the next items ahead by default, and would hold several pieces in memory.
     writer.per_thread_copy_ahead = 0
     planner = _SavePlanner(entries, objects, read_piece)
+    # Without a process group DCP warns about its own argument, which is passed on purpose.
     if group is None:
         with no_dist_warning_ignored():
             dcp_save({}, storage_writer=writer, planner=planner, no_dist=True)
@@ -102,6 +103,7 @@ def describe_files(path: Path, written: Mapping[str, WrittenFile]) -> dict[str, 
         name: FileRecord(
             bytes=(path / name).stat().st_size,
             xxh3=file.checksum,
+            # The digest is computed from the written file, so it also shows that the file can be read back.
             items=None if file.items is None else digest_of_items(path / name, file.items),
         )
         for name, file in written.items()
@@ -125,9 +127,12 @@ class _HashedFile:
         self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
+        # The hash covers what was asked for rather than what is on the disk, so a later check finds bytes that the disk
+        # lost.
         self.hash.update(data)
         try:
             count = int(self._file.write(data))
+        # DCP and torch.save may replace this error by one of their own, so the first failure is kept.
         except OSError as error:
             self.error = self.error or error
             raise
@@ -135,6 +140,7 @@ class _HashedFile:
         return count
 
     def __getattr__(self, name: str) -> Any:
+        # torch asks for other methods of a file, such as `tell` and `flush`.
         return getattr(self._file, name)
 
 
@@ -156,6 +162,7 @@ class _HashingFileSystem(FileSystem):
                 if hashed.error is not None and error is not hashed.error:
                     raise hashed.error from error
                 raise
+        # A file that failed gets no checksum, so it cannot appear in a manifest.
         self.checksums[Path(path).name] = hashed.hash.hexdigest()
 
 
@@ -164,13 +171,16 @@ class _DcpWriter(FileSystemWriter):
 
     def __init__(self, path: Path, aliases: Mapping[str, str], report: Report) -> None:
         # Files are synced when they are closed, so DCP need not do it.
+        # The directory is new. A file that exists there already would be a mistake.
         super().__init__(path, overwrite=False, sync_files=False)
         self.fs = self.hashing = _HashingFileSystem(report)
         self._aliases = aliases
-        self.items: dict[str, list[ByteRange]] = {}  # Of the files that this rank wrote.
+        # These are the items of the files that this rank wrote.
+        self.items: dict[str, list[ByteRange]] = {}
 
     def write_data(self, *args: Any, **kwargs: Any) -> Any:
         results = super().write_data(*args, **kwargs)
+        # Where an item lies is known only after it was written, since its size depends on torch.save.
         for result in results.value():
             info = result.storage_data
             self.items.setdefault(info.relative_path, []).append(ByteRange(info.offset, info.length))
@@ -178,12 +188,14 @@ class _DcpWriter(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: Any) -> None:
         all_results = [result for rank_results in results for result in rank_results]
+        # Aliases are added by the coordinator alone, after all ranks have written, so tied values are stored once.
         for alias, name in self._aliases.items():
             if name in metadata.state_dict_metadata:
                 metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[name]
                 all_results += [_rename(result, alias) for result in all_results if result.index.fqn == name]
         super().finish(metadata, [all_results])
         # DCP writes the metadata to a temporary name and renames it.
+        # The manifest lists files by their final names.
         self.hashing.checksums[METADATA] = self.hashing.checksums.pop(f"{METADATA}.tmp")
 
 
@@ -195,10 +207,12 @@ class _SavePlanner(DefaultSavePlanner):
     """Plans the items of this rank's entries and objects, and gives their values. See "Memory while saving"."""
 
     def __init__(self, entries: StateEntries, objects: Mapping[str, Any], read_piece: ReadPiece | None) -> None:
+        # Names are flat already, and DCP would otherwise split them at the dots.
         super().__init__(flatten_state_dict=False)
         self._entries, self._objects, self._read_piece = entries, objects, read_piece
         self._pieces: dict[MetadataIndex, tuple[Box, torch.Tensor]] = {}
-        self._copy_memory: mmap.mmap | None = None  # Of the last piece that was copied.
+        # This is the memory of the last piece that was copied.
+        self._copy_memory: mmap.mmap | None = None
 
     def create_local_plan(self) -> SavePlan:
         items = []
@@ -210,6 +224,7 @@ class _SavePlanner(DefaultSavePlanner):
                 data = TensorWriteData(chunk, TensorProperties(dtype=entry.dtype), torch.Size(entry.shape))
                 items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
         items += [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in self._objects]
+        # DCP's default planner reads this attribute again while it writes.
         self.plan = SavePlan(items)
         return self.plan
 
@@ -219,9 +234,11 @@ class _SavePlanner(DefaultSavePlanner):
         box, tensor = self._pieces[index]
         # A piece in a mapped swap file must be in memory before it is read: a failing disk would be SIGBUS.
         populate(tensor)
+        # A piece without gaps is written where it lies. Copying it would take memory and time for nothing.
         if tensor.is_cpu and tensor.is_contiguous():
             return _with_own_storage(tensor)
         copy = self._allocate(tensor.dtype, box)
+        # A state on disk is represented by a meta tensor and is read only now, so at most one piece is in memory.
         if tensor.is_meta:
             assert self._read_piece is not None
             self._read_piece(index.fqn, box, copy)
@@ -232,15 +249,19 @@ class _SavePlanner(DefaultSavePlanner):
     def _allocate(self, dtype: torch.dtype, box: Box) -> torch.Tensor:
         """Return memory for a piece, and give back that of the piece before, which has been written."""
         if self._copy_memory is not None:
+            # DCP may still refer to the mapping, so its pages are given back although it cannot be closed.
             self._copy_memory.madvise(mmap.MADV_DONTNEED)
+        # A private mapping goes back to the system at once, whereas the allocator might keep freed memory for itself.
         self._copy_memory = mmap.mmap(-1, max(box.numel * dtype.itemsize, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         return torch.frombuffer(self._copy_memory, dtype=dtype, count=box.numel).view(box.sizes)
 
 
 def _with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of the same memory whose storage covers no more than the tensor."""
+    # ctypes cannot make a buffer of no bytes.
     if tensor.untyped_storage().nbytes() == tensor.nbytes or not tensor.nbytes:
         return tensor
     memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-    memory.owner = tensor  # type: ignore[attr-defined]  # Keeps the memory alive as long as the new tensor.
+    # The attribute keeps the memory alive as long as the new tensor.
+    memory.owner = tensor  # type: ignore[attr-defined]
     return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)

@@ -31,8 +31,10 @@ from zeroengine.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from zeroengine.errors import CheckpointError
 
 LATEST = "latest"
-MAX_NAME = 255  # Characters of a directory's name.
-MAX_TAG = 200  # Characters of a new tag: the name of its directory is longer while it is written.
+# A file system takes names of at most so many characters.
+MAX_NAME = 255
+# A new tag is shorter, since the name of its directory is longer while it is written.
+MAX_TAG = 200
 TAG = re.compile(r"[A-Za-z0-9][\w.+=@-]*")
 
 
@@ -55,6 +57,7 @@ class CheckpointDirectory:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
+        # One lock for each folder and process. Opening the folder twice does not lock it twice.
         self._lock = FolderLock(self.path)
 
     # -- Reading ----------------------------------------------------------------------------------
@@ -74,15 +77,18 @@ class CheckpointDirectory:
         if not self.path.is_dir():
             return []
         try:
+            # Hidden names are checkpoints that are being written or removed, and the lock.
             names = [entry.name for entry in self.path.iterdir() if not entry.name.startswith(".")]
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
         checkpoints = []
         for name in names:
+            # Another process may remove a checkpoint between the listing and this read.
             with contextlib.suppress(CheckpointError, OSError):
                 manifest = self.path / name / MANIFEST
                 if manifest.is_file():
                     checkpoints.append((*self.manifest(name).order, manifest.stat().st_mtime, name))
+        # The sequence comes first in the key, since clocks of different nodes disagree.
         return sorted(checkpoints)
 
     def latest(self, tags: list[str] | None = None) -> str:
@@ -95,12 +101,17 @@ class CheckpointDirectory:
             CheckpointError: There is none, or the file `latest` names none.
         """
         try:
+            # `latest` is one small file and cheap to read. Looking at all manifests is needed only where it is missing.
             with open(self.path / LATEST, "rb") as file:
+                # The read is bounded, because a damaged file may be of any size.
                 return check_tag(file.read(2 * MAX_TAG).decode().strip())
         except FileNotFoundError:
             tags = self.tags() if tags is None else tags
             if tags:
+                # A writer that died before its first `latest` left whole checkpoints, and the newest of them is the
+                # answer.
                 return tags[-1]
+            # Users often pass the checkpoint itself, so the message shows the corrected call.
             if (self.path / MANIFEST).is_file():
                 raise CheckpointError(
                     f"{self.path} is one checkpoint, not a folder of them: pass {str(self.path.parent)!r} and "
@@ -126,10 +137,14 @@ class CheckpointDirectory:
         """
         path = self.checkpoint(tag) / MANIFEST
         try:
+            # The lock belongs to the open file and ends with it, so the file stays open for as long as the checkpoint
+            # is read.
             file = open(path, "rb")
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
         with file:
+            # The remover locks the manifest exclusively before it renames the directory. A failure here means that it
+            # came first.
             if not try_lock(file, fcntl.LOCK_SH):
                 raise CheckpointError(f"checkpoint {tag!r} in {self.path} is being removed")
             yield
@@ -140,6 +155,8 @@ class CheckpointDirectory:
             manifest = (self.checkpoint(tag) / MANIFEST).stat()
         except (CheckpointError, OSError):
             return None
+        # A replaced checkpoint has another manifest file, so its inode tells the two apart even where tag and size are
+        # equal.
         return manifest.st_dev, manifest.st_ino
 
     def checkpoint(self, tag: str) -> Path:
@@ -149,9 +166,11 @@ class CheckpointDirectory:
             CheckpointError: There is no such checkpoint.
         """
         path = self.path / check_tag(tag)
-        # A writer that died between two renames left the checkpoint under the name that it had when it gave way.
+        # A writer that died between two renames left the checkpoint under the name with `.replaced`. It is whole, so
+        # readers take it.
         if not path.exists() and (replaced := self._replaced(tag)):
             path = replaced[-1]
+        # The manifest is written last within a directory. Without it the writer did not finish.
         if not (path / MANIFEST).is_file():
             tags = self.tags()
             others = f"there are: {', '.join(tags[-10:])}" if tags else "there is none"
@@ -177,15 +196,18 @@ class CheckpointDirectory:
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            # A second call of this process must not clear the directory that a save of its own is writing.
             if not self._lock.acquire():
                 return
         except (FileExistsError, NotADirectoryError):
             raise CheckpointError(f"{self.path} is a file: checkpoints are kept in a folder") from None
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be written: {error.strerror}") from error
+        # The lock is held, so no living writer owns these directories.
         for entry in self.path.glob(".*.writing"):
             shutil.rmtree(entry, ignore_errors=True)
-        # The newest comes first: where the tag's own directory is missing, it takes that place.
+        # The newest comes first. Where the directory of a tag is missing, the newest one takes its place and the older
+        # ones are removed.
         for entry in sorted(self.path.glob(".*.replaced"), key=_modified, reverse=True):
             if (self.path / tag_of(entry.name)).exists():
                 self._remove(entry)
@@ -206,6 +228,7 @@ class CheckpointDirectory:
         Raises:
             CheckpointError: The disk has not as many bytes free, or the tag is too long.
         """
+        # A full disk found after an hour of writing helps nobody, so the free space is checked first.
         free = shutil.disk_usage(self.path).free
         if free < nbytes:
             raise CheckpointError(
@@ -214,6 +237,7 @@ class CheckpointDirectory:
             )
         if len(check_tag(tag)) > MAX_TAG:
             raise CheckpointError(f"a tag has at most {MAX_TAG} characters; found {len(tag)}")
+        # A random part keeps the name free even if a removal of an earlier attempt failed.
         path = self.path / f".{tag}.{secrets.token_hex(4)}.writing"
         path.mkdir()
         return path
@@ -234,6 +258,7 @@ class CheckpointDirectory:
             CheckpointError: A later round of this run has taken the folder over.
             OSError: Writing failed.
         """
+        # The folder is read again at every commit, since other tools may have removed checkpoints meanwhile.
         older = self._by_age()
         manifest = manifest.model_copy(update={"sequence": 1 + (older[-1][0] if older else 0)})
         # Each step is on the disk before the next one begins: a power cut between two of them leaves a whole
@@ -241,20 +266,27 @@ class CheckpointDirectory:
         with _synced(writing / MANIFEST) as file:
             file.write(manifest.to_json())
         sync_directory(writing)
+        # The write may have taken long enough for a later round to take the folder over. From here on names change, so
+        # this is the last moment to stop.
         self._lock.check()
         target = self.path / manifest.tag
         replaced = self.path / f".{manifest.tag}.{secrets.token_hex(4)}.replaced"
+        # A directory cannot be replaced by a rename in one operation, so the old checkpoint moves aside first. A crash
+        # between the two renames leaves it under a name that readers and the next job find.
         if target.exists():
             target.rename(replaced)
         writing.rename(target)
         sync_directory(self.path)
+        # `latest` is replaced by a rename, so a reader sees the old tag or the new one and never half of it.
         with _synced(self.path / f".{LATEST}.new") as file:
             file.write(manifest.tag + "\n")
         (self.path / f".{LATEST}.new").rename(self.path / LATEST)
         sync_directory(self.path)
+        # The old checkpoint of this tag goes only now, when the new one and `latest` are on the disk.
         if replaced.exists():
             self._remove(replaced)
         if keep is not None:
+            # With `keep` 1 the slice must cover the whole list, and `-0` would make it empty.
             for tag in [tag for *_, tag in older if tag != manifest.tag][: -(keep - 1) or None]:
                 self._remove(self.path / tag)
 
@@ -270,13 +302,16 @@ class CheckpointDirectory:
             with open(path / MANIFEST, "r+b") as file:
                 if not try_lock(file, fcntl.LOCK_EX):
                     return
+                # The rename hides the checkpoint from new readers before its files begin to disappear.
                 path.rename(removed)
         except FileNotFoundError:
-            # Nobody reads a directory without a manifest.
+            # A directory without a manifest cannot be read, so nobody holds a lock of it.
             if path.exists():
                 path.rename(removed)
+        # Removing is housekeeping and must not fail a save. The next job tries again.
         except OSError:
             return
+        # A crash in here leaves a `.writing` directory, which the next job clears.
         shutil.rmtree(removed, ignore_errors=True)
 
 
@@ -286,11 +321,13 @@ def tag_of(name: str) -> str:
         return name
     middle = name.removeprefix(".").removesuffix(".writing").removesuffix(".replaced")
     tag, _, token = middle.rpartition(".")
+    # Directories of earlier versions have no token in their names.
     return tag if tag and re.fullmatch(r"[0-9a-f]{8}", token) else middle
 
 
 def sync_directory(path: Path) -> None:
     """Return when the names in a directory are on the disk."""
+    # A rename is on the disk only after the directory itself was synced.
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -299,6 +336,7 @@ def sync_directory(path: Path) -> None:
 
 
 def _modified(path: Path) -> float:
+    # Another process may have removed the directory since it was listed.
     try:
         return path.stat().st_mtime
     except OSError:
@@ -310,5 +348,6 @@ def _synced(path: Path) -> Iterator[IO[str]]:
     """Open a file to write, which is on the disk when it is closed."""
     with open(path, "w") as file:
         yield file
+        # fsync sees only what has left Python's buffer.
         file.flush()
         os.fsync(file.fileno())

@@ -55,6 +55,7 @@ def torch_dtype(name: str) -> torch.dtype:
     Raises:
         CheckpointError: This version of torch has no such dtype.
     """
+    # The name may come from a file of another version of torch.
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(f"the checkpoint has tensors of dtype {name}, which torch {torch.__version__} lacks")
@@ -77,6 +78,8 @@ class StateIndex:
 
     def aliases(self) -> dict[str, str]:
         """Return the further names of tied parameters and shared buffers, with the name that each is stored under."""
+        # Tied parameters are one object with several names. Storing each name would double the largest tensors of many
+        # models.
         first_names: dict[int, str] = {}
         aliases: dict[str, str] = {}
         for named_tensors in (self._model.named_parameters, self._model.named_buffers):
@@ -91,16 +94,19 @@ class StateIndex:
         """Return the masters, frozen parameters and persistent buffers."""
         entries: StateEntries = {}
         for unit in self._units:
+            # A frozen unit has no master, so its own shard is stored. It may be cut by another degree than the masters.
             shard = self._shards.get(unit)
             values, degree = (
                 (unit.shard, unit.degrees.parameters) if shard is None else (shard.master, unit.degrees.optimizer)
             )
+            # Every rank lists all names, also those of which it has no part, so that all ranks match the same names.
             for slot in unit.layout.slots:
                 entries[MODEL + slot.name] = StateEntry(slot.shape, values.dtype)
             for span in self._spans(unit, degree, once):
                 slot = unit.layout.slots[span.param_index]
                 entries[MODEL + slot.name].pieces += _boxes_of_span(slot.shape, span, values, span.shard_offset)
         for name, buffer in _persistent_buffers(self._model):
+            # Every rank holds each buffer in full, so one rank saves it. On a load every rank reads it.
             entries[MODEL + name] = _replicated(buffer, on_this_rank=not once or self._rank == 0)
         return entries
 
@@ -118,7 +124,7 @@ class StateIndex:
         for key, value in (state.numbers | state.elements).items():
             name = f"{OPTIMIZER}{slot.name}.{key}"
             if value.dim() == 0:
-                # Every rank that has part of the parameter has its step. The one with the first element saves it.
+                # Every rank that has part of the parameter has its step. The rank with the first element saves it.
                 if not once or span.param_offset == 0:
                     entries[name] = StateEntry((), value.dtype, [(Box((), (), 0), value)])
                 continue
@@ -126,6 +132,7 @@ class StateIndex:
             entry.pieces += _boxes_of_span(slot.shape, span, value, 0)
 
     def _spans(self, unit: Unit, degree: int, once: bool) -> Iterator[ShardSpan]:
+        # Ranks that hold copies of one shard share the work of saving it.
         own_range = unit.layout.unreplicated_range(self._rank, degree, self._world_size) if once else None
         return unit.layout.spans(self._rank, degree, own_range)
 
@@ -136,6 +143,7 @@ def _boxes_of_span(
     """Return the boxes of a span as views of `values` (1-D), where the span's first element is at `offset`."""
     base = offset - span.param_offset
     boxes = boxes_of_run(shape, span.param_offset, span.param_offset + span.numel)
+    # A span is a run of the flattened parameter, and DCP stores boxes. One run may need several boxes.
     return [(box, values[base + box.start : base + box.start + box.numel].view(box.sizes)) for box in boxes]
 
 
@@ -149,6 +157,7 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yielded: set[int] = set()
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
+            # A buffer under several names is stored once, and the others are aliases.
             if buffer is not None and name not in module._non_persistent_buffers_set and id(buffer) not in yielded:
                 yielded.add(id(buffer))
                 yield plain_name(f"{prefix}.{name}" if prefix else name), buffer

@@ -45,29 +45,38 @@ class FolderLock:
             OSError: The lock file cannot be opened.
         """
         if self._file is not None:
+            # The folder may have been taken over since the last save, and then this process must not save there.
             self.check()
             return False
         file = _open_lock_file(self._folder / LOCK)
+        # The lock is tried and never waited for: the job that holds it may run for days.
         if not try_lock(file, fcntl.LOCK_EX):
+            # The holder wrote who it is into the file. The read is bounded, since the file may be anything.
             holder, _, holders_run = file.read(1000).partition("\n")
             file.close()
+            # Only a round that the launcher itself has given up may be pushed aside. Another job is alive and in its
+            # rights.
             if not _is_earlier_round(holders_run.strip(), self._run):
                 raise CheckpointError(
                     f"another job saves into {self._folder} ({holder or 'another process'}): give each job a folder of "
                     "its own"
                 )
             file = self._replace_lock_file()
+        # The holder is written only after the lock is held, so a file never names a process that does not hold it.
         file.seek(0)
         file.truncate(0)
         file.write(f"process {os.getpid()} on {os.uname().nodename}\n{self._run}\n")
         file.flush()
         self._file = file
+        # Forked children need to find the locks that they inherit.
         _held_locks.add(self)
         return True
 
     def _replace_lock_file(self) -> IO[str]:
         """Put a new lock file in the place of the one that an earlier round of this run holds."""
         new = self._folder / f"{LOCK}.{secrets.token_hex(4)}"
+        # The file is locked under a name of its own first. It appears under the common name already locked, so no third
+        # process can lock it in between.
         file = _open_lock_file(new)
         try:
             try_lock(file, fcntl.LOCK_EX)
@@ -84,6 +93,7 @@ class FolderLock:
         Raises:
             CheckpointError: A later round of this run has taken the folder over.
         """
+        # The descriptor still refers to the old file after a replacement, so the inodes differ.
         assert self._file is not None
         held = os.fstat(self._file.fileno())
         try:
@@ -99,7 +109,7 @@ class FolderLock:
     def release(self) -> None:
         """Unlock the folder, if this process has locked it."""
         if self._file is not None:
-            # A forked process may have the file open still, so that closing it would not unlock it.
+            # A forked process may still have the file open, so closing it here alone would not unlock it.
             with contextlib.suppress(OSError):
                 fcntl.flock(self._file, fcntl.LOCK_UN)
         self.forget()
@@ -107,6 +117,8 @@ class FolderLock:
 
     def forget(self) -> None:
         """Close the lock file without unlocking it for other processes."""
+        # Closing a descriptor does not unlock where a copy of it is open elsewhere. That is right in a forked child,
+        # whose parent keeps the lock.
         file, self._file = self._file, None
         if file is not None:
             file.close()
@@ -120,6 +132,7 @@ def _forget_locks_after_fork() -> None:
 
     The lock would otherwise last as long as the worker, which may outlive the job.
     """
+    # A weak set may lose members while it is iterated, so a list is taken first.
     for lock in list(_held_locks):
         lock.forget()
     _held_locks.clear()
@@ -134,6 +147,8 @@ def try_lock(file: IO[Any], kind: int) -> bool:
     A file system without locks counts as success: the readers' and writers' other checks must do.
     """
     try:
+        # flock belongs to the open file. A POSIX record lock would be lost whenever this process closed any other
+        # descriptor of the same file.
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except OSError as error:
         return error.errno in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
@@ -143,12 +158,14 @@ def try_lock(file: IO[Any], kind: int) -> bool:
 def _own_run() -> str:
     """Return the launcher's run that this process belongs to and the number of its round, or "" without a launcher."""
     run, round_ = os.environ.get("TORCHELASTIC_RUN_ID", ""), os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    # torchrun writes "none" where the user gave no id. Such runs cannot be told apart.
     return f"run {run} round {round_}" if run not in ("", "none") and round_.isdecimal() else ""
 
 
 def _is_earlier_round(holders_run: str, own_run: str) -> bool:
     """Return whether the lock's holder, by what it wrote, is of an earlier round of this process's run."""
     holder, own = (re.fullmatch(r"run (.*) round (\d+)", text) for text in (holders_run, own_run))
+    # An equal round is a second process of the same run and no frozen predecessor.
     return bool(holder and own and holder[1] == own[1] and int(holder[2]) < int(own[2]))
 
 
@@ -159,11 +176,14 @@ def _open_lock_file(path: Path) -> IO[str]:
         CheckpointError: The path is no regular file.
     """
     try:
+        # Folders of checkpoints are often shared. O_NOFOLLOW refuses a link that somebody else planted, and O_NONBLOCK
+        # keeps the open of a pipe from waiting.
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
             raise CheckpointError(f"{path} is not a lock file ({error.strerror}): remove it") from None
         raise
+    # A device or a pipe can be opened, but truncating it or writing to it may do harm.
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise CheckpointError(f"{path} is not a lock file: remove it")

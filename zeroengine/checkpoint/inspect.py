@@ -20,7 +20,8 @@ from zeroengine.utils.paths import checked_path
 from zeroengine.utils.progress import progress
 
 WHOLE, DAMAGED, UNFINISHED, UNCHECKED, PLAIN = "whole", "damaged", "unfinished", "not checked", "no checksums"
-NUM_THREADS = 4  # Each hashes one file at a time.
+# Each thread hashes one file at a time.
+NUM_THREADS = 4
 
 
 def find_checkpoint(folder: str | os.PathLike[str], tag: str | None) -> tuple[Path, Manifest | None]:
@@ -35,9 +36,11 @@ def find_checkpoint(folder: str | os.PathLike[str], tag: str | None) -> tuple[Pa
     """
     path = Path(os.path.abspath(checked_path(folder, "the folder of checkpoints", CheckpointError)))
     plain = path if tag is None else path / check_tag(tag)
+    # A checkpoint of plain PyTorch has no manifest and no folder around it that this code knows.
     if is_plain(plain):
         return plain, None
     directory = CheckpointDirectory(path)
+    # The user may name one checkpoint directly. Its folder then decides as always.
     if tag is None and (path / MANIFEST).is_file():
         directory, tag = CheckpointDirectory(path.parent), path.name
     tag = directory.latest() if tag is None else tag
@@ -52,6 +55,7 @@ def is_plain(path: Path) -> bool:
     """
     if not (path / METADATA).is_file() or (path / MANIFEST).is_file():
         return False
+    # zeroengine stores objects of its own in every checkpoint. Their names show that a missing manifest is a loss.
     if any(name.startswith(ZEROENGINE_PREFIX) for name in read_metadata(path).names):
         raise CheckpointError(
             f"{path} is not whole: zeroengine wrote it, and {MANIFEST} is missing. Copy that file, too; or load "
@@ -160,9 +164,11 @@ def _inspect_entry(path: Path, entry: Path) -> Iterator[CheckpointInfo]:
     if name.startswith(".") and name.endswith(".writing"):
         yield CheckpointInfo(tag_of(name), str(entry), UNFINISHED, _size(entry), modified=entry.stat().st_mtime)
     elif name.startswith(".") and name.endswith(".replaced"):
-        # A writer that died between two renames left the only checkpoint of the tag here.
+        # A writer that died between two renames left the only checkpoint of the tag in this directory.
         if not (path / tag_of(name)).exists():
             yield _inspect_checkpoint(entry, tag_of(name))
+    # Any file of DCP makes a directory a checkpoint, so that one without a manifest is reported as damaged rather than
+    # ignored.
     elif not name.startswith(".") and any(
         (entry / MANIFEST).is_file() or file.name == METADATA or file.suffix == ".distcp" for file in entry.iterdir()
     ):
@@ -190,6 +196,7 @@ def _size(path: Path) -> int:
 def _mark_latest(path: Path, checkpoints: list[CheckpointInfo]) -> list[str]:
     """Mark the newest checkpoint, and return what is wrong with the file that names it."""
     if not (path / LATEST).is_file():
+        # Without `latest` a load takes the newest checkpoint with a manifest, so that one is marked here.
         for info in [info for info in checkpoints if info.manifest is not None][-1:]:
             info.latest = True
         return []
@@ -199,6 +206,7 @@ def _mark_latest(path: Path, checkpoints: list[CheckpointInfo]) -> list[str]:
         return [f"{path / LATEST} cannot be read: {error}"]
     for info in checkpoints:
         info.latest = info.tag == tag and info.verdict != UNFINISHED
+    # The tag may lie in a `.replaced` directory, which is marked above.
     if not (path / tag).is_dir() and not any(info.latest for info in checkpoints):
         return [f"{path / LATEST} names {tag!r}, which is not there"]
     return []
@@ -209,12 +217,14 @@ def _check_files(checkpoints: list[CheckpointInfo], verify: bool) -> None:
     checked = [(info, info.manifest) for info in checkpoints if info.manifest is not None]
     files = [(info, manifest, name) for info, manifest in checked for name in manifest.files]
     total = sum(manifest.nbytes for _, manifest in checked)
+    # Reading a file releases the interpreter's lock, so a few threads keep a fast disk busy.
     with progress("checking", total, verify) as report, ThreadPoolExecutor(NUM_THREADS) as threads:
 
         def problems_of(file: tuple[CheckpointInfo, Manifest, str]) -> list[str]:
             info, manifest, name = file
             return find_damage(Path(info.path), manifest, [name], verify=verify, report=report)
 
+        # Results are read in the order of the files, so problems of one checkpoint stay together.
         for (info, _, _), problems in zip(files, threads.map(problems_of, files), strict=True):
             info.problems += problems
     for info, _ in checked:
@@ -253,5 +263,6 @@ def list_tensors(path: Path) -> list[TensorInfo]:
 
 def _itemsize(dtype: str) -> int:
     """Return the bytes of an element, from the bits in the dtype's name: `float8_e5m2` has 8, `complex64` has 64."""
+    # The size follows from the name, because this module must not import torch to ask for it.
     bits = re.search(r"\d+", dtype)
     return int(bits[0]) // 8 if bits is not None else 1

@@ -50,40 +50,51 @@ class CheckpointManager:
             CheckpointError: On every rank; there is no such checkpoint then, and the ones before are as they were.
             DivergenceError: On every rank; they name different folders or tags.
         """
+        # Only one save is under way at a time: both would use the same copy and the same process group.
         self.wait()
+        # The dict is filled inside, because the checks may raise, and the exchange happens at the end of the block.
         arguments: dict[str, object] = {}
         with self._group.collective_errors("to save a checkpoint", arguments) as all_arguments:
             path = checked_path(folder, "save_checkpoint(directory)", CheckpointError)
             arguments |= {"directory": os.path.abspath(path), "tag": check_tag(tag)}
             self.check_not_half_loaded("save_checkpoint()")
             snapshot = take_snapshot(self._parts, client_state)
+        # Ranks that name different folders would write parts of two checkpoints, and neither would be whole.
         check_same("save_checkpoint()", all_arguments)
+        # Creating a group is a collective and takes a while, so it is made at the first save and kept.
         if self._gloo_group is None:
             self._gloo_group = self._group.new_group("gloo")
         directory = self._directories.setdefault(Path(folder).absolute(), CheckpointDirectory(folder))
         writing = self._begin(directory, tag, sum(self._group.all_gather_object(snapshot.nbytes)))
         settings = self._parts.config.checkpoint
         save = SaveThread(self._group.rank, self._gloo_group, directory, tag, writing, snapshot, settings.keep)
+        # States on disk may be larger than memory and cannot be copied, so training waits for their save.
         if settings.async_save and not self._parts.on_disk:
+            # Growing replaces the memory, since the earlier save has ended above and nothing refers to the old one.
             if self._copy_memory.nbytes < snapshot.copy_bytes:
                 self._copy_memory = aligned_empty(snapshot.copy_bytes, torch.uint8)
+            # From here on training may change the states: the thread reads only the copy.
             save.snapshot = snapshot.copied(self._copy_memory)
             save.start()
             self._save = save
         else:
+            # Other ranks may write for long, and the usual timeout of a collective must not end the run meanwhile.
             with progress(f"saving {tag}", snapshot.nbytes, self._group.rank == 0) as report:
                 with self._group.long_wait(f"save {tag}"):
                     save.run(evicting(report, self._parts.evict))
             self._parts.evict()
+            # Every rank asks, because a rank that wrote without error still has no checkpoint if another one failed.
             self._raise_if_failed(save)
 
     def _begin(self, directory: CheckpointDirectory, tag: str, nbytes: int) -> Path:
         """Return the new directory that all ranks write into, which rank 0 makes."""
         writing: Path | None = None
+        # One rank makes the directory, or the ranks would race for it. Its error becomes an error of all.
         with self._group.collective_errors("to save a checkpoint"):
             if self._group.rank == 0:
                 directory.open()
                 writing = directory.begin(tag, nbytes)
+        # The name has a random part, so the other ranks learn it from rank 0.
         writing = self._group.all_gather_object(writing)[0]
         assert writing is not None
         return writing
@@ -111,11 +122,13 @@ class CheckpointManager:
             if tag is not None and not (isinstance(tag, str) and tag):
                 raise CheckpointError(f"load_checkpoint(tag): a tag is a folder's name; found {tag!r}")
         check_same("load_checkpoint()", all_arguments)
+        # A save beside training may be replacing the very checkpoint that is asked for.
         self.wait()
         try:
             with CheckpointSearch(self._group, Path(folder), tag, fallback=fallback).open() as (checkpoint, manifest):
                 restored = restore(self._parts, checkpoint, manifest, weights_only=weights_only, strict=strict)
         except HalfLoadedError:
+            # From here on the engine's states belong to no checkpoint, and saving them or training on is refused.
             self._is_half_loaded = True
             raise
         # The optimizer's states of a half loaded checkpoint are not replaced by weights alone.
@@ -125,6 +138,7 @@ class CheckpointManager:
             with self._group.collective_errors("to load a checkpoint"), as_checkpoint_errors():
                 for name in self._parts.stateful:
                     self.hand_over(name)
+        # Objects of the user raise here, after the tensors were replaced. The engine is half loaded then.
         except CheckpointError as error:
             self._is_half_loaded = True
             raise HalfLoadedError(
@@ -134,11 +148,13 @@ class CheckpointManager:
         return restored
 
     def hand_over(self, name: str) -> None:
-        """Give a registered object the state that was loaded for it, if any."""
+        """Give a registered object the state that was loaded for it, if there is one."""
         if name not in self._unclaimed_states:
             return
+        # The state is given once. A second registration of the name is refused elsewhere.
         state, same_world = self._unclaimed_states.pop(name)
         stateful = self._parts.stateful[name]
+        # A loader's position on one rank means nothing on another number of ranks, unless the object says otherwise.
         if same_world or getattr(stateful, "world_independent", False):
             stateful.load_state_dict(state)
         elif self._group.rank == 0:
@@ -153,12 +169,14 @@ class CheckpointManager:
             CheckpointError: On every rank; the save beside training failed.
         """
         if self._save is not None:
+            # The field is cleared first: an error must be raised once, and the next save may go on.
             save, self._save = self._save, None
             with self._group.long_wait(f"save {save.tag}"):
                 save.join()
             self._raise_if_failed(save)
 
     def _raise_if_failed(self, save: SaveThread) -> None:
+        # The save's error lies on the rank where it happened. Every rank has to raise, or they would go separate ways.
         errors = [
             error for error in self._group.all_gather_object(save.error, "to save a checkpoint") if error is not None
         ]
@@ -185,6 +203,7 @@ class CheckpointManager:
 
     def close(self) -> None:
         """Wait for the save that is under way, and unlock the folders."""
+        # The folders are unlocked even if the last save failed, so that the next job may use them.
         try:
             self.wait()
         finally:

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what it is, and the size and checksum of each of its files. Needs no torch."""
+"""Describe a checkpoint, with the size and checksum of each of its files. Needs no torch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from zeroengine.utils.paths import is_file_name
 from zeroengine.utils.progress import Report, ignore_progress
 
 MANIFEST = "zeroengine.json"
-CHECKSUM_KEY = "checksum"  # Holds the checksum of the rest of the manifest.
-FORMAT = 2  # Format 1 had neither `checksum` nor `sequence`.
+# The value of this key is the checksum of the rest of the manifest.
+CHECKSUM_KEY = "checksum"
+# Format 1 had neither `checksum` nor `sequence`.
+FORMAT = 2
 READ_BYTES = 1 << 22
 
 
@@ -30,12 +32,13 @@ class FileRecord(BaseModel):
 
 
 class Manifest(BaseModel):
-    """What a checkpoint is.
+    """Describe one checkpoint.
 
     Attributes:
         sequence: A number above those of all checkpoints that were in the folder at the save; 0 in format 1.
     """
 
+    # A later version may add fields, and an older reader ignores them. Infinities occur among hyperparameters.
     model_config = ConfigDict(extra="ignore", ser_json_inf_nan="constants")
 
     format: Annotated[int, Ge(1)]
@@ -66,6 +69,7 @@ class Manifest(BaseModel):
 
     def to_json(self) -> str:
         """Return the text of the file, with a checksum of the rest in it."""
+        # The checksum is taken of the values as JSON gives them back, since the reader compares what it has parsed.
         tree = json.loads(self.model_dump_json())
         return json.dumps(tree | {CHECKSUM_KEY: _checksum_of_tree(tree)}, indent=1)
 
@@ -81,8 +85,10 @@ def read_manifest(path: Path) -> Manifest:
     except CheckpointError as error:
         raise CheckpointError(f"{path} {error}") from None
     except ValidationError as error:
+        # pydantic lists every wrong field. Three are enough to see what happened.
         fields = ", ".join(".".join(str(part) for part in item["loc"]) for item in error.errors()[:3])
         raise CheckpointError(f"{path} is damaged: wrong or missing are {fields}") from error
+    # Deeply nested JSON exceeds the recursion limit, which is no more than damage to the user.
     except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error).partition("\n")[0]
         raise CheckpointError(f"{path} is damaged: {reason}") from error
@@ -92,15 +98,18 @@ def _parse(text: str) -> Manifest:
     tree = json.loads(text)
     if not isinstance(tree, dict):
         raise ValueError("it is no JSON object")
+    # The format is checked before the checksum and the fields: a newer format may compute or name them differently.
     number = tree.get("format")
     if isinstance(number, int) and number > FORMAT:
         raise CheckpointError(
             f"has format {number}; this version of zeroengine reads up to {FORMAT}: install a newer one"
         )
     expected = tree.pop(CHECKSUM_KEY, None)
+    # Checkpoints of format 1 have no checksum, and remain readable.
     if number != 1 and expected != _checksum_of_tree(tree):
         raise ValueError("its checksum differs")
     manifest = Manifest.model_validate(tree)
+    # A name that leads out of the folder could make a check read any file.
     for name in manifest.files:
         if not is_file_name(name):
             raise ValueError(f"it lists a file outside of the checkpoint, {name!r}")
@@ -108,6 +117,7 @@ def _parse(text: str) -> Manifest:
 
 
 def _checksum_of_tree(tree: dict[str, Any]) -> str:
+    # Sorted keys make the checksum independent of the order in which fields were written.
     return xxhash.xxh3_64(json.dumps(tree, sort_keys=True).encode()).hexdigest()
 
 
@@ -120,6 +130,7 @@ def checksum_of_file(path: Path, report: Report = ignore_progress) -> str:
     """
     total = xxhash.xxh3_64()
     with open(path, "rb") as file:
+        # The file may be larger than memory, so it is read in pieces.
         while chunk := file.read(READ_BYTES):
             total.update(chunk)
             report(len(chunk))
@@ -148,6 +159,7 @@ def find_damage(
         file, expected = path / name, manifest.files[name]
         try:
             size = file.stat().st_size
+            # The size is compared first, since it costs nothing and finds a truncated file at once.
             if size != expected.bytes:
                 problems.append(f"{file} has {size:,} bytes, not {expected.bytes:,}")
             elif verify and checksum_of_file(file, report) != expected.xxh3:

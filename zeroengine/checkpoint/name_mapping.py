@@ -14,7 +14,8 @@ from zeroengine.checkpoint.entries import MODEL, OPTIMIZER, StateEntries, torch_
 from zeroengine.errors import CheckpointError
 from zeroengine.optim.backends.interface import StateKeys
 
-MAX_PROBLEMS = 10  # In a message.
+# One message shows at most so many problems.
+MAX_PROBLEMS = 10
 
 Shape = tuple[int, ...]
 
@@ -55,9 +56,11 @@ class NameMatch:
             if stored_shapes[stored] != own_shapes[name]
         ]
         advice = ""
+        # With no common name at all, a list of all missing names would hide the reason.
         if not self.stored_names:
             problems = ["it has none of the model's names"]
         elif strict and (self.missing or self.unexpected):
+            # Another shape cannot be ignored by strict=False, so the advice is left out where it would not help.
             advice = "" if problems else " Pass strict=False to load what fits."
             problems += [f"{name} is not there" for name in self.missing]
             problems += [f"{name} is not in the model" for name in self.unexpected]
@@ -81,9 +84,11 @@ def match_names(
     prefix = _find_prefix(stored, names, default_prefix)
     stored_names: dict[str, str] = {}
     for name, candidates in all_names.items():
+        # A tied parameter may be stored under any of its names, and its own name counts first.
         match = next((prefix + candidate for candidate in candidates if prefix + candidate in stored), None)
         if match is not None:
             stored_names[name] = match
+    # Every alias is expected, so a file that stores a tied parameter under two names has no unexpected one.
     expected = {prefix + candidate for candidates in all_names.values() for candidate in candidates}
     return NameMatch(
         prefix,
@@ -105,9 +110,11 @@ def names_by_tensor(names: Sequence[str], aliases: Mapping[str, str]) -> dict[st
 def _find_prefix(stored: Collection[str], names: Sequence[str], default: str) -> str:
     """Return what stands before most of the stored names: the default or the shortest, where several do."""
     prefixes = {default}
+    # Three names suffice to find every prefix that the whole file may have.
     for name in names[:3]:
         prefixes |= {other.removesuffix(name) for other in stored if other == name or other.endswith(f".{name}")}
     counts = {prefix: sum(prefix + name in stored for name in names) for prefix in sorted(prefixes, key=len)}
+    # max returns the first of several, and the prefixes are ordered by length, so the shortest one wins a tie.
     return max(counts, key=lambda prefix: (counts[prefix], prefix == default))
 
 
@@ -132,13 +139,17 @@ class CheckpointNames:
             unexpected=[
                 name.removeprefix(match.prefix)
                 for name in match.unexpected
+                # Names of the optimizer's state share the prefix where that is empty, and are matched below.
                 if name.startswith(match.prefix) and "state." not in name
             ],
         )
         self.state_names: dict[str, str] = {}
+        # Other writers put the optimizer's state under prefixes of their own, so only the part after `state.` is
+        # compared.
         self.state_keys: dict[str, StateKeys] = {}
         tensor_of = {alias: name for name, all_names in names_by_tensor(names, aliases).items() for alias in all_names}
         for stored, tensor in metadata.tensors.items():
+            # Parameter names contain dots, and so does the prefix. The key is what follows the last dot.
             before, separator, rest = stored.partition("state.")
             parameter, _, key = rest.rpartition(".")
             if not separator or parameter not in tensor_of or (before and not before.endswith(".")):

@@ -31,13 +31,16 @@ from zeroengine.utils.launcher_environment import RESTART_EXIT_CODE
 from zeroengine.utils.paths import checked_path
 
 log = logging.getLogger("zeroengine")
-INTERVAL_S = 1.0  # Seconds between two all-reduces, where steps are shorter.
-MAX_STEPS = 100  # Steps between two all-reduces: later steps may take longer.
-LAST_REDUCE_TIMEOUT = timedelta(seconds=5)  # For the other ranks to reach the end of the last step.
+# So many seconds lie between two all-reduces, where steps are shorter.
+INTERVAL_S = 1.0
+# At most so many steps lie between two all-reduces, since later steps may take longer.
+MAX_STEPS = 100
+# At the end, the other ranks have so long to reach the end of their last step.
+LAST_REDUCE_TIMEOUT = timedelta(seconds=5)
 
 
 class SavingEngine(Protocol):
-    """What this module needs of an engine."""
+    """The part of an engine that this module uses."""
 
     global_steps: int
 
@@ -59,7 +62,8 @@ class SaveOnSignal:
         ZeroEngineError: On every rank; the folder cannot be made, or this thread or process cannot listen.
     """
 
-    _listener: SaveOnSignal | None = None  # The one that listens in this process.
+    # This is the instance that listens in this process.
+    _listener: SaveOnSignal | None = None
 
     def __init__(self, config: Config, group: Group) -> None:
         self._group, self._received = group, False
@@ -69,23 +73,30 @@ class SaveOnSignal:
         self._steps_to_reduce = 1
         self._steps_since_reduce = 1
         self._last_reduce_time = time.monotonic()
+        # The checks concern one process only. All ranks raise together, since they would otherwise wait for each other
+        # below.
         with group.collective_errors("to initialize"):
             self._directory = checked_path(config.checkpoint.directory, "checkpoint.directory")
             self._check()
             if group.rank == 0:
                 self._make_directory()
+        # One rank alone needs no agreement, and the `fake` group has no other processes.
         is_alone = group.world_size == 1 or group.backend == "fake"
         self._gloo_group = None if is_alone else group.new_group("gloo")
+        # The handler is installed last, when everything that it needs exists.
         self._previous_handler = signal.signal(self._number, self._handle)
         SaveOnSignal._listener = self
+        # A script may end without closing the engine. Other ranks still wait for this rank's part of the all-reduce.
         atexit.register(self._finish_reduce)
 
     def _check(self) -> None:
+        # Only the main thread runs Python's signal handlers, and only it may install them.
         if threading.current_thread() is not threading.main_thread():
             raise ZeroEngineError(
                 "checkpoint.on_signal: Python hears signals in its main thread. Call initialize() there, or write "
                 '"on_signal": null and save in a handler of your own.'
             )
+        # The handler ends the process after its own save, so a second engine would never get to save.
         if SaveOnSignal._listener is not None:
             raise ZeroEngineError(
                 "checkpoint.on_signal: another engine of this process saves at a signal, and then ends the process. "
@@ -102,7 +113,9 @@ class SaveOnSignal:
             ) from None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        # The handler only sets a flag. It may interrupt any line, and a collective here would break the ranks' order.
         self._received = True
+        # Other code, such as a launcher's own handler, goes on hearing the signal.
         if callable(self._previous_handler):
             self._previous_handler(number, frame)
 
@@ -110,6 +123,7 @@ class SaveOnSignal:
         """Return whether the ranks save now, at the end of a step; the same answer on all ranks."""
         if self._gloo_group is None:
             return self._received
+        # The all-reduce began a step ago, so its result is usually there and this returns at once.
         if self._pending is not None:
             work, values = self._pending
             with self._group.long_wait("agree on a signal"):
@@ -121,6 +135,8 @@ class SaveOnSignal:
         self._steps_to_reduce -= 1
         self._steps_since_reduce += 1
         if self._steps_to_reduce == 0:
+            # Only rank 0 puts in a number, so the sum is its number. Ranks that measured for themselves would drift
+            # apart.
             steps = self._steps_per_interval() if self._group.rank == 0 else 0
             values = torch.tensor([int(self._received), steps], device="cpu")
             work = dist.all_reduce(values, group=self._gloo_group, async_op=True)
@@ -133,6 +149,7 @@ class SaveOnSignal:
         now = time.monotonic()
         per_second = self._steps_since_reduce / max(now - self._last_reduce_time, 1e-9)
         self._steps_since_reduce, self._last_reduce_time = 0, now
+        # The count starts at one or more. From zero it would be decremented below zero and never reach it again.
         return max(1, min(MAX_STEPS, int(per_second * INTERVAL_S)))
 
     def save_and_exit(self, engine: SavingEngine) -> None:
@@ -143,6 +160,7 @@ class SaveOnSignal:
             SystemExit: The checkpoint is saved.
         """
         engine.save_checkpoint(self._directory)
+        # The process ends next, and a save beside training would be cut off.
         engine.wait_for_checkpoint()
         if self._group.rank == 0:
             log.warning(
@@ -152,6 +170,7 @@ class SaveOnSignal:
                 self._directory,
                 RESTART_EXIT_CODE,
             )
+        # SystemExit lets `finally` blocks and exit handlers run, and the exit code asks zero-launch for another round.
         raise SystemExit(RESTART_EXIT_CODE)
 
     def close(self) -> None:

@@ -77,32 +77,40 @@ def restore(
         HalfLoadedError: On every rank; it became unreadable while tensors were written.
     """
     collective_errors = parts.group.collective_errors
+    # All planning ends on every rank before anything is read, so a checkpoint that does not fit changes nothing.
     with collective_errors("to load a checkpoint"):
         plan = _make_plan(parts, path, manifest, weights_only=weights_only, strict=strict)
+    # Objects are small. They are read before any change, since each may turn out to be unreadable.
     with collective_errors("to load a checkpoint"):
         objects = load_files(path, plan.metadata, {}, plan.objects, ignore_progress)
         # Without checksums, nothing but reading can tell whether the tensors can be read.
         if manifest is None:
             _check_tensors(parts, path, plan)
     undo: list[Callable[[], None]] = []
+    # From here on states change. Every exit below either completes the load or runs the undo actions.
     try:
         with collective_errors("to load a checkpoint"), as_checkpoint_errors():
             if not weights_only:
+                # The undo actions exist before the first change, so that a failure halfway through the changes is
+                # undone as well.
                 _record_undo(parts, undo)
                 _apply_objects(parts, manifest, objects)
         try:
             with collective_errors("to load a checkpoint"), as_checkpoint_errors():
                 _read_tensors(parts, path, plan)
+            # All ranks have written their masters before any rank gathers parameters.
             with collective_errors("to load a checkpoint"), as_checkpoint_errors():
                 parts.republish()
+        # The small state is put back below, but the tensors cannot be. The class of the error says so.
         except ZeroEngineError as error:
             raise HalfLoadedError(
                 f"{error}. It could be read a moment ago, and part of the engine's states have been overwritten: load "
                 "a checkpoint that is whole before training goes on."
             ) from error
+    # A keyboard interrupt must leave the small state consistent, too.
     except BaseException:
         for action in reversed(undo):
-            # A schedule of the caller's may fail here as well. The first error is the one to report.
+            # The caller's schedule may fail here as well. The first error is the one to report.
             with contextlib.suppress(Exception):
                 action()
         raise
@@ -111,7 +119,9 @@ def restore(
 
 def _record_undo(parts: EngineParts, undo: list[Callable[[], None]]) -> None:
     """Fill `undo` with actions that put the small state back, to be called from the last to the first."""
+    # deepcopy is needed, as the state dict may refer to what a load changes in place.
     random, scaler = random_states(parts.group.device), copy.deepcopy(parts.scaler.state_dict())
+    # A shallow copy of each group keeps references to tensors, whose values are copied separately.
     groups = [dict(group) for group in parts.optimizer.param_groups]
     tensors = [
         (value, value.clone()) for group in groups for value in group.values() if isinstance(value, torch.Tensor)
@@ -119,6 +129,7 @@ def _record_undo(parts: EngineParts, undo: list[Callable[[], None]]) -> None:
 
     def restore_groups() -> None:
         for group, saved_group in zip(parts.optimizer.param_groups, groups, strict=True):
+            # Keys that the load added have to go, so the group is emptied first.
             group.clear()
             group.update(saved_group)
         for value, saved_value in tensors:
@@ -126,7 +137,7 @@ def _record_undo(parts: EngineParts, undo: list[Callable[[], None]]) -> None:
 
     undo.append(lambda: set_random_states(random, parts.group.device))
     undo.append(lambda: parts.scaler.load_state_dict(scaler))
-    # The groups are put back after the schedule, which may write learning rates.
+    # The actions run in reverse order. So the groups are put back after the schedule, which may write learning rates.
     undo.append(restore_groups)
     scheduler = parts.lr_scheduler
     if hasattr(scheduler, "state_dict"):
@@ -143,6 +154,7 @@ def as_checkpoint_errors() -> Iterator[None]:
     """Raise any error within, such as one of the caller's schedule, as a CheckpointError."""
     try:
         yield
+    # These errors have the right class and message already.
     except ZeroEngineError:
         raise
     except Exception as error:
@@ -181,14 +193,17 @@ def _make_plan(
     group, state_index = parts.group, parts.state_index
     metadata = read_metadata(path)
     if manifest is not None:
+        # Checksums cover only the files that the manifest lists. A file that it does not list has never been checked.
         unlisted = {METADATA, *metadata.items} - manifest.files.keys()
         if unlisted:
             raise CheckpointError(f"{path} is damaged: its {MANIFEST} does not list {', '.join(sorted(unlisted)[:3])}")
+    # A load fills every element that this rank holds, also the copies that another rank saved.
     model = state_index.model(once=False)
     names = CheckpointNames(metadata, model, state_index.aliases())
     names.check_model(str(path), strict=strict)
     same_world = manifest is not None and manifest.world_size == group.world_size
-    # On another number of ranks every rank gets the state that rank 0 saved.
+    # On another number of ranks no state belongs to this rank in particular, so every rank gets the one that rank 0
+    # saved.
     stateful_prefix = stateful_name("", group.rank if same_world else 0)
     optimizer: list[tuple[OptimizerShard, ShardSpan, StateKeys]] = []
     wanted = [f"{ZEROENGINE_PREFIX}client_state"]
@@ -198,9 +213,12 @@ def _make_plan(
             check_param_groups(parts, manifest, path)
         wanted.append(f"{ZEROENGINE_PREFIX}lr_scheduler")
         wanted += [name for name in metadata.objects if name.startswith(stateful_prefix)]
+        # The generators of each rank go on only where each rank finds its own. A changed number of ranks starts new
+        # ones.
         if same_world:
             wanted.append(f"{ZEROENGINE_PREFIX}rank.{group.rank}")
     stored_model = {stored: model[MODEL + name] for name, stored in names.model.stored_names.items()}
+    # Older or foreign checkpoints lack some objects, and the engine then keeps what it has.
     objects = [name for name in wanted if name in metadata.objects]
     return _LoadPlan(metadata, names, stored_model, optimizer, objects, stateful_prefix, same_world, weights_only)
 
@@ -211,6 +229,7 @@ def _plan_optimizer(
     """Return the keys that the checkpoint has of each of this rank's spans."""
     saved = sorted({key for keys in names.state_keys.values() for key in keys})
     expected = parts.optimizer.shard_state.keys
+    # Without known keys the name of the rule is the only sign of another optimizer.
     by_another = manifest is not None and expected is None and manifest.optimizer != parts.optimizer.base_optimizer_name
     if by_another or (expected is not None and not expected <= set(saved)):
         rule = manifest.optimizer if manifest is not None else "another optimizer"
@@ -224,6 +243,7 @@ def _plan_optimizer(
         for span in unit.layout.spans(unit.rank, unit.degrees.optimizer):
             name = unit.layout.slots[span.param_index].name
             keys = names.state_keys.get(name, {})
+            # A parameter without any state has never been updated, which is legitimate. A part of its state is damage.
             if expected is not None and keys and not expected <= set(keys):
                 raise CheckpointError(f"{path} lacks optimizer state of {name}")
             planned.append((shard, span, keys))
@@ -233,6 +253,7 @@ def _plan_optimizer(
 def _check_tensors(parts: EngineParts, path: Path, plan: _LoadPlan) -> None:
     """Read what `_read_tensors` will, as far as the optimizer has memory for its state already."""
     entries, total = _entries_to_read(plan, _optimizer_entries(parts, plan))
+    # Progress is shown once. Each rank reads about as much, so rank 0 stands for all.
     with progress(f"checking {path.name}", total, parts.group.rank == 0) as report:
         check_readable(path, plan.metadata, entries, evicting(report, parts.evict))
 
@@ -244,6 +265,7 @@ def _optimizer_entries(parts: EngineParts, plan: _LoadPlan) -> StateEntries:
 
 def _entries_to_read(plan: _LoadPlan, state: StateEntries) -> tuple[StateEntries, int]:
     """Return the entries to read, by their names in the checkpoint, and their size in bytes."""
+    # Entries without a stored name keep their values. A load that is not strict allows this.
     stored_names = plan.names.state_names
     entries = plan.model | {stored_names[name]: entry for name, entry in state.items() if name in stored_names}
     return entries, sum(entry.nbytes for entry in entries.values())
@@ -251,18 +273,19 @@ def _entries_to_read(plan: _LoadPlan, state: StateEntries) -> tuple[StateEntries
 
 def _read_tensors(parts: EngineParts, path: Path, plan: _LoadPlan) -> None:
     """Read this rank's boxes of all tensors."""
-    # The optimizer's state must have the checkpoint's keys before there is memory to read into.
+    # The optimizer's state needs the checkpoint's keys first. Only then is there memory to read into.
     shard_state = parts.optimizer.shard_state
     for shard, span, keys in plan.optimizer:
         if keys:
             shard_state.prepare(shard, span, keys)
         else:
+            # A parameter that had no state at the save must start without one, as it did in the saved run.
             shard_state.clear(shard, span)
     state = _optimizer_entries(parts, plan)
     entries, total = _entries_to_read(plan, state)
     with progress(f"loading {path.name}", total, parts.group.rank == 0) as report:
         load_files(path, plan.metadata, entries, (), evicting(report, parts.evict))
-    # Numbers such as the step were read into copies, which the optimizer has yet to take.
+    # Numbers such as the step were read into copies, which the optimizer takes over here.
     for shard, span, keys in plan.optimizer:
         name = OPTIMIZER + shard.unit.layout.slots[span.param_index].name
         numbers = {key: state[f"{name}.{key}"].pieces[0][1] for key, (_, is_number) in keys.items() if is_number}
@@ -274,10 +297,12 @@ def _apply_objects(parts: EngineParts, manifest: Manifest | None, objects: Mappi
     """Put hyperparameters, schedule, loss scale and random generators back."""
     if manifest is not None:
         apply_param_groups(parts, manifest)
+        # The scale of an fp16 run means nothing in other precisions.
         if manifest.loss_scaler and parts.config.scales_loss:
             parts.scaler.load_state_dict(manifest.loss_scaler)
     schedule, random = f"{ZEROENGINE_PREFIX}lr_scheduler", f"{ZEROENGINE_PREFIX}rank.{parts.group.rank}"
     if parts.lr_scheduler is not None and schedule in objects:
+        # The schedule comes after the groups, because some schedules write learning rates when they are loaded.
         parts.lr_scheduler.load_state_dict(objects[schedule])
     if random in objects:
         set_random_states(objects[random], parts.group.device)
@@ -289,6 +314,7 @@ def _result(
     client_state, missing = objects.get(f"{ZEROENGINE_PREFIX}client_state"), plan.names.model.missing
     if plan.weights_only:
         return RestoreResult(client_state, {}, {}, plan.same_world, missing)
+    # Plain PyTorch saves no counters. The step count of the optimizer is the closest that there is.
     counters = manifest.counters if manifest is not None else {"global_steps": _largest_step_count(parts)}
     prefix = plan.stateful_prefix
     stateful = {name.removeprefix(prefix): state for name, state in objects.items() if name.startswith(prefix)}

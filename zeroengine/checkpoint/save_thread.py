@@ -46,31 +46,37 @@ class SaveThread(threading.Thread):
         """Write this rank's files and, on rank 0, commit the checkpoint. A collective."""
         try:
             self.error = self._write(report)
-        # A CheckpointException of DCP is no Exception.
+        # A CheckpointException of DCP derives from BaseException. An error that escaped the thread would be lost.
         except BaseException as error:
             self.error = failure_reason(error)
+            # Only rank 0 removes the directory, which all ranks share.
             if self._rank == 0:
                 self.directory.abandon(self.writing)
         finally:
-            # The snapshot refers to the engine's states or to a copy of them.
+            # The snapshot refers to the engine's states or to a copy of them, and this object lives until the next
+            # save.
             del self.snapshot
 
     def _write(self, report: Report) -> str | None:
         """Return why the save failed, or None, the same on all ranks."""
         snapshot = self.snapshot
         written = save_files(self.writing, snapshot.entries, snapshot.objects, snapshot.aliases, self._group, report)
+        # A failure must not keep this rank out of the collectives below, where the other ranks would wait for it.
         own_files: dict[str, FileRecord] | str
         try:
             own_files = describe_files(self.writing, written)
         except Exception as error:
             own_files = f"rank {self._rank}: {failure_reason(error)}"
+        # This also ensures that every rank has closed and synced its files before rank 0 commits.
         all_files: list[Any] = [None] * self._group.size()
         dist.all_gather_object(all_files, own_files, group=self._group)
         reasons: list[str | None] = [next((files for files in all_files if isinstance(files, str)), None)]
         if self._rank == 0:
+            # A file that any rank failed to write makes the whole checkpoint invalid.
             reasons = [reasons[0] or self._commit({name: file for files in all_files for name, file in files.items()})]
             if reasons[0] is not None:
                 self.directory.abandon(self.writing)
+        # Only rank 0 knows the result of the commit. Every rank needs it to raise the same error.
         dist.broadcast_object_list(reasons, group_src=0, group=self._group)
         return reasons[0]
 
@@ -79,6 +85,7 @@ class SaveThread(threading.Thread):
         try:
             manifest = Manifest(format=FORMAT, tag=self.tag, files=files, **self.snapshot.about)
             self.directory.commit(self.writing, manifest, self._keep)
+        # The other ranks wait in the broadcast above, so no error may leave this method.
         except Exception as error:
             return failure_reason(error)
         return None

@@ -14,8 +14,10 @@ from zeroengine.checkpoint.restore import HalfLoadedError
 from zeroengine.comm.group import Group
 from zeroengine.errors import CheckpointError
 
-MAX_SEARCHES = 10  # Each is a look at the whole folder, while another process removes the checkpoints in it.
-MAX_PROBLEMS = 10  # In a message.
+# Each search is a look at the whole folder, while another process removes the checkpoints in it.
+MAX_SEARCHES = 10
+# One message shows at most so many problems.
+MAX_PROBLEMS = 10
 
 
 @dataclass(frozen=True)
@@ -70,14 +72,17 @@ class CheckpointSearch:
             CheckpointError: There is none.
             HalfLoadedError: The checkpoint was replaced while it was read.
         """
+        # A checkpoint of plain PyTorch has no manifest that could be locked, so it is read as it is.
         plain = self._directory.path if self._tag is None else self._directory.path / self._tag
         if self._is_plain_on_all_ranks(plain):
             yield plain, None
             return
+        # The lock is held until the caller has read everything.
         with contextlib.ExitStack() as lock:
             candidate = self._find(lock)
             assert candidate.path is not None
             yield candidate.path, candidate.manifest
+            # The file system may have no locks, so the checkpoint is compared once more after it was read.
             if self._was_removed(candidate):
                 raise HalfLoadedError(
                     f"checkpoint {candidate.tag} in {self._directory.path} was replaced while it was read: load it "
@@ -89,14 +94,17 @@ class CheckpointSearch:
         with self._group.collective_errors("to find a checkpoint", answers) as all_answers:
             try:
                 answers.append(is_plain(path))
+            # With `fallback` a damaged checkpoint is only the first candidate, and the search goes on.
             except CheckpointError:
                 if not self._fallback:
                     raise
                 answers.append(False)
+        # All ranks must agree, because they take different branches otherwise.
         return all(answer == [True] for answer in all_answers)
 
     def _find(self, lock: contextlib.ExitStack) -> Candidate:
         """Return the first candidate that is whole, with rank 0's lock of it entered into `lock`."""
+        # The number is bounded, since a process that saves and removes without pause could make the search endless.
         for _ in range(MAX_SEARCHES):
             problems: list[str] = []
             tags = self._tags_to_try(problems)
@@ -105,14 +113,17 @@ class CheckpointSearch:
                 candidate = self._examine(tag, lock)
                 if not candidate.problems:
                     return candidate
+                # Ask before the lock is given back, as the checkpoint may be removed at any moment afterwards.
                 was_removed = self._was_removed(candidate)
                 lock.close()
+                # The user who named a tag wants that one. Otherwise a newer checkpoint exists, and `latest` names it.
                 if was_removed and self._tag is None:
                     problems = []
                     break
                 problems += candidate.problems
             else:
                 break
+        # The advice is left out where the fallback has already been tried.
         advice = "" if self._fallback else " load_checkpoint(..., fallback=True) takes the newest whole one before it."
         reasons = "; ".join(dict.fromkeys(problems[:MAX_PROBLEMS]))
         raise CheckpointError(f"{subject} is damaged: {reasons}.{advice}")
@@ -120,6 +131,8 @@ class CheckpointSearch:
     def _tags_to_try(self, problems: list[str]) -> list[str]:
         """Return the tags to try in turn; what is wrong with the folder itself is added to `problems`."""
         with self._group.collective_errors("to find a checkpoint"):
+            # Reading every manifest takes long in a large folder, so it is done only where other candidates may be
+            # needed.
             all_tags = self._directory.tags() if self._fallback else []
             first = [self._tag] if self._tag is not None else []
             if self._tag is None:
@@ -130,37 +143,45 @@ class CheckpointSearch:
                         raise
                     problems.append(str(error))
             tags = first + [tag for tag in reversed(all_tags) if tag not in first]
+        # Ranks may see the folder in different states, such as with delayed NFS caches. The list of rank 0 counts.
         return self._group.all_gather_object(tags)[0]
 
     def _examine(self, tag: str, lock: contextlib.ExitStack) -> Candidate:
         """Return what the ranks find out about a checkpoint. Each reads its share of the files."""
         held: tuple[bool, tuple[int, int] | None] = (False, None)
         if self._group.rank == 0:
+            # A missing checkpoint shows up below, on every rank and with a message.
             with contextlib.suppress(CheckpointError):
                 lock.enter_context(self._directory.held(tag))
+                # The identity is taken under the lock, so it is that of the checkpoint which nobody can remove now.
                 held = (True, self._directory.identity(tag))
         is_held, identity = self._group.all_gather_object(held)[0]
         path, manifest = None, None
         try:
+            # Every rank reads the manifest for itself, which shows whether it sees the shared folder at all.
             path, manifest = self._directory.checkpoint(tag), self._directory.manifest(tag)
+            # The ranks share the work, and each file is read once.
             names = sorted(manifest.files)[self._group.rank :: self._group.world_size]
             problems = find_damage(path, manifest, names)
         except CheckpointError as error:
             problems = [str(error)]
+        # A problem of one file is a problem for all ranks.
         all_problems = [problem for problems in self._group.all_gather_object(problems) for problem in problems]
         return Candidate(tag, is_held, identity, path, manifest, list(dict.fromkeys(all_problems)))
 
     def _was_removed(self, candidate: Candidate) -> bool:
         """Return whether another process has removed or replaced a checkpoint since rank 0 looked at it first."""
+        # Only rank 0 compares, since it alone holds the lock and noted the identity.
         return self._group.all_gather_object(self._differs_now(candidate))[0]
 
     def _differs_now(self, candidate: Candidate) -> bool:
         identity = self._directory.identity(candidate.tag)
         if candidate.is_held:
             return identity != candidate.identity
-        # It was being removed, and another of its tag has appeared since.
+        # The candidate was being removed, and another of its tag has appeared since.
         if identity is not None:
             return True
+        # If `latest` names another tag, a save has finished, and this candidate was among those that it removed.
         try:
             return self._directory.latest() != candidate.tag
         except CheckpointError:

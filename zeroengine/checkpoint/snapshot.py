@@ -19,7 +19,8 @@ from zeroengine.checkpoint.param_groups import named_param_groups
 from zeroengine.checkpoint.random_states import random_states
 from zeroengine.errors import CheckpointError
 
-ALIGNMENT = 64  # Bytes; a multiple of every dtype's size.
+# So many bytes are a multiple of every dtype's size, as a view of another dtype requires.
+ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class Snapshot:
             for box, tensor in entry.pieces:
                 copy = memory[end : end + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
                 pieces.append((box, copy.copy_(tensor.detach())))
+                # The next piece may have another dtype, and a view has to begin at a multiple of its element size.
                 end += _aligned(tensor.nbytes)
             entries[name] = StateEntry(entry.shape, entry.dtype, pieces)
         return Snapshot(entries, self.objects, self.aliases, self.about)
@@ -79,15 +81,18 @@ def take_snapshot(parts: EngineParts, client_state: Any) -> Snapshot:
         CheckpointError: `client_state`, the schedule or a registered object holds objects that no checkpoint may.
     """
     state_index, rank = parts.state_index, parts.group.rank
+    # Every rank has generators and registered objects of its own, so their names carry the rank.
     objects: dict[str, Any] = {f"{ZEROENGINE_PREFIX}rank.{rank}": random_states(parts.group.device)}
     for name, stateful in parts.stateful.items():
         objects[stateful_name(name, rank)] = storable(f"the state of {name!r}", stateful.state_dict())
     groups = named_param_groups(parts)
+    # These values are the same on all ranks or count from rank 0 only, so rank 0 stores them.
     if rank == 0:
         objects[f"{ZEROENGINE_PREFIX}client_state"] = storable("client_state", client_state)
         if parts.lr_scheduler is not None:
             objects[f"{ZEROENGINE_PREFIX}lr_scheduler"] = storable("the LR schedule", parts.lr_scheduler.state_dict())
         for i, group in enumerate(groups):
+            # Plain PyTorch reads hyperparameters from here; zeroengine reads them from the manifest.
             objects |= {f"optimizer.param_groups.{i}.{key}": value for key, value in group.items()}
     counters = parts.counters()
     about = {
@@ -99,10 +104,12 @@ def take_snapshot(parts: EngineParts, client_state: Any) -> Snapshot:
         "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "versions": versions(),
         "counters": counters,
+        # The manifest is JSON, which knows neither tensors nor numbers of NumPy.
         "param_groups": json.loads(json.dumps(groups, default=_as_plain)),
         "loss_scaler": parts.scaler.state_dict() if parts.config.scales_loss else {},
         "config": parts.config.to_dict(),
     }
+    # Each element is stored by one rank, even where several ranks hold a copy of it.
     entries = state_index.model(once=True) | state_index.optimizer(once=True)
     aliases = {MODEL + alias: MODEL + name for alias, name in state_index.aliases().items()}
     return Snapshot(entries, objects, aliases, about)
@@ -122,6 +129,7 @@ def versions() -> dict[str, str]:
     """Return the versions of zeroengine and torch; a checkout that is not installed has none."""
     found = {}
     for name in ("zeroengine", "torch"):
+        # Saving works from a checkout that is not installed, too.
         with contextlib.suppress(PackageNotFoundError):
             found[name] = version(name)
     return found
@@ -138,6 +146,8 @@ def storable(description: str, value: Any) -> Any:
         CheckpointError: It holds objects that no checkpoint may.
     """
     try:
+        # Writing and reading back is the strictest check: what cannot be loaded is refused now rather than after a
+        # crash.
         stream = io.BytesIO()
         torch.save(value, stream)
         stream.seek(0)
