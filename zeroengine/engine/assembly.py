@@ -153,7 +153,7 @@ def assemble(
         predivide=config.predivide(group.world_size),
         backward=backward,
         stores=placement.optimizer,
-        together=group.device.type == "cuda" if on_device is None else on_device,
+        batch_copies=group.device.type == "cuda" if on_device is None else on_device,
     )
     # From here on the ranks agree on all values. Later changes of a parameter's version were made outside of the
     # engine.

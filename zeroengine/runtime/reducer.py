@@ -64,7 +64,7 @@ class Reducer(BackwardListener):
             not overflow. The update multiplies by it again.
         backward: Tells when a backward begins and ends, and learns of each gradient and each complete unit from here.
         stores: Where each trainable unit's summed gradients live, if not on the device.
-        together: Whether copies into buffers are collected and launched together, which pays on a GPU.
+        batch_copies: Whether copies into buffers are collected and launched together, which pays on a GPU.
 
     Attributes:
         has_late_gradients: A gradient arrived after its unit was reduced in this step, and waits on this rank.
@@ -81,7 +81,7 @@ class Reducer(BackwardListener):
         predivide: float,
         backward: BackwardTracker,
         stores: Sequence[OffloadStore | None] = (),
-        together: bool = False,
+        batch_copies: bool = False,
     ) -> None:
         self._transport, self._channel = transport, transport.reduce
         self._bucket_numel = bucket_numel or 0
@@ -92,7 +92,7 @@ class Reducer(BackwardListener):
             for unit, store in zip_longest((unit for unit in units if unit.trainable), stores)
         ]
         self._offloaded = OffloadedGradients()
-        self._cast_copies = CastCopies() if together else None
+        self._cast_copies = CastCopies() if batch_copies else None
         self._reduce_order = self.gradients[::-1]
         self._num_queued = 0  # units of `_reduce_order` that joined a bucket in this backward, or need no reduce
         self._bucket: list[UnitGradients] = []  # complete units that wait for the bucket to fill
