@@ -10,8 +10,8 @@ values then go to their places in any order, from any process, and no more is he
 
 Torch's `HuggingFaceStorageWriter` (2.13) does not serve here. Of 1 GiB in three files it held 768 MiB in memory and
 took 27 s, and 72 s and twice the disk where every rank writes and the files are consolidated, against no memory and
-16 s here; it neither casts nor records tied names. Its reader is faster (2.0 to 2.6 s against 2.9 to 4.7 s, files in the page
-cache), but it maps the files, so a failing disk ends the process by SIGBUS instead of raising an error.
+16 s here. It neither casts nor records tied names. Its reader is faster (2.0 to 2.6 s against 2.9 to 4.7 s, with the
+files in the page cache), but it maps the files, so a failing disk ends the process by SIGBUS and raises no error.
 """
 
 from __future__ import annotations
