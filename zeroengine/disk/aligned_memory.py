@@ -77,8 +77,10 @@ def aligned_empty(numel: int, dtype: torch.dtype) -> Tensor:
     if large:
         with contextlib.suppress(OSError, AttributeError):
             pages.madvise(mmap.MADV_HUGEPAGE)
+        # The kernel can only back a range by a huge page that begins at a multiple of its size.
         offset = -address_of(pages) % HUGE_PAGE_BYTES
     tensor = torch.frombuffer(pages, dtype=dtype, count=numel, offset=offset)
+    # The tensor begins at its storage's address here, which is the key that views of it find.
     _pages_by_address[tensor.data_ptr()] = pages
     return tensor
 
@@ -95,6 +97,8 @@ def owns_last_page(tensor: Tensor) -> bool:
     """
     storage = tensor.untyped_storage()
     end = tensor.data_ptr() + tensor.nbytes
+    # A view that ends before its storage shares the page with other elements, which a read of the whole page would
+    # overwrite.
     return storage.data_ptr() in _pages_by_address and end == storage.data_ptr() + storage.nbytes()
 
 

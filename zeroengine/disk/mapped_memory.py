@@ -68,6 +68,7 @@ def populate_pages(tensor: Tensor, *, write: bool = False) -> None:
     """
     if not tensor.numel():
         return
+    # ``madvise`` wants an address at the beginning of a page. It rounds the length up by itself.
     start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     stop = tensor.data_ptr() + _extent_bytes(tensor)
     advice = MADV_POPULATE_WRITE if write else MADV_POPULATE_READ
@@ -86,6 +87,7 @@ def release_mapped(tensor: Tensor) -> None:
     mapping = _mapping_by_address.get(tensor.untyped_storage().data_ptr())
     if mapping is None:
         raise OffloadError("release_mapped: this tensor is not one of SwapFile.mapped; pass what that returned")
+    # Python's ``madvise`` takes offsets within the mapping.
     offset = tensor.data_ptr() - address_of(mapping)
     start, stop = offset // mmap.PAGESIZE * mmap.PAGESIZE, offset + _extent_bytes(tensor)
     if stop > start:

@@ -38,11 +38,13 @@ def mount_of(path: str | os.PathLike[str]) -> Mount:
     try:
         with open("/proc/self/mountinfo") as lines:
             for line in lines:
+                # The number of fields before the hyphen varies. Behind it come the type and the device.
                 before, _, after = line.partition(" - ")
                 mount_point, (filesystem, device) = _unescape(before.split()[4]), after.split()[:2]
                 # Of two mounts on one point the later hides the earlier, so equal lengths replace.
                 if _is_within(real_path, mount_point) and len(mount_point) >= len(mount.path):
                     mount = Mount(mount_point, filesystem, _unescape(device))
+    # A system without /proc tells nothing, and the caller treats the unknown file system as any other.
     except OSError:
         pass
     return mount

@@ -183,6 +183,7 @@ class Probe:
         moved_bytes = 0
         # One more than fills the queue, which must stay full while one of them is waited for.
         num_buffers = -(-settings.queue_depth * settings.block_size // TRANSFER_BYTES) + 1
+        # Reads and writes at once begin half a file apart, so that they do not meet.
         position = {kind: index * self._num_filled // 2 for index, kind in enumerate(kinds)}
         with settings.queue() as queue:
 
@@ -198,6 +199,7 @@ class Probe:
                 kind, buffer, transfer = under_way.popleft()
                 transfer.wait_host()
                 moved_bytes += buffer.nbytes
+                # What is under way at the end is awaited, and counts with the time that it takes.
                 if time.perf_counter() - start < seconds:
                     under_way.append(start_transfer(kind, buffer))
             return moved_bytes / (time.perf_counter() - start)
@@ -251,6 +253,7 @@ def measure(
 def fastest(speeds: Sequence[DiskSpeed]) -> DiskSpeed:
     """Return the fastest. Of those about as fast, the one that asks least: by backend, then by bytes in flight."""
     top_score = max(speed.score for speed in speeds)
+    # The backends are listed best first.
     rank = list(_aio.BACKENDS).index
     equals = [speed for speed in speeds if speed.score >= EQUAL_SPEED * top_score]
     return min(equals, key=lambda x: (rank(x.settings.backend), x.settings.queue_depth * x.settings.block_size))

@@ -76,6 +76,7 @@ class Transfer:
 
     def __init__(self, handle: int, write: bool, path: str, offset: int, resources: tuple[Descriptors, Tensor]) -> None:
         self._handle, self._write, self._path, self._offset = handle, write, path, offset
+        # The size is kept for messages, because the tensor is let go when the transfer is done.
         self._nbytes = resources[1].nbytes
         self._resources: tuple[Descriptors, Tensor] | None = resources
         self._library, self._process = _aio.library(), os.getpid()
@@ -200,6 +201,7 @@ class DiskQueue:
         if backend not in _aio.BACKENDS:
             raise OffloadError(f"backend is {backend!r}; write one of {', '.join(_aio.BACKENDS)}")
         library, queue = _aio.library(), ctypes.c_void_p()
+        # "auto" is resolved by the library, which tries each backend on this kernel.
         status = library.ze_aio_open(_aio.BACKENDS[backend], depth, block_bytes, ctypes.byref(queue))
         if status:
             raise OffloadError(

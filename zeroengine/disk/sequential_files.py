@@ -97,6 +97,7 @@ class DirectFile(io.RawIOBase):
 
         Waits for the disk where it has fallen behind by all buffers.
         """
+        # The caller may change ``data`` as soon as this returns, so its bytes are copied into a buffer.
         source = memoryview(data).cast("B")
         done = 0
         while done < len(source):
@@ -146,6 +147,7 @@ class DirectFile(io.RawIOBase):
             self._send(padded)
         for i in range(NUM_BUFFERS):
             self._wait(i)
+        # The padding of the last block, and what was allocated ahead, are cut off.
         os.ftruncate(self.descriptors.buffered, size)
 
     def _send(self, nbytes: int) -> None:
@@ -183,6 +185,7 @@ class DirectFile(io.RawIOBase):
                 write.wait_host()
         if self._queue is not None:
             self._queue.close()
+        # Each transfer holds the descriptors, too, so they are closed when the last one is done.
         del self.descriptors, self._buffers, self._views
 
     def __enter__(self) -> DirectFile:

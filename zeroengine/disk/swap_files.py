@@ -133,6 +133,7 @@ class SwapFolder:
         Raises:
             OffloadError: Files cannot be made here.
         """
+        # O_EXCL and a random name keep two processes of one folder from opening the same file.
         name = f"{path}-{secrets.token_hex(8)}"
         flags = os.O_RDWR | os.O_CLOEXEC
         try:
@@ -164,6 +165,7 @@ class SwapFolder:
         Raises:
             OffloadError: Files cannot be made here at all.
         """
+        # The trial file is gone with its descriptors, when this method returns.
         descriptors = self._open(self._path_of("try"), direct)
         if descriptors.direct < 0:
             return False
@@ -238,4 +240,5 @@ class SwapFile:
 
     def close(self) -> None:
         """Close the file. Transfers under way and mapped tensors stay valid, and keep the space until they end."""
+        # The descriptors themselves are closed with their last reference. See ``Descriptors``.
         self._descriptors = None

@@ -29,6 +29,7 @@ class RecordedEvent:
     def wait_host(self) -> None:
         """Block the host until the device has reached the event."""
         self._event.synchronize()
+        # The copy is over, so its tensors need not be kept alive.
         self._tensors = ()
 
     def wait_stream(self) -> None:
@@ -55,6 +56,7 @@ class GPUCopies:
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: Work | None = None) -> Work:
         """Start a copy on the stream of its direction."""
+        # A GPU has a copy engine for each direction, so a copy in never waits behind a copy out.
         stream, current = self._in if target.is_cuda else self._out, torch.cuda.current_stream(self._device)
         # Inside ``on_copy_stream`` copies of both directions stay on that stream, in order. Otherwise a gradient that
         # is read back to be added to would make every later shard on the "in" stream wait for the sum.
@@ -65,6 +67,8 @@ class GPUCopies:
                 after.wait_stream()
             elif stream != current:
                 stream.wait_stream(current)
+            # Only page-locked host memory lets the host go on. With other memory torch waits here, which is right but
+            # slower.
             target.copy_(source, non_blocking=True)
             return RecordedEvent(self._new_event(), self._device, target, source)
 
@@ -126,6 +130,7 @@ def _pin(pages: Pages, memory: torch.Tensor) -> None:
             f"{memory.nbytes:,} bytes of CPU memory cannot be page-locked (CUDA error {code}): free memory, offload "
             'less with "ratio", or write "pin_memory": false'
         )
+    # A fork would copy all page-locked memory at once.
     pages.madvise(mmap.MADV_DONTFORK)
 
     def unpin() -> None:
@@ -133,4 +138,5 @@ def _pin(pages: Pages, memory: torch.Tensor) -> None:
         with contextlib.suppress(Exception):
             cudart.cudaHostUnregister(address)
 
+    # The pages stay locked until they are unmapped, whichever tensor over them is the last.
     pages.before_unmap, pages.owner = unpin, process

@@ -62,6 +62,7 @@ class DiskStore:
 
     def __init__(self, folder: SwapFolder, queue: DiskQueue, expected_bytes: int) -> None:
         self._folder, self._queue = folder, queue
+        # The file takes its space here, so that a full disk is an error before training begins.
         self._file = folder.file("states", padded_nbytes(expected_bytes))
         self._end = 0
         self._regions = AddressMap[_FileRegion]()
@@ -81,6 +82,7 @@ class DiskStore:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` is a mapped state of this store, or a part of one."""
+        # Addresses of a GPU's memory may be equal to some of the host's, so the device is compared first.
         return tensor.device.type == "cpu" and self._regions.find(tensor) is not None
 
     def fill(self, state: torch.Tensor, values: torch.Tensor) -> None:
@@ -89,6 +91,7 @@ class DiskStore:
         for start in range(0, state.numel(), numel):
             chunk = state[start : start + numel]
             populate(chunk, write=True)
+            # The pages were populated for writing, so a disk that fails has raised by now.
             chunk.copy_(values[start : start + numel])
             # A state may be larger than memory, so no more than a chunk of it stays.
             self.evict(chunk)
@@ -107,6 +110,7 @@ class DiskStore:
 
     def read(self, state: torch.Tensor, into: torch.Tensor) -> Work:
         """Start to read a state from its file. The last block of ``into`` is overwritten to its end."""
+        # A read goes past the mapping, to the file. ``state`` only says which part of the file is meant.
         file, offset = self._locate(state)
         return self._queue.read(file, offset, _whole_blocks(into))
 
@@ -138,6 +142,8 @@ class DiskStore:
 
     def poison(self, error: BaseException) -> None:
         """Make ``check_intact`` raise from now on."""
+        # The first half of an update cannot be taken back, so the states stay unusable until a checkpoint replaces
+        # them.
         self._error = error
 
     def check_intact(self) -> None:
@@ -154,6 +160,7 @@ class DiskStore:
 
     def close(self) -> None:
         """Wait for the transfers under way, and close the files."""
+        # Transfers use the files, so the queue is closed first.
         self._queue.close()
         self._folder.close()
 
@@ -161,5 +168,7 @@ class DiskStore:
 def _whole_blocks(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of ``tensor`` to the end of its last block, so that O_DIRECT can move all of them."""
     start = tensor.storage_offset() * tensor.element_size()
+    # A buffer of whole blocks contains the rest of the block. In any other the range ends with the buffer's memory, and
+    # ``DiskQueue`` decides how to move its last bytes.
     stop = min(start + padded_nbytes(tensor.nbytes), tensor.untyped_storage().nbytes())
     return torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage(), start, (stop - start,), (1,))

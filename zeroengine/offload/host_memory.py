@@ -14,6 +14,7 @@ def available_memory() -> float:
     """Return the bytes of CPU memory that this process may still take, as far as Linux and a container say."""
     available = re.search(r"^MemAvailable:\s+(\d+) kB", _read_text("/proc/meminfo"), re.MULTILINE)
     nbytes = int(available[1]) << 10 if available is not None else math.inf
+    # In a container the machine's free memory is not this process's to take.
     cgroup = Path("/sys/fs/cgroup")
     limit, used = _read_text(cgroup / "memory.max").strip(), _read_text(cgroup / "memory.current").strip()
     if limit.isdigit() and used.isdigit():

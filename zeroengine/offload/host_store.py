@@ -128,6 +128,7 @@ class DiskThroughHost:
         self._buffers: list[_BounceBuffer] = []
         # By the state's address. A write that nobody refers to any more, and no buffer either, was awaited.
         self._writes: weakref.WeakValueDictionary[int, _SecondOfTwo] = weakref.WeakValueDictionary()
+        # A write's first half waits for the device, and a read's first half for the disk. See the note above.
         self._reader, self._writer = (_TransferThread(f"zeroengine-{name}") for name in ("read", "write"))
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -169,6 +170,7 @@ class DiskThroughHost:
 
     def read(self, state: torch.Tensor, into: torch.Tensor) -> Work:
         """Start to read a state from the disk to the device."""
+        # The disk may not have what was written last yet.
         self._finish_write(state)
         buffer = self._free_buffer(into.nbytes)
         host = buffer.memory[: into.nbytes].view(into.dtype)
@@ -186,8 +188,11 @@ class DiskThroughHost:
         self._finish_write(state)
         buffer = self._free_buffer(source.nbytes)
         host = buffer.memory[: source.nbytes].view(source.dtype)
+        # The copy from the device is issued in this thread, behind the kernels of its current stream that made
+        # ``source``.
         copied = self._copies.copy(host, source)
         written = _SecondOfTwo(self._writer.submit(self._write_out, copied, host, state), copied)
+        # The buffer keeps the write alive until it was awaited. The dictionary alone would not.
         buffer.last_use = self._writes[state.data_ptr()] = written
         return written
 
@@ -211,6 +216,7 @@ class DiskThroughHost:
             free = _BounceBuffer(self._copies.host_memory(padded_nbytes(nbytes), torch.uint8))
         else:
             self._buffers.remove(free)
+        # The list is in the order of the last uses, so the buffer goes to its end.
         self._buffers.append(free)
         # The buffer forgets its last use before the wait, so that one that failed raises once and not for ever.
         last_use, free.last_use = free.last_use, None
@@ -220,6 +226,7 @@ class DiskThroughHost:
 
     def close(self) -> None:
         """End both threads after what they were given."""
+        # The first halves that are under way come to their end before the disk is closed.
         self._reader.close()
         self._writer.close()
 
@@ -275,6 +282,7 @@ class _SecondOfTwo:
 
     def wait_stream(self) -> None:
         """Order the current stream behind the part that the device takes."""
+        # Kernels may overwrite ``source`` of a write as soon as the copy has read it. They need not wait for the disk.
         (self._second.result() if self._device_work is None else self._device_work).wait_stream()
 
     def done(self) -> bool:

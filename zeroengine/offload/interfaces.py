@@ -128,6 +128,7 @@ class AddressMap(Generic[T]):
 
     def add(self, address: int, nbytes: int, value: T) -> None:
         """Map ``nbytes`` bytes at ``address``, which overlap no earlier range, to ``value``."""
+        # Ranges do not overlap, so their order by address stays fixed.
         index = bisect_right(self._ranges, address, key=lambda entry: entry[0])
         self._ranges.insert(index, (address, address + nbytes, value))
 

@@ -87,6 +87,7 @@ class StateOffloader:
         Raises:
             ZeroEngineError: Memory cannot be given back, or a path cannot be used. Nothing was moved then.
         """
+        # A tensor without memory has nothing to move, such as the full buffer of a released unit.
         moved = {name: [t for t in tensors if t.untyped_storage().nbytes()] for name, tensors in states.items()}
         # All checks come before the first tensor moves, so that an error leaves everything in place.
         for name, tensors in moved.items():
@@ -102,12 +103,14 @@ class StateOffloader:
         for name, tensors in moved.items():
             pairs = self._offloaded.setdefault(name, [])
             for tensor in tensors:
+                # Detached, because autograd must not record the copies.
                 flat = tensor.detach().view(-1)
                 values = torch.empty_like(flat, device="cpu") if disk is None else disk.empty(flat.numel(), flat.dtype)
                 pairs.append((tensor, values.copy_(flat)))
                 # The tensor keeps its identity and shape; only its storage is freed.
                 tensor.untyped_storage().resize_(0)
                 if disk is not None:
+                    # The mapped pages are in memory after the copy, which would defeat the purpose.
                     disk.evict(values)
 
     def reload(self, allocate: Callable[[torch.Tensor], None]) -> None:
@@ -124,6 +127,7 @@ class StateOffloader:
                 ops.advise_huge_pages(tensor)
                 tensor.detach().view(-1).copy_(values)
         if self._disk is not None:
+            # The files are needed for this one time, and their space goes back to the disk.
             self._disk.close()
             self._disk = None
 

@@ -49,6 +49,8 @@ class OffloadedShards:
         self.medium = store.medium
         self._num_buffers = num_buffers
         self._single_rank = transport.world_size == 1
+        # A single rank needs no collective. Elsewhere the transport must overlap, and a shard in CPU memory is copied
+        # by a stream. A shard on a disk must have arrived before its collective is issued.
         self.can_gather_ahead = self._single_rank or (transport.overlaps and store.medium == "cpu")
         # The buffer that was sent from first comes first.
         self._buffers: list[_SendBuffer] = []
@@ -71,6 +73,7 @@ class OffloadedShards:
 
     def fill(self, shard: torch.Tensor, values: torch.Tensor) -> None:
         """Replace the values of a shard, also of one that was read ahead."""
+        # What was read ahead would be the values of before.
         self.discard_prefetched(shard)
         self._store.fill(shard, values)
 
@@ -105,6 +108,7 @@ class OffloadedShards:
             try:
                 read.wait_stream()
             finally:
+                # Also after a read that failed, or the buffer could never be used again.
                 buffer.busy = False
             buffer.gather = self._transport.gather.all_gather(full, arrived, label)
         return buffer.gather
@@ -115,6 +119,7 @@ class OffloadedShards:
         Waits for the reads, so that the shard may be written afterwards.
         """
         if shard is None:
+            # The shards are forgotten before anything is awaited, so that a read that raises is not found again.
             discarded, self._prefetched = self._prefetched, {}
         else:
             address = shard.data_ptr()
@@ -141,6 +146,8 @@ class OffloadedShards:
         for buffer in fitting:
             if self._is_reusable(buffer, 0.0):
                 return self._move_to_end(buffer)
+        # The wait has a limit, since a peer may itself wait for this rank's next collective. Another buffer is the way
+        # out.
         if fitting and len(self._buffers) >= self._num_buffers and self._is_reusable(fitting[0], REUSE_TIMEOUT_S):
             return self._move_to_end(fitting[0])
         # The transport's memory is what its collectives send fastest from, but has no alignment for direct I/O.

@@ -151,11 +151,13 @@ class Pipeline:
 
     def _start(self, task: PipelineTask, buffer: _Buffer) -> _StartedTask:
         """Lay the moved operands out in ``buffer``, each from a block on, and start their reads."""
+        # The buffer's last task may still be on its way to its store.
         buffer.wait_writes()
         started = _StartedTask(task, buffer)
         end = 0
         for operand in task.operands:
             state = operand.tensor
+            # An operand that lives in none of the stores is memory that the kernel can use where it is.
             store = next((store for store in self._stores if store.holds(state)), None)
             if store is None:
                 started.tensors.append(state)
@@ -173,6 +175,7 @@ class Pipeline:
     def _finish(self, started: _StartedTask) -> None:
         """Compute a task once its reads have arrived, and start its writes."""
         while started.reads:
+            # Reads are awaited by the host, since the kernel runs on the CPU.
             started.reads.pop(0).wait_host()
         started.task.compute(*started.tensors)
         # Nobody waits for the writes here: the next task in this buffer does, or the end of ``run``.

@@ -54,6 +54,7 @@ class Placement:
     @property
     def send_buffer_bytes(self) -> int:
         """Bytes of the memory that offloaded shards are sent from."""
+        # Units share one object, whose buffers would otherwise be counted once for each unit.
         distinct = {id(shards): shards for shards in self.parameters if shards is not None}
         return sum(shards.nbytes for shards in distinct.values())
 
@@ -115,6 +116,7 @@ def place_states(
         ZeroEngineError: A path cannot be used, or there is too little room.
     """
     zero = config.zero_optimization
+    # One pair of streams serves both sections, so memory is page-locked only if neither of them forbids it.
     if copies is None and device.type == "cuda":
         sections = [section for section in (zero.offload_optimizer, zero.offload_param) if section.device != "none"]
         copies = GPUCopies(device, pin=all(section.pin_memory for section in sections))
@@ -144,6 +146,7 @@ def place_states(
             for plan, offloaded in zip(trainable, optimizer_offloaded, strict=True)
             if offloaded
         )
+        # Both sections may name one folder, which then has one store with room for both.
         bytes_by_location[optimizer_location] = bytes_by_location.get(optimizer_location, 0) + state_bytes
 
     disks = {
@@ -154,6 +157,7 @@ def place_states(
     stores: dict[str, OffloadStore] = dict(disks)
     if copies is not None:
         num_buffers = zero.offload_param.buffer_count
+        # A disk cannot read from a GPU's memory, so every transfer passes through the host.
         stores = {path: DiskThroughHost(disk, copies, num_buffers) for path, disk in disks.items()}
         if CPU_MEMORY in bytes_by_location:
             stores[CPU_MEMORY] = HostStore(copies)
@@ -165,6 +169,7 @@ def place_states(
     # GPU there is none: the update is on the GPU, and the shards come to it.
     moved_stores: list[StateStore] = list(disks.values())
     if copies is not None:
+        # Gradients and parameters that stay on the GPU are brought to the CPU's update like those on a disk.
         moved_stores.append(DeviceStore(copies, tuple(stores.values())))
     element_bytes = max(
         (_moved_element_bytes(plan, config, param_location, optimizer_location, copies) for plan in trainable),
@@ -231,6 +236,7 @@ def _location_of(section: OffloadOptimizer | OffloadParam, copies: Copies | None
 
 def _within_ratio(sizes: Sequence[int], ratio: float) -> list[bool]:
     """Return which of the units, in order, are offloaded so that at most ``ratio`` of all elements are."""
+    # The choice depends on sizes alone, so all ranks make the same one.
     remaining, chosen = ratio * sum(sizes), []
     for size in sizes:
         chosen.append(size <= remaining)
@@ -249,6 +255,7 @@ def _optimizer_state_bytes(plan: UnitPlan, degrees: Degrees, config: Config, tra
     """Return the bytes that a unit's master weights, moments and gradients take in a store."""
     numel = _shard_numel(plan, degrees, degrees.optimizer, transport)
     moment_bytes = padded_nbytes(numel * FLOATS[config.optimizer_state_dtype].itemsize)
+    # Each state is padded by itself, because each of them begins at a block of the file.
     nbytes = 2 * moment_bytes + _is_mixed(plan) * padded_nbytes(numel * torch.float32.itemsize)
     if can_offload_gradients(degrees, transport):
         grad_numel = _shard_numel(plan, degrees, degrees.gradients, transport)
