@@ -39,6 +39,7 @@ def redirect_calls(optimizer: torch.optim.Optimizer, step: Callable[[], None], z
         step: A bound method of the engine, which is referred to weakly.
         zero_grad: Likewise.
     """
+    # The caller may keep the optimizer for longer than the engine, which holds most of the memory.
     engine_step, engine_zero_grad = weakref.WeakMethod(step), weakref.WeakMethod(zero_grad)
     optimizer_ref = weakref.ref(optimizer)
 
@@ -48,6 +49,8 @@ def redirect_calls(optimizer: torch.optim.Optimizer, step: Callable[[], None], z
             return None
         check_step_call(called, *args[1:], **kwargs)
         _alive(engine_step())()
+        # torch now calls the optimizer's own ``step`` with this copy in place of ``self``. It finds no parameters and
+        # returns.
         return (copy_without_parameters(called),), {}
 
     def zero(set_to_none: bool = True) -> None:
@@ -83,6 +86,7 @@ def check_step_call(optimizer: torch.optim.Optimizer, closure: Any = None, **kwa
     Raises:
         ZeroEngineError: There is a closure, or a GradScaler that scales the loss beside the engine.
     """
+    # GradScaler passes its scale by an attribute, since the optimizer says that it supports scaling.
     scaled = "grad_scale" in vars(optimizer)
     # GradScaler sets these attributes, and leaves them there after an error.
     for name in ("grad_scale", "found_inf"):
@@ -107,6 +111,8 @@ def copy_without_parameters(optimizer: torch.optim.Optimizer) -> torch.optim.Opt
     # copy.copy would use torch's __getstate__, which leaves attributes out.
     clone = object.__new__(type(optimizer))
     clone.__dict__.update({name: value for name, value in vars(optimizer).items() if name not in REPLACED})
+    # The copy must not run the hooks: ``redirect_calls`` would call the engine again, and the caller's hooks would run
+    # twice.
     for hooks in _STEP_HOOKS:
         setattr(clone, hooks, OrderedDict())
     clone.state = defaultdict(dict)
@@ -140,10 +146,12 @@ def load_hyperparameters(optimizer: torch.optim.Optimizer, state_dict: Mapping[s
             "the optimizer's state is partitioned over the ranks: it cannot be loaded from one dict. Use "
             "engine.load_checkpoint(), and see docs/checkpoints.md for what other libraries wrote."
         )
+    # The numbers of parameters are compared before any group changes, so that an error leaves all of them as they were.
     groups, given = optimizer.param_groups, state_dict["param_groups"]
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in given]:
         raise ZeroEngineError(
             "load_state_dict(): the groups of the optimizer and of the dict differ in their parameters"
         )
     for group, values in zip(groups, given, strict=True):
+        # Schedulers and the engine refer to these dicts, so they are updated in place.
         group.update({key: value for key, value in values.items() if key != "params"})

@@ -66,10 +66,13 @@ def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def _by_name(kind: str, params: list[nn.Parameter], hyperparameters: dict[str, Any]) -> torch.optim.Optimizer:
+    # A name with a dot is an import path. Lion is not part of torch.
     cls = _imported(kind) if "." in kind else Lion if kind == "Lion" else getattr(torch.optim, kind)
     # The decorated add_param_group imports torch._dynamo, which costs 70 MB and a second or two at every start.
     undecorated = {"add_param_group": add_param_group} if cls.add_param_group is _decorated else {}
     try:
+        # A subclass carries the undecorated method, because torch's own class must not change for other code of the
+        # process.
         built: torch.optim.Optimizer = type(cls.__name__, (cls,), undecorated)(params, **hyperparameters)
     except Exception as error:
         raise ZeroEngineError(
@@ -99,6 +102,7 @@ add_param_group = getattr(_decorated, "__wrapped__", _decorated)
 
 
 def _check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    # Parameters are compared by identity: an optimizer over a copy of the model would train nothing.
     names = {param: name for name, param in model.named_parameters()}
     kind = type(optimizer).__name__
     held: set[nn.Parameter] = set()
@@ -111,6 +115,7 @@ def _check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> Non
                     "initialize(), after any change of its modules."
                 )
             held.add(param)
+    # A trainable parameter outside of the optimizer would have its gradients reduced and never be updated.
     missing = [name for param, name in names.items() if param.requires_grad and param not in held]
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
@@ -132,6 +137,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, degrees: Degrees) -> None:
             optimizer, or has taken steps.
     """
     name = type(optimizer).__name__
+    # Optimizers such as Lookahead wrap another one, which would go on with the parameters that it knows.
     for attribute, value in vars(optimizer).items():
         if isinstance(value, torch.optim.Optimizer):
             raise ZeroEngineError(
@@ -143,6 +149,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, degrees: Degrees) -> None:
             f"{name} does not call super().__init__() of torch.optim.Optimizer, and so has no step hooks, which the "
             "engine needs. Call it in the constructor."
         )
+    # The names of the base classes count as well, so that a subclass of LBFGS is found.
     names = {cls.__name__ for cls in type(optimizer).__mro__}
     if "LBFGS" in names:
         raise ZeroEngineError(
@@ -154,6 +161,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, degrees: Degrees) -> None:
             f"{name} is not element-wise: its update of one element looks at others, so it cannot run on shards. Use "
             "zero_optimization.stage 0, or an element-wise optimizer such as AdamW."
         )
+    # Some optimizers, such as Adagrad, have state before their first step, with a step count of 0. Any other state is
+    # taken to come from a step.
     if any(float(state.get("step", 1)) != 0 for state in optimizer.state.values()):
         raise ZeroEngineError(
             f"the {name} passed to initialize() has already taken steps: its state cannot be partitioned. Call "

@@ -67,7 +67,8 @@ class GradientNorm:
     ) -> None:
         self._shards, self._source, self._transport, self._writes = shards, source, transport, writes
         self._flags: list[float] = []
-        self._device_flags = torch.empty(0, device="cpu")  # The values of `_flags`, on the device.
+        # The values of ``_flags``, on the device.
+        self._device_flags = torch.empty(0, device="cpu")
 
     @property
     def device(self) -> torch.device:
@@ -83,6 +84,8 @@ class GradientNorm:
         Raises:
             DivergenceError: On every rank, where the ranks wrote different values. Nothing has changed.
         """
+        # No rank knows whether another one has late gradients, and all must reduce them together. So the first sum
+        # carries the question with it.
         summary, any_late = self._summarise(label, late=self._source.has_late_gradients)
         if any_late:
             self._source.reduce_late_gradients()
@@ -102,6 +105,7 @@ class GradientNorm:
             squared_norm = shard.grads.squared_norm
             if squared_norm is None:
                 squared_norm = _squared_norm(shard.gradient_for_norm(world_size))
+            # The sum stays on the gradients' device, in the order of the units, which is the same at every stage.
             values[0] += squared_norm
         total = self._transport.all_reduce_scalars(values, label).tolist()
         # Ranks that ran different collectives are reported here, before anything is updated.
@@ -111,11 +115,13 @@ class GradientNorm:
             stop = start + len(shard.unit.params)
             has_grad.append([flag > 0 for flag in total[start:stop]])
             start = stop
+        # This comes before the result is used: nothing has been updated where the ranks differ.
         self._writes.confirm(self._writes.suspects(total[start:]))
         return GradientSummary(total[0], has_grad), total[1] > 0
 
     def norm_on_host(self, divisor: float, label: str) -> torch.Tensor:
         """Return the norm of the gradients over ``divisor``, 0-d float64 on their device. A collective."""
+        # The division comes after the root, as in ``ops.gradient_factor``, so that both give the same bits.
         norm = math.sqrt(self.summarise(label).squared_norm) / divisor
         return torch.tensor(norm, dtype=torch.float64, device=self.device)
 
@@ -160,6 +166,7 @@ class GradientNorm:
                 not_finite[span.param_index] = not_finite[span.param_index] or not bool(torch.isfinite(gradient).all())
             flags += not_finite
             names += [slot.name for slot in slots]
+        # A parameter may be cut across ranks, so each rank looks at its own part and the flags are summed.
         total = self._transport.all_reduce_scalars(
             torch.tensor(flags, dtype=torch.float64, device=self.device), "where not finite"
         )
@@ -180,6 +187,7 @@ def step_on_host(
     factor, grad_norm, overflow = ops.gradient_factor(
         squared_norm, divisor=settings.divisor, limit=settings.limit, skip=settings.skip
     ).tolist()
+    # All ranks have the same sum and so the same answer: either all of them update or none does.
     if not overflow:
         update(factor, summary.has_grad)
     return StepResult(lambda: (grad_norm, not overflow))

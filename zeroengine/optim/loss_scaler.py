@@ -69,6 +69,8 @@ class LossScaler:
     def update(self, overflow: bool) -> None:
         """Count a step, and adapt the scale to whether it overflowed."""
         if self.dynamic and overflow:
+            # A single overflow may be an accident, so the first ones only count down. The count is not refilled by
+            # halving.
             if self.hysteresis_left <= 1:
                 self.scale = max(self.scale / FACTOR, self.minimum)
             else:

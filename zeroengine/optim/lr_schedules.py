@@ -37,6 +37,7 @@ def make_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer, config: Con
     if config.scheduler is None:
         return None
     kind, params = config.scheduler.type, config.scheduler.params
+    # OneCycle also moves the momentum, which a LambdaLR cannot.
     if kind == "OneCycle":
         return _OneCycle(optimizer, params)
     rate = {
@@ -96,6 +97,7 @@ class ScheduleGuard:
     def step(self) -> None:
         """Step the schedule, if there is one."""
         if self._guarded:
+            # The schedule's class refuses ``step``, so the method of its own class is called.
             self._own_class.step(self.schedule)
         elif self.schedule is not None:
             self.schedule.step()
@@ -122,6 +124,7 @@ def _refusing_class(cls: Any) -> Any:
 
     # A copy or a pickle of the schedule is of its own class.
     def reduce(self: Any, protocol: Any) -> Any:
+        # The refusing class cannot be imported, and another process has no engine that steps the schedule.
         function, arguments, *rest = super(refusing, self).__reduce_ex__(protocol)
         return (function, tuple(cls if value is type(self) else value for value in arguments), *rest)
 
@@ -175,6 +178,7 @@ def _warmup_cosine(params: dict[str, Any], base: float, step: int) -> float:
     warm, total = params["warmup_num_steps"], params["total_num_steps"]
     if step < warm:
         return base * _between(params["warmup_min_ratio"], 1.0, _rise(params, step))
+    # The added 1 is DeepSpeed's.
     part = min(1.0, (step - warm + 1) / max(1, total - warm))
     return base * _between(params["cos_min_ratio"], 1.0, (1 + math.cos(math.pi * part)) / 2)
 
@@ -205,6 +209,7 @@ class _OneCycle(LRScheduler):
         if p["cycle_momentum"]:
             momentum = self._cycle(p["cycle_max_mom"], p["cycle_min_mom"], step)
             if after > 0:
+                # A momentum of 1 or more would diverge.
                 momentum = min(0.999, p["cycle_max_mom"] * (1 + p["decay_mom_rate"] * after))
             for group in self.optimizer.param_groups:
                 if "betas" in group:
@@ -220,6 +225,7 @@ class _OneCycle(LRScheduler):
             second = self._params["cycle_second_stair_count"]
             stairs = self._params["cycle_first_stair_count"] if second is None else second
             done, length = max(0, self._rising + self._falling - step), max(1, self._falling)
+        # With stairs the rate moves in that many equal steps, otherwise without steps.
         part = math.floor(done * stairs / length) / stairs if stairs else done / length
         return _between(ends, peak, part)
 

@@ -43,6 +43,7 @@ class OptimizerShard:
 
     def _take_master(self) -> torch.Tensor:
         """Return the master. The unit has one already where its parameters were built in a wider dtype."""
+        # The unit forgets its master, or a copy to another place would leave the first one in memory.
         built, self.unit.master = self.unit.master, None
         if built is not None and self.store is not None and self.store.holds(built):
             return built
@@ -51,6 +52,7 @@ class OptimizerShard:
         populate(master, write=True)
         master.copy_(self.param if built is None else built)
         if self.store is not None:
+            # All masters together may be larger than memory. This one is not read before the update.
             self.store.evict(master)
         return master
 
@@ -97,6 +99,7 @@ class OptimizerShard:
     def param_only_offloaded(self) -> OffloadedShards | None:
         """The store of the parameter shard if nothing else is offloaded: the update then brings it to the device."""
         stored = self.unit.offloaded_shards
+        # The store's transfers must be in the order of the device's stream, for the update is issued between them.
         alone = self.store is None and self.grads.store is None and stored is not None and stored.stream_ordered
         return stored if alone else None
 
@@ -120,5 +123,6 @@ class OptimizerShard:
     def reload_master(self) -> None:
         """Copy into the master the parameters that were written from outside. All others keep their master's bits."""
         if self.mixed:
+            # The master may be a mapped part of a file. See "SIGBUS" in ``disk/mapped_memory.py``.
             populate(self.master, write=True)
             ops.reload_written(self.master, self.param.to(self.master.device))

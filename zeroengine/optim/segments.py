@@ -44,7 +44,8 @@ def segments_of(
         steps: For each parameter, its step count.
     """
     segments: list[Segment] = []
-    # Whether no parameter was left out since the last segment.
+    # True if no parameter was left out since the last segment. One call must not run over a parameter that has no
+    # gradient and lies between two that have one.
     joins = False
     for span in layout.spans(rank, layout.degrees.optimizer):
         i, stop = span.param_index, span.shard_offset + span.numel

@@ -84,7 +84,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._constructed = False
         super().__init__(base_optimizer.param_groups, base_optimizer.defaults)
         self._constructed = True
-        self.param_groups = base_optimizer.param_groups  # The very same list and dicts.
+        # The very same list and dicts, so that schedulers and users of either optimizer change both.
+        self.param_groups = base_optimizer.param_groups
         self._gradient_norm = GradientNorm(self.shards, source, transport, writes)
         parts = BackendParts(
             optimizer=self,
@@ -211,6 +212,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for elements, state in self._states_of_param(shard, param_index):
             value = state.elements.get(key, state.numbers.get(key))
             if value is not None:
+                # States on a disk are mapped, and this is a use of their values in place.
                 populate(value)
                 values.append((elements, value))
         return values
@@ -224,8 +226,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for span in shard.spans():
             if span.param_index != param_index:
                 continue
+            # The shard may hold no part of the parameter. Other ranks set theirs.
             target = self.shard_state.of(shard, span).elements.get(key)
             if target is None:
+                # A number such as a step count belongs to the parameter as a whole, and each rank with a part of it
+                # keeps a copy.
                 self.backend.state.set_numbers(shard, span, {key: value})
             else:
                 populate(target, write=True)

@@ -59,6 +59,7 @@ class StepResult:
         return hash(bool(self))
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # The result refers to the engine and to memory of a device, so the pickle holds the answer alone.
         return bool, (bool(self),)
 
     def __repr__(self) -> str:

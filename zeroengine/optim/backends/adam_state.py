@@ -47,6 +47,8 @@ class AdamState:
     keys = frozenset({"exp_avg", "exp_avg_sq", "step"})
 
     def __init__(self, shards: Sequence[OptimizerShard], moments_dtype: torch.dtype) -> None:
+        # Moments exist from the start, so that memory which is too little fails at ``initialize`` and not at the first
+        # step.
         self.moments = [(shard.zeros(moments_dtype), shard.zeros(moments_dtype)) for shard in shards]
         self.steps = [[0] * len(shard.unit.params) for shard in shards]
 
@@ -62,6 +64,7 @@ class AdamState:
 
     def set_numbers(self, shard: OptimizerShard, span: ShardSpan, numbers: Mapping[str, torch.Tensor]) -> None:
         """See ``ShardState``."""
+        # Without a step count the parameter starts as one that was never updated.
         self.steps[shard.number][span.param_index] = int(numbers["step"].item()) if "step" in numbers else 0
 
     def clear(self, shard: OptimizerShard, span: ShardSpan) -> None:

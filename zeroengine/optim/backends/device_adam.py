@@ -43,6 +43,7 @@ class DeviceAdam:
         shards = parts.shards
         if not (shards and runs_fused_adam(parts.base_optimizer, shards) and all(s.on_device for s in shards)):
             return False
+        # Tests ask for this path on the CPU, where it gives the same numbers.
         if parts.without_waiting is not None:
             return parts.without_waiting
         device = parts.gradient_norm.device
@@ -52,7 +53,8 @@ class DeviceAdam:
         self.state = AdamState(parts.shards, parts.moments_dtype)
         self._parts = parts
         self._device = parts.shards[0].master.device
-        self._device_counts = self._host_counts()  # The step counts that the table has.
+        # The step counts that the table on the device has, as far as the host knows.
+        self._device_counts = self._host_counts()
         self._table = AdamTable(
             list(_buffers(parts.shards, parts.group_of_param)),
             len(parts.base_optimizer.param_groups),
@@ -68,6 +70,8 @@ class DeviceAdam:
 
     def step(self, settings: StepSettings) -> StepResult:
         """See ``UpdateBackend``."""
+        # The last step's result must be known before another one is issued: its counts are those that this step
+        # continues.
         self.sync_step_counts()
         self._update_device_counts()
         self._table.set_groups([self._hyperparameters(group) for group in self._parts.optimizer.param_groups])
@@ -108,11 +112,13 @@ class DeviceAdam:
         """
         if self._pending is None:
             return
+        # The attribute is cleared first, because reading the result may come back here through the engine.
         (result, values), self._pending = self._pending, None
         # The truth value tells the engine, too, which takes back its LR schedule if the step was skipped.
         updated = bool(result)
         # Behind the factor's three values: a flag for each parameter, then the checksums of outside writes.
         sums = values.read()[3:]
+        # On overflow the device counted no step, so the host's counts stay as well.
         if updated:
             has_grad = iter(sums)
             self.state.steps = [[step + (next(has_grad) > 0) for step in steps] for steps in self.state.steps]
@@ -152,4 +158,6 @@ def _buffers(shards: Sequence[OptimizerShard], group_of_param: Mapping[torch.Ten
         ]
         # Step counts stay below 2**32, so that no two units share the seed of a step, `seed + step`.
         yield AdamBuffer(segments, seed=shard.number << 32, offset=shard.offset)
+        # Slots run through the parameters of all units, those outside of this rank's shards included, so that the flags
+        # of all ranks have one order.
         num_params += len(params)

@@ -30,8 +30,10 @@ from zeroengine.optim.step_result import StepResult, StepSettings
 from zeroengine.utils.profiling import profile_range
 from zeroengine.utils.work import Work
 
-SEGMENT_TABLES = 16  # Remembered for each shard: one for each set of parameters that got a gradient.
-MAX_SHARDS_LEAVING = 3  # Parameter shards on their way from the device at once.
+# The tables of segments that are remembered for each shard, one for each set of parameters that got a gradient.
+SEGMENT_TABLES = 16
+# The parameter shards that are on their way from the device at once. Each of them takes a staging buffer.
+MAX_SHARDS_LEAVING = 3
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class PendingWriteback:
 
     def update_and_send(self, stored: OffloadedShards, update: Callable[[], Work]) -> None:
         """Call ``update``, which updates a shard and sends it to ``stored``."""
+        # An update that raises half way leaves a shard whose old values are gone.
         with poison_on_error(stored):
             self._writebacks.append((stored, update()))
         if len(self._writebacks) >= MAX_SHARDS_LEAVING:
@@ -174,10 +177,13 @@ class HostAdam:
         numel, chunk_numel = shard.param.numel(), self._parts.pipeline.chunk_numel
         for start in range(0, numel, chunk_numel):
             stop = min(start + chunk_numel, numel)
+            # Chunks have a fixed length, so a segment may lie in several of them.
             inside = [segment for segment in segments if segment.start < stop and start < segment.stop]
             # A piece without any parameter that got a gradient stays where it is.
             if not inside:
                 continue
+            # Elements that no segment covers keep their values. They must be read if the chunk is written back as a
+            # whole.
             all_written = sum(min(s.stop, stop) - max(s.start, start) for s in inside) == stop - start
             # The kernel reads all but the low-precision parameters, and writes all but the gradient.
             reads_param = not all_written or shard.may_be_written

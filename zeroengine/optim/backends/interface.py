@@ -48,7 +48,8 @@ from zeroengine.partition.layout import ShardSpan
 from zeroengine.runtime.outside_writes import OutsideWrites
 from zeroengine.runtime.unit import Unit
 
-StateKeys = dict[str, tuple[torch.dtype, bool]]  # By name: the dtype, and whether it is a number per parameter.
+# By name: the dtype, and whether the state is one number for each parameter.
+StateKeys = dict[str, tuple[torch.dtype, bool]]
 
 
 class SpanState(NamedTuple):

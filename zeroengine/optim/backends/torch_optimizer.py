@@ -40,6 +40,7 @@ class TorchOptimizer:
                 param = shard.unit.params[span.param_index]
                 # A parameter that lies wholly in this shard keeps its shape, which some optimizers look at.
                 shape = param.shape if span.numel == param.numel() else (span.numel,)
+                # A view of the master, so that the optimizer updates the shard itself.
                 on_shard = torch.nn.Parameter(shard.master[span.shard_slice].view(shape))
                 self._on_shards.param_groups[parts.group_of_param[param]]["params"].append(on_shard)
                 self._params[shard.number].append((span, on_shard))
@@ -82,12 +83,15 @@ class TorchOptimizer:
                     gradient = shard.gradient[span.shard_slice]
                     param.grad = gradient.to(param.dtype, copy=True).mul_(factor).view_as(param)
         self._on_shards.step()
+        # The copies of the gradients would take memory until the next step.
         self._on_shards.zero_grad(set_to_none=True)
         # Some optimizers keep state in their groups, which checkpoints take from the caller's.
         for group, caller_group in zip(groups, caller_groups, strict=True):
             caller_group.update(_hyperparameters(group))
         for shard in self._parts.shards:
             if shard.low_precision_param is not None:
+                # All values are rounded anew, also of parameters without a gradient. Their masters were reloaded above,
+                # so they keep what was written.
                 shard.low_precision_param.copy_(shard.master)
             self._parts.after_update(shard.unit)
 
@@ -96,6 +100,7 @@ class TorchOptimizer:
     def of(self, shard: OptimizerShard, span: ShardSpan) -> SpanState:
         """See ``ShardState``."""
         whole_span, param = self._param(shard, span)
+        # ``span`` may be a part of the rank's span, as where a checkpoint of another number of ranks is read.
         start = span.param_offset - whole_span.param_offset
         state = SpanState({}, {})
         for key, value in self._on_shards.state.get(param, {}).items():
@@ -113,6 +118,7 @@ class TorchOptimizer:
         _, param = self._param(shard, span)
         state = self._on_shards.state[param]
         for key in [key for key in state if key not in keys]:
+            # States that the checkpoint lacks would keep the values of before.
             del state[key]
         for key, (dtype, is_number) in keys.items():
             if key not in state:
@@ -147,6 +153,7 @@ def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _initial_state(value: Any, param: torch.Tensor, span: ShardSpan, on_shard: torch.Tensor) -> Any:
     """Return the part for a span of a state that the optimizer has before its first step, as Adagrad does."""
+    # Numbers belong to the whole parameter. Each span has a copy of its own, since the optimizer changes them in place.
     if not isinstance(value, torch.Tensor) or value.shape != param.shape or not value.dim():
         return copy.deepcopy(value)
     return value.flatten()[span.param_offset :][: span.numel].to(on_shard.dtype, copy=True).view_as(on_shard)
