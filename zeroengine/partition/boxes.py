@@ -1,4 +1,4 @@
-"""Covers a run of a flattened tensor by boxes of the tensor itself, the form in which checkpoints store shards.
+"""Cover a run of a flattened tensor by boxes of the tensor itself, the form in which checkpoints store shards.
 
 A run of a 3 x 4 tensor, elements 2 to 10 of 12, is three boxes (``.`` is not in the run):
 
@@ -35,12 +35,15 @@ def boxes_of_run(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
     """
     if start >= stop:
         return
+    # A tensor without dimensions has one element, and this run contains it.
     if not shape:
         yield Box((), (), 0)
         return
+    # The run has elements, so no dimension is 0, and neither is `row`.
     row = math.prod(shape[1:])
-    # The rows [first, last) lie in the run as a whole. Parts of rows may come before and after them.
+    # The rows [first, last) lie entirely in the run. Parts of rows may come before and after them.
     first, last = -(-start // row), stop // row
+    # The run begins and ends within one row, so only the inner dimensions are cut.
     if first > last:
         yield from _in_row(shape, last, start, stop)
         return

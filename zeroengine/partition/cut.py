@@ -1,4 +1,4 @@
-"""Cuts a model into units: the parameters that are gathered and released together.
+"""Cut a model into units: the parameters that are gathered and released together.
 
 A unit is a set of parameters; hooks sit on modules. The *modules* of a unit are those whose forward needs it, so a tied
 parameter belongs to one unit and that unit has the modules of both its uses.
@@ -20,9 +20,9 @@ from torch import nn
 
 from zeroengine.errors import ZeroEngineError
 
-# Elements. Outside of the blocks, a parameter of this size, such as an embedding, is a unit of its own.
+# Counted in elements. Outside of the blocks, a parameter of this size, such as an embedding, is a unit of its own.
 LARGE_PARAM = 1 << 20
-# Elements. Smaller parameters outside of the blocks are grouped into units of up to this size.
+# Counted in elements. Smaller parameters outside of the blocks are grouped into units of up to this size.
 REST_UNIT = 1 << 22
 
 
@@ -92,6 +92,7 @@ def cut_units(
     for name, root in roots.items():
         group = _Group(name, root)
         for param in root.parameters():
+            # A tied parameter counts once, in the unit where it is registered first.
             if param not in taken:
                 taken.add(param)
                 group.params.append((names[param], param))
@@ -99,11 +100,13 @@ def cut_units(
             groups.append(group)
     groups += _group_rest([(name, param) for param, name in names.items() if param not in taken])
     order = {param: i for i, param in enumerate(names)}
+    # Blocks and the rest are mixed here. The order of registration is the same on every rank.
     groups.sort(key=lambda g: order[g.params[0][1]])
     owners = _owners(model)
 
     def dtype_of(param: nn.Parameter) -> torch.dtype:
         if compute_dtype is None or not param.is_floating_point():
+            # The order of `named_parameters` is the same on every rank, and so are the units.
             return param.dtype
         return torch.float32 if param in keep_fp32 else compute_dtype
 
@@ -125,6 +128,7 @@ def _has_params(module: nn.Module) -> bool:
 
 def _repeated_blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield the elements of the outermost repeated containers, with their names."""
+    # Modules without parameters are not gathered, so they do not count as blocks.
     children = [(f"{prefix}{name}", child) for name, child in module.named_children() if _has_params(child)]
     if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
         kinds = Counter(type(child) for _, child in children)
@@ -134,6 +138,7 @@ def _repeated_blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str,
     else:
         repeated = set()
     for name, child in children:
+        # Inside of a block no further containers are searched: the outermost repeated modules are the units.
         if type(child) in repeated:
             yield name, child
         else:
@@ -168,6 +173,7 @@ def _group_rest(rest: list[tuple[str, nn.Parameter]]) -> list[_Group]:
             groups.append(_Group(name, None, [(name, param)]))
             continue
         if small.params and small.numel + param.numel() > REST_UNIT:
+            # The first small parameter of a group names it, since no module contains all of them.
             groups.append(small)
             small = _Group(f"rest.{name}", None)
         small.params.append((name, param))
@@ -189,10 +195,12 @@ def _split(
     group: _Group, owners: dict[nn.Parameter, list[nn.Module]], dtype_of: Callable[[nn.Parameter], torch.dtype]
 ) -> Iterator[UnitPlan]:
     """Yield one unit for each dtype and trainability in the group, trainable first."""
+    # A flat buffer has one dtype, and it gets gradients as a whole or not at all.
     kinds: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
     for name, param in group.params:
         kinds.setdefault((dtype_of(param), param.requires_grad), []).append((name, param))
     inside = set(group.root.modules()) if group.root is not None else set()
+    # The main part keeps the plain name, so that a block with one frozen parameter is still found by its name.
     main = next(iter(sorted(kinds, key=lambda kind: not kind[1])))
     for (dtype, trainable), params in sorted(kinds.items(), key=lambda item: not item[0][1]):
         # A parameter of a block that is tied to a module outside of it is needed there, too.

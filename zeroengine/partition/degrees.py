@@ -1,4 +1,4 @@
-"""The one table: a ZeRO stage is three degrees."""
+"""Define the one table behind ZeRO's stages: a stage is three degrees of partitioning."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ class Degrees:
 
     def index(self, rank: int, degree: int) -> int:
         """Return which of the ``degree`` equal shards ``rank`` owns. ``degree`` is one of the three."""
+        # Each larger degree cuts the shards of the smaller one, so a rank's index is refined level by level.
         index, below = 0, 1
         for d in (self.parameters, self.gradients, self.optimizer):
             index = index * (d // below) + (rank % d) // below

@@ -30,9 +30,9 @@ from functools import cached_property
 from zeroengine.errors import ZeroEngineError
 from zeroengine.partition.degrees import Degrees
 
-# Elements. A parameter starts on a cache line, and where a vector may be loaded, in fp32 and in bf16.
+# Counted in elements. A parameter starts on a cache line, and where a vector may be loaded, in fp32 and in bf16.
 PARAM_ALIGN = 32
-# Elements. So does a shard, and no two ranks write to one cache line.
+# Counted in elements. A shard starts on a cache line, too, so that no two ranks write to one line.
 SHARD_ALIGN = 64
 
 
@@ -112,6 +112,7 @@ class FlatLayout:
             slot = ParamSlot(param_name, tuple(shape), round_up(end, PARAM_ALIGN))
             slots.append(slot)
             end = slot.end
+        # A unit of empty parameters still has a buffer, since collectives of no elements are not allowed everywhere.
         return cls(name, tuple(slots), round_up(max(end, 1), math.lcm(SHARD_ALIGN, align) * world_size), degrees)
 
     @cached_property
@@ -138,6 +139,7 @@ class FlatLayout:
         Ranks that hold the same shard split it evenly. A sum over these ranges counts every element once.
         """
         start, stop = self.shard_range(rank, degree)
+        # `degree` ranks tile the buffer once, so world_size / degree ranks hold each shard and share it.
         size = (stop - start) * degree // world_size
         return start + rank // degree * size, start + (rank // degree + 1) * size
 
@@ -150,6 +152,7 @@ class FlatLayout:
         base, _ = self.shard_range(rank, degree)
         start, end = within or self.shard_range(rank, degree)
         for i, slot in enumerate(self.slots):
+            # A parameter may lie outside of the range entirely. Such an empty span is left out.
             low, high = max(slot.offset, start), min(slot.end, end)
             if low < high:
                 yield ShardSpan(i, low - slot.offset, low - base, high - low)

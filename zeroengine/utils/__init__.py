@@ -1,1 +1,1 @@
-"""What belongs to no subject of its own."""
+"""Hold helpers that several packages use and that belong to none of them."""

@@ -1,4 +1,4 @@
-"""Sizes in bytes as people write and read them: ``5GB``, ``2.0 GiB``. Needs no torch."""
+"""Parse and format sizes in bytes as people write them: ``5GB``, ``2.0 GiB``. Needs no torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def parse_byte_size(text: str | int, argument: str = "size", error: type[Excepti
     Raises:
         Exception: `error`, if `text` is no size of at least one byte.
     """
-    # ByteSize ignores what follows the first number and word, so that it would take "1,5GB" for one byte.
+    # ByteSize ignores what follows the first number and word. It would take "1,5GB" for one byte, so the form is
+    # checked first.
     try:
         nbytes = TypeAdapter(ByteSize).validate_python(text) if _SIZE.fullmatch(str(text)) else 0
     except ValidationError:

@@ -1,4 +1,4 @@
-"""Finds out what a caller is about to do with the value that a function returns."""
+"""Find out what a caller is about to do with the value that a function returns."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ def returns_one_value(message: str) -> Callable[[Callable[P, R]], Callable[P, R]
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
             result = function(*args, **kwargs)
+            # Only a dict or None can be a mistake. The frame is inspected only then, because disassembling it takes
+            # time.
             if (result is None or isinstance(result, dict)) and unpacks_result(sys._getframe(1)):
                 raise ZeroEngineError(message)
             return result
@@ -47,5 +49,6 @@ def unpacks_result(frame: FrameType) -> bool:
     Args:
         frame: The frame of the caller, such as ``sys._getframe(1)``.
     """
+    # The first instruction after the call decides: Python unpacks directly after the call or not at all.
     following = (i for i in dis.get_instructions(frame.f_code) if i.offset > frame.f_lasti)
     return next((i.opname.startswith("UNPACK_") for i in following), False)

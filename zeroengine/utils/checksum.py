@@ -1,4 +1,4 @@
-"""Checksums of tensors: they tell whether values changed, or differ between ranks, without keeping or sending them."""
+"""Compute checksums of tensors, which show that values changed, or that ranks differ, without keeping or sending them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ def checksum(values: torch.Tensor) -> tuple[int, int]:
         values: Contiguous, 1-D, of any dtype. On a GPU this waits for the device.
     """
     words = values.detach().view(_WORD_TYPES.get(values.element_size(), torch.int32))
+    # The weights repeat every 4096 elements, so each row is weighted again by its number below.
     weights = torch.arange(1, 4097, dtype=torch.int64, device=values.device) * 0x9E3779B1 % 0x7FFFFFFF
     total = first = 0
-    # Split, since the weighted copy in int64 takes twice to eight times the memory.
+    # The tensor is split, since the weighted copy in int64 takes twice to eight times the memory.
     for chunk_index, chunk in enumerate(words.split(1 << 20)):
         wide = chunk.to(torch.int64)
+        # Zeros at the end change neither sum.
         pad = -wide.numel() % weights.numel()
         wide = torch.nn.functional.pad(wide, (0, pad)).view(-1, weights.numel())
         rows = (wide * weights).sum(1)
         first += int(wide.sum())
+        # An odd factor for each chunk makes the sum depend on the chunk's place, too.
         total += int((rows * torch.arange(1, rows.numel() + 1, device=rows.device)).sum()) * (2 * chunk_index + 1)
     return first, total

@@ -23,17 +23,20 @@ def disable_compile(function: F) -> F:
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        # None switches the compiler off for this thread until the call ends.
         compiler = _dynamo.set_eval_frame(None)
         try:
             return function(*args, **kwargs)
         finally:
             _dynamo.set_eval_frame(compiler)
 
+    # torch.compile reads these attributes to break its graph here, and to explain why.
     run._torchdynamo_disable = True  # type: ignore[attr-defined]
     run._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
         "zeroengine gathers and releases parameters here. With fullgraph=True compile block by block: "
         "`for block in model.blocks: block.compile(fullgraph=True)`"
     )
+    # The compiler must skip the wrapper itself, and treat the functions that it calls as usual.
     skip = _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, _dynamo._FrameAction.DEFAULT)
     _dynamo.set_code_exec_strategy(run.__code__, skip)
     return functools.wraps(function)(run)  # type: ignore[return-value]
@@ -45,8 +48,9 @@ def hidden_from_checkpoint() -> AbstractContextManager[Any]:
     Such a checkpoint compares the operations of the forward with those of the recomputation. Gathers and hooks are not
     the model's operations and need not be the same in both.
     """
+    # The check of the stack's length is cheap, and almost always ends here.
     if torch._C._len_torch_dispatch_stack():
-        # Imported here because it is slow, and needed by few programs.
+        # This module is imported here because it is slow to import, and few programs need it.
         from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
         if any(type(mode).__module__ == "torch.utils.checkpoint" for mode in _get_current_dispatch_mode_stack()):
@@ -56,6 +60,7 @@ def hidden_from_checkpoint() -> AbstractContextManager[Any]:
 
 def outside_torch_func() -> AbstractContextManager[Any]:
     """Return a context outside of torch.func's transforms, which forbid writing to tensors from outside of them."""
+    # The import is needed only inside of torch.func, where the module has been imported already.
     if torch._C._are_functorch_transforms_active():
         from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 

@@ -1,4 +1,4 @@
-"""Copies of a few numbers between host and device, for which neither waits."""
+"""Copy a few numbers between host and device without making either wait."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ class HostCopy:
         self._values = values
         self._event: torch.cuda.Event | None = None
         if values.is_cuda:
+            # A copy into ordinary memory would make the host wait for the stream, so the target is pinned.
             self._values = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
             self._values.copy_(values, non_blocking=True)
+            # The event marks the end of this copy, so reading does not wait for kernels that were issued later.
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(values.device))
 

@@ -1,4 +1,4 @@
-"""The rank that mpirun or srun gave this process, and other facts that launchers pass by the environment.
+"""Read the rank that mpirun or srun gave this process, and other facts that launchers pass by the environment.
 
 mpirun and srun start many processes, and tell each of them its rank in variables of their own. torch.distributed reads
 RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT instead. This file needs no torch.
@@ -34,8 +34,10 @@ JOB_ID_NAMES = ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "PMI_JOBID")
 # The exit code (EX_TEMPFAIL of sysexits.h) of ranks that have saved a checkpoint and ended because their time is over.
 # Whoever limits the time should start them again. See `checkpoint/on_signal.py`.
 RESTART_EXIT_CODE = 75
-STEP_FILE = "ZEROENGINE_STEP_FILE"  # the variable that names the file by which a rank reports its first step
-FIRST_PORT, NUM_PORTS = 20000, 12000  # below the ports that Linux gives to outgoing connections
+# This variable names the file by which a rank reports its first step.
+STEP_FILE = "ZEROENGINE_STEP_FILE"
+# These ports lie below those that Linux gives to outgoing connections.
+FIRST_PORT, NUM_PORTS = 20000, 12000
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,10 @@ class LaunchedRank:
 
 def report_step() -> None:
     """Report to zero-launch, if it started this process, that a step was taken. Only the first call does anything."""
+    # The variable is removed, so that later steps cost one lookup and child processes do not report.
     path = os.environ.pop(STEP_FILE, None)
     if path is not None:
-        # The folder is gone if the round is being ended.
+        # The folder no longer exists if the round is being ended.
         with contextlib.suppress(OSError):
             open(path, "w").close()
 
@@ -82,6 +85,7 @@ def _numbers(environ: Mapping[str, str], names: Sequence[tuple[str, str]]) -> tu
 
 
 def _rank_of_slurm(environ: Mapping[str, str]) -> LaunchedRank | None:
+    # A login shell within an allocation has some of these variables, and a process there is no rank.
     if not all(environ.get(name, "").isdecimal() for name in SLURM_NAMES):
         return None
     rank, world_size, local_rank = (int(environ[name]) for name in SLURM_NAMES[:3])
@@ -110,6 +114,8 @@ def torch_variables(
     address = address or environ.get("MASTER_ADDR") or _address(launched, environ)
     if address is not None:
         variables["MASTER_ADDR"] = address
+    # All ranks have to find the same port without talking to each other, and jobs on one node should differ. The id of
+    # the job gives both.
     port_of_job = FIRST_PORT + zlib.crc32(_job(launched, environ).encode()) % NUM_PORTS
     variables["MASTER_PORT"] = str(port or environ.get("MASTER_PORT") or port_of_job)
     return variables
@@ -117,6 +123,7 @@ def torch_variables(
 
 def _address(launched: LaunchedRank, environ: Mapping[str, str]) -> str | None:
     if launched.local_world_size == launched.world_size:
+        # All ranks are on this node, so the address needs no name resolution and no network.
         return "127.0.0.1"
     # Under mpirun the step's nodes are those of its daemons, which need not include the first node.
     nodes = environ.get("SLURM_STEP_NODELIST" if launched.launcher == "srun" else "SLURM_JOB_NODELIST")
@@ -146,6 +153,7 @@ def _hydra() -> tuple[int, str | None]:
     same on all nodes and unique among the jobs that run at the same time.
     """
     pid = "self"
+    # Walk up the parents of this process until MPICH's proxy is found, or the first process of the container.
     while pid not in ("0", "1"):
         try:
             lines = Path(f"/proc/{pid}/status").read_text().splitlines()
@@ -153,6 +161,7 @@ def _hydra() -> tuple[int, str | None]:
             if status["Name"].startswith("hydra"):
                 words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
                 return int(status["Pid"]), dict(itertools.pairwise(words)).get("--control-port")
+        # A parent may have ended, or its files may belong to another user.
         except OSError:
             break
         pid = status["PPid"].strip()
@@ -167,11 +176,13 @@ def expand_nodes(nodes: str) -> Iterator[str]:
 
 def _expand_one(item: str) -> Iterator[str]:
     match = re.search(r"\[([^\]]*)\]", item)
+    # A name without brackets is complete.
     if match is None:
         yield item
         return
     for part in match[1].split(","):
         first, _, last = part.partition("-")
+        # Slurm pads the numbers with zeros, and the width of the first one tells how far.
         for number in range(int(first), int(last or first) + 1):
             yield from _expand_one(f"{item[: match.start()]}{number:0{len(first)}}{item[match.end() :]}")
 

@@ -11,6 +11,7 @@ TRIM_THRESHOLD_BYTES = 1 << 26
 
 def return_freed_memory() -> None:
     """Call glibc's ``malloc_trim``. Do nothing where the C library has none."""
+    # Only glibc has this function. Other C libraries and systems go without it.
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 

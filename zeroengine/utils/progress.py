@@ -40,9 +40,11 @@ def progress(description: str, total: int, shown: bool = True, *, in_bytes: bool
         shown: False shows nothing, as on all ranks but the first.
         in_bytes: Whether amounts are bytes; otherwise they are counts.
     """
+    # A log file would fill up with the characters that move the cursor.
     if not (shown and sys.stderr.isatty()):
         yield ignore_progress
         return
+    # The import of rich takes a while, and most ranks show nothing.
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 

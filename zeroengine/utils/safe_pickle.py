@@ -16,7 +16,7 @@ from zeroengine.errors import CheckpointError
 
 
 class _NoEnumeration:
-    """The base class of no stand-in."""
+    """Serve as the base class of no stand-in."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class AllowList:
 
 
 class SafeUnpickler(pickle.Unpickler):
-    """Builds what an allow-list names and nothing else."""
+    """Build the objects that an allow-list names, and nothing else."""
 
     def __init__(self, file: IO[bytes], allow_list: AllowList, **options: Any) -> None:
         super().__init__(file, **options)
@@ -51,6 +51,7 @@ class SafeUnpickler(pickle.Unpickler):
         """
         # Python 2 called the module __builtin__, and old protocols still write that name.
         module = module.replace("__builtin__", "builtins")
+        # Python pickles a member of an enumeration as a call of getattr. A general getattr could reach any function.
         if (module, name) == ("builtins", "getattr"):
             return self._read_enum_member
         found = self._allow_list.objects.get(f"{module}.{name}")

@@ -42,13 +42,14 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> 
         return function(tree)
     if isinstance(tree, MutableMapping):
         items = {key: map_tensors(function, value) for key, value in tree.items()}
+        # Returning the same object keeps its identity for modules that write into their argument.
         if all(items[key] is value for key, value in tree.items()):
             return tree
         # torch.compile cannot look into copy.copy, so the most common case goes without.
         if type(tree) is dict:
             return items
         mapped: Any = copy.copy(tree)
-        # Not `update`, which transformers' ModelOutput forbids.
+        # `update` is not used, since transformers' ModelOutput forbids it.
         for key, value in items.items():
             mapped[key] = value
         return mapped
@@ -58,7 +59,7 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> 
         if values is fields:
             return tree
         mapped = copy.copy(tree)
-        # Not `dataclasses.replace`: a frozen dataclass may compute its fields when it is made.
+        # `dataclasses.replace` is not used: a frozen dataclass may compute its fields when it is made.
         for name, value in values.items():
             object.__setattr__(mapped, name, value)
         return mapped
@@ -71,4 +72,5 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> 
         return tree
     if all(new is old for new, old in zip(parts, tree, strict=True)):
         return tree
+    # A named tuple takes its fields one by one, and other sequences take one iterable.
     return type(tree)(*parts) if isinstance(tree, tuple) and hasattr(tree, "_fields") else type(tree)(parts)

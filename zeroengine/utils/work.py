@@ -1,4 +1,4 @@
-"""Operations under way: collectives, copies, reads and writes.
+"""Define operations under way: collectives, copies, reads and writes.
 
 Everything that starts such an operation returns a ``Work``, whether a network, a GPU or a disk carries it out.
 """
@@ -74,6 +74,7 @@ class Then:
         """Order the current stream behind ``work``, then run ``finish``."""
         if self._finish is not None:
             self.work.wait_stream()
+            # The function is cleared before it runs, so that a wait within it does not run it again.
             finish, self._finish = self._finish, None
             finish()
 

@@ -26,9 +26,12 @@ from zeroengine.errors import CheckpointError
 from zeroengine.utils.progress import Report
 from zeroengine.utils.safe_pickle import AllowList, SafeUnpickler
 
-CHUNK = 1 << 22  # Bytes; a multiple of every dtype's size.
-NUM_BUFFERS = 4  # Of a chunk each.
-READAHEAD = 1 << 24  # Bytes that the system is asked to read beforehand.
+# A chunk has so many bytes, a multiple of every dtype's size.
+CHUNK = 1 << 22
+# So many buffers of one chunk each are in use.
+NUM_BUFFERS = 4
+# The system is asked to read so many bytes beforehand.
+READAHEAD = 1 << 24
 STORAGE_DTYPES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
@@ -96,13 +99,16 @@ def read_pieces(
     """
     total = xxhash.xxh3_64() if check == "file" else None
     crc, item = 0, bytearray()
+    # Python's own buffer would copy every chunk once more.
     with open(path, "rb", buffering=0) as file:
         ranges = _ranges_to_read(pieces, path.stat().st_size if total is not None else None)
         for (located, start, stop), data in _read_ahead(file, path, ranges, total):
             report(len(data))
+            # Bytes between the pieces are read only for the checksum of the file.
             if located is None:
                 continue
             is_last = stop == located.start + located.nbytes
+            # An item of an unusual kind can only be read as a whole by torch.load, so its chunks are collected.
             if located.dtype is None:
                 item += data
                 if is_last:
@@ -112,7 +118,9 @@ def read_pieces(
             first = (start - located.start) // located.dtype.itemsize
             take_values(located.piece, first, torch.frombuffer(data, dtype=located.dtype))
             if check == "pieces":
+                # The checksum of a piece runs over its chunks, and starts anew with each piece.
                 crc = zlib.crc32(data, 0 if start == located.start else crc)
+                # A checksum of 0 means that none was stored.
                 if is_last and located.crc and crc != located.crc:
                     raise CheckpointError(f"{path} has been changed: the checksum of {located.piece.name} differs")
     return None if total is None else total.hexdigest()
@@ -128,6 +136,7 @@ def read_at(file: io.FileIO, path: Path, buffer: memoryview, position: int) -> N
     Raises:
         CheckpointError: The file ends before.
     """
+    # One call may return fewer bytes than were asked for, for example after a signal.
     while buffer:
         count = os.preadv(file.fileno(), [buffer], position)
         if not count:
@@ -164,15 +173,18 @@ def _read_ahead(
     pending: deque[tuple[_Range, Future[memoryview]]] = deque()
 
     def fill(view: memoryview, position: int) -> memoryview:
+        # Filling a buffer releases the interpreter's lock, so reading goes on while the caller converts values.
         read_at(file, path, view, position)
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), position + len(view), READAHEAD, os.POSIX_FADV_WILLNEED)
+        # The hash runs in this thread, in the order of the file, for the ranges are submitted in that order.
         if total is not None:
             total.update(view)
         return view
 
     with ThreadPoolExecutor(1, "zeroengine-read") as reader:
         for i, range_ in enumerate(ranges):
+            # The buffer of the oldest range is reused only after the caller has come back for the next one.
             if len(pending) == NUM_BUFFERS - 1:
                 first, filled = pending.popleft()
                 yield first, filled.result()
@@ -187,7 +199,7 @@ def _read_ahead(
 
 
 class _TensorArchive(FileWindow):
-    """An item of a file, which is a zip archive."""
+    """Read the zip archive that is one item of a file."""
 
     def entry(self, info: zipfile.ZipInfo, length: int | None = None) -> tuple[int, bytes]:
         """Return where an entry's content begins within the item, and its content.
@@ -198,6 +210,8 @@ class _TensorArchive(FileWindow):
         header = self.read(30)
         name_length, extra_length = int.from_bytes(header[26:28], "little"), int.from_bytes(header[28:30], "little")
         start = self.seek(name_length + extra_length, os.SEEK_CUR)
+        # The name and the extra field in the local header may differ in length from those in the directory, so both
+        # lengths come from here.
         data = self.read(info.file_size if length is None else length)
         if length is None and info.CRC and zlib.crc32(data) != info.CRC:
             raise _UnusualItem
@@ -214,6 +228,7 @@ def _describe_tensor(
     """Return a contiguous tensor's storage key, dtype, offset in elements, and sizes."""
     dtype, key = storage
     expected_stride = 1
+    # Only contiguous tensors can be read as one run of bytes. A dimension of one element may have any stride.
     for length, step in zip(reversed(size), reversed(stride), strict=True):
         if length != 1 and step != expected_stride:
             raise _UnusualItem
@@ -247,6 +262,7 @@ def _locate(item: _TensorArchive, piece: StoredPiece) -> LocatedPiece:
         archive = zipfile.ZipFile(item)
         entries = {info.filename.partition("/")[2]: info for info in archive.infolist()}
         order = entries.get("byteorder")
+        # torch.load swaps the bytes of a file from a machine of another byte order, and this reader does not.
         if order is not None and item.entry(order)[1] != b"little":
             raise _UnusualItem
         key, dtype, offset, size = _read_description(item.entry(entries["data.pkl"])[1])
@@ -254,12 +270,14 @@ def _locate(item: _TensorArchive, piece: StoredPiece) -> LocatedPiece:
         nbytes = math.prod(size) * dtype.itemsize
         if size != piece.sizes or data.compress_type != zipfile.ZIP_STORED:
             raise _UnusualItem
+        # A damaged description could otherwise make the reader take bytes of another item.
         if offset * dtype.itemsize + nbytes > data.file_size:
             raise _UnusualItem
         start, _ = item.entry(data, length=0)
+        # The stored checksum covers the whole storage, so it helps only where the piece is all of it.
         crc = data.CRC if nbytes == data.file_size else 0
         return LocatedPiece(piece, piece.start + start + offset * dtype.itemsize, dtype, crc)
-    # Whatever is wrong with the item, torch.load will say it when the item is read.
+    # Whatever is wrong with the item, torch.load reports it when the item is read.
     except Exception:
         return LocatedPiece(piece, piece.start, None)
 

@@ -90,6 +90,7 @@ def export(
     dtype_name, max_bytes = parse_dtype(dtype), parse_byte_size(shard_size, "shard size", CheckpointError)
     target_dtype = None if dtype_name is None else getattr(torch, dtype_name)
     path, manifest = find_checkpoint(folder, tag)
+    # The lock keeps a training job that goes on from removing the checkpoint in the middle of the export.
     with CheckpointDirectory(path.parent).held(tag_of(path.name)) if manifest is not None else nullcontext():
         output = OutputFolder(out)
         output.check(force=force, apart_from=[path])
@@ -113,11 +114,13 @@ class _CheckpointSource:
     def __init__(self, path: Path, manifest: Manifest | None, prefix: str | None, *, verify: bool) -> None:
         self._path, self._manifest, self._verify = path, manifest, verify
         if manifest is not None and verify:
+            # The metadata says where everything lies, so it is verified before anything is read by it.
             _check_file(path, METADATA, manifest, hashed=True)
         self._metadata: DcpMetadata = read_metadata(path)
         tensors = self._metadata.tensors
         self._names = {stored: name for name, stored in weight_names(tensors, manifest, prefix, path).items()}
         self._tied = find_tied_names(tensors, self._names)
+        # Tied names refer to the same bytes, which are written once.
         self._stored_names = [stored for stored in self._names if stored not in self._tied]
 
     def write(self, output: OutputFolder, dtype: torch.dtype | None, max_bytes: int) -> ExportResult:
@@ -127,6 +130,7 @@ class _CheckpointSource:
             names[stored]: TensorSpec(tensors[stored].shape, getattr(torch, tensors[stored].dtype)).cast(dtype)
             for stored in self._stored_names
         }
+        # Positions follow from names, shapes and dtypes alone, so every file can be laid out before a value is read.
         layout = plan_files(specs, {names[alias]: names[first] for alias, first in self._tied.items()}, max_bytes)
         files = self._files()
         writer = SafetensorsWriter(output.begin(layout.nbytes), layout)
@@ -140,8 +144,11 @@ class _CheckpointSource:
                 for file in files:
                     file.read(take_values, report)
             writer.close()
+            # The files are synced before the rename, so that a power cut cannot leave a folder with the final name and
+            # empty files.
             writer.sync()
             output.commit()
+        # Also an interrupted export must not leave its partial files on the disk.
         except BaseException:
             writer.close()
             output.abandon()
@@ -153,12 +160,15 @@ class _CheckpointSource:
         pieces: dict[str, list[StoredPiece]] = {}
         for stored in self._stored_names:
             for piece in self._metadata.tensors[stored].pieces:
+                # DCP can compress items by extensions. Their bytes are not the tensor's, so they would be written as
+                # garbage.
                 if piece.transforms:
                     raise CheckpointError(f"{stored} is compressed ({', '.join(piece.transforms)}): not supported")
                 pieces.setdefault(piece.file, []).append(piece)
         manifest = self._manifest if self._verify else None
         for name in pieces:
             _check_file(self._path, name, manifest)
+        # Files are read one after the other, which disks and network file systems serve fastest.
         return [
             _CheckpointFile(self._path / name, pieces[name], self._metadata.items[name], manifest, self._verify)
             for name in sorted(pieces)
@@ -176,6 +186,7 @@ def weight_names(
     if prefix is None:
         prefix = MODEL if manifest is not None else _find_prefix(tensors)
     names = {name.removeprefix(prefix): name for name in tensors if name.startswith(prefix)}
+    # Without a prefix, names of the optimizer's state look like weights and have to be left out.
     if not prefix:
         names = {name: name for name in names if _parameter_of_state(name) is None}
     if not names:
@@ -194,6 +205,8 @@ def _find_prefix(names: Iterable[str]) -> str:
     weights = [name for name in names if _parameter_of_state(name) is None]
     counts: dict[str, int] = {}
     for name in weights:
+        # Every beginning of a name could be the prefix. The optimizer's state tells which of them leaves a parameter's
+        # name.
         for prefix in _prefixes(name):
             if name.removeprefix(prefix) in parameters:
                 counts[prefix] = counts.get(prefix, 0) + 1
@@ -223,6 +236,7 @@ def _check_file(path: Path, name: str, manifest: Manifest | None, *, hashed: boo
         if manifest is not None:
             if name not in manifest.files:
                 raise CheckpointError(f"{file} is not among the checkpoint's files: it is damaged")
+            # A size that differs shows a truncated copy without reading the file.
             if size != manifest.files[name].bytes:
                 raise CheckpointError(f"{file} has {size:,} bytes, not {manifest.files[name].bytes:,}")
             if hashed and checksum_of_file(file) != manifest.files[name].xxh3:
@@ -263,6 +277,7 @@ class _CheckpointFile:
         if manifest is not None:
             digest = manifest.files[path.name].items
             all_have_checksums = all(piece.crc or not piece.nbytes for piece in self._pieces)
+            # Reading all of the file costs little more where weights are most of it, and its checksum covers more.
             if digest is None or 2 * num_wanted >= size or not all_have_checksums:
                 self._check = "file"
             elif digest != digest_of_items(path, items):
@@ -278,8 +293,11 @@ class _CheckpointFile:
         try:
             checksum = read_pieces(self._path, self._pieces, take_values, report, check=self._check)
         except (OSError, CheckpointError):
+            # These errors have a message of their own.
             raise
         except Exception as error:
+            # Any other error comes from bytes that make no sense. The checksum tells a damaged file from a mistake in
+            # the reader.
             if self._expected is not None and checksum_of_file(self._path) != self._expected:
                 raise _changed_error(self._path) from error
             raise CheckpointError(f"{self._path} cannot be read: {type(error).__name__}: {error}") from error

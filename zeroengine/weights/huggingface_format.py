@@ -115,8 +115,10 @@ def plan_files(tensors: Mapping[str, TensorSpec], tied: Mapping[str, str], shard
             raise CheckpointError(f"{name} is {spec.dtype}, which safetensors files cannot hold")
     groups: list[list[str]] = [[]]
     filled = 0
+    # Layers are ordered by number, so each file holds consecutive layers, as those that Hugging Face writes.
     for name in sorted(tensors, key=_natural_key):
         nbytes = tensors[name].nbytes
+        # A tensor is never split, since readers expect it in one file.
         if groups[-1] and filled + nbytes > shard_size:
             groups.append([])
             filled = 0
@@ -132,7 +134,8 @@ def plan_files(tensors: Mapping[str, TensorSpec], tied: Mapping[str, str], shard
         header: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
         end = 0
         starts = {}
-        # From the widest dtype to the narrowest, each tensor is aligned to its own.
+        # The tensors are sorted from the widest dtype to the narrowest. Each is then aligned to its own element size
+        # without any padding, which safetensors forbids.
         for name in sorted(names, key=lambda name: -tensors[name].dtype.itemsize):
             spec, starts[name] = tensors[name], end
             end += spec.nbytes
@@ -142,6 +145,7 @@ def plan_files(tensors: Mapping[str, TensorSpec], tied: Mapping[str, str], shard
                 "data_offsets": [starts[name], end],
             }
         text = json.dumps(header, separators=(",", ":")).encode()
+        # The header is padded with spaces to 8 bytes, as the format recommends, so that the values are aligned.
         text += b" " * (-len(text) % 8)
         headers[file] = len(text).to_bytes(8, "little") + text
         sizes[file] = len(headers[file]) + end
@@ -177,6 +181,7 @@ class SafetensorsWriter:
         for name, header in self._layout.headers.items():
             with open(self._folder / name, "wb") as file:
                 file.write(header)
+                # The full size is set at once, so several processes can write at their positions in any order.
                 file.truncate(self._layout.sizes[name])
             self._touched.add(name)
         if self._layout.index is not None:
@@ -195,12 +200,14 @@ class SafetensorsWriter:
         """
         placement = self._layout.placements[name]
         dtype = placement.spec.dtype
+        # The caller's values stay as they are, for they may be views of the engine's states.
         if values.dtype is not dtype:
             nbytes = values.numel() * dtype.itemsize
             if self._cast.numel() < nbytes:
                 self._cast = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
             values = self._cast[:nbytes].view(dtype).copy_(values)
-        data = memoryview(values.view(torch.uint8).numpy())  # type: ignore[arg-type]  # An array has a buffer.
+        # torch has no type for it, but an array has a buffer.
+        data = memoryview(values.view(torch.uint8).numpy())  # type: ignore[arg-type]
         file, itemsize = self._file(placement.file), dtype.itemsize
         written = 0
         for start, numel in runs_of_box(placement.spec.shape, offsets, sizes, first, values.numel()):
@@ -210,6 +217,7 @@ class SafetensorsWriter:
     def _file(self, name: str) -> int:
         """Return the descriptor of a file. The file unused for longest is closed where there are too many."""
         if name not in self._files:
+            # A process may open only so many files, and a large model has more shards than that.
             if len(self._files) >= MAX_OPEN_FILES:
                 os.close(self._files.popitem(last=False)[1])
             self._files[name] = os.open(self._folder / name, os.O_WRONLY)
@@ -219,6 +227,7 @@ class SafetensorsWriter:
 
     def sync(self) -> None:
         """Return when everything that this writer has written is on the disk."""
+        # Files that were closed to stay below the limit are not on the disk yet, so each is opened again to sync it.
         for name in sorted(self._touched):
             descriptor = os.open(self._folder / name, os.O_WRONLY)
             try:
@@ -248,7 +257,7 @@ def runs_of_box(
         The index of a run's first element within the flattened tensor, and the number of its elements.
     """
     dim = len(shape)
-    # The dimensions that the box covers in full lie side by side.
+    # Dimensions that the box covers in full are contiguous, so their elements belong to one run.
     while dim and offsets[dim - 1] == 0 and sizes[dim - 1] == shape[dim - 1]:
         dim -= 1
     inner = math.prod(shape[dim:])
@@ -257,6 +266,7 @@ def runs_of_box(
     while numel:
         row, start = divmod(first, length)
         count = min(numel, length - start)
+        # Convert the index within the box to an offset within the tensor, one dimension at a time.
         for i in reversed(range(dim)):
             if i == dim - 1:
                 start += offsets[i] * strides[i]
@@ -268,6 +278,7 @@ def runs_of_box(
 
 
 def _write_all(file: int, data: memoryview, position: int) -> None:
+    # One call may write less than it was given, for example on a disk that is nearly full.
     while data:
         count = os.pwrite(file, data, position)
         data, position = data[count:], position + count

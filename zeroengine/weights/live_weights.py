@@ -27,7 +27,8 @@ from zeroengine.weights.huggingface_format import SafetensorsWriter, TensorSpec,
 from zeroengine.weights.output_folder import OutputFolder, parse_dtype
 from zeroengine.weights.sources import WeightSource
 
-CHUNK = 1 << 22  # Elements that are read or written at a time.
+# So many elements are read or written at a time.
+CHUNK = 1 << 22
 
 Weights = str | os.PathLike[str] | Mapping[str, torch.Tensor] | None
 
@@ -61,10 +62,12 @@ def save(parts: EngineParts, directory: str | os.PathLike[str], dtype: Any, shar
         dtype_name, max_bytes = parse_dtype(dtype), parse_byte_size(shard_size, "shard size", CheckpointError)
         path = checked_path(directory, "save_weights(directory)", CheckpointError)
         arguments |= {"directory": os.path.abspath(path), "dtype": dtype_name, "shard_size": max_bytes}
+    # Ranks with other arguments would compute other positions and overwrite each other's values.
     check_same("save_weights()", all_arguments)
     with group.collective_errors("to save weights"):
         output = OutputFolder(directory)
         target_dtype = None if dtype_name is None else getattr(torch, dtype_name)
+        # Each element is written by exactly one rank, although several may hold it.
         entries = _without_prefix(parts.state_index.model(once=True))
         tied = {alias: name for alias, name in parts.state_index.aliases().items() if name in entries}
         specs = {name: TensorSpec(entry.shape, entry.dtype).cast(target_dtype) for name, entry in entries.items()}
@@ -77,16 +80,21 @@ def save(parts: EngineParts, directory: str | os.PathLike[str], dtype: Any, shar
                 output.check(force=True)
                 output.begin(layout.nbytes)
                 writer.create()
+        # The block above ends on all ranks before any of them opens a file that rank 0 makes.
         total = sum(entry.nbytes for entry in entries.values())
         with group.collective_errors("to save weights"), _naming_folder(output):
             with progress("saving", total, group.rank == 0) as report:
                 _write_entries(writer, entries, report)
             writer.close()
+            # Each rank syncs its own writes before rank 0 renames, since a sync on one node does not cover another
+            # node's writes on every file system.
             writer.sync()
         with group.collective_errors("to save weights"), _naming_folder(output):
             if group.rank == 0:
                 output.commit()
     except BaseException:
+        # An error in a block above is an error of every rank, so no rank writes any more when rank 0 removes
+        # the folder.
         writer.close()
         if group.rank == 0:
             output.abandon()
@@ -98,6 +106,7 @@ def _write_entries(writer: SafetensorsWriter, entries: StateEntries, report: Rep
         for box, tensor in entry.pieces:
             flat = tensor.reshape(-1)
             for first in range(0, box.numel, CHUNK):
+                # Reading a state on disk a chunk at a time bounds the memory, and a failing disk raises an error here.
                 populate(flat[first : first + CHUNK])
                 values = flat[first : first + CHUNK].cpu()
                 writer.write(name, box.offsets, box.sizes, first, values)
@@ -138,13 +147,16 @@ def load(parts: EngineParts, weights: Weights, strict: bool) -> LoadResult:
         source = _open_source(weights)
         if isinstance(weights, (str, os.PathLike)):
             arguments["weights"] = os.path.abspath(weights)
-    # Where not all ranks name files, rank 0 has a state dict, or `_is_from_rank_0` says what does not go together.
+    # Where not all ranks name files, only `strict` is compared: rank 0 has a state dict, or `_is_from_rank_0` reports
+    # the mistake.
     all_name_files = all("weights" in other for other in all_arguments)
     check_same(
         "load_weights()", all_arguments if all_name_files else [{"strict": other["strict"]} for other in all_arguments]
     )
+    # Ranks exchange digests rather than names and shapes, which may take megabytes.
     offers = group.all_gather_object(None if source is None else (isinstance(weights, Mapping), _digest(source)))
     from_rank_0 = _is_from_rank_0(offers)
+    # Only rank 0 may have the state dict, so the other ranks learn its names and shapes from it.
     content = group.all_gather_object(
         (source.where, source.tensors) if source is not None and group.rank == 0 else None
     )[0]
@@ -152,6 +164,7 @@ def load(parts: EngineParts, weights: Weights, strict: bool) -> LoadResult:
     where, specs = content
     entries = _without_prefix(parts.state_index.model(once=False))
     match = match_names(specs, list(entries), parts.state_index.aliases())
+    # The check is computed from the same facts on every rank, so all raise or none does.
     match.check(
         where,
         {name: spec.shape for name, spec in specs.items()},
@@ -167,6 +180,7 @@ def load(parts: EngineParts, weights: Weights, strict: bool) -> LoadResult:
             with progress("loading", total, group.rank == 0) as report:
                 for name, stored_name in match.stored_names.items():
                     _read_entry(entries[name], source, stored_name, report)
+    # The values were written into masters. Now all ranks take them over into the parameters that they compute with.
     parts.republish()
     return LoadResult(match.missing, match.unexpected)
 
@@ -213,6 +227,8 @@ def _read_entry(entry: StateEntry, source: WeightSource, name: str, report: Repo
         for first in range(box.start, box.start + box.numel, CHUNK):
             for part in boxes_of_run(entry.shape, first, min(first + CHUNK, box.start + box.numel)):
                 target = _part_of_box(tensor, box, part)
+                # The target may lie in a mapped file, which is brought into memory first so that a failing disk raises
+                # an error.
                 populate(target, write=True)
                 target.copy_(source.read(name, part))
                 report(target.nbytes)
@@ -229,6 +245,7 @@ def _receive_entries(
 
     Separate buffers would be of many sizes, and the allocator keeps what they leave.
     """
+    # The size of the buffer follows from facts that all ranks share, so all of them run the same broadcasts.
     chunks = [(min(math.prod(specs[stored].shape), CHUNK), specs[stored].dtype) for stored in stored_names.values()]
     nbytes = max(numel * dtype.itemsize for numel, dtype in chunks)
     buffer = torch.empty(nbytes, dtype=torch.uint8, device=parts.group.device)
@@ -245,10 +262,12 @@ def _receive_chunk(
 ) -> None:
     """Receive the elements of a flattened tensor from `first` on into `values` (1-D), and copy this rank's of them."""
     stop = first + values.numel()
+    # Only rank 0 has values. The other ranks receive into the same buffer and keep their own part.
     if parts.group.rank == 0:
         assert source is not None
         for part in boxes_of_run(entry.shape, first, stop):
             values[part.start - first :][: part.numel].copy_(source.read(name, part).reshape(-1))
+    # Bytes are broadcast, because not every backend knows every dtype.
     parts.group.broadcast(values.view(torch.uint8))
     for box, tensor in entry.pieces:
         for part in boxes_of_run(entry.shape, max(first, box.start), min(stop, box.start + box.numel)):

@@ -40,6 +40,7 @@ class OutputFolder:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        # Links are resolved, so that the rename replaces the folder itself and not a link to it.
         self.path = Path(os.path.realpath(checked_path(path, "the folder for the weights", CheckpointError)))
         self.writing = self.path.with_name(f".{self.path.name}.writing")
         self._replaced = self.path.with_name(f".{self.path.name}.replaced")
@@ -57,9 +58,11 @@ class OutputFolder:
         """
         if self.path.exists() and not self.path.is_dir():
             raise CheckpointError(f"{self.path} is a file: weights are written to a folder")
+        # A mount point cannot be renamed.
         if os.path.ismount(self.path):
             raise CheckpointError(f"{self.path} is a mount point: name a folder in it")
         for other in apart_from:
+            # Replacing a folder around the checkpoint would move the checkpoint away while it is read.
             other = Path(os.path.realpath(other))
             if self.path == other or self.path in other.parents or other in self.path.parents:
                 raise CheckpointError(
@@ -78,6 +81,7 @@ class OutputFolder:
         """
         try:
             self.writing.mkdir(parents=True, exist_ok=True)
+            # The lock is on the directory itself, so it needs no file, and it ends with the process.
             self._lock = os.open(self.writing, os.O_RDONLY)
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be written: {error.strerror}") from error
@@ -86,9 +90,10 @@ class OutputFolder:
         except OSError:
             self._unlock()
             raise CheckpointError(f"another process is writing {self.path}") from None
-        # A writer that died may have left files.
+        # A writer that died may have left files. The lock shows that no other process is writing them.
         for entry in self.writing.iterdir():
             entry.unlink()
+        # A writer that died between the two renames left the user's other files in the replaced folder.
         self._finish_replacement()
         free = shutil.disk_usage(self.writing).free
         if free < nbytes:
@@ -101,7 +106,9 @@ class OutputFolder:
 
     def commit(self) -> None:
         """Put the folder that was written, and is on the disk, in the place of the old one."""
+        # The names of the new files have to be on the disk before the folder takes its place.
         sync_directory(self.writing)
+        # A rename cannot replace a folder with files in it, so the old folder moves aside first.
         if self.path.exists():
             self.path.rename(self._replaced)
         self.writing.rename(self.path)
@@ -113,10 +120,12 @@ class OutputFolder:
         """Move what is no weight from the old folder to the new one, also for a writer that died before."""
         if not self._replaced.exists():
             return
+        # The writer died before its second rename, so the old folder goes back.
         if not self.path.exists():
             self._replaced.rename(self.path)
             return
         for entry in self._replaced.iterdir():
+            # A file that the new folder has already is newer than the old one.
             if not WEIGHTS.fullmatch(entry.name) and not (self.path / entry.name).exists():
                 entry.rename(self.path / entry.name)
         shutil.rmtree(self._replaced, ignore_errors=True)

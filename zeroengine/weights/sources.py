@@ -25,7 +25,8 @@ from zeroengine.weights.huggingface_format import DTYPE_NAMES, TensorSpec
 SAFETENSORS, PICKLES = (".safetensors",), (".pt", ".bin", ".pth", ".ckpt")
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-WRAPPERS = ("model", "state_dict", "model_state_dict", "module")  # where scripts keep weights among other things
+# Scripts often keep the weights under one of these names among other things.
+WRAPPERS = ("model", "state_dict", "model_state_dict", "module")
 
 
 @dataclass
@@ -50,6 +51,7 @@ def of_state_dict(state: Mapping[str, Any], where: str) -> WeightSource:
         CheckpointError: It holds other values, or tensors that cannot be read.
     """
     tensors = {name: value.detach() for name, value in state.items() if isinstance(value, torch.Tensor)}
+    # Modules may store anything under `_extra_state`, and it is no weight.
     others = [name for name in state if name not in tensors and not str(name).endswith("_extra_state")]
     if others:
         raise CheckpointError(
@@ -80,6 +82,7 @@ def of_path(path: Path) -> WeightSource:
     Raises:
         CheckpointError: There are none, or they are damaged, or they could run code.
     """
+    # The files are opened at once, but values are read only when a box of them is asked for.
     files = _files_of(path)
     sources = [_of_file(file) for file in files]
     owner: dict[str, WeightSource] = {}
@@ -88,6 +91,7 @@ def of_path(path: Path) -> WeightSource:
             if name in owner:
                 raise CheckpointError(f"{name} is in {owner[name].where} and in {source.where}: name one of the files")
             owner[name] = source
+    # A partial download leaves an index whose tensors are not all in the files.
     for name, file in _index_of(path).items():
         if name not in owner:
             raise CheckpointError(f"{path} is incomplete: its index says that {name} is in {file}, and it is not")
@@ -116,12 +120,14 @@ def _files_of(path: Path) -> list[Path]:
 
 
 def _files_in(folder: Path) -> list[Path]:
+    # The index counts where there is one, for a folder may hold other files as well.
     for name in INDEXES:
         if (folder / name).is_file():
             return _files_of(folder / name)
     names = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
     for kinds in (SAFETENSORS, PICKLES):
         candidates = [folder / name for name in names if name.endswith(kinds)]
+        # One part without an index may be all that a broken download left.
         parts = [file.name for file in candidates if re.search(r"-\d+-of-\d+\.", file.name)]
         if parts:
             raise CheckpointError(f"{folder} holds {parts[0]}, one file of several, and no index of them")
@@ -133,6 +139,7 @@ def _files_in(folder: Path) -> list[Path]:
             raise CheckpointError(
                 f"{folder} holds {len(candidates)} files that could be weights ({some}): name one of them"
             )
+    # A common mistake is to pass a folder of checkpoints, so the message names the right call.
     if any((folder / name).exists() for name in (LATEST, MANIFEST, METADATA)):
         raise CheckpointError(
             f"{folder} holds checkpoints: engine.load_checkpoint({str(folder)!r}, weights_only=True) loads the weights "
@@ -149,6 +156,7 @@ def _index_of(path: Path) -> dict[str, str]:
         return {}
     try:
         weight_map = json.loads(path.read_text())["weight_map"]
+        # Only the last part of a name is used, so an index cannot point outside of its folder.
         return {str(name): os.path.basename(file) for name, file in weight_map.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is no index of weights: {type(error).__name__}: {error}") from error
@@ -187,6 +195,7 @@ def _safetensors(path: Path) -> WeightSource:
     def read(name: str, box: Box) -> torch.Tensor:
         dtype = specs[name].dtype
         values = torch.empty(box.numel, dtype=dtype, device="cpu")
+        # The values follow the eight bytes of the length and the header.
         at = 8 + length + header[name]["data_offsets"][0] + box.start * dtype.itemsize
         try:
             read_at(file, path, memoryview(values.view(torch.uint8).numpy()), at)  # type: ignore[arg-type]
@@ -199,6 +208,8 @@ def _safetensors(path: Path) -> WeightSource:
 
 def _pickled(path: Path) -> WeightSource:
     try:
+        # The file is mapped, so that only the boxes that are read take memory. `weights_only` refuses pickles that
+        # could run code.
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         match = re.search(r"GLOBAL (\S+)", str(error))
@@ -216,6 +227,7 @@ def _pickled(path: Path) -> WeightSource:
                 "torch.save(torch.load(file, weights_only=True), file)."
             ) from error
         raise CheckpointError(f"{path} cannot be read, or is damaged: {str(error).splitlines()[0]}") from error
+    # A dict without tensors may be a wrapper around the weights.
     if isinstance(state, Mapping) and not any(isinstance(value, torch.Tensor) for value in state.values()):
         state = next((state[key] for key in WRAPPERS if isinstance(state.get(key), Mapping)), state)
     if not isinstance(state, Mapping) or not state:
