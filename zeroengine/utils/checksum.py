@@ -1,4 +1,4 @@
-"""Compute checksums of tensors, which show that values changed, or that ranks differ, without keeping or sending them."""
+"""Compute checksums of tensors, which show changes and differences between ranks without keeping or sending values."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from zeroengine.utils.paths import checked_path
 
 OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
-# What is beside these files where DeepSpeed did more than ZeRO.
+# These files lie beside the others where DeepSpeed did more than ZeRO.
 UNSUPPORTED = (
     (re.compile(r"(layer_\d+_)?expert_\d+_.*|expp_rank_.*"), "a mixture of experts (MoE)"),
     (re.compile(r"layer_\d+-.*"), "a pipeline-parallel model"),
@@ -48,6 +48,7 @@ class DeepSpeedFiles:
         """
         found: dict[int, Path] = getattr(self, kind)
         example = next(iter(found.values())).name
+        # The names of the files differ between versions of DeepSpeed, so a missing one is named after one that exists.
         missing = [re.sub(r"pp_rank_\d+", f"pp_rank_{r}", example) for r in range(world_size) if r not in found]
         if missing:
             more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
@@ -55,6 +56,7 @@ class DeepSpeedFiles:
                 f"{self.path} is of {world_size} ranks and lacks {', '.join(missing[:3])}{more}: copy the files of "
                 "every rank into it"
             )
+        # Ranks above the world size come from another run. Their files would be read as part of this one.
         spare = [path.name for rank, path in sorted(found.items()) if rank >= world_size]
         if spare:
             raise CheckpointError(f"{self.path} is of {world_size} ranks, and {spare[0]} of another run: remove it")
@@ -70,14 +72,17 @@ def find_checkpoint(directory: str | os.PathLike[str], tag: str | None) -> Path:
     if not path.is_dir():
         state = "is a file" if path.exists() else "does not exist"
         raise CheckpointError(f"{path} {state}: name the folder that DeepSpeed's save_checkpoint wrote")
+    # A user may name the wrong folder of the two, and the message then says what to call instead.
     if (path / MANIFEST).is_file() or next(path.glob(f"*/{MANIFEST}"), None) is not None:
         raise CheckpointError(f"{path} holds checkpoints of zeroengine already: engine.load_checkpoint loads them")
     tags = sorted((entry.name for entry in path.iterdir() if entry.is_dir() and is_checkpoint(entry)), key=_natural)
     if tag is None:
+        # The user may name the folder of one tag directly.
         if is_checkpoint(path):
             return path
         try:
             tag = (path / LATEST).read_text().strip()
+        # `latest` is often left out when a checkpoint is copied. Guessing a tag could import the wrong one.
         except (OSError, UnicodeDecodeError):
             if not tags:
                 raise CheckpointError(f"{path} holds no DeepSpeed checkpoint") from None
@@ -108,6 +113,7 @@ def files_of(path: Path) -> DeepSpeedFiles:
     model: dict[int, Path] = {}
     optimizer: dict[int, Path] = {}
     for entry in sorted(path.iterdir()):
+        # An unsupported checkpoint is refused by its file names, before gigabytes are read.
         for pattern, what in UNSUPPORTED:
             if pattern.fullmatch(entry.name):
                 raise CheckpointError(f"{path} is of {what}, which zero-import does not read: it holds {entry.name}")
@@ -115,10 +121,13 @@ def files_of(path: Path) -> DeepSpeedFiles:
             match = pattern.fullmatch(entry.name)
             if match is None:
                 continue
+            # At stages 1 and 2 the model's file carries no data-parallel rank.
             rank = int(match[1] or 0)
+            # Runs in different precisions name their files differently, so two runs in one folder give one rank twice.
             if rank in found:
                 raise CheckpointError(f"{path} has {found[rank].name} and {entry.name}, of two runs: remove one")
             found[rank] = entry
+    # A universal checkpoint is a derived form with other files, and the original has everything.
     if not optimizer and (path / "zero").is_dir():
         raise CheckpointError(f"{path} is a universal checkpoint: import the ZeRO checkpoint that it was made from")
     if not optimizer and not model:
@@ -140,13 +149,16 @@ def check_out(out: str | os.PathLike[str], source: str | os.PathLike[str], *, fo
         CheckpointError: It cannot be made, or holds files that would be lost.
     """
     out, source = Path(checked_path(out, "the folder of checkpoints to write", CheckpointError)), Path(source)
+    # Links are resolved, so that one folder cannot pass as two.
     out_path, source_path = Path(os.path.realpath(out)), Path(os.path.realpath(source))
     if out_path == source_path or out_path in source_path.parents or source_path in out_path.parents:
         raise CheckpointError(f"{out} and {source} are one in the other: name a folder apart")
     if out.exists() and not out.is_dir():
         raise CheckpointError(f"{out} is a file: checkpoints are kept in a folder")
+    # Hidden entries are those of interrupted saves, which do no harm.
     there = [entry for entry in out.iterdir() if not entry.name.startswith(".")] if out.is_dir() else []
     if there and not force:
         raise CheckpointError(f"{out} is there already: name another folder, or add to it with --force")
+    # A folder with checkpoints of both kinds would leave unclear which of them a tag or `latest` means.
     if any(is_checkpoint(entry) for entry in there):
         raise CheckpointError(f"{out} holds checkpoints of DeepSpeed: name another folder")

@@ -62,11 +62,13 @@ def import_checkpoint(
     """
     source = find_checkpoint(directory, tag)
     files = files_of(source)
+    # The output is checked before the files are read, which may take minutes.
     check_out(out, directory, force=force)
     with _as_checkpoint_errors(source):
         state = ConvertedState(files)
         entries = {name: tensor.entry() for name, tensor in state.tensors.items()}
         snapshot = Snapshot(entries, state.objects(), state.aliases, state.about())
+    # DeepSpeed allows any text as a tag, and zeroengine only names of folders that are safe.
     tag = source.name if TAG.fullmatch(source.name) else f"step-{snapshot.about['step']}"
     manifest = _write(snapshot, Path(out), tag, lambda name, box, into: state.tensors[name].read(box, into))
     num_tensors = sum(name.startswith(MODEL) for name in entries)
@@ -87,8 +89,10 @@ def _as_checkpoint_errors(path: Path) -> Iterator[None]:
 
 
 def _write(snapshot: Snapshot, out: Path, tag: str, read_piece: ReadPiece) -> Manifest:
+    # `force` may replace a checkpoint of zeroengine, and never anything else of the user's.
     if (out / tag).exists() and not (out / tag / MANIFEST).is_file():
         raise CheckpointError(f"{out / tag} is there already, and no checkpoint of zeroengine: name another folder")
+    # Whether the folder is new decides what an error may remove again.
     is_new, directory = not out.exists(), CheckpointDirectory(out)
     try:
         directory.open()
@@ -98,16 +102,19 @@ def _write(snapshot: Snapshot, out: Path, tag: str, read_piece: ReadPiece) -> Ma
                 written = save_files(
                     writing, snapshot.entries, snapshot.objects, snapshot.aliases, None, report, read_piece
                 )
+            # The import runs in one process, so the same steps as in a save follow one another without any exchange.
             files = describe_files(writing, written)
             manifest = Manifest(format=FORMAT, tag=tag, files=files, **snapshot.about)
             directory.commit(writing, manifest, None)
-        # DCP's own error is no Exception.
+        # DCP's own error derives from BaseException, so `except Exception` would miss it.
         except BaseException as error:
             directory.abandon(writing)
+            # These errors have a message of their own, and an interrupt must stay one.
             if isinstance(error, (CheckpointError, KeyboardInterrupt, SystemExit)):
                 raise
             raise CheckpointError(f"{out} was not written: {failure_reason(error).removeprefix('rank 0: ')}") from error
     except BaseException:
+        # Nothing is left of an import that failed, but a folder that existed before stays.
         if is_new:
             shutil.rmtree(out, ignore_errors=True)
         raise

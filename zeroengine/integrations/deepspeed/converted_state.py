@@ -29,7 +29,7 @@ from zeroengine.integrations.deepspeed.scattered_tensor import ScatteredTensor
 from zeroengine.optim.loss_scaler import LossScaler
 from zeroengine.partition.cut import plain_name
 
-# What DeepSpeed puts into the model's file. Everything else in it is the user's client state.
+# DeepSpeed puts these into the model's file. Everything else in it is the user's client state.
 DEEPSPEED_KEYS = frozenset(
     "module buffer_names optimizer param_shapes frozen_param_shapes frozen_param_fragments shared_params lr_scheduler "
     "data_sampler random_ltd skipped_steps global_steps global_samples dp_world_size mp_world_size ds_config "
@@ -62,6 +62,8 @@ class ConvertedState:
         self._models: list[Mapping[str, Any]] = [load_pickled_file(files.model[0])]
         self._model = model = self._models[0]
         self._config = model["ds_config"] if isinstance(model.get("ds_config"), dict) else {}
+        # These kinds are partitioned in ways that are not known here. Importing them would mix up weights without an
+        # error.
         for wrong, what in (
             (model.get("mp_world_size", 1) != 1, "of a tensor-parallel model"),
             (any(model.get(key) for key in EXPERTS), "of a mixture of experts (MoE)"),
@@ -71,12 +73,14 @@ class ConvertedState:
             if wrong:
                 raise CheckpointError(f"{files.path} is {what}, which zero-import does not read")
         self._states = read_states(files)
+        # At stage 3 each rank's file of the model holds its own part of frozen parameters and further facts.
         if self._states[0].stage == 3:
             files.check("model", len(self._states))
             self._models += [load_pickled_file(files.model[rank]) for rank in range(1, len(self._states))]
         self.aliases: dict[str, str] = {}
         self.notes: list[str] = []
         with self._naming_path():
+            # The fp32 weights are located first, since the positions of the optimizer's state follow from them.
             self._places = locate_parameters(self._states, model["param_shapes"])
         self.tensors = self._collect_tensors()
 
@@ -97,17 +101,21 @@ class ConvertedState:
             places = self._places[name]
             values = [self._states[place.rank].weights[place.vector] for place in places]
             tensors[_model_name(name)] = ScatteredTensor.from_slices(shape, places, values)
+        # Trained parameters come first, so that a 16-bit copy in the model's state dict does not replace the fp32
+        # weights.
         for name, tensor in (*self._frozen(), *self._buffers()):
             tensors.setdefault(_model_name(name), tensor)
         shared = (self._model.get("shared_params") or {}).items()
         names = [(_model_name(alias), _model_name(name)) for alias, name in shared]
         self.aliases |= {alias: name for alias, name in names if name in tensors}
+        # A tied parameter is stored once, under the name that holds the weights.
         for alias in self.aliases:
             tensors.pop(alias, None)
         for name, shape in shapes.items():
             with self._naming_path():
                 state = states_of_parameter(self._states, name, self._places[name])
             for key, values in state.items():
+                # A step count is one number for the parameter, although each rank has a copy of it.
                 number = values[0].dim() == 0
                 tensors[f"{OPTIMIZER}{plain_name(name)}.{key}"] = (
                     ScatteredTensor.from_tensor(values[0])
@@ -119,13 +127,14 @@ class ConvertedState:
     def _frozen(self) -> Iterator[tuple[str, ScatteredTensor]]:
         """Yield the parameters that no optimizer holds, as they are: there is no fp32 copy of them."""
         shapes = self._model.get("frozen_param_shapes")
-        # At stage 1 they are what is left of the model's state dict.
+        # At stage 1 the frozen parameters are those of the model's state dict that nothing else explains.
         if shapes is None and self._states[0].stage < 3:
             known = {*self._places, *self._model["buffer_names"], *(self._model.get("shared_params") or {})}
             for name, value in self._model["module"].items():
                 if name not in known and isinstance(value, torch.Tensor) and not name.endswith("_extra_state"):
                     yield name, ScatteredTensor.from_tensor(value)
         for name, shape in (shapes or {}).items():
+            # A parameter without elements has nothing to store.
             if math.prod(shape) == 0:
                 continue
             fragments = [model["frozen_param_fragments"][name].flatten() for model in self._models]
@@ -144,6 +153,7 @@ class ConvertedState:
             value = self._model["module"].get(name)
             if not isinstance(value, torch.Tensor):
                 continue
+            # Buffers that share memory were one tensor when they were saved.
             same = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
             first_name = first.setdefault(same, name) if value.numel() else name
             if first_name == name:
@@ -171,6 +181,7 @@ class ConvertedState:
             try:
                 client_state[key] = storable(key, value)
             except CheckpointError:
+                # A value that cannot be kept is reported, and the rest of the checkpoint is still imported.
                 self.notes.append(f"client state {key!r}: it holds objects that no checkpoint may")
         for key in ("data_sampler", "random_ltd"):
             if self._model.get(key):
@@ -200,6 +211,7 @@ class ConvertedState:
         state = self._states[0]
         groups: list[dict[str, Any]] = []
         for group in state.groups:
+            # Keys that configure kernels have no meaning for another implementation.
             values = {key: _plain(value) for key, value in group.items() if key not in UNUSED_GROUP_KEYS}
             groups.append({key: value for key, value in values.items() if _is_plain(value)} | {"params": []})
         for named, i in zip(self._model["param_shapes"], state.group_of, strict=True):
@@ -229,6 +241,7 @@ class ConvertedState:
                 "micro_steps": (taken + skipped) * micro_steps,
                 "skipped_steps": skipped,
             },
+            # Values that JSON does not know are kept as text, for a person to read.
             "param_groups": json.loads(json.dumps(self._groups(), default=str)),
             "loss_scaler": _scaler(state),
             "config": json.loads(json.dumps(config, default=str)),
@@ -242,8 +255,10 @@ class ConvertedState:
     def _optimizer(self) -> str:
         asked = self._config.get("optimizer") or {}
         kind, params = str(asked.get("type", "")), asked.get("params") or {}
+        # DeepSpeed's "Adam" decouples weight decay by default, which torch calls AdamW.
         if kind.lower() == "adam":
             return "AdamW" if params.get("adam_w_mode", True) else "Adam"
+        # Without a name in the configuration, the keys of the state tell which rule wrote it.
         keys = frozenset(self._states[0].states[0] if self._states[0].states else ()) - {"step"}
         return kind or OPTIMIZER_BY_KEYS.get(keys, "unknown")
 
@@ -263,6 +278,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _scaler(state: RankState) -> dict[str, Any]:
+    # The defaults fill in whatever DeepSpeed's version does not have.
     converted, scaler = LossScaler().state_dict(), state.scaler
     names = {
         "scale": "cur_scale",

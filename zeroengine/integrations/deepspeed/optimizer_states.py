@@ -24,7 +24,8 @@ from zeroengine.integrations.deepspeed.checkpoint_files import DeepSpeedFiles
 from zeroengine.integrations.deepspeed.pickled_files import InertObject, load_pickled_file
 from zeroengine.partition.layout import ShardSpan
 
-Shapes = Mapping[str, tuple[int, ...]]  # of parameters, by name
+# The shapes of parameters, by name.
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -68,10 +69,12 @@ def read_states(files: DeepSpeedFiles) -> list[RankState]:
         CheckpointError: Files are missing, damaged, or of a kind that is not supported.
     """
     first = min(files.optimizer)
+    # Any file tells the number of ranks, and then the others can be checked before they are read.
     states_by_rank = {first: _read(files, first)}
     files.check("optimizer", states_by_rank[first].world_size)
     states = [states_by_rank.get(rank) or _read(files, rank) for rank in range(states_by_rank[first].world_size)]
     for rank, state in enumerate(states):
+        # Files of another run may have the right names and the wrong content.
         if (state.stage, state.world_size, len(state.weights)) != (
             states[0].stage,
             states[0].world_size,
@@ -89,8 +92,10 @@ def _read(files: DeepSpeedFiles, rank: int) -> RankState:
     tree = load_pickled_file(path)
     try:
         state = tree["optimizer_state_dict"]
+        # The scaler is an object of DeepSpeed's, which is read as inert data and never built.
         scaler = state.get("loss_scaler")
         scaler = scaler.state if isinstance(scaler, InertObject) and isinstance(scaler.state, dict) else {}
+        # Only stage 3 has this key, whatever the version of DeepSpeed.
         return (_of_stage_3 if "fp32_flat_groups" in state else _of_row)(state, scaler)
     except CheckpointError as error:
         raise CheckpointError(f"{path} {error}") from None
@@ -104,6 +109,7 @@ def _of_row(state: Mapping[str, Any], scaler: Mapping[str, Any]) -> RankState:
     """Return the state of stages 1 and 2, and of stage 1 with fp32 gradients, which DeepSpeed saves in another form."""
     weights = list(state["single_partition_of_fp32_groups"])
     base, counts = state["base_optimizer_state"], state["partition_count"]
+    # An elastic checkpoint stores the state in a form that depends on the number of ranks.
     if isinstance(base, list):
         raise CheckpointError("was saved with zero_optimization.elastic_checkpoint, which zero-import does not read")
     counts = counts if isinstance(counts, list) else [counts]
@@ -111,6 +117,7 @@ def _of_row(state: Mapping[str, Any], scaler: Mapping[str, Any]) -> RankState:
     if len(set(counts)) > 1 or any(group.get("moe") for group in groups):
         raise CheckpointError("is of a mixture of experts (MoE), which zero-import does not read")
     return RankState(
+        # Stage 1 with fp32 gradients writes no stage.
         stage=_stage(state["zero_stage"]) if "zero_stage" in state else 1,
         world_size=int(counts[0]),
         weights=weights,
@@ -129,6 +136,7 @@ def _of_stage_3(state: Mapping[str, Any], scaler: Mapping[str, Any]) -> RankStat
         raise CheckpointError("is of a mixture of experts (MoE), which zero-import does not read")
     groups = list(base["param_groups"])
     group_of = {vector: i for i, group in enumerate(groups) for vector in group["params"]}
+    # Every vector must belong to one group, or hyperparameters would be assigned to the wrong parameters.
     if sorted(group_of) != list(range(len(weights))):
         raise CheckpointError("holds optimizer groups that do not fit its fp32_flat_groups")
     return RankState(
@@ -144,7 +152,8 @@ def _of_stage_3(state: Mapping[str, Any], scaler: Mapping[str, Any]) -> RankStat
     )
 
 
-STAGES = ("disabled", "optimizer_states", "gradients", "weights")  # DeepSpeed's names
+# These are DeepSpeed's names of the stages, in order.
+STAGES = ("disabled", "optimizer_states", "gradients", "weights")
 
 
 def _stage(value: Any) -> int:
@@ -174,7 +183,7 @@ def locate_parameters(states: Sequence[RankState], shapes: Sequence[Shapes]) -> 
             slices_by_name |= _cut_each(named, vector, len(states))
         else:
             gaps = states[0].gaps[vector] if states[0].gaps else [0] * len(named)
-            # Where rank 0's vector is padded, everything is in it.
+            # Where rank 0's vector is padded, all parameters lie in it. Otherwise all vectors are as long as this one.
             slices_by_name |= _cut_row(named, vector, gaps, states[0].weights[vector].numel())
     for name, slices in slices_by_name.items():
         for slice_ in slices:
@@ -194,6 +203,7 @@ def _cut_row(shapes: Shapes, vector: int, gaps: Sequence[int], length: int) -> d
 def _pieces(vector: int, start: int, stop: int, length: int) -> Iterator[ParameterSlice]:
     at = start
     while at < stop:
+        # A parameter may begin in one rank's vector and end in the next one's.
         rank, offset = divmod(at, length)
         numel = min(stop - at, length - offset)
         yield ParameterSlice(rank, vector, ShardSpan(0, at - start, offset, numel))
@@ -206,6 +216,7 @@ def _cut_each(shapes: Shapes, vector: int, world_size: int) -> dict[str, list[Pa
         slices_by_name[name] = [
             ParameterSlice(rank, vector, span) for rank, span in cut(math.prod(shape), at, world_size)
         ]
+        # Each parameter takes as much space in every rank's vector, padding included.
         at += -(-math.prod(shape) // world_size)
     return slices_by_name
 
@@ -221,6 +232,7 @@ def cut(numel: int, at: int, world_size: int) -> Iterator[tuple[int, ShardSpan]]
 
 def _check_slice(name: str, slice_: ParameterSlice, states: Sequence[RankState]) -> None:
     needed = slice_.span.shard_offset + slice_.span.numel
+    # Checking before the import begins turns a missing file into an error without a partial output.
     held = states[slice_.rank].weights[slice_.vector].numel() if slice_.rank < len(states) else 0
     if held < needed:
         raise CheckpointError(
@@ -243,10 +255,12 @@ def states_of_parameter(
     vectors_by_key: dict[str, list[torch.Tensor]] = {}
     for slice_ in slices:
         own_state = dict(_state_of_vector(states[slice_.rank], slice_.vector))
+        # State that only some ranks have would leave old or zero values in the other elements.
         if vectors_by_key and own_state.keys() != vectors_by_key.keys():
             raise CheckpointError(f"lacks optimizer state of part of {name}")
         for key, value in own_state.items():
             values = vectors_by_key.setdefault(key, [])
+            # Every slice repeats the number of the parameter, and one copy is enough.
             if value.dim() or not values:
                 values.append(value)
     return vectors_by_key
@@ -254,8 +268,9 @@ def states_of_parameter(
 
 def _state_of_vector(state: RankState, vector: int) -> Iterator[tuple[str, torch.Tensor]]:
     vector_state, group = state.states[vector], state.groups[state.group_of[vector]]
+    # State may be saved with or without the padding at the end of the vector.
     lengths = {state.weights[vector].numel() + padding for padding in (0, state.paddings[vector])}
-    # Old versions count the steps of a group and not of a parameter.
+    # Old versions of DeepSpeed count the steps of a group rather than those of a parameter.
     if vector_state and "step" not in vector_state and "step" in group:
         vector_state = {**vector_state, "step": group["step"]}
     for key, value in vector_state.items():

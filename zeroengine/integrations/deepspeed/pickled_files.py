@@ -25,7 +25,7 @@ MAX_DEPTH = 100
 
 
 class InertObject:
-    """Stands for an object of a class that is not imported: it holds what was pickled and does nothing.
+    """Stand for an object of a class that is not imported: it holds what was pickled and does nothing.
 
     Attributes:
         args: The arguments of the object's constructor.
@@ -77,6 +77,7 @@ def _rebuild_plain_tensor(function: Any, kind: Any, args: tuple[Any, ...], state
 
 
 def _encode(text: str, encoding: str) -> bytes:
+    # Pickle's protocol 2 calls this with "latin1" only. Another encoding would change the bytes.
     return text.encode("latin1")
 
 
@@ -87,14 +88,17 @@ def _read_numpy_number(dtype: Any, data: Any = b"") -> Any:
     """Return a number of NumPy's, as learning rates often are, as a plain number."""
     code = _NUMPY_FORMATS.get(str(dtype.args[0])) if isinstance(dtype, InertObject) and dtype.args else None
     if code is None or len(data) != struct.calcsize(code):
+        # A number of an unknown kind is kept inert rather than guessed.
         return InertObject(dtype, data)
     return struct.unpack(code, data)[0]
 
 
 def _find_dtype_or_inert_class(module: str, name: str) -> Any:
+    # A class may have the name of a dtype's module, so the object itself is checked.
     if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
         return getattr(torch, name)
     if module.partition(".")[0] in INERT_PACKAGES or f"{module}.{name}" in INERT_CLASSES:
+        # A class is made for each name, so that the pickle can build objects of it and nothing of the package runs.
         return type(name, (InertObject,), {"__module__": module})
     return None
 
@@ -119,7 +123,8 @@ DEEPSPEED_ALLOW_LIST = AllowList(
         "builtins.bool": bool,
         "builtins.str": str,
         "builtins.complex": complex,
-        "_codecs.encode": _encode,  # Pickle protocol 2 writes bytes as a call of it.
+        # Pickle protocol 2 writes bytes as a call of this function.
+        "_codecs.encode": _encode,
     },
     find_other=_find_dtype_or_inert_class,
     enums=InertObject,
@@ -136,12 +141,14 @@ def load_pickled_file(path: str | os.PathLike[str]) -> Any:
     """
     try:
         with open(path, "rb") as file:
-            # Other files are of torch before 1.6, or of a DeepSpeed configuration that asks for the old format.
+            # Files without this signature are of torch before 1.6, or of a DeepSpeed configuration that asks for the
+            # old format.
             is_zip = file.read(len(ZIP_SIGNATURE)) == ZIP_SIGNATURE
         _check_kind(path, is_zip)
         content = torch.load(
             path, map_location="cpu", pickle_module=pickle_module(DEEPSPEED_ALLOW_LIST), weights_only=False, mmap=is_zip
         )
+        # Everything after this walks over the containers, so a hostile one has to be found first.
         _check_containers(content)
         return content
     except CheckpointError as error:
@@ -157,6 +164,7 @@ def _check_kind(path: str | os.PathLike[str], is_zip: bool) -> None:
     """Refuse what `torch.load` reads besides: it runs TorchScript, and unpacks the tar archives of 2016."""
     if is_zip:
         with zipfile.ZipFile(path) as archive:
+            # torch.load would run such a program instead of reading values.
             if any(name.endswith("constants.pkl") for name in archive.namelist()):
                 raise CheckpointError("it is a TorchScript program: it is refused")
             _check_archive(path, archive)
@@ -173,14 +181,16 @@ def _check_archive(path: str | os.PathLike[str], archive: zipfile.ZipFile) -> No
     entries, size = archive.infolist(), os.path.getsize(path)
     if any(info.compress_type != zipfile.ZIP_STORED for info in entries):
         raise CheckpointError("it is a compressed archive, which torch.save does not write: it is refused")
+    # Entries that overlap could make a small file unpack to any number of bytes.
     if sum(info.file_size for info in entries) > size:
         raise CheckpointError("it is said to hold more bytes than it has: it is refused")
-    # A checksum of 0 means that torch was told to write none.
+    # A checksum of 0 means that torch was configured to write none.
     checked = [info for info in entries if info.CRC]
     with progress(f"checking {os.path.basename(path)}", sum(info.file_size for info in checked)) as report:
         for info in checked:
             try:
                 with archive.open(info) as entry:
+                    # zipfile compares the checksum at the end of an entry, so the entry is read and the data dropped.
                     while data := entry.read(READ_BYTES):
                         report(len(data))
             except zipfile.BadZipFile as error:
@@ -196,12 +206,14 @@ def _check_containers(tree: Any) -> None:
     Raises:
         CheckpointError: The tree has such a container.
     """
-    num_values: dict[int, int] = {}  # of each container that was counted, by id
+    # The number of values of each container that was counted, by id.
+    num_values: dict[int, int] = {}
     ancestors: set[int] = set()
     pending: list[tuple[Any, bool]] = [(tree, False)]
     while pending:
         value, children_counted = pending.pop()
         children = _children(value)
+        # All children were counted when the container is met for the second time.
         if children_counted:
             ancestors.discard(id(value))
             num_values[id(value)] = 1 + sum(num_values.get(id(child), 1) for child in children)

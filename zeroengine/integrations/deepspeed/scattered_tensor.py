@@ -1,4 +1,4 @@
-"""A tensor whose elements lie in several of DeepSpeed's files."""
+"""Read a tensor whose elements lie in several of DeepSpeed's files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from zeroengine.disk.mapped_memory import populate_pages
 from zeroengine.integrations.deepspeed.optimizer_states import ParameterSlice
 from zeroengine.partition.boxes import Box, boxes_of_run
 
-PIECE = 1 << 27  # Bytes in memory at a time.
+# At most so many bytes are in memory at a time.
+PIECE = 1 << 27
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,11 @@ class ScatteredTensor:
     def entry(self) -> StateEntry:
         """Return the entry without values, in pieces of `PIECE` bytes at most, and of whole rows where these fit."""
         numel, row, most = math.prod(self.shape), math.prod(self.shape[1:]), PIECE // self.dtype.itemsize
+        # Pieces of whole rows give one box each. Other cuts would give up to three.
         step = most // row * row if 0 < row <= most else most
         starts = range(0, numel, step)
         boxes = [box for first in starts for box in boxes_of_run(self.shape, first, min(first + step, numel))]
+        # Meta tensors stand for the values, which are read only when a piece is written.
         pieces = [(box, torch.empty(box.sizes, dtype=self.dtype, device="meta")) for box in boxes]
         return StateEntry(self.shape, self.dtype, pieces)
 
@@ -55,6 +58,7 @@ class ScatteredTensor:
         """Copy a box of the tensor from the files."""
         start, stop = box.start, box.start + box.numel
         for first, run in self.runs:
+            # Both bounds are relative to the run. A run outside of the box gives an empty part.
             part = run[max(start - first, 0) : max(stop - first, 0)]
             if part.numel():
                 offset = max(first - start, 0)
