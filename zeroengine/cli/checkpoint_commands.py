@@ -1,6 +1,6 @@
-"""The commands `zero-export`, `zero-import` and `zero-inspect`.
+"""Run the commands `zero-export`, `zero-import` and `zero-inspect`.
 
-What needs torch is imported once the request is known to be right.
+Modules that need torch are imported once the request is known to be right.
 """
 
 from __future__ import annotations
@@ -60,10 +60,12 @@ def _export(argv: list[str] | None) -> int:
     add("--no-verify", action="store_true", help="do not compare checksums")
     add("--prefix", metavar="TEXT", help="what stands before parameter names in DIR (default: found out)")
     options = command.parse_args(argv)
+    # Wrong values are refused before torch is imported, which takes seconds.
     parse_dtype(options.dtype)
     parse_byte_size(options.shard_size, "shard size", CheckpointError)
     from zeroengine.checkpoint.inspect import find_checkpoint
 
+    # The checkpoint and the output are checked here without torch, too. The export checks them again under its lock.
     path, _ = find_checkpoint(options.dir, options.tag)
     OutputFolder(options.out).check(force=options.force, apart_from=[path])
 
@@ -104,6 +106,7 @@ def _import(argv: list[str] | None) -> int:
     add("out", metavar="OUT", help="the folder of checkpoints to write")
     add("--tag", metavar="TAG", help="which checkpoint (default: the newest)")
     add("--force", action="store_true", help="add to the checkpoints in OUT, and replace the one of the same tag")
+    # Only these checks run before torch is imported, so a wrong folder is reported at once.
     options = command.parse_args(argv)
     from zeroengine.integrations.deepspeed import checkpoint_files as files
 
@@ -113,6 +116,7 @@ def _import(argv: list[str] | None) -> int:
     from zeroengine.integrations.deepspeed import checkpoint_import
 
     done = checkpoint_import.import_checkpoint(options.dir, options.out, options.tag, force=options.force)
+    # Whatever the import left out goes to stderr, so that a program can read the summary from stdout.
     for note in done.notes:
         print(f"zero-import: left out: {note}", file=sys.stderr)
     made = done.manifest
@@ -142,12 +146,13 @@ def _inspect(argv: list[str] | None) -> int:
     options = command.parse_args(argv)
     from zeroengine.checkpoint.inspect import find_checkpoint, inspect_folder, list_tensors
 
+    # One damaged checkpoint must not hide the others, so problems are collected rather than raised.
     folder = inspect_folder(options.dir, options.tag, verify=not options.no_verify)
     listed: list[TensorInfo] | None = None
     if options.tensors:
         try:
             listed = list_tensors(find_checkpoint(options.dir, options.tag)[0])
-        # The table shows what else there is.
+        # The table still shows what else the folder holds.
         except CheckpointError as error:
             folder.problems.append(str(error))
     if options.json:
@@ -165,6 +170,7 @@ def _inspect(argv: list[str] | None) -> int:
             print(problem)
         if listed is not None:
             _print(_tensors(listed))
+    # The exit code lets a script act on damage without reading the table.
     return int(folder.damaged)
 
 
@@ -172,6 +178,7 @@ COLOURS = {"whole": "green", "damaged": "bold red", "unfinished": "yellow"}
 
 
 def _checkpoints(folder: FolderInfo) -> Table:
+    # rich is imported where a table is built, because `--json` needs none of it.
     from rich.text import Text
 
     table = _table("tag", "step", "stage", "ranks", "precision", "optimizer", "size", "saved at", "versions", "state")
@@ -181,8 +188,10 @@ def _checkpoints(folder: FolderInfo) -> Table:
         if about is not None:
             facts = [str(about.step), str(about.stage), str(about.world_size), about.precision, about.optimizer]
             versions = ", ".join(f"{name} {version}" for name, version in about.versions.items())
+        # All times are in UTC, so the offset would only widen the column.
         when = found.saved_at.removesuffix("+00:00").replace("T", " ")
         state = Text(found.verdict, COLOURS.get(found.verdict, "")) + Text(", latest" if found.latest else "")
+        # Text is passed rather than strings: rich would take brackets in a name for markup.
         table.add_row(*map(Text, [found.tag, *facts, format_byte_size(found.nbytes), when, versions]), state)
     return table
 
@@ -193,6 +202,7 @@ def _tensors(listed: list[TensorInfo]) -> Table:
     table = _table("tensor", "shape", "dtype", "size")
     for tensor in listed:
         shape = " x ".join(str(size) for size in tensor.shape) or "scalar"
+        # A tied tensor takes no bytes of its own, so its size would count twice.
         size = f"is {tensor.tied_to}" if tensor.tied_to is not None else format_byte_size(tensor.nbytes)
         table.add_row(Text(tensor.name), shape, tensor.dtype, Text(size))
     table.add_row(
@@ -221,9 +231,10 @@ def _print(table: Table) -> None:
 
     console = Console()
     if not console.is_terminal:
-        # A program that reads the output wants a line for each row.
+        # A program that reads the output expects one line for each row, so nothing may be wrapped.
         console = Console(width=10_000)
     wide = console.options.update(max_width=10_000)
+    # Columns are dropped one by one until the table fits.
     for spare in ("versions", "optimizer"):
         if Measurement.get(console, wide, table).maximum > console.width:
             table.columns = [column for column in table.columns if column.header != spare]

@@ -1,4 +1,4 @@
-"""The command line of zero-launch: its options, and which of them make sense together."""
+"""Define the command line of zero-launch: its options, and which of them make sense together."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ HONOURED_BY = {
     "kind": ("k8s",),
     "log_dir": ("local", "ssh", "slurm"),
 }
-# What does the work of an option that a launcher does not honour.
+# These sentences say what does the work of an option that a launcher does not honour.
 ALTERNATIVES = {
     "mpi": "mpirun does that, with options of its own (see mpirun --help)",
     "k8s": "Kubernetes does that: edit the manifest",
@@ -150,14 +150,17 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     launch_parser = parser()
     argv = _join_sbatch_value(argv, launch_parser)
     options = launch_parser.parse_args(argv)
+    # A leading "--" only separates the script from the options, and is no argument of the script.
     words = options.command[options.command[:1] == ["--"] :]
     options.script, options.arguments = (words[0] if words else None), words[1:]
+    # A batch script repeats the command line, so the words are kept as they were written.
     options.argv = list(argv)
     return options
 
 
 def _join_sbatch_value(argv: Sequence[str], launch_parser: CommandParser) -> list[str]:
     """Write `--sbatch --time=1:00:00` as one word, since argparse takes no value that looks like an option."""
+    # Only options that take exactly one value can swallow the next word.
     takes_value = {name for action in launch_parser._actions if action.nargs is None for name in action.option_strings}
     words, rest = [], list(argv)
     # The script ends the options, so an `--sbatch` after it belongs to the script.
@@ -174,6 +177,7 @@ def check_options(options: argparse.Namespace) -> None:
     Raises:
         LaunchError: They do not; the message says what to write instead.
     """
+    # A hostfile says that the run has several hosts, so ssh is the natural default then.
     launcher = options.launcher or ("ssh" if options.hostfile else "local")
     if options.script is None:
         raise LaunchError(f"there is no script to run. Write {USAGE}")
@@ -188,6 +192,7 @@ def check_options(options: argparse.Namespace) -> None:
     if options.sbatch and not options.submit:
         raise LaunchError("--sbatch has options for the job that --submit makes. Add --submit, or leave --sbatch out")
     if launcher == "local" and options.nnodes is not None:
+        # One node is what a local run has, so the option is harmless. More nodes need a hostfile.
         if options.nnodes != "1":
             raise LaunchError(f"--nnodes {options.nnodes}: on which hosts? Name a file of them with --hostfile")
         options.nnodes = None
@@ -196,16 +201,19 @@ def check_options(options: argparse.Namespace) -> None:
     if options.max_restarts < 0:
         raise LaunchError(f"--max-restarts {options.max_restarts}: write 0 for none, or a positive number")
     for name in ("connect_timeout", "import_timeout"):
+        # The comparison is written so that it also refuses NaN, which is neither above 0 nor below it.
         if not getattr(options, name) > 0:
             raise LaunchError(f"--{name.replace('_', '-')} {getattr(options, name):g}: write a number of seconds")
     if options.fan_out < 1:
         raise LaunchError(f"--fan-out {options.fan_out}: write 1 or more")
     if options.max_idle_rounds < 1:
         raise LaunchError(f"--max-idle-rounds {options.max_idle_rounds}: write 1 or more")
+    # A shorter timeout would give up nodes that are only late with a heartbeat.
     if not options.node_timeout >= 5:
         raise LaunchError(
             f"--node-timeout {options.node_timeout:g}: nodes speak every {HEARTBEAT_INTERVAL_S:g} s; write 5 or more"
         )
+    # Options without effect are refused, since a user who gave one expects it to work.
     _check_honoured(options, launcher)
     options.launcher = launcher
 
@@ -218,6 +226,7 @@ def _check_honoured(options: argparse.Namespace, launcher: str) -> None:
     """
     launch_parser = parser()
     for name, launchers in HONOURED_BY.items():
+        # An option that has its default value was not given, or asks for nothing special.
         if launcher not in launchers and getattr(options, name) != launch_parser.get_default(name):
             option = f"--{name.replace('_', '-')}"
             alternative = f": {ALTERNATIVES[launcher]}" if launcher in ALTERNATIVES else ""

@@ -1,4 +1,4 @@
-"""How all zero-* commands read their arguments, and how an error becomes a message and an exit code.
+"""Read the arguments of all zero-* commands, and turn an error into a message and an exit code.
 
 A command builds a `CommandParser`, and its `main(argv)` passes a function without arguments to `run_command`: that
 function parses `argv`, does the work and returns the exit code.
@@ -35,6 +35,7 @@ class CommandParser(argparse.ArgumentParser):
             description=description,
             epilog=examples,
             formatter_class=argparse.RawDescriptionHelpFormatter,
+            # An abbreviation that works today would become ambiguous with the next option, and break scripts.
             allow_abbrev=False,
         )
         self.add_argument(
@@ -51,6 +52,7 @@ class CommandParser(argparse.ArgumentParser):
         Raises:
             ZeroEngineError: Always.
         """
+        # argparse would print the usage and exit here. Raising keeps one way of reporting errors.
         raise ZeroEngineError(f"{message}. Usage: {self.usage}; {self.prog} --help lists the options")
 
 
@@ -76,11 +78,13 @@ def run_command(name: str, command: Callable[[], int]) -> int:
         print(f"{name}: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:
-        # Nobody reads the output any more, as in `| head`. Without a stdout Python does not flush it again at exit.
+        # Nobody reads the output any more, as with `| head`. Without a stdout Python does not flush it again at exit,
+        # which would fail once more.
         sys.stdout = None
         return 0
     except OSError as error:
         print(f"{name}: {error.strerror or error}{f' ({error.filename})' if error.filename else ''}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
+        # Shells expect 128 plus the number of the signal.
         return 128 + signal.SIGINT

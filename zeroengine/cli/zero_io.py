@@ -1,4 +1,4 @@
-"""The command ``zero-io``: how fast a disk is, and the settings that drive it best.
+"""Run the command ``zero-io``: measure how fast a disk is, and find the settings that drive it best.
 
 Modules that need torch are imported after the request was checked, so that a wrong one is refused at once.
 """
@@ -53,6 +53,7 @@ def main(argv: list[str] | None = None) -> int:
 def probe_disk(options: argparse.Namespace) -> int:
     """Measure the disk, print the result, write the configuration if asked to, and return the exit code."""
     nbytes = parse_byte_size(options.size, "--size", OffloadError)
+    # The configuration is read first, so that an unusable file is found before minutes of measuring.
     config = read_config(options.write_config)
 
     from zeroengine.disk.probe import TRANSFER_BYTES, Probe, candidate_settings, describe_disk, fastest, measure
@@ -61,11 +62,14 @@ def probe_disk(options: argparse.Namespace) -> int:
     folder = SwapFolder(options.path, min_free_bytes=nbytes)
     disk, candidates = describe_disk(folder), candidate_settings()
     probe = Probe(folder, nbytes)
+    # Blocks of a new file may not exist on the disk until they are written, so reading them first would measure
+    # nothing.
     with progress("writing a file", probe.num_transfers * TRANSFER_BYTES) as advance:
         for written_bytes in probe.fill():
             advance(written_bytes)
     with progress("trying settings", 2 * len(candidates), in_bytes=False) as advance:
         speeds = measure(probe, candidates, lambda: advance(1))
+    # The folder removes its files, and a long table must not keep the disk full.
     folder.close()
     best = fastest(speeds)
     if options.json:
@@ -74,6 +78,7 @@ def probe_disk(options: argparse.Namespace) -> int:
         print_table(disk, speeds, best)
     if options.write_config:
         write_config(options.write_config, config, dataclasses.asdict(best.settings))
+        # The message goes to stderr, so that stdout holds JSON alone with `--json`.
         print(f'zero-io: "aio" is now in {options.write_config}', file=sys.stderr)
     return 0
 
@@ -151,13 +156,16 @@ def write_config(path: Path, config: dict[str, Any], settings: dict[str, Any]) -
         OffloadError: It cannot be written.
     """
     section = config.get("aio")
+    # Settings of other names in the section stay as the user wrote them.
     config["aio"] = (section if isinstance(section, dict) else {}) | settings
-    # A link is followed, so that the file it points to is replaced and not the link.
+    # A link is followed, so that the file behind it is replaced and not the link.
     path = Path(os.path.realpath(path))
     try:
+        # The new content goes to a file beside the old one, and a rename replaces it. A crash leaves one of the two.
         with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
             json.dump(config, file, indent=2)
             file.write("\n")
+        # A temporary file is readable by its owner only, so it takes over the permissions of the old file.
         os.chmod(file.name, path.stat().st_mode & 0o7777)
         os.replace(file.name, path)
     except OSError as error:

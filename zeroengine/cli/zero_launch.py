@@ -1,6 +1,6 @@
 """The command `zero-launch`: start a script in several processes, one rank each, on this machine or on several.
 
-What needs torch is imported once the request is known to be right.
+Modules that need torch are imported once the request is known to be right.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from zeroengine.utils.launcher_environment import RESTART_EXIT_CODE
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code: that of the first rank that failed, or 2 for a wrong request."""
+    # This comes first: a socket or pipe that got the number of a closed stdout would receive whatever is printed.
     open_standard_descriptors()
     return run_command("zero-launch", lambda: launch(parse_arguments(sys.argv[1:] if argv is None else argv)))
 
@@ -46,10 +47,12 @@ def open_standard_descriptors() -> None:
         try:
             os.fstat(number)
         except OSError:
+            # The system gives out the lowest free number, which is usually the closed one itself.
             null = os.open(os.devnull, os.O_RDWR)
             if null != number:
                 os.dup2(null, number)
                 os.close(null)
+            # Descriptors of Python are not inherited by default, but the ranks expect these three.
             os.set_inheritable(number, True)
             setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
 
@@ -81,6 +84,7 @@ def launch_locally(options: argparse.Namespace) -> int:
         extra=explicit_variables(options.env),
         bind=options.bind,
     )
+    # A dry run imports neither torch nor anything of the launcher's machinery.
     if options.dry_run:
         print(job.describe(options.port))
         return 0
@@ -92,16 +96,20 @@ def launch_locally(options: argparse.Namespace) -> int:
     from zeroengine.launch.local.pipes import Pipes
     from zeroengine.launch.local.rendezvous import NodeAssignment, Rendezvous
 
+    # All restarts share one id: later rounds of a run may take over the lock of a folder of checkpoints from earlier
+    # ones.
     console, run_id = Console(options.log_dir), uuid.uuid4().hex
     width = len(str(job.nproc - 1))
     for restart in range(options.max_restarts + 1):
         console.assign([f"rank {rank:>{width}}" for rank in range(job.nproc)], terminal=True)
         assignment = NodeAssignment(job.nproc, LOOPBACK, options.port, restart=restart, run_id=run_id)
+        # Each round has a new store, since the old one holds keys of ranks that have ended.
         rendezvous = Rendezvous(assignment, open_loopback_listener(options.port))
         with Pipes(job.nproc, console.feed, console.flush, console.terminals()) as pipes:
             outcome = run_ranks(job, pipes, rendezvous)
             console.finish()
         sys.stderr.write(failure_report(outcome, console))
+        # A request for a restart by the script itself, or a signal, ends the loop as well as success does.
         if not outcome.failures or outcome.is_final or restart == options.max_restarts:
             break
         print(f"zero-launch: restart {restart + 1} of {options.max_restarts}", file=sys.stderr, flush=True)
@@ -135,6 +143,7 @@ def launch_under_slurm(options: argparse.Namespace) -> int:
     if not options.submit:
         hosts = select_hosts(slurm.allocated_hosts(os.environ), options.include, options.exclude)
         code = launch_on_hosts(options, hosts, srun_shell())
+        # The ranks have saved and ended because the job's time is nearly over, so the job goes back to the queue.
         if code == RESTART_EXIT_CODE:
             print(f"zero-launch: {slurm.requeue(os.environ)}", file=sys.stderr, flush=True)
         return code
@@ -142,8 +151,10 @@ def launch_under_slurm(options: argparse.Namespace) -> int:
     low, _, high = nodes.rpartition(":")
     if not high.isdecimal():
         raise LaunchError(f"--submit: on how many nodes? Write --nnodes 2, or a range; found {nodes or 'none'}")
+    # Mistakes are reported now rather than hours later, when the job leaves the queue.
     check_target(options.script, options.module)
     check_config(options.config, options.set)
+    # Slurm has to know the number of GPUs only where the user has fixed it.
     gpus = int(options.nproc) if options.nproc.isdecimal() and not options.cpu else None
     name = Path(options.script).stem
     sbatch_options, elastic = split_sbatch(options.sbatch), low not in ("", high)
@@ -174,6 +185,7 @@ def command_in_batch_script(options: argparse.Namespace) -> tuple[list[str], dic
     The batch script is a file that stays, and Slurm keeps a copy of it. So it names the variables that look secret
     without their values, and sbatch passes on the values with its environment.
     """
+    # Only words before the script are options of zero-launch. The script may have options of the same names.
     end_of_options = len(options.argv) - len(options.arguments) - 1
     rest, words, hidden = iter(options.argv[:end_of_options]), [], {}
     for word in rest:
@@ -184,6 +196,7 @@ def command_in_batch_script(options: argparse.Namespace) -> tuple[list[str], dic
             if is_secret(name, text):
                 value, hidden[name] = name, text
             words += ["--env", value]
+        # The job itself must neither submit another job nor print a plan.
         elif option not in ("--submit", "--dry-run", "--sbatch"):
             words.append(word)
     return words + options.argv[end_of_options:], hidden
@@ -195,6 +208,7 @@ def launch_under_mpi(options: argparse.Namespace) -> int:
 
     variables = mpi_rank_variables(os.environ, options.master_addr, options.port)
     variables |= rank_environment(options.cpu, options.config, options.set) | explicit_variables(options.env)
+    # Without a limit every rank would use all cores of the node.
     if "OMP_NUM_THREADS" not in os.environ | variables and "LOCAL_WORLD_SIZE" in variables:
         variables["OMP_NUM_THREADS"] = omp_threads(int(variables["LOCAL_WORLD_SIZE"]))
     command = worker_command(options.script, options.arguments, options.module)
@@ -202,6 +216,7 @@ def launch_under_mpi(options: argparse.Namespace) -> int:
         print_command(variables, command)
         return 0
     check_target(options.script, options.module)
+    # The process is replaced, so that signals and exit codes of mpirun reach the script directly.
     os.execve(command[0], command, os.environ | variables)
 
 
@@ -244,6 +259,7 @@ def launch_on_ray(options: argparse.Namespace) -> int:
         raise LaunchError("--launcher ray: how many workers? Write --nproc 8 for 8 in the whole cluster")
     check_target(options.script, options.module)
     check_config(options.config, options.set)
+    # Workers of Ray start on other machines, with an environment of their own.
     variables = rank_environment(options.cpu, options.config, options.set) | forwarded_variables(options.env)
     words = script_words(options)
     if options.dry_run:
@@ -263,6 +279,7 @@ def launch_on_hosts(options: argparse.Namespace, hosts: Sequence[Host], shell: R
     from zeroengine.launch.local.failure_report import failure_report
 
     hosts, min_nodes = limit_hosts(hosts, options.nnodes)
+    # A host with too few slots is reported before any connection is made.
     for host in hosts:
         processes_on(host, options.nproc)
     check_target(options.script, options.module)
@@ -300,6 +317,7 @@ def launch_on_hosts(options: argparse.Namespace, hosts: Sequence[Host], shell: R
         check_config(options.config, options.set)
         print(describe_run(request))
         return 0
+    # A missing ssh or srun is reported once, rather than by every connection.
     shell.check_installed()
     make_log_dir(options.log_dir)
     console = Console(options.log_dir)
@@ -317,6 +335,7 @@ def script_words(options: argparse.Namespace) -> list[str]:
 
 def print_command(variables: Mapping[str, str], command: Sequence[str]) -> None:
     """Print a command with its variables as a line for a shell, without secrets."""
+    # The line may end up in a log or a bug report.
     print(shlex.join(["env", *(f"{key}={value}" for key, value in masked(variables).items()), *command]))
 
 

@@ -1,4 +1,4 @@
-"""The command `zero-report`: what a bug report should say about this machine, and how fast its parts are."""
+"""Run the command `zero-report`: collect what a bug report should say about this machine, and measure its speed."""
 
 from __future__ import annotations
 
@@ -54,6 +54,7 @@ def report(options: argparse.Namespace) -> int:
     }
     if not options.no_probes:
         sections |= {"disk": lambda: disk(options.disk), "collectives, 2 processes on this machine": collectives}
+    # Every section is collected before anything is printed, so that JSON and text show the same facts.
     rows_by_title = {title: list(_rows_or_failure(rows)) for title, rows in sections.items()}
     if options.json:
         print(json.dumps({title: dict(rows) for title, rows in rows_by_title.items()}, indent=2))
@@ -95,6 +96,7 @@ def software() -> Iterator[Row]:
         "Clang": facts.clang_version,
     }.items():
         yield name, str(value or "none").strip()
+    # Only the names are shown, because values may hold secrets.
     variables = sorted(name for name in os.environ if name.startswith(REPORTED_PREFIXES))
     yield "environment", ", ".join(variables) or "none of ours"
 
@@ -107,6 +109,7 @@ def machine() -> Iterator[Row]:
     yield "cores", f"{count_cores()} of {os.cpu_count()} usable, {nodes}"
     pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     yield "memory", f"{pages * size / 2**30:.1f} GiB"
+    # Ranks of one node exchange tensors through this file system, and containers often make it small.
     shm = shutil.disk_usage("/dev/shm")
     yield "/dev/shm", f"{shm.free / 2**30:.1f} of {shm.total / 2**30:.1f} GiB free"
 
@@ -134,6 +137,7 @@ def interfaces() -> Iterator[Row]:
     """Yield the host name, and state, speed and address of each network interface."""
     yield "host name", f"{socket.gethostname()}, which is {_resolve(socket.gethostname())}"
     for _, name in socket.if_nameindex():
+        # Some interfaces, such as virtual ones, have no speed or refuse to tell it.
         folder = Path("/sys/class/net") / name
         state = _read(folder / "operstate") or "unknown"
         speed = _read(folder / "speed")
@@ -171,15 +175,17 @@ def disk(folder: Path) -> Iterator[Row]:
     """Yield how fast a file is written with fsync, and read back. The reading may come from memory."""
     usage = shutil.disk_usage(folder)
     yield str(folder), f"{usage.free / 2**30:.1f} of {usage.total / 2**30:.1f} GiB free"
+    # Random bytes keep a file system that compresses from looking faster than it is.
     block = os.urandom(1 << 20) * 8
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".zero-report-") as file:
         start = time.perf_counter()
         for _ in range(DISK_BYTES // len(block)):
+            # The time includes the sync, since the bytes would otherwise be in memory only.
             file.write(block)
         file.flush()
         os.fsync(file.fileno())
         yield "write", _rate(DISK_BYTES, time.perf_counter() - start)
-        # The system is asked, not forced, to drop its copy in memory.
+        # The system is only asked to drop its copy in memory, so the reading may still be partly from memory.
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         file.seek(0)
         start = time.perf_counter()
@@ -190,12 +196,14 @@ def disk(folder: Path) -> Iterator[Row]:
 
 def collectives() -> Iterator[Row]:
     """Yield the speed of each transport between two processes."""
+    # The probe runs in a launch of its own, so that a hang or a crash cannot end the report.
     launcher = [sys.executable, "-m", "zeroengine.cli.zero_launch", "--nproc", "2", "--cpu"]
     command = [*launcher, "-m", "zeroengine.launch.local.probe", str(PROBE_BYTES)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     if done.returncode:
         yield "failed", done.stderr.strip().rpartition("\n")[2]
     for line in done.stdout.splitlines():
+        # Each line begins with the prefix of its rank, which is cut off.
         name, _, rest = line.partition("] ")[2].partition(": ")
         yield name, rest
 
