@@ -58,6 +58,8 @@ class OperationMode(TorchDispatchMode):
     @disable_compile
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Pass an operation to the listener."""
+        # The listener reads shapes, versions and storages. ``OpaqueAccessMode`` must not take these for uses by the
+        # model.
         with torch._C.DisableTorchFunction():
             return self._listener.run(func, args, kwargs or {})
 
@@ -72,6 +74,7 @@ class OpaqueAccessMode(TorchFunctionMode):
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function, after telling the listener if it accesses values."""
         kwargs = kwargs or {}
+        # Values must be in memory before the function runs, since no operation of it will ask for them.
         if func in _ADDRESSES or func in _READS:
             self._listener.before_opaque_access(tensors_of(args[:1]), func.__name__ if func in _ADDRESSES else "")
         elif getattr(func, "__module__", None) == nn.init.__name__:
@@ -79,6 +82,7 @@ class OpaqueAccessMode(TorchFunctionMode):
             if self._listener.skips_init(target):
                 return target
         result = func(*args, **kwargs)
+        # The parameter lies in its new storage only after the assignment.
         if func is _SET_DATA:
             self._listener.data_assigned(args[0])
         return result

@@ -24,8 +24,11 @@ class ParamRef:
 
     param: weakref.ref[nn.Parameter]
     name: str
-    num_seen_writes: int  # of the version counter, that the recorder has seen
-    num_pending_writes: int = 0  # that the version counter may still add for operations the recorder has seen
+    # The value of the parameter's version counter up to which the recorder knows every write.
+    num_seen_writes: int
+    # The most by which operations that the recorder has seen may have raised the counter since. Autograd raises it only
+    # after the recorder has seen the operation, and not for every one.
+    num_pending_writes: int = 0
 
 
 @dataclass(eq=False)
@@ -53,6 +56,7 @@ class TrackedStorage:
     def live_params(self) -> list[tuple[ParamRef, nn.Parameter]]:
         """Return the parameters that still exist and still lie in this storage."""
         storage = self.storage()
+        # A parameter may have been freed, moved to the meta device or given other data since it was seen here.
         pairs = [(ref, param) for ref in self.params if (param := ref.param()) is not None]
         return [(ref, param) for ref, param in pairs if not param.is_meta and param.untyped_storage() is storage]
 
@@ -60,6 +64,7 @@ class TrackedStorage:
         """Return the storage as a tensor (1-D, uint8)."""
         storage = self.storage()
         assert storage is not None
+        # A parameter's own view would have its shape and dtype, and might cover only a part of the storage.
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (self.nbytes,), (1,))
 
     def check_writes(self) -> None:
@@ -70,6 +75,7 @@ class TrackedStorage:
         """
         for ref, param in self.live_params():
             unseen = param._version > ref.num_seen_writes + ref.num_pending_writes
+            # The counters are brought up to date before the error, so that it is raised once.
             ref.num_seen_writes, ref.num_pending_writes = param._version, 0
             if unseen:
                 raise ZeroEngineError(
@@ -90,7 +96,8 @@ class StorageCache:
         self._budget_bytes = nbytes
         self._resident: dict[TrackedStorage, None] = {}
         self._resident_bytes = 0
-        self._freed_bytes = 0  # since the last return to the system
+        # Bytes that were freed since memory was last returned to the system.
+        self._freed_bytes = 0
 
     def touch(self, tracked: TrackedStorage, *, values: bool = True) -> None:
         """Fill a storage that is about to be used, and make it the most recently used one.
@@ -100,6 +107,7 @@ class StorageCache:
         """
         if tracked.is_empty:
             self._fill(tracked, values)
+        # Only parameters are emptied. What cannot be replayed stays in memory and is no part of the budget.
         if not tracked.params or tracked.reason:
             return
         if tracked in self._resident:
@@ -112,16 +120,21 @@ class StorageCache:
         """Empty the least recently used storages, down to half of the budget, if it is exceeded. Keep the ``busy``."""
         if self._resident_bytes <= self._budget_bytes:
             return
+        # Storages may have died, or become ones that cannot be replayed, since they were listed.
         self._resident = {
             tracked: None for tracked in self._resident if tracked.storage() is not None and not tracked.reason
         }
         before = self._resident_bytes = sum(tracked.nbytes for tracked in self._resident)
+        # The last one was used just now, and its next use is likely to come soon. Half of the budget is freed, so that
+        # not every operation evicts.
         for tracked in list(self._resident)[:-1]:
             if self._resident_bytes <= self._budget_bytes // 2:
                 break
             if tracked not in busy:
                 self.free(tracked)
         self._freed_bytes += before - self._resident_bytes
+        # The C library keeps freed memory for itself, and the process would not shrink. Returning it is slow, so it is
+        # done now and then.
         if self._freed_bytes > self._budget_bytes // 2:
             self._freed_bytes = 0
             return_freed_memory()
@@ -132,12 +145,14 @@ class StorageCache:
 
     def free(self, tracked: TrackedStorage) -> None:
         """Free the memory of a storage, unless it cannot be resized."""
+        # What another thread has written could not be replayed, so it is an error before the values are gone.
         tracked.check_writes()
         storage = tracked.storage()
         assert storage is not None
         if tracked in self._resident:
             del self._resident[tracked]
             self._resident_bytes -= tracked.nbytes
+        # Memory that torch did not allocate, such as numpy's, cannot be resized.
         if storage.resizable() and tracked.nbytes:
             storage.resize_(0)
             tracked.is_empty = True

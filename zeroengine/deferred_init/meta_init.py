@@ -20,8 +20,10 @@ from zeroengine.migration.messages import explains_arguments
 
 log = logging.getLogger("zeroengine")
 
-CACHE_BYTES = 1 << 26  # parameters that are in memory at a time while a model is built, beside those in use
-NUM_SHOWN = 5  # names in a message
+# Bytes of parameters that are in memory at a time while a model is built, beside those in use.
+CACHE_BYTES = 1 << 26
+# The names that a message shows.
+NUM_SHOWN = 5
 
 
 @explains_arguments
@@ -58,6 +60,7 @@ def meta_init(config: str | Path | Mapping[str, Any] | Config | None = None, *, 
     try:
         yield
     finally:
+        # Also after an error torch's modes must end, and parameters that outlive the block need their traces.
         kept += recorder.finish()
     if kept:
         log.warning("%s", _notice(kept))
@@ -98,12 +101,14 @@ def initialize_meta_parameters(model: nn.Module) -> None:
     Raises:
         ZeroEngineError: A parameter has no module with such a method, or autograd has a graph of it.
     """
+    # A graph refers to the parameter's old tensor, and a backward through it would not reach the new one.
     in_graph = [name for name, p in model.named_parameters() if p.is_meta and has_graph(p)]
     if in_graph:
         raise ZeroEngineError(
             f"autograd has a graph or a gradient of parameters on the meta device: {', '.join(in_graph[:NUM_SHOWN])}. "
             "Drop what was computed with them, such as outputs of the model, before initialize()."
         )
+    # Parameters with a trace come from ``meta_init`` and get their values from it.
     params = {p: name for name, p in model.named_parameters() if p.is_meta and trace_of(p) is None}
     buffer_places = [
         (module, key, f"{prefix}.{key}" if prefix else key)
@@ -120,6 +125,7 @@ def initialize_meta_parameters(model: nn.Module) -> None:
         for param, name in params.items():
             swap_data(param, torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="cpu"))
             recorder.watch(param, name)
+        # One new buffer for each old one, also where several modules share it.
         cpu_buffers = {b: torch.empty_strided(b.shape, b.stride(), dtype=b.dtype, device="cpu") for b in on_meta}
         for module, key, _ in buffer_places:
             module._buffers[key] = cpu_buffers[module._buffers[key]]
@@ -131,6 +137,7 @@ def initialize_meta_parameters(model: nn.Module) -> None:
             # A module that also holds values of its own is left alone: resetting it would overwrite them.
             if reset is not None and tensors and all(are_new):
                 reset()
+        # A module may have a ``reset_parameters`` that leaves some of its parameters out.
         uninitialised = [name for param, name in params.items() if recorder.is_uninitialised(param)]
         uninitialised += [name for buffer, name in on_meta.items() if recorder.is_uninitialised(cpu_buffers[buffer])]
     finally:
@@ -139,6 +146,7 @@ def initialize_meta_parameters(model: nn.Module) -> None:
         return
     for param, name in params.items():
         if name in uninitialised:
+            # Its trace would give uninitialised memory.
             take_trace(param)
     # The model is left as it was.
     meta_buffers = {new: old for old, new in cpu_buffers.items()}

@@ -33,11 +33,14 @@ class OpSchema:
 def schema_of(operation: Any) -> OpSchema:
     """Return the schema of an ``OpOverload``."""
     schema = operation._schema
+    # An argument has alias information if the operation writes it or returns a view of it.
     infos = [(i, arg) for i, arg in enumerate(schema.arguments) if arg.alias_info is not None]
     written = tuple((i, arg.name) for i, arg in infos if arg.alias_info.is_write)
     return OpSchema(
+        # Without a write, a result that aliases an argument is a view of it.
         is_view=not written and any(result.alias_info is not None for result in schema.returns),
         written_args=written,
+        # Arguments named ``out`` are overwritten by convention, and resized to fit.
         overwrites=operation.overloadpacket in _OVERWRITE
         or (bool(written) and all(schema.arguments[i].is_out for i, _ in written)),
         is_random=torch.Tag.nondeterministic_seeded in operation.tags,

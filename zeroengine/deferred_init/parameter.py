@@ -24,6 +24,7 @@ def make_meta(param: nn.Parameter, trace: Trace) -> None:
 def attach_trace(param: nn.Parameter, trace: Trace) -> None:
     """Attach the way to its values to ``param``, and to deep copies that are made of it."""
     param.__dict__[_TRACE] = trace
+    # ``Parameter.__deepcopy__`` copies no attributes. The reference is weak, because the parameter owns this dict.
     param.__dict__["__deepcopy__"] = functools.partial(_deepcopy, weakref.ref(param))
 
 
@@ -45,6 +46,7 @@ def take_trace(param: nn.Parameter) -> Trace | None:
     """Detach the trace of ``param`` and return it."""
     trace: Trace | None = param.__dict__.pop(_TRACE, None)
     if trace is not None:
+        # From now on the parameter has values, and an ordinary copy has them, too.
         del param.__dict__["__deepcopy__"]
     return trace
 
@@ -63,4 +65,5 @@ def swap_data(param: nn.Parameter, data: torch.Tensor) -> None:
 
 def has_graph(param: nn.Parameter) -> bool:
     """Return whether autograd holds a graph or a gradient of ``param``, and would go on with its old memory."""
+    # In C++ a parameter without a graph has one owner, which is its Python object.
     return param._use_count() > 1 or param.grad is not None  # type: ignore[attr-defined]

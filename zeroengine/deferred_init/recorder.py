@@ -42,10 +42,13 @@ from zeroengine.deferred_init.trace import (
 from zeroengine.errors import ZeroEngineError
 from zeroengine.utils.malloc_trim import return_freed_memory
 
-SMALL_BYTES = 1 << 16  # a trace may hold copies of tensors up to this size, and may itself have this size
-MAX_TRACE_FRACTION = 4  # a larger trace takes at most a quarter of its values' bytes
+# A trace may hold copies of tensors up to this size, and may itself have this size.
+SMALL_BYTES = 1 << 16
+# A larger trace takes at most this fraction (a quarter) of its values' bytes, or keeping the values would be cheaper.
+MAX_TRACE_FRACTION = 4
 
-_TRACKED_ATTRIBUTE = "_zeroengine_tracked"  # of a storage
+# The attribute of a storage that holds its ``TrackedStorage``. It lives and dies with the storage.
+_TRACKED_ATTRIBUTE = "_zeroengine_tracked"
 _aten = torch.ops.aten
 
 
@@ -60,8 +63,10 @@ class Recorder:
     def __init__(self, cache_bytes: int, values: bool = True) -> None:
         self._cache, self._values = StorageCache(cache_bytes), values
         self._thread = threading.get_ident()
-        self._last_number = 0  # numbers operations and storages in the order in which they were made
-        self._params: Any = WeakIdKeyDictionary()  # name of each parameter
+        # Operations and storages are numbered in the order in which they were made, which is the order of a replay.
+        self._last_number = 0
+        # The name of each parameter. The keys are weak, so that a module that is dropped gives its memory back.
+        self._params: Any = WeakIdKeyDictionary()
         self._tracked: weakref.WeakSet[TrackedStorage] = weakref.WeakSet()
         self._modes = (OpaqueAccessMode(self), OperationMode(self))
         self._hooks: list[Any] = []
@@ -76,6 +81,7 @@ class Recorder:
             raise ZeroEngineError(
                 "meta_init() inside of meta_init(): one `with` does for everything that is built inside it"
             )
+        # The hooks are global in torch. Those of other threads' modules are told apart by the thread.
         self._hooks = [
             register_module_parameter_registration_hook(self._param_registered),
             register_module_module_registration_hook(self._module_registered),
@@ -94,9 +100,11 @@ class Recorder:
         """
         for hook in self._hooks:
             hook.remove()
+        # The modes end first, so that what follows is neither recorded nor taken for a use.
         for mode in reversed(self._modes):
             mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         kept: list[tuple[str, int, str]] = []
+        # The error is raised at the end, when every parameter has its values or its trace again.
         unseen_write: ZeroEngineError | None = None
         for tracked in list(self._tracked):
             try:
@@ -104,6 +112,7 @@ class Recorder:
             except ZeroEngineError as error:
                 unseen_write = error
         for param, name in self._params.items():
+            # A lazy parameter gets its shape in the first forward, and its values after that.
             if param.is_meta or torch.nn.parameter.is_lazy(param):
                 continue
             trace = self._trace_or_reason(param)
@@ -111,6 +120,7 @@ class Recorder:
                 make_meta(param, trace)
             else:
                 kept.append((name, param.nbytes, trace))
+        # From here on nothing is evicted: the storages that are left are filled for good.
         self._cache.close()
         for tracked in list(self._tracked):
             storage = tracked.storage()
@@ -132,6 +142,7 @@ class Recorder:
         tracked = self._tracked_of(param) if _is_plain(param) else None
         if tracked is None:
             return "its memory was not made by torch inside of the `with`"
+        # The graph would go on with the old tensor, which ``make_meta`` takes away.
         if has_graph(param):
             return "autograd has a graph or a gradient of it"
         if not self._values and not tracked.reason:
@@ -159,6 +170,7 @@ class Recorder:
         with torch._C.DisableTorchFunction():
             self._params.setdefault(param, name)
             self._link_param(param)
+            # A module registers its parameters one by one, so memory is freed while a large module is built.
             self._cache.evict()
 
     def data_assigned(self, param: torch.Tensor) -> None:
@@ -191,11 +203,13 @@ class Recorder:
                 if tracked is not None:
                     self._cache.touch(tracked)
                     if leaked_by:
+                        # Whoever has the address may write at any time, without an operation that could be recorded.
                         tracked.version = None
                         tracked.reason = tracked.leaked_by = f"{leaked_by}() gave its memory away"
 
     def run(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation, record it, and free memory that exceeds the budget."""
+        # These need no values in memory, so a parameter may stay empty.
         if not isinstance(operation, torch._ops.OpOverload) or operation in METADATA:
             return operation(*args, **kwargs)
         if operation.overloadpacket is _aten.set_:
@@ -204,6 +218,7 @@ class Recorder:
         inputs = tensors_of((args, kwargs))
         tracked_by_id = {id(tensor): self._tracked_of(tensor) for tensor in inputs if _is_plain(tensor)}
         involved = {tracked for tracked in tracked_by_id.values() if tracked is not None}
+        # The writes of earlier operations are counted before this one adds its own.
         for tracked in involved:
             tracked.check_writes()
         written = tensors_of([args[i] if i < len(args) else kwargs.get(name) for i, name in schema.written_args])
@@ -216,6 +231,8 @@ class Recorder:
             and sum(other is tracked for other in map(tracked_by_id.get, map(id, inputs))) == 1
             and TensorRef.of_tensor(tensor, 0, tracked.nbytes, None).covers_storage
         }
+        # An operation that raises leaves these with memory and without values. They are emptied again, and a replay
+        # fills them.
         unfilled = [tracked for tracked in overwritten if tracked.is_empty]
         for tracked in involved:
             self._cache.touch(tracked, values=tracked not in overwritten)
@@ -229,6 +246,8 @@ class Recorder:
             if len(targets) < len(written):
                 reason = reason or "one operation wrote it and a tensor from outside of the `with`"
             if not reason:
+                # The record is made before the operation runs, because it needs the generator's state and the versions
+                # of before.
                 op = self._record_op(operation, args, kwargs, schema.is_random, tracked_by_id, overwritten)
         try:
             outputs = operation(*args, **kwargs)
@@ -245,6 +264,7 @@ class Recorder:
             if (target := tracked_by_id.get(id(tensor))) is not None:
                 for ref, _ in target.live_params():
                     ref.num_pending_writes += 1
+        # What was written last is likely to be written again, as by an initialisation of several steps.
         self._cache.evict(busy=targets)
         return outputs
 
@@ -293,6 +313,7 @@ class Recorder:
                 version = None if tracked in overwritten else tracked.version
                 refs.append(TensorRef.of_tensor(leaf, tracked.number, tracked.nbytes, version))
                 return refs[-1]
+            # The tensor has no version, and it is small enough for a copy of its own.
             cost_bytes += leaf.nbytes
             return leaf.detach().clone()
 
@@ -300,6 +321,7 @@ class Recorder:
         state = None
         if random:
             generator = generators[0] if generators else default_generator((devices or [torch.device("cpu")])[0])
+            # The state from before the draw gives the same numbers at a replay, whatever was drawn since.
             state = (generator.device, generator.get_state())
             cost_bytes += state[1].nbytes
         self._last_number += 1
@@ -319,6 +341,7 @@ class Recorder:
         storages_before = {id(tensor.untyped_storage()) for tensor in inputs if _is_plain(tensor)}
         new: dict[TrackedStorage, None] = {}
         for index, tensor in enumerate(outputs):
+            # An output may be an input or a view of one, whose storage is not new.
             if (
                 _is_plain(tensor)
                 and id(tensor.untyped_storage()) not in storages_before
@@ -342,6 +365,8 @@ class Recorder:
 
     def _set_version(self, tracked: TrackedStorage, version: StorageVersion) -> None:
         max_bytes = max(SMALL_BYTES, tracked.nbytes // MAX_TRACE_FRACTION)
+        # The cost counts shared records several times. The exact cost takes a walk, so it is computed only where it
+        # matters.
         if version.cost_bytes > max_bytes:
             version = version.with_exact_cost()
         tracked.version, tracked.reason = version, ""
@@ -360,6 +385,7 @@ class Recorder:
             self._link_param(args[0])
             tracked = self._tracked_of(args[0])
             for ref, param in tracked.live_params() if tracked is not None else ():
+                # ``set_`` raises the version counter of the tensor without writing a value.
                 ref.num_pending_writes += param is args[0]
         return out
 
@@ -387,6 +413,7 @@ class Recorder:
 
     def _tracked_of(self, tensor: torch.Tensor) -> TrackedStorage | None:
         """Return the tracked storage of a tensor, or None where it was not made while this recorder was active."""
+        # A storage of an earlier recorder is like any memory from outside.
         tracked = getattr(tensor.untyped_storage(), _TRACKED_ATTRIBUTE, None)
         return tracked if tracked is not None and tracked.owner is self else None
 

@@ -42,6 +42,8 @@ class TensorRef:
     def covers_storage(self) -> bool:
         """Whether the tensor is dense and covers all of its storage."""
         numel = 1
+        # A dense tensor, in whatever order of its dimensions, has strides that are products of the smaller dimensions'
+        # sizes.
         for size, stride in sorted(zip(self.shape, self.stride, strict=True), key=lambda dim: dim[1]):
             if size != 1 and stride != numel:
                 return False
@@ -75,6 +77,7 @@ class RecordedOp:
         Args:
             memory: Returns the memory of a referenced storage (1-D, uint8).
         """
+        # Operations such as ``torch.full`` with a float take their dtype from it.
         torch.set_default_dtype(self.default_dtype)
 
         def restore(leaf: Any) -> Any:
@@ -82,6 +85,7 @@ class RecordedOp:
                 return leaf.view_in(memory(leaf))
             if isinstance(leaf, torch.Generator):
                 assert self.generator_state is not None
+                # The user's generator must not move, so a new one draws the same numbers.
                 generator = torch.Generator(leaf.device)
                 generator.set_state(self.generator_state[1])
                 return generator
@@ -135,6 +139,7 @@ class Trace:
         """Compute the values into ``target``, of the same shape."""
         ref = self._ref
         assert ref.version is not None
+        # Values of the same layout are computed in place, without a second copy of the parameter.
         fits = target.dtype is ref.dtype and target.device == ref.device and target.stride() == ref.stride
         if fits and ref.covers_storage:
             replay(ref.version, ref.storage, _bytes_of(target))
@@ -177,6 +182,7 @@ def replay(version: StorageVersion, storage: int, into: torch.Tensor | None = No
         ref.storage == storage and into.storage_offset() % ref.dtype.itemsize for op in ops for ref in op.refs
     ):
         return into.copy_(replay(version, storage))
+    # ``into`` takes the place of the storage from the start. Other storages get memory when an operation refers to them.
     memory: dict[int, torch.Tensor] = {} if into is None else {storage: into}
 
     def memory_of(ref: TensorRef) -> torch.Tensor:
@@ -191,10 +197,12 @@ def replay(version: StorageVersion, storage: int, into: torch.Tensor | None = No
         for op in ops:
             outputs = op.run(memory_of)
             for index, number in op.new_storages:
+                # The operation allocated the storage itself, so its bytes are copied to where they are wanted.
                 if number == storage and into is not None:
                     into.copy_(storage_bytes(outputs[index]))
                 elif number in last:
                     memory[number] = storage_bytes(outputs[index])
+            # A reference to the outputs would keep memory alive that is freed below.
             del outputs
             for number in _storages_of(op):
                 if last[number] == op.number and number != storage:
@@ -214,6 +222,7 @@ def ops_of(version: StorageVersion) -> list[RecordedOp]:
         visited.add(id(dependency))
         if dependency.previous is not None:
             pending.append(dependency.previous)
+        # One operation may have made several storages, and so several versions refer to it.
         if dependency.op.number not in ops:
             ops[dependency.op.number] = dependency.op
             pending += [ref.version for ref in dependency.op.refs if ref.version is not None]
@@ -239,6 +248,7 @@ def _preserve_global_state(devices: set[torch.device]) -> Iterator[None]:
 def default_generator(device: torch.device) -> torch.Generator:
     """Return the generator that operations on ``device`` draw from by default."""
     if device.type == "cuda":
+        # The generators of GPUs exist only after CUDA was initialised.
         torch.cuda.init()
         return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
     return torch.default_generator

@@ -11,10 +11,14 @@ from pathlib import Path
 from zeroengine.errors import OffloadError
 from zeroengine.ops._loading import Signatures, open_library
 
+# The version of the C interface that this file declares. It rises with every change of a signature or a struct.
 ABI_VERSION = 1
 PATH = Path(__file__).with_name("_aio.so")
+# O_DIRECT wants file offsets, addresses and sizes that are multiples of this many bytes, on every usual disk.
 ALIGNMENT = 4096
+# The numbers of csrc/zeroengine_aio.h, the best backend first behind "auto".
 BACKENDS = {"auto": 0, "io_uring": 1, "threads": 3}
+# The error of a transfer that the kernel accepts without moving a byte. An errno is positive.
 NO_PROGRESS = -1
 FAULTS = {"none": 0, "short": -1, "empty": -2}
 
@@ -62,6 +66,7 @@ def available() -> tuple[str, ...]:
     Raises:
         OffloadError: The library is missing.
     """
+    # A kernel or a container may refuse io_uring, so each backend is tried.
     return tuple(name for name, code in BACKENDS.items() if name != "auto" and library().ze_aio_probe(code) == 0)
 
 

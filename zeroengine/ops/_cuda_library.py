@@ -53,6 +53,7 @@ class CudaCopy(ctypes.Structure):
     _fields_ = (("src", c_void_p), ("dst", c_void_p), ("numel", c_int64), ("src_dtype", c_int32))
 
 
+# Every function that launches something begins with the device and the stream.
 _ON_STREAM: list[Any] = [c_int, c_void_p]
 _ADAM: list[Any] = [*[c_void_p] * 2, c_int, *[c_void_p] * 2, c_int, c_void_p, c_int]
 _SIGNATURES: Signatures = {
@@ -93,11 +94,13 @@ def _loaded() -> ctypes.CDLL | str:
 
 @functools.cache
 def _usable(device: int) -> ctypes.CDLL | None:
+    # A library that loads may still have no code for this GPU, or find no driver. The probe asks the device itself.
     library_or_reason = _loaded()
     if isinstance(library_or_reason, ctypes.CDLL) and (result := library_or_reason.ze_cuda_probe(device)):
         library_or_reason = library_or_reason.ze_cuda_message(result).decode()
     if isinstance(library_or_reason, ctypes.CDLL):
         return library_or_reason
+    # The cache of this function makes it one warning for each device.
     warnings.warn(
         f"zeroengine runs without its CUDA kernels on cuda:{device}: {library_or_reason}. torch's own, slower kernels "
         "serve instead, and some of them wait for the GPU.",
@@ -125,6 +128,7 @@ def call(handle: ctypes.CDLL, name: str, device: torch.device, *arguments: Any) 
     Raises:
         ZeroEngineError: CUDA reports an error. It may be that of earlier work on the device.
     """
+    # The library launches on the CUDA runtime's current device, which must be the tensors' device.
     with torch.cuda.device(device):
         stream = torch.cuda.current_stream(device).cuda_stream
         result = getattr(handle, name)(device.index, stream, *arguments)

@@ -21,8 +21,10 @@ def adam_step(
     param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, low_precision_param: Tensor | None, args: AdamArgs
 ) -> None:
     """Run `zeroengine.ops.adam_step` by torch's fused kernel."""
+    # The master takes over what was written before the update, as in the kernels.
     if args.reload_written and low_precision_param is not None:
         reload_written(param, low_precision_param)
+    # Chunks bound the fp32 copies of gradient and moments, which may be as large as the model otherwise.
     for begin in range(0, param.numel(), _CHUNK):
         chunk = slice(begin, begin + _CHUNK)
         # These are the moments themselves where they are float32, and are then updated in place.
@@ -45,6 +47,7 @@ def adam_step(
             exp_avg[chunk] = _round(moments[0], random & 0xFFFF)
             exp_avg_sq[chunk] = _round(moments[1], random >> 16 & 0xFFFF)
     if low_precision_param is not None:
+        # torch rounds to nearest even here, as the kernels do.
         low_precision_param.copy_(param)
 
 
@@ -60,6 +63,7 @@ def reload_written(param: Tensor, low_precision_param: Tensor) -> None:
 
 def _fused(arrays: list[Tensor], args: AdamArgs) -> None:
     param, grad, exp_avg, exp_avg_sq = arrays
+    # These are the kernels behind ``torch.optim.Adam(fused=True)``, without the class around them.
     kernel = torch._fused_adamw_ if args.decoupled else torch._fused_adam_
     kernel(
         [param],
@@ -80,6 +84,7 @@ def _fused(arrays: list[Tensor], args: AdamArgs) -> None:
 
 def _round(x: Tensor, random: Tensor) -> Tensor:
     """Round float32 to bfloat16, up or down by 16 random bits. See "Stochastic rounding" in csrc/cpu/kernels.inl.h."""
+    # The random bits are added below the half that is kept. A carry rounds the magnitude up, without a carry it stays.
     return (random.add_(x.view(torch.int32)) >> 16).to(torch.int16).view(torch.bfloat16)
 
 
@@ -91,6 +96,7 @@ def _random_bits(seed: int, index: int, numel: int, device: torch.device) -> Ten
         first_part = _random_bits(seed, index, same_half, device)
         return torch.cat([first_part, _random_bits(seed, index + same_half, numel - same_half, device)])
     key, first = divmod(_mix(_mix(seed + 0x9E3779B97F4A7C15) + upper), 1 << 32)
+    # torch has no unsigned 32-bit arithmetic on all devices. In int32 sums and products wrap to the same bits.
     x = torch.arange(numel, dtype=torch.int32, device=device).add_(_int32(first + lower))
     x.bitwise_xor_(_shift(x, 16)).mul_(_int32(0x7FEB352D)).bitwise_xor_(_int32(key))
     x.bitwise_xor_(_shift(x, 15)).mul_(_int32(0x846CA68B))
@@ -116,10 +122,12 @@ def _int32(x: int) -> int:
 
 def _shift(x: Tensor, n: int) -> Tensor:
     """Shift to the right, with zeros coming in."""
+    # torch shifts a negative int32 with its sign, so the upper bits are cleared.
     return (x >> n).bitwise_and_((1 << 32 - n) - 1)
 
 
 def squared_norm(x: Tensor) -> Tensor:
     """Run `zeroengine.ops.squared_norm` by torch, with a bounded chunk in float64 at a time."""
+    # On the CPU a chunk is small enough for torch to sum it on one thread, so the number of threads changes no bit.
     chunks = torch.split(x, _SERIAL if x.device.type == "cpu" else _CHUNK)
     return torch.stack([chunk.double().square_().sum() for chunk in chunks]).sum()

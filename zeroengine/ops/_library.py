@@ -17,8 +17,10 @@ import torch
 from zeroengine.errors import ZeroEngineError
 from zeroengine.ops._loading import Signatures, open_library
 
+# The version of the C interface that this file declares. It rises with every change of a signature or a struct.
 ABI_VERSION = 4
 PATH = Path(__file__).with_name("_cpu.so")
+# The numbers of csrc/zeroengine.h.
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ISAS = ("avx512", "avx2", "portable")
 
@@ -85,6 +87,7 @@ def library() -> ctypes.CDLL | None:
     except (OSError, AttributeError) as error:
         _notice(f"{PATH} cannot be loaded ({error})")
         return None
+    # The library is loaded once, so the variable chooses for the whole process.
     if wanted := os.environ.get("ZEROENGINE_CPU_ISA"):
         _set_isa(handle, wanted, "ZEROENGINE_CPU_ISA=")
     return handle
@@ -119,6 +122,7 @@ def set_cpu_isa(name: str) -> None:
 def _set_isa(handle: ctypes.CDLL, name: str, where: str) -> None:
     if handle.ze_cpu_set_isa(name.encode()) == 0:
         return
+    # The library tells which names it accepts only by trying them, so the present one is set again afterwards.
     current = handle.ze_cpu_isa()
     offered = [isa for isa in ISAS if handle.ze_cpu_set_isa(isa.encode()) == 0]
     handle.ze_cpu_set_isa(current)
@@ -131,5 +135,6 @@ def advise_huge_pages(x: torch.Tensor) -> None:
     It is a hint, without effect on other devices. Call it before the memory is first written.
     """
     if x.device.type == "cpu" and (handle := library()) is not None:
+        # Huge pages concern memory as a whole, so the advice is for all of the storage and not for a view of it.
         storage = x.untyped_storage()
         handle.ze_advise_huge(storage.data_ptr(), storage.nbytes())

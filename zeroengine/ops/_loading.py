@@ -25,6 +25,8 @@ def open_library(path: Path, signatures: Signatures, version_function: str, vers
         AttributeError: A function is missing.
     """
     handle = ctypes.CDLL(str(path))
+    # The version is compared before any function is declared: another version may lack functions or take other
+    # arguments.
     if (found := getattr(handle, version_function)()) != version:
         raise OSError(f"it has interface version {found}, this zeroengine needs {version}")
     for name, (result, arguments) in signatures.items():

@@ -71,6 +71,7 @@ def adam_step(
     )
     if step < 1:
         raise ZeroEngineError(f"adam_step: step is {step}; count steps from 1")
+    # The kernels add the step and the element's index to these as 64-bit numbers.
     for name, value in (("seed", seed), ("offset", offset)):
         if not 0 <= value < 1 << 63:
             raise ZeroEngineError(f"adam_step: {name} is {value}; it must be from 0 to 2**63 - 1")
@@ -119,10 +120,12 @@ def _adam_step(
     args = AdamArgs(
         lr, beta1, beta2, eps, weight_decay, grad_scale, step, seed, offset, decoupled, maximize, reload_written
     )
+    # Addresses are enough, because ``check_arrays`` has established the strides.
     arrays = pointers(param, grad, exp_avg, exp_avg_sq, low_precision_param)
     device = param.device
     if (cuda := _cuda_library.cuda_library(device)) is not None:
         return _cuda_library.call(cuda, "ze_cuda_adam", device, *arrays, param.numel(), ctypes.byref(args))
+    # On a GPU without the CUDA library torch's kernels serve.
     handle = library() if device.type == "cpu" else None
     if handle is None:
         return _fallback.adam_step(param, grad, exp_avg, exp_avg_sq, low_precision_param, args)
@@ -145,6 +148,7 @@ def pointers(
     )
 
 
+# The op names the tensors that it changes, so that torch.compile keeps the order of their other uses.
 _adam_step_op = torch.library.custom_op(
     "zeroengine::adam_step", _adam_step, mutates_args=("param", "exp_avg", "exp_avg_sq", "low_precision_param")
 )
@@ -169,6 +173,7 @@ def check_arrays(where: str, **tensors: Tensor | None) -> None:
         if x.dtype not in _DTYPES[name]:
             wanted = " or ".join(map(str, _DTYPES[name]))
             raise ZeroEngineError(f"{where}: {name} has dtype {x.dtype}; it must be {wanted}")
+        # The kernels take an address and a length, and would read other memory where strides leave gaps.
         if x.dim() != 1 or not x.is_contiguous():
             raise ZeroEngineError(
                 f"{where}: {name} has shape {tuple(x.shape)} and strides {x.stride()}; pass a 1-D contiguous tensor"

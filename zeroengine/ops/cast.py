@@ -35,6 +35,7 @@ def cast_copy(
     for i, (source, target) in enumerate(zip(sources, targets, strict=True)):
         _check(i, source, target, targets[0])
     if sources:
+        # torch.compile cannot trace ctypes, so it sees a custom op. A direct call is faster.
         run = _cast_copy_op if torch.compiler.is_compiling() else _cast_copy
         run(sources, targets, scale, accumulate)
 
@@ -49,6 +50,7 @@ def _check(i: int, source: Tensor, target: Tensor, first: Tensor) -> None:
             f"cast_copy: pair {i} has {source.numel()} elements and a target of shape {tuple(target.shape)} and "
             f"strides {target.stride()}; pass a contiguous target of as many"
         )
+    # One launch writes one dtype on one device. Sources may differ in dtype.
     if target.dtype != first.dtype or {source.device, target.device} != {first.device}:
         raise ZeroEngineError(
             f"cast_copy: pair {i} goes from {source.device} to {target.dtype} on {target.device}, but target 0 is "
@@ -70,6 +72,7 @@ def _cast_copy(sources: Sequence[Tensor], targets: Sequence[Tensor], scale: floa
         arguments = (copies, len(targets), DTYPE_CODES[targets[0].dtype], scale, accumulate)
         return _cuda_library.call(cuda, "ze_cuda_cast", device, *arguments)
     for source, target in zip(sources, targets, strict=True):
+        # A source may have another shape, as long as it has as many elements.
         source = source.reshape(target.shape)
         # As in the kernel the scale is rounded to fp32 before it multiplies.
         if scale != 1:

@@ -65,12 +65,14 @@ def _gradient_factor(
         total_divisor = total_divisor * loss_scale
     grad_norm = squared_norm.sqrt() / total_divisor
     clip = torch.full_like(squared_norm, limit) / (grad_norm + 1e-6) if limit > 0 else torch.ones_like(grad_norm)
+    # A comparison on the host would wait for the device, so the overflow stays a number there.
     overflow = squared_norm.isfinite().logical_not() if skip else torch.zeros_like(squared_norm)
     return torch.stack([torch.where(clip > 1, 1.0, clip) / total_divisor, grad_norm, overflow.double()])
 
 
 def _on_host(squared_norm: float, divisor: float, limit: float, skip: bool) -> tuple[float, float, float]:
     grad_norm = math.sqrt(squared_norm) / divisor
+    # The added 1e-6 is that of ``clip_grad_norm_``.
     clip = limit / (grad_norm + 1e-6) if limit > 0 else 1.0
     return (1.0 if clip > 1 else clip) / divisor, grad_norm, float(skip and not math.isfinite(squared_norm))
 

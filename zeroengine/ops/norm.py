@@ -47,6 +47,7 @@ def _squared_norm(x: Tensor) -> Tensor:
     if handle is None:
         return _fallback.squared_norm(x.view(-1))
     result = ctypes.c_double()
+    # The kernel uses torch's number of threads, which changes no bit of its result.
     if handle.ze_squared_norm(
         x.data_ptr(), DTYPE_CODES[x.dtype], x.numel(), ctypes.byref(result), torch.get_num_threads()
     ):
@@ -89,6 +90,7 @@ def squared_norms(tensors: Sequence[Tensor], device: torch.device | None = None)
 def _squared_norms(tensors: Sequence[Tensor]) -> Tensor:
     if (cuda := _cuda_library.cuda_library(tensors[0].device)) is not None:
         return _on_cuda(cuda, tensors)
+    # The sum is in the order of the tensors, which fixes its bits.
     total = _squared_norm(tensors[0])
     for x in tensors[1:]:
         total = total + _squared_norm(x)
@@ -98,6 +100,7 @@ def _squared_norms(tensors: Sequence[Tensor]) -> Tensor:
 def _on_cuda(handle: ctypes.CDLL, tensors: Sequence[Tensor]) -> Tensor:
     device = tensors[0].device
     arrays = (CudaArray * len(tensors))(*(CudaArray(x.data_ptr(), x.numel(), DTYPE_CODES[x.dtype]) for x in tensors))
+    # The kernel sums in stages of a fixed shape, so that the result does not depend on which block ends first.
     numel = handle.ze_cuda_squared_norm_workspace(arrays, len(tensors))
     # The partial sums of each stage. The caching allocator keeps them alive in stream order.
     workspace = torch.empty(numel, dtype=torch.float64, device=device)

@@ -17,4 +17,5 @@ def reload_written(param: Tensor, low_precision_param: Tensor) -> None:
         param: float32, 1-D. Updated in place.
         low_precision_param: bfloat16 or float16, as long, on the same device. Not changed.
     """
+    # This is for rare use. The kernels do the same within the update, where it costs no pass of its own.
     _fallback.reload_written(param, low_precision_param)

@@ -78,6 +78,7 @@ class AdamTable:
         self, buffers: Sequence[AdamBuffer], num_groups: int, num_slots: int, device: torch.device | str
     ) -> None:
         self.device = torch.device(device)
+        # "cuda" means the current device, which may be another one at a later call.
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self._cuda = _cuda_library.cuda_library(self.device)
@@ -86,6 +87,7 @@ class AdamTable:
             _check(i, buffer, num_groups, num_slots)
         self.groups = torch.zeros(num_groups, len(GROUP_FIELDS), dtype=torch.float64, device=self.device)
         self.steps = torch.zeros(num_slots, dtype=torch.int64, device=self.device)
+        # The rows that ``set_groups`` wrote last.
         self._written: list[list[float]] = []
         if self._cuda is not None:
             self._lay_out(self._cuda)
@@ -105,6 +107,7 @@ class AdamTable:
         # frombuffer refuses an empty buffer, and takes a writable one without a warning.
         raw = bytearray((CudaSegment * len(rows))(*rows)) or bytearray(1)
         self._segments = torch.frombuffer(raw, dtype=torch.uint8).to(self.device)
+        # ``prepare`` writes a run for each segment here, and ``update`` reads it. Only the library knows its fields.
         self._runs = torch.zeros(max(1, len(rows)) * RUN_BYTES, dtype=torch.uint8, device=self.device)
 
     def set_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -123,12 +126,15 @@ class AdamTable:
             if self._cuda is None:
                 self.groups.copy_(torch.tensor(rows, dtype=torch.float64, device="cpu").view_as(self.groups))
             else:
+                # The library passes the values as arguments of a kernel, where a copy from ordinary host memory would
+                # make the host wait.
                 values = torch.tensor(rows, dtype=torch.float64, device="cpu")
                 _cuda_library.call(
                     self._cuda, "ze_cuda_write", self.device, self.groups.data_ptr(), values.data_ptr(), values.nbytes
                 )
             self._written = rows
         for i, rate in rates.items():
+            # The device may have changed the rate since the last step, so it is copied each time.
             self.groups[i, 0].copy_(rate.view(()))
 
     def prepare(self, factor: Tensor, used: Tensor | None = None) -> None:
@@ -168,6 +174,7 @@ class AdamTable:
         )
 
     def _prepare_on_host(self, factor: Tensor, used: Tensor | None) -> None:
+        # This waits where the table is on a GPU without the CUDA library. On the CPU there is nothing to wait for.
         self._factor, _, overflow = factor.tolist()
         active = torch.ones_like(self.steps) if used is None else (used > 0).long()
         # As on the device: an overflow counts no step, and `update` writes nothing.
@@ -207,6 +214,7 @@ class AdamTable:
         if self._cuda is None:
             self._update_on_host(self._buffers[buffer], reload_written, **arrays)
             return
+        # The runs of all buffers lie one after the other.
         first, last = self._first_run[buffer : buffer + 2]
         _cuda_library.call(
             self._cuda,
@@ -222,6 +230,7 @@ class AdamTable:
     def _update_on_host(self, buffer: AdamBuffer, reload_written: bool, **arrays: Tensor | None) -> None:
         groups, steps, active = self._host
         for s in buffer.segments:
+            # Without a gradient on any rank, or on overflow, the segment keeps its values and its step count.
             if not active[s.slot]:
                 continue
             group = dict(zip(GROUP_FIELDS, groups[s.group], strict=True))
@@ -240,6 +249,7 @@ class AdamTable:
 
 def _row(group: Mapping[str, Any], lr: float) -> list[float]:
     beta1, beta2 = (float(beta) for beta in group["betas"])
+    # Flags are doubles like the rates, so that a row is one array.
     flags = [float(bool(group.get(name, False))) for name in ("decoupled", "maximize")]
     return [lr, beta1, beta2, float(group["eps"]), float(group["weight_decay"]), *flags]
 
@@ -247,6 +257,7 @@ def _row(group: Mapping[str, Any], lr: float) -> list[float]:
 def _check(i: int, buffer: AdamBuffer, num_groups: int, num_slots: int) -> None:
     last = 0
     for s in buffer.segments:
+        # Overlapping segments would be updated twice, by several blocks at once on a GPU.
         if not last <= s.start <= s.stop:
             raise ZeroEngineError(
                 f"AdamTable: segment {s.start}:{s.stop} of buffer {i} begins before {last}, or ends early"
