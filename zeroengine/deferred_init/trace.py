@@ -182,7 +182,7 @@ def replay(version: StorageVersion, storage: int, into: torch.Tensor | None = No
         ref.storage == storage and into.storage_offset() % ref.dtype.itemsize for op in ops for ref in op.refs
     ):
         return into.copy_(replay(version, storage))
-    # ``into`` takes the place of the storage from the start. Other storages get memory when an operation refers to them.
+    # ``into`` stands for the storage from the start. Other storages get memory when an operation refers to them.
     memory: dict[int, torch.Tensor] = {} if into is None else {storage: into}
 
     def memory_of(ref: TensorRef) -> torch.Tensor:

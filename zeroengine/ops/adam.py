@@ -71,7 +71,7 @@ def adam_step(
     )
     if step < 1:
         raise ZeroEngineError(f"adam_step: step is {step}; count steps from 1")
-    # The kernels add the step and the element's index to these as 64-bit numbers.
+    # The library takes both as 64-bit numbers, and adds an element's index to the offset.
     for name, value in (("seed", seed), ("offset", offset)):
         if not 0 <= value < 1 << 63:
             raise ZeroEngineError(f"adam_step: {name} is {value}; it must be from 0 to 2**63 - 1")
