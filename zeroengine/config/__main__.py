@@ -22,6 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
     check.add_argument("--world-size", type=int, default=1, metavar="N", help="number of ranks (default: 1)")
     check.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="override")
     options = parser.parse_args(arguments)
+    # Both listings describe the format itself and need no file.
     if options.schema:
         print(json.dumps(reference.json_schema(), indent=2))
     elif options.tables:
@@ -40,6 +41,7 @@ def _check(file: str, world_size: int, overrides: list[str]) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 1
+    # Notices go to stderr, so that stdout holds the resolved configuration alone.
     for notice in config.notices:
         print(f"note: {notice}", file=sys.stderr)
     print(resolved.describe())

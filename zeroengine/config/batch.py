@@ -1,4 +1,4 @@
-"""The batch sizes: train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x world_size."""
+"""Resolve the batch sizes: train_batch_size = micro-batch size x gradient_accumulation_steps x world_size."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from zeroengine.errors import ConfigError
 TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 # The value of STEPS with which the training loop ends each step itself.
 MANUAL = "manual"
+# Larger products are a typing error, and they would not fit the counters of other libraries.
 MAX_BATCH = 2**31 - 1
 # zero-launch sets this to the number of ranks that an elastic run has when all of its nodes take part.
 FULL_VARIABLE = "ZEROENGINE_FULL_WORLD_SIZE"
@@ -38,17 +39,21 @@ def resolve(
     Raises:
         ConfigError: The sizes contradict one another. The message says which to change, and to what.
     """
+    # In manual accumulation each step may have another number of micro-steps, so no train batch size follows.
     if isinstance(steps, str):
         if train is not None:
             raise ConfigError(f"{source}: {manual_with_train(train)}.")
         return {TRAIN: None, MICRO: micro or 1, STEPS: steps}
     full = int(os.environ.get(FULL_VARIABLE) or world_size)
     if train and micro and steps and train == micro * steps * world_size:
-        # The sizes fit this world size, so they have been resolved for it already.
+        # The sizes fit this world size, so they have been resolved for it already, and an elastic run must not adapt
+        # them again.
         full = world_size
+    # The train batch size follows from the other two, whose defaults are 1.
     if train is None:
         micro, steps = micro or 1, steps or 1
         train = micro * steps * full
+    # Without a number of micro-steps, the whole share of a rank is one micro-batch.
     elif micro is None:
         steps = steps or 1
         micro = _divide(train, STEPS, steps, full, source)
@@ -57,6 +62,7 @@ def resolve(
     elif train != micro * steps * full:
         raise ConfigError(_contradiction(train, micro, steps, full, source))
     if full != world_size:
+        # Fewer ranks take over the work of those that are gone, so the loss curve stays comparable.
         micro, steps = _adapt(train, micro, steps, world_size, full, source)
     if train > MAX_BATCH:
         raise ConfigError(f"{source}: {TRAIN} would be {train}, more than the {MAX_BATCH} that can be. Lower {MICRO}.")
@@ -79,8 +85,10 @@ def _adapt(train: int, micro: int, steps: int, world_size: int, full: int, sourc
             f"{full}. Change {TRAIN} to a multiple of every number of ranks that --nnodes allows."
         )
     share = train // world_size
+    # A micro-batch above the configured size might not fit into memory, so accumulation grows instead.
     fitting = max(size for size in _divisors(share) if size <= micro)
     changes = [(STEPS, steps, share // fitting), (MICRO, micro, fitting)]
+    # All ranks compute the same sizes, and one line in the log is enough.
     if os.environ.get("RANK", "0") == "0":
         description = " and ".join(f"{name} is {new} instead of {old}" for name, old, new in changes if old != new)
         log.warning("%s of %s: %s, so that %s stays %d.", world_size, _ranks(full), description, TRAIN, train)
@@ -92,10 +100,12 @@ def _divide(train: int, name: str, value: int, world_size: int, source: str) -> 
     divisor = value * world_size
     if train % divisor == 0:
         return train // divisor
+    # The message offers the nearest sizes that work.
     below, above = train // divisor * divisor, -(-train // divisor) * divisor
     choices = [f"{TRAIN} to {below} or {above}" if below else f"{TRAIN} to {above}"]
     if train % world_size == 0:
         share = train // world_size
+        # Of two divisors at the same distance the smaller one is offered.
         nearest = min(_divisors(share), key=lambda d: (abs(d - value), d))
         choices.append(f"{name} to {nearest}")
     raise ConfigError(
@@ -105,6 +115,7 @@ def _divide(train: int, name: str, value: int, world_size: int, source: str) -> 
 
 
 def _divisors(number: int) -> list[int]:
+    # Divisors come in pairs, so it is enough to search up to the square root.
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return [*small, *(number // d for d in small)]
 
@@ -112,6 +123,7 @@ def _divisors(number: int) -> list[int]:
 def _contradiction(train: int, micro: int, steps: int, world_size: int, source: str) -> str:
     choices = [f"{TRAIN} to {micro * steps * world_size}"]
     for name, other in ((STEPS, micro), (MICRO, steps)):
+        # Only changes that lead to whole numbers are offered.
         if train % (other * world_size) == 0:
             choices.append(f"{name} to {train // (other * world_size)}")
     return (

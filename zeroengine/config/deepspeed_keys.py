@@ -1,4 +1,4 @@
-"""DeepSpeed's keys that are not fields of the models, and how a configuration's keys are sorted by them.
+"""List DeepSpeed's keys that are not fields of the models, and sort a configuration's keys by them.
 
 Every key that DeepSpeed 0.19 reads is a field of `model.py` (honoured), or it or its block has a row in `TABLE`:
 
@@ -44,7 +44,9 @@ class DeepSpeedKey:
     def is_off(self, value: Any) -> bool:
         """Tell whether `value` asks for nothing: an off value, an empty block, or a block that is switched off."""
         if isinstance(value, dict) and value:
+            # A block asks for nothing where its switch is off, whatever its other keys say.
             return bool(self.switch) and value.get(self.switch) in SWITCHED_OFF
+        # True equals 1 in Python, so the types are compared as well. A number may be written as a float.
         return value in ("auto", {}) or any(value == off and type(value) in (type(off), float) for off in self.off)
 
 
@@ -61,7 +63,7 @@ ALIASES = {
     "zero_optimization.stage3_max_live_parameters": "zero_optimization.max_live_parameters",
 }
 
-# For keys where false asks for something too.
+# For these keys false asks for something, too, so only null is silent.
 _NULL_ONLY = (None,)
 _DS_FORMAT = "checkpoints here are torch Distributed Checkpoints, one format for every stage and world size"
 _METRICS = "nothing is sent to loggers; log the loss, engine.grad_norm and engine.lr_scheduler's rate from your loop"
@@ -249,7 +251,7 @@ def _zero_optimization_keys() -> list[DeepSpeedKey]:
 
 
 TABLE: dict[str, DeepSpeedKey] = {row.path: row for row in (*TOP, *_zero_optimization_keys(), *OPTIMIZER)}
-# Objects that hold nothing but keys of the table.
+# These objects hold nothing but keys of the table, so no model reads them.
 BLOCKS = ("compile",)
 
 
@@ -279,11 +281,14 @@ class KeySorter:
             if key_path[-1].startswith(COMMENT_PREFIXES):
                 self._ignore_comment(key_path)
             elif row is not None:
+                # DeepSpeed ignores the other keys of a precision that is off, so refusing them would refuse working
+                # files.
                 if not is_disabled_precision(tree, path):
                     self._apply(row, key_path, value)
             elif key_path == ("optimizer", "params") and is_import_path(tree.get("type")):
                 # The imported class decides which parameters it takes.
                 rest[key] = self._without_comments(value, key_path)
+            # Blocks exist at the top level only. The same name deeper in the file is an unknown key.
             elif not path and key in BLOCKS:
                 self._sort_block(key_path, value)
             else:
@@ -294,6 +299,7 @@ class KeySorter:
         self.comments.append(f"{self._source.label(path)} is ignored: it is a comment.")
 
     def _without_comments(self, params: Any, path: KeyPath) -> Any:
+        # A value of the wrong kind is left for the model, whose message says what to write.
         if not isinstance(params, dict):
             return params
         comments = [key for key in params if str(key).startswith(COMMENT_PREFIXES)]
@@ -303,6 +309,7 @@ class KeySorter:
 
     def _sort_block(self, path: KeyPath, value: Any) -> None:
         if isinstance(value, dict):
+            # Whatever the sorting leaves over is known to nobody.
             self.unknown += [(*path, str(key)) for key in self.sort(value, path)]
         elif value is not None:
             self.refused[path] = f"found {describe(value)}; write an object, {{...}}."
@@ -312,9 +319,11 @@ class KeySorter:
         if row.keys and isinstance(value, dict):
             known = row.keys.split()
             self.unknown += [(*path, str(key)) for key in value if key not in known]
+        # A key that asks for nothing is accepted silently, as files often list every key with its default.
         if row.is_off(value):
             return
         if row.status == "refused":
+            # A block's value would be too long for the message.
             shown = "" if isinstance(value, dict) else f"the value {as_json(value) or 'given'} is "
             self.refused[path] = f"{shown}refused; {row.reason}."
         else:

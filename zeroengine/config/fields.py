@@ -34,6 +34,7 @@ class Auto:
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         """Return the field's JSON Schema, which accepts null and the words as well."""
+        # Words and null are added to whatever the field accepts otherwise, so editors do not mark them as errors.
         plain = handler(schema)
         choices = plain.pop("anyOf", None) or [dict(plain)]
         if {"type": "null"} not in choices:
@@ -48,6 +49,7 @@ NULL = Auto(words=(None,))
 class Section(BaseModel):
     """One object of the configuration file: frozen, strictly typed, without unknown keys."""
 
+    # Strict types refuse "1" for 1: a quoted number is a mistake, and a silent conversion would hide it.
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
@@ -55,13 +57,16 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _resolve_auto(cls, data: Any) -> Any:
+        # pydantic reports a value of another kind itself, with a better message.
         if not isinstance(data, dict):
             return data
+        # The caller's dict must not change, since it may be used again.
         resolved = dict(data)
         for name, field in cls.model_fields.items():
             marker = next((item for item in field.metadata if isinstance(item, Auto)), None)
             if marker is None or name not in data or data[name] not in marker.words:
                 continue
+            # Without the key the field takes its default, as if nothing had been written.
             if marker.value is ABSENT:
                 del resolved[name]
             else:
@@ -77,6 +82,7 @@ class CheckedBy:
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         """Return the schema of a dict that is checked as `model`."""
+        # The checked section goes back into a dict, because optimizers take keyword arguments.
         return core_schema.no_info_after_validator_function(
             BaseModel.model_dump,
             handler.generate_schema(self.model),
@@ -94,9 +100,11 @@ def _to_tuple(value: Any) -> Any:
 
 
 def _without_nul(path: str) -> str:
+    # The system would cut the path at this character and use another folder.
     if "\0" in path:
         raise ValueError("a path holds no NUL character; write the path of a folder")
     try:
+        # Surrogates from a JSON escape cannot be part of a file name.
         path.encode()
     except UnicodeEncodeError:
         raise ValueError("not text that can be encoded; write the path of a folder") from None

@@ -37,6 +37,7 @@ SYNONYMS = {
 @cache
 def known_paths() -> tuple[str, ...]:
     """Return every key path that may be written: the models', second spellings, and DeepSpeed's other keys."""
+    # dict.fromkeys drops duplicates and keeps the order, so suggestions do not depend on hashing.
     return tuple(dict.fromkeys([*honoured_paths(), *deepspeed_keys.ALIASES, *deepspeed_keys.TABLE]))
 
 
@@ -55,6 +56,7 @@ def _fields(model: type[BaseModel], prefix: str) -> Iterator[str]:
 
 def checked_models(info: FieldInfo) -> list[type[BaseModel]]:
     """Return the models that check a field's value."""
+    # The models of optional and of union fields hide inside the annotation.
     return [*(item.model for item in info.metadata if isinstance(item, CheckedBy)), *_models(info.annotation)]
 
 
@@ -75,6 +77,7 @@ def siblings(path: KeyPath, kind: str | None) -> tuple[str, ...] | None:
     """
     if kind is None:
         return None
+    # The keys of other types in the same section would be wrong suggestions.
     return _children(".".join(path[1:-1]), _fields(_types(path[0])[kind], ""))
 
 
@@ -94,13 +97,16 @@ def nearest(path: KeyPath, siblings: tuple[str, ...] | None = None) -> str | Non
     """Return the known key path that an unknown one most likely means: a sibling, a synonym, or one elsewhere."""
     parent, name = ".".join(path[:-1]), path[-1]
     beside = {sibling: f"{parent}.{sibling}".lstrip(".") for sibling in siblings or _children(parent)}
+    # A very similar sibling is a spelling mistake, which is more likely than a name of another library.
     if near := most_similar(name, beside, cutoff=0.75):
         return beside[near]
     if name in SYNONYMS:
         return SYNONYMS[name]
+    # The right key in the wrong place is another common mistake.
     elsewhere = _leaves()
     if name in elsewhere:
         return elsewhere[name]
+    # Less similar siblings come after exact matches elsewhere, or they would hide these.
     if near := most_similar(name, beside):
         return beside[near]
     near = most_similar(name, elsewhere, cutoff=0.8)
@@ -110,6 +116,7 @@ def nearest(path: KeyPath, siblings: tuple[str, ...] | None = None) -> str | Non
 @cache
 def _leaves() -> dict[str, str]:
     """Return the first known path that ends in each name."""
+    # The paths are reversed, so that of several paths with one name the first one remains.
     leaves = {known.rpartition(".")[2]: known for known in reversed(known_paths())}
     return {leaf: known for leaf, known in leaves.items() if leaf not in ("enabled", "type", "params")}
 
@@ -119,6 +126,7 @@ def alternatives(path: KeyPath, siblings: tuple[str, ...] | None = None) -> list
     parent = ".".join(path[:-1])
     names = siblings or _children(parent)
     others = {*deepspeed_keys.TABLE, *deepspeed_keys.ALIASES}
+    # Keys that have no effect are no help to somebody who wants an effect.
     return [name for name in names if f"{parent}.{name}".lstrip(".") not in others] or list(names)
 
 
@@ -130,6 +138,7 @@ def most_similar(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | 
 
 def _children(parent: str, paths: Iterable[str] | None = None) -> tuple[str, ...]:
     """Return the names of the keys in the object at `parent`."""
+    # Keys of a DeepSpeed block stand in one string of its row and not in the paths.
     if paths is None and (row := deepspeed_keys.TABLE.get(parent)) and row.keys:
         return tuple(row.keys.split())
     return tuple(path.rpartition(".")[2] for path in paths or known_paths() if path.rpartition(".")[0] == parent)

@@ -1,4 +1,4 @@
-"""`load`: from a file, a dict or the environment to a checked `Config`."""
+"""Load a configuration: from a file, a dict or the environment to a checked `Config`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OVERRIDES_VARIABLE = "ZEROENGINE_OVERRIDES"
 
 # A pass can find wrong values, then contradictions in a section, in the section around it, and in the configuration.
 MAX_PASSES = 5
-# Problems in one error.
+# One error lists at most so many problems.
 MAX_LISTED = 100
 TYPES = {"optimizer": OPTIMIZER_TYPES, "scheduler": SCHEDULER_TYPES}
 # DeepSpeed refuses a file without any of these keys.
@@ -57,13 +57,17 @@ def load(config: str | Path | Mapping[str, Any] | Config | None = None, override
     """
     overrides = [*_environment_overrides(), *overrides]
     if isinstance(config, Config):
+        # Without overrides nothing can have changed, so the checked object is returned as it is.
         if not overrides:
             return config
         config = config.to_dict()
     source = _read(config, bool(overrides))
+    # The file's second spellings are replaced first, so that an override finds the key that it replaces. An override
+    # may bring in second spellings of its own, so this is repeated below.
     _canonicalize(source)
     for text in overrides:
         key, equals, value = text.partition("=")
+        # An override by a second spelling replaces the value under the canonical one.
         override(source, ALIASES.get(key.strip(), key) + equals + value)
     _canonicalize(source)
     return _check(source)
@@ -74,6 +78,7 @@ def _environment_overrides() -> list[str]:
     if not text.strip():
         return []
     try:
+        # zero-launch writes this variable as JSON, but a user may set it by hand and forget the brackets.
         overrides = json.loads(text)
     except (ValueError, RecursionError):
         overrides = None
@@ -98,6 +103,7 @@ def _read(config: str | Path | Mapping[str, Any] | None, has_overrides: bool) ->
     if isinstance(config, Mapping):
         return read_dict(config)
     if isinstance(config, (str, os.PathLike)):
+        # Passing the text of a file is a common mistake. As a path it would only give a confusing message.
         if str(config).lstrip().startswith("{"):
             raise ConfigError("config is JSON text, not a file name. Pass a file or a dict: config=json.loads(text).")
         return read_file(Path(config))
@@ -107,6 +113,7 @@ def _read(config: str | Path | Mapping[str, Any] | None, has_overrides: bool) ->
 def _canonicalize(source: ConfigSource) -> None:
     """Replace second spellings: aliases, the case of type names, and `"zero_optimization": true`."""
     tree = source.tree
+    # DeepSpeed's first versions wrote a boolean here.
     if isinstance(tree.get("zero_optimization"), bool):
         tree["zero_optimization"] = {"stage": int(tree["zero_optimization"])}
     for written, canonical in ALIASES.items():
@@ -114,18 +121,22 @@ def _canonicalize(source: ConfigSource) -> None:
         section, new_section = source.get(old[:-1]), source.get(new[:-1])
         if not isinstance(section, dict) or old[-1] not in section or not isinstance(new_section, dict):
             continue
+        # The same value twice is harmless. Two different values have no order that could decide.
         if new[-1] in new_section and new_section[new[-1]] != section[old[-1]]:
             raise ConfigError(f"{source.name}: {source.label(old)} and {source.label(new)} are one setting; keep one.")
         value = section.pop(old[-1])
+        # A key of a precision that is switched off must not change the setting of the whole run.
         if new_section is not section and is_disabled_precision(section, old[:-1]):
             continue
         new_section[new[-1]] = value
         source.spelling[new] = old
+        # Messages show the line where the user wrote the key, so the places move along with the values.
         for path in [path for path in source.places if path[: len(old)] == old]:
             source.places[new + path[len(old) :]] = source.places.pop(path)
     for name, types in TYPES.items():
         section = tree.get(name)
         if isinstance(section, dict) and isinstance(section.get("type"), str):
+            # The case of a type's name does not matter, and the models know only one spelling.
             section["type"] = next((t for t in types if t.lower() == section["type"].lower()), section["type"])
 
 
@@ -140,9 +151,11 @@ def _check(source: ConfigSource) -> Config:
         *problems,
     ]
     if problems or config is None:
+        # All problems are listed in one error, so that a file is corrected once and not once for each mistake.
         raise ConfigError(_report(source, problems))
     config._source = source.name
     written = {".".join(path) for path in _paths(tree)}
+    # A file without any sign of DeepSpeed gets no notices about differences from it.
     may_be_deepspeeds = bool(sorter.notices) or (bool(DEEPSPEED_REQUIRES & written) and not ZEROENGINE_ONLY & written)
     config._notices = (*sorter.comments, *sorter.notices, *_default_notices(source, tree, config, may_be_deepspeeds))
     return config
@@ -155,12 +168,14 @@ def _validate(tree: dict[str, Any]) -> tuple[Config | None, list[Problem]]:
     its sections. So every wrong value is removed, and the rest is checked again.
     """
     problems: list[Problem] = []
+    # Wrong values are removed below, and the messages still need the tree as it was written.
     tree = copy.deepcopy(tree)
     for _ in range(MAX_PASSES):
         try:
             config = Config.model_validate(tree)
         except ValidationError as error:
             new_problems = explain(error, tree)
+            # A value that was removed may leave a gap that looks like a mistake of its own.
             problems += [new for new in new_problems if not any(_follows(new, old) for old in problems)]
             # The list makes every problem be corrected: all() alone would stop at the first failure.
             if not all([_correct(tree, problem.path) for problem in new_problems]):
@@ -186,6 +201,7 @@ def _correct(tree: dict[str, Any], path: KeyPath) -> bool:
             # Another correction has removed the section.
             return True
         section = section[key]
+    # The items of a list have no names by which one could be removed, so the whole list is emptied.
     if isinstance(section, list):
         section.clear()
         return True
@@ -200,6 +216,7 @@ def _correct(tree: dict[str, Any], path: KeyPath) -> bool:
     nearest = most_similar(str(section[name]), TYPES[above[0]]) if is_type else None
     if nearest is not None and nearest != section[name]:
         section[name] = nearest
+    # A misspelt type is replaced rather than removed, so that the parameters of the section are still checked.
     else:
         del section[name]
     return True
@@ -208,6 +225,7 @@ def _correct(tree: dict[str, Any], path: KeyPath) -> bool:
 def _report(source: ConfigSource, problems: Sequence[Problem]) -> str:
     """Return the message that lists all problems in the order of the file."""
     order = {path: index for index, path in enumerate(_paths(source.tree))}
+    # A missing key has no place in the file, so the problem takes that of the section around it.
     in_order = sorted(problems, key=lambda problem: order.get(problem.path, order.get(problem.path[:-1], 0)))
     lines = [f"{source.label(problem.path)}: {problem.text}" for problem in in_order]
     if len(lines) == 1:

@@ -1,4 +1,4 @@
-"""Turns errors of the models into messages for people: the key path, what was found, what to write."""
+"""Turn errors of the models into messages for people: the key path, the value that was found, and what to write."""
 
 from __future__ import annotations
 
@@ -55,10 +55,12 @@ def unknown_key(path: KeyPath, kind: str | None = None) -> Problem:
         path: The key's path.
         kind: The type of the optimizer or scheduler whose section the key is in, if it is known.
     """
+    # Suggestions depend on the type: a parameter of SGD is unknown to Adam.
     siblings = keys.siblings(path, kind)
     if kind is not None and (others := keys.types_that_take(path)):
         verb, known = "does" if len(others) == 1 else "do", ", ".join(siblings or ())
         return Problem(path, f"{kind} does not take it; {_enumerate(others)} {verb}. {kind} takes {known}.")
+    # Comparing a very long key with every known one takes too long, and no such key is a spelling mistake.
     near = keys.nearest(path, siblings) if len(path[-1]) <= MAX_KEY_LENGTH else None
     if near:
         return Problem(path, f"unknown key. Did you mean {near}?")
@@ -88,6 +90,7 @@ def explain(error: ValidationError, tree: dict[str, Any]) -> list[Problem]:
             problems.append(Problem(path, "unknown key."))
         else:
             problems.append(_problem(item, path, value))
+    # A union reports one mistake for each of its members, so equal problems are dropped.
     return list(dict.fromkeys(problems))
 
 
@@ -123,6 +126,7 @@ def _problem(item: Any, path: KeyPath, found: Any) -> Problem:
         state = 'found "auto", which has no default here' if found == "auto" else "missing"
         return Problem(path, f"{state}; write {_EXAMPLES.get(path[-1], 'a value')}.", missing=True)
     if kind in ("union_tag_not_found", "union_tag_invalid") and isinstance(found, dict):
+        # A misspelt "type" key makes the whole section unknown, so the message names the key and not the section.
         typo = None if "type" in found else keys.most_similar("type", [str(k) for k in found if k != "params"])
         if typo is not None:
             return Problem((*path, typo), f"unknown key. Did you mean {path[-1]}.type?")
@@ -142,6 +146,7 @@ def _unknown_type(section: str, found: Any) -> str:
     remedy = f"or pass your own to initialize({'optimizer' if section == 'optimizer' else 'lr_scheduler'}=...)"
     unavailable = UNAVAILABLE_TYPES if section == "optimizer" else {}
     reason = next((why for name, why in unavailable.items() if name.lower() == str(found).lower()), None)
+    # A type that exists in DeepSpeed is no spelling mistake, so no other name is suggested.
     nearest = keys.most_similar(str(found), names) if reason is None else None
     hint = f" It is not available: {reason}." if reason else f" Did you mean {nearest}?" if nearest else ""
     return f"found {describe(found)}; write {choices} {remedy}.{hint}"
@@ -160,6 +165,7 @@ def _expected(kind: str, context: dict[str, Any], path: KeyPath, found: Any) -> 
         return "a value " + bounds[kind].format(**context)
     if kind == "literal_error":
         return str(context["expected"]).replace("'", '"').replace("False, True", "false, true")
+    # A common mistake is to write the main value in the place of its section, such as "optimizer": "Adam".
     if kind in ("model_type", "dict_type", "model_attributes_type", "union_tag_not_found"):
         key = "type" if path[-1] in _TYPES else "enabled"
         fits = isinstance(found, str if key == "type" else bool)
@@ -176,11 +182,13 @@ def _expected(kind: str, context: dict[str, Any], path: KeyPath, found: Any) -> 
         "too_long": f"{context.get('max_length')} values",
     }
     text = plain.get(kind, context.get("error") or kind.replace("_", " "))
+    # A quoted number is often meant, so the message shows it without the quotes.
     if isinstance(found, str) and kind in ("int_type", "float_type", "bool_type"):
         try:
             number = float(found)
         except ValueError:
             return f"{text}{' without quotes' if found in ('true', 'false') else ''}"
+        # Only a value that would be accepted afterwards is shown.
         fits = math.isfinite(number) and (kind == "float_type" or (kind == "int_type" and number.is_integer()))
         as_number = json.dumps(int(number) if number.is_integer() and abs(number) < 1e15 else number)
         written = found.strip() if re.fullmatch(_JSON_NUMBER, found.strip()) else as_number

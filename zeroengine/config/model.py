@@ -43,6 +43,7 @@ SPELLINGS = {
 
 def _spelled(*names: str) -> BeforeValidator:
     """Return a validator that also accepts DeepSpeed's longer spellings of these dtypes."""
+    # DeepSpeed accepts several names of one dtype, and only one of them is kept.
     spellings: Any = (*names, *(long for long, name in SPELLINGS.items() if name in names))
     return BeforeValidator(
         lambda value: SPELLINGS.get(value, value) if isinstance(value, str) else value,
@@ -77,6 +78,7 @@ class ZeroOptimization(Section):
 
     @model_validator(mode="after")
     def _check_offload(self) -> ZeroOptimization:
+        # Whole parameters are needed throughout at lower stages, so there is nothing to move away.
         if self.offload_param.device != "none" and self.stage != 3:
             raise ValueError(
                 f"offload_param needs parameters that are released between uses, and stage {self.stage} keeps them "
@@ -243,6 +245,7 @@ class Config(Section):
     @property
     def scales_loss(self) -> bool:
         """Whether gradients may be fp16 in backward, so that the loss is scaled."""
+        # bf16 has the exponent range of fp32, so only fp16 gradients need a scale.
         return torch.float16 in (self.low_precision, self.autocast_dtype)
 
     @property
@@ -262,6 +265,7 @@ class Config(Section):
     def reduce_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
         """Return the dtype that gradients of parameters of `dtype` are reduced in; None: a dtype that needs no cast."""
         name = self.communication_data_type
+        # Parameters of other dtypes, such as fp64, are left alone, since a cast would lose precision.
         return FLOATS[name] if name is not None and dtype in FLOATS.values() else None
 
     def accumulation_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -270,6 +274,7 @@ class Config(Section):
             return dtype
         name = self.data_types.grad_accum_dtype
         if name is None:
+            # Adding several micro-steps in 16 bits would lose small gradients.
             several = self.manual_accumulation or self.micro_steps_in_mean > 1
             return torch.float32 if several else dtype
         return FLOATS[name]
@@ -291,6 +296,7 @@ class Config(Section):
             world_size=world_size,
             source=self._source,
         )
+        # An explicit precision wins over the dtype of the model's parameters.
         model_decides = not self._enabled()
         bf16, fp16 = (
             section.model_copy(update={"enabled": model_decides and model_dtype is dtype})
@@ -299,6 +305,7 @@ class Config(Section):
             for section, dtype in ((self.bf16, torch.bfloat16), (self.fp16, torch.float16))
         )
         resolved = self.model_copy(update={**sizes, "bf16": bf16, "fp16": fp16})
+        # The model may be fp16 on purpose, so this is a notice and no error. It is given once.
         if model_dtype is torch.float16 and not resolved._enabled() and UNSCALED not in self._notices:
             resolved._notices = (*self._notices, UNSCALED)
         return resolved
@@ -314,6 +321,7 @@ class Config(Section):
 
     def _contradictions(self) -> Iterator[str]:
         """Yield the contradictions between sections, at any world size."""
+        # Each of these precisions decides by itself which dtype a module computes in.
         if len(names := self._enabled()) > 1:
             yield (
                 f"{' and '.join(names)} are enabled, and one of bf16, fp16 and torch_autocast can be; write "

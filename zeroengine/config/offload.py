@@ -1,4 +1,4 @@
-"""The keys that say where states live: on the device, in CPU memory, or on NVMe."""
+"""Define the keys that say where states live: on the device, in CPU memory, or on NVMe."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import model_validator
 
 from zeroengine.config.fields import AUTO, INTEGRAL, NULL, Folder, Fraction, Section
 
-# Bytes; aio.block_size is a multiple of it.
+# Direct I/O needs requests that are multiples of a disk's block, so aio.block_size is a multiple of these bytes.
 BLOCK = 4096
 MAX_BUFFERS = 1024
 
@@ -67,6 +67,7 @@ class Aio(Section):
     @model_validator(mode="after")
     def _check_block_size(self) -> Aio:
         if self.block_size is not None and self.block_size % BLOCK:
+            # The message offers the nearest multiple, which is at least one block.
             near = max(round(self.block_size / BLOCK), 1) * BLOCK
             raise ValueError(f"block_size {self.block_size} is not a multiple of {BLOCK} bytes; write {near}")
         return self

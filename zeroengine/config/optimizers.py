@@ -1,4 +1,4 @@
-"""The `optimizer` section: the known types and their parameters, and any other class by its import path.
+"""Define the `optimizer` section: the known types and their parameters, and any other class by its import path.
 
 A checked section is ready for use: `optimizer_class(groups, **section.params)`. DeepSpeed's "Adam" decouples weight
 decay unless `adam_w_mode` is false, so such a section is turned into one of type "AdamW".
@@ -47,6 +47,7 @@ class AdamWFileParams(AdamWParams):
 
     @model_validator(mode="after")
     def _check_decoupled(self) -> AdamWFileParams:
+        # DeepSpeed's own files write the key even for AdamW, so true is accepted and left out again.
         if not self.adam_w_mode:
             raise ValueError(
                 'adam_w_mode is false, but the type AdamW always decouples weight decay; write "type": "Adam" for L2'
@@ -70,6 +71,7 @@ class SGDParams(Section):
 
     @model_validator(mode="after")
     def _check_nesterov(self) -> SGDParams:
+        # torch would raise the same error, but only once the model has been built.
         if self.nesterov and (self.momentum == 0 or self.dampening != 0):
             raise ValueError('nesterov needs momentum above 0 and dampening 0; write for example "momentum": 0.9')
         return self
@@ -95,6 +97,7 @@ class AdamConfig(Section):
     @model_validator(mode="after")
     def _to_torch_type(self) -> Any:
         """Turn decoupled Adam into AdamW, and drop `adam_w_mode`, which torch's classes do not know."""
+        # The key has done its work, and torch's classes would refuse it as an unknown argument.
         params = {name: value for name, value in self.params.items() if name != "adam_w_mode"}
         if self.params.get("adam_w_mode", False):
             return AdamWConfig(type="AdamW", params=params)
@@ -171,6 +174,7 @@ class ImportedOptimizerConfig(Section):
     @classmethod
     def _check_json(cls, params: dict[str, Any]) -> dict[str, Any]:
         try:
+            # The configuration is compared between ranks and stored in checkpoints as JSON.
             json.dumps(params, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise ValueError(
@@ -185,6 +189,7 @@ def is_import_path(kind: Any) -> bool:
 
 
 def _discriminate(value: Any) -> str | None:
+    # The value may be a dict from a file or a section that was checked before.
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
     return IMPORTED_TAG if is_import_path(kind) else None if kind is None else str(kind)
 

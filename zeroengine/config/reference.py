@@ -1,4 +1,4 @@
-"""Generates the JSON Schema and the tables of docs/configuration.md from the models and from DeepSpeed's table."""
+"""Generate the JSON Schema and the tables of docs/configuration.md from the models and from DeepSpeed's table."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ def json_schema() -> Schema:
     schema = Config.model_json_schema()
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "zeroengine configuration"
+    # The loader accepts second spellings, so an editor that uses the schema must not mark them.
     for written, canonical in deepspeed_keys.ALIASES.items():
         *path, name = canonical.split(".")
         *written_path, spelling = written.split(".")
@@ -31,11 +32,13 @@ def json_schema() -> Schema:
         *path, name = row.path.split(".")
         for section in _sections(schema, schema, path):
             section["properties"][name] = _row_schema(row)
+    # pydantic's titles repeat the names of the classes, which mean nothing to somebody who writes a file.
     for definition in schema["$defs"].values():
         definition.pop("title")
     for definition in (schema, *schema["$defs"].values()):
         for item in definition["properties"].values():
             item.pop("title", None)
+            # Defaults of sections repeat those of their fields.
             if isinstance(item.get("default"), dict):
                 del item["default"]
     return schema
@@ -51,6 +54,7 @@ def _sections(root: Schema, schema: Schema, path: list[str]) -> Iterator[Schema]
     elif choices := schema.get("anyOf") or schema.get("oneOf"):
         for choice in choices:
             yield from _sections(root, choice, path)
+    # Such an object takes any keys, so nothing can be added to it.
     elif schema.get("type") == "object" and "properties" not in schema:
         return
     elif schema.get("type") == "object" and not path:
@@ -66,6 +70,7 @@ def _row_schema(row: deepspeed_keys.DeepSpeedKey) -> Schema:
     if row.path.startswith(("bf16.", "fp16.")):
         # The loader ignores the key where that precision is off, so a schema cannot refuse its values.
         return {"description": f"Refused: {row.reason}."}
+    # A refused key may still have a value that asks for nothing.
     accepted: list[Schema] = [{"enum": ["auto", *(value for value in row.off if not isinstance(value, list))]}]
     if row.switch:
         accepted.append({"type": "object", "properties": {row.switch: {"enum": list(deepspeed_keys.SWITCHED_OFF)}}})
@@ -104,6 +109,7 @@ def _honoured(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, str, s
             yield path, "`null`", info.description or ""
             for member in inner:
                 kind = member.model_fields["type"]
+                # A class named by its import path has no fixed name that could stand in the table.
                 named = member is not ImportedOptimizerConfig
                 type_name = get_args(kind.annotation)[0] if named else "package.Class"
                 yield f'{path}.type = "{type_name}"', "", kind.description or ""

@@ -1,4 +1,4 @@
-"""Reading a configuration: a JSON or YAML file or a dict, and overrides.
+"""Read a configuration: a JSON or YAML file or a dict, and overrides.
 
 Every reader returns a `ConfigSource`: a plain tree of bounded size, and the place where each key was written.
 
@@ -21,11 +21,11 @@ from zeroengine.errors import ConfigError
 KeyPath = tuple[str, ...]
 
 MAX_FILE_BYTES = 1 << 20
-# Keys and list items in a whole configuration.
+# Counted are the keys and list items of a whole configuration.
 MAX_VALUES = 10_000
 # Objects and lists within one another.
 MAX_DEPTH = 32
-# Characters of a value in a message.
+# A message shows at most so many characters of a value.
 MAX_SHOWN = 60
 
 
@@ -48,6 +48,7 @@ class ConfigSource:
     def label(self, path: KeyPath) -> str:
         """Return the path as the user wrote it, and its place."""
         written = printable(".".join(self.spelling.get(path, path)), 2 * MAX_SHOWN) or "the whole configuration"
+        # A value that was read as a whole, such as an override of a section, has only the place of the section.
         place = next((self.places[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self.places), None)
         return f"{written} ({place})" if place else written
 
@@ -69,6 +70,7 @@ def read_file(path: Path) -> ConfigSource:
     """
     try:
         mode = path.stat().st_mode
+        # Reading a directory raises the right error. Everything else is checked first, since a pipe might block.
         data = path.read_bytes() if stat.S_ISDIR(mode) else _first_bytes(path, mode)
         text = data.decode("utf-8-sig")
     except FileNotFoundError:
@@ -86,6 +88,7 @@ def read_file(path: Path) -> ConfigSource:
         raise ConfigError(f"{printable(str(path))}: this is not the path of a file ({error}).") from None
     if not text.strip():
         raise ConfigError(f'{path}: the file is empty. Write at least {{"zero_optimization": {{"stage": 1}}}}.')
+    # A file without a known suffix is JSON where it begins like JSON.
     is_yaml = path.suffix in (".yaml", ".yml") or (path.suffix != ".json" and not text.lstrip().startswith("{"))
     tree, lines = _parse_yaml(text, str(path)) if is_yaml else _parse_json(text, str(path))
     if not isinstance(tree, dict):
@@ -98,6 +101,7 @@ def _first_bytes(path: Path, mode: int) -> bytes:
     if not stat.S_ISREG(mode):
         raise ConfigError(f"{path}: this is a device or a pipe. Give a JSON or YAML file.")
     with path.open("rb") as file:
+        # One byte more than allowed tells a file that is too long from one that just fits.
         data = file.read(MAX_FILE_BYTES + 1)
     if len(data) > MAX_FILE_BYTES:
         raise ConfigError(f"{path}: longer than {MAX_FILE_BYTES} bytes, so it is no configuration. Check the path.")
@@ -118,6 +122,7 @@ def override(source: ConfigSource, text: str) -> None:
     node = source.tree
     for depth, part in enumerate(path[:-1], start=1):
         node = node.setdefault(part, {})
+        # The override would have to replace a value by an object, which is hardly meant.
         if not isinstance(node, dict):
             parent = ".".join(path[:depth])
             raise ConfigError(
@@ -128,6 +133,7 @@ def override(source: ConfigSource, text: str) -> None:
     except (ValueError, RecursionError):
         value = raw
     node[path[-1]] = _copy(value, f"override {printable(text)!r}")
+    # Messages must not name the line of a value that the override replaced.
     for replaced in [known for known in source.places if known[: len(path)] == path]:
         del source.places[replaced]
     source.places[path] = f"override {printable(text)}"
@@ -178,6 +184,7 @@ def _copy(tree: Any, name: str) -> Any:
             raise too_large(name)
         if isinstance(value, Mapping):
             return {key: copied(item, depth + 1) for key, item in value.items()}
+        # Subclasses may be built from other arguments, so they are left for the model to refuse.
         return type(value)([copied(item, depth + 1) for item in value]) if type(value) in (list, tuple) else value
 
     return copied(tree, 1)
@@ -264,7 +271,9 @@ def _json_lines(text: str, name: str) -> dict[KeyPath, int]:
             key, expects_key = json.loads(mark), False
             where = (*path, key)
             start = token.start()
+            # The lines are counted from the last key on, or a long file would take quadratic time.
             line, counted = line + text.count("\n", counted, start), start
+            # Keys within lists may repeat, since every item of a list is an object of its own.
             if where in lines and "" not in path:
                 column = start - text.rfind("\n", 0, start)
                 what = f"{'.'.join(where)} is written twice, first on line {lines[where]}"

@@ -32,15 +32,19 @@ from zeroengine.launch.cluster.protocol import (
     encode,
 )
 
-MAX_ERROR_LINES = 5  # of ssh's stderr that are kept
+# So many lines of ssh's stderr are kept.
+MAX_ERROR_LINES = 5
 # How long stderr may arrive after stdout has ended. A process that ssh leaves behind may keep the pipe open.
 STDERR_TIMEOUT_S = 1.0
-MAX_BACKLOG_BYTES = 1 << 18  # of one node's messages that wait for the launcher
-MESSAGE_OVERHEAD_BYTES = 100  # of memory, besides a message's own bytes
+# So many bytes of one node's messages may wait for the launcher before reading stops.
+MAX_BACKLOG_BYTES = 1 << 18
+# Each message takes so much memory besides its own bytes.
+MESSAGE_OVERHEAD_BYTES = 100
 POLL_INTERVAL_S = 0.1
 READ_BYTES = 1 << 16
 DESCRIPTORS_PER_CONNECTION = 3
-SPARE_DESCRIPTORS = 100  # for everything else in the launcher
+# So many descriptors stay free for everything else in the launcher.
+SPARE_DESCRIPTORS = 100
 
 
 class ConnectionProcess:
@@ -78,10 +82,13 @@ class ConnectionProcess:
         for pipe in (self.input, self.output, self.errors):
             os.set_blocking(pipe.fileno(), False)
         self.outbox = bytearray()
-        self.closing = False  # stdin is closed once the outbox is empty
-        self.backlog_bytes = 0  # of messages that the launcher has not handled yet
+        # Once this is set, stdin is closed as soon as the outbox is empty.
+        self.closing = False
+        # Count the bytes of messages that the launcher has not handled yet.
+        self.backlog_bytes = 0
         self.output_ended_at: float | None = None
-        self.lock = threading.Lock()  # guards outbox, closing and backlog_bytes
+        # The lock guards `outbox`, `closing` and `backlog_bytes`, which several threads change.
+        self.lock = threading.Lock()
         self._receive = receive
         self._lines = {self.output: LineSplitter(), self.errors: LineSplitter()}
 
@@ -98,11 +105,13 @@ class ConnectionProcess:
     def acknowledge(self, nbytes: int) -> bool:
         """Record that the launcher has handled a message, and return whether reading can start again."""
         with self.lock:
+            # Reading was stopped at the limit. It starts again only when the backlog falls below it.
             was_full, self.backlog_bytes = self.is_full, self.backlog_bytes - nbytes
             return was_full and not self.is_full
 
     def read_output(self, data: bytes) -> None:
         """Take in new data of stdout."""
+        # Any output shows that the node lives, whatever it says.
         self.last_heard = time.monotonic()
         for line in self._lines[self.output].feed(data):
             self._read_line(line)
@@ -149,7 +158,9 @@ class ConnectionProcess:
             self._hand_on({"is": "text", "text": text.decode(errors="replace").rstrip()}, len(text))
         if message is not None:
             if "clock" in message:
+                # A message that travelled faster gives a better estimate of the difference between the clocks.
                 self.clock_offset_s = min(self.clock_offset_s, self.last_heard - message["clock"])
+            # A heartbeat has done its work once its time was noted.
             if message["is"] != "beat":
                 message["at"] = self.last_heard
                 self._hand_on(message, len(rest))
@@ -180,6 +191,7 @@ class ConnectionThread:
             os.set_blocking(end, False)
         self._selector.register(self._wake_reader, selectors.EVENT_READ)
         self._closed = False
+        # The thread is a daemon, so a launcher that fails elsewhere can still exit.
         self._thread = threading.Thread(target=self._run, name="zero-launch connections", daemon=True)
         self._thread.start()
 
@@ -200,6 +212,7 @@ class ConnectionThread:
     def send(self, connection: ConnectionProcess, data: bytes) -> None:
         """Write to the process's stdin, as soon as it reads. Never waits."""
         with connection.lock:
+            # Nothing may follow the end of the messages, as stdin is closed behind it.
             if connection.closing:
                 return
             connection.outbox += data
@@ -230,6 +243,7 @@ class ConnectionThread:
 
     def close(self) -> None:
         """End the thread and close every pipe."""
+        # The thread sees this at its next turn, and the wake-up makes that turn come at once.
         self._closed = True
         self._wake()
         self._thread.join()
@@ -259,6 +273,8 @@ class ConnectionThread:
                 # The backlog may have become full since `_watch`, through the other pipe of the same process.
                 elif not key.data.is_full:
                     self._read(key.data, key.fileobj)
+            # All changes are made on this thread, since selectors must not be changed while another thread waits in
+            # them.
             while not self._changed.empty():
                 self._update(self._changed.get())
             now = time.monotonic()
@@ -316,6 +332,7 @@ class ConnectionThread:
     def _finish_if_ended(self, connection: ConnectionProcess, now: float) -> None:
         """Report the end of a process whose stdout has ended, once the process and its stderr have ended as well."""
         code = connection.process.poll()
+        # The exit code may be there before the last line of stderr, which often says why the connection failed.
         assert connection.output_ended_at is not None
         errors_are_complete = connection.errors.closed or now > connection.output_ended_at + STDERR_TIMEOUT_S
         if code is not None and errors_are_complete:

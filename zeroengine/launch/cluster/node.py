@@ -54,7 +54,8 @@ from zeroengine.launch.local.rendezvous import NodeAssignment, Rendezvous
 from zeroengine.launch.local.signals import FORWARDED_SIGNALS, STOP_SIGNALS, ignore_signals
 from zeroengine.launch.local.worker import BIND_VARIABLE
 
-ORDERLY_END_TIMEOUT_S = 2 * SIGKILL_TIMEOUT_S + 2.0  # once the launcher is gone
+# The main thread has so many seconds to end everything once the launcher is gone.
+ORDERLY_END_TIMEOUT_S = 2 * SIGKILL_TIMEOUT_S + 2.0
 
 
 class LauncherOrders:
@@ -69,6 +70,7 @@ class LauncherOrders:
         self._stop_signal: signal.Signals | None = None
         self._released = threading.Event()
         self._launcher_is_gone = False
+        # Both threads are daemons: the process must be able to end while they wait.
         threading.Thread(target=self._read_messages, name="zero-launch orders", daemon=True).start()
         threading.Thread(target=self._send_heartbeats, name="zero-launch beat", daemon=True).start()
 
@@ -82,6 +84,7 @@ class LauncherOrders:
         Raises:
             SignalException: The launcher has said that the ranks must end, or is gone.
         """
+        # The order is only noted by the reading thread. The main thread raises here, where it can end its ranks.
         if self._stop_signal is not None:
             raise SignalException("the launcher said so", self._stop_signal)
 
@@ -92,6 +95,7 @@ class LauncherOrders:
     def wait_for_other_nodes(self) -> None:
         """Tell the launcher that all ranks here have succeeded, and wait until it releases this node."""
         self._writer.send({"is": "finished"})
+        # The node may still be told to stop while it waits, for the ranks of another node may fail.
         while not self._released.wait(POLL_INTERVAL_S):
             self.check_stop()
 
@@ -114,6 +118,7 @@ class LauncherOrders:
     def _read_messages(self) -> None:
         lines = LineSplitter()
         try:
+            # Silence for longer than the timeout means that the launcher or the network is gone.
             while select.select([0], [], [], self._timeout_s)[0]:
                 data = os.read(0, 1 << 16)
                 if not data:
@@ -122,12 +127,14 @@ class LauncherOrders:
                     self._take(decode(line, "do"))
         finally:
             self._launcher_is_gone, self._stop_signal = True, signal.SIGTERM
+            # None tells the main thread, if it waits for a task, that no task will follow.
             self._tasks.put(None)
             # The main thread ends the ranks and this process. Should it be stuck, the guard ends the ranks.
             time.sleep(ORDERLY_END_TIMEOUT_S)
             os._exit(1)
 
     def _send_heartbeats(self) -> None:
+        # The clock travels with each heartbeat, so that the launcher can compare times of different nodes.
         while not self._launcher_is_gone:
             self._writer.send({"is": "beat", "clock": time.monotonic()})
             time.sleep(HEARTBEAT_INTERVAL_S)
@@ -155,8 +162,11 @@ class NodeServer:
 
     def _listen(self, message: Message) -> None:
         """Open the port of the store on the first node, and answer with address and port."""
+        # A listener of an earlier round would keep its port from the new one.
         if self._listener is not None:
             self._listener.close()
+        # sshd puts both ends of the connection into this variable. The third word is the address that the launcher
+        # used.
         connection = os.environ.get("SSH_CONNECTION", "").split()
         reached_at = connection[2] if len(connection) == 4 else None
         address = message["address"] or own_address(reached_at, message["others"])
@@ -201,6 +211,7 @@ class NodeServer:
         if message["bind"]:
             environment[BIND_VARIABLE] = cores_by_rank(message["bind"], nproc)
         command = worker_command(message["target"], message["arguments"], message["module"])
+        # The store takes the socket over, so it must not be closed here any more.
         listener, self._listener = self._listener, None
         if listener is not None and assignment.node == 0:
             # The other nodes' test connections would look like ranks to the store.

@@ -42,8 +42,10 @@ from zeroengine.launch.local.signals import (
 from zeroengine.launch.local.worker import FAILURE_FILE_VARIABLE
 from zeroengine.utils.launcher_environment import STEP_FILE
 
-REAP_INTERVAL_S = 10.0  # between two searches for processes that the ranks have left behind and that have ended
-POLL_INTERVAL_S = 0.05  # between two looks at the workers
+# So many seconds lie between two searches for processes that the ranks left behind and that have ended.
+REAP_INTERVAL_S = 10.0
+# So many seconds lie between two looks at the workers.
+POLL_INTERVAL_S = 0.05
 
 
 class Coordinator(Protocol):
@@ -88,10 +90,12 @@ def run_ranks(job: Job, pipes: Pipes, rendezvous: Rendezvous, coordinator: Coord
     Raises:
         LaunchError: torch elastic could not start the workers.
     """
+    # The handler keeps Python from printing the agent's records by itself, and they must not reach the root logger.
     elastic_log = logging.getLogger("torch.distributed.elastic")
     elastic_log.addHandler(logging.NullHandler())
     elastic_log.propagate = False
 
+    # The id is new for each round, so the guard of this round cannot end the processes of another one.
     launch_id = uuid.uuid4().hex
     folder = tempfile.mkdtemp(prefix="zero-launch-")
     # torch elastic sets handlers of its own and does not restore them.
@@ -99,8 +103,10 @@ def run_ranks(job: Job, pipes: Pipes, rendezvous: Rendezvous, coordinator: Coord
         log_specs = WorkerOutput(job, pipes, Path(folder), {LAUNCH_ID_VARIABLE: launch_id})
         agent = NodeAgent(job, log_specs, rendezvous, coordinator or NoCoordinator(), guard)
         try:
+            # Signals for the ranks are forwarded only while an agent exists that knows their processes.
             with signal_handlers(FORWARDED_SIGNALS, agent.forward_signal):
                 agent.run()
+            # The failures are read after the agent has ended all ranks, so no rank can fail unseen.
             return RunOutcome(agent.failures())
         except SignalException as stop:
             return RunOutcome(agent.failures(), interrupted=stop.sigval)
@@ -110,8 +116,9 @@ def run_ranks(job: Job, pipes: Pipes, rendezvous: Rendezvous, coordinator: Coord
             address = rendezvous.assignment.address
             raise LaunchError(f"torch elastic cannot bring the ranks together on {address}: {error}") from error
         finally:
-            # Whatever is left of the run is ended now, and a second Ctrl-C must not interrupt that.
+            # Processes that remain of the run are ended now, and a second Ctrl-C must not interrupt that.
             ignore_signals(STOP_SIGNALS)
+            # The store closes before the guard ends the last processes, and its port is free for the next round.
             rendezvous.close()
 
 
@@ -122,7 +129,8 @@ class WorkerOutput(LogsSpecs):
         super().__init__()
         self._pipes, self._folder = pipes, folder
         self._environment = job.environment | environment
-        self.step_file = folder / "step"  # exists once any rank has taken a step
+        # This file exists once any rank has taken a step.
+        self.step_file = folder / "step"
 
     @property
     def root_log_dir(self) -> str:
@@ -136,12 +144,14 @@ class WorkerOutput(LogsSpecs):
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Complete each local rank's environment in place, and return the files for its output."""
         for rank, environment in envs.items():
+            # The job's variables win over those of torch elastic, and the launcher's own files below win over both.
             environment.update(self._environment | self._pipes.environment(rank))
             environment[FAILURE_FILE_VARIABLE] = str(self.failure_file(rank))
             environment[STEP_FILE] = str(self.step_file)
         return LogsDest(
             stdouts={rank: self._pipes.path(rank, STDOUT) for rank in envs},
             stderrs={rank: self._pipes.path(rank, STDERR) for rank in envs},
+            # torch's own error files are not read: the worker writes a better account of its failure.
             error_files={rank: os.devnull for rank in envs},
         )
 
@@ -165,6 +175,7 @@ class NodeAgent(LocalElasticAgent):
             local_addr=rendezvous.assignment.address,
         )
         super().__init__(spec, output)
+        # The agent must never restart the workers itself. The launcher starts a new round with a new store instead.
         self._remaining_restarts = 0
         self._output, self._coordinator, self._assignment = output, coordinator, rendezvous.assignment
         self._processes: list[RankProcess] = []
@@ -182,6 +193,7 @@ class NodeAgent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
         pids: dict[int, int] = super()._start_workers(worker_group)
+        # Processes are recorded as soon as they exist, so that a signal or an error from here on finds them.
         first = self._assignment.first_rank
         self._processes = [
             RankProcess(first + rank, pid, self._output.failure_file(rank)) for rank, pid in pids.items()
@@ -197,6 +209,7 @@ class NodeAgent(LocalElasticAgent):
         return [Worker(local, rank, rank, assignment.world_size, assignment.world_size) for local, rank in ranks]
 
     def _exit_barrier(self) -> None:
+        # torch's barrier would run over the agent's store, which is local to this process and reaches no other node.
         self._coordinator.wait_for_other_nodes()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -205,25 +218,32 @@ class NodeAgent(LocalElasticAgent):
         A rank that dies without a reason gives the others some time to fail by themselves: in a collective with the
         dead rank they do, and their error says where that was.
         """
+        # The launcher on another machine may end the ranks at any moment, so it is asked at every look.
         self._coordinator.check_stop()
         # As a subreaper the launcher inherits orphans, which stay zombies until it reaps them.
         if time.monotonic() > self._last_reap + REAP_INTERVAL_S:
             self._guard.reap([process.pid for process in self._processes])
             self._last_reap = time.monotonic()
+        # The step is reported once. It shows the launcher that this round got as far as training.
         if not self._step_reported and self._output.step_file.exists():
             self._step_reported = True
             self._coordinator.report_step()
+        # `poll` leaves ended processes unreaped, because torch elastic builds its own result from their exit codes.
         running = [process for process in self._processes if process.poll() is None]
         failed = [process for process in self._processes if process.failed]
         has_reason = any(process.has_reason for process in failed)
+        # The wait is counted from the moment when the rank was last seen alive, which is close to its end.
         waited = any(time.monotonic() > process.last_seen_running + PEER_FAILURE_TIMEOUT_S for process in failed)
         if running and not has_reason and not waited:
             return RunResult(WorkerState.HEALTHY)
+        # The others hang in a collective or compute for nothing, so they end now. Failures that this causes are not
+        # theirs.
         stop_ranks(running)
         result: RunResult = super()._monitor_workers(worker_group)
         return result
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
+        # torch elastic is slow to end processes. After this it finds only processes that have ended.
         stop_ranks(self._processes, death_sig)
         # Newer versions of torch pass a timeout as well.
         super()._shutdown(death_sig, *args, **kwargs)

@@ -20,10 +20,14 @@ from pathlib import Path
 STDOUT, STDERR = 1, 2
 COLOURS = (36, 35, 33, 32, 34, 31)
 ERASE_LINE = b"\r\x1b[K"
-RESTORE_TERMINAL = b"\x1b[0m\x1b[?25h"  # plain colours and a visible cursor, after an interrupted progress bar
-UNFINISHED_LINE_TIMEOUT_S = 10.0  # after which a pipe's unfinished line is printed
-MAX_REDRAWN_BYTES = 65536  # of a terminal's unfinished line, drawn again after another rank's line
-TAIL_BYTES = 8192  # of each rank's stderr, kept for the failure report
+# This restores plain colours and a visible cursor after an interrupted progress bar.
+RESTORE_TERMINAL = b"\x1b[0m\x1b[?25h"
+# A pipe's unfinished line is printed after so many seconds.
+UNFINISHED_LINE_TIMEOUT_S = 10.0
+# At most so many bytes of a terminal's unfinished line are drawn again after another rank's line.
+MAX_REDRAWN_BYTES = 65536
+# So many bytes of each rank's stderr are kept for the failure report.
+TAIL_BYTES = 8192
 CONTROL = rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|[^\[\n\r\x1b])"
 TOKEN = re.compile(rb"\n|\r|" + CONTROL + rb"|[^\n\r\x1b]+|\x1b")
 INCOMPLETE_CONTROL = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*)?\Z")
@@ -56,8 +60,10 @@ class RankOutput:
             self._extend_unfinished(ended[0])
             lines = [bytes(self.unfinished), *ended[1:]]
             self.unfinished = bytearray()
+            # Whole lines are joined into one write, so lines of different ranks cannot mix.
             out = b"".join(self.prefix + last_version(line) + b"\n" for line in lines)
         self._extend_unfinished(rest)
+        # The time starts with the first byte of a line, so a line that arrives in many parts still appears in time.
         if ended or not had_unfinished:
             self.unfinished_since = time.monotonic()
         return out
@@ -82,12 +88,14 @@ class RankOutput:
 
         Cursor movements and erasures are put before the prefix, since they may erase the prefix itself.
         """
+        # A read may end in the middle of a control sequence, which would be torn apart by the prefix.
         data = self.incomplete_control + data
         incomplete = INCOMPLETE_CONTROL.search(data)
         self.incomplete_control = incomplete[0] if incomplete else b""
         out = b""
         for token in TOKEN.findall(data[: len(data) - len(self.incomplete_control)]):
             if token == b"\n":
+                # An empty line gets a prefix as well, and a line that was redrawn has one already.
                 out += self.prefix + token if self.last_break == b"\n" else token
                 self.unfinished, self.last_break = bytearray(), token
             elif token == b"\r":
@@ -113,7 +121,8 @@ class Console:
     def __init__(self, log_dir: Path | None = None) -> None:
         self._log_dir = log_dir
         self._outputs: dict[tuple[int, int], RankOutput] = {}
-        self._drawn: RankOutput | None = None  # its unfinished line is the last one on the terminal
+        # The unfinished line of this output is the last one on the terminal.
+        self._drawn: RankOutput | None = None
         self._run_is_over = self._output_is_closed = False
 
     def assign(self, names: Sequence[str], terminal: bool = False) -> None:
@@ -123,6 +132,7 @@ class Console:
             names: The names in rank order, without brackets.
             terminal: Whether rank 0 has a terminal for each of its outputs for which the launcher has one.
         """
+        # The names change with the round, so lines of the last round are printed under their old names.
         self.flush(everything=True)
         self._run_is_over, self._drawn = False, None
         width = max(map(len, names))
@@ -140,6 +150,7 @@ class Console:
     def feed(self, rank: int, target: int, data: bytes) -> None:
         """Print new output of a rank."""
         output = self._outputs[rank, target]
+        # The log receives the bytes as the rank wrote them, before any prefix or erasure.
         self._log(rank, data)
         if target == STDERR:
             output.tail = (output.tail + data)[-TAIL_BYTES:]
@@ -150,6 +161,8 @@ class Console:
         for output in self._outputs.values():
             if output.is_terminal:
                 if everything:
+                    # A bar that was left unfinished ends with a line of its own, or the shell's prompt would stand
+                    # behind it.
                     self._write(output.target, b"\n" * bool(output.unfinished) + RESTORE_TERMINAL)
                     output.unfinished = bytearray()
             elif output.unfinished:
@@ -164,6 +177,7 @@ class Console:
     def print_own(self, text: str) -> None:
         """Print the launcher's own lines on stderr, above the line that is being drawn there."""
         data = text.encode(errors="replace")
+        # The line of a progress bar is erased, and drawn again below the launcher's own text.
         if self._drawn is not None and self._drawn.unfinished and os.isatty(STDERR):
             data = ERASE_LINE + data + self._drawn.unfinished + self._drawn.last_break
         self._write(STDERR, data)
@@ -171,6 +185,7 @@ class Console:
     def tail(self, rank: int, lines: int = 10) -> str:
         """Return the last lines that the rank wrote to its stderr."""
         text = re.sub(CONTROL, b"", self._outputs[rank, STDERR].tail).decode(errors="replace")
+        # Only the last version of a redrawn line is shown, as a terminal would have shown it.
         return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in text.strip("\n").split("\n")[-lines:])
 
     def log(self, rank: int, text: str) -> None:
@@ -185,10 +200,12 @@ class Console:
         if self._log_dir is None or not data:
             return
         try:
+            # Opening the file for each write keeps no descriptor for each of thousands of ranks.
             with open(self._log_dir / f"rank{rank}.log", "ab", buffering=0) as log:
                 log.write(data)
         except OSError as error:
             # A full disk must not stop the run.
+            # The first error ends all logging, so that the message is not repeated for every line.
             self._log_dir = None
             self._write(STDERR, f"zero-launch: no more log files: {error}\n".encode())
 
@@ -197,6 +214,7 @@ class Console:
         drawn = self._drawn
         if drawn is not None and drawn is not output and drawn.unfinished and os.isatty(output.target):
             if output.is_terminal and output.unfinished:
+                # Two progress bars cannot share a line, so the second one begins a new line.
                 data = b"\n" + data
             elif data:
                 # The line is erased, and drawn again below the new one.
@@ -215,8 +233,11 @@ class Console:
                 # Whoever started zero-launch has made the pipe non-blocking, and it is full.
                 time.sleep(0.01)
             except OSError:
+                # The reader of a closed output does not come back, so nothing is written any more.
                 self._output_is_closed = True
                 if not self._run_is_over:
+                    # The signal ends the run in the same order as Ctrl-C would. When the run is over, only its last
+                    # message is lost.
                     os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -29,9 +29,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 LAUNCH_ID_VARIABLE = "ZEROENGINE_LAUNCH_ID"
-SIGKILL_DELAY_S = 1.0  # between SIGTERM and SIGKILL
-SWEEP_TIMEOUT_S = 10.0  # after SIGKILL, until a process that the kernel does not end is given up
-SCAN_INTERVAL_S = 2.0  # between two looks at the processes below the launcher
+# So many seconds lie between SIGTERM and SIGKILL.
+SIGKILL_DELAY_S = 1.0
+# So long after SIGKILL, a process that the kernel does not end is given up.
+SWEEP_TIMEOUT_S = 10.0
+# So many seconds lie between two looks at the processes below the launcher.
+SCAN_INTERVAL_S = 2.0
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -59,6 +62,7 @@ class ProcessGuard:
         self._spared = {process.pid for process in started_by_ranks(os.getpid())}
         ignored = ",".join(str(int(number)) for number in (*STOP_SIGNALS, *FORWARDED_SIGNALS))
         command = [sys.executable, "-I", "-S", __file__, launch_id, folder, ignored, *map(str, self._spared)]
+        # The launcher becomes a subreaper before any rank exists, so that no orphan can escape to another parent.
         set_subreaper(True)
         self._process = subprocess.Popen(
             command,
@@ -69,13 +73,15 @@ class ProcessGuard:
             # Neither Ctrl-C nor a closing terminal may reach the guard.
             start_new_session=True,
         )
+        # `communicate` waits for the guard at the end, so `reap` must leave its exit code alone.
         self._spared.add(self._process.pid)
 
     def __enter__(self) -> ProcessGuard:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # This closes the guard's stdin, for which it waits, and returns when it has ended.
+        # Closing its stdin tells the guard that the run is over. `communicate` does so, and returns when the guard has
+        # ended.
         output = self._process.communicate()[0]
         self.remaining = output.decode(errors="replace")
         self.reap()
@@ -86,8 +92,10 @@ class ProcessGuard:
         for process in started_by_ranks(os.getpid(), zombies=True):
             if process.is_zombie and process.parent == os.getpid() and process.pid not in {*own, *self._spared}:
                 try:
+                    # Only this pid is waited for. A wait for any child would take exit codes that torch elastic needs.
                     os.waitpid(process.pid, os.WNOHANG)
                 except ChildProcessError:
+                    # Another part of the launcher has reaped the process meanwhile.
                     continue
 
 
@@ -141,6 +149,7 @@ def started_by_ranks(launcher: int, known: Iterable[ProcessEntry] = (), zombies:
     children: dict[int, list[ProcessEntry]] = {}
     for process in table.values():
         children.setdefault(process.parent, []).append(process)
+    # A pid may have been used again for a process that has nothing to do with the run, so the start time is compared.
     alive = [table[p.pid] for p in known if p.pid in table and table[p.pid].start_time == p.start_time]
     session = table[launcher].session if launcher in table else 0
     descendants: dict[int, ProcessEntry] = {}
@@ -150,6 +159,7 @@ def started_by_ranks(launcher: int, known: Iterable[ProcessEntry] = (), zombies:
         if process.pid not in descendants:
             descendants[process.pid] = process
             pending += children.get(process.pid, [])
+    # Processes in the launcher's session were started by the launcher itself.
     return [p for p in descendants.values() if p.session != session and (zombies or not p.is_zombie)]
 
 
@@ -177,6 +187,7 @@ class ProcessSweeper:
 
     def __init__(self, launch_id: str, spared: Collection[int]) -> None:
         self._launch_id, self._spared = launch_id, {os.getpid(), *spared}
+        # The parent's pid is noted now: after the launcher's end the guard gets another parent.
         self._launcher = os.getppid()
         self._known: list[ProcessEntry] = []
 
@@ -185,6 +196,7 @@ class ProcessSweeper:
 
         Once the launcher is gone, the search starts from the processes that the last scan found below it.
         """
+        # No process has the pid -1, so the search then relies on the known processes only.
         launcher = self._launcher if os.getppid() == self._launcher else -1
         self._known = [p for p in started_by_ranks(launcher, self._known) if p.pid not in self._spared]
         return {process.pid for process in self._known}
@@ -202,14 +214,17 @@ class ProcessSweeper:
         while time.monotonic() < deadline + SWEEP_TIMEOUT_S:
             # A process that ends may leave children that only now come into view, so every turn looks again.
             pids = {*pids_with_launch_id(self._launch_id), *self.scan()}
+            # Processes of another user cannot be ended, and waiting for them would only delay the end.
             if pids <= not_allowed:
                 break
             kill = time.monotonic() > deadline
             for pid in pids - not_allowed:
+                # SIGTERM is sent once, so that a handler is not interrupted by itself. SIGKILL is repeated.
                 if kill or pid not in terminated:
                     terminated.add(pid)
                     if not send(pid, signal.SIGKILL if kill else signal.SIGTERM):
                         not_allowed.add(pid)
+            # The system needs a moment to end processes, and the table is expensive to read.
             time.sleep(0.05)
         table = process_table()
         return ", ".join(f"{pid} ({table[pid].name})" for pid in sorted(pids) if pid in table)
@@ -234,9 +249,11 @@ def main() -> None:
     for number in ignored.split(","):
         signal.signal(int(number), signal.SIG_IGN)
     sweeper = ProcessSweeper(launch_id, set(map(int, spared)))
+    # The pipe becomes readable when the launcher closes it or dies, since nothing is ever written into it.
     while not select.select([0], [], [], SCAN_INTERVAL_S)[0]:
         sweeper.scan()
     remaining = sweeper.sweep()
+    # The folder goes last: processes that still ran might have written into it.
     shutil.rmtree(folder, ignore_errors=True)
     try:
         os.write(1, remaining.encode())

@@ -21,8 +21,10 @@ from zeroengine.launch.local.core_binding import cores_by_rank
 from zeroengine.launch.local.masking import masked
 
 LOOPBACK = "127.0.0.1"
-CPU_PROCESSES = 2  # what `--nproc auto` means on a machine without a GPU
-MAX_PROCESSES = 4096  # on a node; each costs the launcher memory and four file descriptors
+# `--nproc auto` means so many processes on a machine without a GPU.
+CPU_PROCESSES = 2
+# At most so many processes run on a node, since each costs the launcher memory and four file descriptors.
+MAX_PROCESSES = 4096
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class Job:
             port: The port of the ranks' store; 0 for a free one.
         """
         if not port:
+            # The port is free now, which is enough for lines that a person starts by hand.
             with socket.create_server((LOOPBACK, 0)) as server:
                 port = server.getsockname()[1]
         lines = []
@@ -81,6 +84,7 @@ def build_job(
     Raises:
         LaunchError: The request cannot be started; the message says what to write instead.
     """
+    # The checks are ordered by their cost. The last one imports torch.
     check_target(target, module)
     processes = count_processes(nproc, cpu)
     variables = rank_environment(cpu, config, overrides) | dict(extra or {})
@@ -94,6 +98,7 @@ def build_job(
 
 def worker_command(target: str, arguments: Sequence[str], module: bool) -> tuple[str, ...]:
     """Return the command of one rank."""
+    # `-u` disables Python's buffer, so that output before a crash is not lost.
     return (sys.executable, "-u", worker.__file__, *(["-m"] if module else []), target, *arguments)
 
 
@@ -101,8 +106,10 @@ def rank_environment(cpu: bool, config: str | None, overrides: Sequence[str]) ->
     """Return the variables that the ranks of every node have."""
     variables = {}
     if cpu:
+        # An empty list hides all GPUs from torch, also where the node sets the variable itself.
         variables["CUDA_VISIBLE_DEVICES"] = ""
     if config is not None:
+        # The ranks may change their working folder before they read the file.
         variables["ZEROENGINE_CONFIG"] = os.path.abspath(config)
     if overrides:
         variables["ZEROENGINE_OVERRIDES"] = json.dumps(overrides)
@@ -120,6 +127,7 @@ def count_processes(nproc: str, cpu: bool) -> int:
     Raises:
         LaunchError: `nproc` is no number of processes, or there are too few GPUs.
     """
+    # torch is asked only where GPUs matter, for its import takes a while.
     gpus = 0 if cpu else count_gpus()
     if nproc == "auto":
         return gpus or CPU_PROCESSES
@@ -149,6 +157,7 @@ def count_gpus() -> int:
 
 def count_cores() -> int:
     """Return the number of cores that this process may use."""
+    # A container or a scheduler may give this process fewer cores than the machine has.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

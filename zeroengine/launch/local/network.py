@@ -12,7 +12,8 @@ import sys
 from collections.abc import Sequence
 
 SIOCGIFADDR = 0x8915
-CONNECT_TIMEOUT_S = 5.0  # for a connection to the first node
+# A connection to the first node may take so many seconds.
+CONNECT_TIMEOUT_S = 5.0
 
 
 def open_listener(port: int, host: str = "") -> socket.socket:
@@ -38,10 +39,12 @@ def open_listener(port: int, host: str = "") -> socket.socket:
 
 def drop_pending_connections(listener: socket.socket) -> None:
     """Close the connections that other nodes made only to see whether the socket can be reached."""
+    # The socket must not block, or the last `accept` would wait for another connection.
     listener.setblocking(False)
     with contextlib.suppress(BlockingIOError):
         while True:
             listener.accept()[0].close()
+    # torch's store expects a socket that blocks.
     listener.setblocking(True)
 
 
@@ -52,8 +55,10 @@ def own_address(reached_at: str | None, others: Sequence[str]) -> str:
         reached_at: The address at which the launcher reached this node, if it is known.
         others: Addresses of other nodes.
     """
+    # A loopback address leads every node to itself, so it is of no use to the others.
     if reached_at and not _is_loopback(reached_at):
         return reached_at
+    # The route to another node shows which of this node's addresses is on the same network.
     for other in others:
         if not _is_loopback(other) and (address := _source_address_for(other)):
             return address
@@ -74,9 +79,11 @@ def try_connection(address: str, port: int) -> str:
 def interface_of(address: str) -> str | None:
     """Return the network interface that has the address."""
     try:
+        # A link-local address carries its interface after a percent sign, which the parser does not take.
         wanted = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
         return None
+    # A socket for both families reports IPv4 peers in this form.
     if isinstance(wanted, ipaddress.IPv6Address) and wanted.ipv4_mapped:
         wanted = wanted.ipv4_mapped
     if isinstance(wanted, ipaddress.IPv6Address):
@@ -87,6 +94,7 @@ def interface_of(address: str) -> str | None:
 def address_of(interface: str) -> str | None:
     """Return the interface's IPv4 address."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        # The kernel takes names of at most 15 bytes.
         answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
         return socket.inet_ntoa(answer[20:24])
     return None

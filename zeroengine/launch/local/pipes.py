@@ -48,6 +48,7 @@ class Pipes:
                 for target in (STDOUT, STDERR):
                     self._ends[rank, target] = self._open(rank == 0 and target in self._terminals)
         except OSError as error:
+            # The descriptors opened before the failing one must not stay open.
             self._close()
             raise LaunchError(
                 f"the output of {ranks} ranks needs {4 * ranks} open files ({error.strerror}). Allow more (ulimit -n), "
@@ -70,6 +71,7 @@ class Pipes:
 
     def __enter__(self) -> Pipes:
         if self._terminals:
+            # The width is set before the ranks start, since many programs ask for it only once.
             self._resize_terminals()
             self._handlers.enter_context(signal_handlers((signal.SIGWINCH,), lambda _: self._resize_terminals()))
         self._thread.start()
@@ -78,6 +80,7 @@ class Pipes:
     def __exit__(self, *_: object) -> None:
         # Every process of the run has ended by now, so what is in the pipes is the rest.
         self._handlers.close()
+        # The thread ends by itself after it has read everything that is left.
         self._ranks_ended.set()
         self._thread.join()
         self._close()
@@ -92,6 +95,7 @@ class Pipes:
         if terminal:
             # The launcher's own terminal translates line ends, and a second translation would double them.
             tty.setraw(writer)
+        # The thread serves all ranks, so it must never wait for one of them.
         os.set_blocking(reader, False)
         return reader, writer
 
@@ -112,6 +116,7 @@ class Pipes:
                 for readable, _ in ready:
                     rank, target = readable.data
                     self._receive(rank, target, os.read(readable.fd, 1 << 16))
+                # One more empty look after the end shows that nothing is left in any pipe.
                 finished = ranks_ended and not ready
                 self._idle(finished)
                 if finished:

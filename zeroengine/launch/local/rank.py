@@ -16,7 +16,8 @@ STOP_POLL_INTERVAL_S = 0.02
 # Counted from the first signal: a rank that ignores SIGINT is sent SIGTERM, and then SIGKILL.
 SIGTERM_TIMEOUT_S = 1.0
 SIGKILL_TIMEOUT_S = 3.0
-PEER_FAILURE_TIMEOUT_S = 5.0  # how long the other ranks may run on after one has died without a reason
+# The other ranks may run on for so many seconds after one has died without a reason.
+PEER_FAILURE_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class RunOutcome:
         """The launcher's exit code."""
         if self.interrupted is not None:
             return 128 + self.interrupted
+        # The first failure is the cause of the others. A run that only lost nodes has no exit code of a rank.
         return self.failures[0].code if self.failures else int(bool(self.lost))
 
 
@@ -77,6 +79,7 @@ class RankProcess:
     @property
     def failed(self) -> bool:
         """Whether the rank failed by itself."""
+        # The failure file may exist before the process has ended, and then the rank is failing already.
         return not self.stopped and (bool(self.code) or self.failure_file.exists())
 
     @property
@@ -87,6 +90,7 @@ class RankProcess:
     def poll(self) -> int | None:
         """Return the exit code, or None while the process runs."""
         if self.code is None:
+            # The time is taken before the look, so the process was certainly alive at that moment.
             now = time.monotonic()
             # WNOWAIT leaves the process as a zombie, which torch elastic reaps later.
             end = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -98,8 +102,10 @@ class RankProcess:
 
     def stop(self, number: signal.Signals) -> None:
         """Send a signal to the worker and its children, unless the worker is failing by itself already."""
+        # A rank that is writing its traceback is not interrupted, and only SIGKILL ends it if it hangs.
         if self.poll() is not None or (self.failed and number != signal.SIGKILL):
             return
+        # A rank that had failed before the signal stays a failure of its own.
         self.stopped = self.stopped or not self.failed
         # torch elastic starts each worker in a session, and so in a process group, of its own.
         os.killpg(self.pid, number)
@@ -109,6 +115,7 @@ class RankProcess:
         if not self.failed:
             return None
         if self.failure_file.exists():
+            # The worker renames the file into place, so it is complete whenever it exists.
             return RankFailure(self.rank, **json.loads(self.failure_file.read_text()))
         return RankFailure(self.rank, self.last_seen_running, self.code or 0)
 
@@ -116,6 +123,7 @@ class RankProcess:
 def stop_ranks(processes: Iterable[RankProcess], number: signal.Signals = signal.SIGTERM) -> None:
     """End the processes and wait for them: by `number`, then by SIGTERM, and at last by SIGKILL."""
     processes, start = list(processes), time.monotonic()
+    # The limits are counted from one common start, so many ranks end as fast as one.
     for next_signal, until in (
         (number, SIGTERM_TIMEOUT_S),
         (signal.SIGTERM, SIGKILL_TIMEOUT_S),

@@ -55,10 +55,20 @@ class Rendezvous(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Start the store on the first node, and return the node's index and where the store is."""
         assignment, port = self.assignment, self.assignment.port
+        # Only the first node serves the store. The others learn its address from the launcher.
         if assignment.node == 0:
+            # The socket is open already, so its port cannot be taken between the choice and the start of the store.
             fd = None if self._listener is None else self._listener.detach()
             self._store = TCPStore(
-                assignment.address, port, None, True, STORE_TIMEOUT, wait_for_workers=False, master_listen_fd=fd
+                # Waiting for workers would block this agent until the others connect, and the launcher has ordered them
+                # already.
+                assignment.address,
+                port,
+                None,
+                True,
+                STORE_TIMEOUT,
+                wait_for_workers=False,
+                master_listen_fd=fd,
             )
             port = self._store.port
         # The agents have nothing to tell each other: the launcher has told them all.
@@ -68,6 +78,7 @@ class Rendezvous(RendezvousHandler):
 
     def close(self) -> None:
         """End the store, once no rank needs it any more."""
+        # Dropping the last reference ends the store's server. torch has no method for that.
         self._store = None
         if self._listener is not None:
             # A store that was started has taken the socket; otherwise its port would stay open.

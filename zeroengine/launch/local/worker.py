@@ -20,7 +20,8 @@ from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType, TracebackType
 
 FAILURE_FILE_VARIABLE = "ZEROENGINE_FAILURE_FILE"
-BIND_VARIABLE = "ZEROENGINE_BIND"  # the cores of each local rank, as in 0,1;2,3
+# This variable holds the cores of each local rank, as in 0,1;2,3.
+BIND_VARIABLE = "ZEROENGINE_BIND"
 PR_SET_PDEATHSIG = 1
 
 
@@ -33,14 +34,17 @@ def main() -> None:
     if failure_file and sys.platform == "linux":
         # The kernel kills this process when its launcher has ended, even by SIGKILL.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    # The cores are bound before the script starts any thread, since threads inherit the binding.
     if BIND_VARIABLE in os.environ:
         cores = os.environ[BIND_VARIABLE].split(";")[int(os.environ["LOCAL_RANK"])]
         os.sched_setaffinity(0, set(map(int, cores.split(","))))
     try:
         run_target(sys.argv[1:])
     except SystemExit as error:
+        # A script that ends by `sys.exit(0)` has succeeded. A forked child leaves the report to the rank.
         if failure_file and os.getpid() == pid and error.code not in (None, 0):
             code, text = (error.code, "") if isinstance(error.code, int) else (1, str(error.code))
+            # The system keeps eight bits of an exit code.
             write_failure(failure_file, code & 0xFF, f"SystemExit: {error.code}", text)
             sys.exit(code)
         raise
@@ -56,6 +60,7 @@ def main() -> None:
         write_failure(failure_file, code, summary, "" if hooked else "".join(traceback.format_exception(error)))
         if hooked:
             hook(type(error), error, error.__traceback__)
+        # The traceback has been written or printed, so the exit must not print it again.
         sys.exit(code)
 
 
@@ -66,6 +71,7 @@ def run_target(argv: list[str]) -> None:
         argv: The script, or `-m` and the module, and its arguments.
     """
     if argv[0] == "-m":
+        # `python -m` puts the working folder there, and `python script.py` the script's own folder.
         sys.path[0] = os.getcwd()
         spec, code = module_code(argv[1])
         path = spec.origin or argv[1]
@@ -81,6 +87,7 @@ def run_target(argv: list[str]) -> None:
     module.__file__, module.__spec__ = path, spec
     if spec is not None:
         module.__package__, module.__loader__ = spec.parent, spec.loader
+    # Pickle and multiprocessing look for the script's classes in this module.
     sys.modules["__main__"] = module
     exec(code, module.__dict__)
 
@@ -92,6 +99,7 @@ def module_code(name: str) -> tuple[ModuleSpec, CodeType]:
         ImportError: There is no such module, or it has no code.
     """
     spec = importlib.util.find_spec(name)
+    # A package is run through its `__main__`, as `python -m` does.
     if spec is not None and spec.submodule_search_locations is not None:
         name = f"{name}.__main__"
         spec = importlib.util.find_spec(name)
@@ -106,6 +114,7 @@ def write_failure(path: str, code: int, summary: str, text: str) -> None:
     # The launcher may look at any moment, so the file appears with its content.
     with open(f"{path}.part", "w") as file:
         json.dump({"time": time.monotonic(), "code": code, "summary": summary, "text": text}, file)
+    # The rename makes the file appear with all of its content.
     os.replace(f"{path}.part", path)
 
 
