@@ -85,7 +85,7 @@ def make_checkpoint(folder: Path, gib: float, optimizer: bool) -> None:
     """Write a checkpoint as ``engine.save_checkpoint`` does, without the memory for the model: an embedding of an
     eighth, blocks for the rest, every tensor the same 64 MiB of noise over and over."""
     from zeroengine.checkpoint.dcp_save import describe_files, save_files
-    from zeroengine.checkpoint.directory import CheckpointDirectory
+    from zeroengine.checkpoint.directory import CheckpointFolder
     from zeroengine.checkpoint.entries import MODEL, OPTIMIZER, StateEntry
     from zeroengine.checkpoint.manifest import FORMAT, Manifest
     from zeroengine.partition.boxes import Box
@@ -108,7 +108,7 @@ def make_checkpoint(folder: Path, gib: float, optimizer: bool) -> None:
             boxes = [(at, min(noise.shape[0], shape[0] - at)) for at in range(0, shape[0], noise.shape[0])]
             pieces = [(Box((at, 0), (count, width), at * width), noise[:count]) for at, count in boxes]
             entries[full] = StateEntry(shape, torch.float32, pieces)
-    directory = CheckpointDirectory(folder)
+    directory = CheckpointFolder(folder)
     directory.open()
     writing = directory.begin("big", 0)
     written = save_files(writing, entries, {}, {}, dist.group.WORLD, lambda n: None)

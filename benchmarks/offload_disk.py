@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from zeroengine.disk.aligned_memory import aligned_empty
+from zeroengine.disk.aligned_memory import aligned_zeros
 from zeroengine.disk.mounts import mount_of
 from zeroengine.disk.queue import Descriptors, DiskQueue, Transfer
 from zeroengine.ops import _aio_library as _aio
@@ -57,7 +57,7 @@ class Ours:
 
     @staticmethod
     def buffer() -> Tensor:
-        return aligned_empty(PIECE // 8, torch.int64).random_()
+        return aligned_zeros(PIECE // 8, torch.int64).random_()
 
     def seconds(self, queue: DiskQueue, kind: str) -> float:
         kinds = KINDS[kind]

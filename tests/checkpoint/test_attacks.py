@@ -29,7 +29,7 @@ from tests.distributed.ranks import run_ranks
 from tests.distributed.training import Task, start, take_steps
 from zeroengine.checkpoint import manager
 from zeroengine.checkpoint import snapshot as state
-from zeroengine.checkpoint.directory import LATEST, CheckpointDirectory
+from zeroengine.checkpoint.directory import LATEST, CheckpointFolder
 from zeroengine.checkpoint.folder_lock import LOCK
 from zeroengine.checkpoint.manifest import MANIFEST, Manifest
 from zeroengine.errors import CheckpointError
@@ -312,7 +312,7 @@ def tensor_rate(root: Path) -> None:
     for group in engine.optimizer.param_groups:
         group["initial"] = torch.tensor(0.125)
     engine.save_checkpoint(root, "a")
-    assert [group["initial"] for group in CheckpointDirectory(root).manifest("a").param_groups] == [0.125, 0.125]
+    assert [group["initial"] for group in CheckpointFolder(root).manifest("a").param_groups] == [0.125, 0.125]
     kept = engine.optimizer.param_groups[0]["initial"]
     kept.fill_(3.0)
     engine.load_checkpoint(root)
@@ -424,14 +424,14 @@ def test_a_reader_finds_a_whole_checkpoint_while_another_process_keeps_only_the_
         assert run_ranks(1, load_meanwhile, tmp_path)[0] > 5
     finally:
         writer.join()
-    assert CheckpointDirectory(tmp_path).latest() == "step-40"
-    assert len(CheckpointDirectory(tmp_path).tags()) <= 2, "what was read during the last save is removed by the next"
+    assert CheckpointFolder(tmp_path).latest() == "step-40"
+    assert len(CheckpointFolder(tmp_path).tags()) <= 2, "what was read during the last save is removed by the next"
 
 
 def test_a_checkpoint_that_is_read_is_removed_by_a_later_save(tmp_path: Path) -> None:
-    directory = CheckpointDirectory(tmp_path)
+    directory = CheckpointFolder(tmp_path)
     write(directory, "a", 1)
-    with CheckpointDirectory(tmp_path).held("a"):
+    with CheckpointFolder(tmp_path).held("a"):
         write(directory, "b", 2, keep=1)
         assert directory.tags() == ["a", "b"]
     write(directory, "c", 3, keep=1)
@@ -439,7 +439,7 @@ def test_a_checkpoint_that_is_read_is_removed_by_a_later_save(tmp_path: Path) ->
 
 
 def test_what_is_kept_goes_by_the_order_of_saving(tmp_path: Path) -> None:
-    directory = CheckpointDirectory(tmp_path)
+    directory = CheckpointFolder(tmp_path)
     for step in (100, 200, 300):
         write(directory, f"step-{step}", step)
     write(directory, "step-150", 150, keep=2)  # after a return to step 100
@@ -457,13 +457,13 @@ def test_a_lock_file_that_is_something_else_is_left_alone(kind: str, tmp_path: P
     lock = folder / LOCK
     {"link": lambda: lock.symlink_to(precious), "folder": lock.mkdir, "pipe": lambda: os.mkfifo(lock)}[kind]()
     with pytest.raises(CheckpointError, match=r"\.lock is not a lock file.*: remove it"):
-        CheckpointDirectory(folder).open()
+        CheckpointFolder(folder).open()
     assert precious.read_text() == "keep me"
 
 
 def hold_until_told(folder: Path, ready: Any, leave: Any, answer: Any) -> None:
     os.environ.update(TORCHELASTIC_RUN_ID="run-1", TORCHELASTIC_RESTART_COUNT="0")
-    directory = CheckpointDirectory(folder)
+    directory = CheckpointFolder(folder)
     directory.open()
     writing = directory.begin("late", 1)
     ready.set()
@@ -489,10 +489,10 @@ def test_a_later_round_of_a_run_takes_the_folder_over_from_a_frozen_one(
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", run)
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", round_)
         with pytest.raises(CheckpointError, match="another job saves into"):
-            CheckpointDirectory(tmp_path).open()
+            CheckpointFolder(tmp_path).open()
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run-1")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    directory = CheckpointDirectory(tmp_path)
+    directory = CheckpointFolder(tmp_path)
     write(directory, "ours")
     leave.set()
     assert "taken over by a later round of this run" in answer.get(timeout=30)
@@ -503,7 +503,7 @@ def test_a_later_round_of_a_run_takes_the_folder_over_from_a_frozen_one(
 
 
 def test_a_pickle_in_place_of_a_manifest_s_number_is_no_program(tmp_path: Path) -> None:
-    directory = CheckpointDirectory(tmp_path)
+    directory = CheckpointFolder(tmp_path)
     write(directory, "a")
     (tmp_path / "a" / MANIFEST).write_bytes(pickle.dumps(io.BytesIO()))
     with pytest.raises(CheckpointError, match="is damaged"):

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.dying import Died, dying_after
-from zeroengine.checkpoint.directory import LATEST, CheckpointDirectory, check_tag
+from zeroengine.checkpoint.directory import LATEST, CheckpointFolder, check_tag
 from zeroengine.checkpoint.manifest import FORMAT, MANIFEST, FileRecord, Manifest, checksum_of_file, find_damage
 from zeroengine.errors import CheckpointError
 
 
 def write(
-    directory: CheckpointDirectory, tag: str, step: int = 0, content: bytes = b"x" * 100, keep: int | None = None
+    directory: CheckpointFolder, tag: str, step: int = 0, content: bytes = b"x" * 100, keep: int | None = None
 ) -> None:
     directory.open()
     writing = directory.begin(tag, len(content))
@@ -27,12 +27,12 @@ def write(
     directory.commit(writing, Manifest(format=FORMAT, tag=tag, step=step, param_groups=[], files=files, **about), keep)
 
 
-def damage(directory: CheckpointDirectory, tag: str) -> list[str]:
+def damage(directory: CheckpointFolder, tag: str) -> list[str]:
     return find_damage(directory.checkpoint(tag), directory.manifest(tag))
 
 
 def test_the_newest_is_the_one_committed_last(tmp_path: Path) -> None:
-    directory = CheckpointDirectory(tmp_path / "deep" / "folder")
+    directory = CheckpointFolder(tmp_path / "deep" / "folder")
     write(directory, "b", 1)
     write(directory, "a", 2)
     assert directory.latest() == "a"
@@ -41,7 +41,7 @@ def test_the_newest_is_the_one_committed_last(tmp_path: Path) -> None:
 
 
 def test_only_the_last_few_are_kept(tmp_path: Path) -> None:
-    directory = CheckpointDirectory(tmp_path)
+    directory = CheckpointFolder(tmp_path)
     for step in range(5):
         write(directory, f"step-{step}", step, keep=2)
     assert directory.tags() == ["step-3", "step-4"]
@@ -49,7 +49,7 @@ def test_only_the_last_few_are_kept(tmp_path: Path) -> None:
 
 
 def test_a_tag_can_be_written_again(tmp_path: Path) -> None:
-    directory = CheckpointDirectory(tmp_path)
+    directory = CheckpointFolder(tmp_path)
     write(directory, "best", content=b"old")
     write(directory, "best", content=b"new")
     assert (directory.checkpoint("best") / "data").read_bytes() == b"new"
@@ -63,7 +63,7 @@ def test_a_writer_that_dies_between_any_two_operations_leaves_a_whole_checkpoint
     """Whatever comes first, the checkpoint before is there, or the new one."""
     for instant in range(30):
         folder = tmp_path / str(instant)
-        directory = CheckpointDirectory(folder)
+        directory = CheckpointFolder(folder)
         write(directory, "one", 1, b"first")
         with dying_after(instant, monkeypatch):
             try:
@@ -75,7 +75,7 @@ def test_a_writer_that_dies_between_any_two_operations_leaves_a_whole_checkpoint
                 return
         directory.close()
         for reopened in (False, True):
-            after = CheckpointDirectory(folder)
+            after = CheckpointFolder(folder)
             if reopened:
                 after.open()
             tag = after.latest()
@@ -86,7 +86,7 @@ def test_a_writer_that_dies_between_any_two_operations_leaves_a_whole_checkpoint
 
 
 def hold(folder: Path, ready: Any, leave: Any) -> None:
-    directory = CheckpointDirectory(folder)
+    directory = CheckpointFolder(folder)
     write(directory, "theirs")
     ready.set()
     leave.wait(30)
@@ -99,23 +99,23 @@ def test_two_jobs_do_not_save_into_one_folder(tmp_path: Path) -> None:
     other.start()
     assert ready.wait(60)
     with pytest.raises(CheckpointError, match=rf"another job saves into .*process {other.pid}.*folder of its own"):
-        CheckpointDirectory(tmp_path).open()
-    assert CheckpointDirectory(tmp_path).latest() == "theirs", "reading is free"
+        CheckpointFolder(tmp_path).open()
+    assert CheckpointFolder(tmp_path).latest() == "theirs", "reading is free"
     leave.set()
     other.join()
-    write(CheckpointDirectory(tmp_path), "ours")  # its lock went with it
+    write(CheckpointFolder(tmp_path), "ours")  # its lock went with it
 
 
 def test_what_is_absent(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"there is no folder .*nowhere"):
-        CheckpointDirectory(tmp_path / "nowhere").latest()
+        CheckpointFolder(tmp_path / "nowhere").latest()
     with pytest.raises(CheckpointError, match=r"holds no checkpoint. engine.save_checkpoint"):
-        CheckpointDirectory(tmp_path).latest()
+        CheckpointFolder(tmp_path).latest()
     (tmp_path / "file").write_text("")
-    for use in (CheckpointDirectory.latest, CheckpointDirectory.open, CheckpointDirectory.tags):
+    for use in (CheckpointFolder.latest, CheckpointFolder.open, CheckpointFolder.tags):
         with pytest.raises(CheckpointError, match=r"file is a file: checkpoints are kept in a folder"):
-            use(CheckpointDirectory(tmp_path / "file"))
-    directory = CheckpointDirectory(tmp_path)
+            use(CheckpointFolder(tmp_path / "file"))
+    directory = CheckpointFolder(tmp_path)
     write(directory, "a")
     with pytest.raises(CheckpointError, match=r"checkpoint 'b' in .* does not exist; there are: a"):
         directory.checkpoint("b")
@@ -123,7 +123,7 @@ def test_what_is_absent(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"is not whole: its writer did not finish"):
         directory.checkpoint("b")
     with pytest.raises(CheckpointError, match=r"is one checkpoint, not a folder of them: pass .* tag='a'"):
-        CheckpointDirectory(tmp_path / "a").latest()
+        CheckpointFolder(tmp_path / "a").latest()
 
 
 @pytest.mark.parametrize("tag", ["a/b", "", ".hidden", "a b", "..", LATEST, "x\n"])
@@ -133,7 +133,7 @@ def test_a_tag_is_a_folder_s_name(tag: str) -> None:
 
 
 def test_damage_is_found(tmp_path: Path) -> None:
-    directory = CheckpointDirectory(tmp_path)
+    directory = CheckpointFolder(tmp_path)
     write(directory, "a")
     data = tmp_path / "a" / "data"
     whole = data.read_bytes()
@@ -149,7 +149,7 @@ def test_damage_is_found(tmp_path: Path) -> None:
 
 
 def test_a_newer_format_is_refused(tmp_path: Path) -> None:
-    directory = CheckpointDirectory(tmp_path)
+    directory = CheckpointFolder(tmp_path)
     write(directory, "a")
     path = tmp_path / "a" / MANIFEST
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": FORMAT + 1}))
@@ -160,7 +160,7 @@ def test_a_newer_format_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_found_before_anything_is_written(tmp_path: Path) -> None:
-    directory = CheckpointDirectory(tmp_path)
+    directory = CheckpointFolder(tmp_path)
     write(directory, "a")
     with pytest.raises(CheckpointError, match=r"is full: the checkpoint takes [\d,]+ MiB"):
         directory.begin("b", 1 << 60)

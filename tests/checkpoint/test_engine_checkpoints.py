@@ -17,7 +17,7 @@ from tests.checkpoint.models import engine_at, momentum
 from tests.distributed.models import TinyLM
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import Task, make_engine, take_steps
-from zeroengine.checkpoint.directory import CheckpointDirectory
+from zeroengine.checkpoint.directory import CheckpointFolder
 from zeroengine.checkpoint.manifest import MANIFEST
 from zeroengine.errors import CheckpointError
 
@@ -173,7 +173,7 @@ def several(root: Path) -> None:
         take_steps(engine, range(number, number + 1))
         engine.save_checkpoint(root)
     if engine.rank == 0:
-        assert CheckpointDirectory(root).tags() == ["step-3", "step-4"]
+        assert CheckpointFolder(root).tags() == ["step-3", "step-4"]
         assert (root / "latest").read_text() == "step-4\n"
     engine.load_checkpoint(root, "step-3")
     assert engine.global_steps == 3
@@ -306,7 +306,7 @@ def disk_full_on_rank_1(root: Path, background: bool) -> None:
         engine.save_checkpoint(root)
         assert background
         engine.close()
-    assert CheckpointDirectory(root).tags() == ["step-1"] and CheckpointDirectory(root).latest() == "step-1"
+    assert CheckpointFolder(root).tags() == ["step-1"] and CheckpointFolder(root).latest() == "step-1"
     assert not list(root.glob(".*.writing")), "nothing half done is left"
     assert take_steps(engine, range(2)) if not background else True, "training can go on"
 

@@ -15,7 +15,7 @@ import zeroengine
 from tests.checkpoint.models import engine_at
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import take_steps
-from zeroengine.checkpoint.directory import CheckpointDirectory
+from zeroengine.checkpoint.directory import CheckpointFolder
 from zeroengine.checkpoint.manifest import find_damage
 
 STEPS = 400
@@ -61,8 +61,8 @@ def check_kills(root: Path, count: int, seed: int) -> None:
         folder, stage = root / str(number), chance.choice((1, 3))
         arguments = (folder, stage, chance.randrange(2), chance.uniform(0.0, 1.0), chance.random() < 0.5)
         run_ranks(2, outlive, *arguments, missing=(0, 1))
-        tag = CheckpointDirectory(folder).latest()
-        directory = CheckpointDirectory(folder)
+        tag = CheckpointFolder(folder).latest()
+        directory = CheckpointFolder(folder)
         assert not find_damage(directory.checkpoint(tag), directory.manifest(tag)), arguments
         at, losses = run_ranks(2, go_on, folder, stage, 3)[0]
         assert tag == f"step-{at}"

@@ -9,13 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeroengine.disk.aligned_memory import ALIGNMENT, aligned_empty
+from zeroengine.disk.aligned_memory import ALIGNMENT, aligned_zeros
 
 
 @given(numel=st.integers(0, 1 << 21), dtype=st.sampled_from([torch.uint8, torch.bfloat16, torch.float32]))
 @settings(max_examples=40, deadline=None)
 def test_aligned_memory_is_aligned_and_zero(numel: int, dtype: torch.dtype) -> None:
-    x = aligned_empty(numel, dtype)
+    x = aligned_zeros(numel, dtype)
     assert x.shape == (numel,) and x.dtype == dtype and x.is_contiguous() and x.storage_offset() == 0
     assert x.data_ptr() % ALIGNMENT == 0 and x.untyped_storage().nbytes() == x.nbytes
     assert not x.any()
@@ -28,6 +28,6 @@ def test_aligned_memory_is_freed_with_its_tensor() -> None:
 
     before = resident()
     for _ in range(50):
-        view = aligned_empty(1 << 23, torch.float32).fill_(1)[5:]
+        view = aligned_zeros(1 << 23, torch.float32).fill_(1)[5:]
     assert resident() - before < 200 << 20
     assert view.sum() == (1 << 23) - 5

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from zeroengine.disk.aligned_memory import aligned_empty
+from zeroengine.disk.aligned_memory import aligned_zeros
 from zeroengine.disk.mapped_memory import release_mapped
 from zeroengine.disk.queue import DiskQueue
 from zeroengine.disk.swap_files import SwapFolder
@@ -45,7 +45,7 @@ def test_mappings_and_transfers_see_each_other(folder: SwapFolder, backend: str)
         for number in range(300):
             first, last = sorted(chance.sample(range(pages + 1), 2))
             part = slice(first * page, last * page)
-            values = aligned_empty((last - first) * page, torch.float32).fill_(number)
+            values = aligned_zeros((last - first) * page, torch.float32).fill_(number)
             match chance.randrange(5):
                 case 0:
                     mapped[part] = values
@@ -83,7 +83,7 @@ def test_wrong_offsets_and_foreign_tensors_are_refused(folder: SwapFolder) -> No
     with pytest.raises(OffloadError, match=r"8,192 bytes at offset 4 of .*, which has 8,192"):
         file.mapped(4, 2048, torch.float32)
     assert file.mapped(8192, 0, torch.float32).numel() == 0
-    for tensor in (torch.ones(5000), aligned_empty(5000, torch.float32).fill_(1)):
+    for tensor in (torch.ones(5000), aligned_zeros(5000, torch.float32).fill_(1)):
         with pytest.raises(OffloadError, match=r"not one of SwapFile.mapped"):
             release_mapped(tensor)
         assert tensor.sum() == 5000, "its pages are gone"

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.conftest import ROOT
-from zeroengine.disk.aligned_memory import ALIGNMENT, aligned_empty, round_up
+from zeroengine.disk.aligned_memory import ALIGNMENT, aligned_zeros, round_up
 from zeroengine.disk.queue import Descriptors, DiskQueue, Transfer
 from zeroengine.disk.swap_files import SwapFile, SwapFolder
 from zeroengine.errors import OffloadError
@@ -35,7 +35,7 @@ per_backend = settings(
 
 
 def aligned(nbytes: int) -> Tensor:
-    return aligned_empty(nbytes, torch.uint8)
+    return aligned_zeros(nbytes, torch.uint8)
 
 
 def skewed(nbytes: int) -> Tensor:
@@ -270,13 +270,13 @@ class TestFaults:
     def test_the_environment_variable_sets_a_fault(self, disk: Path) -> None:
         code = """
             import sys, torch
-            from zeroengine.disk.aligned_memory import aligned_empty
+            from zeroengine.disk.aligned_memory import aligned_zeros
             from zeroengine.disk.queue import DiskQueue
             from zeroengine.disk.swap_files import SwapFolder
             file = SwapFolder(sys.argv[1]).file("x", 8192)
             with DiskQueue() as queue:
-                queue.write(file, 0, aligned_empty(4096, torch.uint8)).wait_host()
-                queue.write(file, 4096, aligned_empty(4096, torch.uint8)).wait_host()
+                queue.write(file, 0, aligned_zeros(4096, torch.uint8)).wait_host()
+                queue.write(file, 4096, aligned_zeros(4096, torch.uint8)).wait_host()
         """
         done = python(code, disk, ZEROENGINE_AIO_FAULT=f"{errno.ENOSPC}:2")
         assert done.returncode == 1 and "at offset 4,096: No space left on device (ENOSPC): make room" in done.stderr
@@ -351,7 +351,7 @@ def test_a_closed_file_serves_the_transfers_under_way(backend: str, disk: Path) 
 def test_the_interpreter_may_exit_while_transfers_are_under_way(disk: Path) -> None:
     code = """
         import os, sys, torch
-        from zeroengine.disk.aligned_memory import aligned_empty
+        from zeroengine.disk.aligned_memory import aligned_zeros
         from zeroengine.disk.queue import Descriptors, DiskQueue
         class File:
             def __init__(self, path):
@@ -360,7 +360,7 @@ def test_the_interpreter_may_exit_while_transfers_are_under_way(disk: Path) -> N
         kept = []
         for backend in sys.argv[2:]:
             file, queue = File(f"{sys.argv[1]}/exit-{backend}"), DiskQueue(2, 4096, backend)
-            buffers = [aligned_empty(1 << 18, torch.uint8).fill_(i + 1) for i in range(8)]
+            buffers = [aligned_zeros(1 << 18, torch.uint8).fill_(i + 1) for i in range(8)]
             kept += queue, [queue.write(file, i << 18, buffer) for i, buffer in enumerate(buffers)]
         sys.stdout.write("begun")
     """
@@ -373,10 +373,10 @@ def test_the_interpreter_may_exit_while_transfers_are_under_way(disk: Path) -> N
 def test_a_forked_child_cannot_use_a_queue(disk: Path) -> None:
     code = """
         import os, sys, torch
-        from zeroengine.disk.aligned_memory import aligned_empty
+        from zeroengine.disk.aligned_memory import aligned_zeros
         from zeroengine.disk.queue import DiskQueue
         from zeroengine.disk.swap_files import SwapFolder
-        file, x = SwapFolder(sys.argv[1]).file("x", 1 << 20), aligned_empty(1 << 18, torch.float32)
+        file, x = SwapFolder(sys.argv[1]).file("x", 1 << 20), aligned_zeros(1 << 18, torch.float32)
         queues = [DiskQueue(1, 4096, backend) for backend in sys.argv[2:]]
         transfers = [queue.write(file, 0, x) for queue in queues]
         child = os.fork()
@@ -406,14 +406,14 @@ def test_a_forked_child_cannot_use_a_queue(disk: Path) -> None:
 def test_auto_takes_the_first_backend_that_works(disk: Path) -> None:
     code = """
         import os, resource, sys, torch
-        from zeroengine.disk.aligned_memory import aligned_empty
+        from zeroengine.disk.aligned_memory import aligned_zeros
         from zeroengine.disk.queue import DiskQueue
         from zeroengine.disk.swap_files import SwapFolder
         file = SwapFolder(sys.argv[1]).file("x", 8192)
         best = DiskQueue().backend
         resource.setrlimit(resource.RLIMIT_NOFILE, (os.dup(0), 4096))  # io_uring wants a descriptor
         with DiskQueue() as queue:
-            queue.write(file, 0, aligned_empty(4096, torch.uint8)).wait_host()
+            queue.write(file, 0, aligned_zeros(4096, torch.uint8)).wait_host()
             print(best, queue.backend)
         DiskQueue(backend="io_uring")
     """

@@ -16,7 +16,7 @@ import torch
 
 from tests.conftest import ROOT
 from zeroengine.disk import mounts
-from zeroengine.disk.aligned_memory import aligned_empty
+from zeroengine.disk.aligned_memory import aligned_zeros
 from zeroengine.disk.queue import DiskQueue
 from zeroengine.disk.swap_files import SwapFolder
 from zeroengine.errors import OffloadError
@@ -59,11 +59,11 @@ class TestLife:
     def test_a_killed_process_leaves_nothing(self, disk: Path) -> None:
         code = f"""
             import sys, time, torch
-            from zeroengine.disk.aligned_memory import aligned_empty
+            from zeroengine.disk.aligned_memory import aligned_zeros
             from zeroengine.disk.queue import DiskQueue
             from zeroengine.disk.swap_files import SwapFolder
             folder = SwapFolder(sys.argv[1])
-            queue, x = DiskQueue(2, 4096), aligned_empty(1 << 24, torch.uint8).fill_(1)
+            queue, x = DiskQueue(2, 4096), aligned_zeros(1 << 24, torch.uint8).fill_(1)
             files = [folder.file(str(n), {NBYTES} // 4) for n in range(4)]
             transfers = [queue.write(file, 0, x) for file in files]
             print("begun", flush=True)
@@ -173,5 +173,5 @@ class TestRefusals:
         file = folder.file("state", 1 << 16)
         assert not file.direct
         with DiskQueue() as queue:
-            queue.write(file, 0, aligned_empty(1 << 16, torch.uint8).fill_(9)).wait_host()
+            queue.write(file, 0, aligned_zeros(1 << 16, torch.uint8).fill_(9)).wait_host()
         assert (file.mapped(0, 1 << 16, torch.uint8) == 9).all()

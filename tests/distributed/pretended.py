@@ -14,7 +14,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zeroengine.disk.aligned_memory import aligned_empty
+from zeroengine.disk.aligned_memory import aligned_zeros
 from zeroengine.offload.interfaces import Direction
 
 EMPTY = torch.empty(0)
@@ -137,7 +137,7 @@ class LateCopies:
     synchronize = wait_stream
 
     def host_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        memory = aligned_empty(numel, dtype)
+        memory = aligned_zeros(numel, dtype)
         if numel:
             self._host.append((memory.data_ptr(), memory.data_ptr() + memory.nbytes))
             self._host.sort()

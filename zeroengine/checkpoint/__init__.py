@@ -1,7 +1,7 @@
 """Save and load an engine at any stage, world size and precision, on torch Distributed Checkpoint (DCP).
 
 - `manager`: saves and loads, all ranks together. `save_thread` writes one checkpoint, `search` finds one to load.
-- `engine_parts`: the parts of an engine that have state. `entries` names their tensors, box by box.
+- `checkpointed_parts`: the parts of an engine that have state. `entries` names their tensors, box by box.
 - `snapshot`: from an engine to what a checkpoint holds. `restore`: back. Both use `param_groups`, `random_states` and
   `name_mapping`.
 - `directory`: a folder of checkpoints. `manifest` describes one, `folder_lock` guards both, `inspect` reports on them.

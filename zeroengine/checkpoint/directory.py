@@ -52,7 +52,7 @@ def check_tag(tag: str) -> str:
     return tag
 
 
-class CheckpointDirectory:
+class CheckpointFolder:
     """One folder of checkpoints on this rank's file system."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroengine.checkpoint.dcp_metadata import METADATA, ZEROENGINE_PREFIX, find_tied_names, read_metadata
-from zeroengine.checkpoint.directory import LATEST, CheckpointDirectory, check_tag, tag_of
+from zeroengine.checkpoint.directory import LATEST, CheckpointFolder, check_tag, tag_of
 from zeroengine.checkpoint.manifest import MANIFEST, Manifest, find_damage, read_manifest
 from zeroengine.errors import CheckpointError
 from zeroengine.utils.paths import checked_path
@@ -39,10 +39,10 @@ def find_checkpoint(folder: str | os.PathLike[str], tag: str | None) -> tuple[Pa
     # A checkpoint of plain PyTorch has no manifest and no folder around it that this code knows.
     if is_plain(plain):
         return plain, None
-    directory = CheckpointDirectory(path)
+    directory = CheckpointFolder(path)
     # The user may name one checkpoint directly. Its folder then decides as always.
     if tag is None and (path / MANIFEST).is_file():
-        directory, tag = CheckpointDirectory(path.parent), path.name
+        directory, tag = CheckpointFolder(path.parent), path.name
     tag = directory.latest() if tag is None else tag
     return directory.checkpoint(tag), directory.manifest(tag)
 
@@ -152,7 +152,7 @@ def _inspect_all(path: Path) -> list[CheckpointInfo]:
 
 
 def _age(info: CheckpointInfo) -> tuple[int, str, float, str]:
-    """Return the key that orders checkpoints as `CheckpointDirectory.tags`, those without a manifest first."""
+    """Return the key that orders checkpoints as `CheckpointFolder.tags`, those without a manifest first."""
     if info.manifest is None:
         return -1, "", info.modified, info.tag
     return *info.manifest.order, info.modified, info.tag
@@ -201,7 +201,7 @@ def _mark_latest(path: Path, checkpoints: list[CheckpointInfo]) -> list[str]:
             info.latest = True
         return []
     try:
-        tag = CheckpointDirectory(path).latest()
+        tag = CheckpointFolder(path).latest()
     except (OSError, ValueError) as error:
         return [f"{path / LATEST} cannot be read: {error}"]
     for info in checkpoints:

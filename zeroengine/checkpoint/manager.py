@@ -10,14 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zeroengine.checkpoint.directory import CheckpointDirectory, check_tag
-from zeroengine.checkpoint.engine_parts import EngineParts
+from zeroengine.checkpoint.checkpointed_parts import CheckpointedParts
+from zeroengine.checkpoint.directory import CheckpointFolder, check_tag
 from zeroengine.checkpoint.restore import HalfLoadedError, RestoreResult, as_checkpoint_errors, restore
 from zeroengine.checkpoint.save_thread import SaveThread
 from zeroengine.checkpoint.search import CheckpointSearch
 from zeroengine.checkpoint.snapshot import take_snapshot
 from zeroengine.comm.group import check_same
-from zeroengine.disk.aligned_memory import aligned_empty
+from zeroengine.disk.aligned_memory import aligned_zeros
 from zeroengine.errors import CheckpointError
 from zeroengine.utils.paths import checked_path
 from zeroengine.utils.progress import evicting, progress
@@ -28,10 +28,10 @@ log = logging.getLogger("zeroengine")
 class CheckpointManager:
     """The checkpoints of one engine. Every method is a collective."""
 
-    def __init__(self, parts: EngineParts) -> None:
+    def __init__(self, parts: CheckpointedParts) -> None:
         self._parts, self._group = parts, parts.group
         self._gloo_group: dist.ProcessGroup | None = None
-        self._directories: dict[Path, CheckpointDirectory] = {}
+        self._directories: dict[Path, CheckpointFolder] = {}
         self._save: SaveThread | None = None
         # Holds a copy of the states while they are written beside training. It is kept for the next save: fresh pages
         # would take longer than the copy.
@@ -64,7 +64,7 @@ class CheckpointManager:
         # Creating a group is a collective and takes a while, so it is made at the first save and kept.
         if self._gloo_group is None:
             self._gloo_group = self._group.new_group("gloo")
-        directory = self._directories.setdefault(Path(folder).absolute(), CheckpointDirectory(folder))
+        directory = self._directories.setdefault(Path(folder).absolute(), CheckpointFolder(folder))
         writing = self._begin(directory, tag, sum(self._group.all_gather_object(snapshot.nbytes)))
         settings = self._parts.config.checkpoint
         save = SaveThread(self._group.rank, self._gloo_group, directory, tag, writing, snapshot, settings.keep)
@@ -72,7 +72,7 @@ class CheckpointManager:
         if settings.async_save and not self._parts.on_disk:
             # Growing replaces the memory, since the earlier save has ended above and nothing refers to the old one.
             if self._copy_memory.nbytes < snapshot.copy_bytes:
-                self._copy_memory = aligned_empty(snapshot.copy_bytes, torch.uint8)
+                self._copy_memory = aligned_zeros(snapshot.copy_bytes, torch.uint8)
             # From here on training may change the states: the thread reads only the copy.
             save.snapshot = snapshot.copied(self._copy_memory)
             save.start()
@@ -86,7 +86,7 @@ class CheckpointManager:
             # Every rank asks, because a rank that wrote without error still has no checkpoint if another one failed.
             self._raise_if_failed(save)
 
-    def _begin(self, directory: CheckpointDirectory, tag: str, nbytes: int) -> Path:
+    def _begin(self, directory: CheckpointFolder, tag: str, nbytes: int) -> Path:
         """Return the new directory that all ranks write into, which rank 0 makes."""
         writing: Path | None = None
         # One rank makes the directory, or the ranks would race for it. Its error becomes an error of all.

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zeroengine.checkpoint.engine_parts import EngineParts
+from zeroengine.checkpoint.checkpointed_parts import CheckpointedParts
 from zeroengine.checkpoint.manifest import MANIFEST, Manifest
 from zeroengine.errors import CheckpointError
 
@@ -16,7 +16,7 @@ from zeroengine.errors import CheckpointError
 NEVER_NEGATIVE = {"lr", "initial_lr", "max_lr", "min_lr", "eps", "weight_decay", "momentum"}
 
 
-def named_param_groups(parts: EngineParts) -> list[dict[str, Any]]:
+def named_param_groups(parts: CheckpointedParts) -> list[dict[str, Any]]:
     """Return the optimizer's groups, with names for parameters."""
     # Objects have no meaning in a file, so parameters are stored by name.
     names = parts.parameter_names
@@ -27,7 +27,7 @@ def named_param_groups(parts: EngineParts) -> list[dict[str, Any]]:
     ]
 
 
-def check_param_groups(parts: EngineParts, manifest: Manifest, path: Path) -> None:
+def check_param_groups(parts: CheckpointedParts, manifest: Manifest, path: Path) -> None:
     """Check that a checkpoint's groups can be put into the optimizer.
 
     Raises:
@@ -53,7 +53,7 @@ def check_param_groups(parts: EngineParts, manifest: Manifest, path: Path) -> No
                 )
 
 
-def apply_param_groups(parts: EngineParts, manifest: Manifest) -> None:
+def apply_param_groups(parts: CheckpointedParts, manifest: Manifest) -> None:
     """Set the hyperparameters to those of a checkpoint, as `torch.optim.Optimizer.load_state_dict` does."""
     for group, saved_group in zip(parts.optimizer.param_groups, manifest.param_groups, strict=True):
         for key, value in saved_group.items():

@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
+from zeroengine.checkpoint.checkpointed_parts import CheckpointedParts
 from zeroengine.checkpoint.dcp_errors import failure_reason
 from zeroengine.checkpoint.dcp_load import check_readable, load_files
 from zeroengine.checkpoint.dcp_metadata import METADATA, ZEROENGINE_PREFIX, DcpMetadata, read_metadata
-from zeroengine.checkpoint.engine_parts import EngineParts
 from zeroengine.checkpoint.entries import MODEL, OPTIMIZER, StateEntries
 from zeroengine.checkpoint.manifest import MANIFEST, Manifest
 from zeroengine.checkpoint.name_mapping import CheckpointNames
@@ -61,7 +61,7 @@ class RestoreResult:
 
 
 def restore(
-    parts: EngineParts, path: Path, manifest: Manifest | None, *, weights_only: bool, strict: bool
+    parts: CheckpointedParts, path: Path, manifest: Manifest | None, *, weights_only: bool, strict: bool
 ) -> RestoreResult:
     """Put a checkpoint's state into the engine. A collective. See "All or nothing".
 
@@ -117,7 +117,7 @@ def restore(
     return _result(parts, manifest, plan, objects)
 
 
-def _record_undo(parts: EngineParts, undo: list[Callable[[], None]]) -> None:
+def _record_undo(parts: CheckpointedParts, undo: list[Callable[[], None]]) -> None:
     """Fill `undo` with actions that put the small state back, to be called from the last to the first."""
     # deepcopy is needed, as the state dict may refer to what a load changes in place.
     random, scaler = random_states(parts.group.device), copy.deepcopy(parts.scaler.state_dict())
@@ -183,7 +183,7 @@ class _LoadPlan:
 
 
 def _make_plan(
-    parts: EngineParts, path: Path, manifest: Manifest | None, *, weights_only: bool, strict: bool
+    parts: CheckpointedParts, path: Path, manifest: Manifest | None, *, weights_only: bool, strict: bool
 ) -> _LoadPlan:
     """Return what is to be read.
 
@@ -224,7 +224,7 @@ def _make_plan(
 
 
 def _plan_optimizer(
-    parts: EngineParts, names: CheckpointNames, manifest: Manifest | None, path: Path
+    parts: CheckpointedParts, names: CheckpointNames, manifest: Manifest | None, path: Path
 ) -> list[tuple[OptimizerShard, ShardSpan, StateKeys]]:
     """Return the keys that the checkpoint has of each of this rank's spans."""
     saved = sorted({key for keys in names.state_keys.values() for key in keys})
@@ -250,7 +250,7 @@ def _plan_optimizer(
     return planned
 
 
-def _check_tensors(parts: EngineParts, path: Path, plan: _LoadPlan) -> None:
+def _check_tensors(parts: CheckpointedParts, path: Path, plan: _LoadPlan) -> None:
     """Read what `_read_tensors` will, as far as the optimizer has memory for its state already."""
     entries, total = _entries_to_read(plan, _optimizer_entries(parts, plan))
     # Progress is shown once. Each rank reads about as much, so rank 0 stands for all.
@@ -258,7 +258,7 @@ def _check_tensors(parts: EngineParts, path: Path, plan: _LoadPlan) -> None:
         check_readable(path, plan.metadata, entries, evicting(report, parts.evict))
 
 
-def _optimizer_entries(parts: EngineParts, plan: _LoadPlan) -> StateEntries:
+def _optimizer_entries(parts: CheckpointedParts, plan: _LoadPlan) -> StateEntries:
     """Return the optimizer's present state, or nothing where weights alone are loaded."""
     return {} if plan.weights_only else parts.state_index.optimizer(once=False)
 
@@ -271,7 +271,7 @@ def _entries_to_read(plan: _LoadPlan, state: StateEntries) -> tuple[StateEntries
     return entries, sum(entry.nbytes for entry in entries.values())
 
 
-def _read_tensors(parts: EngineParts, path: Path, plan: _LoadPlan) -> None:
+def _read_tensors(parts: CheckpointedParts, path: Path, plan: _LoadPlan) -> None:
     """Read this rank's boxes of all tensors."""
     # The optimizer's state needs the checkpoint's keys first. Only then is there memory to read into.
     shard_state = parts.optimizer.shard_state
@@ -293,7 +293,7 @@ def _read_tensors(parts: EngineParts, path: Path, plan: _LoadPlan) -> None:
             shard_state.set_numbers(shard, span, numbers)
 
 
-def _apply_objects(parts: EngineParts, manifest: Manifest | None, objects: Mapping[str, Any]) -> None:
+def _apply_objects(parts: CheckpointedParts, manifest: Manifest | None, objects: Mapping[str, Any]) -> None:
     """Put hyperparameters, schedule, loss scale and random generators back."""
     if manifest is not None:
         apply_param_groups(parts, manifest)
@@ -309,7 +309,7 @@ def _apply_objects(parts: EngineParts, manifest: Manifest | None, objects: Mappi
 
 
 def _result(
-    parts: EngineParts, manifest: Manifest | None, plan: _LoadPlan, objects: Mapping[str, Any]
+    parts: CheckpointedParts, manifest: Manifest | None, plan: _LoadPlan, objects: Mapping[str, Any]
 ) -> RestoreResult:
     client_state, missing = objects.get(f"{ZEROENGINE_PREFIX}client_state"), plan.names.model.missing
     if plan.weights_only:
@@ -321,7 +321,7 @@ def _result(
     return RestoreResult(client_state, counters, stateful, plan.same_world, missing)
 
 
-def _largest_step_count(parts: EngineParts) -> int:
+def _largest_step_count(parts: CheckpointedParts) -> int:
     """Return the largest step count of a parameter that this rank has part of."""
     state = parts.optimizer.shard_state
     numbers = (state.of(shard, span).numbers for shard in parts.optimizer.shards for span in shard.spans())

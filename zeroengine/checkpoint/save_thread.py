@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from zeroengine.checkpoint.dcp_errors import failure_reason
 from zeroengine.checkpoint.dcp_save import describe_files, save_files
-from zeroengine.checkpoint.directory import CheckpointDirectory
+from zeroengine.checkpoint.directory import CheckpointFolder
 from zeroengine.checkpoint.manifest import FORMAT, FileRecord, Manifest
 from zeroengine.checkpoint.snapshot import Snapshot
 from zeroengine.utils.progress import Report, ignore_progress
@@ -30,7 +30,7 @@ class SaveThread(threading.Thread):
         self,
         rank: int,
         group: dist.ProcessGroup,
-        directory: CheckpointDirectory,
+        directory: CheckpointFolder,
         tag: str,
         writing: Path,
         snapshot: Snapshot,

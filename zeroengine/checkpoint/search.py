@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from zeroengine.checkpoint.directory import CheckpointDirectory
+from zeroengine.checkpoint.directory import CheckpointFolder
 from zeroengine.checkpoint.inspect import is_plain
 from zeroengine.checkpoint.manifest import Manifest, find_damage
 from zeroengine.checkpoint.restore import HalfLoadedError
@@ -59,7 +59,7 @@ class CheckpointSearch:
 
     def __init__(self, group: Group, folder: Path, tag: str | None, *, fallback: bool) -> None:
         self._group, self._tag, self._fallback = group, tag, fallback
-        self._directory = CheckpointDirectory(folder)
+        self._directory = CheckpointFolder(folder)
 
     @contextlib.contextmanager
     def open(self) -> Iterator[tuple[Path, Manifest | None]]:

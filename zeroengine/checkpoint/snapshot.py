@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from zeroengine.checkpoint.checkpointed_parts import CheckpointedParts
 from zeroengine.checkpoint.dcp_metadata import ZEROENGINE_PREFIX
-from zeroengine.checkpoint.engine_parts import EngineParts
 from zeroengine.checkpoint.entries import MODEL, StateEntries, StateEntry
 from zeroengine.checkpoint.param_groups import named_param_groups
 from zeroengine.checkpoint.random_states import random_states
@@ -72,7 +72,7 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def take_snapshot(parts: EngineParts, client_state: Any) -> Snapshot:
+def take_snapshot(parts: CheckpointedParts, client_state: Any) -> Snapshot:
     """Return what a checkpoint of the engine holds.
 
     Tensors are views of the engine's states, which must not change until they are saved or copied.

@@ -15,7 +15,7 @@ from torch import nn
 
 from zeroengine.deferred_init.trace import StorageVersion, replay
 from zeroengine.errors import ZeroEngineError
-from zeroengine.utils.malloc_trim import return_freed_memory
+from zeroengine.utils.malloc_trim import trim_heap
 
 
 @dataclass
@@ -137,7 +137,7 @@ class StorageCache:
         # done now and then.
         if self._freed_bytes > self._budget_bytes // 2:
             self._freed_bytes = 0
-            return_freed_memory()
+            trim_heap()
 
     def close(self) -> None:
         """Forget all storages."""

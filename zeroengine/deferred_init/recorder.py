@@ -40,7 +40,7 @@ from zeroengine.deferred_init.trace import (
     tensors_of,
 )
 from zeroengine.errors import ZeroEngineError
-from zeroengine.utils.malloc_trim import return_freed_memory
+from zeroengine.utils.malloc_trim import trim_heap
 
 # A trace may hold copies of tensors up to this size, and may itself have this size.
 SMALL_BYTES = 1 << 16
@@ -132,7 +132,7 @@ class Recorder:
                 if not tracked.live_params():
                     kept.append(("a tensor", tracked.nbytes, "it shares memory with a parameter"))
             delattr(storage, _TRACKED_ATTRIBUTE)
-        return_freed_memory()
+        trim_heap()
         if unseen_write is not None:
             raise unseen_write
         return kept

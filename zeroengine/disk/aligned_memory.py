@@ -1,6 +1,6 @@
 """CPU memory that direct I/O reads into and writes from without a copy.
 
-Guarantees of ``aligned_empty``: The address is a multiple of ``ALIGNMENT`` bytes. The memory belongs to the tensor up
+Guarantees of ``aligned_zeros``: The address is a multiple of ``ALIGNMENT`` bytes. The memory belongs to the tensor up
 to the end of its last page. It is zero at first, and unmapped when the last view of the tensor is gone.
 """
 
@@ -51,7 +51,7 @@ class Pages(mmap.mmap):
 # Objects that a forked child must never destroy: see the note above.
 _pages_of_parent: list[Pages] = []
 
-# The pages behind each ``aligned_empty``, by the address of its storage. The tensor keeps them alive, and an entry goes
+# The pages behind each ``aligned_zeros``, by the address of its storage. The tensor keeps them alive, and an entry goes
 # with them, so that an address that is used again cannot be mistaken.
 _pages_by_address: weakref.WeakValueDictionary[int, Pages] = weakref.WeakValueDictionary()
 
@@ -61,7 +61,7 @@ def round_up(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def aligned_empty(numel: int, dtype: torch.dtype) -> Tensor:
+def aligned_zeros(numel: int, dtype: torch.dtype) -> Tensor:
     """Return a new 1-D CPU tensor of zeros that direct I/O can use without a copy.
 
     Large tensors begin at a huge page and lie in huge pages where the system has them.
@@ -86,14 +86,14 @@ def aligned_empty(numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def pages_of(tensor: Tensor) -> Pages:
-    """Return the pages of an ``aligned_empty`` or of a view of one."""
+    """Return the pages of an ``aligned_zeros`` or of a view of one."""
     return _pages_by_address[tensor.untyped_storage().data_ptr()]
 
 
 def owns_last_page(tensor: Tensor) -> bool:
     """Return whether the rest of the tensor's last page belongs to it, so that direct I/O may move the whole page.
 
-    This is so for an ``aligned_empty`` and for a view of its end.
+    This is so for an ``aligned_zeros`` and for a view of its end.
     """
     storage = tensor.untyped_storage()
     end = tensor.data_ptr() + tensor.nbytes

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from zeroengine.disk.aligned_memory import aligned_empty
+from zeroengine.disk.aligned_memory import aligned_zeros
 from zeroengine.disk.mounts import mount_of
 from zeroengine.disk.queue import DEFAULT_BLOCK_BYTES, DEFAULT_DEPTH, DiskQueue, Transfer
 from zeroengine.disk.swap_files import SwapFile, SwapFolder
@@ -208,7 +208,7 @@ class Probe:
         buffers = self._write_buffers if write else self._read_buffers
         while len(buffers) <= index:
             # Random bytes, because disks of virtual machines may leave zeros out.
-            buffers.append(aligned_empty(TRANSFER_BYTES // 8, torch.int64).random_())
+            buffers.append(aligned_zeros(TRANSFER_BYTES // 8, torch.int64).random_())
         return buffers[index]
 
 

@@ -1,9 +1,9 @@
 """Asynchronous reads and writes of tensors: a queue over io_uring or threads.
 
-Guarantees: A transfer between a file opened with O_DIRECT and an ``aligned_empty`` passes by the page cache and copies
+Guarantees: A transfer between a file opened with O_DIRECT and an ``aligned_zeros`` passes by the page cache and copies
 nothing; every other one works too, through the page cache. The kernel refuses O_DIRECT unless file offset, memory
 address and size are multiples of ``ALIGNMENT``: the library cuts the ragged end of a transfer off into a block of its
-own, and moves the last page of an ``aligned_empty`` as a whole. What is written is not synced: it lasts as long as the
+own, and moves the last page of an ``aligned_zeros`` as a whole. What is written is not synced: it lasts as long as the
 machine runs, no longer.
 """
 
@@ -235,7 +235,7 @@ class DiskQueue:
     def write(self, file: DiskFile, offset_bytes: int, source: Tensor) -> Transfer:
         """Start to write ``source`` to ``file``. Nothing may change the tensor until the transfer was waited for.
 
-        Where a tensor of ``aligned_empty`` is written to its end, the file is overwritten to the next multiple of 4096.
+        Where a tensor of ``aligned_zeros`` is written to its end, the file is overwritten to the next multiple of 4096.
 
         Args:
             file: The file to write.

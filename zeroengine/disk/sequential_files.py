@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from zeroengine.disk.aligned_memory import aligned_empty, round_up
+from zeroengine.disk.aligned_memory import aligned_zeros, round_up
 from zeroengine.disk.mounts import mount_of
 from zeroengine.disk.queue import Descriptors, DiskQueue, Transfer
 from zeroengine.errors import OffloadError
@@ -80,7 +80,7 @@ class DirectFile(io.RawIOBase):
         with contextlib.suppress(OSError):
             self.descriptors.direct = os.open(path, flags | os.O_DIRECT)
         self._queue: DiskQueue | None = None
-        self._buffers = [aligned_empty(BUFFER_BYTES, torch.uint8) for _ in range(NUM_BUFFERS)]
+        self._buffers = [aligned_zeros(BUFFER_BYTES, torch.uint8) for _ in range(NUM_BUFFERS)]
         self._views = [_bytes_of(buffer) for buffer in self._buffers]
         self._writes: list[Transfer | None] = [None] * NUM_BUFFERS
         self._current = 0

@@ -222,7 +222,7 @@ class Accumulation(BackwardListener):
 
     # -- the end of a step ------------------------------------------------------------------------
 
-    def check_engine_step(self) -> bool:
+    def engine_step_updates(self) -> bool:
         """Return whether `engine.step()` updates now, rather than ending a micro-step.
 
         Raises:

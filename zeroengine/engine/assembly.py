@@ -36,13 +36,13 @@ from zeroengine.runtime.gatherer import Gatherer
 from zeroengine.runtime.outside_writes import OutsideWrites
 from zeroengine.runtime.reducer import Reducer
 from zeroengine.runtime.unit import Unit
-from zeroengine.utils.malloc_trim import MallocTrimmer, return_freed_memory
+from zeroengine.utils.malloc_trim import MallocTrimmer, trim_heap
 
 log = logging.getLogger("zeroengine")
 
 
 @dataclass(frozen=True)
-class EngineComponents:
+class CheckpointedParts:
     """The parts of one engine. Each uses only parts that are listed above it.
 
     Attributes:
@@ -57,7 +57,7 @@ class EngineComponents:
         accumulation: Counts micro-steps, and says which call may end a step.
         gatherer: Gathers parameters before they are used and releases them afterwards.
         reducer: Collects gradients in buckets and reduces them.
-        external_writes: Finds values that were written into the model from outside.
+        outside_writes: Finds values that were written into the model from outside.
         optimizer: Updates this rank's shards.
         step_runner: Clips, updates, steps the LR schedule, and counts.
         full_values: Reads and writes whole parameters, gradients and optimizer states.
@@ -78,7 +78,7 @@ class EngineComponents:
     accumulation: Accumulation
     gatherer: Gatherer
     reducer: Reducer
-    external_writes: OutsideWrites
+    outside_writes: OutsideWrites
     optimizer: ShardedOptimizer
     step_runner: StepRunner
     full_values: FullValues
@@ -100,7 +100,7 @@ def assemble(
     zero_grad: Callable[[], None],
     on_device: bool | None,
     copies: Copies | None,
-) -> EngineComponents:
+) -> CheckpointedParts:
     """Partition ``model`` and return the parts of the engine that trains it. Call it on every rank.
 
     Args:
@@ -157,7 +157,7 @@ def assemble(
     )
     # From here on the ranks agree on all values. Later changes of a parameter's version were made outside of the
     # engine.
-    external_writes = OutsideWrites(units, group)
+    outside_writes = OutsideWrites(units, group)
     # The caller's optimizer and schedule are checked and may raise on one rank alone.
     with group.collective_errors("to initialize"):
         optimizer = ShardedOptimizer(
@@ -167,7 +167,7 @@ def assemble(
             after_update=gatherer.publish_update,
             step=end_step,
             zero_grad=zero_grad,
-            writes=external_writes,
+            writes=outside_writes,
             moments_dtype=FLOATS[config.optimizer_state_dtype],
             stores=placement.optimizer,
             pipeline=placement.pipeline,
@@ -191,7 +191,7 @@ def assemble(
         gatherer,
         reducer,
         optimizer,
-        external_writes,
+        outside_writes,
         step_runner.divisor,
         accumulation,
         backward,
@@ -202,10 +202,10 @@ def assemble(
     # The casts are registered last, for they prepend their hooks: inputs are then cast before the gatherer's hooks run.
     mixed_precision.install(model, config, group.device)
     # Whole parameters were freed in small pieces, which the C allocator would keep for itself.
-    return_freed_memory()
+    trim_heap()
     if group.rank == 0:
         _log_notices(config, group, transport)
-    return EngineComponents(
+    return CheckpointedParts(
         model,
         config,
         group,
@@ -217,7 +217,7 @@ def assemble(
         accumulation,
         gatherer,
         reducer,
-        external_writes,
+        outside_writes,
         optimizer,
         step_runner,
         full_values,

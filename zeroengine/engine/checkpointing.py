@@ -9,14 +9,14 @@ import torch
 
 from zeroengine.disk.mapped_memory import populate
 from zeroengine.engine.accumulation import MANUAL_MODE
-from zeroengine.engine.assembly import EngineComponents
+from zeroengine.engine.assembly import CheckpointedParts
 from zeroengine.engine.unset_parameters import mark_loaded
 from zeroengine.errors import ZeroEngineError
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
 
-    from zeroengine.checkpoint.engine_parts import EngineParts
+    from zeroengine.checkpoint.checkpointed_parts import CheckpointedParts
     from zeroengine.checkpoint.manager import CheckpointManager
     from zeroengine.weights.live_weights import LoadResult, Weights
 
@@ -30,7 +30,7 @@ class EngineCheckpoints:
         parts: The parts of the engine.
     """
 
-    def __init__(self, parts: EngineComponents) -> None:
+    def __init__(self, parts: CheckpointedParts) -> None:
         self._parts = parts
         self._manager: CheckpointManager | None = None
         self._stateful: dict[str, Stateful] = {}
@@ -181,7 +181,7 @@ class EngineCheckpoints:
         # for it gives back what reloading the masters brought into memory.
         parts.gatherer.finish_gathers_and_release()
         parts.placement.finish_copies()
-        parts.external_writes.compare()
+        parts.outside_writes.compare()
         parts.optimizer.reload_masters()
         parts.placement.evict()
 
@@ -202,7 +202,7 @@ class EngineCheckpoints:
             # At most one unit is in memory at a time where states live on a disk.
             parts.placement.evict(states.param, states.master)
         # The load wrote these values on purpose and on every rank, so they are no divergence.
-        parts.external_writes.remember()
+        parts.outside_writes.remember()
         parts.gatherer.finish_gathers_and_release()
         # Ranks that share memory read parameters of each other in place. None may go on while a peer still writes.
         parts.transport.fence()
@@ -228,11 +228,11 @@ class EngineCheckpoints:
             micro_steps = (runner.num_updates + runner.num_skipped) * int(config.gradient_accumulation_steps)
         self._parts.accumulation.micro_steps = micro_steps
 
-    def _stateful_parts(self) -> EngineParts:
-        from zeroengine.checkpoint.engine_parts import EngineParts
+    def _stateful_parts(self) -> CheckpointedParts:
+        from zeroengine.checkpoint.checkpointed_parts import CheckpointedParts
 
         parts = self._parts
-        return EngineParts(
+        return CheckpointedParts(
             parts.model,
             parts.units,
             parts.optimizer,

@@ -334,7 +334,7 @@ class Engine:
         """
         self._check_step("step()")
         # Ending a micro-step does not communicate, so no rank waits here. Every rank counts to the same number.
-        if not self._parts.accumulation.check_engine_step():
+        if not self._parts.accumulation.engine_step_updates():
             self._parts.accumulation.end_micro_step()
             self._parts.input_comparison.end_micro_step(False)
             return False
@@ -398,9 +398,9 @@ class Engine:
         parts.input_comparison.end_micro_step(True)
         if call == ENGINE_STEP:
             parts.step_runner.warn_of_unused_hooks()
-        updated = parts.step_runner.take()
+        updated = parts.step_runner.run_step()
         # The update itself changed the parameters' versions. From here on any change was made outside of the engine.
-        parts.external_writes.remember()
+        parts.outside_writes.remember()
         parts.placement.evict()
         # Ranks agree on whether the signal has arrived, and save at the same step. See checkpoint/on_signal.py.
         if parts.save_on_signal is not None and parts.save_on_signal.is_due():

@@ -42,7 +42,7 @@ class FullValues:
         gatherer: Gathers whole units.
         reducer: Owns the gradients.
         optimizer: Owns master weights and optimizer states.
-        external_writes: Is told of values that were written on purpose.
+        outside_writes: Is told of values that were written on purpose.
         divisor: Returns what the summed gradient is to be divided by for the mean.
         accumulation: Says whether gradients have come since the last call of ``step``.
         backward: Ends a plain backward that is over.
@@ -57,14 +57,14 @@ class FullValues:
         gatherer: Gatherer,
         reducer: Reducer,
         optimizer: ShardedOptimizer,
-        external_writes: OutsideWrites,
+        outside_writes: OutsideWrites,
         divisor: Callable[[], float],
         accumulation: Accumulation,
         backward: BackwardTracker,
     ) -> None:
         self.gatherer = gatherer
         self._model, self._units, self._group, self._transport = model, units, group, transport
-        self._reducer, self._optimizer, self._external_writes = reducer, optimizer, external_writes
+        self._reducer, self._optimizer, self._external_writes = reducer, optimizer, outside_writes
         self._divisor, self._accumulation, self._backward = divisor, accumulation, backward
         self._warned_of_missing_gradient = False
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from zeroengine.config import Config
-from zeroengine.engine.assembly import EngineComponents
+from zeroengine.engine.assembly import CheckpointedParts
 from zeroengine.offload.interfaces import Medium
 from zeroengine.offload.offload_states import resident_bytes
 
@@ -84,7 +84,7 @@ class Memory:
         return "\n".join(lines)
 
 
-def measure_memory(parts: EngineComponents, checkpoint_copy_bytes: int) -> Memory:
+def measure_memory(parts: CheckpointedParts, checkpoint_copy_bytes: int) -> Memory:
     """Return the bytes that each state holds on this rank now.
 
     Args:
@@ -100,7 +100,7 @@ def measure_memory(parts: EngineComponents, checkpoint_copy_bytes: int) -> Memor
     return Memory(
         device=str(parts.group.device),
         **on_device,
-        buckets=parts.reducer.bucket_bytes(),
+        buckets=parts.reducer.buffer_bytes(),
         put_off={unit.name: unit.gathered_bytes() for unit in parts.gatherer.deferred_frees()},
         gathered=sum(unit.gathered_bytes() for unit in parts.units),
         staging=parts.placement.send_buffer_bytes + (host_staging if computes_on_cpu else 0),
@@ -110,7 +110,7 @@ def measure_memory(parts: EngineComponents, checkpoint_copy_bytes: int) -> Memor
     )
 
 
-def _bytes_of_states(parts: EngineComponents, medium: Medium | None) -> dict[str, int]:
+def _bytes_of_states(parts: CheckpointedParts, medium: Medium | None) -> dict[str, int]:
     """Return the bytes of each state in one kind of memory; None is the device's."""
     # A shard may be away for a while and then holds no bytes, so resident bytes are counted rather than sizes.
     sizes = parts.optimizer.bytes_in(medium)

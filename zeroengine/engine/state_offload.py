@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 from zeroengine.comm.group import check_same
 from zeroengine.comm.interfaces import ChannelName
-from zeroengine.engine.assembly import EngineComponents
+from zeroengine.engine.assembly import CheckpointedParts
 from zeroengine.offload import offload_states
-from zeroengine.utils.malloc_trim import return_freed_memory
+from zeroengine.utils.malloc_trim import trim_heap
 
 
 def offload(
-    parts: EngineComponents, include: Sequence[str] | None, device: str, nvme_path: str | os.PathLike[str] | None
+    parts: CheckpointedParts, include: Sequence[str] | None, device: str, nvme_path: str | os.PathLike[str] | None
 ) -> None:
     """Move states to CPU memory or a disk. A collective. See ``Engine.offload_states``."""
     zero, group = parts.config.zero_optimization, parts.group
@@ -46,10 +46,10 @@ def offload(
     with group.collective_errors("to offload states"):
         parts.state_offloader.offload({name: tensors[name] for name in include}, path, parts.config, group.rank)
     # The freed memory of temporaries goes back to the system, for the user asked for memory.
-    return_freed_memory()
+    trim_heap()
 
 
-def reload(parts: EngineComponents) -> None:
+def reload(parts: CheckpointedParts) -> None:
     """Bring back what ``offload`` moved. A collective."""
     # Memory that a channel of the transport allocated has to come from that channel again, which may have registered
     # it.

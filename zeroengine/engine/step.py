@@ -81,7 +81,7 @@ class StepRunner(BackwardListener):
         # Hold the limit that clip_grad_norm_ set for the step in progress alone.
         self._clip_once: float | None = None
         self._guard = ScheduleGuard(schedule)
-        self._checked_hooks = False
+        self._warned_of_hooks = False
         self._config, self._optimizer, self._base_optimizer = config, optimizer, base_optimizer
         self._scaler, self._reducer, self._gatherer, self._transport = scaler, reducer, gatherer, transport
         # The step whose result is not known yet, and the function that reverts the schedule if it was skipped.
@@ -123,8 +123,8 @@ class StepRunner(BackwardListener):
         """Say once that the step hooks of the optimizer that was passed in are not called by ``engine.step()``."""
         # The check is repeated at every step, since hooks may be registered after initialize(). It stops after the
         # first warning.
-        if not self._checked_hooks and has_own_step_hooks(self._base_optimizer):
-            self._checked_hooks = True
+        if not self._warned_of_hooks and has_own_step_hooks(self._base_optimizer):
+            self._warned_of_hooks = True
             if self._transport.rank == 0:
                 log.warning(
                     "the optimizer passed to initialize() has step hooks, which engine.step() does not call: call "
@@ -180,14 +180,14 @@ class StepRunner(BackwardListener):
                 "a backward after engine.clip_grad_norm_() and before step(): clip after the last backward of a step"
             )
 
-    def _take_limit(self) -> float:
+    def _pop_clip_limit(self) -> float:
         """The largest norm for the step that is taken now; 0 for none."""
         limits = [limit for limit in (self.gradient_clipping, self._clip_once or 0.0) if 0 < limit < math.inf]
         # The limit holds for one step, whether it updates or not.
         self._clip_once = None
         return min(limits, default=0.0)
 
-    def take(self) -> bool | StepResult:
+    def run_step(self) -> bool | StepResult:
         """Take a step. Its gradients are reduced.
 
         Returns:
@@ -197,7 +197,7 @@ class StepRunner(BackwardListener):
             ZeroEngineError: The gradient overflows at the smallest loss scale.
             DivergenceError: The ranks wrote different values into the parameters.
         """
-        limit = self._take_limit()
+        limit = self._pop_clip_limit()
         settings = StepSettings(self.divisor(), limit, self._skips, self._label(limit))
         try:
             result = self._optimizer.update(settings)

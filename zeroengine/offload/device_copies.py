@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from zeroengine.disk.aligned_memory import Pages, aligned_empty, pages_of
+from zeroengine.disk.aligned_memory import Pages, aligned_zeros, pages_of
 from zeroengine.errors import OffloadError
 from zeroengine.offload.interfaces import Direction
 from zeroengine.utils.work import Work
@@ -103,7 +103,7 @@ class GPUCopies:
 
     def host_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return host memory, page-locked unless ``pin`` is False."""
-        memory = aligned_empty(numel, dtype)
+        memory = aligned_zeros(numel, dtype)
         if self._pin and numel:
             _pin(pages_of(memory), memory)
         return memory

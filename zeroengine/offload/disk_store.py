@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zeroengine.disk.aligned_memory import aligned_empty
+from zeroengine.disk.aligned_memory import aligned_zeros
 from zeroengine.disk.mapped_memory import populate, release_mapped
 from zeroengine.disk.queue import DiskQueue
 from zeroengine.disk.swap_files import SwapFile, SwapFolder
@@ -98,7 +98,7 @@ class DiskStore:
 
     def staging_buffer(self, nbytes: int) -> torch.Tensor:
         """Return aligned CPU memory."""
-        return aligned_empty(nbytes, torch.uint8)
+        return aligned_zeros(nbytes, torch.uint8)
 
     def on_copy_stream(self, direction: Direction) -> AbstractContextManager[Any]:
         """Do nothing: a disk's transfers are in no stream."""

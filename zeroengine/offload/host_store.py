@@ -127,7 +127,7 @@ class DiskThroughHost:
         # The buffer whose last use began first comes first.
         self._buffers: list[_BounceBuffer] = []
         # By the state's address. A write that nobody refers to any more, and no buffer either, was awaited.
-        self._writes: weakref.WeakValueDictionary[int, _SecondOfTwo] = weakref.WeakValueDictionary()
+        self._writes: weakref.WeakValueDictionary[int, _ChainedTransfer] = weakref.WeakValueDictionary()
         # A write's first half waits for the device, and a read's first half for the disk. See the note above.
         self._reader, self._writer = (_TransferThread(f"zeroengine-{name}") for name in ("read", "write"))
 
@@ -176,7 +176,7 @@ class DiskThroughHost:
         host = buffer.memory[: into.nbytes].view(into.dtype)
         # The copy is issued by another thread, whose current stream is not this one's: it is ordered by the event.
         issued, disk_read = self._copies.record_event(), self._disk.read(state, host)
-        buffer.last_use = _SecondOfTwo(self._reader.submit(self._copy_in, disk_read, into, host, issued))
+        buffer.last_use = _ChainedTransfer(self._reader.submit(self._copy_in, disk_read, into, host, issued))
         return buffer.last_use
 
     def _copy_in(self, disk_read: Work, into: torch.Tensor, host: torch.Tensor, after: Work) -> Work:
@@ -191,7 +191,7 @@ class DiskThroughHost:
         # The copy from the device is issued in this thread, behind the kernels of its current stream that made
         # ``source``.
         copied = self._copies.copy(host, source)
-        written = _SecondOfTwo(self._writer.submit(self._write_out, copied, host, state), copied)
+        written = _ChainedTransfer(self._writer.submit(self._write_out, copied, host, state), copied)
         # The buffer keeps the write alive until it was awaited. The dictionary alone would not.
         buffer.last_use = self._writes[state.data_ptr()] = written
         return written
@@ -265,7 +265,7 @@ class _TransferThread:
         self._thread.join()
 
 
-class _SecondOfTwo:
+class _ChainedTransfer:
     """A ``Work`` of two, of which a thread starts the second when the first is done.
 
     Args:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from zeroengine.disk.aligned_memory import ALIGNMENT, aligned_empty
+from zeroengine.disk.aligned_memory import ALIGNMENT, aligned_zeros
 from zeroengine.offload.interfaces import Copies, StateStore, padded_nbytes, poison_on_error
 from zeroengine.utils.work import Work
 
@@ -103,7 +103,7 @@ class Pipeline:
     ) -> None:
         assert num_buffers >= 3 and not chunk_numel % ALIGNMENT
         self._stores, self._copies, self.chunk_numel = stores, copies, chunk_numel
-        empty = aligned_empty if copies is None else copies.host_memory
+        empty = aligned_zeros if copies is None else copies.host_memory
         self._buffers = [_Buffer(empty(chunk_numel * element_bytes, torch.uint8)) for _ in range(num_buffers)]
 
     @property

@@ -98,7 +98,7 @@ class GradientNorm:
         One collective of a float64 vector carries everything: the squared norm of this rank's slices, whether gradients
         wait on this rank, a flag for each parameter, and the checksums of what was written from outside.
         """
-        values = to_device([0.0, late, *self._local_flags()], self.device)
+        values = to_device([0.0, late, *self._local_facts()], self.device)
         world_size = self._transport.world_size
         for shard in self._shards:
             # Where gradients have left the device, their norm was taken before they left.
@@ -139,13 +139,13 @@ class GradientNorm:
         with profile_range("norm"):
             world_size = self._transport.world_size
             norm = ops.squared_norms([shard.gradient_for_norm(world_size) for shard in self._shards])
-            flags = self._local_flags()
+            flags = self._local_facts()
             # The flags seldom change, and a copy to the device costs a launch.
             if flags != self._flags:
                 self._flags, self._device_flags = flags, to_device(flags, self.device)
             return self._transport.all_reduce_scalars(torch.cat([norm.view(1), self._device_flags]), label)
 
-    def _local_flags(self) -> list[float]:
+    def _local_facts(self) -> list[float]:
         """Return whether this rank has a gradient of each parameter, then its checksums of outside writes."""
         return [float(flag) for shard in self._shards for flag in shard.grads.has_grad] + self._writes.sums()
 

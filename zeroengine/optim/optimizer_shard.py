@@ -96,7 +96,7 @@ class OptimizerShard:
         return self.store is None and self.grads.store is None and self.unit.offloaded_shards is None
 
     @property
-    def param_only_offloaded(self) -> OffloadedShards | None:
+    def store_if_only_param_offloaded(self) -> OffloadedShards | None:
         """The store of the parameter shard if nothing else is offloaded: the update then brings it to the device."""
         stored = self.unit.offloaded_shards
         # The store's transfers must be in the order of the device's stream, for the update is issued between them.
@@ -118,7 +118,7 @@ class OptimizerShard:
 
         See "Values written into the model" in ``runtime/outside_writes.py``.
         """
-        return self.mixed and not self.unit.releasable
+        return self.mixed and not self.unit.is_releasable
 
     def reload_master(self) -> None:
         """Copy into the master the parameters that were written from outside. All others keep their master's bits."""

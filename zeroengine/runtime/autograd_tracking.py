@@ -152,7 +152,7 @@ class CallTracker:
         self._active_calls.setdefault(module, []).append(call)
         for unit in self._units_of[module]:
             # Parameters may be frozen for the time being. No gradient of theirs will arrive.
-            if unit.releasable and unit.trainable and not any(param.requires_grad for param in unit.params):
+            if unit.is_releasable and unit.trainable and not any(param.requires_grad for param in unit.params):
                 self._complete_units.add(unit)
 
     def _last_node_ran(self, module: nn.Module, call: Call, index: int) -> None:
@@ -171,7 +171,7 @@ class CallTracker:
             # Several modules may use one unit, as with tied weights, and each of them that is in this backward must be
             # finished. A module whose backward has not begun does not count: its backward gathers the unit again.
             active = [user for user in unit.modules if user in self._active_calls]
-            if unit.releasable and all(self._is_backward_over(user) for user in active):
+            if unit.is_releasable and all(self._is_backward_over(user) for user in active):
                 self._post_backward(unit)
 
     def _is_backward_over(self, module: nn.Module) -> bool:

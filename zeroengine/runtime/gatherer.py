@@ -39,7 +39,7 @@ from zeroengine.runtime.module_hooks import register_hooks
 from zeroengine.runtime.saved_views import SavedView, current_sequence_number, replace_saved_views
 from zeroengine.runtime.unit import GatherState, Unit
 from zeroengine.runtime.visit_order import VisitOrder
-from zeroengine.utils.compiler_disable import disable_compile, hidden_from_checkpoint, outside_torch_func
+from zeroengine.utils.compiler_disable import disable_compile, hidden_from_activation_checkpoint, outside_torch_func
 from zeroengine.utils.profiling import profile_range
 from zeroengine.utils.tensor_tree import tensors_in
 
@@ -84,8 +84,8 @@ class Gatherer(BackwardListener):
         # longer. A read from the host's memory or a disk overlaps on every transport.
         self._prefetch_numel = prefetch_numel if transport.overlaps or offloaded else 0
         self._max_live_numel = max_live_numel
-        # Units are built in the state GATHERED. ``_mark_released`` subtracts the releasable ones below.
-        self._live_numel = sum(unit.layout.numel for unit in self._units if unit.releasable)
+        # Units are built in the state GATHERED. ``_mark_released`` subtracts the is_releasable ones below.
+        self._live_numel = sum(unit.layout.numel for unit in self._units if unit.is_releasable)
         self._num_pins: dict[Unit, int] = dict.fromkeys(self._units, 0)
         self.num_user_gathered = 0
         self._num_model_forwards = 0  # forwards of the whole model in progress
@@ -111,7 +111,7 @@ class Gatherer(BackwardListener):
         self._hook_handles = register_hooks(self, model, self._units_of)
         # Releasable units were built without memory in their full buffers.
         for unit in self._units:
-            if unit.releasable:
+            if unit.is_releasable:
                 self._mark_released(unit)
         backward.subscribe(self)
 
@@ -152,7 +152,7 @@ class Gatherer(BackwardListener):
 
     def _release(self, unit: Unit) -> None:
         """Release ``unit`` unless it is pinned or a forward in progress needs it."""
-        if not unit.releasable or unit.state is not GatherState.GATHERED or self._num_pins[unit]:
+        if not unit.is_releasable or unit.state is not GatherState.GATHERED or self._num_pins[unit]:
             return
         # Nested modules may share a unit. The inner one ends first, while the outer one still reads the unit.
         if any(unit in forward.units for forward in self._module_forwards):
@@ -239,9 +239,9 @@ class Gatherer(BackwardListener):
                     "Write `with zeroengine.gathered(module_or_params):` around the code, on every rank, or use "
                     "engine.full_state_dict() to copy all of them."
                 )
-        if unit.releasable:
+        if unit.is_releasable:
             self._unhooked_uses[unit] = None
-        with hidden_from_checkpoint():
+        with hidden_from_activation_checkpoint():
             self.ensure_gathered(unit)
 
     @disable_compile
@@ -320,7 +320,7 @@ class Gatherer(BackwardListener):
         self._enter_backward()
         for unit in self._units_of[module]:
             self._gather_and_prefetch(unit)
-        units = [unit for unit in self._units_of[module] if unit.releasable]
+        units = [unit for unit in self._units_of[module] if unit.is_releasable]
         # Units that stay gathered need no tracking: there is nothing to release after the forward or the backward.
         if units:
             tracked = torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
@@ -361,7 +361,7 @@ class Gatherer(BackwardListener):
         self.ensure_gathered(unit)
         # An order is worth learning only for units that come and go, and only inside a pass, where all ranks visit the
         # same units.
-        if self.num_user_gathered or not unit.releasable or not (self._num_model_forwards or self._graph_tasks):
+        if self.num_user_gathered or not unit.is_releasable or not (self._num_model_forwards or self._graph_tasks):
             return
         self._visit_order.visit(unit, bool(self._graph_tasks))
         if self._prefetch_numel:
@@ -415,7 +415,7 @@ class Gatherer(BackwardListener):
         """Gather what the backward of a call of ``module`` needs."""
         self._enter_backward()
         for unit in self._units_of[module]:
-            if unit.releasable:
+            if unit.is_releasable:
                 self._gather_and_prefetch(unit)
 
     def _post_backward(self, unit: Unit) -> None:

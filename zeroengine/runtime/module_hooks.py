@@ -11,7 +11,7 @@ from torch import nn
 
 from zeroengine.errors import ZeroEngineError
 from zeroengine.runtime.unit import Unit
-from zeroengine.utils.compiler_disable import disable_compile, hidden_from_checkpoint
+from zeroengine.utils.compiler_disable import disable_compile, hidden_from_activation_checkpoint
 
 
 class ForwardListener(Protocol):
@@ -54,7 +54,7 @@ def register_hooks(listener: ForwardListener, model: nn.Module, units_of: Mappin
             listener = listener_ref()
             # A deep copy of the model takes the hooks along. They must do nothing there.
             if listener is not None and listener.observes(module):
-                with hidden_from_checkpoint():
+                with hidden_from_activation_checkpoint():
                     getattr(listener, method)(module, *args)
 
         return hook
@@ -62,7 +62,7 @@ def register_hooks(listener: ForwardListener, model: nn.Module, units_of: Mappin
     def needs_gather(unit: Unit) -> bool:
         # A unit that is never released is waited for, too, where each rank updates a part of it: the next forward needs
         # the all-gather of the step.
-        return unit.releasable or unit.degrees.optimizer > unit.degrees.parameters
+        return unit.is_releasable or unit.degrees.optimizer > unit.degrees.parameters
 
     hooked = {module: units for module, units in units_of.items() if any(map(needs_gather, units))}
     for module in (model, *hooked):
@@ -79,6 +79,6 @@ def register_hooks(listener: ForwardListener, model: nn.Module, units_of: Mappin
     ]
     for module, units in hooked.items():
         handles.append(module.register_forward_pre_hook(hook_for("pre_forward"), prepend=True, with_kwargs=True))
-        if any(unit.releasable for unit in units):
+        if any(unit.is_releasable for unit in units):
             handles.append(module.register_forward_hook(hook_for("post_forward"), with_kwargs=True, always_call=True))
     return handles

@@ -151,7 +151,7 @@ class OffloadedGradients:
         with store.on_copy_stream("out"), poison_on_error(store):
             total = latest = self._ordered_buffer(0, store, grads, _sum_dtype(grads))
             reduce(latest).wait_stream()
-            # The unit buffer is free from here on. All that follows uses the staging buffers alone.
+            # The gradient buffer is free from here on. All that follows uses the staging buffers alone.
             reduced = store.record_event()
             if accumulate or latest.dtype is not grads.dtype:
                 total = self._ordered_buffer(1, store, grads, grads.dtype)

@@ -45,7 +45,7 @@ class OutsideWrites:
     def __init__(self, units: Iterable[Unit], group: Group) -> None:
         self._group = group
         # Released units can be written inside ``gathered`` alone, where one rank's values count for all.
-        never_released = [unit for unit in units if not unit.releasable] if group.world_size > 1 else []
+        never_released = [unit for unit in units if not unit.is_releasable] if group.world_size > 1 else []
         self._params = [param for unit in never_released for param in unit.params]
         self._names = [slot.name for unit in never_released for slot in unit.layout.slots]
         self._zeros = [0.0] * (2 * len(self._params))

@@ -2,7 +2,7 @@
 
 [Note: The path of a gradient]
 1. Autograd accumulates a gradient into ``param.grad`` and calls the parameter's hook (``_post_accumulate_grad``).
-2. The hook copies the gradient, cast to the dtype that is sent, into a unit buffer and drops ``param.grad``
+2. The hook copies the gradient, cast to the dtype that is sent, into a gradient buffer and drops ``param.grad``
    (``_copy_to_buffer``). This is the only copy. On a GPU, copies are collected and launched together (``CastCopies``).
 3. When all gradients of a unit have arrived, and those of all units before it in the fixed order, the unit joins the
    bucket: a queue of units. When the queue holds ``bucket_numel`` elements the reduce of each of its units is launched,
@@ -16,8 +16,8 @@ At gradient degree 1 (stages 0 and 1) the copy goes to ``grad_shard`` itself, wh
 unit. Micro-steps accumulate there and only the last one is reduced: by an all-reduce at optimizer degree 1, by a
 reduce-scatter of this rank's part otherwise. In one process all degrees are 1, so stage 2 takes the path of stage 0.
 
-Inside ``no_sync`` partitioned gradients stay in ``param.grad``, or in ``no_sync_grads`` where they accumulate in a
-wider dtype. The next micro-step outside of it adds them to the unit buffer. With offload the sum is reduced into a
+Inside ``no_sync`` partitioned gradients stay in ``param.grad``, or in ``deferred_grads`` where they accumulate in a
+wider dtype. The next micro-step outside of it adds them to the gradient buffer. With offload the sum is reduced into a
 staging buffer and written from there to the store; its norm is computed on the way (``OffloadedGradients``).
 
 [Note: Units are reduced in one order]
@@ -43,7 +43,7 @@ from zeroengine.disk.mapped_memory import populate
 from zeroengine.errors import ZeroEngineError
 from zeroengine.offload.interfaces import OffloadStore
 from zeroengine.runtime.backward_tracker import BackwardListener, BackwardTracker
-from zeroengine.runtime.buckets import CastCopies, UnitBuffer, UnitBufferPool
+from zeroengine.runtime.gradient_buffers import CastCopies, GradientBuffer, GradientBufferPool
 from zeroengine.runtime.offloaded_gradients import OffloadedGradients
 from zeroengine.runtime.released_parameter import gradient_of
 from zeroengine.runtime.unit import Unit
@@ -97,8 +97,8 @@ class Reducer(BackwardListener):
         self._num_queued = 0  # units of `_reduce_order` that joined a bucket in this backward, or need no reduce
         self._bucket: list[UnitGradients] = []  # complete units that wait for the bucket to fill
         self._works: list[Work] = []
-        self._buffer_pool = UnitBufferPool(transport, self.gradients)
-        self._buffer_of: dict[UnitGradients, UnitBuffer] = {}  # buffers that are being filled
+        self._buffer_pool = GradientBufferPool(transport, self.gradients)
+        self._buffer_of: dict[UnitGradients, GradientBuffer] = {}  # buffers that are being filled
         self.has_late_gradients = False
         self._handles = [
             self._register_hook(grads, index, param)
@@ -128,7 +128,7 @@ class Reducer(BackwardListener):
         for grads in self.gradients:
             grads.begin_backward()
 
-    def _defer_reduce(self, grads: UnitGradients) -> bool:
+    def _is_deferred(self, grads: UnitGradients) -> bool:
         """Return whether a gradient stays in ``param.grad``: inside no_sync, or because its unit was reduced."""
         return grads.is_reduced if grads.unsharded else grads.reduce_launched or not self._backward.sync_enabled
 
@@ -138,12 +138,12 @@ class Reducer(BackwardListener):
         grads.count_arrival(index)
         # Autograd calls the hook without a gradient, too, where a Function returned None for it.
         if param.grad is not None:
-            if self._defer_reduce(grads):
+            if self._is_deferred(grads):
                 # A gradient that waits after its unit was reduced is late. The other ranks do not know of it.
                 self.has_late_gradients = self.has_late_gradients or grads.is_reduced
                 # Where the dtypes are equal, ``param.grad`` itself adds up in the accumulation dtype.
                 if grads.dtype is not param.dtype:
-                    self._accumulate_local(grads, index, param)
+                    self._accumulate_deferred(grads, index, param)
             else:
                 self._copy_to_buffer(grads, index, param)
         if not grads.num_pending:
@@ -162,7 +162,7 @@ class Reducer(BackwardListener):
         self, grads: UnitGradients, index: int, param: nn.Parameter, target: torch.Tensor, *, accumulate: bool = False
     ) -> None:
         """Move a parameter's gradient, with those of earlier micro-steps inside no_sync, into ``target``."""
-        gradient = grads.no_sync_grads.pop(index, None)
+        gradient = grads.deferred_grads.pop(index, None)
         latest = gradient_of(param)
         if latest is not None:
             # A backward with create_graph=True gives the gradient a history.
@@ -193,29 +193,29 @@ class Reducer(BackwardListener):
         if self._cast_copies is not None:
             self._cast_copies.flush()
 
-    def _accumulate_local(self, grads: UnitGradients, index: int, param: nn.Parameter) -> None:
+    def _accumulate_deferred(self, grads: UnitGradients, index: int, param: nn.Parameter) -> None:
         """Sum micro-steps inside no_sync in the accumulation dtype, where ``param.grad`` would sum in a lower one."""
         assert param.grad is not None
         gradient = param.grad.detach()
-        if index in grads.no_sync_grads:
-            grads.no_sync_grads[index].add_(gradient)
+        if index in grads.deferred_grads:
+            grads.deferred_grads[index].add_(gradient)
         else:
             dense = gradient.to_dense() if gradient.is_sparse else gradient
-            grads.no_sync_grads[index] = dense.to(grads.dtype)
+            grads.deferred_grads[index] = dense.to(grads.dtype)
         param.grad = None
 
     @staticmethod
-    def _has_local_gradient(grads: UnitGradients, index: int) -> bool:
+    def _has_deferred_gradient(grads: UnitGradients, index: int) -> bool:
         """Return whether a gradient waits outside of the buffers."""
-        return index in grads.no_sync_grads or gradient_of(grads.unit.params[index]) is not None
+        return index in grads.deferred_grads or gradient_of(grads.unit.params[index]) is not None
 
     def end_backward(self, num_calls: int) -> None:
         """Launch the reduces that the backward left open, in order."""
         for grads in self._reduce_order:
-            if not self._defer_reduce(grads):
+            if not self._is_deferred(grads):
                 for index, count in enumerate(grads.arrived_counts):
                     # A parameter without a gradient in this backward may have one of an earlier one, inside no_sync.
-                    if not count and self._has_local_gradient(grads, index):
+                    if not count and self._has_deferred_gradient(grads, index):
                         self._copy_to_buffer(grads, index, grads.unit.params[index])
             grads.end_backward()
         self._queue_in_order()
@@ -278,7 +278,7 @@ class Reducer(BackwardListener):
         grads.is_reduced = True
 
     def _launch_from_buffer(
-        self, buffer: UnitBuffer, grads: UnitGradients, target: torch.Tensor, accumulate: bool
+        self, buffer: GradientBuffer, grads: UnitGradients, target: torch.Tensor, accumulate: bool
     ) -> None:
         """Reduce what is in ``buffer`` into ``target`` (1-D): the unit's whole gradient, or this rank's shard of it."""
         # A buffer for the largest unit may serve a smaller one.
@@ -292,7 +292,7 @@ class Reducer(BackwardListener):
         self._buffer_pool.mark_launched(buffer)
 
     def _launch_collective(
-        self, buffer: UnitBuffer, target: torch.Tensor, flat: torch.Tensor, label: str, accumulate: bool
+        self, buffer: GradientBuffer, target: torch.Tensor, flat: torch.Tensor, label: str, accumulate: bool
     ) -> Work:
         if target.numel() < flat.numel():
             buffer.collective = self._channel.reduce_scatter(target, flat, label, accumulate)
@@ -315,7 +315,7 @@ class Reducer(BackwardListener):
             # Units whose micro-steps were all inside no_sync have not been reduced.
             if not grads.is_reduced:
                 for index, param in enumerate(grads.unit.params):
-                    if self._has_local_gradient(grads, index):
+                    if self._has_deferred_gradient(grads, index):
                         self._copy_to_buffer(grads, index, param)
                 self._launch_reduce(grads)
         self.wait_reduces()
@@ -327,7 +327,7 @@ class Reducer(BackwardListener):
         for grads in self._reduce_order:
             buffer = self._buffer_pool.acquire(grads)
             for index, param in enumerate(grads.unit.params):
-                if self._has_local_gradient(grads, index):
+                if self._has_deferred_gradient(grads, index):
                     self._copy_to(grads, index, param, buffer.param_views[index])
                 else:
                     buffer.param_views[index].zero_()
@@ -366,7 +366,7 @@ class Reducer(BackwardListener):
         self.has_late_gradients = False
         for grads in self.gradients:
             grads.num_pending = 0
-            grads.no_sync_grads.clear()
+            grads.deferred_grads.clear()
             for param in grads.unit.params:
                 param.grad = None
         self.end_step()
@@ -382,7 +382,7 @@ class Reducer(BackwardListener):
 
     def unreduced_gradient(self, grads: UnitGradients, index: int) -> torch.Tensor | None:
         """Return what this rank adds to a parameter's gradient in its next reduce, in fp32 or wider."""
-        local = (grads.no_sync_grads.get(index), gradient_of(grads.unit.params[index]))
+        local = (grads.deferred_grads.get(index), gradient_of(grads.unit.params[index]))
         parts = [part.detach().to_dense() / self.predivide for part in local if part is not None]
         if grads.unsharded and grads.buffer_filled[index] and not grads.is_reduced:
             parts.append(grads.param_views[index])
@@ -392,7 +392,7 @@ class Reducer(BackwardListener):
     def replace_gradient(self, grads: UnitGradients, index: int, value: torch.Tensor) -> None:
         """Make ``value`` the sum over ranks of a parameter's gradient. Call this on every rank."""
         unit = grads.unit
-        grads.no_sync_grads.pop(index, None)
+        grads.deferred_grads.pop(index, None)
         unit.params[index].grad = None
         grads.has_grad[index] = True
         if grads.is_reduced:
@@ -410,8 +410,8 @@ class Reducer(BackwardListener):
         grads.buffer_filled[index] = False
         # The reduce that follows sums over the ranks, so one rank gives the value and the others give nothing.
         if unit.rank == 0:
-            grads.no_sync_grads[index] = (value * self.predivide).to(grads.dtype)
+            grads.deferred_grads[index] = (value * self.predivide).to(grads.dtype)
 
-    def bucket_bytes(self) -> int:
+    def buffer_bytes(self) -> int:
         """Return the bytes of all buffers that gradients pass through."""
         return self._buffer_pool.nbytes + self._offloaded.nbytes

@@ -92,7 +92,7 @@ class Unit:
         shard: torch.Tensor | None = None
         # Memory that stays is allocated before memory that comes and goes, which then leaves no holes.
         # Releasable units have a shard of their own, and their full buffer comes and goes.
-        if self.releasable:
+        if self.is_releasable:
             numel = self.layout.shard_numel(degrees.parameters)
             if offloaded_shards is None:
                 shard = transport.empty(numel, self.dtype, "gather")
@@ -196,7 +196,7 @@ class Unit:
             )
 
     @property
-    def releasable(self) -> bool:
+    def is_releasable(self) -> bool:
         """Whether the full buffer is released between uses."""
         return self.degrees.parameters > 1 or self.offloaded_shards is not None
 
@@ -300,7 +300,7 @@ class Unit:
 
     def copy_full_to_shard(self) -> None:
         """Update this rank's shard after a write to the full buffer."""
-        if not self.releasable:
+        if not self.is_releasable:
             return
         start, stop = self.layout.shard_range(self.rank, self.degrees.parameters)
         if self.offloaded_shards is None:

@@ -5,7 +5,7 @@ All lists have one entry for each parameter. The reducer calls every method name
 
     attribute           true or set from ...                            cleared by ...
     num_pending         ``begin_backward``: parameters to wait for      ``count_arrival``, ``end_backward``, or a drop
-    no_sync_grads       a gradient inside no_sync, or a late one,       the next copy into a buffer, or a drop
+    deferred_grads       a gradient inside no_sync, or a late one,       the next copy into a buffer, or a drop
                         if it accumulates in another dtype than its own
     buffer_filled       the copy of a gradient into the buffer          the launch of its reduce (if partitioned), or
                                                                         ``end_step`` (if unsharded)
@@ -58,7 +58,7 @@ class UnitGradients:
         self.store = store if can_offload_gradients(degrees, transport) else None
         self.unsharded = degrees.gradients == 1 and self.store is None
         self.reduce_dtype = reduce_dtype or (dtype if self.unsharded else unit.dtype)
-        # Unsharded gradients of the right dtype are reduced where they are kept. Others are sent from a unit buffer.
+        # Unsharded gradients of the right dtype are reduced where they are kept. Others go through a gradient buffer.
         self.reduced_in_place = self.unsharded and dtype is self.reduce_dtype
         self.channel: ChannelName | None = None  # whose memory holds `grad_shard`, if that takes part in collectives
         # 1-D: this rank's shard of the summed gradients, or the whole flat layout where unsharded.
@@ -80,7 +80,7 @@ class UnitGradients:
         # See the note at the top of this file for who sets and clears these.
         num_params = len(unit.params)
         self.squared_norm: torch.Tensor | None = None  # 0-D, float64
-        self.no_sync_grads: dict[int, torch.Tensor] = {}  # by parameter index, in its shape, of `dtype`
+        self.deferred_grads: dict[int, torch.Tensor] = {}  # by parameter index, in its shape, of `dtype`
         self.expected_counts = [1] * num_params  # gradients of each parameter in one backward, learnt from the last
         self.arrived_counts = [0] * num_params  # gradients of each parameter in this backward
         self.num_pending = 0

@@ -42,7 +42,7 @@ def disable_compile(function: F) -> F:
     return functools.wraps(function)(run)  # type: ignore[return-value]
 
 
-def hidden_from_checkpoint() -> AbstractContextManager[Any]:
+def hidden_from_activation_checkpoint() -> AbstractContextManager[Any]:
     """Return a context whose operations a selective checkpoint does not count.
 
     Such a checkpoint compares the operations of the forward with those of the recomputation. Gathers and hooks are not

@@ -9,7 +9,7 @@ import ctypes
 TRIM_THRESHOLD_BYTES = 1 << 26
 
 
-def return_freed_memory() -> None:
+def trim_heap() -> None:
     """Call glibc's ``malloc_trim``. Do nothing where the C library has none."""
     # Only glibc has this function. Other C libraries and systems go without it.
     with contextlib.suppress(OSError, AttributeError):
@@ -26,5 +26,5 @@ class MallocTrimmer:
         """Count ``nbytes`` that were freed, and trim if enough have come together."""
         self._nbytes += nbytes
         if self._nbytes >= TRIM_THRESHOLD_BYTES:
-            return_freed_memory()
+            trim_heap()
             self._nbytes = 0

@@ -24,7 +24,7 @@ from zeroengine.checkpoint.dcp_metadata import (
     find_tied_names,
     read_metadata,
 )
-from zeroengine.checkpoint.directory import CheckpointDirectory, tag_of
+from zeroengine.checkpoint.directory import CheckpointFolder, tag_of
 from zeroengine.checkpoint.inspect import find_checkpoint
 from zeroengine.checkpoint.manifest import Manifest, checksum_of_file
 from zeroengine.errors import CheckpointError
@@ -91,7 +91,7 @@ def export(
     target_dtype = None if dtype_name is None else getattr(torch, dtype_name)
     path, manifest = find_checkpoint(folder, tag)
     # The lock keeps a training job that goes on from removing the checkpoint in the middle of the export.
-    with CheckpointDirectory(path.parent).held(tag_of(path.name)) if manifest is not None else nullcontext():
+    with CheckpointFolder(path.parent).held(tag_of(path.name)) if manifest is not None else nullcontext():
         output = OutputFolder(out)
         output.check(force=force, apart_from=[path])
         source = _CheckpointSource(path, manifest, prefix, verify=verify)

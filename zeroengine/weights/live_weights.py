@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zeroengine.checkpoint.engine_parts import EngineParts
+from zeroengine.checkpoint.checkpointed_parts import CheckpointedParts
 from zeroengine.checkpoint.entries import MODEL, StateEntries, StateEntry
 from zeroengine.checkpoint.name_mapping import match_names
 from zeroengine.comm.group import check_same
@@ -43,7 +43,7 @@ class LoadResult(NamedTuple):
 # -- Saving ---------------------------------------------------------------------------------------
 
 
-def save(parts: EngineParts, directory: str | os.PathLike[str], dtype: Any, shard_size: str | int) -> None:
+def save(parts: CheckpointedParts, directory: str | os.PathLike[str], dtype: Any, shard_size: str | int) -> None:
     """Write the weights as `zero-export` does. A collective: every rank writes the boxes that it owns.
 
     Args:
@@ -128,7 +128,7 @@ def _naming_folder(output: OutputFolder) -> Iterator[None]:
 # -- Loading --------------------------------------------------------------------------------------
 
 
-def load(parts: EngineParts, weights: Weights, strict: bool) -> LoadResult:
+def load(parts: CheckpointedParts, weights: Weights, strict: bool) -> LoadResult:
     """Put weights from files, or rank 0's state dict, into the shards. A collective.
 
     Args:
@@ -235,7 +235,7 @@ def _read_entry(entry: StateEntry, source: WeightSource, name: str, report: Repo
 
 
 def _receive_entries(
-    parts: EngineParts,
+    parts: CheckpointedParts,
     entries: StateEntries,
     specs: Mapping[str, TensorSpec],
     stored_names: Mapping[str, str],
@@ -258,7 +258,12 @@ def _receive_entries(
 
 
 def _receive_chunk(
-    parts: EngineParts, entry: StateEntry, source: WeightSource | None, name: str, first: int, values: torch.Tensor
+    parts: CheckpointedParts,
+    entry: StateEntry,
+    source: WeightSource | None,
+    name: str,
+    first: int,
+    values: torch.Tensor,
 ) -> None:
     """Receive the elements of a flattened tensor from `first` on into `values` (1-D), and copy this rank's of them."""
     stop = first + values.numel()

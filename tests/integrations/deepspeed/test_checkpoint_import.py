@@ -40,7 +40,7 @@ from tests.integrations.deepspeed.deepspeed_runs import DATA, MOMENTS, RUNS, SHA
 from zeroengine.checkpoint import dcp_save
 from zeroengine.checkpoint.dcp_load import load_files
 from zeroengine.checkpoint.dcp_metadata import read_metadata
-from zeroengine.checkpoint.directory import CheckpointDirectory
+from zeroengine.checkpoint.directory import CheckpointFolder
 from zeroengine.checkpoint.inspect import inspect_folder
 from zeroengine.cli import checkpoint_commands
 from zeroengine.errors import CheckpointError
@@ -182,7 +182,7 @@ def test_force_adds_to_a_folder_and_replaces_a_tag(written: Path, tmp_path: Path
     assert not found.damaged
     assert {one.tag for one in found.checkpoints} == {"global_step22", "global_step3"}
     assert [one.tag for one in found.checkpoints if one.latest] == ["global_step3"]
-    assert CheckpointDirectory(out).manifest("global_step3").stage == 3
+    assert CheckpointFolder(out).manifest("global_step3").stage == 3
 
 
 # -- where elements lie ---------------------------------------------------------------------------

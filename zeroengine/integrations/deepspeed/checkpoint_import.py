@@ -14,7 +14,7 @@ from pathlib import Path
 
 from zeroengine.checkpoint.dcp_errors import failure_reason
 from zeroengine.checkpoint.dcp_save import ReadPiece, describe_files, save_files
-from zeroengine.checkpoint.directory import TAG, CheckpointDirectory
+from zeroengine.checkpoint.directory import TAG, CheckpointFolder
 from zeroengine.checkpoint.entries import MODEL
 from zeroengine.checkpoint.manifest import FORMAT, MANIFEST, Manifest
 from zeroengine.checkpoint.snapshot import Snapshot
@@ -93,7 +93,7 @@ def _write(snapshot: Snapshot, out: Path, tag: str, read_piece: ReadPiece) -> Ma
     if (out / tag).exists() and not (out / tag / MANIFEST).is_file():
         raise CheckpointError(f"{out / tag} is there already, and no checkpoint of zeroengine: name another folder")
     # Whether the folder is new decides what an error may remove again.
-    is_new, directory = not out.exists(), CheckpointDirectory(out)
+    is_new, directory = not out.exists(), CheckpointFolder(out)
     try:
         directory.open()
         writing = directory.begin(tag, snapshot.nbytes)

@@ -53,7 +53,7 @@ class _Operands:
         return slice(max(segment.start, self.start) - self.start, min(segment.stop, self.stop) - self.start)
 
 
-class PendingWriteback:
+class PendingWritebacks:
     """Updated parameter shards that are on their way from the device to their store, a few at once."""
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class HostAdam:
         """Do nothing: step counts are on the host."""
 
     def _update(self, factor: float, has_grad: Sequence[Sequence[bool]]) -> None:
-        leaving, offloaded = PendingWriteback(), []
+        leaving, offloaded = PendingWritebacks(), []
         for shard, flags in zip(self._parts.shards, has_grad, strict=True):
             # Steps are counted before the update, since Adam's bias correction counts from 1.
             steps = self.state.steps[shard.number]
@@ -120,7 +120,7 @@ class HostAdam:
             if shard.on_device:
                 self._update_on_device(shard, segments, factor, self._tensors(shard))
                 self._parts.after_update(shard.unit)
-            elif (stored := shard.param_only_offloaded) is not None:
+            elif (stored := shard.store_if_only_param_offloaded) is not None:
                 all_elements = all(flags)
                 update = partial(self._update_with_offloaded_param, shard, stored, segments, factor, all_elements)
                 leaving.update_and_send(stored, update)

@@ -1,4 +1,4 @@
-"""Copies into unit buffers that are collected and launched together."""
+"""Copies into gradient buffers that are collected and launched together."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from zeroengine import ops
 from zeroengine.runtime import buckets
-from zeroengine.runtime.buckets import CastCopies
+from zeroengine.runtime.gradient_buffers import CastCopies
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 STEPS = st.tuples(

@@ -1,6 +1,6 @@
 """Memory for the gradients of units on their way to a reduce, and the copies that fill it.
 
-Each unit has its own reduce. A ``UnitBuffer`` holds the gradients of one unit. What ``reduce_bucket_size`` calls a
+Each unit has its own reduce. A ``GradientBuffer`` holds the gradients of one unit. What ``reduce_bucket_size`` calls a
 bucket is a queue of units whose reduces are launched together (see ``reducer.py``).
 """
 
@@ -17,7 +17,7 @@ from zeroengine.partition.layout import FlatLayout
 from zeroengine.runtime.unit_gradients import UnitGradients, param_views_of
 from zeroengine.utils.work import Work
 
-# Seconds to wait for peers before another buffer is allocated. ``UnitBufferPool.acquire`` says why the wait must end.
+# Seconds to wait for peers before another buffer is allocated. ``GradientBufferPool.acquire`` says why the wait ends.
 REUSE_TIMEOUT_S = 1.0
 
 # Gradients that one launch of `ops.cast_copy` takes.
@@ -44,7 +44,7 @@ class PaddingLayout:
 
 
 @dataclass(eq=False)
-class UnitBuffer:
+class GradientBuffer:
     """The flat buffer that one unit's gradients are copied into and reduced from.
 
     Its padding is zero for units of ``layout``: the buffer is zeroed when it takes on that layout, gradients are
@@ -61,8 +61,8 @@ class UnitBuffer:
     launch_number: int = 0  # counts the launches of the pool; the buffer with the lowest one is free first
 
 
-class UnitBufferPool:
-    """All unit buffers of one rank. A buffer is reused and never given back.
+class GradientBufferPool:
+    """All gradient buffers of one rank. A buffer is reused and never given back.
 
     Args:
         gradients: The units that the buffers are for.
@@ -71,7 +71,7 @@ class UnitBufferPool:
     def __init__(self, transport: Transport, gradients: Sequence[UnitGradients]) -> None:
         self._transport = transport
         self._largest = max((grads.unit.layout.numel for grads in gradients), default=0)
-        self._buffers: list[UnitBuffer] = []
+        self._buffers: list[GradientBuffer] = []
         self._num_launched = 0
 
     @property
@@ -79,13 +79,13 @@ class UnitBufferPool:
         """Bytes of all buffers."""
         return sum(buffer.memory.nbytes for buffer in self._buffers)
 
-    def mark_launched(self, buffer: UnitBuffer) -> None:
+    def mark_launched(self, buffer: GradientBuffer) -> None:
         """Record that the reduce of ``buffer`` was launched: the buffer is free again when the reduce is done."""
         buffer.in_use = False
         self._num_launched += 1
         buffer.launch_number = self._num_launched
 
-    def acquire(self, grads: UnitGradients) -> UnitBuffer:
+    def acquire(self, grads: UnitGradients) -> GradientBuffer:
         """Return a buffer to fill with one unit's gradients, whose padding is zero.
 
         A buffer whose reduce is done comes first. If there are two or more with reduces in progress, the oldest is
@@ -109,7 +109,7 @@ class UnitBufferPool:
             # Waiting without a limit could therefore deadlock.
             chosen = fitting[0] if self._reusable(fitting[0], REUSE_TIMEOUT_S) else None
         if chosen is None:
-            chosen = UnitBuffer(self._transport.empty(need, grads.reduce_dtype, "reduce"))
+            chosen = GradientBuffer(self._transport.empty(need, grads.reduce_dtype, "reduce"))
             self._buffers.append(chosen)
         layout = PaddingLayout.of_unit(unit.layout)
         if chosen.layout != layout:
@@ -119,7 +119,7 @@ class UnitBufferPool:
         chosen.in_use = True
         return chosen
 
-    def _reusable(self, buffer: UnitBuffer, timeout_s: float) -> bool:
+    def _reusable(self, buffer: GradientBuffer, timeout_s: float) -> bool:
         """Return whether ``buffer`` may be written, after waiting for its peers for at most ``timeout_s`` seconds."""
         if buffer.work is None or buffer.collective is None:
             return True

@@ -17,7 +17,7 @@ from zeroengine.runtime.unit import Unit
 
 
 @dataclass(frozen=True)
-class EngineParts:
+class CheckpointedParts:
     """The parts of an engine that have state, and what is needed to put their state back.
 
     Attributes:
