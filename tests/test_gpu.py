@@ -24,7 +24,7 @@ from zeroengine.comm.group import Group
 from zeroengine.comm.interfaces import ResizableBuffer
 from zeroengine.engine.duplicate_inputs import InputComparison
 from zeroengine.engine.initialize import make_engine
-from zeroengine.engine.memory import STATES
+from zeroengine.engine.memory import REPORTED_STATES
 from zeroengine.errors import DivergenceError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -258,7 +258,7 @@ def offloaded(which: dict[str, Any], folder: str, more: dict[str, Any]) -> tuple
     moments = [tensor for pair in engine.optimizer.backend.state.moments for tensor in pair]
     pinned = all(moment.is_cuda or on_disk or moment.is_pinned() for moment in moments)
     memory = engine.memory()
-    there = sum(of.get(name, 0) for of in (memory.cpu, memory.nvme) for name in STATES)
+    there = sum(of.get(name, 0) for of in (memory.cpu, memory.nvme) for name in REPORTED_STATES)
     losses = [loss.item() for loss in found]
     engine.close()
     return losses, pinned, there > 0

@@ -16,7 +16,7 @@ from tests.distributed.ranks import run_ranks
 from tests.distributed.training import start
 from tests.emulated import cpu_alone
 from zeroengine.engine.initialize import make_engine
-from zeroengine.offload.offload_states import STATES
+from zeroengine.offload.state_offloader import STATES
 
 pytestmark = cpu_alone("where memory would lie is modelled")
 PRECISIONS: dict[str, dict[str, Any]] = {

@@ -12,7 +12,7 @@ class ManualWork:
 
     def __init__(self) -> None:
         self.is_done, self.waits = False, 0
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
 
     def wait_stream(self) -> None:
         self.waits += 1
@@ -57,3 +57,15 @@ def test_a_chain_finishes_from_the_inside_out() -> None:
     outer.wait_stream()
     inner.wait_stream()
     assert order == ["inner", "outer"]
+
+
+def test_a_wait_that_is_interrupted_in_the_second_operation_waits_for_it_again() -> None:
+    second, started = ManualWork(), []
+    then = Then(Completed(), lambda: started.append("second") or second, returns_work=True)
+    second.error = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        then.wait_stream()
+    assert not then.finished, "the result is not there"
+    second.error = None
+    then.wait_stream()
+    assert then.finished and started == ["second"], "the second operation is a collective, which starts once"

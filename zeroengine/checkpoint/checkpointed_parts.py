@@ -21,6 +21,7 @@ class CheckpointedParts:
     """The parts of an engine that have state, and what is needed to put their state back.
 
     Attributes:
+        find_lr_scheduler: Returns the LR schedule of now, or None: the user may replace it at any time.
         counters: Returns the engine's step counters by name.
         republish: Makes every rank compute with the masters' values, after they were written.
         stateful: The user's registered objects, by name.
@@ -31,7 +32,7 @@ class CheckpointedParts:
     module: nn.Module
     units: Sequence[Unit]
     optimizer: ShardedOptimizer
-    lr_scheduler: Any
+    find_lr_scheduler: Callable[[], Any]
     scaler: LossScaler
     config: Config
     group: Group
@@ -40,6 +41,11 @@ class CheckpointedParts:
     stateful: Mapping[str, Any]
     on_disk: bool = False
     evict: Callable[[], None] = lambda: None
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """The LR schedule that the engine steps, or None."""
+        return self.find_lr_scheduler()
 
     @property
     def state_index(self) -> StateIndex:

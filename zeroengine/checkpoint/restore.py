@@ -38,7 +38,7 @@ from zeroengine.utils.progress import evicting, ignore_progress, progress
 
 
 class HalfLoadedError(CheckpointError):
-    """A checkpoint became unreadable while it was loaded."""
+    """A load failed after it had overwritten some states: they are partly those of the checkpoint."""
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ class ZeroOptimization(Section):
     stage: Annotated[int, Ge(0), Le(3), INTEGRAL] = 0
     """0: nothing is partitioned. 1: the optimizer state. 2: gradients as well. 3: parameters as well."""
     reduce_bucket_size: Annotated[Positive | None, AUTO] = None
-    """Largest number of elements that one collective reduces. "auto": as many as the largest unit has."""
+    """Units queue up to this many elements before they are reduced. "auto": as many elements as the largest unit."""
     overlap_comm: Annotated[bool, AUTO] = True
     """Communicate while computing."""
     prefetch_bucket_size: Annotated[Count, AUTO] = 50_000_000

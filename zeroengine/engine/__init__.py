@@ -8,7 +8,7 @@
 - ``checkpointing``: what precedes and follows a save or a load of checkpoints and weights.
 - ``full_values``, ``parameter_access``, ``gathered``: whole values of partitioned states for the user.
 - ``memory``: the report of the bytes that each state holds, and the text of out-of-memory errors.
-- ``state_offload``: moves states off the device on request, and back.
+- ``temporary_offload``: moves states off the device on request, and back.
 - ``mixed_precision``: casts, modules that keep fp32, buffers, autocast.
 - ``dataloader``: a data loader whose position is part of checkpoints.
 - ``rank_agreement``, ``duplicate_inputs``, ``foreign_parameters``, ``unset_parameters``, ``wrapped_models``: find

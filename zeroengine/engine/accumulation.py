@@ -40,7 +40,7 @@ class Accumulation(BackwardListener):
 
     Attributes:
         micro_steps: Micro-steps taken in the whole run.
-        backwards: Backwards since the last update that produced gradients.
+        backwards: Backwards that produced gradients, since the last update.
         incomplete: Whether a backward raised after others of the same step, so that gradients are missing.
     """
 

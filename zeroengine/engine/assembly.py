@@ -23,8 +23,8 @@ from zeroengine.engine.gathered import attach_owner
 from zeroengine.engine.step import StepRunner
 from zeroengine.engine.unset_parameters import forbid_forward_while_unset
 from zeroengine.offload.interfaces import Copies
-from zeroengine.offload.offload_states import StateOffloader
 from zeroengine.offload.placement import Placement, place_states
+from zeroengine.offload.state_offloader import StateOffloader
 from zeroengine.optim.caller_optimizer import redirect_calls
 from zeroengine.optim.loss_scaler import LossScaler
 from zeroengine.optim.lr_schedules import LRSchedulerLike, make_scheduler
@@ -139,9 +139,9 @@ def assemble(
         model,
         units,
         transport,
+        # Prefetching gains nothing where communication does not overlap with computation, and it would hold memory.
         prefetch_numel=zero.prefetch_bucket_size if zero.overlap_comm else 0,
         max_live_numel=zero.max_live_parameters,
-        # Prefetching gains nothing where communication does not overlap with computation, and it would hold memory.
         backward=backward,
     )
     reducer = Reducer(

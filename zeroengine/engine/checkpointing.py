@@ -236,7 +236,7 @@ class EngineCheckpoints:
             parts.model,
             parts.units,
             parts.optimizer,
-            parts.step_runner.schedule,
+            lambda: parts.step_runner.schedule,
             parts.scaler,
             parts.config,
             parts.group,

@@ -16,7 +16,7 @@ from torch import nn
 
 from zeroengine.comm.interfaces import Transport
 from zeroengine.utils.compiler_disable import disable_compile
-from zeroengine.utils.host_copies import HostCopy, to_device
+from zeroengine.utils.small_transfers import HostCopy, to_device
 from zeroengine.utils.tensor_tree import leaves_in
 
 log = logging.getLogger("zeroengine")

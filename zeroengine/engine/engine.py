@@ -13,7 +13,7 @@ from torch import nn
 
 from zeroengine.comm.group import Group
 from zeroengine.config import Config
-from zeroengine.engine import state_offload
+from zeroengine.engine import temporary_offload
 from zeroengine.engine.accumulation import ENGINE_STEP, OPTIMIZER_STEP
 from zeroengine.engine.assembly import assemble
 from zeroengine.engine.checkpointing import EngineCheckpoints
@@ -108,7 +108,7 @@ class Engine:
         """Run the model's forward. On a GPU, inputs that are in CPU memory are copied to it first."""
         # This path runs at every forward. States are rarely away, so the truth value is asked for before the check
         # itself.
-        if self._parts.state_offloader:
+        if self._parts.state_offloader.has_offloaded_states:
             self._parts.state_offloader.check_resident("the forward", ("parameters",))
         # Inside `gathered` ranks may run different numbers of forwards, which belong to no micro-step.
         if self.module.training and not self.gatherer.num_user_gathered:
@@ -319,8 +319,8 @@ class Engine:
     def step(self) -> bool | StepResult:
         """End a micro-step; at the accumulation boundary clip, update and step the LR schedule.
 
-        Where the gradient's norm is not finite nothing is changed, and ``skipped_steps`` counts it; a dynamic loss
-        scale falls. With ``check_grad_overflow`` false, bf16 and fp32 update all the same.
+        Call it on every rank. Where the gradient's norm is not finite nothing is changed, and ``skipped_steps`` counts
+        it; a dynamic loss scale falls. With ``check_grad_overflow`` false, bf16 and fp32 update all the same.
 
         Returns:
             Whether parameters were updated. On a GPU it is an object whose truth value says so; asking it waits for
@@ -331,6 +331,8 @@ class Engine:
                 it is called inside ``gathered``, ``no_sync`` or the capture of a CUDA graph, or a backward of this
                 step has raised, or gradients overflow at the smallest loss scale, or the model or the optimizer has
                 parameters that ``initialize`` was not given.
+            DivergenceError: On every rank, where the ranks ran different collectives, or wrote different values into
+                the parameters.
         """
         self._check_step("step()")
         # Ending a micro-step does not communicate, so no rank waits here. Every rank counts to the same number.
@@ -459,12 +461,12 @@ class Engine:
         Raises:
             ZeroEngineError: An unknown state, memory that cannot be given back, or a folder that cannot be used.
         """
-        state_offload.offload(self._parts, include, device, nvme_path)
+        temporary_offload.offload(self._parts, include, device, nvme_path)
 
     @explains_arguments
     def reload_states(self) -> None:
         """Bring back the states that ``offload_states`` moved. Call it on every rank."""
-        state_offload.reload(self._parts)
+        temporary_offload.reload(self._parts)
 
     # -- looking inside ---------------------------------------------------------------------------
 

@@ -12,9 +12,9 @@ import torch
 from zeroengine.config import Config
 from zeroengine.engine.assembly import CheckpointedParts
 from zeroengine.offload.interfaces import Medium
-from zeroengine.offload.offload_states import resident_bytes
+from zeroengine.offload.state_offloader import resident_bytes
 
-STATES = ("parameters", "gradients", "master", "optimizer")
+REPORTED_STATES = ("parameters", "gradients", "master", "optimizer")
 WORKING = ("buckets", "gathered", "staging")
 METHOD = TypeVar("METHOD", bound=Callable[..., Any])
 
@@ -54,12 +54,12 @@ class Memory:
     @property
     def total(self) -> int:
         """Return the bytes in the device's memory."""
-        return sum(getattr(self, name) for name in (*STATES, *WORKING, "checkpoint"))
+        return sum(getattr(self, name) for name in (*REPORTED_STATES, *WORKING, "checkpoint"))
 
     @property
     def states(self) -> int:
         """Return the bytes that the table of ZeRO, section 5, counts: the four states, wherever they are."""
-        return sum(getattr(self, name) + self.cpu.get(name, 0) + self.nvme.get(name, 0) for name in STATES)
+        return sum(getattr(self, name) + self.cpu.get(name, 0) + self.nvme.get(name, 0) for name in REPORTED_STATES)
 
     def __str__(self) -> str:
         """Return a table with a row for each state and a column for each kind of memory."""
@@ -67,7 +67,7 @@ class Memory:
         device_head = "memory" if self.device == "cpu" else "GPU"
         heads = "".join(f"{name:>16}" for name in (device_head, *offloaded))
         lines = [f"{f'on {self.device}':<12}{heads}" if offloaded else f"on {self.device}"]
-        for name in (*STATES, *WORKING, "checkpoint", "total"):
+        for name in (*REPORTED_STATES, *WORKING, "checkpoint", "total"):
             # Staging belongs to offloading, so this row would only distract without it.
             if name == "staging" and not offloaded:
                 continue

@@ -8,5 +8,5 @@
 - ``offloaded_shards``: Parameter shards in a store, and the all-gathers that start there.
 - ``host_memory``: The CPU memory that is left.
 - ``placement``: Opens the stores that a configuration asks for, and assigns the units' states to them.
-- ``offload_states``: Moves all states of an engine away for a while.
+- ``state_offloader``: Moves all states of an engine away for a while.
 """

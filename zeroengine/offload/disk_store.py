@@ -134,7 +134,8 @@ class DiskStore:
         """Give back the memory that mapped states took when they were used; the values stay in the files.
 
         Args:
-            states: States, or parts of them; those of other stores are left alone. None: all states of this store.
+            states: States, or parts of them; those of other stores are left alone. Without any, all states of
+                this store.
         """
         for state in states or [region.mapped for region in self._regions.values()]:
             if self.holds(state):

@@ -70,7 +70,8 @@ class StateStore(Poisonable, Protocol):
 
         Args:
             state: A state, or a part of one that begins at a multiple of 4096 bytes.
-            into: Memory of ``staging_buffer`` or of a ``Pipeline``.
+            into: Page-aligned memory: of ``staging_buffer`` or of a ``Pipeline``, a full buffer, or memory that a
+                transport sends from.
         """
 
     def write(self, source: torch.Tensor, state: torch.Tensor) -> Work:

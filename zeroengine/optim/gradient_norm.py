@@ -21,8 +21,8 @@ from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.optim.step_result import StepResult, StepSettings
 from zeroengine.runtime.outside_writes import OutsideWrites
 from zeroengine.runtime.unit_gradients import UnitGradients
-from zeroengine.utils.host_copies import to_device
 from zeroengine.utils.profiling import profile_range
+from zeroengine.utils.small_transfers import to_device
 
 
 class GradientSource(Protocol):
@@ -30,7 +30,7 @@ class GradientSource(Protocol):
 
     @property
     def gradients(self) -> Sequence[UnitGradients]:
-        """The gradients of every trainable unit, in forward order."""
+        """The gradients of every trainable unit, in the order of registration."""
 
     @property
     def has_late_gradients(self) -> bool:
@@ -56,7 +56,7 @@ class GradientNorm:
     """Sums the squared norm over the ranks, with one flag for each parameter and the checksums of outside writes.
 
     Args:
-        shards: The optimizer shard of every trainable unit, in forward order.
+        shards: The optimizer shard of every trainable unit, in the order of registration.
         source: Owns the gradients.
         transport: Sums over the ranks.
         writes: Tells which parameters were written beside the updates.
@@ -150,7 +150,7 @@ class GradientNorm:
         return [float(flag) for shard in self._shards for flag in shard.grads.has_grad] + self._writes.sums()
 
     def first_not_finite(self) -> str | None:
-        """Return the first parameter, in forward order, whose summed gradient is not finite. A collective.
+        """Return the first parameter, in the order of registration, whose summed gradient is not finite. A collective.
 
         Returns:
             The same name on every rank, or None where every gradient is finite.

@@ -9,8 +9,8 @@ import torch
 from zeroengine import ops
 from zeroengine.disk.mapped_memory import populate
 from zeroengine.offload.interfaces import Medium, OffloadStore
-from zeroengine.offload.offload_states import resident_bytes
 from zeroengine.offload.offloaded_shards import OffloadedShards
+from zeroengine.offload.state_offloader import resident_bytes
 from zeroengine.partition.layout import ShardSpan
 from zeroengine.runtime.unit_gradients import UnitGradients
 

@@ -12,8 +12,8 @@ from zeroengine.comm.interfaces import Transport
 from zeroengine.disk.mapped_memory import populate
 from zeroengine.errors import ZeroEngineError
 from zeroengine.offload.interfaces import Medium, OffloadStore
-from zeroengine.offload.offload_states import resident_bytes
 from zeroengine.offload.pipeline import Pipeline
+from zeroengine.offload.state_offloader import resident_bytes
 from zeroengine.optim.backends.device_adam import DeviceAdam
 from zeroengine.optim.backends.host_adam import HostAdam
 from zeroengine.optim.backends.interface import BackendParts, ShardState, SpanState, UpdateBackend
@@ -51,7 +51,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         without_waiting: See ``BackendParts``.
 
     Attributes:
-        shards: The optimizer shard of every trainable unit, in forward order.
+        shards: The optimizer shard of every trainable unit, in the order of registration.
         backend: Runs the updates.
         base_optimizer_name: The class of the caller's optimizer.
 

@@ -13,7 +13,8 @@ class Degrees:
     """Over how many ranks each state of a unit is partitioned.
 
     ``optimizer >= gradients >= parameters``, each divides the one before it, and the optimizer's divides
-    the world size. Degrees between 1 and the world size describe hybrid sharding (HSDP), MiCS and hpZ.
+    the world size. Degrees between 1 and the world size would describe hybrid sharding (HSDP) and MiCS;
+    no configuration asks for them yet.
 
     Ranks are numbered so that shards nest: a rank's optimizer shard lies inside its gradient shard, and
     that inside its parameter shard. With 8 ranks and degrees (8, 8, 4), eighths of the flat buffer:

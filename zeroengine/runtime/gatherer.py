@@ -62,8 +62,8 @@ class Gatherer(BackwardListener):
         backward: Tells when a backward fails and when a unit has all its gradients; learns of forwards from here.
 
     Attributes:
-        num_user_gathered: Units that ``zeroengine.gathered`` holds now. Ranks may run different forwards meanwhile, so
-            no order of units is learnt or followed.
+        num_user_gathered: The pins of units now, as by ``zeroengine.gathered``; a unit that is pinned twice counts
+            twice. Ranks may run different forwards meanwhile, so no order of units is learnt or followed.
     """
 
     def __init__(

@@ -14,7 +14,8 @@
 
 At gradient degree 1 (stages 0 and 1) the copy goes to ``grad_shard`` itself, which holds the gradients of the whole
 unit. Micro-steps accumulate there and only the last one is reduced: by an all-reduce at optimizer degree 1, by a
-reduce-scatter of this rank's part otherwise. In one process all degrees are 1, so stage 2 takes the path of stage 0.
+reduce-scatter of this rank's part otherwise. In one process all degrees are 1, so stage 2 takes the path of stage 0,
+unless its gradients are offloaded: these always pass through a gradient buffer.
 
 Inside ``no_sync`` partitioned gradients stay in ``param.grad``, or in ``deferred_grads`` where they accumulate in a
 wider dtype. The next micro-step outside of it adds them to the gradient buffer. With offload the sum is reduced into a
@@ -338,7 +339,10 @@ class Reducer(BackwardListener):
         self.has_late_gradients = False
 
     def wait_reduces(self) -> None:
-        """Return with no reduce in progress. Call this on every rank: a reduce may need each rank's host."""
+        """Order the current stream behind every reduce; on the CPU wait for them. Call it on every rank.
+
+        Some transports need the host of each rank to finish a reduce.
+        """
         for work in self._works:
             work.wait_stream()
         self._works.clear()

@@ -17,7 +17,8 @@ from torch import nn
 
 from zeroengine.utils.compiler_disable import disable_compile
 
-# The attribute of a parameter that refers weakly to its engine. It stays for the life of the parameter.
+# The attribute of a parameter that refers weakly to its ``ParameterOwner`` (``engine/gathered.py``). It stays for the
+# life of the parameter.
 OWNER_ATTRIBUTE = "_zeroengine_owner"
 # Called with a released parameter and the name of the operation that needs its values.
 Resolver = Callable[[nn.Parameter, str], None]

@@ -1,9 +1,10 @@
 """A unit on one rank: its full buffer, its shard, and the parameters that are views of the full buffer.
 
 [Note: Where a unit's values are]
-Parameter degree 1: the full buffer always holds memory, and the shard is a slice of it.
+Parameter degree 1: the full buffer always holds memory, and it is the shard, too. The optimizer of each rank updates
+a slice of it.
 
-    full buffer   | rank 0's shard | rank 1's shard | ...      parameters are views of it
+    full buffer   | updated by rank 0 | updated by rank 1 | ...      parameters are views of it
 
 Parameter degree above 1, or an offloaded shard: the shard is memory of its own, and the full buffer holds memory from
 ``start_gather`` to ``free_full_buffer``. Between these a parameter's data is a placeholder: one NaN, expanded with

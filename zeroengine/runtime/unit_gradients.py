@@ -1,11 +1,11 @@
 """The gradients of one unit on one rank: memory and bookkeeping, no communication.
 
 [Note: Flags of a unit's gradients]
-All lists have one entry for each parameter. The reducer calls every method named here.
+Lists have one entry for each parameter. The reducer calls every method named here.
 
     attribute           true or set from ...                            cleared by ...
     num_pending         ``begin_backward``: parameters to wait for      ``count_arrival``, ``end_backward``, or a drop
-    deferred_grads       a gradient inside no_sync, or a late one,       the next copy into a buffer, or a drop
+    deferred_grads      a gradient inside no_sync, or a late one,       the next copy into a buffer, or a drop
                         if it accumulates in another dtype than its own
     buffer_filled       the copy of a gradient into the buffer          the launch of its reduce (if partitioned), or
                                                                         ``end_step`` (if unsharded)
@@ -13,6 +13,9 @@ All lists have one entry for each parameter. The reducer calls every method name
     reduce_launched     the launch of the reduce in this backward       ``begin_backward``
     is_reduced          the launch of the first reduce in this step     ``end_step``
     squared_norm        an offloaded sum, before it leaves the device   the next offloaded sum, or a replaced gradient
+
+``Reducer.replace_gradient``, which serves ``set_full_gradient``, sets ``has_grad``, and either clears ``squared_norm``
+or moves the value to ``deferred_grads`` and clears ``buffer_filled``.
 
 ``Reducer.end_step`` runs after an update and when gradients are dropped.
 
@@ -98,7 +101,8 @@ class UnitGradients:
     def count_arrival(self, index: int) -> None:
         """Count one more gradient of parameter ``index`` in this backward."""
         self.arrived_counts[index] += 1
-        # The test is for equality: a gradient beyond the expected number is late and completes nothing.
+        # The test is for equality: a gradient beyond the expected number completes nothing. It is late if
+        # the reduce of its unit was launched already.
         if self.arrived_counts[index] == self.expected_counts[index]:
             self.num_pending -= 1
 

@@ -118,11 +118,11 @@ class GlooChannel:
         number = self._seq
         first = self.reduce_scatter(own_slice, full, label)
 
-        def gather() -> None:
+        def gather() -> Work:
             slices = list(full.chunk(self._size))
-            self._exchange("gather", label, [own_slice] * self._size, slices, number=number).wait_host()
+            return self._exchange("gather", label, [own_slice] * self._size, slices, number=number)
 
-        return Then(first, gather)
+        return Then(first, gather, returns_work=True)
 
     def reusable(self, work: Work, timeout_s: float) -> bool:
         """See ``interfaces.Channel``. A wait is left to a thread, which goes on after the timeout."""

@@ -13,7 +13,7 @@ from zeroengine.comm.interfaces import Buffer, ChannelName, ResizableBuffer, ref
 from zeroengine.comm.transports.nccl_memory_pool import RegisteredPool
 from zeroengine.comm.watchdog import Watchdog
 from zeroengine.errors import DivergenceError
-from zeroengine.utils.host_copies import HostCopy, to_device
+from zeroengine.utils.small_transfers import HostCopy, to_device
 from zeroengine.utils.work import Then, Work, synchronize_stream
 
 # torch 2.13 renamed these.

@@ -26,8 +26,8 @@ from zeroengine.optim.backends.adam_state import AdamState, has_decoupled_decay,
 from zeroengine.optim.backends.interface import BackendParts
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.optim.step_result import StepResult, StepSettings
-from zeroengine.utils.host_copies import HostCopy, to_device
 from zeroengine.utils.profiling import profile_range
+from zeroengine.utils.small_transfers import HostCopy, to_device
 
 
 class DeviceAdam:

@@ -24,12 +24,14 @@ Take Lion in C++ as an example. `optim/lion.py` runs today through `TorchOptimiz
 3. The state. Write a class after `AdamState` (`backends/adam_state.py`) with `keys = {"exp_avg"}` and one tensor for
    each shard. Its names are those of the torch optimizer's `state`, so checkpoints stay interchangeable.
 4. The backend. Write `backends/host_lion.py` with the methods of `UpdateBackend`. `serves` returns whether
-   `base_optimizer` is exactly `optim.lion.Lion` and every master is fp32. `step` is one call of `step_on_host` with a
+   the `step` of `base_optimizer` is that of `optim.lion.Lion`, as `runs_fused_adam` finds out for Adam (the factory may
+   have made a subclass), and every master is fp32. `step` is one call of `step_on_host` with a
    function that calls `lion_step` for each segment of each shard and `after_update` behind each shard. Set
    `supports_offload` to False, or bring offloaded states to the kernel with `Pipeline` as `HostAdam` does.
-5. The choice. Put the class before `TorchOptimizer` in `BACKENDS`. Nothing else changes: norm, clipping, loss scaling,
-   checkpoints, `full_optimizer_state` and memory reports use this protocol alone. The test to extend is in
-   `tests/distributed/test_optimizers.py`: the losses are those of the torch optimizer.
+5. The choice. Put the class before `TorchOptimizer` in `BACKENDS`. Norm, clipping, loss scaling, checkpoints,
+   `full_optimizer_state` and memory reports use this protocol alone. With `supports_offload`, change the bytes of two
+   moments that `offload/placement.py` counts, and two messages in `sharded_optimizer.py` that name Adam alone. The test
+   to extend is in `tests/distributed/test_optimizers.py`: the losses are those of the torch optimizer.
 """
 
 from __future__ import annotations
@@ -95,7 +97,7 @@ class BackendParts:
         optimizer: Holds the hyperparameters in its ``param_groups``, which may change between steps.
         base_optimizer: The caller's optimizer, whose class says how to update.
         group_of_param: The index of each parameter's group.
-        shards: The optimizer shard of every trainable unit, in forward order.
+        shards: The optimizer shard of every trainable unit, in the order of registration.
         gradient_norm: Sums norms and flags over the ranks.
         writes: Tells which parameters were written beside the updates.
         after_update: Is called with a unit right after the update of its shard.

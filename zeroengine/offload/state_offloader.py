@@ -15,7 +15,7 @@ from zeroengine.offload.interfaces import padded_nbytes
 from zeroengine.offload.placement import open_disk
 from zeroengine.utils.paths import checked_path
 
-STATES = ("optimizer", "gradients", "parameters")
+OFFLOADABLE_STATES = ("optimizer", "gradients", "parameters")
 DEFAULT_STATES = ("optimizer", "gradients")
 
 
@@ -28,7 +28,8 @@ class StateOffloader:
         # The store of the values, if they are not in CPU memory.
         self._disk: DiskStore | None = None
 
-    def __bool__(self) -> bool:
+    @property
+    def has_offloaded_states(self) -> bool:
         """Return whether any states are away."""
         return bool(self._offloaded)
 
@@ -51,11 +52,13 @@ class StateOffloader:
             ZeroEngineError: The arguments of ``offload_states`` are wrong, or states are away already.
         """
         for name in include or ():
-            if name not in STATES:
-                raise ZeroEngineError(f"offload_states(): include has {name!r}; write any of {', '.join(STATES)}")
+            if name not in OFFLOADABLE_STATES:
+                raise ZeroEngineError(
+                    f"offload_states(): include has {name!r}; write any of {', '.join(OFFLOADABLE_STATES)}"
+                )
         if device not in ("cpu", "nvme"):
             raise ZeroEngineError(f'offload_states(): device is {device!r}; write "cpu" or "nvme"')
-        if self:
+        if self.has_offloaded_states:
             raise ZeroEngineError("offload_states(): states are offloaded already; call reload_states() before")
         if nvme_path is not None:
             nvme_path = checked_path(nvme_path, "offload_states(nvme_path)")
@@ -131,7 +134,7 @@ class StateOffloader:
             self._disk.close()
             self._disk = None
 
-    def check_resident(self, action: str, required: Iterable[str] = STATES) -> None:
+    def check_resident(self, action: str, required: Iterable[str] = OFFLOADABLE_STATES) -> None:
         """Check that the states which ``action`` needs are on the device.
 
         Raises:
