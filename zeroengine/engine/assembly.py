@@ -42,7 +42,7 @@ log = logging.getLogger("zeroengine")
 
 
 @dataclass(frozen=True)
-class CheckpointedParts:
+class EngineParts:
     """The parts of one engine. Each uses only parts that are listed above it.
 
     Attributes:
@@ -100,7 +100,7 @@ def assemble(
     zero_grad: Callable[[], None],
     on_device: bool | None,
     copies: Copies | None,
-) -> CheckpointedParts:
+) -> EngineParts:
     """Partition ``model`` and return the parts of the engine that trains it. Call it on every rank.
 
     Args:
@@ -205,7 +205,7 @@ def assemble(
     trim_heap()
     if group.rank == 0:
         _log_notices(config, group, transport)
-    return CheckpointedParts(
+    return EngineParts(
         model,
         config,
         group,

@@ -9,7 +9,7 @@ import torch
 
 from zeroengine.disk.mapped_memory import populate
 from zeroengine.engine.accumulation import MANUAL_MODE
-from zeroengine.engine.assembly import CheckpointedParts
+from zeroengine.engine.assembly import EngineParts
 from zeroengine.engine.unset_parameters import mark_loaded
 from zeroengine.errors import ZeroEngineError
 
@@ -30,7 +30,7 @@ class EngineCheckpoints:
         parts: The parts of the engine.
     """
 
-    def __init__(self, parts: CheckpointedParts) -> None:
+    def __init__(self, parts: EngineParts) -> None:
         self._parts = parts
         self._manager: CheckpointManager | None = None
         self._stateful: dict[str, Stateful] = {}

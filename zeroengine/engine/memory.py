@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from zeroengine.config import Config
-from zeroengine.engine.assembly import CheckpointedParts
+from zeroengine.engine.assembly import EngineParts
 from zeroengine.offload.interfaces import Medium
 from zeroengine.offload.state_offloader import resident_bytes
 
@@ -84,7 +84,7 @@ class Memory:
         return "\n".join(lines)
 
 
-def measure_memory(parts: CheckpointedParts, checkpoint_copy_bytes: int) -> Memory:
+def measure_memory(parts: EngineParts, checkpoint_copy_bytes: int) -> Memory:
     """Return the bytes that each state holds on this rank now.
 
     Args:
@@ -110,7 +110,7 @@ def measure_memory(parts: CheckpointedParts, checkpoint_copy_bytes: int) -> Memo
     )
 
 
-def _bytes_of_states(parts: CheckpointedParts, medium: Medium | None) -> dict[str, int]:
+def _bytes_of_states(parts: EngineParts, medium: Medium | None) -> dict[str, int]:
     """Return the bytes of each state in one kind of memory; None is the device's."""
     # A shard may be away for a while and then holds no bytes, so resident bytes are counted rather than sizes.
     sizes = parts.optimizer.bytes_in(medium)

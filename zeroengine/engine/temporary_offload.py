@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 from zeroengine.comm.group import check_same
 from zeroengine.comm.interfaces import ChannelName
-from zeroengine.engine.assembly import CheckpointedParts
-from zeroengine.offload import offload_states
+from zeroengine.engine.assembly import EngineParts
+from zeroengine.offload import state_offloader
 from zeroengine.utils.malloc_trim import trim_heap
 
 
 def offload(
-    parts: CheckpointedParts, include: Sequence[str] | None, device: str, nvme_path: str | os.PathLike[str] | None
+    parts: EngineParts, include: Sequence[str] | None, device: str, nvme_path: str | os.PathLike[str] | None
 ) -> None:
     """Move states to CPU memory or a disk. A collective. See ``Engine.offload_states``."""
     zero, group = parts.config.zero_optimization, parts.group
@@ -41,7 +41,7 @@ def offload(
     }
     # By default only memory that can be given back is moved. An explicit request for other memory raises an error.
     if include is None:
-        include = offload_states.DEFAULT_STATES
+        include = state_offloader.DEFAULT_STATES
         tensors = {name: [t for t in state if t.untyped_storage().resizable()] for name, state in tensors.items()}
     with group.collective_errors("to offload states"):
         parts.state_offloader.offload({name: tensors[name] for name in include}, path, parts.config, group.rank)
@@ -49,7 +49,7 @@ def offload(
     trim_heap()
 
 
-def reload(parts: CheckpointedParts) -> None:
+def reload(parts: EngineParts) -> None:
     """Bring back what ``offload`` moved. A collective."""
     # Memory that a channel of the transport allocated has to come from that channel again, which may have registered
     # it.

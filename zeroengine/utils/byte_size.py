@@ -6,7 +6,7 @@ import re
 
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
-_SIZE = re.compile(r"\s*\d*\.?\d+\s*[a-z]*\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*\d+(\.\d+)?\s*([KMGTP]?B|[KMGTP]iB)?\s*", re.IGNORECASE)
 
 
 def parse_byte_size(text: str | int, argument: str = "size", error: type[Exception] = ValueError) -> int:
@@ -20,8 +20,8 @@ def parse_byte_size(text: str | int, argument: str = "size", error: type[Excepti
     Raises:
         Exception: `error`, if `text` is no size of at least one byte.
     """
-    # ByteSize ignores what follows the first number and word. It would take "1,5GB" for one byte, so the form is
-    # checked first.
+    # ByteSize ignores what follows the first number and word, and takes units of bits, such as "8gbit". It would take
+    # "1,5GB" for one byte, so the form is checked first.
     try:
         nbytes = TypeAdapter(ByteSize).validate_python(text) if _SIZE.fullmatch(str(text)) else 0
     except ValidationError:

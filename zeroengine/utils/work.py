@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
@@ -54,29 +54,37 @@ class Then:
 
     Args:
         work: The operation under way.
-        finish: Called once, by the first wait, when later kernels are ordered behind ``work``. A wait that fails
-            leaves ``finish`` to the next one.
+        finish: Called once, by the first wait, when later kernels are ordered behind ``work``. A wait for ``work``
+            that fails leaves ``finish`` to the next one.
+        returns_work: Whether ``finish`` starts another operation and returns it. Each wait then waits for that one as
+            well, until one wait succeeds.
 
     Attributes:
         work: The operation under way, also after ``finish`` has run.
     """
 
-    def __init__(self, work: Work, finish: Callable[[], object]) -> None:
-        self.work = work
+    def __init__(self, work: Work, finish: Callable[[], object], *, returns_work: bool = False) -> None:
+        self.work, self._returns_work = work, returns_work
         self._finish: Callable[[], object] | None = finish
+        self._second: Work | None = None
 
     @property
     def finished(self) -> bool:
-        """Whether ``finish`` has run."""
-        return self._finish is None
+        """Whether ``finish`` has run, and what it started has been waited for."""
+        return self._finish is None and self._second is None
 
     def wait_stream(self) -> None:
         """Order the current stream behind ``work``, then run ``finish``."""
         if self._finish is not None:
             self.work.wait_stream()
-            # The function is cleared before it runs, so that a wait within it does not run it again.
+            # The function is cleared before it runs, so that neither a wait within it nor one after an interrupted wait
+            # runs it again: it may start a collective.
             finish, self._finish = self._finish, None
-            finish()
+            result = finish()
+            self._second = cast(Work, result) if self._returns_work else None
+        if self._second is not None:
+            self._second.wait_stream()
+            self._second = None
 
     def wait_host(self) -> None:
         """Wait for ``work`` and for the kernels that ``finish`` launches."""
@@ -84,7 +92,7 @@ class Then:
         synchronize_stream()
 
     def done(self) -> bool:
-        """Return whether ``work`` is done; ``finish`` may still have to run."""
+        """Return whether ``work`` is done. ``finish`` may still have to run, and may wait in turn."""
         return self.finished or self.work.done()
 
 
