@@ -1,4 +1,4 @@
-"""Where the ranks raise alarms and say where they are: the process group's store."""
+"""Let the ranks raise alarms and report their positions, through the process group's store."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STORE_LINGER_S = 1.0
 
 
 class RankPosition(NamedTuple):
-    """Where a rank is.
+    """The position of a rank among its operations.
 
     Attributes:
         waits: Whether it waits for the operation; otherwise it has gone past it.
@@ -40,7 +40,7 @@ Answers = dict[int, tuple[int, RankPosition]]  # by rank: which alarm it answere
 
 
 class AlarmBoard:
-    """Where the ranks raise alarms and answer them: the process group's store, through a client of its own.
+    """Raises and answers alarms in the process group's store, through a client of its own.
 
     [Note: One reader for each alarm]
     Ranks that notice a stall together share one alarm, and the first of them reads the answers for all, so that the
@@ -73,7 +73,7 @@ class AlarmBoard:
         """Ask every rank where it is.
 
         Args:
-            own: Where this rank is.
+            own: The position of this rank.
             timeout_s: Seconds to wait for the answers.
             again: Whether each rank must answer now. Otherwise an answer to a recent alarm counts for a rank that does
                 not answer again: the report of that alarm may have ended it.

@@ -69,7 +69,7 @@ class Group:
 
         Args:
             value: Anything that pickles.
-            purpose: What for, such as "to save a checkpoint": for the message where a rank stalls.
+            purpose: The purpose, such as "to save a checkpoint", for the message where a rank stalls.
 
         Raises:
             DivergenceError: Another rank has ended or cannot be reached.
@@ -92,7 +92,7 @@ class Group:
         """Make an error of one rank an error of all ranks, each with the message of the first.
 
         Args:
-            purpose: What is being done, such as "to save a checkpoint": for the other ranks' message.
+            purpose: The purpose, such as "to save a checkpoint", for the other ranks' message.
             fact: Anything that pickles, for the other ranks.
 
         Yields:
@@ -234,7 +234,7 @@ class Group:
 
 
 def check_same(call: str, arguments: Sequence[Mapping[str, object]]) -> None:
-    """Compare what the ranks pass to a call that all of them make together.
+    """Compare the arguments of a call that all ranks make together.
 
     Args:
         call: The call's name, for the message.

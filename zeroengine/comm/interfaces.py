@@ -187,7 +187,7 @@ class Channel(Protocol):
         """Return whether all ranks have read what ``work`` sent, so that this memory may be written again.
 
         Args:
-            work: What an operation of this channel returned.
+            work: The result of an operation of this channel.
             timeout_s: Seconds to wait for it at most. On CUDA a positive number orders the current stream behind
                 ``work`` instead, and the host goes on.
         """

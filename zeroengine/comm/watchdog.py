@@ -1,4 +1,4 @@
-"""When a rank fails or stalls, every rank says where it is.
+"""Report the position of every rank when one of them fails or stalls.
 
 Each rank records the operation it issued last, and the one it waits for. A rank whose operation fails or times out
 raises an alarm in the process group's store; a thread on every rank answers it with that rank's record,
@@ -52,7 +52,7 @@ class IssuedOperation:
 
     Attributes:
         what: The operation, for people.
-        issued_at: When it was issued, by ``time.monotonic``.
+        issued_at: The time at which it was issued, by ``time.monotonic``.
         work: The operation; None while it is being issued, where a first one waits for the other ranks.
         patient: Whether it may take long. See "Waits that may be long".
         has_warned: Whether a warning has said that it takes long.

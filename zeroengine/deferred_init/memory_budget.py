@@ -38,7 +38,7 @@ class TrackedStorage:
     Attributes:
         version: The way to its values, or None where they cannot be replayed.
         reason: Why they cannot.
-        leaked_by: What gave away the address of its memory, which must therefore stay.
+        leaked_by: The function that gave away the address of its memory, which must therefore stay.
         is_empty: The storage has been resized to 0 bytes.
         params: The parameters that have been seen in it.
     """

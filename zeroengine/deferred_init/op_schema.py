@@ -1,4 +1,4 @@
-"""What the recorder needs to know of each operation, read from its schema."""
+"""Read from an operation's schema what the recorder needs to know of it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OVERWRITE = {
 
 @dataclass(frozen=True)
 class OpSchema:
-    """What an operation does with its arguments."""
+    """The uses that an operation makes of its arguments."""
 
     is_view: bool  # returns views of its arguments and writes nothing
     written_args: tuple[tuple[int, str], ...]  # position and name of each argument that it writes

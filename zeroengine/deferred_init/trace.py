@@ -98,7 +98,7 @@ class RecordedOp:
 
 @dataclass(frozen=True, eq=False)
 class StorageVersion:
-    """What a storage held after an operation."""
+    """The contents of a storage after an operation."""
 
     op: RecordedOp
     previous: StorageVersion | None  # None where this operation wrote everything

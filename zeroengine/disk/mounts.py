@@ -15,7 +15,7 @@ class Mount:
     Attributes:
         path: The folder that it is mounted on.
         filesystem: Its type, such as ext4, xfs, nfs4 or tmpfs.
-        device: What it is mounted from, such as /dev/nvme0n1p1 or server:/export.
+        device: The source that it is mounted from, such as /dev/nvme0n1p1 or server:/export.
     """
 
     path: str

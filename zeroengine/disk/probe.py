@@ -1,4 +1,4 @@
-"""How fast a disk is, and the settings that drive it best: backends, depths and block sizes, each tried shortly."""
+"""Measure a disk, and find the backend, depth and block size that drive it best, by short trials."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _tuned_by_device: dict[int, DiskSettings] = {}
 
 @dataclass(frozen=True)
 class DiskSettings:
-    """How a disk is driven: the keys of "aio" in the configuration. The defaults are good without a measurement.
+    """The settings that drive a disk, "aio" in the configuration. The defaults are good without a measurement.
 
     Attributes:
         backend: As for ``DiskQueue``.
@@ -55,7 +55,7 @@ class DiskSettings:
 
 @dataclass(frozen=True)
 class DiskSpeed:
-    """What a disk gave with some settings, in bytes per second.
+    """The speeds of a disk with some settings, in bytes per second.
 
     Attributes:
         settings: The settings.

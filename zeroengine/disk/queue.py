@@ -224,7 +224,7 @@ class DiskQueue:
 
         Args:
             file: The file to read.
-            offset_bytes: Where in the file the data begins, a multiple of 4096.
+            offset_bytes: The offset of the data in the file, a multiple of 4096.
             into: A contiguous CPU tensor of any shape and dtype.
 
         Raises:
@@ -239,7 +239,7 @@ class DiskQueue:
 
         Args:
             file: The file to write.
-            offset_bytes: Where in the file the data goes, a multiple of 4096.
+            offset_bytes: The offset in the file that the data is written to, a multiple of 4096.
             source: A contiguous CPU tensor of any shape and dtype.
 
         Raises:

@@ -40,8 +40,8 @@ class SwapFolder:
 
     Args:
         nvme_path: A folder on a local disk.
-        label: What names this process's files in messages, such as "rank0".
-        min_free_bytes: What will be needed here.
+        label: The name of this process's files in messages, such as "rank0".
+        min_free_bytes: The bytes that will be needed here.
         direct: False to go through the page cache, even where direct I/O works.
 
     Attributes:
@@ -85,7 +85,7 @@ class SwapFolder:
         """Return a new file of this process's own, whose space is taken at once.
 
         Args:
-            name: What names it in messages.
+            name: Its name in messages.
             nbytes: Its size, rounded up to a multiple of 4096.
 
         Raises:
@@ -212,7 +212,7 @@ class SwapFile:
         SIGBUS in ``mapped_memory``.
 
         Args:
-            offset_bytes: Where in the file the tensor begins, a multiple of the dtype's size.
+            offset_bytes: The offset of the tensor in the file, a multiple of the dtype's size.
             numel: The number of elements.
             dtype: Their dtype.
 

@@ -26,9 +26,9 @@ class _FileRegion:
     """The part of a file that is a state.
 
     Attributes:
-        address: Where the mapped state begins in memory.
+        address: The address at which the mapped state begins.
         file: The file.
-        offset: Where the state begins in the file, in bytes.
+        offset: The offset of the state in the file, in bytes.
         mapped: The mapped state.
     """
 
@@ -49,8 +49,8 @@ class DiskStore:
     """An ``OffloadStore`` in this rank's files on a disk, for states that the CPU works on.
 
     Args:
-        folder: Where the files are.
-        queue: What reads and writes them.
+        folder: The folder of the files.
+        queue: The queue that reads and writes them.
         expected_bytes: The padded bytes of all states that will live here. They get one file; further states get more.
 
     Raises:

@@ -1,4 +1,4 @@
-"""How much CPU memory this process may still take, and whether offload fits into it."""
+"""Find the CPU memory that this process may still take, and check that offload fits into it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_host_memory(nbytes: int, *, on_disk: bool) -> None:
     """Check that offload fits into CPU memory.
 
     Args:
-        nbytes: What each rank will take, in bytes.
+        nbytes: The bytes that each rank will take.
         on_disk: Whether the states themselves are on a disk already, so that only buffers take memory.
 
     Raises:

@@ -269,7 +269,7 @@ class _ChainedTransfer:
     """A ``Work`` of two, of which a thread starts the second when the first is done.
 
     Args:
-        second: What the thread starts.
+        second: The work that the thread starts.
         device_work: The one that the device takes part in, for streams to wait for; None: it is the second.
     """
 

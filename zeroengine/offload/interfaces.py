@@ -1,4 +1,4 @@
-"""What a store of states can do, and what copies between a device and the host can do."""
+"""The protocols of a store of states, and of copies between a device and the host."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Copies(Protocol):
         Neither may be written, and ``target`` not be read, before the returned work was awaited.
 
         Args:
-            target: Where the values go.
+            target: The tensor that the values are copied into.
             source: The values, of the same shape and dtype.
             after: The work that the copy is ordered behind. None: the work of the current stream, which inside
                 ``on_copy_stream`` is the stream of the copy itself.
@@ -82,7 +82,7 @@ class OffloadStore(StateStore, Protocol):
     """A store outside of the memory of the device that computes, where new states can be made.
 
     Attributes:
-        medium: Where the states are.
+        medium: The kind of memory that the states are in.
         stream_ordered: Whether the device's streams order the transfers, so that a transfer can be issued behind the
             work that it depends on. Otherwise the host waits for one before it issues the other.
     """

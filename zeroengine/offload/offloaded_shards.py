@@ -34,12 +34,12 @@ class OffloadedShards:
     """Parameter shards in a store, and the all-gathers that start there.
 
     Args:
-        store: Where the shards live.
+        store: The store of the shards.
         transport: Gathers them.
         num_buffers: The number of shards in memory at once; there are more only where a peer is slow to take them.
 
     Attributes:
-        medium: Where the shards are.
+        medium: The kind of memory that the shards are in.
         can_gather_ahead: Whether a gather may be issued ahead of its use. Elsewhere the host would have to wait for the
             disk or for its peers first, so only the read is issued ahead.
     """

@@ -66,9 +66,9 @@ class _StartedTask:
     Attributes:
         task: The task.
         buffer: The buffer of its moved operands.
-        tensors: What ``compute`` is called with.
+        tensors: The arguments of ``compute``.
         reads: The reads that must arrive before.
-        results: What is written after: to which store, from where, over which state.
+        results: The writes that follow: for each one its store, its source and the state that it replaces.
     """
 
     task: PipelineTask

@@ -1,4 +1,4 @@
-"""Which of a model's states live elsewhere than on the device, and the stores that they live in."""
+"""Place a model's states on the device or in stores, and open the stores."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CPU_MEMORY = ""
 
 @dataclass(frozen=True)
 class Placement:
-    """Where each unit's states live; None stands for the device.
+    """The places of each unit's states; None stands for the device.
 
     Attributes:
         disks: The stores on disks.
@@ -107,9 +107,9 @@ def place_states(
     Args:
         plans: The units.
         degrees: The number of ranks that each state is partitioned over.
-        config: Where states live.
+        config: The configuration, which says where states live.
         transport: Gathers the parameters, and says how shards are aligned.
-        device: Where the model computes.
+        device: The device that the model computes on.
         copies: Copies between ``device`` and the host. None: those of a GPU; none on the CPU.
 
     Raises:

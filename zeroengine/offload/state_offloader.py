@@ -84,7 +84,7 @@ class StateOffloader:
         Args:
             states: The tensors of each state.
             path: The folder; None: CPU memory.
-            config: How a disk is driven.
+            config: The configuration, for the settings that drive a disk.
             rank: This process's rank, for messages.
 
         Raises:

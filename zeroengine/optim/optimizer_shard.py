@@ -21,7 +21,7 @@ class OptimizerShard:
     Args:
         number: The unit's place among the trainable units.
         grads: The unit's gradients.
-        store: Where masters and optimizer state live. None: on the device.
+        store: The store of masters and optimizer state. None: they are on the device.
 
     Attributes:
         param: The parameters that the model computes with.

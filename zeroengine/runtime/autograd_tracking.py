@@ -87,9 +87,12 @@ class CallTracker:
         post_backward: Callable[[Unit], None],
     ) -> None:
         self._units_of, self._pre_backward, self._post_backward = units_of, pre_backward, post_backward
-        self._active_calls: dict[nn.Module, list[Call]] = {}  # calls whose backward has begun
-        self._seen_inputs: Any = WeakIdKeyDictionary()  # tensors that some call has had as an input
-        self._complete_units: set[Unit] = set()  # units whose trainable parameters all have their gradients
+        # The calls whose backward has begun.
+        self._active_calls: dict[nn.Module, list[Call]] = {}
+        # The tensors that some call has had as an input. The keys are weak, or they would keep activations alive.
+        self._seen_inputs: Any = WeakIdKeyDictionary()
+        # The units whose trainable parameters all have their gradients.
+        self._complete_units: set[Unit] = set()
 
     def watch_inputs(self, module: nn.Module, inputs: Any) -> Call:
         """Put hooks on the inputs of a forward. Call this before the forward, which may change them in place."""

@@ -196,8 +196,9 @@ class BackwardTracker:
             self.in_progress = True
 
     def _end(self) -> None:
+        # Where all parameters are frozen, the backward belongs to the loss of another model.
         if not self.in_progress:
-            return  # All parameters are frozen: the backward belongs to the loss of another model.
+            return
         try:
             # A forward may end the backward before it, in whatever mode that forward runs.
             with torch.inference_mode(False), torch.no_grad():

@@ -88,14 +88,19 @@ class Gatherer(BackwardListener):
         self._live_numel = sum(unit.layout.numel for unit in self._units if unit.is_releasable)
         self._num_pins: dict[Unit, int] = dict.fromkeys(self._units, 0)
         self.num_user_gathered = 0
-        self._num_model_forwards = 0  # forwards of the whole model in progress
-        self._module_forwards: list[ModuleForward] = []  # the innermost last
-        self._graph_tasks: list[int] = []  # autograd's ids of the backwards in progress, the innermost last
-        self._unhooked_uses: dict[Unit, None] = {}  # units gathered for a use without a hook, released as the pass ends
+        # The forwards of the whole model that are in progress. Several may be within one another.
+        self._num_model_forwards = 0
+        # The forwards of modules that are in progress, the innermost last.
+        self._module_forwards: list[ModuleForward] = []
+        # Autograd's numbers of the backwards that are in progress, the innermost last.
+        self._graph_tasks: list[int] = []
+        # The units that were gathered for a use without a hook. They are released when the pass ends.
+        self._unhooked_uses: dict[Unit, None] = {}
         self._deferred_frees = DeferredFrees()
         self._visit_order = VisitOrder()
         self._last_in_forward: Unit | None = None
-        self._first_sequence_number = 0  # of the nodes that the model's forward in progress adds to the graph
+        # The number of the first node that the model's forward in progress adds to the graph.
+        self._first_sequence_number = 0
         self._units_of: dict[nn.Module, list[Unit]] = {}
         for unit in self._units:
             for module in unit.modules:

@@ -73,7 +73,8 @@ class OffloadedGradients:
         self._staging_buffers: list[StagingBuffer] = []
         # For each reduce in progress a work that, when awaited, starts the write of the sum.
         self._reducing: list[tuple[UnitGradients, Work]] = []
-        self._ordered_buffers: list[torch.Tensor] = []  # 1-D, uint8: used in the order of the store's stream
+        # 1-D, uint8. The store's stream orders their uses.
+        self._ordered_buffers: list[torch.Tensor] = []
         self._ordered_writes: dict[UnitGradients, Work] = {}
 
     @property
@@ -125,7 +126,7 @@ class OffloadedGradients:
         """Start to write a sum that has been reduced.
 
         Args:
-            total_buffer: Where the sum is cast or added, if it is not written as it is.
+            total_buffer: The buffer that the sum is cast into or added to. None: the sum is written as it is.
             read: The read of the earlier sum into ``total_buffer``, to which this one is added.
         """
         buffer = sum_buffer

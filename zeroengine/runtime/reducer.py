@@ -64,7 +64,7 @@ class Reducer(BackwardListener):
         predivide: The number that gradients are divided by before they are summed, so that the sum of many ranks does
             not overflow. The update multiplies by it again.
         backward: Tells when a backward begins and ends, and learns of each gradient and each complete unit from here.
-        stores: Where each trainable unit's summed gradients live, if not on the device.
+        stores: For each trainable unit, the store of its summed gradients. None: they stay on the device.
         batch_copies: Whether copies into buffers are collected and launched together, which pays on a GPU.
 
     Attributes:
@@ -95,11 +95,14 @@ class Reducer(BackwardListener):
         self._offloaded = OffloadedGradients()
         self._cast_copies = CastCopies() if batch_copies else None
         self._reduce_order = self.gradients[::-1]
-        self._num_queued = 0  # units of `_reduce_order` that joined a bucket in this backward, or need no reduce
-        self._bucket: list[UnitGradients] = []  # complete units that wait for the bucket to fill
+        # The units of ``_reduce_order`` that have joined a bucket in this backward, or need no reduce.
+        self._num_queued = 0
+        # Complete units, which wait for the bucket to fill.
+        self._bucket: list[UnitGradients] = []
         self._works: list[Work] = []
-        self._buffer_pool = GradientBufferPool(transport, self.gradients)
-        self._buffer_of: dict[UnitGradients, GradientBuffer] = {}  # buffers that are being filled
+        self._buffer_pool = UnitBufferPool(transport, self.gradients)
+        # The buffers that are being filled.
+        self._buffer_of: dict[UnitGradients, UnitBuffer] = {}
         self.has_late_gradients = False
         self._handles = [
             self._register_hook(grads, index, param)

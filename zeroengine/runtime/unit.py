@@ -54,8 +54,8 @@ class Unit:
 
     Args:
         synchronise: Overwrites a full buffer with rank 0's, on all ranks.
-        offloaded_shards: Where the shard lives, if not on the device.
-        master_store: Where ``master`` lives, if not on the device.
+        offloaded_shards: The store of the shard. None: it is on the device.
+        master_store: The store of ``master``. None: it is on the device.
 
     Attributes:
         modules: The modules whose forward needs this unit.

@@ -45,7 +45,7 @@ class UnitGradients:
     Args:
         dtype: The dtype of what is kept, in which gradients accumulate.
         reduce_dtype: The dtype that is sent. None chooses the one that needs no cast.
-        store: Where the sums live, if not on the device. Ignored where all ranks must keep them unsharded.
+        store: The store of the sums. None: they stay on the device. Ignored where all ranks must keep them unsharded.
     """
 
     def __init__(
@@ -63,7 +63,8 @@ class UnitGradients:
         self.reduce_dtype = reduce_dtype or (dtype if self.unsharded else unit.dtype)
         # Unsharded gradients of the right dtype are reduced where they are kept. Others go through a gradient buffer.
         self.reduced_in_place = self.unsharded and dtype is self.reduce_dtype
-        self.channel: ChannelName | None = None  # whose memory holds `grad_shard`, if that takes part in collectives
+        # The channel whose memory holds ``grad_shard``. None: it takes part in no collective.
+        self.channel: ChannelName | None = None
         # 1-D: this rank's shard of the summed gradients, or the whole flat layout where unsharded.
         self.grad_shard: torch.Tensor
         numel = layout.shard_numel(degrees.gradients)
@@ -82,10 +83,14 @@ class UnitGradients:
             self.grad_shard.zero_()
         # See the note at the top of this file for who sets and clears these.
         num_params = len(unit.params)
-        self.squared_norm: torch.Tensor | None = None  # 0-D, float64
-        self.deferred_grads: dict[int, torch.Tensor] = {}  # by parameter index, in its shape, of `dtype`
-        self.expected_counts = [1] * num_params  # gradients of each parameter in one backward, learnt from the last
-        self.arrived_counts = [0] * num_params  # gradients of each parameter in this backward
+        # 0-D, float64.
+        self.squared_norm: torch.Tensor | None = None
+        # By the parameter's index, in its shape, of ``dtype``.
+        self.no_sync_grads: dict[int, torch.Tensor] = {}
+        # The gradients that each parameter gets in one backward, learnt from the last one.
+        self.expected_counts = [1] * num_params
+        # The gradients that each parameter has got in this backward.
+        self.arrived_counts = [0] * num_params
         self.num_pending = 0
         self.reduce_launched = False
         self.buffer_filled = [False] * num_params

@@ -19,7 +19,8 @@ class VisitOrder:
 
     def __init__(self) -> None:
         self._next: dict[Visit, Visit] = {}
-        self._num_visits: dict[Unit, int] = {}  # in this pass
+        # The number of visits of each unit in this pass.
+        self._num_visits: dict[Unit, int] = {}
         self._last: Visit | None = None
 
     @property

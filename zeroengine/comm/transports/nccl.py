@@ -162,7 +162,8 @@ class NCCLTransport:
         self._device, self._group, self._watchdog = device, reduce, watchdog
         self.gather = NCCLChannel(gather, device, watchdog, self._pools.get("gather"))
         self.reduce = NCCLChannel(reduce, device, watchdog, self._pools.get("reduce"))
-        self._orders: _Orders | None = None  # not compared yet
+        # The orders that were summed and not compared yet.
+        self._orders: _Orders | None = None
 
     def empty(self, numel: int, dtype: torch.dtype, channel: ChannelName, *, sent: bool = True) -> torch.Tensor:
         """Return memory of the channel's registered pool, or torch's own."""

@@ -88,7 +88,7 @@ def connect(rank: int, addresses: Sequence[RankAddress | None], timeout: float) 
 
     Args:
         rank: This rank.
-        addresses: What ``shared_memory_file.offer`` gave on each rank.
+        addresses: The result of ``shared_memory_file.offer`` on each rank.
         timeout: Seconds after which a stalled operation is an error.
 
     Returns:

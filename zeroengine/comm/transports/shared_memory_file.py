@@ -31,7 +31,7 @@ CONTROL_BYTES = len(CHANNELS) * CHANNEL_BYTES
 
 @dataclass(frozen=True)
 class RankAddress:
-    """Where peers find a rank's memory file."""
+    """The facts by which peers find a rank's memory file."""
 
     host: str  # differs between hosts and between containers, of which network namespaces are a sign
     pid: int
