@@ -100,9 +100,9 @@ class Reducer(BackwardListener):
         # Complete units, which wait for the bucket to fill.
         self._bucket: list[UnitGradients] = []
         self._works: list[Work] = []
-        self._buffer_pool = UnitBufferPool(transport, self.gradients)
+        self._buffer_pool = GradientBufferPool(transport, self.gradients)
         # The buffers that are being filled.
-        self._buffer_of: dict[UnitGradients, UnitBuffer] = {}
+        self._buffer_of: dict[UnitGradients, GradientBuffer] = {}
         self.has_late_gradients = False
         self._handles = [
             self._register_hook(grads, index, param)

@@ -86,7 +86,7 @@ class UnitGradients:
         # 0-D, float64.
         self.squared_norm: torch.Tensor | None = None
         # By the parameter's index, in its shape, of ``dtype``.
-        self.no_sync_grads: dict[int, torch.Tensor] = {}
+        self.deferred_grads: dict[int, torch.Tensor] = {}
         # The gradients that each parameter gets in one backward, learnt from the last one.
         self.expected_counts = [1] * num_params
         # The gradients that each parameter has got in this backward.
