@@ -167,7 +167,7 @@ class _HashingFileSystem(FileSystem):
 
 
 class _DcpWriter(FileSystemWriter):
-    """Writes a rank's files and, on the coordinator, the metadata with the aliases in it."""
+    """Write a rank's files and, on the coordinator, the metadata with the aliases in it."""
 
     def __init__(self, path: Path, aliases: Mapping[str, str], report: Report) -> None:
         # Files are synced when they are closed, so DCP need not do it.

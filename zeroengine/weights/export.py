@@ -39,7 +39,7 @@ MODEL = "model."
 
 @dataclass(frozen=True)
 class ExportResult:
-    """What was written.
+    """The result of an export.
 
     Attributes:
         path: The folder of weights.
