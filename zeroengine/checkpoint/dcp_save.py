@@ -258,7 +258,7 @@ class _SavePlanner(DefaultSavePlanner):
 
 def _with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of the same memory whose storage covers no more than the tensor."""
-    # ctypes cannot make a buffer of no bytes.
+    # torch.frombuffer refuses a buffer of no bytes.
     if tensor.untyped_storage().nbytes() == tensor.nbytes or not tensor.nbytes:
         return tensor
     memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())

@@ -114,7 +114,7 @@ def make_engine(
         meta_init.check_optimizer_state(base_optimizer)
         # Deferred parameters get their values last, for this is the step that takes memory and time.
         meta_init.initialize_meta_parameters(model)
-    # Until here nothing was partitioned. Ranks that differ would partition differently and exchange garbage.
+    # Until here nothing was partitioned. Ranks that differ would partition differently and exchange wrong values.
     check_agreement(group, settings, model, plans, base_optimizer)
     return Engine(model, base_optimizer, settings, group, plans, lr_scheduler, on_device=on_device, copies=copies)
 

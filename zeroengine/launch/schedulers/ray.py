@@ -17,7 +17,7 @@ from zeroengine.launch.local.rank import RankFailure, RunOutcome
 
 
 class ScriptError(Exception):
-    """Describe how the script failed in a worker. Ray carries this to the launcher, which may lack the script's classes.
+    """Describe how the script failed in a worker. Ray carries this to the launcher, which may lack its classes.
 
     Attributes:
         failure: The failure as zero-launch reports it, with the time by the worker's clock.
