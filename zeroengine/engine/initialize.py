@@ -108,7 +108,7 @@ def make_engine(
             compute_dtype=settings.low_precision,
             keep_fp32=mixed_precision.fp32_params(model, settings),
         )
-        # The optimizer is built over the model's own parameters, which still hold their whole values at this point.
+        # The optimizer is built over the model's own parameters, which are not partitioned yet.
         base_optimizer = make_optimizer(optimizer, model, settings)
         check_optimizer(base_optimizer, degrees_of_stage(settings.zero_optimization.stage, group.world_size))
         meta_init.check_optimizer_state(base_optimizer)
