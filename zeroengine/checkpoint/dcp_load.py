@@ -78,7 +78,7 @@ def _load(path: Path, planner: _LoadPlanner) -> dict[str, Any]:
 
 
 class _DcpReader(FileSystemReader):
-    """Reads the items of a plan without torch's unsafe unpickler: the metadata file has been read already."""
+    """Read the items of a plan without torch's unsafe unpickler: the metadata file has been read already."""
 
     def __init__(self, path: Path, planner: _LoadPlanner) -> None:
         super().__init__(path)
@@ -166,7 +166,7 @@ class _LoadPlanner(LoadPlanner):
 
 
 class _CheckPlanner(_LoadPlanner):
-    """Reads into memory that is thrown away."""
+    """Read into memory that is thrown away."""
 
     def prepare(self, target: torch.Tensor) -> torch.Tensor:
         # The read is repeated into the states themselves later, so they must not change here.

@@ -167,7 +167,7 @@ class _HashingFileSystem(FileSystem):
 
 
 class _DcpWriter(FileSystemWriter):
-    """Writes a rank's files and, on the coordinator, the metadata with the aliases in it."""
+    """Write a rank's files and, on the coordinator, the metadata with the aliases in it."""
 
     def __init__(self, path: Path, aliases: Mapping[str, str], report: Report) -> None:
         # Files are synced when they are closed, so DCP need not do it.
@@ -258,7 +258,7 @@ class _SavePlanner(DefaultSavePlanner):
 
 def _with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of the same memory whose storage covers no more than the tensor."""
-    # ctypes cannot make a buffer of no bytes.
+    # torch.frombuffer refuses a buffer of no bytes.
     if tensor.untyped_storage().nbytes() == tensor.nbytes or not tensor.nbytes:
         return tensor
     memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())

@@ -228,7 +228,7 @@ class CheckpointFolder:
         Raises:
             CheckpointError: The disk has not as many bytes free, or the tag is too long.
         """
-        # A full disk found after an hour of writing helps nobody, so the free space is checked first.
+        # The free space is checked first, since a full disk would otherwise be found only after a long write.
         free = shutil.disk_usage(self.path).free
         if free < nbytes:
             raise CheckpointError(

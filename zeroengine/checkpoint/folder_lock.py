@@ -54,15 +54,14 @@ class FolderLock:
             # The holder wrote who it is into the file. The read is bounded, since the file may be anything.
             holder, _, holders_run = file.read(1000).partition("\n")
             file.close()
-            # Only a round that the launcher itself has given up may be pushed aside. Another job is alive and in its
-            # rights.
+            # Only a round that the launcher itself has given up may lose the folder. Another job is alive and keeps it.
             if not _is_earlier_round(holders_run.strip(), self._run):
                 raise CheckpointError(
                     f"another job saves into {self._folder} ({holder or 'another process'}): give each job a folder of "
                     "its own"
                 )
             file = self._replace_lock_file()
-        # The holder is written only after the lock is held, so a file never names a process that does not hold it.
+        # The name is written only after the lock is held, so a process that is refused never overwrites the holder's.
         file.seek(0)
         file.truncate(0)
         file.write(f"process {os.getpid()} on {os.uname().nodename}\n{self._run}\n")

@@ -24,7 +24,7 @@ READ_BYTES = 1 << 22
 
 
 class FileRecord(BaseModel):
-    """What a manifest says of a file: its bytes, its XXH3 checksum, and the digest that `digest_of_items` gives."""
+    """The record of one file in a manifest: its bytes, XXH3 checksum, and the digest that `digest_of_items` gives."""
 
     bytes: Annotated[int, Ge(0)]
     xxh3: Annotated[str, Field(pattern="^[0-9a-f]{16}$")]

@@ -119,7 +119,7 @@ def _find_prefix(stored: Collection[str], names: Sequence[str], default: str) ->
 
 
 class CheckpointNames:
-    """Where the model's tensors and the optimizer's state are in a checkpoint.
+    """Locate the model's tensors and the optimizer's state in a checkpoint.
 
     Attributes:
         model: Which stored tensor belongs to each parameter and buffer.

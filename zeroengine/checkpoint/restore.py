@@ -43,7 +43,7 @@ class HalfLoadedError(CheckpointError):
 
 @dataclass(frozen=True)
 class RestoreResult:
-    """What a checkpoint holds beside what `restore` has put back.
+    """The rest of a checkpoint, which `restore` has not put back itself.
 
     Attributes:
         client_state: What the user passed to the save.
@@ -163,7 +163,7 @@ def as_checkpoint_errors() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _LoadPlan:
-    """What is to be read from a checkpoint, and where to.
+    """The values to read from a checkpoint, and the tensors that take them.
 
     Attributes:
         model: The parameters and buffers, by their names in the checkpoint.

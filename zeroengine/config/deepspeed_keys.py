@@ -309,7 +309,7 @@ class KeySorter:
 
     def _sort_block(self, path: KeyPath, value: Any) -> None:
         if isinstance(value, dict):
-            # Whatever the sorting leaves over is known to nobody.
+            # Keys that remain after the sorting belong to no model and to no row of the table.
             self.unknown += [(*path, str(key)) for key in self.sort(value, path)]
         elif value is not None:
             self.refused[path] = f"found {describe(value)}; write an object, {{...}}."

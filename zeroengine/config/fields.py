@@ -100,7 +100,7 @@ def _to_tuple(value: Any) -> Any:
 
 
 def _without_nul(path: str) -> str:
-    # The system would cut the path at this character and use another folder.
+    # No file system can store this character, and C code would cut the path there.
     if "\0" in path:
         raise ValueError("a path holds no NUL character; write the path of a folder")
     try:

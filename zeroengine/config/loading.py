@@ -214,9 +214,9 @@ def _correct(tree: dict[str, Any], path: KeyPath) -> bool:
         return True
     is_type = bool(above) and name == "type" and above[0] in TYPES
     nearest = most_similar(str(section[name]), TYPES[above[0]]) if is_type else None
+    # A misspelt type is replaced rather than removed, so that the parameters of the section are still checked.
     if nearest is not None and nearest != section[name]:
         section[name] = nearest
-    # A misspelt type is replaced rather than removed, so that the parameters of the section are still checked.
     else:
         del section[name]
     return True

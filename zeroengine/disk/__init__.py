@@ -1,4 +1,4 @@
-"""Asynchronous direct I/O: the ground floor that offload and checkpoints stand on.
+"""Asynchronous direct I/O, which offload and checkpoints use.
 
 Nothing here knows of models, shards or the configuration's schema. What goes in and out are paths, tensors of the CPU
 and byte offsets. From the bottom up:

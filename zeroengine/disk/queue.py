@@ -76,7 +76,7 @@ class Transfer:
 
     def __init__(self, handle: int, write: bool, path: str, offset: int, resources: tuple[Descriptors, Tensor]) -> None:
         self._handle, self._write, self._path, self._offset = handle, write, path, offset
-        # The size is kept for messages, because the tensor is let go when the transfer is done.
+        # The size is kept for messages, because the tensor is dropped when the transfer is done.
         self._nbytes = resources[1].nbytes
         self._resources: tuple[Descriptors, Tensor] | None = resources
         self._library, self._process = _aio.library(), os.getpid()
@@ -301,7 +301,7 @@ class DiskQueue:
 
 def _close_queue(library: Any, queue: int, under_way: deque[Transfer], process: int) -> None:
     """End a queue. A function and no method: it runs after the queue object has gone."""
-    # The threads that would finish the transfers are the parent's; closing in a forked child would wait for ever.
+    # The threads that would finish the transfers are the parent's; closing in a forked child would never return.
     if process != os.getpid():
         return
     library.ze_aio_close(queue)

@@ -139,8 +139,7 @@ class EngineCheckpoints:
 
         with self._parts.group.collective_errors("to save weights"):
             self._parts.foreign_parameters.check()
-            # A load that failed halfway left some parameters of the checkpoint and some of before. Such weights help
-            # nobody.
+            # A load that failed halfway left some parameters of the checkpoint and some from before it.
             self.check_not_half_loaded("save_weights()")
         self._settle_parameters()
         save(self._stateful_parts(), directory, dtype, shard_size)

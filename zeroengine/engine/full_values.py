@@ -173,7 +173,7 @@ class FullValues:
         with self._same_call("set_full_gradient", unit, index):
             shard = self._trainable_shard(unit, index)
             value = self._checked_copy(unit, index, value)
-            # The check of the value is local, so it happens where an error reaches every rank.
+            # These checks are local, so they run where an error of one rank reaches every rank.
             self._reducer.check_backward_ended()
         self._reducer.wait_reduces()
         self._group.broadcast(value)

@@ -108,13 +108,13 @@ def make_engine(
             compute_dtype=settings.low_precision,
             keep_fp32=mixed_precision.fp32_params(model, settings),
         )
-        # The optimizer is built over the model's own parameters, which still hold their whole values at this point.
+        # The optimizer is built over the model's own parameters, which are not partitioned yet.
         base_optimizer = make_optimizer(optimizer, model, settings)
         check_optimizer(base_optimizer, degrees_of_stage(settings.zero_optimization.stage, group.world_size))
         meta_init.check_optimizer_state(base_optimizer)
         # Deferred parameters get their values last, for this is the step that takes memory and time.
         meta_init.initialize_meta_parameters(model)
-    # Until here nothing was partitioned. Ranks that differ would partition differently and exchange garbage.
+    # Until here nothing was partitioned. Ranks that differ would partition differently and exchange wrong values.
     check_agreement(group, settings, model, plans, base_optimizer)
     return Engine(model, base_optimizer, settings, group, plans, lr_scheduler, on_device=on_device, copies=copies)
 

@@ -43,7 +43,7 @@ log = logging.getLogger("zeroengine")
 
 
 class StepRunner(BackwardListener):
-    """Takes steps from reduced gradients, and counts what became of them.
+    """Take steps from reduced gradients, and count the updates and the skipped steps.
 
     Args:
         config: The resolved configuration.

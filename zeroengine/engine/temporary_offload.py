@@ -1,4 +1,4 @@
-"""Takes states off the device for a while on request of the user, and brings them back."""
+"""Take states off the device for a while at the user's request, and bring them back."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ class CallTracker:
             call.input_edges = [get_gradient_edge(tensor) for tensor in tensors]
         for index, tensor in enumerate(tensors):
             hook = Hook(self, CallTracker._input_done, module, call, index)
-            # A leaf keeps its own hooks for ever. Those of its node in this graph go with the graph.
+            # A leaf keeps its own hooks as long as it lives. Those of its node are dropped with the graph.
             if tensor.is_leaf:
                 get_gradient_edge(tensor).node.register_hook(hook)
             else:

@@ -386,7 +386,7 @@ class Gatherer(BackwardListener):
     # -- backward ---------------------------------------------------------------------------------
 
     def _enter_backward(self) -> bool:
-        """Return whether a backward is in progress, and see to it that its end is noticed."""
+        """Return whether a backward is in progress, and register a callback for its end."""
         graph_task = torch._C._current_graph_task_id()
         if graph_task < 0:
             return False

@@ -83,7 +83,7 @@ class OffloadedGradients:
         return sum(b.memory.nbytes for b in self._staging_buffers) + sum(b.nbytes for b in self._ordered_buffers)
 
     def reduce_and_store(self, grads: UnitGradients, reduce: Callable[[torch.Tensor], Work], accumulate: bool) -> Work:
-        """Reduce gradients and see to it that their sum is written to their store.
+        """Reduce gradients, and write their sum to their store when it is there.
 
         Args:
             reduce: Launches a reduce into the tensor it is given (1-D).

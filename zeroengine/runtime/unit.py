@@ -165,7 +165,7 @@ class Unit:
 
     @property
     def is_mixed_precision(self) -> bool:
-        """Whether parameters are fp16 or bf16, and an fp32 master is updated in their stead."""
+        """Whether parameters are fp16 or bf16, and an fp32 master is updated instead of them."""
         return self.dtype in (torch.bfloat16, torch.float16)
 
     @property

@@ -20,7 +20,7 @@ or moves the value to ``deferred_grads`` and clears ``buffer_filled``.
 ``Reducer.end_step`` runs after an update and when gradients are dropped.
 
 [Note: Several gradients of one parameter]
-In one backward autograd adds up all that a parameter gets before it hands over one gradient. But a backward may hold
+In one backward autograd adds up all that a parameter gets before it passes on one gradient. But a backward may hold
 others: each reentrant checkpoint runs one of its own, and so does a Function whose backward calls ``torch.autograd``.
 A parameter that several of them use gets a gradient from each. So a unit is complete when as many gradients of each
 parameter have arrived as in the backward before. The first time, gradients may arrive after their unit was reduced.

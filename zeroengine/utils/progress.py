@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 
 EVICT_BYTES = 1 << 26
 
-Report = Callable[[int], None]  # Takes the amount done since its last call, in bytes where nothing else is said.
+# A report takes the amount done since its last call, in bytes where nothing else is said.
+Report = Callable[[int], None]
 
 
 def ignore_progress(amount: int) -> None:

@@ -39,7 +39,7 @@ MODEL = "model."
 
 @dataclass(frozen=True)
 class ExportResult:
-    """What was written.
+    """The result of an export.
 
     Attributes:
         path: The folder of weights.
@@ -160,8 +160,7 @@ class _CheckpointSource:
         pieces: dict[str, list[StoredPiece]] = {}
         for stored in self._stored_names:
             for piece in self._metadata.tensors[stored].pieces:
-                # DCP can compress items by extensions. Their bytes are not the tensor's, so they would be written as
-                # garbage.
+                # DCP can compress items by extensions. The bytes of such an item are not those of the tensor.
                 if piece.transforms:
                     raise CheckpointError(f"{stored} is compressed ({', '.join(piece.transforms)}): not supported")
                 pieces.setdefault(piece.file, []).append(piece)

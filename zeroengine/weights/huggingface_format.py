@@ -164,7 +164,7 @@ def _natural_key(name: str) -> list[tuple[int, str]]:
 
 
 class SafetensorsWriter:
-    """Writes values to their places in the files of a folder.
+    """Write values to their places in the files of a folder.
 
     Several processes may write into the same folder: one calls `create` before any other writes.
     """

@@ -26,7 +26,7 @@ from zeroengine.utils.progress import progress
 
 @dataclass(frozen=True)
 class ImportResult:
-    """What was imported.
+    """The result of an import.
 
     Attributes:
         path: The new checkpoint.

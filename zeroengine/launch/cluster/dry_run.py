@@ -9,7 +9,8 @@ from zeroengine.launch.cluster.request import ClusterRequest
 from zeroengine.launch.local.job import count_processes, worker_command
 from zeroengine.launch.local.masking import masked
 
-PORT = 29500  # stands for the free port that a real run chooses
+# This port stands for the free one that a real run chooses.
+PORT = 29500
 
 
 def describe_run(request: ClusterRequest) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # before the next round, after one without a step
-LOSSES_TO_EXCLUSION = 2  # of one node, within EXCLUSION_S
+# These are the shortest and the longest pause before the next round, after a round without a step.
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+# A node is excluded after so many losses within EXCLUSION_S.
+LOSSES_TO_EXCLUSION = 2
 EXCLUSION_S = 600.0
 
 

@@ -189,7 +189,7 @@ class NodeServer:
         self._writer.send({"is": "answer", "address": address, "port": port})
 
     def _reach(self, message: Message) -> None:
-        """See that this node reaches the first one, and remember the interface on the way there."""
+        """Check that this node reaches the first one, and remember the interface on the way there."""
         address, port = message["address"], message["port"]
         try:
             own = try_connection(address, port)

@@ -14,7 +14,8 @@ from zeroengine.launch.cluster.hosts import Host
 from zeroengine.launch.cluster.protocol import Message, encode
 from zeroengine.launch.cluster.shells import RemoteShell
 
-RETRY_INTERVAL_S = 3.0  # between two attempts to reach a node that was lost
+# So many seconds lie between two attempts to reach a node that was lost.
+RETRY_INTERVAL_S = 3.0
 
 
 class NodeConnection:

@@ -1,4 +1,4 @@
-"""The launcher's connections to all nodes of a run, including nodes that are lost and nodes that come back."""
+"""Hold the launcher's connections to all nodes of a run, including nodes that are lost and nodes that come back."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ from zeroengine.launch.local.console import Console
 from zeroengine.launch.local.rank import SIGKILL_TIMEOUT_S
 from zeroengine.launch.local.signals import FORWARDED_SIGNALS, STOP_SIGNALS, signal_handlers
 
-MAX_EVENTS_PER_TURN = 100  # messages that are handled before the wait's condition is tested again
-ANSWER_TIMEOUT_S = 20.0  # for the answer to a short question
+# At most so many messages are handled before the condition of a wait is tested again.
+MAX_EVENTS_PER_TURN = 100
+# The answer to a short question may take so many seconds.
+ANSWER_TIMEOUT_S = 20.0
 
 
 class LauncherInterrupted(Exception):
@@ -51,9 +53,12 @@ class Nodes:
     def __init__(self, request: ClusterRequest, console: Console) -> None:
         self._request, self._console = request, console
         self._introduction: Message = {"folder": request.folder, "environment": request.environment}
-        self._unconnected: deque[NodeConnection] = deque()  # still to be connected to
-        self._returning: dict[int, NodeConnection] = {}  # new connections to lost hosts, by index of the host
-        self._reported: set[Problem] = set()  # of nodes that came back and cannot take part
+        # These nodes are still to be connected to.
+        self._unconnected: deque[NodeConnection] = deque()
+        # These are new connections to lost hosts, by the index of the host.
+        self._returning: dict[int, NodeConnection] = {}
+        # These problems of nodes that came back and cannot take part have been printed.
+        self._reported: set[Problem] = set()
         self._last_clock_check = 0.0
         self._stop_signal: signal.Signals | None = None
         self._to_forward: queue.SimpleQueue[signal.Signals] = queue.SimpleQueue()
@@ -74,6 +79,7 @@ class Nodes:
 
     def __exit__(self, *_: object) -> None:
         self._run_is_over = True
+        # Nodes that were never connected to need no end.
         self._unconnected.clear()
         nodes = self._all()
         # A node whose connection is closed ends its ranks, and then the connecting process here ends by itself.
@@ -82,6 +88,7 @@ class Nodes:
         deadline = time.monotonic() + SIGKILL_TIMEOUT_S
         while any(node.is_connected() for node in nodes) and time.monotonic() < deadline:
             self._handle_events()
+        # A connecting process that has not ended by now may wait for a network that is down.
         for node in nodes:
             node.kill()
         self._thread.close()
@@ -110,6 +117,7 @@ class Nodes:
         while not condition():
             if time.monotonic() > deadline:
                 return False
+            # A handler may run at any line, so it only notes the signal, and the main thread raises here.
             if self._stop_signal is not None and interruptible:
                 raise LauncherInterrupted(self._stop_signal)
             self._handle_events()
@@ -122,6 +130,7 @@ class Nodes:
             The nodes that cannot do it, each with the reason.
         """
         for node in nodes:
+            # An answer to an earlier question must not pass for the answer to this one.
             node.answer = None
             node.send(message)
         if not self.wait(lambda: all(node.answer or node.lost for node in nodes), ANSWER_TIMEOUT_S):
@@ -149,6 +158,7 @@ class Nodes:
             if node.facts is None and problems[node] == [(node.host.label, node.lost)] and not node.refused
         ]
         any_wrong = any(problems[node] for node in self.connections if node not in absent)
+        # All problems appear in one table, so that a user can correct them together.
         if any_wrong or len(self.connections) - len(absent) < self._request.min_nodes:
             rows = [problem for of_node in problems.values() for problem in of_node]
             raise problem_table(rows, len(self.connections))
@@ -219,6 +229,7 @@ class Nodes:
         return find_problems(node, installed_versions(), self._request.nproc)
 
     def _note_stop_signal(self, number: signal.Signals) -> None:
+        # The first signal decides how the run ends. A user who presses Ctrl-C twice changes nothing.
         self._stop_signal = self._stop_signal or number
 
     def _handle_events(self) -> None:
@@ -240,6 +251,7 @@ class Nodes:
                 timeout = None
         except queue.Empty:
             pass
+        # The clocks are checked even if messages arrive without a pause, or a flood of them would hide a silent node.
         if time.monotonic() > self._last_clock_check + POLL_INTERVAL_S:
             self._console.flush()
             for node in self._all():

@@ -10,7 +10,8 @@ from zeroengine.launch.cluster.node_connection import NodeConnection
 
 CLOCK_TOLERANCE_S = 60.0
 
-Problem = tuple[str, str]  # a host's label, and what is wrong there
+# A problem is a host's label, and a sentence about what is wrong there.
+Problem = tuple[str, str]
 
 
 def find_problems(node: NodeConnection, own: dict[str, str], nproc: str) -> list[Problem]:

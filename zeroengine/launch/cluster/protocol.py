@@ -12,8 +12,10 @@ import threading
 from typing import Any
 
 MESSAGE_PREFIX = b"\x01zero-launch "
-HEARTBEAT_INTERVAL_S = 2.0  # in both directions
-NODE_TIMEOUT_S = 10.0  # of silence, after which one side gives up the other
+# Heartbeats are sent so often in both directions.
+HEARTBEAT_INTERVAL_S = 2.0
+# After so many seconds of silence one side gives up the other.
+NODE_TIMEOUT_S = 10.0
 
 Message = dict[str, Any]
 

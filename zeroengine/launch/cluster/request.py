@@ -1,4 +1,4 @@
-"""What is to run on several nodes, and the messages that say so to each of them."""
+"""Describe the ranks that are to run on several nodes, and write the messages that tell each node its part."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from zeroengine.launch.cluster.shells import RemoteShell
 from zeroengine.launch.local.job import CPU_PROCESSES
 
 MAX_IDLE_ROUNDS = 3
-CONNECT_TIMEOUT_S = 30.0  # for a whole connection, until the node's Python answers
-IMPORT_TIMEOUT_S = 120.0  # for that Python to import torch from a cold disk
+# A whole connection may take so many seconds, until the node's Python answers.
+CONNECT_TIMEOUT_S = 30.0
+# That Python has so many seconds to import torch from a cold disk.
+IMPORT_TIMEOUT_S = 120.0
 FAN_OUT = 64
 
 

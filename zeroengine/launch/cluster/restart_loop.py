@@ -28,15 +28,19 @@ from zeroengine.launch.local.console import Console
 from zeroengine.launch.local.failure_report import failure_report
 from zeroengine.launch.local.rank import PEER_FAILURE_TIMEOUT_S, SIGKILL_TIMEOUT_S, RankFailure, RunOutcome
 
-ROUND_END_TIMEOUT_S = 2 * SIGKILL_TIMEOUT_S + 4.0  # for the ranks of all nodes to end
-STEADY_ROUND_S = 60.0  # a round is not interrupted earlier for a node that is back
-RETURN_TIMEOUT_S = 60.0  # for a lost node to come back, if the run needs it
-MAX_NAMED_NODES = 16  # in a message
+# The ranks of all nodes have so many seconds to end.
+ROUND_END_TIMEOUT_S = 2 * SIGKILL_TIMEOUT_S + 4.0
+# A round is not interrupted earlier than this for a node that is back.
+STEADY_ROUND_S = 60.0
+# A lost node has so many seconds to come back, if the run needs it.
+RETURN_TIMEOUT_S = 60.0
+# A message names at most so many nodes.
+MAX_NAMED_NODES = 16
 
 
 @dataclass(frozen=True)
 class RoundResult:
-    """How a round ended. If nothing is set, a lost node is back."""
+    """Describe how a round ended. If nothing is set, a lost node is back."""
 
     succeeded: bool = False
     failures: tuple[RankFailure, ...] = ()
@@ -62,7 +66,8 @@ class RestartLoop:
     def __init__(self, request: ClusterRequest, nodes: Nodes, console: Console) -> None:
         self._request, self._nodes, self._console = request, nodes, console
         self._round_index = 0
-        self._reports_steps = False  # whether any round has reported a step
+        # This becomes True when any round has reported a step.
+        self._reports_steps = False
         self._idle_rounds, self._loss_history = IdleRoundCounter(request.max_idle_rounds), NodeLossHistory()
 
     def run(self) -> RunOutcome:
@@ -80,6 +85,7 @@ class RestartLoop:
             if is_restart and (outcome.is_final or restarts == request.max_restarts):
                 return outcome
             restarts += is_restart
+            # The report is printed at once, since the output of the next round would push the cause out of sight.
             if outcome.code:
                 self._console.print_own(failure_report(outcome, self._console))
             if result.lost and request.elastic:
@@ -119,6 +125,7 @@ class RestartLoop:
         """Pause before the next round, if this one had no step."""
         if pause_s := self._idle_rounds.pause_s:
             self._nodes.print_notice(f"no step was taken in that round; the next one begins in {pause_s:.0f} s")
+            # The condition never holds, so this handles messages and signals for the whole pause.
             self._nodes.wait(lambda: False, pause_s)
 
     def _wait_for_nodes(self) -> bool:
@@ -159,6 +166,7 @@ class RestartLoop:
                 "restart": self._round_index,
                 "run_id": request.run_id,
             }
+            # The node counts as running before the message is sent, so that its first output is not dropped.
             node.running = True
             node.send(request.run_message(node, assignment, full_world_size))
         try:
@@ -167,6 +175,7 @@ class RestartLoop:
             self._stop_ranks(members, interrupt.number)
             raise
         finally:
+            # Unfinished lines belong to this round and its names.
             self._console.flush(everything=True)
             for node in members:
                 node.running = False
@@ -200,6 +209,7 @@ class RestartLoop:
         if unable and not self._request.elastic and self._round_index == 0:
             problems = [(node.host.label, text) for node, text in unable.items()]
             raise problem_table(problems, len(self._nodes.connections))
+        # Where most nodes cannot reach the first one, the fault is more likely on its side than on theirs.
         if len(rest) > 1 and 2 * len(unable) > len(rest):
             text = next(iter(unable.values()))
             first.lose(f"{len(unable)} of {len(rest)} nodes cannot reach it: {text}")
@@ -246,6 +256,7 @@ class RestartLoop:
         for node in running:
             node.stopped = True
             node.send({"do": "stop", "signal": int(number)})
+        # A second signal must not leave ranks behind, so this wait cannot be interrupted.
         all_ended = self._nodes.wait(
             lambda: all(node.ended or node.lost for node in running), ROUND_END_TIMEOUT_S, interruptible=False
         )

@@ -37,7 +37,7 @@ class RemoteShell:
     name: str = "ssh"
 
     def check_installed(self) -> None:
-        """See that the program exists.
+        """Check that the program exists.
 
         Raises:
             LaunchError: It does not.

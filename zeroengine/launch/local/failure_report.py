@@ -8,7 +8,8 @@ from zeroengine.launch.local.console import Console
 from zeroengine.launch.local.rank import RankFailure, RunOutcome
 from zeroengine.utils.launcher_environment import RESTART_EXIT_CODE
 
-MAX_NAMED_FAILURES = 4  # besides the first
+# So many failures are named besides the first one.
+MAX_NAMED_FAILURES = 4
 
 
 def failure_report(outcome: RunOutcome, console: Console) -> str:

@@ -179,7 +179,7 @@ def check_config(config: str | None, overrides: Sequence[str]) -> None:
 
 
 def check_target(target: str, module: bool) -> None:
-    """See that the script or module exists and can be run.
+    """Check that the script or module exists and can be run.
 
     Raises:
         LaunchError: It cannot; the message names a similar one if there is one.

@@ -6,13 +6,15 @@ import re
 from collections.abc import Mapping
 
 MASK = "***"
-FOLDER_NAMES = ("PWD", "OLDPWD")  # PWD also stands for a password
+# PWD means the working folder here, although it may stand for a password elsewhere.
+FOLDER_NAMES = ("PWD", "OLDPWD")
 # The end of a word of the name: WANDB_API_KEY and PGPASSWORD, but not TOKENIZERS_PARALLELISM.
 SECRET_WORD = re.compile(
     r"((?<![A-Z])(KEY|PASS|AUTH|PAT|COOKIE|PRIVATE|SIGNATURE|CREDENTIAL)|APIKEY|OAUTH|TOKEN|SECRET|PASSWORD|PASSWD|"
     r"PASSPHRASE|PWD)S?\d*(_|$)"
 )
-PASSWORD_IN_URL = re.compile(r"(://[^/\s:@]*):[^/\s@]+@")  # https://user:password@proxy
+# This finds the password in addresses such as https://user:password@proxy.
+PASSWORD_IN_URL = re.compile(r"(://[^/\s:@]*):[^/\s@]+@")
 
 
 def is_secret(name: str, value: str = "") -> bool:

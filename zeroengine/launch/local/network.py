@@ -1,4 +1,4 @@
-"""Addresses, ports and interfaces of this node."""
+"""Find addresses, ports and interfaces of this node."""
 
 from __future__ import annotations
 

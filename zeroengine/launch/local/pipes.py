@@ -17,7 +17,8 @@ from zeroengine.errors import LaunchError
 from zeroengine.launch.local.console import STDERR, STDOUT
 from zeroengine.launch.local.signals import signal_handlers
 
-Receive = Callable[[int, int, bytes], None]  # arguments: local rank, STDOUT or STDERR, data
+# The arguments are the local rank, STDOUT or STDERR, and the data.
+Receive = Callable[[int, int, bytes], None]
 
 
 class Pipes:

@@ -1,4 +1,4 @@
-"""Kubernetes: manifests for Kubeflow, which starts the pods and tells torch elastic in each where the others are."""
+"""Print manifests for Kubeflow, which starts the pods and tells torch elastic in each where the others are."""
 
 from __future__ import annotations
 
@@ -65,6 +65,7 @@ def build_manifest(
     resources = {} if cpu else {"limits": {"nvidia.com/gpu": int(nproc)}}
     # torchrun expands ${local_rank} as well, with $$ for a plain $, so every $ is escaped once for each of them.
     command = ["python", "-m", "torch.distributed.run", *(escape_dollars(word.replace("$", "$$")) for word in words)]
+    # A TrainJob names the runtime of the cluster, which brings everything that is not written here.
     if kind == "TrainJob":
         if low < high:
             raise LaunchError(f"--nnodes {nnodes}: a TrainJob has one number of nodes. Write --nnodes {high}")
@@ -113,6 +114,7 @@ def job_name(name: str, kind: str, nodes: int) -> tuple[str, list[str]]:
         kind: See `build_manifest`.
         nodes: The number of pods, which number the services.
     """
+    # The name is made valid rather than refused, since it comes from the script's file name.
     label = re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-")
     if not label[:1].isalpha():
         label = f"train-{label}".strip("-")
@@ -134,6 +136,7 @@ def escape_dollars(text: str) -> str:
 
 
 class _DumperWithoutAliases(yaml.SafeDumper):
+    # Aliases are valid YAML, but people who edit a manifest do not expect them.
     def ignore_aliases(self, data: Any) -> bool:
         return True
 

@@ -1,4 +1,4 @@
-"""MPI: mpirun has started this process as one of many ranks, and its environment becomes torch.distributed's."""
+"""Turn the environment of a rank that mpirun has started into torch.distributed's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ray: Ray Train starts the ranks as actors of a Ray cluster and creates their process group."""
+"""Run the ranks as actors of a Ray cluster. Ray Train starts them and creates their process group."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zeroengine.launch.local.rank import RankFailure, RunOutcome
 
 
 class ScriptError(Exception):
-    """How the script failed in a worker. Ray carries it to the launcher, which need not know the script's classes.
+    """Describe how the script failed in a worker. Ray carries this to the launcher, which may lack its classes.
 
     Attributes:
         failure: The failure as zero-launch reports it, with the time by the worker's clock.
@@ -93,7 +93,7 @@ def worker_failures(error: Exception) -> Iterator[RankFailure]:
 
 
 def check_installed() -> None:
-    """See that Ray is installed.
+    """Check that Ray is installed.
 
     Raises:
         LaunchError: It is not.
@@ -110,11 +110,13 @@ def train_worker(config: dict[str, Any]) -> None:
     """
     from zeroengine.launch.local import worker
 
+    # Ray starts its workers in a folder of its own, and scripts use relative paths.
     os.chdir(config["folder"])
     os.environ.update(config["environment"])
     sys.argv = ["worker.py", *config["words"]]
     try:
         worker.run_target(list(config["words"]))
+    # A script may end by sys.exit. Ray would take any SystemExit for a dead worker.
     except SystemExit as end:
         if end.code in (None, 0):
             return
@@ -130,4 +132,5 @@ def train_worker(config: dict[str, Any]) -> None:
         failure = RankFailure(int(os.environ["RANK"]), time.time(), 1, summary, text)
     else:
         return
+    # The error is raised outside of the handlers, so that it does not carry the script's own exception along.
     raise ScriptError(failure)

@@ -1,4 +1,4 @@
-"""Slurm: the hosts of the allocation that this process is in, and batch scripts that make one."""
+"""Find the hosts of the allocation that this process is in, and write batch scripts that ask for one."""
 
 from __future__ import annotations
 
@@ -47,6 +47,7 @@ def allocated_hosts(environ: Mapping[str, str]) -> list[Host]:
 
 def _gpus(environ: Mapping[str, str]) -> int | None:
     if environ.get("SLURM_GPUS_ON_NODE", "").isdecimal():
+        # The value may name the kind of GPU before the number, as in a100:4.
         return int(environ["SLURM_GPUS_ON_NODE"])
     match = re.search(r"(\d+)$", environ.get("SLURM_GPUS_PER_NODE", ""))
     return int(match[1]) if match else None
@@ -77,6 +78,7 @@ def batch_script(
     log = "%x-%A_%a.log" if _is_among(ARRAY_OPTIONS, options) else "%x-%j.log"
     # A job that is started again continues its log.
     asked += ["--requeue", "--open-mode=append", f"--output={log}"]
+    # Options of the user stand on the last line, and sbatch takes the last of several.
     lines = [f"#SBATCH {shlex.quote(option)}" for option in asked]
     lines += [f"#SBATCH {shlex.join(options)}"] if options else []
     # Slurm sends SIGTERM to the script's own process first, which exec makes zero-launch.
@@ -91,7 +93,7 @@ def _is_among(names: Sequence[str], options: Sequence[str]) -> bool:
 
 
 def check_export(options: Sequence[str], hidden: Iterable[str], environ: Mapping[str, str]) -> None:
-    """See that sbatch passes on the variables whose values are not written into the script.
+    """Check that sbatch passes on the variables whose values are not written into the script.
 
     Args:
         options: The options of sbatch.
@@ -101,6 +103,7 @@ def check_export(options: Sequence[str], hidden: Iterable[str], environ: Mapping
     Raises:
         LaunchError: `--export` among the options, or SBATCH_EXPORT, excludes one of them.
     """
+    # Without an option sbatch passes on the whole environment.
     text, source = environ.get("SBATCH_EXPORT", "ALL"), "SBATCH_EXPORT="
     for option, following in itertools.zip_longest(options, options[1:], fillvalue=""):
         name, equals, value = option.partition("=")
@@ -130,6 +133,7 @@ def submit(script: str, path: Path, hidden: Mapping[str, str]) -> str:
     if shutil.which("sbatch") is None:
         raise LaunchError("--submit: there is no sbatch here. Log in to a machine of the cluster, or add --dry-run")
     path.write_text(script)
+    # The values travel in the environment of sbatch, so they never reach a file or a command line.
     done = subprocess.run(["sbatch", str(path)], capture_output=True, text=True, env={**os.environ, **hidden})
     if done.returncode:
         raise LaunchError(f"--submit: sbatch refused {path}: {done.stderr.strip()}")
