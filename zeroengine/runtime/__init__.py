@@ -7,6 +7,6 @@
   ``deferred_frees`` (full buffers that other tensors alias).
 - ``backward_tracker``: when a whole backward begins, ends or fails.
 - ``unit_gradients``: the gradients of one unit that this rank keeps, and their flags.
-- ``reducer``: the path of a gradient. It uses ``buckets`` (buffers and copies) and ``offloaded_gradients``.
+- ``reducer``: the path of a gradient. It uses ``gradient_buffers`` (buffers and copies) and ``offloaded_gradients``.
 - ``outside_writes``: parameters that user code wrote, and ranks that wrote different values.
 """
