@@ -84,3 +84,30 @@ def watched(task: Task, engine: zeroengine.Engine) -> Any:
 
 def test_units_whose_calls_share_inputs_are_released_one_by_one_in_backward() -> None:
     check_every_stage(Task(SharedInputs, features), loop=watched)
+
+
+class AuxiliaryLoss(Block):
+    """Keeps a term that its output is made of, and of which a loss may be computed without the output."""
+
+    def forward(self, x: torch.Tensor, context: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        term = context * 2
+        self.auxiliary = term.square().mean()
+        return super().forward(x) + term
+
+
+class AuxiliaryLossAlone(Net):
+    """Computes its loss of tensors that its blocks keep, so the backward begins inside calls and skips their ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(AuxiliaryLoss() for _ in range(3))
+
+    def forward(self, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        context = x = self.stem(x)
+        for block in self.blocks:
+            x = block(x, context)
+        return torch.stack([block.auxiliary for block in self.blocks]).sum()
+
+
+def test_a_loss_of_a_tensor_inside_calls_whose_outputs_get_no_gradient_trains_as_plain_pytorch() -> None:
+    check_every_stage(Task(AuxiliaryLossAlone, features))

@@ -159,6 +159,9 @@ class CallTracker:
                 self._complete_units.add(unit)
 
     def _last_node_ran(self, module: nn.Module, call: Call, index: int) -> None:
+        # A loss of a tensor that a module keeps may begin inside of a call, whose outputs get no gradient then.
+        if not call.started:
+            return
         call.pending_nodes[index] -= 1
         if not call.pending_nodes[index]:
             self._input_done(module, call, index)
