@@ -16,7 +16,7 @@ from tests.distributed.ranks import run_ranks
 from tests.distributed.training import start
 from tests.emulated import cpu_alone
 from zeroengine.engine.initialize import make_engine
-from zeroengine.offload.state_offloader import STATES
+from zeroengine.offload.state_offloader import OFFLOADABLE_STATES
 
 pytestmark = cpu_alone("where memory would lie is modelled")
 PRECISIONS: dict[str, dict[str, Any]] = {
@@ -49,7 +49,7 @@ def check_pools(engine: zeroengine.Engine) -> None:
 
 
 def leave_and_come_back(engine: zeroengine.Engine, folder: Path) -> None:
-    engine.offload_states(device="nvme", nvme_path=folder, include=STATES)
+    engine.offload_states(device="nvme", nvme_path=folder, include=OFFLOADABLE_STATES)
     assert not any(pool.place(unit.shard) for pool in Pool.all for unit in engine._parts.units)
     engine.reload_states()
 

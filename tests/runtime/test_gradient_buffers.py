@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroengine import ops
-from zeroengine.runtime import buckets
+from zeroengine.runtime import gradient_buffers
 from zeroengine.runtime.gradient_buffers import CastCopies
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
@@ -29,7 +29,7 @@ def test_collected_copies_give_the_bits_of_single_copies(
     collected = [target.clone() for target in expected]
     copies = CastCopies()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(buckets, "MAX_TENSORS_PER_LAUNCH", max_tensors)
+        patch.setattr(gradient_buffers, "MAX_TENSORS_PER_LAUNCH", max_tensors)
         for number, dtype, add in steps:
             source = torch.randn(5, generator=generator).to(dtype)
             if add:
@@ -42,7 +42,7 @@ def test_collected_copies_give_the_bits_of_single_copies(
 
 
 def test_pending_copies_are_bounded_by_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buckets, "MAX_PENDING_BYTES", 64)
+    monkeypatch.setattr(gradient_buffers, "MAX_PENDING_BYTES", 64)
     target, copies = torch.zeros(3, 8), CastCopies()
     for row in target:
         copies.add(torch.ones(8), row, accumulate=False)

@@ -152,7 +152,7 @@ def assemble(
         reduce_dtype=config.reduce_dtype,
         predivide=config.predivide(group.world_size),
         backward=backward,
-        stores=placement.optimizer,
+        stores=placement.optimizer_stores,
         batch_copies=group.device.type == "cuda" if on_device is None else on_device,
     )
     # From here on the ranks agree on all values. Later changes of a parameter's version were made outside of the
@@ -169,7 +169,7 @@ def assemble(
             zero_grad=zero_grad,
             writes=outside_writes,
             moments_dtype=FLOATS[config.optimizer_state_dtype],
-            stores=placement.optimizer,
+            stores=placement.optimizer_stores,
             pipeline=placement.pipeline,
             without_waiting=on_device,
         )
@@ -244,10 +244,10 @@ def _make_units(
     placement: Placement,
 ) -> list[Unit]:
     """Move the model's parameters into units, one after another, and give back the memory that each frees."""
-    units, trimmer, master_stores = [], MallocTrimmer(), iter(placement.optimizer)
+    units, trimmer, master_stores = [], MallocTrimmer(), iter(placement.optimizer_stores)
     # One unit at a time frees the old values before the next unit is allocated. The peak is then the model and one
     # unit, rather than two copies of the model.
-    for plan, degrees, stored in zip(plans, degrees_of_units, placement.parameters, strict=True):
+    for plan, degrees, stored in zip(plans, degrees_of_units, placement.parameter_shards, strict=True):
         # Frozen units have no masters, so the optimizer's stores are as many as the trainable units.
         master_store = next(master_stores) if plan.trainable else None
         unit = Unit(plan, degrees, transport, group.broadcast, stored, master_store)

@@ -201,7 +201,7 @@ class EngineCheckpoints:
             # At most one unit is in memory at a time where states live on a disk.
             parts.placement.evict(states.param, states.master)
         # The load wrote these values on purpose and on every rank, so they are no divergence.
-        parts.outside_writes.remember()
+        parts.outside_writes.reset_baseline()
         parts.gatherer.finish_gathers_and_release()
         # Ranks that share memory read parameters of each other in place. None may go on while a peer still writes.
         parts.transport.fence()

@@ -402,7 +402,7 @@ class Engine:
             parts.step_runner.warn_of_unused_hooks()
         updated = parts.step_runner.run_step()
         # The update itself changed the parameters' versions. From here on any change was made outside of the engine.
-        parts.outside_writes.remember()
+        parts.outside_writes.reset_baseline()
         parts.placement.evict()
         # Ranks agree on whether the signal has arrived, and save at the same step. See checkpoint/on_signal.py.
         if parts.save_on_signal is not None and parts.save_on_signal.is_due():

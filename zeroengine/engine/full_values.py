@@ -64,7 +64,7 @@ class FullValues:
     ) -> None:
         self.gatherer = gatherer
         self._model, self._units, self._group, self._transport = model, units, group, transport
-        self._reducer, self._optimizer, self._external_writes = reducer, optimizer, outside_writes
+        self._reducer, self._optimizer, self._outside_writes = reducer, optimizer, outside_writes
         self._divisor, self._accumulation, self._backward = divisor, accumulation, backward
         self._warned_of_missing_gradient = False
 
@@ -95,7 +95,7 @@ class FullValues:
         unit.copy_full_to_shard()
         unit.unset_params.clear()
         # These values are the same on every rank now, so the next comparison must not take them for a divergence.
-        self._external_writes.remember(unit)
+        self._outside_writes.reset_baseline(unit)
         shard = self._optimizer_shard(unit)
         if shard is not None:
             shard.reload_master()

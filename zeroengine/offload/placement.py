@@ -38,16 +38,16 @@ class Placement:
     Attributes:
         disks: The stores on disks.
         stores: The stores that the device reads and writes: those on disks, or what leads to them, and CPU memory.
-        parameters: For each unit, where its shard lives.
-        optimizer: For each trainable unit, where master weights, moments and summed gradients live.
+        parameter_shards: For each unit, where its shard lives.
+        optimizer_stores: For each trainable unit, where master weights, moments and summed gradients live.
         pipeline: Brings states that live elsewhere to the update; None where the update is on the device.
         copies: Copies between the device and the host; None where the device is the CPU.
     """
 
     disks: tuple[DiskStore, ...]
     stores: tuple[OffloadStore, ...]
-    parameters: Sequence[OffloadedShards | None]
-    optimizer: Sequence[OffloadStore | None]
+    parameter_shards: Sequence[OffloadedShards | None]
+    optimizer_stores: Sequence[OffloadStore | None]
     pipeline: Pipeline | None
     copies: Copies | None = None
 
@@ -55,7 +55,7 @@ class Placement:
     def send_buffer_bytes(self) -> int:
         """Bytes of the memory that offloaded shards are sent from."""
         # Units share one object, whose buffers would otherwise be counted once for each unit.
-        distinct = {id(shards): shards for shards in self.parameters if shards is not None}
+        distinct = {id(shards): shards for shards in self.parameter_shards if shards is not None}
         return sum(shards.nbytes for shards in distinct.values())
 
     @property

@@ -75,7 +75,7 @@ class GradientNorm:
         """The device that gradients are on when their norm is taken."""
         return self._shards[0].unit.full_buffer.device if self._shards else torch.device("cpu")
 
-    def summarise(self, label: str) -> GradientSummary:
+    def summarize(self, label: str) -> GradientSummary:
         """Return the summary of the gradients, once those that wait on some rank have been reduced. A collective.
 
         Args:
@@ -116,13 +116,13 @@ class GradientNorm:
             has_grad.append([flag > 0 for flag in total[start:stop]])
             start = stop
         # This comes before the result is used: nothing has been updated where the ranks differ.
-        self._writes.confirm(self._writes.suspects(total[start:]))
+        self._writes.raise_if_different(self._writes.suspects(total[start:]))
         return GradientSummary(total[0], has_grad), total[1] > 0
 
     def norm_on_host(self, divisor: float, label: str) -> torch.Tensor:
         """Return the norm of the gradients over ``divisor``, 0-d float64 on their device. A collective."""
         # The division comes after the root, as in ``ops.gradient_factor``, so that both give the same bits.
-        norm = math.sqrt(self.summarise(label).squared_norm) / divisor
+        norm = math.sqrt(self.summarize(label).squared_norm) / divisor
         return torch.tensor(norm, dtype=torch.float64, device=self.device)
 
     def sum_on_device(self, label: str) -> torch.Tensor:
@@ -147,7 +147,9 @@ class GradientNorm:
 
     def _local_facts(self) -> list[float]:
         """Return whether this rank has a gradient of each parameter, then its checksums of outside writes."""
-        return [float(flag) for shard in self._shards for flag in shard.grads.has_grad] + self._writes.sums()
+        return [
+            float(flag) for shard in self._shards for flag in shard.grads.has_grad
+        ] + self._writes.checksums_to_sum()
 
     def first_not_finite(self) -> str | None:
         """Return the first parameter, in the order of registration, whose summed gradient is not finite. A collective.
@@ -182,7 +184,7 @@ def step_on_host(
         update: Updates every shard, unless the step is skipped. It gets the factor of the gradient, and for each unit
             and parameter whether there is a gradient.
     """
-    summary = gradient_norm.summarise(settings.label)
+    summary = gradient_norm.summarize(settings.label)
     squared_norm = torch.tensor(summary.squared_norm, dtype=torch.float64, device="cpu")
     factor, grad_norm, overflow = ops.gradient_factor(
         squared_norm, divisor=settings.divisor, limit=settings.limit, skip=settings.skip

@@ -36,7 +36,7 @@ queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 
 
 @dataclass
-class Call:
+class ModuleCall:
     """One forward of a module, and how far its backward is. A retained graph sees several backwards."""
 
     num_inputs: int  # that require a gradient
@@ -88,18 +88,18 @@ class CallTracker:
     ) -> None:
         self._units_of, self._pre_backward, self._post_backward = units_of, pre_backward, post_backward
         # The calls whose backward has begun.
-        self._active_calls: dict[nn.Module, list[Call]] = {}
+        self._active_calls: dict[nn.Module, list[ModuleCall]] = {}
         # The tensors that some call has had as an input. The keys are weak, or they would keep activations alive.
         self._seen_inputs: Any = WeakIdKeyDictionary()
         # The units whose trainable parameters all have their gradients.
         self._complete_units: set[Unit] = set()
 
-    def watch_inputs(self, module: nn.Module, inputs: Any) -> Call:
+    def watch_inputs(self, module: nn.Module, inputs: Any) -> ModuleCall:
         """Put hooks on the inputs of a forward. Call this before the forward, which may change them in place."""
         tensors = [t for t in tensors_in(inputs) if t.requires_grad]
         # Frozen units have no gradients to wait for. Without an input that requires a gradient, nothing would tell when
         # their backward is over, so one input that never arrives keeps them until the whole backward ends.
-        call = Call(len(tensors) or any(not unit.trainable for unit in self._units_of[module]))
+        call = ModuleCall(len(tensors) or any(not unit.trainable for unit in self._units_of[module]))
         # The forward may change an input in place, after which the tensor's edge is another one. So the edges are taken
         # now, although the nodes that lead to them exist only after the forward.
         if any(tensor in self._seen_inputs for tensor in tensors):
@@ -114,7 +114,7 @@ class CallTracker:
             self._seen_inputs[tensor] = True
         return call
 
-    def watch_outputs(self, module: nn.Module, call: Call, output: Any) -> bool:
+    def watch_outputs(self, module: nn.Module, call: ModuleCall, output: Any) -> bool:
         """Put hooks on the outputs of a forward. Return whether a backward can pass through them."""
         outputs = [t for t in tensors_in(output) if t.requires_grad and not t.is_leaf]
         for tensor in outputs:
@@ -146,7 +146,7 @@ class CallTracker:
         self._active_calls.clear()
         self._complete_units.clear()
 
-    def _start_backward(self, module: nn.Module, call: Call) -> None:
+    def _start_backward(self, module: nn.Module, call: ModuleCall) -> None:
         # Another output of this call had its gradient before.
         if call.started:
             return
@@ -158,7 +158,7 @@ class CallTracker:
             if unit.is_releasable and unit.trainable and not any(param.requires_grad for param in unit.params):
                 self._complete_units.add(unit)
 
-    def _last_node_ran(self, module: nn.Module, call: Call, index: int) -> None:
+    def _last_node_ran(self, module: nn.Module, call: ModuleCall, index: int) -> None:
         # A loss of a tensor that a module keeps may begin inside of a call, whose outputs get no gradient then.
         if not call.started:
             return
@@ -166,7 +166,7 @@ class CallTracker:
         if not call.pending_nodes[index]:
             self._input_done(module, call, index)
 
-    def _input_done(self, module: nn.Module, call: Call, index: int) -> None:
+    def _input_done(self, module: nn.Module, call: ModuleCall, index: int) -> None:
         """Record that ``call`` adds no more to the gradient of one of its inputs."""
         call.pending_inputs.discard(index)
         if not call.pending_inputs:

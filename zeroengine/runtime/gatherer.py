@@ -32,7 +32,7 @@ from torch import nn
 
 from zeroengine.comm.interfaces import Transport
 from zeroengine.errors import ReleasedParameterError, ZeroEngineError
-from zeroengine.runtime.autograd_tracking import Call, CallTracker, queue_callback
+from zeroengine.runtime.autograd_tracking import CallTracker, ModuleCall, queue_callback
 from zeroengine.runtime.backward_tracker import BackwardListener, BackwardTracker
 from zeroengine.runtime.deferred_frees import DeferredFrees
 from zeroengine.runtime.module_hooks import register_hooks
@@ -49,7 +49,7 @@ class ModuleForward(NamedTuple):
 
     module: nn.Module
     units: list[Unit]  # must stay gathered until it ends
-    call: Call | None  # None where no backward will follow
+    call: ModuleCall | None  # None where no backward will follow
     first_sequence_number: int  # of the nodes that this forward adds to the graph
 
 
@@ -236,7 +236,7 @@ class Gatherer(BackwardListener):
         unit = next(u for u in self._units if any(p is param for p in u.params))
         # A gather in progress was launched by every rank, so this rank may wait for it anywhere.
         if unit.is_released:
-            in_backward = self._enter_backward()
+            in_backward = self._note_backward_in_progress()
             if not (self._num_model_forwards or in_backward):
                 slot = next(s for p, s in zip(unit.params, unit.layout.slots, strict=True) if p is param)
                 raise ReleasedParameterError(
@@ -255,7 +255,7 @@ class Gatherer(BackwardListener):
         unit = view.unit
         with outside_torch_func():
             if unit.state is not GatherState.GATHERED:
-                if not (self._enter_backward() or self._num_model_forwards):
+                if not (self._note_backward_in_progress() or self._num_model_forwards):
                     raise ReleasedParameterError(
                         f"what the graph saved of a parameter of unit {unit.name} is looked at outside of a backward, "
                         "where other ranks may not do the same: write `with zeroengine.gathered(module_or_params):` "
@@ -270,7 +270,7 @@ class Gatherer(BackwardListener):
     def pre_model_forward(self, module: nn.Module, args: Any) -> None:
         """Begin a pass, if no forward and no backward is in progress."""
         # A forward inside a backward is a recomputation: the pass in progress is the backward.
-        if not self._enter_backward():
+        if not self._note_backward_in_progress():
             if not self._num_model_forwards:
                 # The end of a backward that raised was never announced. Its units are released before this forward
                 # gathers any.
@@ -322,7 +322,7 @@ class Gatherer(BackwardListener):
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Gather the units that the forward of ``module`` needs, and track the call's backward."""
         # A checkpoint runs the forward again within a backward.
-        self._enter_backward()
+        self._note_backward_in_progress()
         for unit in self._units_of[module]:
             self._gather_and_prefetch(unit)
         units = [unit for unit in self._units_of[module] if unit.is_releasable]
@@ -385,7 +385,7 @@ class Gatherer(BackwardListener):
 
     # -- backward ---------------------------------------------------------------------------------
 
-    def _enter_backward(self) -> bool:
+    def _note_backward_in_progress(self) -> bool:
         """Return whether a backward is in progress, and register a callback for its end."""
         graph_task = torch._C._current_graph_task_id()
         if graph_task < 0:
@@ -418,7 +418,7 @@ class Gatherer(BackwardListener):
 
     def _pre_backward(self, module: nn.Module) -> None:
         """Gather what the backward of a call of ``module`` needs."""
-        self._enter_backward()
+        self._note_backward_in_progress()
         for unit in self._units_of[module]:
             if unit.is_releasable:
                 self._gather_and_prefetch(unit)

@@ -51,7 +51,7 @@ class OutsideWrites:
         self._zeros = [0.0] * (2 * len(self._params))
         self._versions = self._current_versions()
 
-    def remember(self, unit: Unit | None = None) -> None:
+    def reset_baseline(self, unit: Unit | None = None) -> None:
         """Count writes from now on, when the ranks are known to agree.
 
         Args:
@@ -67,7 +67,7 @@ class OutsideWrites:
             if param in params:
                 self._versions[index] = versions[index]
 
-    def sums(self) -> list[float]:
+    def checksums_to_sum(self) -> list[float]:
         """Return what the ranks are to sum: a checksum c of each parameter, then c * c of each. It is 0 if unwritten.
 
         All ranks have the same c exactly if world_size * sum(c * c) = sum(c) ** 2 (Cauchy-Schwarz). The numbers are
@@ -89,7 +89,7 @@ class OutsideWrites:
         """Return the indices of parameters that not every rank wrote with the same values.
 
         Args:
-            sums: The results of ``sums``, summed over the ranks.
+            sums: The results of ``checksums_to_sum``, summed over the ranks.
         """
         count, size = len(self._params), self._group.world_size
         pairs = zip(sums[:count], sums[count:], strict=True)
@@ -97,7 +97,7 @@ class OutsideWrites:
         # rounded.
         return [i for i, (c, squares) in enumerate(pairs) if size * int(squares) != int(c) ** 2]
 
-    def confirm(self, suspects: Sequence[int]) -> None:
+    def raise_if_different(self, suspects: Sequence[int]) -> None:
         """Compare the values of ``suspects`` over the ranks. This is a collective if there are any.
 
         A suspect may turn out equal: a rank may have received what another wrote in a way that no version counter sees.
@@ -125,8 +125,8 @@ class OutsideWrites:
             return
         # Every rank compares what any rank has written, for the others may lack exactly that write.
         written = self._group.all_gather_object(self._written(), "of names of written parameters")
-        self.confirm(sorted(set().union(*written)))
-        self.remember()
+        self.raise_if_different(sorted(set().union(*written)))
+        self.reset_baseline()
 
     def message(self, different: Sequence[int]) -> str:
         """Return the text of an error about parameters that the ranks wrote differently."""

@@ -134,7 +134,10 @@ class Reducer(BackwardListener):
 
     def _is_deferred(self, grads: UnitGradients) -> bool:
         """Return whether a gradient stays in ``param.grad``: inside no_sync, or because its unit was reduced."""
-        return grads.is_reduced if grads.unsharded else grads.reduce_launched or not self._backward.sync_enabled
+        # Unsharded gradients are added to the kept sum also inside no_sync, for they are reduced once, at the end.
+        if grads.unsharded:
+            return grads.is_reduced
+        return grads.reduce_launched or not self._backward.sync_enabled
 
     def _post_accumulate_grad(self, grads: UnitGradients, index: int, param: nn.Parameter) -> None:
         # This may begin the backward, which resets the counts of arrived gradients. So it comes first.

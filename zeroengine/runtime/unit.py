@@ -53,7 +53,7 @@ class Unit:
     is released between uses holds no memory afterwards, and the caller calls ``release`` next.
 
     Args:
-        synchronise: Overwrites a full buffer with rank 0's, on all ranks.
+        broadcast: Overwrites a full buffer with rank 0's, on all ranks.
         offloaded_shards: The store of the shard. None: it is on the device.
         master_store: The store of ``master``. None: it is on the device.
 
@@ -72,7 +72,7 @@ class Unit:
         plan: UnitPlan,
         degrees: Degrees,
         transport: Transport,
-        synchronise: Callable[[torch.Tensor], None],
+        broadcast: Callable[[torch.Tensor], None],
         offloaded_shards: OffloadedShards | None = None,
         master_store: OffloadStore | None = None,
     ) -> None:
@@ -107,7 +107,7 @@ class Unit:
         self.full_buffer.zero_()
         self._views = self._views_of_full()
         self.unset_params: set[str] = set()
-        self.master = self._load(synchronise, master_store)
+        self.master = self._load(broadcast, master_store)
         self.shard = self.full_buffer if shard is None else shard
         self.copy_full_to_shard()
         self._placeholders = [_placeholder(view) for view in self._views]
@@ -123,7 +123,7 @@ class Unit:
             self._buffer.free()
 
     def _load(
-        self, synchronise: Callable[[torch.Tensor], None], master_store: OffloadStore | None
+        self, broadcast: Callable[[torch.Tensor], None], master_store: OffloadStore | None
     ) -> torch.Tensor | None:
         """Move the model's values into the full buffer. Return this rank's fp32 master if that rounded them."""
         # Wider values go through an fp32 buffer first, from which the master is cut before they are rounded.
@@ -145,7 +145,7 @@ class Unit:
                     trace.write(target)
                 # A parameter on the meta device refuses ``data`` of another device.
                 swap_data(param, view)
-            synchronise(source)
+            broadcast(source)
             if not wide:
                 return None
             self.full_buffer.copy_(source)

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from zeroengine.runtime.unit import Unit
 
-# Whether the visit is in a backward, the unit, and how many times this pass has visited the unit. The count tells apart
-# the visits of a unit that is used several times and has another successor each time.
-Visit = tuple[bool, Unit, int]
+
+class Visit(NamedTuple):
+    """One use of a unit in a forward or a backward.
+
+    Attributes:
+        in_backward: Whether the pass is a backward.
+        unit: The unit that is needed.
+        number: How many times this pass has visited the unit. It tells apart the visits of a unit that is used several
+            times and has another successor each time.
+    """
+
+    in_backward: bool
+    unit: Unit
+    number: int
 
 
 class VisitOrder:
@@ -26,7 +38,7 @@ class VisitOrder:
     @property
     def last(self) -> Unit | None:
         """The unit that was visited last in this pass, or None before the first visit."""
-        return None if self._last is None else self._last[1]
+        return None if self._last is None else self._last.unit
 
     def start_pass(self) -> None:
         """Begin a forward or a backward."""
@@ -45,7 +57,7 @@ class VisitOrder:
         if self.last is unit:
             return
         self._num_visits[unit] = self._num_visits.get(unit, 0) + 1
-        visit = (in_backward, unit, self._num_visits[unit])
+        visit = Visit(in_backward, unit, self._num_visits[unit])
         if self._last is not None:
             self._next[self._last] = visit
         self._last = visit
@@ -58,7 +70,7 @@ class VisitOrder:
             visit = self._next.get(visit) if visit is not None else None
             if visit is None:
                 return
-            yield visit[1]
+            yield visit.unit
 
     def to_prefetch(self, prefetch_numel: int, live_numel: int, max_live_numel: int) -> Iterator[Unit]:
         """Yield the released units among the next ones, up to the limits. The caller starts each before it asks again.

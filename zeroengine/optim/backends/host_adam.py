@@ -37,7 +37,7 @@ MAX_SHARDS_LEAVING = 3
 
 
 @dataclass(frozen=True)
-class _Operands:
+class _KernelTensors:
     """The tensors of elements ``start`` to ``stop`` of a shard, which the kernel works on."""
 
     start: int
@@ -136,7 +136,7 @@ class HostAdam:
             )
 
     def _tensors(self, shard: OptimizerShard) -> list[torch.Tensor]:
-        """Return the tensors of a shard in the order of ``_Operands``."""
+        """Return the tensors of a shard in the order of ``_KernelTensors``."""
         tensors = [shard.master, shard.gradient, *self.state.moments[shard.number]]
         return tensors if shard.low_precision_param is None else [*tensors, shard.low_precision_param]
 
@@ -211,7 +211,7 @@ class HostAdam:
         *tensors: torch.Tensor,
     ) -> None:
         """Update elements ``start`` to ``stop`` of a shard, whose values are in ``tensors``."""
-        operands = _Operands(start, stop, *tensors)
+        operands = _KernelTensors(start, stop, *tensors)
         low_precision_param = operands.low_precision_param
         for segment in segments:
             group = self._parts.optimizer.param_groups[segment.group]
