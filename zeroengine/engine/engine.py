@@ -43,8 +43,8 @@ class Engine:
         engine.backward(loss)
         engine.step()
 
-    On a GPU ``global_steps``, ``skipped_steps`` and ``grad_norm`` wait for the norm of the last step; ``micro_steps``
-    does not. See the note in ``engine/step.py``.
+    On a GPU, with Adam, ``global_steps``, ``skipped_steps`` and ``grad_norm`` wait for the norm of the last step;
+    ``micro_steps`` does not. See the note in ``engine/step.py``.
 
     Attributes:
         module: The model that was passed to ``initialize``.

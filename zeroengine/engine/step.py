@@ -1,7 +1,8 @@
 """The end of a step: clipping, the update, the LR schedule, and the counters.
 
 [Note: Steps whose result is known late]
-On a GPU ``Engine.step`` issues a step and returns ("A step without waiting" in ``optim/backends/device_adam.py``).
+With ``DeviceAdam`` (Adam on a GPU, nothing offloaded) ``Engine.step`` issues a step and returns: see "A step without
+waiting" in ``optim/backends/device_adam.py``.
 The host learns the result where somebody asks for it (``global_steps`` and the like, the truth value of what ``step``
 returned), when the next backward begins, before checkpoints, and at the end. In each of these places the device still
 has the update before it, and at the next backward the forward, too, so it does not run out of work.

@@ -3,7 +3,8 @@
 [Note: Same numbers]
 At every stage a rank's norm covers the same elements (its slice at the world size), and the partial norms add in rank
 order in float64. The update is element-wise, and where it rounds stochastically it does so by the unit's number, the
-step and the element's place in the unit. So the losses are the same bits at every stage.
+step and the element's place in the unit. So in fp32 on CPUs the losses are the same bits
+at every stage, but for the order in which accumulation adds micro-steps and ranks.
 """
 
 from __future__ import annotations

@@ -105,7 +105,8 @@ class OptimizerShard:
 
     def gradient_for_norm(self, world_size: int) -> torch.Tensor:
         """Return this rank's 1/``world_size`` of the summed gradients: the same elements at every stage."""
-        # A gradient shard is 1/world of the elements already. Unsharded gradients are the same on every rank.
+        # A gradient shard is 1/world of the elements already. Of unsharded gradients at least this rank's slice is
+        # summed.
         gradient = self.grads.grad_shard
         if not self.grads.unsharded:
             return gradient

@@ -106,7 +106,6 @@ def cut_units(
 
     def dtype_of(param: nn.Parameter) -> torch.dtype:
         if compute_dtype is None or not param.is_floating_point():
-            # The order of `named_parameters` is the same on every rank, and so are the units.
             return param.dtype
         return torch.float32 if param in keep_fp32 else compute_dtype
 
@@ -173,8 +172,8 @@ def _group_rest(rest: list[tuple[str, nn.Parameter]]) -> list[_Group]:
             groups.append(_Group(name, None, [(name, param)]))
             continue
         if small.params and small.numel + param.numel() > REST_UNIT:
-            # The first small parameter of a group names it, since no module contains all of them.
             groups.append(small)
+            # Later groups are named after their first parameter, since no module contains all of them.
             small = _Group(f"rest.{name}", None)
         small.params.append((name, param))
     if small.params:

@@ -14,7 +14,7 @@ released. The results do not depend on them:
                               ``autograd_tracking.py`` notices
     use without a hook        gathered on the spot, released when the pass ends
     ``zeroengine.gathered``   ``pin`` and ``unpin``
-    parameter degree 1        never released; the next pre-forward hook waits for the all-gather of the step
+    not ``is_releasable``     never released; the next pre-forward hook waits for the all-gather of the step
 
 What a backward gathers and does not release, such as units with unused parameters, is released when it ends.
 """
@@ -84,7 +84,7 @@ class Gatherer(BackwardListener):
         # longer. A read from the host's memory or a disk overlaps on every transport.
         self._prefetch_numel = prefetch_numel if transport.overlaps or offloaded else 0
         self._max_live_numel = max_live_numel
-        # Units are built in the state GATHERED. ``_mark_released`` subtracts the is_releasable ones below.
+        # Units are built in the state GATHERED. ``_mark_released`` subtracts the releasable units below.
         self._live_numel = sum(unit.layout.numel for unit in self._units if unit.is_releasable)
         self._num_pins: dict[Unit, int] = dict.fromkeys(self._units, 0)
         self.num_user_gathered = 0
@@ -429,7 +429,10 @@ class Gatherer(BackwardListener):
         self._deferred_frees.retry()
 
     def unit_complete(self, unit: Unit) -> None:
-        """Release ``unit`` if it was gathered for a use that no hook announced: its gradients are complete."""
+        """Record that the gradients of ``unit`` are complete, so its modules may be finished.
+
+        Release it here if it was gathered for a use that no hook announced.
+        """
         self._calls.complete(unit)
         # A forward in progress, such as a checkpoint's, may use the unit again before it ends.
         if unit in self._unhooked_uses and not self._num_model_forwards:

@@ -1,8 +1,8 @@
 """A unit on one rank: its full buffer, its shard, and the parameters that are views of the full buffer.
 
 [Note: Where a unit's values are]
-Parameter degree 1: the full buffer always holds memory, and it is the shard, too. The optimizer of each rank updates
-a slice of it.
+Parameter degree 1, not offloaded: the full buffer always holds memory, and it is the shard, too. With an optimizer
+degree above 1 each rank updates a slice of it; otherwise every rank updates all of it.
 
     full buffer   | updated by rank 0 | updated by rank 1 | ...      parameters are views of it
 

@@ -77,8 +77,8 @@ class VisitOrder:
 
         Args:
             prefetch_numel: Elements that may be gathered ahead. The very next unit may be larger.
-            live_numel: Elements of is_releasable units that are gathered now.
-            max_live_numel: Elements of is_releasable units that may be gathered at one time.
+            live_numel: Elements of releasable units that are gathered now.
+            max_live_numel: Elements of releasable units that may be gathered at one time.
         """
         ahead: set[Unit] = set()
         ahead_numel = 0
