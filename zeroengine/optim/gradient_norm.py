@@ -87,13 +87,13 @@ class GradientNorm:
         """
         # No rank knows whether another one has late gradients, and all must reduce them together. So the first sum
         # carries the question with it.
-        summary, any_late = self._summarise(label, late=self._source.has_late_gradients)
+        summary, any_late = self._summarize_once(label, late=self._source.has_late_gradients)
         if any_late:
             self._source.reduce_late_gradients()
-            summary, _ = self._summarise(label, late=False)
+            summary, _ = self._summarize_once(label, late=False)
         return summary
 
-    def _summarise(self, label: str, *, late: bool) -> tuple[GradientSummary, bool]:
+    def _summarize_once(self, label: str, *, late: bool) -> tuple[GradientSummary, bool]:
         """Return the summary, and whether gradients wait on some rank.
 
         One collective of a float64 vector carries everything: the squared norm of this rank's slices, whether gradients
