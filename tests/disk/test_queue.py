@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.conftest import ROOT
-from zeroengine.disk.aligned_memory import ALIGNMENT, aligned_zeros, round_up
+from zeroengine.disk.aligned_memory import ALIGNMENT, aligned_zeros, round_up_to_block
 from zeroengine.disk.queue import Descriptors, DiskQueue, Transfer
 from zeroengine.disk.swap_files import SwapFile, SwapFolder
 from zeroengine.errors import OffloadError
@@ -89,7 +89,7 @@ def test_a_file_is_what_was_written_to_it(
             nbytes = data.draw(st.integers(0, 40 * ALIGNMENT) | st.integers(0, 40).map(lambda n: n * ALIGNMENT))
             begin = data.draw(st.integers(0, (FILE_BYTES - nbytes) // ALIGNMENT)) * ALIGNMENT
             writes, buffer = data.draw(st.booleans()), data.draw(st.sampled_from(BUFFERS))
-            end = begin + round_up(nbytes)
+            end = begin + round_up_to_block(nbytes)
             for move in list(under_way):
                 if move.begin < end and begin < move.end and (writes or move.writes):
                     finish(move)

@@ -157,7 +157,9 @@ def write_unused(task: Task, on_device: bool) -> None:
     start()
     for stage in (0, 1, 2):
         model: Any = build(task.factory)
-        engine = make_engine_with(model, task.optimizer(model), settings(task, stage, **BF16), on_device=on_device)
+        engine = make_engine_with(
+            model, task.optimizer(model), settings(task, stage, **BF16), without_waiting=on_device
+        )
         take_steps(engine, range(1))
         model.side.weight.data.fill_(0.75)
         take_steps(engine, range(1, 3))
@@ -300,7 +302,7 @@ def write_differently_ahead_of_the_verdict() -> list[str]:
     messages = []
     for stage in (0, 1, 2):
         model: Any = untied()
-        engine = make_engine_with(model, adamw(model), settings(Task(), stage, **BF16), on_device=True)
+        engine = make_engine_with(model, adamw(model), settings(Task(), stage, **BF16), without_waiting=True)
         take_steps(engine, range(1))
         with torch.no_grad():
             model.norm.bias.fill_(float(rank))

@@ -31,7 +31,7 @@ def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
 def backend_after_a_step(name: str, on_device: bool) -> tuple[str, bool, list[str], bool]:
     start()
     model = build(TinyLM)
-    engine = make_engine(model, make_optimizer(name, model), config(2, optimizer=None), on_device=on_device)
+    engine = make_engine(model, make_optimizer(name, model), config(2, optimizer=None), without_waiting=on_device)
     engine.backward(engine(*batch(0, engine.rank)))
     assert engine.step()
     optimizer, names, complete = engine.optimizer, set(), True

@@ -85,6 +85,7 @@ class _DcpReader(FileSystemReader):
         self._planner = planner
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return where the pieces of the plan lie."""
         return Metadata({}, storage_data=self._planner.storage)
 
 
@@ -112,6 +113,7 @@ class _LoadPlanner(LoadPlanner):
         """Do nothing: the constructor knows everything."""
 
     def create_local_plan(self) -> LoadPlan:
+        """Return the reads of this rank's boxes and objects."""
         items: list[ReadItem] = []
         for name, entry in self._entries.items():
             stored = self._metadata.tensors[name]
@@ -131,12 +133,15 @@ class _LoadPlanner(LoadPlanner):
         return LoadPlan(items + [_read_object(name) for name in self._names])
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans as they are: ranks read independently."""
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        """Return the plan as it is."""
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Unpickle an object with torch's restricted unpickler."""
         name = read_item.dest_index.fqn
         try:
             # The checkpoint may come from anybody, so only values that cannot run code are unpickled.
@@ -149,6 +154,7 @@ class _LoadPlanner(LoadPlanner):
             raise CheckpointError(f"{name} in the checkpoint {problem}") from error
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """Return the memory that an item is read into."""
         target = self._targets[read_item.dest_index]
         # Part of a box may come from one stored piece and part from another, so the target is narrowed to this item.
         for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
@@ -162,6 +168,7 @@ class _LoadPlanner(LoadPlanner):
         return target
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Report the bytes that were read."""
         self._report(tensor.nbytes)
 
 
@@ -169,6 +176,7 @@ class _CheckPlanner(_LoadPlanner):
     """Read into memory that is thrown away."""
 
     def prepare(self, target: torch.Tensor) -> torch.Tensor:
+        """Return memory of its own for each item."""
         # The read is repeated into the states themselves later, so they must not change here.
         return torch.empty(target.shape, dtype=target.dtype, device="cpu")
 

@@ -127,6 +127,7 @@ class _HashedFile:
         self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
+        """Hash and write ``data``; return the bytes written."""
         # The hash covers what was asked for rather than what is on the disk, so a later check finds bytes that the disk
         # lost.
         self.hash.update(data)
@@ -153,6 +154,7 @@ class _HashingFileSystem(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        """Open a new file, and note its checksum when it is closed."""
         with create(path) as file:
             hashed = _HashedFile(file, self._report)
             try:
@@ -179,6 +181,7 @@ class _DcpWriter(FileSystemWriter):
         self.items: dict[str, list[ByteRange]] = {}
 
     def write_data(self, *args: Any, **kwargs: Any) -> Any:
+        """Write this rank's items, and note where each lies."""
         results = super().write_data(*args, **kwargs)
         # Where an item lies is known only after it was written, since its size depends on torch.save.
         for result in results.value():
@@ -187,6 +190,7 @@ class _DcpWriter(FileSystemWriter):
         return results
 
     def finish(self, metadata: Metadata, results: Any) -> None:
+        """Add the aliases, and write the metadata."""
         all_results = [result for rank_results in results for result in rank_results]
         # Aliases are added by the coordinator alone, after all ranks have written, so tied values are stored once.
         for alias, name in self._aliases.items():
@@ -215,6 +219,7 @@ class _SavePlanner(DefaultSavePlanner):
         self._copy_memory: mmap.mmap | None = None
 
     def create_local_plan(self) -> SavePlan:
+        """Return the items of this rank's boxes and objects."""
         items = []
         for name, entry in self._entries.items():
             for box, tensor in entry.pieces:
@@ -229,6 +234,7 @@ class _SavePlanner(DefaultSavePlanner):
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
+        """Return the value of an item."""
         if index.offset is None:
             return self._objects[index.fqn]
         box, tensor = self._pieces[index]

@@ -22,7 +22,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class NameMatch:
-    """Which stored tensor belongs to each tensor of the model.
+    """The stored tensor that belongs to each tensor of the model.
 
     Attributes:
         prefix: What stands before the stored names.

@@ -18,6 +18,7 @@ from zeroengine.checkpoint.entries import MODEL, StateEntries, StateEntry
 from zeroengine.checkpoint.param_groups import named_param_groups
 from zeroengine.checkpoint.random_states import random_states
 from zeroengine.errors import CheckpointError
+from zeroengine.utils.rounding import round_up
 
 # So many bytes are a multiple of every dtype's size, as a view of another dtype requires.
 ALIGNMENT = 64
@@ -53,23 +54,19 @@ class Snapshot:
                 copy = memory[end : end + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
                 pieces.append((box, copy.copy_(tensor.detach())))
                 # The next piece may have another dtype, and a view has to begin at a multiple of its element size.
-                end += _aligned(tensor.nbytes)
+                end += round_up(tensor.nbytes, ALIGNMENT)
             entries[name] = StateEntry(entry.shape, entry.dtype, pieces)
         return Snapshot(entries, self.objects, self.aliases, self.about)
 
     @property
     def copy_bytes(self) -> int:
         """The memory that a copy takes, in bytes."""
-        return sum(_aligned(tensor.nbytes) for entry in self.entries.values() for _, tensor in entry.pieces)
+        return sum(round_up(tensor.nbytes, ALIGNMENT) for entry in self.entries.values() for _, tensor in entry.pieces)
 
     @property
     def nbytes(self) -> int:
         """The size of all tensors in bytes."""
         return sum(entry.nbytes for entry in self.entries.values())
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def take_snapshot(parts: CheckpointedParts, client_state: Any) -> Snapshot:
@@ -127,12 +124,12 @@ def stateful_name(name: str, rank: int) -> str:
 
 def versions() -> dict[str, str]:
     """Return the versions of zeroengine and torch; a checkout that is not installed has none."""
-    found = {}
+    installed = {}
     for name in ("zeroengine", "torch"):
         # Saving works from a checkout that is not installed, too.
         with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            installed[name] = version(name)
+    return installed
 
 
 def storable(description: str, value: Any) -> Any:

@@ -85,12 +85,16 @@ def _export(argv: list[str] | None) -> int:
         verify=not options.no_verify,
         prefix=options.prefix,
     )
-    also = f" and {_count(done.tied, 'tied name')}" if done.tied else ""
     print(
-        f"{options.out}: {_count(done.tensors, 'tensor')}{also} of {done.source.name} in {_count(done.files, 'file')}, "
-        f"{format_byte_size(done.nbytes)}"
+        f"{options.out}: {_count_tensors(done.tensors, done.tied)} of {done.source.name} in "
+        f"{_count(done.files, 'file')}, {format_byte_size(done.nbytes)}"
     )
     return 0
+
+
+def _count_tensors(num_tensors: int, num_tied: int) -> str:
+    also = f" and {_count(num_tied, 'tied name')}" if num_tied else ""
+    return f"{_count(num_tensors, 'tensor')}{also}"
 
 
 def import_deepspeed(argv: list[str] | None = None) -> int:
@@ -119,12 +123,11 @@ def _import(argv: list[str] | None) -> int:
     # Whatever the import left out goes to stderr, so that a program can read the summary from stdout.
     for note in done.notes:
         print(f"zero-import: left out: {note}", file=sys.stderr)
-    made = done.manifest
-    also = f" and {_count(done.tied, 'tied name')}" if done.tied else ""
+    manifest = done.manifest
     print(
-        f"{done.path}: {_count(done.tensors, 'tensor')}{also} and the state of {made.optimizer} at step {made.step}, "
-        f"{format_byte_size(made.nbytes)}, of {done.source} (stage {made.stage}, {_count(made.world_size, 'rank')}, "
-        f"DeepSpeed {made.versions['deepspeed']})"
+        f"{done.path}: {_count_tensors(done.tensors, done.tied)} and the state of {manifest.optimizer} at step "
+        f"{manifest.step}, {format_byte_size(manifest.nbytes)}, of {done.source} (stage {manifest.stage}, "
+        f"{_count(manifest.world_size, 'rank')}, DeepSpeed {manifest.versions['deepspeed']})"
     )
     return 0
 

@@ -11,7 +11,8 @@ once. Kernels and collectives that still use the memory must be ahead of that st
   reads or writes has awaited it before, which puts the awaiting stream behind it.
 - A full buffer may be gathered ahead of its use, on another stream than it is used on and released on. The first stream
   then waits for the last (``ResizableBuffer.free``), by an event, never by ``record_stream``.
-- A bucket is written again once its reduce is through, or on a stream that has awaited it (``Channel.reusable``).
+- A gradient buffer is written again once its reduce is through, or on a stream that has awaited it
+  (``Channel.reusable``).
 As everywhere in torch, whoever computes on several streams orders them: a forward behind the step before it, a second
 stream that uses a unit behind the first.
 

@@ -179,7 +179,7 @@ ZERO = [
     _no_effect("allgather_sequential", _PIPELINED),
     _no_effect("ignore_unused_parameters", "parameters without a gradient are ordinary", off=_NULL_ONLY),
     _no_effect("legacy_stage1", "there is one implementation of every stage"),
-    _no_effect("round_robin_gradients", "ranks own equal shards of every bucket already"),
+    _no_effect("round_robin_gradients", "ranks own equal shards of every unit already"),
     _no_effect("parameter_alignment", "parameters are always aligned in their unit's buffer"),
     _no_effect("memory_efficient_linear", "linear layers are left alone; nothing of torch is patched", off=_NULL_ONLY),
     _no_effect("override_module_apply", "Module.apply is left alone; nothing of torch is patched", off=_NULL_ONLY),

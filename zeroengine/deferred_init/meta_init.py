@@ -56,21 +56,21 @@ def meta_init(config: str | Path | Mapping[str, Any] | Config | None = None, *, 
         load(config)
     recorder = Recorder(CACHE_BYTES, values)
     recorder.start()
-    kept: list[tuple[str, int, str]] = []
+    in_memory: list[tuple[str, int, str]] = []
     try:
         yield
     finally:
         # Also after an error torch's modes must end, and parameters that outlive the block need their traces.
-        kept += recorder.finish()
-    if kept:
-        log.warning("%s", _notice(kept))
+        in_memory += recorder.finish()
+    if in_memory:
+        log.warning("%s", _notice(in_memory))
 
 
-def _notice(kept: Sequence[tuple[str, int, str]]) -> str:
+def _notice(in_memory: Sequence[tuple[str, int, str]]) -> str:
     """Return the warning about parameters that keep their memory, the largest first."""
-    shown = [f"{name} ({nbytes:,} bytes): {why}" for name, nbytes, why in sorted(kept, key=lambda k: -k[1])]
+    shown = [f"{name} ({nbytes:,} bytes): {why}" for name, nbytes, why in sorted(in_memory, key=lambda row: -row[1])]
     more = f"; and {len(shown) - NUM_SHOWN} more" if len(shown) > NUM_SHOWN else ""
-    total = sum(nbytes for _, nbytes, _ in kept)
+    total = sum(nbytes for _, nbytes, _ in in_memory)
     return f"meta_init(): {total:,} bytes of parameters stay in memory. {'; '.join(shown[:NUM_SHOWN])}{more}"
 
 

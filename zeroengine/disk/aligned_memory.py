@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from zeroengine.ops._aio_library import ALIGNMENT as ALIGNMENT
+from zeroengine.utils.rounding import round_up
 
 HUGE_PAGE_BYTES = 2 << 20
 
@@ -56,9 +57,9 @@ _pages_of_parent: list[Pages] = []
 _pages_by_address: weakref.WeakValueDictionary[int, Pages] = weakref.WeakValueDictionary()
 
 
-def round_up(nbytes: int) -> int:
+def round_up_to_block(nbytes: int) -> int:
     """Return ``nbytes`` rounded up to a multiple of ``ALIGNMENT``."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+    return round_up(nbytes, ALIGNMENT)
 
 
 def aligned_zeros(numel: int, dtype: torch.dtype) -> Tensor:
@@ -69,7 +70,7 @@ def aligned_zeros(numel: int, dtype: torch.dtype) -> Tensor:
     nbytes = numel * dtype.itemsize
     if nbytes == 0:
         return torch.empty(0, dtype=dtype, device="cpu")
-    padded = round_up(nbytes)
+    padded = round_up_to_block(nbytes)
     large = padded >= HUGE_PAGE_BYTES
     # mmap aligns to small pages only. One huge page more leaves room to begin at a boundary of huge pages.
     pages = Pages(padded + HUGE_PAGE_BYTES * large)

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from zeroengine.disk.aligned_memory import ALIGNMENT, owns_last_page, round_up
+from zeroengine.disk.aligned_memory import ALIGNMENT, owns_last_page, round_up_to_block
 from zeroengine.errors import OffloadError
 from zeroengine.ops import _aio_library as _aio
 
@@ -268,7 +268,7 @@ class DiskQueue:
                 f"{nbytes:,} bytes at offset {offset:,} of {file.path}, which has {file.nbytes:,}: make it larger"
             )
         # A whole last page keeps the transfer within O_DIRECT.
-        moved_bytes = min(round_up(nbytes) if owns_last_page(tensor) else nbytes, file.nbytes - offset)
+        moved_bytes = min(round_up_to_block(nbytes) if owns_last_page(tensor) else nbytes, file.nbytes - offset)
         # The lock keeps the queue from being closed by another thread between the check and the submission.
         with self._lock:
             if not self._close.alive:

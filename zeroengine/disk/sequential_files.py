@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from zeroengine.disk.aligned_memory import aligned_zeros, round_up
+from zeroengine.disk.aligned_memory import aligned_zeros, round_up_to_block
 from zeroengine.disk.mounts import mount_of
 from zeroengine.disk.queue import Descriptors, DiskQueue, Transfer
 from zeroengine.errors import OffloadError
@@ -142,7 +142,7 @@ class DirectFile(io.RawIOBase):
     def _finish_transfers(self, size: int) -> None:
         """Send the last buffer padded to the alignment, wait for all of them, and cut the file to ``size`` bytes."""
         if self._filled_bytes:
-            padded = round_up(self._filled_bytes)
+            padded = round_up_to_block(self._filled_bytes)
             self._views[self._current][self._filled_bytes : padded] = bytes(padded - self._filled_bytes)
             self._send(padded)
         for i in range(NUM_BUFFERS):

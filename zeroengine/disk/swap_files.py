@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from zeroengine.disk import mapped_memory
-from zeroengine.disk.aligned_memory import ALIGNMENT, round_up
+from zeroengine.disk.aligned_memory import ALIGNMENT, round_up_to_block
 from zeroengine.disk.mounts import mount_of
 from zeroengine.disk.queue import Descriptors
 from zeroengine.errors import OffloadError
@@ -91,7 +91,7 @@ class SwapFolder:
         Raises:
             OffloadError: There is no room for it.
         """
-        nbytes = round_up(nbytes)
+        nbytes = round_up_to_block(nbytes)
         path = self._path_of(name)
         descriptors = self._open(path, self.direct)
         free_bytes = self.free_bytes()

@@ -98,7 +98,7 @@ def assemble(
     *,
     end_step: Callable[[], None],
     zero_grad: Callable[[], None],
-    on_device: bool | None,
+    without_waiting: bool | None,
     copies: Copies | None,
 ) -> EngineParts:
     """Partition ``model`` and return the parts of the engine that trains it. Call it on every rank.
@@ -112,7 +112,7 @@ def assemble(
         lr_scheduler: A schedule over ``base_optimizer``, a callable that makes one, or None.
         end_step: Called by ``step()`` of either optimizer.
         zero_grad: Called by ``zero_grad()`` of either optimizer.
-        on_device: Whether a step is issued without waiting for its norm. None decides by the device.
+        without_waiting: Whether a step is issued without waiting for its norm. None decides by the device.
         copies: Moves tensors between the device and the host. None decides by the device.
     """
     zero = config.zero_optimization
@@ -153,7 +153,7 @@ def assemble(
         predivide=config.predivide(group.world_size),
         backward=backward,
         stores=placement.optimizer_stores,
-        batch_copies=group.device.type == "cuda" if on_device is None else on_device,
+        batch_copies=group.device.type == "cuda" if without_waiting is None else without_waiting,
     )
     # From here on the ranks agree on all values. Later changes of a parameter's version were made outside of the
     # engine.
@@ -171,7 +171,7 @@ def assemble(
             moments_dtype=FLOATS[config.optimizer_state_dtype],
             stores=placement.optimizer_stores,
             pipeline=placement.pipeline,
-            without_waiting=on_device,
+            without_waiting=without_waiting,
         )
         schedule = make_scheduler(lr_scheduler, optimizer, config)
     step_runner = StepRunner(

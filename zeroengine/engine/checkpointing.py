@@ -189,17 +189,17 @@ class EngineCheckpoints:
         parts = self._parts
         # A load may have written masters through copies that are still under way.
         parts.placement.finish_copies()
-        for states in parts.optimizer.shards:
-            if states.mixed:
+        for shard in parts.optimizer.shards:
+            if shard.mixed:
                 # A state on a disk is read in now, where a failing disk raises an error. A later page fault would end
                 # the process.
-                populate(states.master)
-                populate(states.param, write=True)
-                states.param.copy_(states.master)
+                populate(shard.master)
+                populate(shard.param, write=True)
+                shard.param.copy_(shard.master)
             # The order of units is the same on every rank, as the all-gather of updated units requires.
-            parts.gatherer.publish_update(states.unit)
+            parts.gatherer.publish_update(shard.unit)
             # At most one unit is in memory at a time where states live on a disk.
-            parts.placement.evict(states.param, states.master)
+            parts.placement.evict(shard.param, shard.master)
         # The load wrote these values on purpose and on every rank, so they are no divergence.
         parts.outside_writes.reset_baseline()
         parts.gatherer.finish_gathers_and_release()

@@ -198,7 +198,8 @@ def _is_readable(tensor: torch.Tensor, device: torch.device) -> bool:
 def tensor_checksum(tensor: torch.Tensor) -> torch.Tensor:
     """Return an int64 of ``CHECKSUM_BITS`` bits, 0-d, where ``tensor`` is.
 
-    It changes, almost surely, with any element that changes and any two that change places.
+    It changes, almost surely, with any element that changes and any two that change places. Unlike
+    ``utils.checksum.checksum`` it reads a sample of a large tensor, and leaves the result on the device.
     """
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
     # The stride rounds up, so at most MAX_ELEMENTS are read and a large input costs no more than a small one.

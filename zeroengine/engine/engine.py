@@ -66,7 +66,7 @@ class Engine:
         plans: Sequence[UnitPlan],
         lr_scheduler: LRSchedulerLike,
         *,
-        on_device: bool | None = None,
+        without_waiting: bool | None = None,
         copies: Copies | None = None,
     ) -> None:
         parts = assemble(
@@ -78,7 +78,7 @@ class Engine:
             lr_scheduler,
             end_step=self._end_step_by_optimizer,
             zero_grad=self.zero_grad,
-            on_device=on_device,
+            without_waiting=without_waiting,
             copies=copies,
         )
         self._parts = parts

@@ -69,10 +69,10 @@ def make_engine(
     lr_scheduler: LRSchedulerLike = None,
     process_group: dist.ProcessGroup | DeviceMesh | None = None,
     *,
-    on_device: bool | None = None,
+    without_waiting: bool | None = None,
     copies: Copies | None = None,
 ) -> Engine:
-    """Make the engine of ``initialize``. Tests choose ``on_device`` and ``copies``; see ``assemble``."""
+    """Make the engine of ``initialize``. Tests choose ``without_waiting`` and ``copies``; see ``assemble``."""
     # The process group comes first: errors of the checks below are exchanged over it.
     join_launched_ranks()
     ranks = as_process_group(process_group)
@@ -116,7 +116,9 @@ def make_engine(
         meta_init.initialize_meta_parameters(model)
     # Until here nothing was partitioned. Ranks that differ would partition differently and exchange wrong values.
     check_agreement(group, settings, model, plans, base_optimizer)
-    return Engine(model, base_optimizer, settings, group, plans, lr_scheduler, on_device=on_device, copies=copies)
+    return Engine(
+        model, base_optimizer, settings, group, plans, lr_scheduler, without_waiting=without_waiting, copies=copies
+    )
 
 
 def _device_of(model: nn.Module, process_group: dist.ProcessGroup | None) -> torch.device:

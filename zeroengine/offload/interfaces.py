@@ -9,7 +9,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import torch
 
-from zeroengine.disk.aligned_memory import round_up
+from zeroengine.disk.aligned_memory import round_up_to_block
 from zeroengine.utils.work import Work
 
 T = TypeVar("T")
@@ -149,4 +149,4 @@ class AddressMap(Generic[T]):
 
 def padded_nbytes(nbytes: int) -> int:
     """Return the bytes that a state of ``nbytes`` bytes takes in a file: whole blocks, at least one."""
-    return round_up(max(nbytes, 1))
+    return round_up_to_block(max(nbytes, 1))

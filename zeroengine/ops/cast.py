@@ -1,4 +1,4 @@
-"""Copies many tensors into their places in a bucket, and casts them on the way."""
+"""Copies many tensors into their places in a gradient buffer, and casts them on the way."""
 
 from __future__ import annotations
 

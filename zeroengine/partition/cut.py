@@ -3,9 +3,9 @@
 A unit is a set of parameters; hooks sit on modules. The *modules* of a unit are those whose forward needs it, so a tied
 parameter belongs to one unit and that unit has the modules of both its uses.
 
-To add a rule for cutting, write a function that returns the root modules by name, as ``_repeated_blocks`` and
-``_match`` do, and choose it in ``cut_units``. Everything after that (tied parameters, the rest, dtypes) is common to
-all rules.
+To add a rule for cutting, write a function that finds the root modules and their names, as ``_repeated_blocks`` and
+``_match`` do, and choose it in ``cut_units``; its key goes beside ``units`` in ``config/model.py``. Everything after
+that (tied parameters, the rest, dtypes) is common to all rules.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ def cut_units(
     """Cut ``model`` into units, in registration order.
 
     Each element of a repeated block container (a ``ModuleList``, ``ModuleDict`` or ``Sequential`` of two or more
-    modules of one class) is a unit. Of the rest, large parameters are units of their own and the others are grouped. A
-    tied parameter belongs to the unit in which it is registered first. A unit has one dtype and is trainable or frozen
-    as a whole: a block of mixed parameters gives several units.
+    modules of one class, which have modules of their own) is a unit. Of the rest, large parameters are units of their
+    own and the others are grouped. A tied parameter belongs to the unit in which it is registered first. A unit has
+    one dtype and is trainable or frozen as a whole: a block of mixed parameters gives several units.
 
     Args:
         patterns: Module-name patterns (``fnmatch``, such as ``"layers.*"``). The modules that match are the blocks.

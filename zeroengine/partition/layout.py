@@ -29,16 +29,12 @@ from functools import cached_property
 
 from zeroengine.errors import ZeroEngineError
 from zeroengine.partition.degrees import Degrees
+from zeroengine.utils.rounding import round_up
 
 # Counted in elements. A parameter starts on a cache line, and where a vector may be loaded, in fp32 and in bf16.
 PARAM_ALIGN = 32
 # Counted in elements. A shard starts on a cache line, too, so that no two ranks write to one line.
 SHARD_ALIGN = 64
-
-
-def round_up(value: int, multiple: int) -> int:
-    """Return the smallest multiple of ``multiple`` that is at least ``value``."""
-    return -(-value // multiple) * multiple
 
 
 @dataclass(frozen=True)

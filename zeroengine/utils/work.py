@@ -56,6 +56,7 @@ class Then:
         work: The operation under way.
         finish: Called once, by the first wait, when later kernels are ordered behind ``work``. A wait for ``work``
             that fails leaves ``finish`` to the next one.
+        after: A work that has to finish before ``finish`` runs, such as an earlier accumulation into the same memory.
         returns_work: Whether ``finish`` starts another operation and returns it. Each wait then waits for that one as
             well, until one wait succeeds.
 
@@ -63,8 +64,10 @@ class Then:
         work: The operation under way, also after ``finish`` has run.
     """
 
-    def __init__(self, work: Work, finish: Callable[[], object], *, returns_work: bool = False) -> None:
-        self.work, self._returns_work = work, returns_work
+    def __init__(
+        self, work: Work, finish: Callable[[], object], *, after: Work | None = None, returns_work: bool = False
+    ) -> None:
+        self.work, self._after, self._returns_work = work, after, returns_work
         self._finish: Callable[[], object] | None = finish
         self._second: Work | None = None
 
@@ -77,6 +80,10 @@ class Then:
         """Order the current stream behind ``work``, then run ``finish``."""
         if self._finish is not None:
             self.work.wait_stream()
+            if self._after is not None:
+                self._after.wait_stream()
+                # A finished work would otherwise keep all those before it alive.
+                self._after = None
             # The function is cleared before it runs, so that neither a wait within it nor one after an interrupted wait
             # runs it again: it may start a collective.
             finish, self._finish = self._finish, None

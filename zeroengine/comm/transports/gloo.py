@@ -98,16 +98,14 @@ class GlooChannel:
         # This rank's own slice takes its place among the others, so that the sum is in rank order.
         pieces.insert(self._rank, sent[self._rank])
 
-        before = self._writers.get(shard.data_ptr()) if accumulate else None
-
         def finish() -> None:
-            if before is not None:
-                # Works may be awaited in any order, but accumulations into one shard build on one another.
-                before.wait_stream()
             sum_in_rank_order(shard, pieces, accumulate)
             spare.append(arrived)
 
-        work = self._writers[shard.data_ptr()] = Then(self._exchange("reduce", label, sent, pieces), finish)
+        # Works may be awaited in any order, but accumulations into one shard build on one another.
+        before = self._writers.get(shard.data_ptr()) if accumulate else None
+        work = Then(self._exchange("reduce", label, sent, pieces), finish, after=before)
+        self._writers[shard.data_ptr()] = work
         return work
 
     def all_reduce(self, full: torch.Tensor, label: str) -> Work:

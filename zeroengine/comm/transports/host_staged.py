@@ -42,17 +42,14 @@ class HostStagedChannel:
         summed = _host_empty(shard, torch.promote_types(shard.dtype, torch.float32) if accumulate else shard.dtype)
         inner = self._inner.reduce_scatter(summed, _copy_to_host(full), label)
 
-        before = self._writers.get(shard.data_ptr()) if accumulate else None
-
         def copy_back() -> None:
-            if before is not None:
-                # Works may be awaited in any order, but accumulations into one shard build on one another.
-                before.wait_stream()
             if accumulate:
                 summed.add_(_copy_to_host(shard))
             shard.copy_(summed)
 
-        work = self._writers[shard.data_ptr()] = Then(inner, copy_back)
+        # Works may be awaited in any order, but accumulations into one shard build on one another.
+        before = self._writers.get(shard.data_ptr()) if accumulate else None
+        work = self._writers[shard.data_ptr()] = Then(inner, copy_back, after=before)
         return work
 
     def all_reduce(self, full: torch.Tensor, label: str) -> Work:

@@ -188,8 +188,12 @@ class HostAdam:
             # The kernel reads all but the low-precision parameters, and writes all but the gradient.
             reads_param = not all_written or shard.may_be_written
             operands = [
-                Operand(tensor[start:stop], reads=i < 4 or reads_param, writes=i != 1)
-                for i, tensor in enumerate(tensors)
+                Operand(
+                    tensor[start:stop],
+                    reads=tensor is not shard.low_precision_param or reads_param,
+                    writes=tensor is not shard.gradient,
+                )
+                for tensor in tensors
             ]
             yield PipelineTask(operands, partial(self._run_kernel, shard, inside, factor, start, stop))
         # This task runs in the order of the units, since it may launch a collective.
