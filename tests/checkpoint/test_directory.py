@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing as mp
+import os
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,35 @@ def test_a_writer_that_dies_between_any_two_operations_leaves_a_whole_checkpoint
             assert (after.checkpoint(tag) / "data").read_bytes() in (b"first", b"second")
             after.close()
     raise AssertionError("the writer never got through")
+
+
+def test_each_rename_of_a_save_is_on_the_disk_before_the_next_one_relies_on_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut may lose any names that were not synced: `latest` would name a checkpoint that is not there."""
+    directory = CheckpointFolder(tmp_path)
+    write(directory, "one")
+    events: list[tuple[str, str]] = []
+    rename, fsync = Path.rename, os.fsync
+
+    def record_rename(path: Path, target: Path) -> Path:
+        events.append(("rename", target.name))
+        return rename(path, target)
+
+    def record_fsync(descriptor: int) -> None:
+        events.append(("fsync", Path(os.readlink(f"/proc/self/fd/{descriptor}")).name))
+        fsync(descriptor)
+
+    monkeypatch.setattr(Path, "rename", record_rename)
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    write(directory, "two", keep=1)
+    named, latest = events.index(("rename", "two")), events.index(("rename", LATEST))
+    (removed,) = (i for i, (kind, name) in enumerate(events) if kind == "rename" and name.startswith(".one."))
+    in_folder = ("fsync", tmp_path.name)
+    assert ("fsync", MANIFEST) in events[:named]
+    assert in_folder in events[named:latest], "the checkpoint has its name"
+    assert ("fsync", f".{LATEST}.new") in events[:latest]
+    assert in_folder in events[latest:removed], "it is the newest before another one goes"
 
 
 def hold(folder: Path, ready: Any, leave: Any) -> None:

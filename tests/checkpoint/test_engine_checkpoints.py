@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -35,20 +36,25 @@ def fingerprint(engine: zeroengine.Engine) -> Any:
 # -- resuming -------------------------------------------------------------------------------------
 
 
+def draw_from_all_generators() -> tuple[float, list[float], list[float]]:
+    return random.random(), torch.rand(3).tolist(), numpy.random.rand(3).tolist()
+
+
 def resumes(root: Path, more: dict[str, Any]) -> None:
     for stage in (0, 3):
         engine = engine_at(stage, **more)
         take_steps(engine, range(3))
         random.seed(5 + engine.rank)
         torch.manual_seed(5 + engine.rank)
+        numpy.random.seed(5 + engine.rank)
         engine.save_checkpoint(root / str(stage), client_state={"epoch": 2, "best": torch.ones(2)})
-        drawn = (random.random(), torch.rand(3).tolist())
+        drawn = draw_from_all_generators()
         expected, after = take_steps(engine, range(3, 6)), fingerprint(engine)
         engine.wait_for_checkpoint()
         other = engine_at(stage, seed=8, **more)
         client_state = other.load_checkpoint(root / str(stage))
         assert client_state["epoch"] == 2 and torch.equal(client_state["best"], torch.ones(2))
-        assert (random.random(), torch.rand(3).tolist()) == drawn, "each rank's own random numbers"
+        assert draw_from_all_generators() == drawn, "each rank's own random numbers"
         assert take_steps(other, range(3, 6)) == expected
         assert fingerprint(other) == after
         engine.close()

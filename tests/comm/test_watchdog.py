@@ -95,6 +95,17 @@ def ask_all(boards: list[AlarmBoard], patience: float) -> list[Any]:
     return [question.result() for question in asked]
 
 
+def test_a_rank_whose_wait_has_ended_is_reported_as_past_it() -> None:
+    store = dist.HashStore()
+    watchdog, other = Watchdog(store, 0, ["", ""], 60.0), AlarmBoard(store, 1, ["", ""])
+    watchdog.record(GATHER)
+    with watchdog.guard(REDUCE):
+        pass
+    place = RankPosition(True, REDUCE)
+    assert other.ask(place, 10.0) == {0: RankPosition(False, GATHER), 1: place}
+    watchdog.close()
+
+
 def test_a_report_to_all_ranks_takes_a_few_requests_of_each() -> None:
     store, ranks = CountingStore(dist.HashStore()), 48
     boards = [AlarmBoard(store, rank, [""] * ranks) for rank in range(ranks)]  # type: ignore[arg-type]

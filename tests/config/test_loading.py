@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,14 @@ def test_an_override_of_a_loaded_config() -> None:
 def test_a_wrong_override_is_named(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load({"train_batch_size": 8}, [text])
+
+
+def test_a_wrong_value_below_an_overridden_key_is_said_to_be_the_overrides(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('{"zero_optimization":\n  {"stage": 1}}')
+    text = 'zero_optimization={"stage": 7}'
+    with pytest.raises(ConfigError, match=rf"zero_optimization.stage \(override {re.escape(text)}\): found 7"):
+        load(path, [text])
 
 
 @pytest.mark.parametrize("text", ["{}", "stage=3", "[1]"])

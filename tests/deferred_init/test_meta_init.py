@@ -191,6 +191,22 @@ def test_values_and_generator_are_those_of_an_ordinary_build(name: str) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def refused_initialisation() -> nn.Module:
+    """Its values are read after an operation that would have overwritten them, but raised."""
+    model = nn.Linear(30, 40)
+    with pytest.raises(RuntimeError, match="std"):
+        model.weight.data.normal_(std=-1.0)
+    model.register_buffer("total", model.weight.detach().sum())
+    return model
+
+
+@pytest.mark.usefixtures("no_cache")
+def test_an_operation_that_raises_leaves_the_values_from_before_it() -> None:
+    plain, model = build(refused_initialisation, SEED), born(refused_initialisation)
+    assert same(model.total, plain.total)
+    assert model.weight.is_meta and same(values_of(model.weight), plain.weight)
+
+
 def train(factory: Callable[[], nn.Module], under_meta_init: bool, settings: dict[str, Any]) -> Any:
     """In one process, with an optimizer over the parameters from before ``initialize``."""
     model = born(factory, config=settings) if under_meta_init else build(factory, SEED)

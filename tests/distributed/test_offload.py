@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import zeroengine
 from tests.distributed.models import TinyLM, batch, build, config
@@ -98,6 +99,32 @@ def test_nvme_gives_the_bits_of_memory(
     memory = found[0][3]
     assert memory.nvme["optimizer"] > 0 if "offload_optimizer" in which else memory.nvme["optimizer"] == 0
     assert memory.nvme["parameters"] > 0 if "offload_param" in which else memory.nvme["parameters"] == 0
+
+
+class TwoLayers(nn.Module):
+    """In one unit; a step needs one of them or the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+
+
+def train_one_layer_at_a_time(settings: dict[str, Any]) -> dict[str, torch.Tensor]:
+    dist.init_process_group("gloo")
+    engine = zeroengine.initialize(build(TwoLayers), config=settings)
+    for step in range(3):
+        engine.backward(engine.module.layers[step % 2](torch.ones(2, 16, dtype=torch.bfloat16)).float().square().sum())
+        engine.step()
+    with zeroengine.gathered(engine.module):
+        return {name: value.detach().clone() for name, value in engine.module.named_parameters()}
+
+
+def test_parameters_without_gradient_keep_their_values_on_disk(tmp_path: Path) -> None:
+    """Also where they share a piece with others, which is written back as a whole."""
+    precision = {"bf16": {"enabled": True}}
+    (here,) = run_ranks(1, train_one_layer_at_a_time, config(3, **precision))
+    (there,) = run_ranks(1, train_one_layer_at_a_time, offloaded(3, tmp_path, OPTIMIZER_AND_PARAM, **precision))
+    assert all(torch.equal(here[name], there[name]) for name in here)
 
 
 def save_and_go_on(settings: dict[str, Any], folder: str, steps: int) -> Any:

@@ -17,7 +17,13 @@ import zeroengine
 from tests.distributed.models import WIDTH, Block, batch, build, config
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import start
-from zeroengine.engine.duplicate_inputs import MICRO_STEPS, checksum_inputs, ranks_with_same_inputs, tensor_checksum
+from zeroengine.engine.duplicate_inputs import (
+    MICRO_STEPS,
+    InputComparison,
+    checksum_inputs,
+    ranks_with_same_inputs,
+    tensor_checksum,
+)
 
 CPU = torch.device("cpu")
 
@@ -175,6 +181,31 @@ def by_pairs() -> list[str]:
 
 def test_the_ranks_that_share_samples_are_named() -> None:
     assert "the same on ranks 0, 2 in the first" in run_ranks(3, by_pairs)[0][0]
+
+
+class CountingTransport:
+    """Two ranks, the other of which has sent nothing."""
+
+    name, rank, world_size = "counting", 0, 2
+
+    def __init__(self) -> None:
+        self.exchanges = 0
+
+    def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
+        self.exchanges += 1
+        return values
+
+
+def test_inputs_are_exchanged_once_and_in_an_update() -> None:
+    """Gradients of other micro-steps may be under way."""
+    transport = CountingTransport()
+    comparison = InputComparison(transport, CPU)  # type: ignore[arg-type]
+    exchanges = []
+    for updates in (False, False, False, False, True, False, True):
+        comparison.observe(torch.ones(2))
+        comparison.end_micro_step(updates)
+        exchanges.append(transport.exchanges)
+    assert exchanges == [0, 0, 0, 0, 1, 1, 1]
 
 
 def alone() -> list[str]:

@@ -120,6 +120,15 @@ def test_a_parameter_tied_to_one_inside_a_block_serves_the_block_and_its_other_m
     assert Counter(name for p in cut_units(model) for name, _ in p.params)["tie.weight"] == 0
 
 
+def test_a_parameter_that_two_blocks_share_is_in_the_unit_of_the_first_and_serves_both() -> None:
+    model = Model(nn.ModuleList([Block(), Block()]))
+    model.blocks[1].up.weight = model.blocks[0].up.weight
+    _, first, second = cut_units(model)
+    assert [name for name, _ in first.params] == block("blocks.0")
+    assert [name for name, _ in second.params] == [n for n in block("blocks.1") if n != "blocks.1.up.weight"]
+    assert model.blocks[1].up in first.modules
+
+
 def test_frozen_and_trainable_parameters_of_a_block_are_two_units_of_one_module() -> None:
     model = Model(nn.ModuleList([Block(), Block()]))
     model.blocks[0].up.requires_grad_(False)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +12,14 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.ranks import RankFailed, run_ranks
+from zeroengine import ops
 from zeroengine.comm.group import Group
 from zeroengine.comm.interfaces import ChannelName, Transport
 from zeroengine.comm.rank_order_sum import sum_in_rank_order
 from zeroengine.comm.transports.host_staged import HostStagedTransport
+from zeroengine.comm.transports.shared_memory_file import MAX_POSTED
 from zeroengine.comm.transports.single_process import SingleProcessTransport
+from zeroengine.utils.work import Work
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -113,7 +118,15 @@ class Script:
 
     def all_reduce(self, numel: int, dtype: torch.dtype) -> None:
         full, everyone = self.sent(numel * self.size, dtype, "reduce")
-        self.transport.reduce.all_reduce(full, f"unit {self.number}").wait_stream()  # in one order on all ranks
+        work = self.transport.reduce.all_reduce(full, f"unit {self.number}")
+        # All-reduces are awaited in one order on all ranks, but a rank may have issued more by then than its peers.
+        late = self.own.random() < 0.5
+        if not late:
+            work.wait_stream()
+        self.number += 1
+        self.scatter(numel, dtype)
+        if late:
+            work.wait_stream()
         assert torch.equal(full, summed(everyone))
 
     def scalars(self, numel: int, dtype: torch.dtype) -> None:
@@ -192,7 +205,7 @@ def test_a_released_buffer_shows_new_values_at_the_next_gather_and_its_writes_st
 
 
 def many_operations() -> None:
-    """More than a ring of records holds, with a rank that is slow to take part, and names that are long."""
+    """More than a ring of records holds, with names that are long."""
     transport = transport_of("shm")
     shards = [transport.empty(8, torch.float32, "gather").fill_(step) for step in range(600)]
     fulls = [torch.empty(8 * transport.world_size) for _ in shards]
@@ -208,6 +221,43 @@ def many_operations() -> None:
 
 def test_more_operations_may_be_under_way_than_max_posted() -> None:
     run_ranks(2, many_operations)
+
+
+def run_ahead(folder: Path) -> None:
+    """Rank 1 issues one operation and does nothing for a while. Rank 0 issues as many as it may, and one more."""
+    transport = transport_of("shm")
+    count = MAX_POSTED + 1
+    shards = [transport.empty(8, torch.float32, "gather").fill_(step) for step in range(count)]
+    fulls = [torch.empty(8 * transport.world_size) for _ in shards]
+
+    def gather(step: int) -> Work:
+        return transport.gather.all_gather(fulls[step], shards[step], f"unit {step}")
+
+    works = []
+    if transport.rank == 1:
+        works.append(gather(0))
+        (folder / "rank 1 has issued one").touch()
+        wait_for_file(folder / "rank 0 has issued MAX_POSTED")
+        time.sleep(0.2)  # rank 0 may not go on, for this rank has still to read the record of the first one
+    else:
+        wait_for_file(folder / "rank 1 has issued one")
+    for step in range(len(works), count):
+        if transport.rank == 0 and step == MAX_POSTED:
+            (folder / "rank 0 has issued MAX_POSTED").touch()
+        works.append(gather(step))
+    for step, (work, full) in enumerate(zip(works, fulls, strict=True)):
+        work.wait_stream()
+        assert full.eq(step).all()
+    transport.all_reduce_scalars(torch.zeros(1, dtype=torch.float64), "norm")
+
+
+def wait_for_file(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.001)
+
+
+def test_a_rank_that_is_max_posted_operations_ahead_waits_for_its_peers(tmp_path: Path) -> None:
+    run_ranks(2, run_ahead, tmp_path)
 
 
 def ask_for_shm() -> None:
@@ -249,7 +299,12 @@ def test_a_single_rank_moves_nothing() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("numel", [0, 1, 17, 40_000])
-def test_sums_run_in_rank_order_and_round_once(dtype: torch.dtype, accumulate: bool, numel: int) -> None:
+@pytest.mark.parametrize("compiled", [True, False])
+def test_sums_run_in_rank_order_and_round_once(
+    dtype: torch.dtype, accumulate: bool, numel: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not compiled:
+        monkeypatch.setattr(ops, "library", lambda: None)
     pieces = [values(3, rank, numel, dtype) for rank in range(5)]
     before = values(4, 0, numel, dtype)
     wide = torch.float64 if dtype is torch.float64 else torch.float32
