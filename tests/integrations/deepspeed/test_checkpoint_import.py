@@ -353,6 +353,13 @@ DAMAGE: dict[str, tuple[int, Callable[[Path], Any], str]] = {
         ),
         "holds optimizer state 'factor' that is not of each element",
     ),
+    "state of one rank alone": (
+        3,
+        lambda p: rewrite(
+            p / RANK_1, lambda t: t["optimizer_state_dict"]["optimizer_state_dict"]["state"][0].pop("exp_avg_sq")
+        ),
+        "lacks optimizer state of part of p0.0",
+    ),
     "other keys": (
         2,
         lambda p: rewrite(p / RANK_0, lambda t: t["optimizer_state_dict"].pop("partition_count")),
