@@ -262,13 +262,3 @@ def test_an_error_names_the_wrong_tensor() -> None:
     ]:
         with pytest.raises(ZeroEngineError, match=message):
             call(**changes)
-
-
-@pytest.mark.parametrize("moments", MOMENTS)
-def test_adam_step_traces(moments: torch.dtype) -> None:
-    state, compiled = (State(100, copy=torch.bfloat16, moments=moments) for _ in range(2))
-    arguments = (state.param, state.grad, state.exp_avg, state.exp_avg_sq, state.copy)
-    torch.library.opcheck(adam._adam_step_op, (*arguments, 3, 1e-2, 0.9, 0.95, 1e-8, 0.1, True, 0.5, False, True, 5, 7))
-    torch.compile(compiled.step, backend="aot_eager", fullgraph=True)()
-    state.step()
-    assert_same_bits(state, compiled)

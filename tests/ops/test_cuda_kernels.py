@@ -83,7 +83,7 @@ def emulating(path: Path) -> Gpu:
 
 @pytest.fixture(params=["emulated", "cuda"])
 def gpu(request: pytest.FixtureRequest) -> Gpu:
-    if not ops.compiled():
+    if ops.library() is None:
         pytest.skip("zeroengine's CPU library was not built: there is nothing to compare with")
     if request.param == "emulated":
         return emulating(request.getfixturevalue("emulated"))
@@ -449,15 +449,6 @@ def test_casts_without_a_gpu_are_float32_rounded_once(accumulate: bool) -> None:
 
 
 # -- the library ----------------------------------------------------------------------------------------------
-
-
-def test_every_op_traces() -> None:
-    from zeroengine.ops import cast, factor, norm
-
-    one = torch.ones((), dtype=torch.float64)
-    torch.library.opcheck(norm._squared_norms_op, ([torch.ones(5), torch.ones(3).half()],))
-    torch.library.opcheck(factor._gradient_factor_op, (one, one.clone(), 2.0, 1.0, True))
-    torch.library.opcheck(cast._cast_copy_op, ([torch.ones(5)], [torch.zeros(5).half()], 0.5, True))
 
 
 def test_every_function_returns_the_error_of_cuda(emulated: Path) -> None:

@@ -27,14 +27,14 @@ def fresh() -> Iterator[None]:
     ops.library.cache_clear()
     yield
     ops.library.cache_clear()
-    if ops.compiled():
+    if ops.library() is not None:
         ops.set_cpu_isa(before)
 
 
 def test_a_missing_library_is_reported_once(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_library, "PATH", Path("/nowhere/_cpu.so"))
     with pytest.warns(UserWarning, match="without its CPU kernels.*install a C"):
-        assert not ops.compiled()
+        assert ops.library() is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert ops.cpu_isa() == "torch"
@@ -46,17 +46,17 @@ def test_a_broken_library_counts_as_missing(fresh: None, monkeypatch: pytest.Mon
     path.write_bytes(b"not a library")
     monkeypatch.setattr(_library, "PATH", path)
     with pytest.warns(UserWarning, match="cannot be loaded"):
-        assert not ops.compiled()
+        assert ops.library() is None
 
 
-@pytest.mark.skipif(not ops.compiled(), reason="zeroengine's CPU library was not built")
+@pytest.mark.skipif(ops.library() is None, reason="zeroengine's CPU library was not built")
 def test_another_versions_library_counts_as_missing(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_library, "ABI_VERSION", _library.ABI_VERSION + 1)
     with pytest.warns(UserWarning, match=r"cannot be loaded \(it has interface version \d+, this zeroengine needs"):
-        assert not ops.compiled()
+        assert ops.library() is None
 
 
-@pytest.mark.skipif(not ops.compiled(), reason="zeroengine's CPU library was not built")
+@pytest.mark.skipif(ops.library() is None, reason="zeroengine's CPU library was not built")
 class TestInstructionSet:
     def test_the_environment_chooses(self, fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("ZEROENGINE_CPU_ISA", "portable")
@@ -67,7 +67,7 @@ class TestInstructionSet:
     ) -> None:
         monkeypatch.setenv("ZEROENGINE_CPU_ISA", "avx3")
         with pytest.raises(ZeroEngineError, match=r"ZEROENGINE_CPU_ISA='avx3'.*offers.*portable"):
-            ops.compiled()
+            ops.library()
 
     def test_the_best_is_the_default(self, fresh: None) -> None:
         best = ops.cpu_isa()
@@ -105,7 +105,7 @@ def test_the_install_succeeds_without_a_working_compiler(compiler: str | None, t
         import torch, zeroengine.ops as ops
         p, g, m, v = (torch.ones(100) for _ in range(4))
         ops.adam_step(p, g, m, v, step=1, lr=1.0, beta1=0.0, beta2=0.0, eps=0.0, weight_decay=0.0)
-        print(ops.__file__, ops.compiled(), ops.squared_norm(p).item(), p.abs().max().item())
+        print(ops.__file__, ops.library() is not None, ops.squared_norm(p).item(), p.abs().max().item())
     """
     run = subprocess.run(
         [sys.executable, "-c", code], env=env | {"PYTHONPATH": str(site)}, cwd=tmp_path, capture_output=True, text=True

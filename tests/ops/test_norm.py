@@ -80,10 +80,3 @@ def test_a_tensor_that_is_not_contiguous_is_refused_and_any_other_shape_is_taken
         ops.squared_norm(torch.ones(3, dtype=torch.float64))
     with pytest.raises(ZeroEngineError, match="contiguous"):
         ops.squared_norm(torch.ones(4)[::2])
-
-
-def test_squared_norm_traces() -> None:
-    x = values(100, torch.float32)
-    torch.library.opcheck(norm._squared_norm_op, (x,))
-    traced = torch.compile(ops.squared_norm, backend="aot_eager", fullgraph=True)
-    assert traced(x).item() == ops.squared_norm(x).item()

@@ -23,7 +23,7 @@ def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     """The kernel, or torch in its stead."""
     if request.param == "torch":
         monkeypatch.setattr(adam, "library", lambda: None)
-    elif not ops.compiled():
+    elif ops.library() is None:
         pytest.skip("zeroengine's CPU library was not built")
     yield
 

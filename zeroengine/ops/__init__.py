@@ -5,19 +5,17 @@ table            Adam steps of many buffers whose scalars stay on the device
 norm             the squared norm of one or many tensors
 factor           from the squared norm to the factor of the gradient
 cast             many tensors copied and cast into a buffer
-reload           masters that follow values written into their low-precision copies
-_library         the CPU library; `_cuda_library` and `_aio_library` are those of csrc/cuda and csrc/aio
-_fallback        the same operations on torch's kernels
-_loading         loading with ctypes, shared by the three libraries
+_library         the CPU library, and loading with ctypes; `_cuda_library` and `_aio_library` are csrc/cuda and csrc/aio
+_fallback        the same operations on torch's kernels; masters that follow values written into their copies
 """
 
 from zeroengine.ops._cuda_library import cuda_architectures, cuda_library
-from zeroengine.ops._library import DTYPE_CODES, advise_huge_pages, compiled, cpu_isa, library, set_cpu_isa
+from zeroengine.ops._fallback import reload_written
+from zeroengine.ops._library import DTYPE_CODES, advise_huge_pages, cpu_isa, library, set_cpu_isa
 from zeroengine.ops.adam import adam_step
 from zeroengine.ops.cast import cast_copy
 from zeroengine.ops.factor import gradient_factor
 from zeroengine.ops.norm import squared_norm, squared_norms
-from zeroengine.ops.reload import reload_written
 from zeroengine.ops.table import AdamBuffer, AdamSegment, AdamTable
 
 __all__ = [
@@ -28,7 +26,6 @@ __all__ = [
     "adam_step",
     "advise_huge_pages",
     "cast_copy",
-    "compiled",
     "cpu_isa",
     "cuda_architectures",
     "cuda_library",

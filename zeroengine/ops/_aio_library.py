@@ -1,4 +1,4 @@
-"""The disk library built from csrc/aio: found, loaded with ctypes, and its C interface declared."""
+"""Load the disk library built from csrc/aio, and declare its C interface."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ctypes import POINTER, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path
 
 from zeroengine.errors import OffloadError
-from zeroengine.ops._loading import Signatures, open_library
+from zeroengine.ops._library import Signatures, open_library
 
 # The version of the C interface that this file declares. It rises with every change of a signature or a struct.
 ABI_VERSION = 1

@@ -1,4 +1,4 @@
-"""The CUDA library built from csrc/cuda: found, loaded with ctypes, and its C interface declared.
+"""Load the CUDA library built from csrc/cuda, and declare its C interface.
 
 A machine may have the library without a GPU, and a GPU without the library: `cuda_library` tells.
 """
@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from zeroengine.errors import ZeroEngineError
-from zeroengine.ops._library import AdamArgs
-from zeroengine.ops._loading import Signatures, open_library
+from zeroengine.ops._library import AdamArgs, Signatures, open_library
 
 ABI_VERSION = 2
 PATH = Path(__file__).with_name("_cuda.so")
@@ -84,25 +83,25 @@ def load(path: Path) -> ctypes.CDLL:
 @functools.cache
 def _loaded() -> ctypes.CDLL | str:
     """Return the library, or the reason why there is none."""
-    if not PATH.exists():
-        return f"{PATH} was not built. For it, install the CUDA toolkit (its nvcc) and install zeroengine again"
     try:
         return load(PATH)
     except (OSError, AttributeError) as error:
-        return f"{PATH} cannot be loaded ({error}). Install zeroengine again"
+        if PATH.exists():
+            return f"{PATH} cannot be loaded ({error}). Install zeroengine again"
+        return f"{PATH} was not built. For it, install the CUDA toolkit (its nvcc) and install zeroengine again"
 
 
 @functools.cache
 def _usable(device: int) -> ctypes.CDLL | None:
     # A library that loads may still have no code for this GPU, or find no driver. The probe asks the device itself.
-    library_or_reason = _loaded()
-    if isinstance(library_or_reason, ctypes.CDLL) and (result := library_or_reason.ze_cuda_probe(device)):
-        library_or_reason = library_or_reason.ze_cuda_message(result).decode()
-    if isinstance(library_or_reason, ctypes.CDLL):
-        return library_or_reason
+    reason = loaded = _loaded()
+    if isinstance(loaded, ctypes.CDLL):
+        if not (result := loaded.ze_cuda_probe(device)):
+            return loaded
+        reason = loaded.ze_cuda_message(result).decode()
     # The cache of this function makes it one warning for each device.
     warnings.warn(
-        f"zeroengine runs without its CUDA kernels on cuda:{device}: {library_or_reason}. torch's own, slower kernels "
+        f"zeroengine runs without its CUDA kernels on cuda:{device}: {reason}. torch's own, slower kernels "
         "serve instead, and some of them wait for the GPU.",
         stacklevel=4,
     )

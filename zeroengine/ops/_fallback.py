@@ -52,7 +52,16 @@ def adam_step(
 
 
 def reload_written(param: Tensor, low_precision_param: Tensor) -> None:
-    """Run `zeroengine.ops.reload_written` by torch."""
+    """Copy the values into `param` that were written into `low_precision_param` since it was `param` rounded.
+
+    An element of `param` whose rounded value has the bits of `low_precision_param` keeps its own bits. `adam_step` does
+    the same before its update, with `reload_written=True`; its kernels do so without a pass of its own. This function
+    is for rare use.
+
+    Args:
+        param: float32, 1-D. Updated in place.
+        low_precision_param: bfloat16 or float16, as long, on the same device. Not changed.
+    """
     size = _CACHED_CHUNK if param.device.type == "cpu" else _CHUNK
     for wide, narrow in zip(torch.split(param, size), torch.split(low_precision_param, size), strict=True):
         written = wide.to(narrow.dtype).view(torch.int16) != narrow.view(torch.int16)

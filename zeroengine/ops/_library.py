@@ -1,4 +1,4 @@
-"""The CPU library built from csrc/cpu: found, loaded with ctypes, and its C interface declared.
+"""Load libraries built from csrc with ctypes; and the one of csrc/cpu, with its C interface.
 
 torch is imported first, so that the library runs on the OpenMP that torch runs on.
 """
@@ -9,13 +9,14 @@ import ctypes
 import functools
 import os
 import warnings
+from collections.abc import Mapping
 from ctypes import POINTER, c_char_p, c_double, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from zeroengine.errors import ZeroEngineError
-from zeroengine.ops._loading import Signatures, open_library
 
 # The version of the C interface that this file declares. It rises with every change of a signature or a struct.
 ABI_VERSION = 4
@@ -23,6 +24,10 @@ PATH = Path(__file__).with_name("_cpu.so")
 # The numbers of csrc/zeroengine.h.
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ISAS = ("avx512", "avx2", "portable")
+
+
+# For each function, the type of its result and the types of its arguments.
+Signatures = Mapping[str, tuple[Any, list[Any]]]
 
 
 class AdamArgs(ctypes.Structure):
@@ -62,12 +67,28 @@ _SIGNATURES: Signatures = {
 }
 
 
-def _notice(reason: str) -> None:
-    warnings.warn(
-        f"zeroengine runs without its CPU kernels: {reason}. torch's own, slower kernels serve instead. "
-        "For zeroengine's, install a C++17 compiler (Debian: apt install g++) and install zeroengine again.",
-        stacklevel=4,
-    )
+def open_library(path: Path, signatures: Signatures, version_function: str, version: int) -> ctypes.CDLL:
+    """Return the library in a file, with its functions declared.
+
+    Args:
+        path: The shared library.
+        signatures: The functions to declare.
+        version_function: The function that returns the version of the interface.
+        version: The version that this zeroengine needs.
+
+    Raises:
+        OSError: The file is no library, or has another version.
+        AttributeError: A function is missing.
+    """
+    handle = ctypes.CDLL(str(path))
+    # The version is compared before any function is declared: another version may lack functions or take other
+    # arguments.
+    if (loaded_version := getattr(handle, version_function)()) != version:
+        raise OSError(f"it has interface version {loaded_version}, this zeroengine needs {version}")
+    for name, (result, arguments) in signatures.items():
+        function = getattr(handle, name)
+        function.restype, function.argtypes = result, arguments
+    return handle
 
 
 @functools.cache
@@ -79,23 +100,20 @@ def library() -> ctypes.CDLL | None:
     Raises:
         ZeroEngineError: The variable names an instruction set that this CPU lacks.
     """
-    if not PATH.exists():
-        _notice(f"{PATH} was not built")
-        return None
     try:
         handle = open_library(PATH, _SIGNATURES, "ze_abi_version", ABI_VERSION)
     except (OSError, AttributeError) as error:
-        _notice(f"{PATH} cannot be loaded ({error})")
+        reason = f"cannot be loaded ({error})" if PATH.exists() else "was not built"
+        warnings.warn(
+            f"zeroengine runs without its CPU kernels: {PATH} {reason}. torch's own, slower kernels serve instead. "
+            "For zeroengine's, install a C++17 compiler (Debian: apt install g++) and install zeroengine again.",
+            stacklevel=3,
+        )
         return None
     # The library is loaded once, so the variable chooses for the whole process.
-    if wanted := os.environ.get("ZEROENGINE_CPU_ISA"):
-        _set_isa(handle, wanted, "ZEROENGINE_CPU_ISA=")
+    if name := os.environ.get("ZEROENGINE_CPU_ISA"):
+        _set_isa(handle, name, "ZEROENGINE_CPU_ISA=")
     return handle
-
-
-def compiled() -> bool:
-    """Return whether zeroengine's own CPU kernels were built and can be loaded."""
-    return library() is not None
 
 
 def cpu_isa() -> str:

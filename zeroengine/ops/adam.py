@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +11,65 @@ from torch import Tensor
 from zeroengine.errors import ZeroEngineError
 from zeroengine.ops import _cuda_library, _fallback
 from zeroengine.ops._library import DTYPE_CODES, AdamArgs, library
+
+# The dtypes that each array may have.
+_DTYPES = {
+    "param": (torch.float32,),
+    "grad": tuple(DTYPE_CODES),
+    "exp_avg": (torch.float32, torch.bfloat16),
+    "exp_avg_sq": (torch.float32, torch.bfloat16),
+    "low_precision_param": (torch.bfloat16, torch.float16),
+}
+
+
+class AdamArrays(NamedTuple):
+    """The buffers of one update, as `adam_step` takes them."""
+
+    param: Tensor
+    grad: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    low_precision_param: Tensor | None
+
+    def check(self, where: str) -> None:
+        """Check that the tensors fit Adam's kernels and each other.
+
+        Raises:
+            ZeroEngineError: One does not. The message begins with `where`.
+        """
+        param, exp_avg, exp_avg_sq = self.param, self.exp_avg, self.exp_avg_sq
+        for name, x in self._asdict().items():
+            if x is None:
+                continue
+            if x.dtype not in _DTYPES[name]:
+                choices = " or ".join(map(str, _DTYPES[name]))
+                raise ZeroEngineError(f"{where}: {name} has dtype {x.dtype}; it must be {choices}")
+            # The kernels take an address and a length, and would read other memory where strides leave gaps.
+            if x.dim() != 1 or not x.is_contiguous():
+                raise ZeroEngineError(
+                    f"{where}: {name} has shape {tuple(x.shape)} and strides {x.stride()}; pass a 1-D contiguous tensor"
+                )
+            if x.numel() != param.numel() or x.device != param.device:
+                raise ZeroEngineError(
+                    f"{where}: {name} has {x.numel()} elements on {x.device}, but param has {param.numel()} "
+                    f"on {param.device}; pass tensors of one length on one device"
+                )
+        if exp_avg.dtype != exp_avg_sq.dtype:
+            raise ZeroEngineError(
+                f"{where}: exp_avg has dtype {exp_avg.dtype} and exp_avg_sq {exp_avg_sq.dtype}; keep both in one"
+            )
+
+    def pointers(self) -> tuple[int | None, ...]:
+        """Return the arrays as the C interfaces take them: addresses, and the codes of dtypes that vary.
+
+        Addresses are enough, because `check` has established the strides.
+        """
+        param, grad, exp_avg, exp_avg_sq, low_precision_param = self
+        moments = (exp_avg.data_ptr(), exp_avg_sq.data_ptr(), DTYPE_CODES[exp_avg.dtype])
+        low: tuple[int | None, int] = (None, 0)
+        if low_precision_param is not None:
+            low = (low_precision_param.data_ptr(), DTYPE_CODES[low_precision_param.dtype])
+        return (param.data_ptr(), grad.data_ptr(), DTYPE_CODES[grad.dtype], *moments, *low)
 
 
 def adam_step(
@@ -61,138 +121,23 @@ def adam_step(
     Raises:
         ZeroEngineError: A tensor has another shape, dtype, device or stride, or step, seed or offset is out of range.
     """
-    check_arrays(
-        "adam_step",
-        param=param,
-        grad=grad,
-        exp_avg=exp_avg,
-        exp_avg_sq=exp_avg_sq,
-        low_precision_param=low_precision_param,
-    )
+    arrays = AdamArrays(param, grad, exp_avg, exp_avg_sq, low_precision_param)
+    arrays.check("adam_step")
     if step < 1:
         raise ZeroEngineError(f"adam_step: step is {step}; count steps from 1")
     # The library takes both as 64-bit numbers, and adds an element's index to the offset.
     for name, value in (("seed", seed), ("offset", offset)):
         if not 0 <= value < 1 << 63:
             raise ZeroEngineError(f"adam_step: {name} is {value}; it must be from 0 to 2**63 - 1")
-    # The custom op costs more than a small update does, so it serves tracing alone.
-    run = _adam_step_op if torch.compiler.is_compiling() else _adam_step
-    run(
-        param,
-        grad,
-        exp_avg,
-        exp_avg_sq,
-        low_precision_param,
-        step,
-        lr,
-        beta1,
-        beta2,
-        eps,
-        weight_decay,
-        decoupled,
-        grad_scale,
-        maximize,
-        reload_written and low_precision_param is not None,
-        seed,
-        offset,
-    )
-
-
-def _adam_step(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    low_precision_param: Tensor | None,
-    step: int,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    decoupled: bool,
-    grad_scale: float,
-    maximize: bool,
-    reload_written: bool,
-    seed: int,
-    offset: int,
-) -> None:
+    reload_written = reload_written and low_precision_param is not None
     args = AdamArgs(
         lr, beta1, beta2, eps, weight_decay, grad_scale, step, seed, offset, decoupled, maximize, reload_written
     )
-    # Addresses are enough, because ``check_arrays`` has established the strides.
-    arrays = pointers(param, grad, exp_avg, exp_avg_sq, low_precision_param)
-    device = param.device
+    device, numel = param.device, param.numel()
     if (cuda := _cuda_library.cuda_library(device)) is not None:
-        return _cuda_library.call(cuda, "ze_cuda_adam", device, *arrays, param.numel(), ctypes.byref(args))
+        _cuda_library.call(cuda, "ze_cuda_adam", device, *arrays.pointers(), numel, ctypes.byref(args))
     # On a GPU without the CUDA library torch's kernels serve.
-    handle = library() if device.type == "cpu" else None
-    if handle is None:
-        return _fallback.adam_step(param, grad, exp_avg, exp_avg_sq, low_precision_param, args)
-    handle.ze_adam(*arrays, param.numel(), ctypes.byref(args), torch.get_num_threads())
-
-
-def pointers(
-    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, low_precision_param: Tensor | None
-) -> tuple[int | None, ...]:
-    """Return Adam's arrays as the C interfaces take them: addresses, and the codes of dtypes that vary."""
-    return (
-        param.data_ptr(),
-        grad.data_ptr(),
-        DTYPE_CODES[grad.dtype],
-        exp_avg.data_ptr(),
-        exp_avg_sq.data_ptr(),
-        DTYPE_CODES[exp_avg.dtype],
-        None if low_precision_param is None else low_precision_param.data_ptr(),
-        0 if low_precision_param is None else DTYPE_CODES[low_precision_param.dtype],
-    )
-
-
-# The op names the tensors that it changes, so that torch.compile keeps the order of their other uses.
-_adam_step_op = torch.library.custom_op(
-    "zeroengine::adam_step", _adam_step, mutates_args=("param", "exp_avg", "exp_avg_sq", "low_precision_param")
-)
-
-
-@_adam_step_op.register_fake
-def _(*args: object) -> None:
-    """Nothing is returned."""
-
-
-def check_arrays(where: str, **tensors: Tensor | None) -> None:
-    """Check that Adam's tensors fit its kernels and each other.
-
-    Raises:
-        ZeroEngineError: One does not. The message begins with `where`.
-    """
-    param, exp_avg, exp_avg_sq = (tensors[name] for name in ("param", "exp_avg", "exp_avg_sq"))
-    assert param is not None and exp_avg is not None and exp_avg_sq is not None
-    for name, x in tensors.items():
-        if x is None:
-            continue
-        if x.dtype not in _DTYPES[name]:
-            wanted = " or ".join(map(str, _DTYPES[name]))
-            raise ZeroEngineError(f"{where}: {name} has dtype {x.dtype}; it must be {wanted}")
-        # The kernels take an address and a length, and would read other memory where strides leave gaps.
-        if x.dim() != 1 or not x.is_contiguous():
-            raise ZeroEngineError(
-                f"{where}: {name} has shape {tuple(x.shape)} and strides {x.stride()}; pass a 1-D contiguous tensor"
-            )
-        if x.numel() != param.numel() or x.device != param.device:
-            raise ZeroEngineError(
-                f"{where}: {name} has {x.numel()} elements on {x.device}, but param has {param.numel()} "
-                f"on {param.device}; pass tensors of one length on one device"
-            )
-    if exp_avg.dtype != exp_avg_sq.dtype:
-        raise ZeroEngineError(
-            f"{where}: exp_avg has dtype {exp_avg.dtype} and exp_avg_sq {exp_avg_sq.dtype}; keep both in one"
-        )
-
-
-_DTYPES = {
-    "param": (torch.float32,),
-    "grad": tuple(DTYPE_CODES),
-    "exp_avg": (torch.float32, torch.bfloat16),
-    "exp_avg_sq": (torch.float32, torch.bfloat16),
-    "low_precision_param": (torch.bfloat16, torch.float16),
-}
+    elif device.type == "cpu" and (cpu := library()) is not None:
+        cpu.ze_adam(*arrays.pointers(), numel, ctypes.byref(args), torch.get_num_threads())
+    else:
+        _fallback.adam_step(*arrays, args)

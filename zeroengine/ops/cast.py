@@ -34,31 +34,8 @@ def cast_copy(
         raise ZeroEngineError(f"cast_copy: {len(sources)} sources and {len(targets)} targets; pass a target for each")
     for i, (source, target) in enumerate(zip(sources, targets, strict=True)):
         _check(i, source, target, targets[0])
-    if sources:
-        # torch.compile cannot trace ctypes, so it sees a custom op. A direct call is faster.
-        run = _cast_copy_op if torch.compiler.is_compiling() else _cast_copy
-        run(sources, targets, scale, accumulate)
-
-
-def _check(i: int, source: Tensor, target: Tensor, first: Tensor) -> None:
-    if source.dtype not in DTYPE_CODES or target.dtype not in DTYPE_CODES:
-        raise ZeroEngineError(
-            f"cast_copy: pair {i} casts {source.dtype} to {target.dtype}; pass {', '.join(map(str, DTYPE_CODES))}"
-        )
-    if source.numel() != target.numel() or not target.is_contiguous():
-        raise ZeroEngineError(
-            f"cast_copy: pair {i} has {source.numel()} elements and a target of shape {tuple(target.shape)} and "
-            f"strides {target.stride()}; pass a contiguous target of as many"
-        )
-    # One launch writes one dtype on one device. Sources may differ in dtype.
-    if target.dtype != first.dtype or {source.device, target.device} != {first.device}:
-        raise ZeroEngineError(
-            f"cast_copy: pair {i} goes from {source.device} to {target.dtype} on {target.device}, but target 0 is "
-            f"{first.dtype} on {first.device}; pass targets of one dtype, all on one device"
-        )
-
-
-def _cast_copy(sources: Sequence[Tensor], targets: Sequence[Tensor], scale: float, accumulate: bool) -> None:
+    if not sources:
+        return
     device = targets[0].device
     if (cuda := _cuda_library.cuda_library(device)) is not None:
         # Copies of sources with other strides must live until the launch is issued.
@@ -80,9 +57,19 @@ def _cast_copy(sources: Sequence[Tensor], targets: Sequence[Tensor], scale: floa
         target.copy_(target.float() + source.float() if accumulate else source)
 
 
-_cast_copy_op = torch.library.custom_op("zeroengine::cast_copy", _cast_copy, mutates_args=("targets",))
-
-
-@_cast_copy_op.register_fake
-def _(*args: object) -> None:
-    """Nothing is returned."""
+def _check(i: int, source: Tensor, target: Tensor, first: Tensor) -> None:
+    if source.dtype not in DTYPE_CODES or target.dtype not in DTYPE_CODES:
+        raise ZeroEngineError(
+            f"cast_copy: pair {i} casts {source.dtype} to {target.dtype}; pass {', '.join(map(str, DTYPE_CODES))}"
+        )
+    if source.numel() != target.numel() or not target.is_contiguous():
+        raise ZeroEngineError(
+            f"cast_copy: pair {i} has {source.numel()} elements and a target of shape {tuple(target.shape)} and "
+            f"strides {target.stride()}; pass a contiguous target of as many"
+        )
+    # One launch writes one dtype on one device. Sources may differ in dtype.
+    if target.dtype != first.dtype or {source.device, target.device} != {first.device}:
+        raise ZeroEngineError(
+            f"cast_copy: pair {i} goes from {source.device} to {target.dtype} on {target.device}, but target 0 is "
+            f"{first.dtype} on {first.device}; pass targets of one dtype, all on one device"
+        )

@@ -19,7 +19,7 @@ def gradient_factor(
     loss_scale: Tensor | None = None,
     skip: bool = True,
 ) -> Tensor:
-    """Unscale, clip and test for overflow where the norm is. The host does not wait for a GPU.
+    """Unscale, clip and test for overflow where the norm is. With the CUDA library the host does not wait for a GPU.
 
     Args:
         squared_norm: 0-d float64: that of the summed gradient, before any division.
@@ -41,13 +41,6 @@ def gradient_factor(
                 f"gradient_factor: {name} is {x.dtype} of shape {tuple(x.shape)} on {x.device}; pass a 0-d float64 "
                 f"tensor on {squared_norm.device}"
             )
-    run = _gradient_factor_op if torch.compiler.is_compiling() else _gradient_factor
-    return run(squared_norm, loss_scale, divisor, limit, skip)
-
-
-def _gradient_factor(
-    squared_norm: Tensor, loss_scale: Tensor | None, divisor: float, limit: float, skip: bool
-) -> Tensor:
     device = squared_norm.device
     if (cuda := _cuda_library.cuda_library(device)) is not None:
         result = torch.empty(3, dtype=torch.float64, device=device)
@@ -55,31 +48,10 @@ def _gradient_factor(
         arguments = (squared_norm.data_ptr(), scale, divisor, limit, skip, result.data_ptr())
         _cuda_library.call(cuda, "ze_cuda_gradient_factor", device, *arguments)
         return result
-    # torch's square root on the CPU may be off by a bit.
-    if device.type == "cpu":
-        divisor = divisor if loss_scale is None else divisor * loss_scale.item()
-        return torch.tensor(_on_host(squared_norm.item(), divisor, limit, skip), dtype=torch.float64, device="cpu")
-    # torch divides by a Python scalar as a product with its inverse, which rounds twice. So every operand is a tensor.
-    total_divisor = torch.full_like(squared_norm, divisor)
-    if loss_scale is not None:
-        total_divisor = total_divisor * loss_scale
-    grad_norm = squared_norm.sqrt() / total_divisor
-    clip = torch.full_like(squared_norm, limit) / (grad_norm + 1e-6) if limit > 0 else torch.ones_like(grad_norm)
-    # A comparison on the host would wait for the device, so the overflow stays a number there.
-    overflow = squared_norm.isfinite().logical_not() if skip else torch.zeros_like(squared_norm)
-    return torch.stack([torch.where(clip > 1, 1.0, clip) / total_divisor, grad_norm, overflow.double()])
-
-
-def _on_host(squared_norm: float, divisor: float, limit: float, skip: bool) -> tuple[float, float, float]:
-    grad_norm = math.sqrt(squared_norm) / divisor
+    # Python computes it, as torch's square root may be off by a bit. On a GPU without the library this waits for it.
+    total, divisor = squared_norm.item(), divisor if loss_scale is None else divisor * loss_scale.item()
+    grad_norm = math.sqrt(total) / divisor
     # The added 1e-6 is that of ``clip_grad_norm_``.
     clip = limit / (grad_norm + 1e-6) if limit > 0 else 1.0
-    return (1.0 if clip > 1 else clip) / divisor, grad_norm, float(skip and not math.isfinite(squared_norm))
-
-
-_gradient_factor_op = torch.library.custom_op("zeroengine::gradient_factor", _gradient_factor, mutates_args=())
-
-
-@_gradient_factor_op.register_fake
-def _(squared_norm: Tensor, loss_scale: Tensor | None, divisor: float, limit: float, skip: bool) -> Tensor:
-    return squared_norm.new_empty(3)
+    values = ((1.0 if clip > 1 else clip) / divisor, grad_norm, float(skip and not math.isfinite(total)))
+    return torch.tensor(values, dtype=torch.float64, device=device)

@@ -28,39 +28,7 @@ def squared_norm(x: Tensor) -> Tensor:
     Raises:
         ZeroEngineError: `x` has another dtype, or is not contiguous.
     """
-    _check("squared_norm", x)
-    return (_squared_norm_op if torch.compiler.is_compiling() else _squared_norm)(x)
-
-
-def _check(where: str, x: Tensor) -> None:
-    if x.dtype not in DTYPE_CODES or not x.is_contiguous():
-        raise ZeroEngineError(
-            f"{where}: got {x.dtype} with shape {tuple(x.shape)} and strides {x.stride()}; "
-            f"pass a contiguous tensor of {', '.join(map(str, DTYPE_CODES))}"
-        )
-
-
-def _squared_norm(x: Tensor) -> Tensor:
-    if (cuda := _cuda_library.cuda_library(x.device)) is not None:
-        return _on_cuda(cuda, [x])
-    handle = library() if x.device.type == "cpu" else None
-    if handle is None:
-        return _fallback.squared_norm(x.view(-1))
-    result = ctypes.c_double()
-    # The kernel uses torch's number of threads, which changes no bit of its result.
-    if handle.ze_squared_norm(
-        x.data_ptr(), DTYPE_CODES[x.dtype], x.numel(), ctypes.byref(result), torch.get_num_threads()
-    ):
-        raise MemoryError("squared_norm: no memory for its partial sums")
-    return torch.tensor(result.value, dtype=torch.float64, device="cpu")
-
-
-_squared_norm_op = torch.library.custom_op("zeroengine::squared_norm", _squared_norm, mutates_args=())
-
-
-@_squared_norm_op.register_fake
-def _(x: Tensor) -> Tensor:
-    return x.new_empty((), dtype=torch.float64)
+    return squared_norms([x])
 
 
 def squared_norms(tensors: Sequence[Tensor], device: torch.device | None = None) -> Tensor:
@@ -77,24 +45,37 @@ def squared_norms(tensors: Sequence[Tensor], device: torch.device | None = None)
         ZeroEngineError: As `squared_norm`, or the tensors are on different devices.
     """
     for x in tensors:
-        _check("squared_norms", x)
+        if x.dtype not in DTYPE_CODES or not x.is_contiguous():
+            raise ZeroEngineError(
+                f"squared norm: got {x.dtype} with shape {tuple(x.shape)} and strides {x.stride()}; "
+                f"pass a contiguous tensor of {', '.join(map(str, DTYPE_CODES))}"
+            )
         if x.device != tensors[0].device:
             raise ZeroEngineError(
                 f"squared_norms: tensors are on {tensors[0].device} and on {x.device}; pass those of one device"
             )
     if not tensors:
         return torch.zeros((), dtype=torch.float64, device=device)
-    return (_squared_norms_op if torch.compiler.is_compiling() else _squared_norms)(tensors)
-
-
-def _squared_norms(tensors: Sequence[Tensor]) -> Tensor:
     if (cuda := _cuda_library.cuda_library(tensors[0].device)) is not None:
         return _on_cuda(cuda, tensors)
     # The sum is in the order of the tensors, which fixes its bits.
-    total = _squared_norm(tensors[0])
+    total = _without_cuda(tensors[0])
     for x in tensors[1:]:
-        total = total + _squared_norm(x)
+        total = total + _without_cuda(x)
     return total
+
+
+def _without_cuda(x: Tensor) -> Tensor:
+    handle = library() if x.device.type == "cpu" else None
+    if handle is None:
+        return _fallback.squared_norm(x.view(-1))
+    result = ctypes.c_double()
+    # The kernel uses torch's number of threads, which changes no bit of its result.
+    if handle.ze_squared_norm(
+        x.data_ptr(), DTYPE_CODES[x.dtype], x.numel(), ctypes.byref(result), torch.get_num_threads()
+    ):
+        raise MemoryError("squared_norm: no memory for its partial sums")
+    return torch.tensor(result.value, dtype=torch.float64, device="cpu")
 
 
 def _on_cuda(handle: ctypes.CDLL, tensors: Sequence[Tensor]) -> Tensor:
@@ -109,11 +90,3 @@ def _on_cuda(handle: ctypes.CDLL, tensors: Sequence[Tensor]) -> Tensor:
         handle, "ze_cuda_squared_norm", device, arrays, len(tensors), workspace.data_ptr(), result.data_ptr()
     )
     return result
-
-
-_squared_norms_op = torch.library.custom_op("zeroengine::squared_norms", _squared_norms, mutates_args=())
-
-
-@_squared_norms_op.register_fake
-def _(tensors: Sequence[Tensor]) -> Tensor:
-    return tensors[0].new_empty((), dtype=torch.float64)

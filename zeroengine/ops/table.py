@@ -13,7 +13,7 @@ from torch import Tensor
 from zeroengine.errors import ZeroEngineError
 from zeroengine.ops import _cuda_library
 from zeroengine.ops._cuda_library import FACTOR_FIELDS, GROUP_FIELDS, RUN_BYTES, CudaSegment
-from zeroengine.ops.adam import adam_step, check_arrays, pointers
+from zeroengine.ops.adam import AdamArrays, adam_step
 
 
 @dataclass(frozen=True)
@@ -123,12 +123,12 @@ class AdamTable:
         rows = [_row(group, 0.0 if i in rates else float(group["lr"])) for i, group in enumerate(groups)]
         # Hyperparameters seldom change, and writing them costs a launch.
         if rows != self._written:
+            values = torch.tensor(rows, dtype=torch.float64, device="cpu")
             if self._cuda is None:
-                self.groups.copy_(torch.tensor(rows, dtype=torch.float64, device="cpu").view_as(self.groups))
+                self.groups.copy_(values.view_as(self.groups))
             else:
                 # The library passes the values as arguments of a kernel, where a copy from ordinary host memory would
                 # make the host wait.
-                values = torch.tensor(rows, dtype=torch.float64, device="cpu")
                 _cuda_library.call(
                     self._cuda, "ze_cuda_write", self.device, self.groups.data_ptr(), values.data_ptr(), values.nbytes
                 )
@@ -202,17 +202,15 @@ class AdamTable:
         Raises:
             ZeroEngineError: A tensor has another shape, dtype, device or stride, or is too short for the segments.
         """
-        arrays = dict(
-            param=param, grad=grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, low_precision_param=low_precision_param
-        )
-        check_arrays("update", **arrays)
+        arrays = AdamArrays(param, grad, exp_avg, exp_avg_sq, low_precision_param)
+        arrays.check("update")
         segments = self._buffers[buffer].segments
         if segments and segments[-1].stop > param.numel():
             raise ZeroEngineError(
                 f"update: buffer {buffer} has {param.numel()} elements, but its segments end at {segments[-1].stop}"
             )
         if self._cuda is None:
-            self._update_on_host(self._buffers[buffer], reload_written, **arrays)
+            self._update_on_host(self._buffers[buffer], arrays, reload_written)
             return
         # The runs of all buffers lie one after the other.
         first, last = self._first_run[buffer : buffer + 2]
@@ -220,25 +218,26 @@ class AdamTable:
             self._cuda,
             "ze_cuda_adam_runs",
             self.device,
-            *pointers(param, grad, exp_avg, exp_avg_sq, low_precision_param),
+            *arrays.pointers(),
             reload_written,
             self._runs.data_ptr() + first * RUN_BYTES,
             last - first,
             self._num_tiles[buffer],
         )
 
-    def _update_on_host(self, buffer: AdamBuffer, reload_written: bool, **arrays: Tensor | None) -> None:
+    def _update_on_host(self, buffer: AdamBuffer, arrays: AdamArrays, reload_written: bool) -> None:
         groups, steps, active = self._host
         for s in buffer.segments:
             # Without a gradient on any rank, or on overflow, the segment keeps its values and its step count.
             if not active[s.slot]:
                 continue
-            group = dict(zip(GROUP_FIELDS, groups[s.group], strict=True))
+            group: dict[str, Any] = dict(zip(GROUP_FIELDS, groups[s.group], strict=True))
+            group |= {name: bool(group[name]) for name in ("decoupled", "maximize")}
+            *required, low_precision_param = (None if x is None else x[s.start : s.stop] for x in arrays)
             adam_step(
-                **{name: None if x is None else x[s.start : s.stop] for name, x in arrays.items()},  # type: ignore[arg-type]
-                **{name: group[name] for name in ("lr", "beta1", "beta2", "eps", "weight_decay")},
-                decoupled=bool(group["decoupled"]),
-                maximize=bool(group["maximize"]),
+                *required,  # type: ignore[arg-type]
+                **group,
+                low_precision_param=low_precision_param,
                 grad_scale=self._factor,
                 reload_written=reload_written,
                 step=steps[s.slot],
