@@ -20,7 +20,7 @@ from tests.distributed.ranks import run_ranks
 from zeroengine import ZeroEngineError
 from zeroengine.config.keys import honoured_paths
 from zeroengine.migration.__main__ import tables
-from zeroengine.migration.names import ARGUMENTS, ENGINE, IN_THE_CONFIGURATION, MODULE, Counterpart
+from zeroengine.migration.names import ARGUMENTS, ENGINE, MODULE, Counterpart
 
 # What scripts and trainers use of DeepSpeed's engine, beside what is called the same.
 USUAL = """
@@ -104,11 +104,17 @@ def every_row() -> Iterator[tuple[str, Counterpart]]:
         yield from table.items()
 
 
+def code_of(row: Counterpart) -> tuple[str, str]:
+    """Return the code to write, "" where there is none, and the text behind it."""
+    code, _, behind = row.text[1:].partition("`") if row.text.startswith("`") else ("", "", row.text)
+    return code, behind
+
+
 def check_that_what_is_written_exists(engine: zeroengine.Engine) -> None:
     there = {"engine": engine, "zeroengine": zeroengine, "torch": torch}
     for name, row in every_row():
-        code, in_the_configuration, _ = row.write.partition(IN_THE_CONFIGURATION)
-        if in_the_configuration:
+        code, behind = code_of(row)
+        if behind.startswith(" in the configuration"):
             for path in keys_of(ast.literal_eval(f"{{{code.replace('true', 'True')}}}")):
                 assert path in honoured_paths(), (name, path)
         elif code:
@@ -168,9 +174,9 @@ def test_another_library_s_argument_raises_with_this_one_s(name: str) -> None:
         with pytest.raises(ZeroEngineError) as caught:
             function(**{argument: 1})
         assert str(caught.value).startswith(f"{name}(): {argument}= is {row.origin}'s. {row.advice}")
-        written, assigned, _ = row.write.partition("=")
+        written, assigned, _ = code_of(row)[0].partition("=")
         if assigned and written.isidentifier():
-            assert written in parameters, row.write
+            assert written in parameters, row.text
     with pytest.raises(TypeError, match=f"{name}\\(\\) .*unheard_of|{name}\\(\\) missing"):
         function(unheard_of=1)
 

@@ -27,7 +27,7 @@ class DeepSpeedKey:
 
     Attributes:
         status: Whether the key has no effect here or is refused.
-        path: The key's path in the file, joined by dots.
+        path: The key's path in the file, joined by dots. A row below may stand for several, separated by spaces.
         reason: Why, and what to write instead; the end of a sentence, without its full stop.
         off: The values that ask for nothing.
         keys: The keys that a block may have, separated by spaces. An empty string leaves them unchecked.
@@ -67,192 +67,174 @@ ALIASES = {
 _NULL_ONLY = (None,)
 _DS_FORMAT = "checkpoints here are torch Distributed Checkpoints, one format for every stage and world size"
 _METRICS = "nothing is sent to loggers; log the loss, engine.grad_norm and engine.lr_scheduler's rate from your loop"
-_STREAMED = "reads, update and writes always run beside one another"
 _REMOVED = "DeepSpeed itself removed it, and it is not available here"
-_PIPELINED = "gathers run ahead of their use and are issued unit by unit"
 
+# The rows by what their paths begin with.
 # fmt: off
-TOP = [
-    _no_effect("wall_clock_breakdown", "there are no built-in timers; use torch.profiler"),
-    _no_effect("memory_breakdown", "call engine.memory() for the bytes of every state"),
-    _no_effect("timers", "there are no built-in timers; use torch.profiler", keys="throughput", switch=""),
-    _no_effect("flops_profiler", "there is no built-in profiler; use torch.profiler",
-        keys="enabled profile_step module_depth top_modules detailed output_file recompute_fwd_factor"),
-    _no_effect("comms_logger", "collectives are not logged; use torch.profiler",
-        keys="enabled verbose prof_all debug prof_ops"),
-    _no_effect("tensorboard", _METRICS, keys="enabled output_path job_name"),
-    _no_effect("wandb", _METRICS, keys="enabled group team project"),
-    _no_effect("csv_monitor", _METRICS, keys="enabled output_path job_name"),
-    _no_effect("comet", _METRICS,
-        keys="enabled samples_log_interval project workspace api_key experiment_name experiment_key online mode"),
-    _no_effect("log_level", "set the level of Python's logger \"zeroengine\""),
-    _no_effect("vocabulary_size", "DeepSpeed only warns about its alignment"),
-    _no_effect("dataloader_drop_last", "no data loader is made; set drop_last on your own"),
-    _no_effect("disable_allgather", "updated parameters are always gathered"),
-    _no_effect("disable_python_gc", "the garbage collector is yours; call gc.disable()"),
-    _no_effect("zero_allow_untested_optimizer", "every element-wise torch optimizer is allowed"),
-    _no_effect("zero_force_ds_cpu_optimizer", "the update runs where the optimizer state lives"),
-    _no_effect("allgather_size", "gathers are sized by units", off=_NULL_ONLY),
-    _no_effect("use_data_before_expert_parallelism", "there is no expert parallelism"),
-    _no_effect("seq_parallel_communication_data_type", "there is no sequence parallelism", off=_NULL_ONLY),
-    _no_effect("graph_harvesting", "no CUDA graphs are captured; the numbers are the same"),
-    *(_no_effect(f"aio.{key}", why, off=off) for key, why, off in (
-        ("intra_op_parallelism", "one queue of queue_depth requests serves a rank", (1, None)),
-        ("thread_count", "one queue of queue_depth requests serves a rank", (1, None)),
-        ("single_submit", "requests are submitted as the queue has room", _NULL_ONLY),
-        ("overlap_events", "requests are always under way together", _NULL_ONLY),
-        ("use_gds", "states go through CPU memory", (False, None)))),
-    _no_effect("activation_checkpointing", "wrap blocks in torch.utils.checkpoint; results are the same",
-        keys="partition_activations contiguous_memory_optimization cpu_checkpointing number_checkpoints "
-             "synchronize_checkpoint_boundary profile", switch=""),
-    _no_effect("checkpoint.tag_validation", "a checkpoint is whole or absent on every rank", off=_NULL_ONLY),
-    _no_effect("checkpoint.load_universal", "every checkpoint loads at any stage and world size"),
-    _refused("checkpoint.use_node_local_storage", "a checkpoint is one directory that all ranks see"),
-    _no_effect("checkpoint.parallel_write", "all ranks write their own shards, always", keys="pipeline_stage",
-        switch=""),
-    _no_effect("checkpoint.checkpoint_serialization", _DS_FORMAT, off=_NULL_ONLY),
-    _no_effect("checkpoint.writer", _DS_FORMAT,
-        keys="type io_buffer_size io_buffer_double show_statistics data_parallel decoupled io_multiplier", switch=""),
-    _no_effect("datastates_ckpt", _DS_FORMAT, switch=""),
-    _refused("nebula", _REMOVED),
-    _no_effect("fp16.auto_cast", "floating inputs are always cast", off=_NULL_ONLY),
-    _refused("fp16.fp16_master_weights_and_grads", "the master weights are fp32"),
-    _no_effect("bf16.immediate_grad_update", "gradients are always reduced as they are produced"),
-    _refused("bf16.bf16_master_weights_and_grads", "the master weights are fp32"),
-    _refused("bf16.bf16_optimizer_states", 'write "optimizer_state_dtype": "bf16" at the top level'),
-    _no_effect("torch_autocast.lower_precision_safe_modules",
-        "torch.autocast's own lists decide operation by operation; communication_data_type is that of reductions",
-        off=_NULL_ONLY),
-    _refused("amp", "Apex is not supported; use bf16"),
-    _refused("data_types.param_dtype", "use bf16 to choose the compute dtype", off=_NULL_ONLY),
-    _no_effect("data_types.keep_in_fp32_modules",
-        "buffers keep their dtype unless buffer_dtype is given; keep_fp32_modules keeps whole modules in fp32",
-        off=([], None)),
-    _refused("gradient_allreduce_op", 'gradients are averaged; multiply the loss instead, and write "mean"',
-        off=(None, "mean", "MEAN", "Mean")),
-    _refused("managed_gradient_accumulation", "step() acts on the boundary; write true", off=(True, None)),
-    _refused("sequence_parallel_size", "there is no sequence parallelism", off=(1, None)),
-    _refused("tensor_parallel", "there is no tensor parallelism; ranks are data-parallel only",
-        switch="autotp_size"),
-    _refused("expert_parallel", "there is no expert parallelism; ranks are data-parallel only"),
-    _refused("pipeline", "there is no pipeline parallelism; ranks are data-parallel only", switch=""),
-    _refused("hybrid_engine", "there is no inference engine; generate inside zeroengine.gathered(model)"),
-    _refused("weight_quantization", "weights are not quantized", switch=""),
-    _refused("compression_training", _REMOVED, switch=""),
-    _refused("quantize_training", _REMOVED),
-    _refused("data_efficiency", "data sampling and routing are yours; do them in your data loader and model"),
-    _refused("curriculum_learning", "the curriculum is yours; change the data in your loop"),
-    _refused("progressive_layer_drop", _REMOVED),
-    _refused("sparse_attention", _REMOVED),
-    _refused("sparse_gradients", "gradients are reduced dense"),
-    _refused("eigenvalue", _REMOVED),
-    _refused("elasticity", "set the batch sizes directly; a checkpoint loads at any world size"),
-    _refused("autotuning", "there is no autotuner; remove the block"),
-    _refused("compile.deepcompile", "use torch.compile on the model's blocks"),
-    _no_effect("compile.autoep_non_moe", "there is no expert parallelism"),
-    *(_no_effect(f"compile.{key}", "only DeepCompile reads it", off=(False, True, None)) for key in (
-        "free_activation free_activation_threshold offload_activation offload_activation_pin_memory offload_opt_states "
-        "double_buffer symmetric_memory debug_log offload_parameters sync_before_reduce sync_after_reduce "
-        "sync_before_allgather sync_after_allgather keep_int_input_tensors keep_all_input_tensors passes").split()),
-]
-
-ZERO = [
-    _no_effect("contiguous_gradients", "gradients always go through contiguous buckets", off=_NULL_ONLY),
-    _no_effect("reduce_scatter", "the degrees of the stage decide: reduce-scatter where gradients are partitioned",
-        off=_NULL_ONLY),
-    _no_effect("use_multi_rank_bucket_allreduce", "one collective reduces each unit, always", off=_NULL_ONLY),
-    _no_effect("allgather_partitions", "parameters are always gathered by all-gather", off=_NULL_ONLY),
-    _no_effect("allgather_bucket_size", "gathers are sized by units; `units` chooses them", off=_NULL_ONLY),
-    _no_effect("compute_grad_norm", "the norm is always computed: it is also the test for overflow",
-        off=(True, None)),
-    _no_effect("load_from_fp32_weights", "checkpoints hold the fp32 master", off=_NULL_ONLY),
-    _no_effect("elastic_checkpoint", "every checkpoint loads at any stage and world size"),
-    _no_effect("sub_group_size", "the update goes unit by unit", off=_NULL_ONLY),
-    _no_effect("model_persistence_threshold", "param_persistence_threshold alone decides", off=_NULL_ONLY),
-    _no_effect("max_reuse_distance", "max_live_parameters alone bounds what stays gathered", off=_NULL_ONLY),
-    _no_effect("gather_16bit_weights_on_model_save", "engine.full_state_dict() gathers at every stage"),
-    _no_effect("gather_fp16_weights_on_model_save", "engine.full_state_dict() gathers at every stage"),
-    _no_effect("module_granularity_threshold", "name modules in `units` to gather them whole", off=(0, None)),
-    _no_effect("leaf_module", "name modules in `units` to gather them whole", keys="classes names name_suffixes",
-        switch=""),
-    _no_effect("use_all_reduce_for_fetch_params", "gathers land in place, with nothing to concatenate"),
-    _no_effect("allgather_sequential", _PIPELINED),
-    _no_effect("ignore_unused_parameters", "parameters without a gradient are ordinary", off=_NULL_ONLY),
-    _no_effect("legacy_stage1", "there is one implementation of every stage"),
-    _no_effect("round_robin_gradients", "ranks own equal shards of every unit already"),
-    _no_effect("parameter_alignment", "parameters are always aligned in their unit's buffer"),
-    _no_effect("memory_efficient_linear", "linear layers are left alone; nothing of torch is patched", off=_NULL_ONLY),
-    _no_effect("override_module_apply", "Module.apply is left alone; nothing of torch is patched", off=_NULL_ONLY),
-    _no_effect("pipeline_loading_checkpoint", _DS_FORMAT),
-    _no_effect("log_trace_cache_warnings", "a wrong prefetch costs time only"),
-    _no_effect("enable_sanity_checks", "ranks always check that they agree"),
-    _no_effect("save_muon_momentum_buffer_in_memory", "Muon's state is never on NVMe"),
-    _no_effect("cpu_offload_use_pin_memory", 'write "pin_memory" in offload_optimizer', off=_NULL_ONLY),
-    _refused("cpu_offload", 'write "offload_optimizer": {"device": "cpu"}'),
-    _refused("cpu_offload_param", 'write "offload_param": {"device": "cpu"}'),
-    _refused("cpu_offload_params", 'write "offload_param": {"device": "cpu"}'),
-    *(_no_effect(f"offload_optimizer.{key}", why, off=_NULL_ONLY) for key, why in (
-        ("pipeline_read", _STREAMED),
-        ("pipeline_write", _STREAMED),
-        ("pipeline", _STREAMED),
-        ("fast_init", "states are never written before the first step"),
-        ("cpuadam_cores_perc", "OMP_NUM_THREADS says how many cores the update takes"))),
-    _no_effect("offload_optimizer.super_offload", "the update runs beside the copies, piece by piece"),
-    _no_effect("offload_param.buffer_size", "a buffer fits the largest shard", off=_NULL_ONLY),
-    _no_effect("offload_param.max_in_cpu", "max_live_parameters bounds what is in memory", off=_NULL_ONLY),
-    _refused("zenflow", "ZenFlow changes results", switch=""),
-    _refused("zero_hpz_partition_size", "a secondary partition (ZeRO++ hpZ) is not available yet; write 1",
-        off=(0, 1, None)),
-    _refused("zero_quantized_weights", "it changes results: gathers are exact"),
-    _refused("zero_quantized_nontrainable_weights", "it changes results: parameters are kept exactly"),
-    _refused("zero_quantized_gradients", "it changes results: reductions are exact"),
-    _refused("zeropp_loco_param", "it changes results: reductions are exact", switch=""),
-    _refused("mics_shard_size", "partitioning over part of the ranks (MiCS) is not available yet", off=(-1, None)),
-    _refused("mics_hierarchical_params_gather", "partitioning over part of the ranks (MiCS) is not available yet"),
-]
-
-OPTIMIZER = [
-    _no_effect("optimizer.legacy_fusion", "there is one fused update"),
-    _no_effect("optimizer.params.torch_adam", "the fused update computes the same as torch's"),
-    _no_effect("optimizer.params.set_grad_none", "gradients are dropped as they are reduced", off=_NULL_ONLY),
-    _no_effect("optimizer.params.foreach", "there is one fused update"),
-    _no_effect("optimizer.params.fused", "there is one fused update"),
-    _no_effect("optimizer.params.capturable", "no CUDA graphs are captured"),
-    _refused("optimizer.params.differentiable", "the update is not differentiable"),
-    _refused("optimizer.params.maximize", "negate the loss instead"),
-    _refused("optimizer.params.amsgrad", "AMSGrad is not available"),
-    _refused("optimizer.params.bias_correction", "Adam's moments are always corrected; write true",
-        off=(True, None)),
-    _refused("optimizer.params.fp32_optimizer_states", 'write "optimizer_state_dtype": "bf16" at the top level',
-        off=(True, None)),
-    _refused("optimizer.params.max_grad_norm", 'write "gradient_clipping" at the top level instead', off=(0, None)),
-    _refused("scheduler.params.last_batch_iteration", "a schedule starts at 0, or where its checkpoint says",
-        off=(-1, None)),
-]
+_ROWS = {
+    "": [
+        _no_effect("wall_clock_breakdown", "there are no built-in timers; use torch.profiler"),
+        _no_effect("memory_breakdown", "call engine.memory() for the bytes of every state"),
+        _no_effect("timers", "there are no built-in timers; use torch.profiler", keys="throughput", switch=""),
+        _no_effect("flops_profiler", "there is no built-in profiler; use torch.profiler",
+            keys="enabled profile_step module_depth top_modules detailed output_file recompute_fwd_factor"),
+        _no_effect("comms_logger", "collectives are not logged; use torch.profiler",
+            keys="enabled verbose prof_all debug prof_ops"),
+        _no_effect("tensorboard csv_monitor", _METRICS, keys="enabled output_path job_name"),
+        _no_effect("wandb", _METRICS, keys="enabled group team project"),
+        _no_effect("comet", _METRICS,
+            keys="enabled samples_log_interval project workspace api_key experiment_name experiment_key online mode"),
+        _no_effect("log_level", "set the level of Python's logger \"zeroengine\""),
+        _no_effect("vocabulary_size", "DeepSpeed only warns about its alignment"),
+        _no_effect("dataloader_drop_last", "no data loader is made; set drop_last on your own"),
+        _no_effect("disable_allgather", "updated parameters are always gathered"),
+        _no_effect("disable_python_gc", "the garbage collector is yours; call gc.disable()"),
+        _no_effect("zero_allow_untested_optimizer", "every element-wise torch optimizer is allowed"),
+        _no_effect("zero_force_ds_cpu_optimizer", "the update runs where the optimizer state lives"),
+        _no_effect("allgather_size", "gathers are sized by units", off=_NULL_ONLY),
+        _no_effect("use_data_before_expert_parallelism", "there is no expert parallelism"),
+        _no_effect("seq_parallel_communication_data_type", "there is no sequence parallelism", off=_NULL_ONLY),
+        _no_effect("graph_harvesting", "no CUDA graphs are captured; the numbers are the same"),
+        _no_effect("aio.intra_op_parallelism aio.thread_count", "one queue of queue_depth requests serves a rank",
+            off=(1, None)),
+        _no_effect("aio.single_submit", "requests are submitted as the queue has room", off=_NULL_ONLY),
+        _no_effect("aio.overlap_events", "requests are always under way together", off=_NULL_ONLY),
+        _no_effect("aio.use_gds", "states go through CPU memory"),
+        _no_effect("activation_checkpointing", "wrap blocks in torch.utils.checkpoint; results are the same",
+            keys="partition_activations contiguous_memory_optimization cpu_checkpointing number_checkpoints "
+                 "synchronize_checkpoint_boundary profile", switch=""),
+        _no_effect("checkpoint.tag_validation", "a checkpoint is whole or absent on every rank", off=_NULL_ONLY),
+        _no_effect("checkpoint.load_universal", "every checkpoint loads at any stage and world size"),
+        _refused("checkpoint.use_node_local_storage", "a checkpoint is one directory that all ranks see"),
+        _no_effect("checkpoint.parallel_write", "all ranks write their own shards, always", keys="pipeline_stage",
+            switch=""),
+        _no_effect("checkpoint.checkpoint_serialization", _DS_FORMAT, off=_NULL_ONLY),
+        _no_effect("checkpoint.writer", _DS_FORMAT,
+            keys="type io_buffer_size io_buffer_double show_statistics data_parallel decoupled io_multiplier",
+            switch=""),
+        _no_effect("datastates_ckpt", _DS_FORMAT, switch=""),
+        _refused("nebula quantize_training progressive_layer_drop sparse_attention eigenvalue", _REMOVED),
+        _no_effect("fp16.auto_cast", "floating inputs are always cast", off=_NULL_ONLY),
+        _refused("fp16.fp16_master_weights_and_grads bf16.bf16_master_weights_and_grads",
+            "the master weights are fp32"),
+        _no_effect("bf16.immediate_grad_update", "gradients are always reduced as they are produced"),
+        _refused("bf16.bf16_optimizer_states", 'write "optimizer_state_dtype": "bf16" at the top level'),
+        _no_effect("torch_autocast.lower_precision_safe_modules",
+            "torch.autocast's own lists decide operation by operation; communication_data_type is that of reductions",
+            off=_NULL_ONLY),
+        _refused("amp", "Apex is not supported; use bf16"),
+        _refused("data_types.param_dtype", "use bf16 to choose the compute dtype", off=_NULL_ONLY),
+        _no_effect("data_types.keep_in_fp32_modules",
+            "buffers keep their dtype unless buffer_dtype is given; keep_fp32_modules keeps whole modules in fp32",
+            off=([], None)),
+        _refused("gradient_allreduce_op", 'gradients are averaged; multiply the loss instead, and write "mean"',
+            off=(None, "mean", "MEAN", "Mean")),
+        _refused("managed_gradient_accumulation", "step() acts on the boundary; write true", off=(True, None)),
+        _refused("sequence_parallel_size", "there is no sequence parallelism", off=(1, None)),
+        _refused("tensor_parallel", "there is no tensor parallelism; ranks are data-parallel only",
+            switch="autotp_size"),
+        _refused("expert_parallel", "there is no expert parallelism; ranks are data-parallel only"),
+        _refused("pipeline", "there is no pipeline parallelism; ranks are data-parallel only", switch=""),
+        _refused("hybrid_engine", "there is no inference engine; generate inside zeroengine.gathered(model)"),
+        _refused("weight_quantization", "weights are not quantized", switch=""),
+        _refused("compression_training", _REMOVED, switch=""),
+        _refused("data_efficiency", "data sampling and routing are yours; do them in your data loader and model"),
+        _refused("curriculum_learning", "the curriculum is yours; change the data in your loop"),
+        _refused("sparse_gradients", "gradients are reduced dense"),
+        _refused("elasticity", "set the batch sizes directly; a checkpoint loads at any world size"),
+        _refused("autotuning", "there is no autotuner; remove the block"),
+        _no_effect("optimizer.legacy_fusion", "there is one fused update"),
+        _refused("scheduler.params.last_batch_iteration", "a schedule starts at 0, or where its checkpoint says",
+            off=(-1, None)),
+    ],
+    "compile.": [
+        _refused("deepcompile", "use torch.compile on the model's blocks"),
+        _no_effect("autoep_non_moe", "there is no expert parallelism"),
+        _no_effect("free_activation free_activation_threshold offload_activation offload_activation_pin_memory "
+                   "offload_opt_states double_buffer symmetric_memory debug_log offload_parameters "
+                   "sync_before_reduce sync_after_reduce sync_before_allgather sync_after_allgather "
+                   "keep_int_input_tensors keep_all_input_tensors passes", "only DeepCompile reads it",
+            off=(False, True, None)),
+    ],
+    "zero_optimization.": [
+        _no_effect("contiguous_gradients", "gradients always go through contiguous buckets", off=_NULL_ONLY),
+        _no_effect("reduce_scatter", "the degrees of the stage decide: reduce-scatter where gradients are partitioned",
+            off=_NULL_ONLY),
+        _no_effect("use_multi_rank_bucket_allreduce", "one collective reduces each unit, always", off=_NULL_ONLY),
+        _no_effect("allgather_partitions", "parameters are always gathered by all-gather", off=_NULL_ONLY),
+        _no_effect("allgather_bucket_size", "gathers are sized by units; `units` chooses them", off=_NULL_ONLY),
+        _no_effect("compute_grad_norm", "the norm is always computed: it is also the test for overflow",
+            off=(True, None)),
+        _no_effect("load_from_fp32_weights", "checkpoints hold the fp32 master", off=_NULL_ONLY),
+        _no_effect("elastic_checkpoint", "every checkpoint loads at any stage and world size"),
+        _no_effect("sub_group_size", "the update goes unit by unit", off=_NULL_ONLY),
+        _no_effect("model_persistence_threshold stage3_model_persistence_threshold",
+            "param_persistence_threshold alone decides", off=_NULL_ONLY),
+        _no_effect("max_reuse_distance stage3_max_reuse_distance",
+            "max_live_parameters alone bounds what stays gathered", off=_NULL_ONLY),
+        _no_effect("gather_16bit_weights_on_model_save stage3_gather_16bit_weights_on_model_save "
+                   "gather_fp16_weights_on_model_save stage3_gather_fp16_weights_on_model_save",
+            "engine.full_state_dict() gathers at every stage"),
+        _no_effect("module_granularity_threshold stage3_module_granularity_threshold",
+            "name modules in `units` to gather them whole", off=(0, None)),
+        _no_effect("leaf_module", "name modules in `units` to gather them whole", keys="classes names name_suffixes",
+            switch=""),
+        _no_effect("use_all_reduce_for_fetch_params stage3_use_all_reduce_for_fetch_params",
+            "gathers land in place, with nothing to concatenate"),
+        _no_effect("allgather_sequential stage3_allgather_sequential",
+            "gathers run ahead of their use and are issued unit by unit"),
+        _no_effect("ignore_unused_parameters", "parameters without a gradient are ordinary", off=_NULL_ONLY),
+        _no_effect("legacy_stage1", "there is one implementation of every stage"),
+        _no_effect("round_robin_gradients", "ranks own equal shards of every unit already"),
+        _no_effect("parameter_alignment", "parameters are always aligned in their unit's buffer"),
+        _no_effect("memory_efficient_linear", "linear layers are left alone; nothing of torch is patched",
+            off=_NULL_ONLY),
+        _no_effect("override_module_apply", "Module.apply is left alone; nothing of torch is patched", off=_NULL_ONLY),
+        _no_effect("pipeline_loading_checkpoint", _DS_FORMAT),
+        _no_effect("log_trace_cache_warnings", "a wrong prefetch costs time only"),
+        _no_effect("enable_sanity_checks", "ranks always check that they agree"),
+        _no_effect("save_muon_momentum_buffer_in_memory", "Muon's state is never on NVMe"),
+        _no_effect("cpu_offload_use_pin_memory", 'write "pin_memory" in offload_optimizer', off=_NULL_ONLY),
+        _refused("cpu_offload", 'write "offload_optimizer": {"device": "cpu"}'),
+        _refused("cpu_offload_param cpu_offload_params", 'write "offload_param": {"device": "cpu"}'),
+        _no_effect("offload_optimizer.pipeline_read offload_optimizer.pipeline_write offload_optimizer.pipeline",
+            "reads, update and writes always run beside one another", off=_NULL_ONLY),
+        _no_effect("offload_optimizer.fast_init", "states are never written before the first step", off=_NULL_ONLY),
+        _no_effect("offload_optimizer.cpuadam_cores_perc", "OMP_NUM_THREADS says how many cores the update takes",
+            off=_NULL_ONLY),
+        _no_effect("offload_optimizer.super_offload", "the update runs beside the copies, piece by piece"),
+        _no_effect("offload_param.buffer_size", "a buffer fits the largest shard", off=_NULL_ONLY),
+        _no_effect("offload_param.max_in_cpu", "max_live_parameters bounds what is in memory", off=_NULL_ONLY),
+        _refused("zenflow", "ZenFlow changes results", switch=""),
+        _refused("zero_hpz_partition_size", "a secondary partition (ZeRO++ hpZ) is not available yet; write 1",
+            off=(0, 1, None)),
+        _refused("zero_quantized_weights", "it changes results: gathers are exact"),
+        _refused("zero_quantized_nontrainable_weights", "it changes results: parameters are kept exactly"),
+        _refused("zero_quantized_gradients", "it changes results: reductions are exact"),
+        _refused("zeropp_loco_param", "it changes results: reductions are exact", switch=""),
+        _refused("mics_shard_size", "partitioning over part of the ranks (MiCS) is not available yet", off=(-1, None)),
+        _refused("mics_hierarchical_params_gather", "partitioning over part of the ranks (MiCS) is not available yet"),
+    ],
+    "optimizer.params.": [
+        _no_effect("torch_adam", "the fused update computes the same as torch's"),
+        _no_effect("set_grad_none", "gradients are dropped as they are reduced", off=_NULL_ONLY),
+        _no_effect("foreach fused", "there is one fused update"),
+        _no_effect("capturable", "no CUDA graphs are captured"),
+        _refused("differentiable", "the update is not differentiable"),
+        _refused("maximize", "negate the loss instead"),
+        _refused("amsgrad", "AMSGrad is not available"),
+        _refused("bias_correction", "Adam's moments are always corrected; write true", off=(True, None)),
+        _refused("fp32_optimizer_states", 'write "optimizer_state_dtype": "bf16" at the top level', off=(True, None)),
+        _refused("max_grad_norm", 'write "gradient_clipping" at the top level instead', off=(0, None)),
+    ],
+}
 # fmt: on
-
-
-def _zero_optimization_keys() -> list[DeepSpeedKey]:
-    """Return the rows of `zero_optimization`, once more for each key that DeepSpeed also reads under a stage3_ name."""
-    twice = (
-        "model_persistence_threshold",
-        "max_reuse_distance",
-        "gather_16bit_weights_on_model_save",
-        "gather_fp16_weights_on_model_save",
-        "module_granularity_threshold",
-        "use_all_reduce_for_fetch_params",
-        "allgather_sequential",
-    )
-    return [
-        replace(row, path=f"zero_optimization.{prefix}{row.path}")
-        for row in ZERO
-        for prefix in (("", "stage3_") if row.path in twice else ("",))
-    ]
-
-
-TABLE: dict[str, DeepSpeedKey] = {row.path: row for row in (*TOP, *_zero_optimization_keys(), *OPTIMIZER)}
-# These objects hold nothing but keys of the table, so no model reads them.
-BLOCKS = ("compile",)
+TABLE = {
+    f"{prefix}{path}": replace(row, path=f"{prefix}{path}")
+    for prefix, rows in _ROWS.items()
+    for row in rows
+    for path in row.path.split()
+}
 
 
 class KeySorter:
@@ -288,9 +270,12 @@ class KeySorter:
             elif key_path == ("optimizer", "params") and is_import_path(tree.get("type")):
                 # The imported class decides which parameters it takes.
                 rest[key] = self._without_comments(value, key_path)
-            # Blocks exist at the top level only. The same name deeper in the file is an unknown key.
-            elif not path and key in BLOCKS:
-                self._sort_block(key_path, value)
+            # This block holds nothing but keys of the table, so no model reads it.
+            elif key_path == ("compile",):
+                if isinstance(value, dict):
+                    self.unknown += [(*key_path, str(name)) for name in self.sort(value, key_path)]
+                elif value is not None:
+                    self.refused[key_path] = f"found {describe(value)}; write an object, {{...}}."
             else:
                 rest[key] = self.sort(value, key_path) if isinstance(value, dict) else value
         return rest
@@ -306,13 +291,6 @@ class KeySorter:
         for key in comments:
             self._ignore_comment((*path, str(key)))
         return {key: value for key, value in params.items() if key not in comments}
-
-    def _sort_block(self, path: KeyPath, value: Any) -> None:
-        if isinstance(value, dict):
-            # Keys that remain after the sorting belong to no model and to no row of the table.
-            self.unknown += [(*path, str(key)) for key in self.sort(value, path)]
-        elif value is not None:
-            self.refused[path] = f"found {describe(value)}; write an object, {{...}}."
 
     def _apply(self, row: DeepSpeedKey, path: KeyPath, value: Any) -> None:
         """Record what `row` says of a key with this value."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 from zeroengine.errors import ZeroEngineError
-from zeroengine.migration.names import ARGUMENTS, COMM, DEEPSPEED, ENGINE, ENGINE_PREFIXES, MODULE
+from zeroengine.migration.names import ARGUMENTS, DEEPSPEED, ENGINE, ENGINE_PREFIXES, MODULE
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -38,7 +38,7 @@ def _configured(name: str) -> str | None:
     from zeroengine.config import deepspeed_keys
     from zeroengine.config.keys import honoured_paths
 
-    for path in (name, f"zero_optimization.{name.removeprefix('zero_')}" if name.startswith("zero_") else name):
+    for path in (name, name.replace("zero_", "zero_optimization.", 1)):
         if path in honoured_paths():
             return f"Write engine.config.{path}"
         if path in deepspeed_keys.TABLE:
@@ -55,8 +55,9 @@ def module_attribute(name: str) -> str | None:
 def comm_attribute(name: str) -> str:
     """Return the message of the AttributeError for ``zeroengine.comm.name``, where DeepSpeed has collectives."""
     plain = f"module 'zeroengine.comm' has no attribute {name!r}"
-    if name in COMM:
-        return f"{plain}, which is a name of {COMM[name].origin}. {COMM[name].advice}"
+    # The other functions of deepspeed.comm have the names of torch.distributed.
+    if name == "init_distributed":
+        return f"{plain}, which is a name of {DEEPSPEED}. {MODULE[name].advice}"
     if not name.startswith("_") and hasattr(sys.modules.get("torch.distributed"), name):
         return f"{plain}. Write torch.distributed.{name}."
     return plain
