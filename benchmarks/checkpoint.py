@@ -84,7 +84,7 @@ def machine(folder: Path) -> str:
 def make_checkpoint(folder: Path, gib: float, optimizer: bool) -> None:
     """Write a checkpoint as ``engine.save_checkpoint`` does, without the memory for the model: an embedding of an
     eighth, blocks for the rest, every tensor the same 64 MiB of noise over and over."""
-    from zeroengine.checkpoint.dcp_save import describe_files, save_files
+    from zeroengine.checkpoint.dcp_save import save_files
     from zeroengine.checkpoint.directory import CheckpointFolder
     from zeroengine.checkpoint.entries import MODEL, OPTIMIZER, StateEntry
     from zeroengine.checkpoint.manifest import FORMAT, Manifest
@@ -111,8 +111,7 @@ def make_checkpoint(folder: Path, gib: float, optimizer: bool) -> None:
     directory = CheckpointFolder(folder)
     directory.open()
     writing = directory.begin("big", 0)
-    written = save_files(writing, entries, {}, {}, dist.group.WORLD, lambda n: None)
-    files = describe_files(writing, written)
+    files = save_files(writing, entries, {}, {}, dist.group.WORLD, lambda n: None)
     facts: dict[str, object] = dict(step=1, stage=0, world_size=1, precision="float32", optimizer="AdamW", saved_at="")
     empty: dict[str, object] = dict(versions={}, counters={}, param_groups=[], loss_scaler={}, config={})
     directory.commit(writing, Manifest(format=FORMAT, tag="big", files=files, **facts, **empty), None)  # type: ignore

@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from zeroengine.checkpoint import dcp_save
-from zeroengine.checkpoint.dcp_errors import failure_reason
 from zeroengine.checkpoint.dcp_metadata import METADATA, read_metadata
 from zeroengine.checkpoint.dcp_save import save_files
 from zeroengine.checkpoint.entries import StateEntry
+from zeroengine.checkpoint.failures import failure_reason
 from zeroengine.errors import CheckpointError
 from zeroengine.partition.boxes import Box
 

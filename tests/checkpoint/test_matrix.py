@@ -37,9 +37,9 @@ def whole_state(engine: zeroengine.Engine, keys: tuple[str, ...]) -> dict[str, t
 
 def check_shards(engine: zeroengine.Engine, expected: dict[str, torch.Tensor], what: str) -> None:
     """Whether what this rank owns is its part of ``expected``, bit for bit."""
-    inventory = engine._checkpoints._get_manager()._parts.state_index
+    parts = engine._checkpoints._get_manager()._parts
     seen = set()
-    for name, entry in (inventory.model(once=False) | inventory.optimizer(once=False)).items():
+    for name, entry in (parts.model_entries(once=False) | parts.optimizer_entries(once=False)).items():
         whole = expected[readable(name)]
         assert entry.shape == tuple(whole.shape), (what, name)
         seen.add(readable(name))

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
-from zeroengine.checkpoint.entries import StateIndex
+from zeroengine.checkpoint.entries import MODEL, OPTIMIZER, StateEntries, StateEntry
 from zeroengine.comm.group import Group
 from zeroengine.config import Config
 from zeroengine.optim.loss_scaler import LossScaler
 from zeroengine.optim.sharded_optimizer import ShardedOptimizer
+from zeroengine.partition.boxes import Box, boxes_of_run
+from zeroengine.partition.cut import plain_name
+from zeroengine.partition.layout import ShardSpan
 from zeroengine.runtime.unit import Unit
 
 
 @dataclass(frozen=True)
 class CheckpointedParts:
-    """The parts of an engine that have state, and what is needed to put their state back.
+    """The parts of an engine that have state, what is needed to put their state back, and their tensors by name.
+
+    Methods that return entries take `once`: True puts each element on exactly one rank, as a save needs it; False gives
+    all elements that this rank holds, as a load needs them.
 
     Attributes:
-        find_lr_scheduler: Returns the LR schedule of now, or None: the user may replace it at any time.
+        lr_scheduler: Returns the LR schedule of now, or None: the user may replace it at any time.
         counters: Returns the engine's step counters by name.
         republish: Makes every rank compute with the masters' values, after they were written.
         stateful: The user's registered objects, by name.
@@ -32,27 +39,91 @@ class CheckpointedParts:
     module: nn.Module
     units: Sequence[Unit]
     optimizer: ShardedOptimizer
-    find_lr_scheduler: Callable[[], Any]
+    lr_scheduler: Callable[[], Any]
     scaler: LossScaler
     config: Config
     group: Group
     counters: Callable[[], dict[str, int]]
     republish: Callable[[], None]
     stateful: Mapping[str, Any]
-    on_disk: bool = False
-    evict: Callable[[], None] = lambda: None
+    on_disk: bool
+    evict: Callable[[], None]
 
-    @property
-    def lr_scheduler(self) -> Any:
-        """The LR schedule that the engine steps, or None."""
-        return self.find_lr_scheduler()
+    def aliases(self) -> dict[str, str]:
+        """Return the further names of tied parameters and shared buffers, with the name that each is stored under."""
+        # Tied parameters are one object with several names. Storing each name would double the largest tensors of many
+        # models.
+        first_names: dict[int, str] = {}
+        aliases: dict[str, str] = {}
+        for named_tensors in (self.module.named_parameters, self.module.named_buffers):
+            for name, tensor in named_tensors(remove_duplicate=False):
+                name = plain_name(name)
+                first = first_names.setdefault(id(tensor), name)
+                if first != name:
+                    aliases[name] = first
+        return aliases
 
-    @property
-    def state_index(self) -> StateIndex:
-        """The tensors of the model and the optimizer, by name."""
-        return StateIndex(self.module, self.units, self.optimizer, self.group.rank, self.group.world_size)
+    def model_entries(self, *, once: bool) -> StateEntries:
+        """Return the masters, frozen parameters and persistent buffers."""
+        entries: StateEntries = {}
+        shards = {shard.unit: shard for shard in self.optimizer.shards}
+        for unit in self.units:
+            # A frozen unit has no master, so its own shard is stored. It may be cut by another degree than the masters.
+            values, degree = unit.shard, unit.degrees.parameters
+            if unit in shards:
+                values, degree = shards[unit].master, unit.degrees.optimizer
+            # Every rank lists all names, also those of which it has no part, so that all ranks match the same names.
+            for slot in unit.layout.slots:
+                entries[MODEL + slot.name] = StateEntry(slot.shape, values.dtype)
+            for span in self._spans(unit, degree, once):
+                slot = unit.layout.slots[span.param_index]
+                entries[MODEL + slot.name].pieces += _boxes_of_span(slot.shape, span, values, span.shard_offset)
+        for name, buffer in self._persistent_buffers():
+            # Every rank holds each buffer in full, so one rank saves it. On a load every rank reads it.
+            box = Box((0,) * buffer.dim(), tuple(buffer.shape), 0)
+            pieces = [] if once and self.group.rank != 0 else [(box, buffer.detach())]
+            entries[MODEL + name] = StateEntry(box.sizes, buffer.dtype, pieces)
+        return entries
 
-    @property
-    def parameter_names(self) -> dict[nn.Parameter, str]:
-        """The name of each parameter."""
-        return {p: slot.name for unit in self.units for p, slot in zip(unit.params, unit.layout.slots, strict=True)}
+    def optimizer_entries(self, *, once: bool) -> StateEntries:
+        """Return the optimizer's state of each parameter."""
+        entries: StateEntries = {}
+        for shard in self.optimizer.shards:
+            for span in self._spans(shard.unit, shard.unit.degrees.optimizer, once):
+                slot = shard.unit.layout.slots[span.param_index]
+                state = self.optimizer.shard_state.of(shard, span)
+                for key, value in (state.numbers | state.elements).items():
+                    name = f"{OPTIMIZER}{slot.name}.{key}"
+                    if value.dim():
+                        entry = entries.setdefault(name, StateEntry(slot.shape, value.dtype))
+                        entry.pieces += _boxes_of_span(slot.shape, span, value, 0)
+                    # Every rank that has part of the parameter has its step. The rank with the first element saves it.
+                    elif not once or span.param_offset == 0:
+                        entries[name] = StateEntry((), value.dtype, [(Box((), (), 0), value)])
+        return entries
+
+    def _spans(self, unit: Unit, degree: int, once: bool) -> Iterator[ShardSpan]:
+        # Ranks that hold copies of one shard share the work of saving it.
+        rank, world_size = self.group.rank, self.group.world_size
+        own_range = unit.layout.unreplicated_range(rank, degree, world_size) if once else None
+        return unit.layout.spans(rank, degree, own_range)
+
+    def _persistent_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the buffers that a state dict holds, each once."""
+        yielded: set[int] = set()
+        for prefix, module in self.module.named_modules():
+            for name, buffer in module._buffers.items():
+                # A buffer under several names is stored once, and the others are aliases.
+                if buffer is not None and name not in module._non_persistent_buffers_set and id(buffer) not in yielded:
+                    yielded.add(id(buffer))
+                    yield plain_name(f"{prefix}.{name}" if prefix else name), buffer
+
+
+def _boxes_of_span(
+    shape: tuple[int, ...], span: ShardSpan, values: torch.Tensor, offset: int
+) -> list[tuple[Box, torch.Tensor]]:
+    """Return the boxes of a span as views of `values` (1-D), where the span's first element is at `offset`."""
+    base = offset - span.param_offset
+    boxes = boxes_of_run(shape, span.param_offset, span.param_offset + span.numel)
+    # A span is a run of the flattened parameter, and DCP stores boxes. One run may need several boxes.
+    return [(box, values[base + box.start : base + box.start + box.numel].view(box.sizes)) for box in boxes]

@@ -16,10 +16,11 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import xxhash
 
+from zeroengine.checkpoint.failures import as_checkpoint_errors
 from zeroengine.errors import CheckpointError
 from zeroengine.utils.paths import is_file_name
 from zeroengine.utils.safe_pickle import AllowList, SafeUnpickler
@@ -94,17 +95,15 @@ def read_metadata(path: Path) -> DcpMetadata:
     Raises:
         CheckpointError: There is no metadata, it cannot be read, or it lacks part of a tensor.
     """
-    try:
-        tree = SafeUnpickler(io.BytesIO((path / METADATA).read_bytes()), _ALLOW_LIST).load()
-        return _convert(tree)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} holds no checkpoint: there is no {METADATA} file in it") from None
-    except CheckpointError as error:
-        # The message of the inner error does not know the path.
-        raise CheckpointError(f"{path}: {error}") from None
+    if not (path / METADATA).exists():
+        raise CheckpointError(f"{path} holds no checkpoint: there is no {METADATA} file in it")
     # A damaged pickle may raise almost anything, and none of it is the user's mistake.
-    except Exception as error:
-        raise CheckpointError(f"{path / METADATA} cannot be read: {type(error).__name__}: {error}") from error
+    with as_checkpoint_errors(f"{path / METADATA} cannot be read"):
+        try:
+            return _convert(SafeUnpickler(io.BytesIO((path / METADATA).read_bytes()), _ALLOW_LIST).load())
+        except CheckpointError as error:
+            # The message of the inner error does not know the path.
+            raise CheckpointError(f"{path}: {error}") from None
 
 
 def find_tied_names(tensors: Mapping[str, StoredTensor], names: Iterable[str]) -> dict[str, str]:
@@ -132,7 +131,7 @@ def digest_of_items(path: Path, items: Iterable[ByteRange]) -> str:
         for item in sorted(set(items)):
             # An item that torch.save did not write has no checksums, so only its position counts.
             with contextlib.suppress(zipfile.BadZipFile):
-                for info in zipfile.ZipFile(FileWindow(file, item)).infolist():
+                for info in zipfile.ZipFile(FileWindow(file, item.start, item.length)).infolist():
                     total.update(f"{info.filename} {info.file_size} {info.CRC}\n".encode())
             total.update(f"{item.start} {item.length}\n".encode())
     return total.hexdigest()
@@ -141,34 +140,26 @@ def digest_of_items(path: Path, items: Iterable[ByteRange]) -> str:
 class FileWindow(io.RawIOBase):
     """An item of a file, as a file that can be read."""
 
-    def __init__(self, file: IO[bytes], item: ByteRange) -> None:
-        self._file, self._start, self._length, self._position = file, item.start, item.length, 0
+    def __init__(self, file: io.BufferedReader, start: int, length: int) -> None:
+        self._file, self._start, self._length, self._position = file, start, length, 0
 
     def seekable(self) -> bool:
         """Return True."""
         return True
-
-    def readable(self) -> bool:
-        """Return True."""
-        return True
-
-    def tell(self) -> int:
-        """Return the position within the item."""
-        return self._position
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         """Move to a position within the item."""
         self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
         return self._position
 
-    def read(self, size: int = -1) -> bytes:
-        """Read up to `size` bytes, never past the end of the item."""
+    def readinto(self, buffer: Any) -> int:
+        """Fill `buffer`, never from past the end of the item, and return the number of bytes."""
         remaining = max(self._length - self._position, 0)
         # Several windows share one file object, so each read sets the position first.
         self._file.seek(self._start + self._position)
-        data = self._file.read(remaining if size < 0 else min(size, remaining))
-        self._position += len(data)
-        return data
+        count = self._file.readinto(memoryview(buffer)[:remaining])
+        self._position += count
+        return count
 
 
 # -- From torch's records to ours -----------------------------------------------------------------
@@ -275,20 +266,13 @@ class _TensorRecord(_Record):
     properties: _Record
 
 
+# The metadata maps these records to positions, so they compare by value, as torch's own class does.
+@dataclass(frozen=True)
 class _IndexRecord(_Record):
     """Name a piece of a tensor, or an object, whose offset is None."""
 
+    fqn: str
     offset: tuple[int, ...] | None = None
-
-    def __init__(self, fqn: str, offset: tuple[int, ...] | None) -> None:
-        self.fqn, self.offset = fqn, offset
-
-    # The metadata maps these records to positions, so they compare by value, as torch's own class does.
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _IndexRecord) and (self.fqn, self.offset) == (other.fqn, other.offset)
-
-    def __hash__(self) -> int:
-        return hash((self.fqn, self.offset))
 
 
 class _MemoryFormat:

@@ -10,12 +10,13 @@ GPU are copied to memory that is given back to the system when the next piece is
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import mmap
 import os
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,7 @@ import torch.distributed as dist
 import xxhash
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
@@ -44,19 +40,6 @@ from zeroengine.utils.progress import Report
 ReadPiece = Callable[[str, Box, torch.Tensor], None]
 
 
-@dataclasses.dataclass(frozen=True)
-class WrittenFile:
-    """A file that this rank has written.
-
-    Attributes:
-        checksum: The file's XXH3 checksum, in hexadecimal digits.
-        items: Where the values lie in it; None for the metadata.
-    """
-
-    checksum: str
-    items: list[ByteRange] | None
-
-
 def save_files(
     path: Path,
     entries: StateEntries,
@@ -65,7 +48,7 @@ def save_files(
     group: dist.ProcessGroup | None,
     report: Report,
     read_piece: ReadPiece | None = None,
-) -> dict[str, WrittenFile]:
+) -> dict[str, FileRecord]:
     """Write every rank's entries and objects into the new directory `path`. A collective.
 
     Args:
@@ -78,7 +61,7 @@ def save_files(
         read_piece: Fills a tensor with the values of an entry's piece that is on the meta device, when it is written.
 
     Returns:
-        The files that this rank wrote, by name.
+        What the manifest records of the files that this rank wrote, by name.
     """
     writer = _DcpWriter(path, aliases, report)
     # DCP copies the next items ahead by default, and would hold several pieces in memory.
@@ -86,36 +69,12 @@ def save_files(
     planner = _SavePlanner(entries, objects, read_piece)
     # Without a process group DCP warns about its own argument, which is passed on purpose.
     if group is None:
-        with no_dist_warning_ignored():
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp_save({}, storage_writer=writer, planner=planner, no_dist=True)
     else:
         dcp_save({}, storage_writer=writer, planner=planner, process_group=group)
-    return {name: WrittenFile(total, writer.items.get(name)) for name, total in writer.hashing.checksums.items()}
-
-
-def describe_files(path: Path, written: Mapping[str, WrittenFile]) -> dict[str, FileRecord]:
-    """Return what the manifest records of the files that this rank has written, by name.
-
-    Raises:
-        OSError: A file cannot be read.
-    """
-    return {
-        name: FileRecord(
-            bytes=(path / name).stat().st_size,
-            xxh3=file.checksum,
-            # The digest is computed from the written file, so it also shows that the file can be read back.
-            items=None if file.items is None else digest_of_items(path / name, file.items),
-        )
-        for name, file in written.items()
-    }
-
-
-@contextmanager
-def no_dist_warning_ignored() -> Iterator[None]:
-    """Ignore the warning that torch gives for `no_dist=True`, which is what is asked for."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+    return writer.files
 
 
 class _HashedFile:
@@ -175,19 +134,25 @@ class _DcpWriter(FileSystemWriter):
         # Files are synced when they are closed, so DCP need not do it.
         # The directory is new. A file that exists there already would be a mistake.
         super().__init__(path, overwrite=False, sync_files=False)
-        self.fs = self.hashing = _HashingFileSystem(report)
-        self._aliases = aliases
-        # These are the items of the files that this rank wrote.
-        self.items: dict[str, list[ByteRange]] = {}
+        self.fs = self._hashing = _HashingFileSystem(report)
+        self._path, self._aliases = path, aliases
+        self.files: dict[str, FileRecord] = {}
 
     def write_data(self, *args: Any, **kwargs: Any) -> Any:
-        """Write this rank's items, and note where each lies."""
+        """Write this rank's items, and describe the files. DCP makes an error in here an error of all ranks."""
         results = super().write_data(*args, **kwargs)
         # Where an item lies is known only after it was written, since its size depends on torch.save.
+        items: defaultdict[str, list[ByteRange]] = defaultdict(list)
         for result in results.value():
             info = result.storage_data
-            self.items.setdefault(info.relative_path, []).append(ByteRange(info.offset, info.length))
+            items[info.relative_path].append(ByteRange(info.offset, info.length))
+        for name, ranges in items.items():
+            # The digest is computed from the written file, so it also shows that the file can be read back.
+            self._describe(name, self._hashing.checksums[name], digest_of_items(self._path / name, ranges))
         return results
+
+    def _describe(self, name: str, checksum: str, digest: str | None) -> None:
+        self.files[name] = FileRecord(bytes=(self._path / name).stat().st_size, xxh3=checksum, items=digest)
 
     def finish(self, metadata: Metadata, results: Any) -> None:
         """Add the aliases, and write the metadata."""
@@ -196,15 +161,15 @@ class _DcpWriter(FileSystemWriter):
         for alias, name in self._aliases.items():
             if name in metadata.state_dict_metadata:
                 metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[name]
-                all_results += [_rename(result, alias) for result in all_results if result.index.fqn == name]
+                all_results += [
+                    replace(result, index=replace(result.index, fqn=alias))
+                    for result in all_results
+                    if result.index.fqn == name
+                ]
         super().finish(metadata, [all_results])
         # DCP writes the metadata to a temporary name and renames it.
         # The manifest lists files by their final names.
-        self.hashing.checksums[METADATA] = self.hashing.checksums.pop(f"{METADATA}.tmp")
-
-
-def _rename(result: Any, name: str) -> Any:
-    return dataclasses.replace(result, index=dataclasses.replace(result.index, fqn=name))
+        self._describe(METADATA, self._hashing.checksums[f"{METADATA}.tmp"], None)
 
 
 class _SavePlanner(DefaultSavePlanner):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from zeroengine.checkpoint.checkpointed_parts import CheckpointedParts
 from zeroengine.checkpoint.directory import CheckpointFolder, check_tag
-from zeroengine.checkpoint.restore import HalfLoadedError, RestoreResult, as_checkpoint_errors, restore
+from zeroengine.checkpoint.restore import HalfLoadedError, RestoreResult, loading_errors, restore
 from zeroengine.checkpoint.save_thread import SaveThread
 from zeroengine.checkpoint.search import CheckpointSearch
 from zeroengine.checkpoint.snapshot import take_snapshot
@@ -135,7 +135,7 @@ class CheckpointManager:
         self._is_half_loaded = self._is_half_loaded and weights_only
         self._unclaimed_states = {name: (state, restored.same_world) for name, state in restored.stateful.items()}
         try:
-            with self._group.collective_errors("to load a checkpoint"), as_checkpoint_errors():
+            with loading_errors(self._group):
                 for name in self._parts.stateful:
                     self.hand_over(name)
         # Objects of the user raise here, after the tensors were replaced. The engine is half loaded then.

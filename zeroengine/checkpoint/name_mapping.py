@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from zeroengine.checkpoint.dcp_metadata import DcpMetadata
-from zeroengine.checkpoint.entries import MODEL, OPTIMIZER, StateEntries, torch_dtype
+from zeroengine.checkpoint.entries import MODEL, OPTIMIZER, StateEntries
 from zeroengine.errors import CheckpointError
 from zeroengine.optim.backends.interface import StateKeys
 
@@ -29,40 +31,33 @@ class NameMatch:
         stored_names: The stored name by the model's name, where there is one.
         missing: The model's names that nothing is stored for.
         unexpected: The stored names that the model has no tensor for.
+        shape_problems: A sentence for each tensor that has another shape in the model.
     """
 
     prefix: str
     stored_names: dict[str, str]
     missing: list[str]
     unexpected: list[str]
+    shape_problems: list[str]
 
-    def check(
-        self, source: str, stored_shapes: Mapping[str, Shape], own_shapes: Mapping[str, Shape], *, strict: bool
-    ) -> None:
+    def check(self, source: str, *, strict: bool) -> None:
         """Check that the stored tensors are the model's.
 
         Args:
             source: What holds the stored tensors, for the message.
-            stored_shapes: The shapes by stored name.
-            own_shapes: The shapes by the model's name.
             strict: Both sides must have the same names.
 
         Raises:
             CheckpointError: Shapes differ or, where `strict`, names do: the first ten, and the number of the others.
         """
-        problems = [
-            f"{name} has shape {stored_shapes[stored]} there and {own_shapes[name]} here"
-            for name, stored in self.stored_names.items()
-            if stored_shapes[stored] != own_shapes[name]
-        ]
-        advice = ""
+        problems, advice = self.shape_problems, ""
         # With no common name at all, a list of all missing names would hide the reason.
         if not self.stored_names:
             problems = ["it has none of the model's names"]
         elif strict and (self.missing or self.unexpected):
             # Another shape cannot be ignored by strict=False, so the advice is left out where it would not help.
             advice = "" if problems else " Pass strict=False to load what fits."
-            problems += [f"{name} is not there" for name in self.missing]
+            problems = problems + [f"{name} is not there" for name in self.missing]
             problems += [f"{name} is not in the model" for name in self.unexpected]
         if problems:
             more = f"; and {len(problems) - MAX_PROBLEMS} more" if len(problems) > MAX_PROBLEMS else ""
@@ -70,41 +65,36 @@ class NameMatch:
 
 
 def match_names(
-    stored: Collection[str], names: Sequence[str], aliases: Mapping[str, str], default_prefix: str = ""
+    stored: Mapping[str, Shape], own: Mapping[str, Shape], aliases: Mapping[str, str], default_prefix: str = ""
 ) -> NameMatch:
     """Return which stored name belongs to each of the model's names.
 
     Args:
-        stored: The stored names.
-        names: The model's names, each tensor once.
-        aliases: Further names of the model's tied parameters, and the one of `names` for each.
+        stored: The shapes by stored name.
+        own: The shapes by the model's name, each tensor once.
+        aliases: Further names of the model's tied parameters, and the one in `own` for each.
         default_prefix: The prefix to assume where no other explains more names.
     """
-    all_names = names_by_tensor(names, aliases)
-    prefix = _find_prefix(stored, names, default_prefix)
+    prefix = _find_prefix(stored, list(own), default_prefix)
+    # A tied parameter may be stored under any of its names, and its own name counts first. Every alias is expected, so
+    # a file that stores a tied parameter under two names has no unexpected one.
+    name_of = {prefix + name: name for name in own}
+    name_of |= {prefix + alias: name for alias, name in aliases.items() if name in own}
     stored_names: dict[str, str] = {}
-    for name, candidates in all_names.items():
-        # A tied parameter may be stored under any of its names, and its own name counts first.
-        match = next((prefix + candidate for candidate in candidates if prefix + candidate in stored), None)
-        if match is not None:
-            stored_names[name] = match
-    # Every alias is expected, so a file that stores a tied parameter under two names has no unexpected one.
-    expected = {prefix + candidate for candidates in all_names.values() for candidate in candidates}
+    for stored_name, name in name_of.items():
+        if stored_name in stored:
+            stored_names.setdefault(name, stored_name)
     return NameMatch(
         prefix,
-        stored_names,
-        missing=[name for name in names if name not in stored_names],
-        unexpected=[name for name in stored if name not in expected],
+        {name: stored_names[name] for name in own if name in stored_names},
+        missing=[name for name in own if name not in stored_names],
+        unexpected=[name for name in stored if name not in name_of],
+        shape_problems=[
+            f"{name} has shape {stored[stored_name]} there and {own[name]} here"
+            for name, stored_name in stored_names.items()
+            if stored[stored_name] != own[name]
+        ],
     )
-
-
-def names_by_tensor(names: Sequence[str], aliases: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return all names of each tensor, its own first."""
-    all_names = {name: [name] for name in names}
-    for alias, name in aliases.items():
-        if name in all_names:
-            all_names[name].append(alias)
-    return all_names
 
 
 def _find_prefix(stored: Collection[str], names: Sequence[str], default: str) -> str:
@@ -118,24 +108,34 @@ def _find_prefix(stored: Collection[str], names: Sequence[str], default: str) ->
     return max(counts, key=lambda prefix: (counts[prefix], prefix == default))
 
 
+def split_state_name(stored: str) -> tuple[str, str] | None:
+    """Return the parameter and the key of a name of optimizer state, `optimizer.state.<parameter>.<key>`, or None."""
+    # Other writers put the state under prefixes of their own, so only the part after `state.` counts.
+    before, separator, rest = stored.partition("state.")
+    if not separator or (before and not before.endswith(".")):
+        return None
+    # Parameter names contain dots, and so does the prefix. The key is what follows the last dot.
+    parameter, _, key = rest.rpartition(".")
+    return parameter, key
+
+
 class CheckpointNames:
     """Locate the model's tensors and the optimizer's state in a checkpoint.
 
     Attributes:
         model: Which stored tensor belongs to each parameter and buffer.
-        state_names: The stored name of the optimizer's state, by its name in a `StateIndex`.
+        state_names: The stored name of the optimizer's state, by its name in `CheckpointedParts.optimizer_entries`.
         state_keys: By parameter, the dtype of each key of its state and whether it is one number for the parameter.
     """
 
     def __init__(self, metadata: DcpMetadata, entries: StateEntries, aliases: Mapping[str, str]) -> None:
-        self._shapes = {name.removeprefix(MODEL): entry.shape for name, entry in entries.items()}
-        self._stored_shapes = {name: tensor.shape for name, tensor in metadata.tensors.items()}
-        names = list(self._shapes)
-        match = match_names(self._stored_shapes, names, aliases, default_prefix=MODEL)
+        shapes = {name.removeprefix(MODEL): entry.shape for name, entry in entries.items()}
+        stored_shapes = {name: tensor.shape for name, tensor in metadata.tensors.items()}
+        match = match_names(stored_shapes, shapes, aliases, default_prefix=MODEL)
         self.model = replace(
             match,
             # DCP stores nothing of a tensor without elements.
-            missing=[name for name in match.missing if 0 not in self._shapes[name]],
+            missing=[name for name in match.missing if 0 not in shapes[name]],
             unexpected=[
                 name.removeprefix(match.prefix)
                 for name in match.unexpected
@@ -144,27 +144,20 @@ class CheckpointNames:
             ],
         )
         self.state_names: dict[str, str] = {}
-        # Other writers put the optimizer's state under prefixes of their own, so only the part after `state.` is
-        # compared.
         self.state_keys: dict[str, StateKeys] = {}
-        tensor_of = {alias: name for name, all_names in names_by_tensor(names, aliases).items() for alias in all_names}
-        for stored, tensor in metadata.tensors.items():
-            # Parameter names contain dots, and so does the prefix. The key is what follows the last dot.
-            before, separator, rest = stored.partition("state.")
-            parameter, _, key = rest.rpartition(".")
-            if not separator or parameter not in tensor_of or (before and not before.endswith(".")):
-                continue
-            name = tensor_of[parameter]
-            self.state_names[f"{OPTIMIZER}{name}.{key}"] = stored
-            # A parameter without dimensions has state without dimensions, of which only the step is a number.
-            is_number = not tensor.shape and (key == "step" or bool(self._shapes[name]))
-            self.state_keys.setdefault(name, {})[key] = (torch_dtype(tensor.dtype), is_number)
+        for stored_name, tensor in metadata.tensors.items():
+            parameter, key = split_state_name(stored_name) or ("", "")
+            name = aliases.get(parameter, parameter)
+            if name in shapes:
+                self.state_names[f"{OPTIMIZER}{name}.{key}"] = stored_name
+                # A parameter without dimensions has state without dimensions, of which only the step is a number.
+                is_number = not tensor.shape and (key == "step" or bool(shapes[name]))
+                self.state_keys.setdefault(name, {})[key] = (_torch_dtype(tensor.dtype), is_number)
 
-    def check_model(self, source: str, *, strict: bool) -> None:
-        """Check that the checkpoint's model is the engine's.
 
-        Raises:
-            CheckpointError: Shapes differ or, where `strict`, names do.
-        """
-        if self.model.stored_names or strict:
-            self.model.check(source, self._stored_shapes, self._shapes, strict=strict)
+def _torch_dtype(name: str) -> torch.dtype:
+    # The name may come from a file of another version of torch.
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(f"the checkpoint has tensors of dtype {name}, which torch {torch.__version__} lacks")
+    return dtype

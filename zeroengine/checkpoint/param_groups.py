@@ -19,7 +19,8 @@ NEVER_NEGATIVE = {"lr", "initial_lr", "max_lr", "min_lr", "eps", "weight_decay",
 def named_param_groups(parts: CheckpointedParts) -> list[dict[str, Any]]:
     """Return the optimizer's groups, with names for parameters."""
     # Objects have no meaning in a file, so parameters are stored by name.
-    names = parts.parameter_names
+    units = parts.units
+    names = {param: slot.name for unit in units for param, slot in zip(unit.params, unit.layout.slots, strict=True)}
     return [
         {key: value for key, value in group.items() if key != "params"}
         | {"params": [names[param] for param in group["params"]]}

@@ -21,15 +21,15 @@ from typing import Any
 import torch
 
 from zeroengine.checkpoint.checkpointed_parts import CheckpointedParts
-from zeroengine.checkpoint.dcp_errors import failure_reason
-from zeroengine.checkpoint.dcp_load import check_readable, load_files
+from zeroengine.checkpoint.dcp_load import load_files
 from zeroengine.checkpoint.dcp_metadata import METADATA, ZEROENGINE_PREFIX, DcpMetadata, read_metadata
 from zeroengine.checkpoint.entries import MODEL, OPTIMIZER, StateEntries
+from zeroengine.checkpoint.failures import as_checkpoint_errors
 from zeroengine.checkpoint.manifest import MANIFEST, Manifest
 from zeroengine.checkpoint.name_mapping import CheckpointNames
 from zeroengine.checkpoint.param_groups import apply_param_groups, check_param_groups
-from zeroengine.checkpoint.random_states import random_states, set_random_states
-from zeroengine.checkpoint.snapshot import stateful_name
+from zeroengine.checkpoint.snapshot import random_states, set_random_states, stateful_name
+from zeroengine.comm.group import Group
 from zeroengine.errors import CheckpointError, ZeroEngineError
 from zeroengine.optim.backends.interface import StateKeys
 from zeroengine.optim.optimizer_shard import OptimizerShard
@@ -76,30 +76,29 @@ def restore(
         CheckpointError: On every rank, before anything is changed; the checkpoint does not fit or cannot be read.
         HalfLoadedError: On every rank; it became unreadable while tensors were written.
     """
-    collective_errors = parts.group.collective_errors
-    # All planning ends on every rank before anything is read, so a checkpoint that does not fit changes nothing.
-    with collective_errors("to load a checkpoint"):
+    # All planning and all objects, which are small, are done with on every rank before any change: a checkpoint that
+    # does not fit or cannot be read changes nothing.
+    with parts.group.collective_errors("to load a checkpoint"):
         plan = _make_plan(parts, path, manifest, weights_only=weights_only, strict=strict)
-    # Objects are small. They are read before any change, since each may turn out to be unreadable.
-    with collective_errors("to load a checkpoint"):
         objects = load_files(path, plan.metadata, {}, plan.objects, ignore_progress)
-        # Without checksums, nothing but reading can tell whether the tensors can be read.
+        # Without checksums, nothing but reading can tell whether the tensors can be read, as far as the optimizer has
+        # memory for its state already.
         if manifest is None:
-            _check_tensors(parts, path, plan)
+            _load_entries(parts, path, plan, check_only=True)
     undo: list[Callable[[], None]] = []
     # From here on states change. Every exit below either completes the load or runs the undo actions.
     try:
-        with collective_errors("to load a checkpoint"), as_checkpoint_errors():
+        with loading_errors(parts.group):
             if not weights_only:
                 # The undo actions exist before the first change, so that a failure halfway through the changes is
                 # undone as well.
                 _record_undo(parts, undo)
                 _apply_objects(parts, manifest, objects)
         try:
-            with collective_errors("to load a checkpoint"), as_checkpoint_errors():
+            with loading_errors(parts.group):
                 _read_tensors(parts, path, plan)
             # All ranks have written their masters before any rank gathers parameters.
-            with collective_errors("to load a checkpoint"), as_checkpoint_errors():
+            with loading_errors(parts.group):
                 parts.republish()
         # The small state is put back below, but the tensors cannot be. The class of the error says so.
         except ZeroEngineError as error:
@@ -114,7 +113,14 @@ def restore(
             with contextlib.suppress(Exception):
                 action()
         raise
-    return _result(parts, manifest, plan, objects)
+    client_state, missing = objects.get(f"{ZEROENGINE_PREFIX}client_state"), plan.names.model.missing
+    if weights_only:
+        return RestoreResult(client_state, {}, {}, plan.same_world, missing)
+    # Plain PyTorch saves no counters. The step count of the optimizer is the closest that there is.
+    counters = manifest.counters if manifest is not None else {"global_steps": _largest_step_count(parts)}
+    prefix = plan.stateful_prefix
+    stateful = {name.removeprefix(prefix): state for name, state in objects.items() if name.startswith(prefix)}
+    return RestoreResult(client_state, counters, stateful, plan.same_world, missing)
 
 
 def _record_undo(parts: CheckpointedParts, undo: list[Callable[[], None]]) -> None:
@@ -139,7 +145,7 @@ def _record_undo(parts: CheckpointedParts, undo: list[Callable[[], None]]) -> No
     undo.append(lambda: parts.scaler.load_state_dict(scaler))
     # The actions run in reverse order. So the groups are put back after the schedule, which may write learning rates.
     undo.append(restore_groups)
-    scheduler = parts.lr_scheduler
+    scheduler = parts.lr_scheduler()
     if hasattr(scheduler, "state_dict"):
         try:
             schedule = copy.deepcopy(scheduler.state_dict())
@@ -150,15 +156,13 @@ def _record_undo(parts: CheckpointedParts, undo: list[Callable[[], None]]) -> No
 
 
 @contextmanager
-def as_checkpoint_errors() -> Iterator[None]:
-    """Raise any error within, such as one of the caller's schedule, as a CheckpointError."""
-    try:
+def loading_errors(group: Group) -> Iterator[None]:
+    """Make any error within, such as one of the caller's schedule, a CheckpointError of all ranks."""
+    with (
+        group.collective_errors("to load a checkpoint"),
+        as_checkpoint_errors("the checkpoint's state cannot be taken over"),
+    ):
         yield
-    # These errors have the right class and message already.
-    except ZeroEngineError:
-        raise
-    except Exception as error:
-        raise CheckpointError(f"the checkpoint's state cannot be taken over: {failure_reason(error)}") from error
 
 
 @dataclass(frozen=True)
@@ -190,7 +194,7 @@ def _make_plan(
     Raises:
         CheckpointError: The checkpoint does not fit the engine.
     """
-    group, state_index = parts.group, parts.state_index
+    group = parts.group
     metadata = read_metadata(path)
     if manifest is not None:
         # Checksums cover only the files that the manifest lists. A file that it does not list has never been checked.
@@ -198,9 +202,11 @@ def _make_plan(
         if unlisted:
             raise CheckpointError(f"{path} is damaged: its {MANIFEST} does not list {', '.join(sorted(unlisted)[:3])}")
     # A load fills every element that this rank holds, also the copies that another rank saved.
-    model = state_index.model(once=False)
-    names = CheckpointNames(metadata, model, state_index.aliases())
-    names.check_model(str(path), strict=strict)
+    model = parts.model_entries(once=False)
+    names = CheckpointNames(metadata, model, parts.aliases())
+    # Without `strict` a checkpoint may hold the optimizer's state alone.
+    if names.model.stored_names or strict:
+        names.model.check(str(path), strict=strict)
     same_world = manifest is not None and manifest.world_size == group.world_size
     # On another number of ranks no state belongs to this rank in particular, so every rank gets the one that rank 0
     # saved.
@@ -239,36 +245,14 @@ def _plan_optimizer(
         )
     planned = []
     for shard in parts.optimizer.shards:
-        unit = shard.unit
-        for span in unit.layout.spans(unit.rank, unit.degrees.optimizer):
-            name = unit.layout.slots[span.param_index].name
+        for span in shard.spans():
+            name = shard.unit.layout.slots[span.param_index].name
             keys = names.state_keys.get(name, {})
             # A parameter without any state has never been updated, which is legitimate. A part of its state is damage.
             if expected is not None and keys and not expected <= set(keys):
                 raise CheckpointError(f"{path} lacks optimizer state of {name}")
             planned.append((shard, span, keys))
     return planned
-
-
-def _check_tensors(parts: CheckpointedParts, path: Path, plan: _LoadPlan) -> None:
-    """Read what `_read_tensors` will, as far as the optimizer has memory for its state already."""
-    entries, total = _entries_to_read(plan, _optimizer_entries(parts, plan))
-    # Progress is shown once. Each rank reads about as much, so rank 0 stands for all.
-    with progress(f"checking {path.name}", total, parts.group.rank == 0) as report:
-        check_readable(path, plan.metadata, entries, evicting(report, parts.evict))
-
-
-def _optimizer_entries(parts: CheckpointedParts, plan: _LoadPlan) -> StateEntries:
-    """Return the optimizer's present state, or nothing where weights alone are loaded."""
-    return {} if plan.weights_only else parts.state_index.optimizer(once=False)
-
-
-def _entries_to_read(plan: _LoadPlan, state: StateEntries) -> tuple[StateEntries, int]:
-    """Return the entries to read, by their names in the checkpoint, and their size in bytes."""
-    # Entries without a stored name keep their values. A load that is not strict allows this.
-    stored_names = plan.names.state_names
-    entries = plan.model | {stored_names[name]: entry for name, entry in state.items() if name in stored_names}
-    return entries, sum(entry.nbytes for entry in entries.values())
 
 
 def _read_tensors(parts: CheckpointedParts, path: Path, plan: _LoadPlan) -> None:
@@ -281,16 +265,26 @@ def _read_tensors(parts: CheckpointedParts, path: Path, plan: _LoadPlan) -> None
         else:
             # A parameter that had no state at the save must start without one, as it did in the saved run.
             shard_state.clear(shard, span)
-    state = _optimizer_entries(parts, plan)
-    entries, total = _entries_to_read(plan, state)
-    with progress(f"loading {path.name}", total, parts.group.rank == 0) as report:
-        load_files(path, plan.metadata, entries, (), evicting(report, parts.evict))
+    state = _load_entries(parts, path, plan)
     # Numbers such as the step were read into copies, which the optimizer takes over here.
     for shard, span, keys in plan.optimizer:
         name = OPTIMIZER + shard.unit.layout.slots[span.param_index].name
         numbers = {key: state[f"{name}.{key}"].pieces[0][1] for key, (_, is_number) in keys.items() if is_number}
         if keys:
             shard_state.set_numbers(shard, span, numbers)
+
+
+def _load_entries(parts: CheckpointedParts, path: Path, plan: _LoadPlan, *, check_only: bool = False) -> StateEntries:
+    """Read the tensors, or check that they can be read. Return the entries of the optimizer's present state."""
+    state = {} if plan.weights_only else parts.optimizer_entries(once=False)
+    # Entries without a stored name keep their values. A load that is not strict allows this.
+    stored_names = plan.names.state_names
+    entries = plan.model | {stored_names[name]: entry for name, entry in state.items() if name in stored_names}
+    total = sum(entry.nbytes for entry in entries.values())
+    # Progress is shown once. Each rank reads about as much, so rank 0 stands for all.
+    with progress(f"{'checking' if check_only else 'loading'} {path.name}", total, parts.group.rank == 0) as report:
+        load_files(path, plan.metadata, entries, (), evicting(report, parts.evict), check_only=check_only)
+    return state
 
 
 def _apply_objects(parts: CheckpointedParts, manifest: Manifest | None, objects: Mapping[str, Any]) -> None:
@@ -301,24 +295,12 @@ def _apply_objects(parts: CheckpointedParts, manifest: Manifest | None, objects:
         if manifest.loss_scaler and parts.config.scales_loss:
             parts.scaler.load_state_dict(manifest.loss_scaler)
     schedule, random = f"{ZEROENGINE_PREFIX}lr_scheduler", f"{ZEROENGINE_PREFIX}rank.{parts.group.rank}"
-    if parts.lr_scheduler is not None and schedule in objects:
+    scheduler = parts.lr_scheduler()
+    if scheduler is not None and schedule in objects:
         # The schedule comes after the groups, because some schedules write learning rates when they are loaded.
-        parts.lr_scheduler.load_state_dict(objects[schedule])
+        scheduler.load_state_dict(objects[schedule])
     if random in objects:
         set_random_states(objects[random], parts.group.device)
-
-
-def _result(
-    parts: CheckpointedParts, manifest: Manifest | None, plan: _LoadPlan, objects: Mapping[str, Any]
-) -> RestoreResult:
-    client_state, missing = objects.get(f"{ZEROENGINE_PREFIX}client_state"), plan.names.model.missing
-    if plan.weights_only:
-        return RestoreResult(client_state, {}, {}, plan.same_world, missing)
-    # Plain PyTorch saves no counters. The step count of the optimizer is the closest that there is.
-    counters = manifest.counters if manifest is not None else {"global_steps": _largest_step_count(parts)}
-    prefix = plan.stateful_prefix
-    stateful = {name.removeprefix(prefix): state for name, state in objects.items() if name.startswith(prefix)}
-    return RestoreResult(client_state, counters, stateful, plan.same_world, missing)
 
 
 def _largest_step_count(parts: CheckpointedParts) -> int:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import threading
+from collections import ChainMap
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from zeroengine.checkpoint.dcp_errors import failure_reason
-from zeroengine.checkpoint.dcp_save import describe_files, save_files
+from zeroengine.checkpoint.dcp_save import save_files
 from zeroengine.checkpoint.directory import CheckpointFolder
-from zeroengine.checkpoint.manifest import FORMAT, FileRecord, Manifest
+from zeroengine.checkpoint.failures import failure_reason
+from zeroengine.checkpoint.manifest import FORMAT, Manifest
 from zeroengine.checkpoint.snapshot import Snapshot
 from zeroengine.utils.progress import Report, ignore_progress
 
@@ -60,32 +61,21 @@ class SaveThread(threading.Thread):
     def _write(self, report: Report) -> str | None:
         """Return why the save failed, or None, the same on all ranks."""
         snapshot = self.snapshot
-        written = save_files(self.writing, snapshot.entries, snapshot.objects, snapshot.aliases, self._group, report)
-        # A failure must not keep this rank out of the collectives below, where the other ranks would wait for it.
-        own_files: dict[str, FileRecord] | str
-        try:
-            own_files = describe_files(self.writing, written)
-        except Exception as error:
-            own_files = f"rank {self._rank}: {failure_reason(error)}"
+        # A file that any rank failed to write is an error of all ranks.
+        own_files = save_files(self.writing, snapshot.entries, snapshot.objects, snapshot.aliases, self._group, report)
         # This also ensures that every rank has closed and synced its files before rank 0 commits.
         all_files: list[Any] = [None] * self._group.size()
         dist.all_gather_object(all_files, own_files, group=self._group)
-        reasons: list[str | None] = [next((files for files in all_files if isinstance(files, str)), None)]
+        reasons: list[str | None] = [None]
         if self._rank == 0:
-            # A file that any rank failed to write makes the whole checkpoint invalid.
-            reasons = [reasons[0] or self._commit({name: file for files in all_files for name, file in files.items()})]
-            if reasons[0] is not None:
+            try:
+                files = dict(ChainMap(*all_files))
+                manifest = Manifest(format=FORMAT, tag=self.tag, files=files, **snapshot.about)
+                self.directory.commit(self.writing, manifest, self._keep)
+            # The other ranks wait in the broadcast below, so no error may leave this block.
+            except Exception as error:
+                reasons = [failure_reason(error)]
                 self.directory.abandon(self.writing)
         # Only rank 0 knows the result of the commit. Every rank needs it to raise the same error.
         dist.broadcast_object_list(reasons, group_src=0, group=self._group)
         return reasons[0]
-
-    def _commit(self, files: dict[str, FileRecord]) -> str | None:
-        """Make what all ranks wrote the newest checkpoint. Return why that failed, or None."""
-        try:
-            manifest = Manifest(format=FORMAT, tag=self.tag, files=files, **self.snapshot.about)
-            self.directory.commit(self.writing, manifest, self._keep)
-        # The other ranks wait in the broadcast above, so no error may leave this method.
-        except Exception as error:
-            return failure_reason(error)
-        return None

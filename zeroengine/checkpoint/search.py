@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from zeroengine.checkpoint.directory import CheckpointFolder
@@ -26,19 +26,18 @@ class Candidate:
 
     Attributes:
         tag: Its name.
-        is_held: Whether rank 0 holds a lock, so that nobody removes it.
-        identity: What tells it from another checkpoint of its tag, where it is held.
+        identity: What tells it from another checkpoint of its tag; None where rank 0 could not lock it, so that
+            somebody may remove it.
         path: Its directory.
         manifest: Its manifest; None where this rank cannot read it.
         problems: What any rank found wrong with its files.
     """
 
     tag: str
-    is_held: bool
     identity: tuple[int, int] | None
-    path: Path | None = None
-    manifest: Manifest | None = None
-    problems: list[str] = field(default_factory=list)
+    path: Path | None
+    manifest: Manifest | None
+    problems: list[str]
 
 
 class CheckpointSearch:
@@ -90,17 +89,13 @@ class CheckpointSearch:
                 )
 
     def _is_plain_on_all_ranks(self, path: Path) -> bool:
-        answers: list[bool] = []
-        with self._group.collective_errors("to find a checkpoint", answers) as all_answers:
-            try:
-                answers.append(is_plain(path))
+        is_plain_here = False
+        with self._group.collective_errors("to find a checkpoint"):
             # With `fallback` a damaged checkpoint is only the first candidate, and the search goes on.
-            except CheckpointError:
-                if not self._fallback:
-                    raise
-                answers.append(False)
+            with contextlib.suppress(CheckpointError) if self._fallback else contextlib.nullcontext():
+                is_plain_here = is_plain(path)
         # All ranks must agree, because they take different branches otherwise.
-        return all(answer == [True] for answer in all_answers)
+        return all(self._group.all_gather_object(is_plain_here))
 
     def _find(self, lock: contextlib.ExitStack) -> Candidate:
         """Return the first candidate that is whole, with rank 0's lock of it entered into `lock`."""
@@ -134,28 +129,27 @@ class CheckpointSearch:
             # Reading every manifest takes long in a large folder, so it is done only where other candidates may be
             # needed.
             all_tags = self._directory.tags() if self._fallback else []
-            first = [self._tag] if self._tag is not None else []
-            if self._tag is None:
-                try:
-                    first = [self._directory.latest(all_tags if self._fallback else None)]
-                except CheckpointError as error:
-                    if not all_tags:
-                        raise
-                    problems.append(str(error))
-            tags = first + [tag for tag in reversed(all_tags) if tag not in first]
+            tags = all_tags[::-1]
+            try:
+                # A tag that comes first is not tried twice.
+                first = self._tag or self._directory.latest(all_tags if self._fallback else None)
+                tags = list(dict.fromkeys([first, *tags]))
+            except CheckpointError as error:
+                if not all_tags:
+                    raise
+                problems.append(str(error))
         # Ranks may see the folder in different states, such as with delayed NFS caches. The list of rank 0 counts.
         return self._group.all_gather_object(tags)[0]
 
     def _examine(self, tag: str, lock: contextlib.ExitStack) -> Candidate:
         """Return what the ranks find out about a checkpoint. Each reads its share of the files."""
-        held: tuple[bool, tuple[int, int] | None] = (False, None)
+        identity = None
         if self._group.rank == 0:
             # A missing checkpoint shows up below, on every rank and with a message.
             with contextlib.suppress(CheckpointError):
                 lock.enter_context(self._directory.held(tag))
                 # The identity is taken under the lock, so it is that of the checkpoint which nobody can remove now.
-                held = (True, self._directory.identity(tag))
-        is_held, identity = self._group.all_gather_object(held)[0]
+                identity = self._directory.identity(tag)
         path, manifest = None, None
         try:
             # Every rank reads the manifest for itself, which shows whether it sees the shared folder at all.
@@ -167,20 +161,18 @@ class CheckpointSearch:
             problems = [str(error)]
         # A problem of one file is a problem for all ranks.
         all_problems = [problem for problems in self._group.all_gather_object(problems) for problem in problems]
-        return Candidate(tag, is_held, identity, path, manifest, list(dict.fromkeys(all_problems)))
+        return Candidate(tag, identity, path, manifest, list(dict.fromkeys(all_problems)))
 
     def _was_removed(self, candidate: Candidate) -> bool:
         """Return whether another process has removed or replaced a checkpoint since rank 0 looked at it first."""
-        # Only rank 0 compares, since it alone holds the lock and noted the identity.
+        # Rank 0's answer counts, since it alone holds the lock and noted the identity.
         return self._group.all_gather_object(self._differs_now(candidate))[0]
 
     def _differs_now(self, candidate: Candidate) -> bool:
         identity = self._directory.identity(candidate.tag)
-        if candidate.is_held:
+        # Where the candidate was being removed, another of its tag may have appeared since.
+        if candidate.identity is not None or identity is not None:
             return identity != candidate.identity
-        # The candidate was being removed, and another of its tag has appeared since.
-        if identity is not None:
-            return True
         # If `latest` names another tag, a save has finished, and this candidate was among those that it removed.
         try:
             return self._directory.latest() != candidate.tag

@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import random
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
@@ -16,7 +19,6 @@ from zeroengine.checkpoint.checkpointed_parts import CheckpointedParts
 from zeroengine.checkpoint.dcp_metadata import ZEROENGINE_PREFIX
 from zeroengine.checkpoint.entries import MODEL, StateEntries, StateEntry
 from zeroengine.checkpoint.param_groups import named_param_groups
-from zeroengine.checkpoint.random_states import random_states
 from zeroengine.errors import CheckpointError
 from zeroengine.utils.rounding import round_up
 
@@ -77,7 +79,7 @@ def take_snapshot(parts: CheckpointedParts, client_state: Any) -> Snapshot:
     Raises:
         CheckpointError: `client_state`, the schedule or a registered object holds objects that no checkpoint may.
     """
-    state_index, rank = parts.state_index, parts.group.rank
+    rank, scheduler = parts.group.rank, parts.lr_scheduler()
     # Every rank has generators and registered objects of its own, so their names carry the rank.
     objects: dict[str, Any] = {f"{ZEROENGINE_PREFIX}rank.{rank}": random_states(parts.group.device)}
     for name, stateful in parts.stateful.items():
@@ -86,8 +88,8 @@ def take_snapshot(parts: CheckpointedParts, client_state: Any) -> Snapshot:
     # These values are the same on all ranks or count from rank 0 only, so rank 0 stores them.
     if rank == 0:
         objects[f"{ZEROENGINE_PREFIX}client_state"] = storable("client_state", client_state)
-        if parts.lr_scheduler is not None:
-            objects[f"{ZEROENGINE_PREFIX}lr_scheduler"] = storable("the LR schedule", parts.lr_scheduler.state_dict())
+        if scheduler is not None:
+            objects[f"{ZEROENGINE_PREFIX}lr_scheduler"] = storable("the LR schedule", scheduler.state_dict())
         for i, group in enumerate(groups):
             # Plain PyTorch reads hyperparameters from here; zeroengine reads them from the manifest.
             objects |= {f"optimizer.param_groups.{i}.{key}": value for key, value in group.items()}
@@ -107,14 +109,42 @@ def take_snapshot(parts: CheckpointedParts, client_state: Any) -> Snapshot:
         "config": parts.config.to_dict(),
     }
     # Each element is stored by one rank, even where several ranks hold a copy of it.
-    entries = state_index.model(once=True) | state_index.optimizer(once=True)
-    aliases = {MODEL + alias: MODEL + name for alias, name in state_index.aliases().items()}
+    entries = parts.model_entries(once=True) | parts.optimizer_entries(once=True)
+    aliases = {MODEL + alias: MODEL + name for alias, name in parts.aliases().items()}
     return Snapshot(entries, objects, aliases, about)
 
 
 def _as_plain(value: Any) -> Any:
     """Return a tensor, such as a learning rate that a captured step reads, or a NumPy number as plain numbers."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+def random_states(device: torch.device) -> dict[str, Any]:
+    """Return the states of Python's generator, torch's, and NumPy's where the process has imported it."""
+    states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    # Importing NumPy only to save a generator that nobody has used would cost time and memory.
+    if "numpy" in sys.modules:
+        # The restricted unpickler reads tensors but no arrays. torch has no arithmetic for uint32, so int64 carries the
+        # values.
+        kind, keys, *rest = sys.modules["numpy"].random.get_state()
+        states["numpy"] = (kind, torch.from_numpy(keys.astype("int64")), *rest)
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def set_random_states(states: Mapping[str, Any], device: torch.device) -> None:
+    """Put back what `random_states` returned."""
+    # A state of another device is left alone, for the checkpoint may be loaded on a machine without a GPU.
+    random.setstate(states["python"])
+    torch.set_rng_state(states["torch"])
+    if "numpy" in states:
+        import numpy
+
+        kind, keys, *rest = states["numpy"]
+        numpy.random.set_state((kind, keys.numpy().astype("uint32"), *rest))
+    if "cuda" in states and device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], device)
 
 
 def stateful_name(name: str, rank: int) -> str:
@@ -126,7 +156,6 @@ def versions() -> dict[str, str]:
     """Return the versions of zeroengine and torch; a checkout that is not installed has none."""
     installed = {}
     for name in ("zeroengine", "torch"):
-        # Saving works from a checkout that is not installed, too.
         with contextlib.suppress(PackageNotFoundError):
             installed[name] = version(name)
     return installed

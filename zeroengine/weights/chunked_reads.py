@@ -6,6 +6,7 @@ tensor's bytes lie side by side within the file, and a few bytes around them say
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import os
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 import xxhash
 
-from zeroengine.checkpoint.dcp_metadata import ByteRange, FileWindow, StoredPiece
+from zeroengine.checkpoint.dcp_metadata import FileWindow, StoredPiece
 from zeroengine.errors import CheckpointError
 from zeroengine.utils.progress import Report
 from zeroengine.utils.safe_pickle import AllowList, SafeUnpickler
@@ -32,19 +33,6 @@ CHUNK = 1 << 22
 NUM_BUFFERS = 4
 # The system is asked to read so many bytes beforehand.
 READAHEAD = 1 << 24
-STORAGE_DTYPES = {
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
-    "ComplexFloatStorage": torch.complex64,
-}
 
 # Takes some of a piece's elements: the piece, the index of the first of them, and their values (1-D), which are valid
 # until it returns.
@@ -75,8 +63,8 @@ class LocatedPiece:
 def locate(path: Path, pieces: Iterable[StoredPiece]) -> list[LocatedPiece]:
     """Return where the elements of pieces are, all in the file `path`, in the order in which they lie there."""
     with open(path, "rb") as file:
-        located = [_locate(_TensorArchive(file, ByteRange(piece.start, piece.length)), piece) for piece in pieces]
-    return sorted(located, key=lambda one: one.start)
+        located = [_locate(FileWindow(file, piece.start, piece.length), piece) for piece in pieces]
+    return sorted(located, key=lambda piece: piece.start)
 
 
 def read_pieces(
@@ -146,19 +134,16 @@ def read_at(file: io.FileIO, path: Path, buffer: memoryview, position: int) -> N
 
 def _ranges_to_read(pieces: Iterable[LocatedPiece], size: int | None) -> Iterator[_Range]:
     """Yield the chunks of each piece and, where `size` is given, of what lies between and behind them, in order."""
+    runs: list[_Range] = []
     end = 0
     for located in pieces:
-        if size is not None:
-            yield from _chunks(None, end, located.start)
+        runs += [(None, end, located.start), (located, located.start, located.start + located.nbytes)]
         end = located.start + located.nbytes
-        yield from _chunks(located, located.start, end)
-    if size is not None:
-        yield from _chunks(None, end, size)
-
-
-def _chunks(located: LocatedPiece | None, start: int, stop: int) -> Iterator[_Range]:
-    for first in range(start, stop, CHUNK):
-        yield located, first, min(first + CHUNK, stop)
+    runs.append((None, end, size or 0))
+    for located_run, start, stop in runs:
+        if located_run is not None or size is not None:
+            for first in range(start, stop, CHUNK):
+                yield located_run, first, min(first + CHUNK, stop)
 
 
 def _read_ahead(
@@ -198,88 +183,54 @@ def _read_ahead(
 # -- Where an item keeps its elements -------------------------------------------------------------
 
 
-class _TensorArchive(FileWindow):
-    """Read the zip archive that is one item of a file."""
-
-    def entry(self, info: zipfile.ZipInfo, length: int | None = None) -> tuple[int, bytes]:
-        """Return where an entry's content begins within the item, and its content.
-
-        `zipfile` refuses an entry whose checksum is unset, as torch can be told to leave it.
-        """
-        self.seek(info.header_offset)
-        header = self.read(30)
-        name_length, extra_length = int.from_bytes(header[26:28], "little"), int.from_bytes(header[28:30], "little")
-        start = self.seek(name_length + extra_length, os.SEEK_CUR)
-        # The name and the extra field in the local header may differ in length from those in the directory, so both
-        # lengths come from here.
-        data = self.read(info.file_size if length is None else length)
-        if length is None and info.CRC and zlib.crc32(data) != info.CRC:
-            raise _UnusualItem
-        return start, data
-
-
-class _UnusualItem(Exception):
-    """An item that is left to `torch.load`."""
-
-
 def _describe_tensor(
-    storage: Any, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: Any
+    storage: tuple[torch.dtype, str], offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: Any
 ) -> tuple[str, torch.dtype, int, tuple[int, ...]]:
     """Return a contiguous tensor's storage key, dtype, offset in elements, and sizes."""
     dtype, key = storage
-    expected_stride = 1
-    # Only contiguous tensors can be read as one run of bytes. A dimension of one element may have any stride.
-    for length, step in zip(reversed(size), reversed(stride), strict=True):
-        if length != 1 and step != expected_stride:
-            raise _UnusualItem
-        expected_stride *= length
+    # Only contiguous tensors can be read as one run of bytes.
+    if not torch.empty_strided(size, stride, dtype=dtype, device="meta").is_contiguous():
+        raise ValueError("the tensor is not contiguous")
     return key, dtype, offset, tuple(size)
 
 
 _ALLOW_LIST = AllowList(
     {"torch._utils._rebuild_tensor_v2": _describe_tensor, "collections.OrderedDict": OrderedDict}
-    | {f"torch.{name}": dtype for name, dtype in STORAGE_DTYPES.items()}
+    | {f"torch.{name}": dtype for name, dtype in torch.storage._storage_type_to_dtype_map().items()}
 )
 
 
-def _read_description(pickled: bytes) -> tuple[str, torch.dtype, int, tuple[int, ...]]:
-    """Return what `_describe_tensor` does of a pickled tensor."""
-
-    def storage_of(persistent_id: Any) -> tuple[torch.dtype, str]:
-        _, dtype, key, _, _ = persistent_id
-        return dtype, key
-
-    unpickler = SafeUnpickler(io.BytesIO(pickled), _ALLOW_LIST)
-    # Not a method of SafeUnpickler: torch.load sets the attribute, which a method would hide from the unpickler.
-    unpickler.persistent_load = storage_of  # type: ignore[method-assign]
-    key, dtype, offset, size = unpickler.load()
-    return key, dtype, offset, size
-
-
-def _locate(item: _TensorArchive, piece: StoredPiece) -> LocatedPiece:
+def _locate(item: FileWindow, piece: StoredPiece) -> LocatedPiece:
     """Return where a piece's elements are, or the piece as a whole where its item is not as usual."""
-    try:
+    # Whatever is wrong with the item, torch.load reports it when the item is read.
+    with contextlib.suppress(Exception):
         archive = zipfile.ZipFile(item)
         entries = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-        order = entries.get("byteorder")
-        # torch.load swaps the bytes of a file from a machine of another byte order, and this reader does not.
-        if order is not None and item.entry(order)[1] != b"little":
-            raise _UnusualItem
-        key, dtype, offset, size = _read_description(item.entry(entries["data.pkl"])[1])
-        data = entries[f"data/{key}"]
-        nbytes = math.prod(size) * dtype.itemsize
-        if size != piece.sizes or data.compress_type != zipfile.ZIP_STORED:
-            raise _UnusualItem
-        # A damaged description could otherwise make the reader take bytes of another item.
-        if offset * dtype.itemsize + nbytes > data.file_size:
-            raise _UnusualItem
-        start, _ = item.entry(data, length=0)
-        # The stored checksum covers the whole storage, so it helps only where the piece is all of it.
-        crc = data.CRC if nbytes == data.file_size else 0
-        return LocatedPiece(piece, piece.start + start + offset * dtype.itemsize, dtype, crc)
-    # Whatever is wrong with the item, torch.load reports it when the item is read.
-    except Exception:
-        return LocatedPiece(piece, piece.start, None)
+        checksums = {name: info.CRC for name, info in entries.items()}
+        for info in entries.values():
+            # torch can be told to leave checksums unset, and zipfile would compare them all the same.
+            info.CRC = info.CRC or None  # type: ignore[assignment]
+        unpickler = SafeUnpickler(io.BytesIO(archive.read(entries["data.pkl"])), _ALLOW_LIST)
+        # Not a method of SafeUnpickler: torch.load sets the attribute, which a method would hide from the unpickler.
+        # A persistent id is of the form ("storage", dtype, key, location, number of elements).
+        unpickler.persistent_load = lambda persistent_id: persistent_id[1:3]  # type: ignore[method-assign]
+        key, dtype, offset, size = unpickler.load()
+        data, nbytes = entries[f"data/{key}"], math.prod(size) * dtype.itemsize
+        if (
+            # torch.load swaps the bytes of a file from a machine of another byte order, and this reader does not.
+            ("byteorder" not in entries or archive.read(entries["byteorder"]) == b"little")
+            and size == piece.sizes
+            and data.compress_type == zipfile.ZIP_STORED
+            # A damaged description could otherwise make the reader take bytes of another item.
+            and offset * dtype.itemsize + nbytes <= data.file_size
+        ):
+            # Opening an entry reads its local header and moves to its content.
+            with archive.open(data):
+                start = piece.start + item.tell() + offset * dtype.itemsize
+            # The stored checksum covers the whole storage, so it helps only where the piece is all of it.
+            crc = checksums[f"data/{key}"] if nbytes == data.file_size else 0
+            return LocatedPiece(piece, start, dtype, crc)
+    return LocatedPiece(piece, piece.start, None)
 
 
 def _load_item(item: bytearray, piece: StoredPiece) -> torch.Tensor:

@@ -7,7 +7,8 @@ memory is that of a few chunks, whatever the model's size.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,13 +26,15 @@ from zeroengine.checkpoint.dcp_metadata import (
     read_metadata,
 )
 from zeroengine.checkpoint.directory import CheckpointFolder, tag_of
+from zeroengine.checkpoint.failures import as_checkpoint_errors
 from zeroengine.checkpoint.inspect import find_checkpoint
-from zeroengine.checkpoint.manifest import Manifest, checksum_of_file
+from zeroengine.checkpoint.manifest import Manifest, checksum_of_file, find_damage
+from zeroengine.checkpoint.name_mapping import split_state_name
 from zeroengine.errors import CheckpointError
 from zeroengine.utils.byte_size import parse_byte_size
 from zeroengine.utils.progress import Report, progress
-from zeroengine.weights.chunked_reads import LocatedPiece, TakeValues, locate, read_pieces
-from zeroengine.weights.huggingface_format import SafetensorsWriter, TensorSpec, plan_files
+from zeroengine.weights.chunked_reads import TakeValues, locate, read_pieces
+from zeroengine.weights.huggingface_format import FileLayout, SafetensorsWriter, TensorSpec, plan_files
 from zeroengine.weights.output_folder import OutputFolder, parse_dtype
 
 MODEL = "model."
@@ -94,154 +97,121 @@ def export(
     with CheckpointFolder(path.parent).held(tag_of(path.name)) if manifest is not None else nullcontext():
         output = OutputFolder(out)
         output.check(force=force, apart_from=[path])
-        source = _CheckpointSource(path, manifest, prefix, verify=verify)
-        return source.write(output, target_dtype, max_bytes)
-
-
-class _CheckpointSource:
-    """The weights of one checkpoint.
-
-    Args:
-        path: The checkpoint's directory.
-        manifest: Its manifest; None where plain PyTorch wrote it.
-        prefix: What stands before parameter names; found out where None.
-        verify: Check checksums.
-
-    Raises:
-        CheckpointError: It is damaged, or holds no weights.
-    """
-
-    def __init__(self, path: Path, manifest: Manifest | None, prefix: str | None, *, verify: bool) -> None:
-        self._path, self._manifest, self._verify = path, manifest, verify
         if manifest is not None and verify:
             # The metadata says where everything lies, so it is verified before anything is read by it.
-            _check_file(path, METADATA, manifest, hashed=True)
-        self._metadata: DcpMetadata = read_metadata(path)
-        tensors = self._metadata.tensors
-        self._names = {stored: name for name, stored in weight_names(tensors, manifest, prefix, path).items()}
-        self._tied = find_tied_names(tensors, self._names)
+            _check_file(path, METADATA, manifest, verify=True)
+        metadata = read_metadata(path)
+        names = _weight_names(metadata.tensors, manifest, prefix, path)
+        tensors, tied = metadata.tensors, find_tied_names(metadata.tensors, names)
         # Tied names refer to the same bytes, which are written once.
-        self._stored_names = [stored for stored in self._names if stored not in self._tied]
-
-    def write(self, output: OutputFolder, dtype: torch.dtype | None, max_bytes: int) -> ExportResult:
-        """Write the weights to a folder: all of them, or nothing."""
-        tensors, names = self._metadata.tensors, self._names
+        stored_names = [stored for stored in names if stored not in tied]
         specs = {
-            names[stored]: TensorSpec(tensors[stored].shape, getattr(torch, tensors[stored].dtype)).cast(dtype)
-            for stored in self._stored_names
+            names[stored]: TensorSpec(tensors[stored].shape, getattr(torch, tensors[stored].dtype)).cast(target_dtype)
+            for stored in stored_names
         }
         # Positions follow from names, shapes and dtypes alone, so every file can be laid out before a value is read.
-        layout = plan_files(specs, {names[alias]: names[first] for alias, first in self._tied.items()}, max_bytes)
-        files = self._files()
-        writer = SafetensorsWriter(output.begin(layout.nbytes), layout)
+        layout = plan_files(specs, {names[alias]: names[first] for alias, first in tied.items()}, max_bytes)
+        files = _files_to_read(path, metadata, stored_names, manifest, verify=verify)
+        _write(files, names, layout, output, f"exporting {path.name}")
+    return ExportResult(output.path, path, len(layout.sizes), len(specs), len(tied), layout.nbytes)
 
-        def take_values(piece: StoredPiece, first: int, values: torch.Tensor) -> None:
-            writer.write(names[piece.name], piece.offsets, piece.sizes, first, values)
 
-        try:
-            writer.create()
-            with progress(f"exporting {self._path.name}", sum(file.nbytes for file in files)) as report:
-                for file in files:
-                    file.read(take_values, report)
-            writer.close()
-            # The files are synced before the rename, so that a power cut cannot leave a folder with the final name and
-            # empty files.
-            writer.sync()
-            output.commit()
-        # Also an interrupted export must not leave its partial files on the disk.
-        except BaseException:
-            writer.close()
-            output.abandon()
-            raise
-        return ExportResult(output.path, self._path, len(layout.sizes), len(specs), len(self._tied), layout.nbytes)
+def _write(
+    files: Sequence[_CheckpointFile], names: Mapping[str, str], layout: FileLayout, output: OutputFolder, label: str
+) -> None:
+    """Write the weights in `files` to a folder: all of them, or nothing."""
+    writer = SafetensorsWriter(output.begin(layout.nbytes), layout)
 
-    def _files(self) -> list[_CheckpointFile]:
-        """Return the files that hold weights, in the order of their names."""
-        pieces: dict[str, list[StoredPiece]] = {}
-        for stored in self._stored_names:
-            for piece in self._metadata.tensors[stored].pieces:
-                # DCP can compress items by extensions. The bytes of such an item are not those of the tensor.
-                if piece.transforms:
-                    raise CheckpointError(f"{stored} is compressed ({', '.join(piece.transforms)}): not supported")
-                pieces.setdefault(piece.file, []).append(piece)
-        manifest = self._manifest if self._verify else None
+    def take_values(piece: StoredPiece, first: int, values: torch.Tensor) -> None:
+        writer.write(names[piece.name], piece.offsets, piece.sizes, first, values)
+
+    try:
+        writer.create()
+        with progress(label, sum(file.nbytes for file in files)) as report:
+            for file in files:
+                file.read(take_values, report)
+        writer.close()
+        # The files are synced before the rename, so that a power cut cannot leave a folder with the final name and
+        # empty files.
+        writer.sync()
+        output.commit()
+    # Also an interrupted export must not leave its partial files on the disk.
+    except BaseException:
+        writer.close()
+        output.abandon()
+        raise
+
+
+def _files_to_read(
+    path: Path, metadata: DcpMetadata, stored_names: Iterable[str], manifest: Manifest | None, *, verify: bool
+) -> list[_CheckpointFile]:
+    """Return the files that hold weights, in the order of their names."""
+    pieces: defaultdict[str, list[StoredPiece]] = defaultdict(list)
+    for stored in stored_names:
+        for piece in metadata.tensors[stored].pieces:
+            # DCP can compress items by extensions. The bytes of such an item are not those of the tensor.
+            if piece.transforms:
+                raise CheckpointError(f"{stored} is compressed ({', '.join(piece.transforms)}): not supported")
+            pieces[piece.file].append(piece)
+    # All files are looked at before the first of them is read, which may take minutes.
+    if manifest is not None and verify:
         for name in pieces:
-            _check_file(self._path, name, manifest)
-        # Files are read one after the other, which disks and network file systems serve fastest.
-        return [
-            _CheckpointFile(self._path / name, pieces[name], self._metadata.items[name], manifest, self._verify)
-            for name in sorted(pieces)
-        ]
+            _check_file(path, name, manifest)
+    # Files are read one after the other, which disks and network file systems serve fastest.
+    return [
+        _CheckpointFile(path / name, pieces[name], metadata.items[name], manifest, verify) for name in sorted(pieces)
+    ]
 
 
-def weight_names(
+def _weight_names(
     tensors: Mapping[str, StoredTensor], manifest: Manifest | None, prefix: str | None, path: Path
 ) -> dict[str, str]:
-    """Return the names of a checkpoint's parameters and buffers, each with its name in the checkpoint.
+    """Return the names of a checkpoint's parameters and buffers, by their names in the checkpoint.
 
     Raises:
         CheckpointError: It has none.
     """
     if prefix is None:
         prefix = MODEL if manifest is not None else _find_prefix(tensors)
-    names = {name.removeprefix(prefix): name for name in tensors if name.startswith(prefix)}
     # Without a prefix, names of the optimizer's state look like weights and have to be left out.
-    if not prefix:
-        names = {name: name for name in names if _parameter_of_state(name) is None}
+    names = {
+        name: name.removeprefix(prefix)
+        for name in tensors
+        if name.startswith(prefix) and (prefix or split_state_name(name) is None)
+    }
     if not names:
         raise CheckpointError(f"{path} holds no weights: no name in it begins with {prefix!r}")
     return names
 
 
-def _find_prefix(names: Iterable[str]) -> str:
+def _find_prefix(names: Collection[str]) -> str:
     """Return what plain PyTorch put before parameter names.
 
     The optimizer's state names the parameters, so it is what stands before most of these. Without an optimizer it is
     `model.`, where all names have it.
     """
-    names = list(names)
-    parameters = {parameter for name in names if (parameter := _parameter_of_state(name)) is not None}
-    weights = [name for name in names if _parameter_of_state(name) is None]
-    counts: dict[str, int] = {}
-    for name in weights:
-        # Every beginning of a name could be the prefix. The optimizer's state tells which of them leaves a parameter's
-        # name.
-        for prefix in _prefixes(name):
-            if name.removeprefix(prefix) in parameters:
-                counts[prefix] = counts.get(prefix, 0) + 1
+    names_of_state = {name: split[0] for name in names if (split := split_state_name(name)) is not None}
+    parameters = set(names_of_state.values())
+    weights = [name for name in names if name not in names_of_state]
+    # Every beginning of a name could be the prefix. The optimizer's state tells which one leaves a parameter's name.
+    counts = Counter(
+        name[:i]
+        for name in weights
+        for i in range(len(name))
+        if name[i:] in parameters and (i == 0 or name[i - 1] == ".")
+    )
     if counts:
-        return max(counts, key=lambda prefix: counts[prefix])
+        return counts.most_common(1)[0][0]
     return MODEL if all(name.startswith(MODEL) for name in weights) else ""
 
 
-def _parameter_of_state(name: str) -> str | None:
-    """Return the parameter of a name of optimizer state, such as `optimizer.state.<parameter>.exp_avg`."""
-    before, separator, rest = name.partition("state.")
-    is_state = separator and (not before or before.endswith("."))
-    return rest.rpartition(".")[0] if is_state else None
-
-
-def _prefixes(name: str) -> Iterator[str]:
-    """Yield the beginnings of a name that end with a dot, and the empty one."""
-    parts = name.split(".")
-    return (".".join([*parts[:i], ""]) if i else "" for i in range(len(parts)))
-
-
-def _check_file(path: Path, name: str, manifest: Manifest | None, *, hashed: bool = False) -> None:
-    """Check that a file exists and has the size, and where `hashed` the checksum, that the manifest says."""
-    file = path / name
-    try:
-        size = file.stat().st_size
-        if manifest is not None:
-            if name not in manifest.files:
-                raise CheckpointError(f"{file} is not among the checkpoint's files: it is damaged")
-            # A size that differs shows a truncated copy without reading the file.
-            if size != manifest.files[name].bytes:
-                raise CheckpointError(f"{file} has {size:,} bytes, not {manifest.files[name].bytes:,}")
-            if hashed and checksum_of_file(file) != manifest.files[name].xxh3:
-                raise _changed_error(file)
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
+def _check_file(path: Path, name: str, manifest: Manifest, *, verify: bool = False) -> None:
+    """Check that a file has the size, and where `verify` the checksum, that the manifest says."""
+    if name not in manifest.files:
+        raise CheckpointError(f"{path / name} is not among the checkpoint's files: it is damaged")
+    # A size that differs shows a truncated copy without reading the file.
+    for problem in find_damage(path, manifest, [name], verify=verify):
+        raise CheckpointError(problem)
 
 
 def _changed_error(path: Path) -> CheckpointError:
@@ -269,11 +239,12 @@ class _CheckpointFile:
         verify: bool,
     ) -> None:
         self._path = path
-        self._pieces: list[LocatedPiece] = locate(path, pieces)
+        with as_checkpoint_errors(f"{path} cannot be read"):
+            self._pieces, size = locate(path, pieces), path.stat().st_size
         self._expected = None if manifest is None else manifest.files[path.name].xxh3
-        num_wanted, size = sum(piece.nbytes for piece in self._pieces), path.stat().st_size
+        num_wanted = sum(piece.nbytes for piece in self._pieces)
         self._check = "pieces" if verify else "nothing"
-        if manifest is not None:
+        if manifest is not None and verify:
             digest = manifest.files[path.name].items
             all_have_checksums = all(piece.crc or not piece.nbytes for piece in self._pieces)
             # Reading all of the file costs little more where weights are most of it, and its checksum covers more.

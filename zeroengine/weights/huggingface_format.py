@@ -262,18 +262,16 @@ def runs_of_box(
         dim -= 1
     inner = math.prod(shape[dim:])
     length = inner * (sizes[dim - 1] if dim else 1)
-    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    strides = [math.prod(shape[i + 1 :]) for i in range(dim)]
+    box_start = sum(offset * stride for offset, stride in zip(offsets, strides, strict=False))
     while numel:
         row, start = divmod(first, length)
         count = min(numel, length - start)
-        # Convert the index within the box to an offset within the tensor, one dimension at a time.
-        for i in reversed(range(dim)):
-            if i == dim - 1:
-                start += offsets[i] * strides[i]
-            else:
-                row, index = divmod(row, sizes[i])
-                start += (offsets[i] + index) * strides[i]
-        yield start, count
+        # Convert the row within the box to an offset within the tensor, one dimension at a time.
+        for i in reversed(range(dim - 1)):
+            row, index = divmod(row, sizes[i])
+            start += index * strides[i]
+        yield box_start + start, count
         first, numel = first + count, numel - count
 
 

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import torch
 
 from zeroengine.checkpoint.checkpointed_parts import CheckpointedParts
-from zeroengine.checkpoint.entries import MODEL, StateEntries, StateEntry
+from zeroengine.checkpoint.entries import MODEL, StateEntries, StateEntry, part_of_box
 from zeroengine.checkpoint.name_mapping import match_names
 from zeroengine.comm.group import check_same
 from zeroengine.disk.mapped_memory import populate
 from zeroengine.errors import CheckpointError
-from zeroengine.partition.boxes import Box, boxes_of_run
+from zeroengine.partition.boxes import boxes_of_run
 from zeroengine.utils.byte_size import parse_byte_size
 from zeroengine.utils.paths import checked_path
 from zeroengine.utils.progress import Report, progress
@@ -68,8 +68,8 @@ def save(parts: CheckpointedParts, directory: str | os.PathLike[str], dtype: Any
         output = OutputFolder(directory)
         target_dtype = None if dtype_name is None else getattr(torch, dtype_name)
         # Each element is written by exactly one rank, although several may hold it.
-        entries = _without_prefix(parts.state_index.model(once=True))
-        tied = {alias: name for alias, name in parts.state_index.aliases().items() if name in entries}
+        entries = _without_prefix(parts.model_entries(once=True))
+        tied = {alias: name for alias, name in parts.aliases().items() if name in entries}
         specs = {name: TensorSpec(entry.shape, entry.dtype).cast(target_dtype) for name, entry in entries.items()}
         layout = plan_files(specs, tied, max_bytes)
         writer = SafetensorsWriter(output.writing, layout)
@@ -162,15 +162,11 @@ def load(parts: CheckpointedParts, weights: Weights, strict: bool) -> LoadResult
     )[0]
     assert content is not None
     where, specs = content
-    entries = _without_prefix(parts.state_index.model(once=False))
-    match = match_names(specs, list(entries), parts.state_index.aliases())
+    entries = _without_prefix(parts.model_entries(once=False))
+    shapes, own_shapes = ({name: side[name].shape for name in side} for side in (specs, entries))
+    match = match_names(shapes, own_shapes, parts.aliases())
     # The check is computed from the same facts on every rank, so all raise or none does.
-    match.check(
-        where,
-        {name: spec.shape for name, spec in specs.items()},
-        {name: entry.shape for name, entry in entries.items()},
-        strict=strict,
-    )
+    match.check(where, strict=strict)
     with group.collective_errors("to load weights"):
         if from_rank_0:
             _receive_entries(parts, entries, specs, match.stored_names, source)
@@ -226,7 +222,7 @@ def _read_entry(entry: StateEntry, source: WeightSource, name: str, report: Repo
     for box, tensor in entry.pieces:
         for first in range(box.start, box.start + box.numel, CHUNK):
             for part in boxes_of_run(entry.shape, first, min(first + CHUNK, box.start + box.numel)):
-                target = _part_of_box(tensor, box, part)
+                target = part_of_box(tensor, box.offsets, part.offsets, part.sizes)
                 # The target may lie in a mapped file, which is brought into memory first so that a failing disk raises
                 # an error.
                 populate(target, write=True)
@@ -253,36 +249,17 @@ def _receive_entries(
         entry, dtype = entries[name], specs[stored].dtype
         numel = math.prod(entry.shape)
         for first in range(0, numel, CHUNK):
-            values = buffer[: (min(first + CHUNK, numel) - first) * dtype.itemsize].view(dtype)
-            _receive_chunk(parts, entry, source, stored, first, values)
-
-
-def _receive_chunk(
-    parts: CheckpointedParts,
-    entry: StateEntry,
-    source: WeightSource | None,
-    name: str,
-    first: int,
-    values: torch.Tensor,
-) -> None:
-    """Receive the elements of a flattened tensor from `first` on into `values` (1-D), and copy this rank's of them."""
-    stop = first + values.numel()
-    # Only rank 0 has values. The other ranks receive into the same buffer and keep their own part.
-    if parts.group.rank == 0:
-        assert source is not None
-        for part in boxes_of_run(entry.shape, first, stop):
-            values[part.start - first :][: part.numel].copy_(source.read(name, part).reshape(-1))
-    # Bytes are broadcast, because not every backend knows every dtype.
-    parts.group.broadcast(values.view(torch.uint8))
-    for box, tensor in entry.pieces:
-        for part in boxes_of_run(entry.shape, max(first, box.start), min(stop, box.start + box.numel)):
-            target = _part_of_box(tensor, box, part)
-            populate(target, write=True)
-            target.copy_(values[part.start - first :][: part.numel].view(part.sizes))
-
-
-def _part_of_box(tensor: torch.Tensor, box: Box, part: Box) -> torch.Tensor:
-    """Return the view of `tensor`, which is `box` of a larger tensor, that is `part` of the larger tensor."""
-    for dim, (start, base, size) in enumerate(zip(part.offsets, box.offsets, part.sizes, strict=True)):
-        tensor = tensor.narrow(dim, start - base, size)
-    return tensor
+            stop = min(first + CHUNK, numel)
+            values = buffer[: (stop - first) * dtype.itemsize].view(dtype)
+            # Only rank 0 has values. The other ranks receive into the same buffer and keep their own part.
+            if parts.group.rank == 0:
+                assert source is not None
+                for part in boxes_of_run(entry.shape, first, stop):
+                    values[part.start - first :][: part.numel].copy_(source.read(stored, part).reshape(-1))
+            # Bytes are broadcast, because not every backend knows every dtype.
+            parts.group.broadcast(values.view(torch.uint8))
+            for box, tensor in entry.pieces:
+                for part in boxes_of_run(entry.shape, max(first, box.start), min(stop, box.start + box.numel)):
+                    target = part_of_box(tensor, box.offsets, part.offsets, part.sizes)
+                    populate(target, write=True)
+                    target.copy_(values[part.start - first :][: part.numel].view(part.sizes))

@@ -15,6 +15,8 @@ import torch
 
 from zeroengine.checkpoint.dcp_metadata import METADATA
 from zeroengine.checkpoint.directory import LATEST
+from zeroengine.checkpoint.entries import part_of_box
+from zeroengine.checkpoint.failures import as_checkpoint_errors
 from zeroengine.checkpoint.manifest import MANIFEST
 from zeroengine.disk.mapped_memory import populate_pages
 from zeroengine.errors import CheckpointError
@@ -62,7 +64,9 @@ def of_state_dict(state: Mapping[str, Any], where: str) -> WeightSource:
         if (what := _unreadable(value)) is not None:
             raise CheckpointError(f"{where} holds a tensor {what} under {name!r}")
     specs = {name: TensorSpec(tuple(value.shape), value.dtype) for name, value in tensors.items()}
-    return WeightSource(where, specs, lambda name, box: tensors[name][_slices(box)])
+    return WeightSource(
+        where, specs, lambda name, box: part_of_box(tensors[name], [0] * len(box.sizes), box.offsets, box.sizes)
+    )
 
 
 def _unreadable(tensor: torch.Tensor) -> str | None:
@@ -82,9 +86,17 @@ def of_path(path: Path) -> WeightSource:
     Raises:
         CheckpointError: There are none, or they are damaged, or they could run code.
     """
+    if not path.exists():
+        raise CheckpointError(f"there is no {path}")
+    # The index counts where there is one, for a folder may hold other files as well.
+    index = next((path / name for name in INDEXES if (path / name).is_file()), path)
+    file_of = _read_index(index) if index.suffix == ".json" else {}
+    files = [index.parent / name for name in dict.fromkeys(file_of.values())]
+    absent = [file.name for file in files if not file.is_file()]
+    if absent:
+        raise CheckpointError(f"{index} names files that are not there: {', '.join(absent[:3])}")
     # The files are opened at once, but values are read only when a box of them is asked for.
-    files = _files_of(path)
-    sources = [_of_file(file) for file in files]
+    sources = [_of_file(file) for file in files or [_file_in(path) if path.is_dir() else path]]
     owner: dict[str, WeightSource] = {}
     for source in sources:
         for name in source.tensors:
@@ -92,38 +104,25 @@ def of_path(path: Path) -> WeightSource:
                 raise CheckpointError(f"{name} is in {owner[name].where} and in {source.where}: name one of the files")
             owner[name] = source
     # A partial download leaves an index whose tensors are not all in the files.
-    for name, file in _index_of(path).items():
+    for name, file in file_of.items():
         if name not in owner:
             raise CheckpointError(f"{path} is incomplete: its index says that {name} is in {file}, and it is not")
     specs = {name: source.tensors[name] for name, source in owner.items()}
     return WeightSource(str(path), specs, lambda name, box: owner[name].read(name, box))
 
 
-# -- which files ----------------------------------------------------------------------------------
-
-
-def _files_of(path: Path) -> list[Path]:
-    if path.is_dir():
-        return _files_in(path)
-    if not path.exists():
-        raise CheckpointError(f"there is no {path}")
-    if path.suffix == ".json":
-        index = _index_of(path)
-        if not index:
+def _read_index(path: Path) -> dict[str, str]:
+    """Return the name of each tensor's file, by the index in `path`."""
+    with as_checkpoint_errors(f"{path} is no index of weights"):
+        weight_map = json.loads(path.read_text())["weight_map"]
+        if not weight_map:
             raise CheckpointError(f'{path} is no index of weights: it has no "weight_map"')
-        files = [path.parent / name for name in dict.fromkeys(index.values())]
-        absent = [file.name for file in files if not file.is_file()]
-        if absent:
-            raise CheckpointError(f"{path} names files that are not there: {', '.join(absent[:3])}")
-        return files
-    return [path]
+        # Only the last part of a name is used, so an index cannot point outside of its folder.
+        return {str(name): os.path.basename(file) for name, file in weight_map.items()}
 
 
-def _files_in(folder: Path) -> list[Path]:
-    # The index counts where there is one, for a folder may hold other files as well.
-    for name in INDEXES:
-        if (folder / name).is_file():
-            return _files_of(folder / name)
+def _file_in(folder: Path) -> Path:
+    """Return the file of weights in a folder without an index."""
     names = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
     for kinds in (SAFETENSORS, PICKLES):
         candidates = [folder / name for name in names if name.endswith(kinds)]
@@ -133,7 +132,7 @@ def _files_in(folder: Path) -> list[Path]:
             raise CheckpointError(f"{folder} holds {parts[0]}, one file of several, and no index of them")
         usual = [file for file in candidates if file.stem in ("model", "pytorch_model")]
         if usual or len(candidates) == 1:
-            return (usual or candidates)[:1]
+            return (usual or candidates)[0]
         if candidates:
             some = ", ".join(file.name for file in candidates[:5])
             raise CheckpointError(
@@ -148,21 +147,7 @@ def _files_in(folder: Path) -> list[Path]:
     raise CheckpointError(f"{folder} holds no weights: no .safetensors, .bin or .pt file is in it")
 
 
-def _index_of(path: Path) -> dict[str, str]:
-    """Return the file of each tensor, by the index in a folder or file; nothing where there is no index."""
-    if path.is_dir():
-        path = next((path / name for name in INDEXES if (path / name).is_file()), path)
-    if path.suffix != ".json":
-        return {}
-    try:
-        weight_map = json.loads(path.read_text())["weight_map"]
-        # Only the last part of a name is used, so an index cannot point outside of its folder.
-        return {str(name): os.path.basename(file) for name, file in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is no index of weights: {type(error).__name__}: {error}") from error
-
-
-# -- one file -------------------------------------------------------------------------------------
+# -- One file ------------------------------------------------------------------------------------
 
 
 def _of_file(path: Path) -> WeightSource:
@@ -196,9 +181,9 @@ def _safetensors(path: Path) -> WeightSource:
         dtype = specs[name].dtype
         values = torch.empty(box.numel, dtype=dtype, device="cpu")
         # The values follow the eight bytes of the length and the header.
-        at = 8 + length + header[name]["data_offsets"][0] + box.start * dtype.itemsize
+        position = 8 + length + header[name]["data_offsets"][0] + box.start * dtype.itemsize
         try:
-            read_at(file, path, memoryview(values.view(torch.uint8).numpy()), at)  # type: ignore[arg-type]
+            read_at(file, path, memoryview(values.view(torch.uint8).numpy()), position)  # type: ignore[arg-type]
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
         return values.view(box.sizes)
@@ -243,7 +228,3 @@ def _loaded(tensor: torch.Tensor, path: Path) -> torch.Tensor:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     return tensor
-
-
-def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))

@@ -5,22 +5,21 @@ Tensors stay in DeepSpeed's files, mapped, until a piece of them is written: no 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from zeroengine.checkpoint.dcp_errors import failure_reason
-from zeroengine.checkpoint.dcp_save import ReadPiece, describe_files, save_files
+from zeroengine.checkpoint.dcp_save import ReadPiece, save_files
 from zeroengine.checkpoint.directory import TAG, CheckpointFolder
 from zeroengine.checkpoint.entries import MODEL
+from zeroengine.checkpoint.failures import as_checkpoint_errors, failure_reason
 from zeroengine.checkpoint.manifest import FORMAT, MANIFEST, Manifest
 from zeroengine.checkpoint.snapshot import Snapshot
 from zeroengine.errors import CheckpointError
 from zeroengine.integrations.deepspeed.checkpoint_files import check_out, files_of, find_checkpoint
 from zeroengine.integrations.deepspeed.converted_state import ConvertedState
+from zeroengine.integrations.deepspeed.optimizer_states import NOT_DEEPSPEED
 from zeroengine.utils.progress import progress
 
 
@@ -64,7 +63,7 @@ def import_checkpoint(
     files = files_of(source)
     # The output is checked before the files are read, which may take minutes.
     check_out(out, directory, force=force)
-    with _as_checkpoint_errors(source):
+    with as_checkpoint_errors(f"{source} {NOT_DEEPSPEED}"):
         state = ConvertedState(files)
         entries = {name: tensor.entry() for name, tensor in state.tensors.items()}
         snapshot = Snapshot(entries, state.objects(), state.aliases, state.about())
@@ -75,49 +74,31 @@ def import_checkpoint(
     return ImportResult(Path(out) / tag, source, manifest, num_tensors, len(snapshot.aliases), state.notes)
 
 
-@contextlib.contextmanager
-def _as_checkpoint_errors(path: Path) -> Iterator[None]:
-    """Raise what goes wrong with unexpected content as a CheckpointError."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} is not what DeepSpeed writes at ZeRO stages 1 to 3: {type(error).__name__}: {error}"
-        ) from error
-
-
 def _write(snapshot: Snapshot, out: Path, tag: str, read_piece: ReadPiece) -> Manifest:
     # `force` may replace a checkpoint of zeroengine, and never anything else of the user's.
     if (out / tag).exists() and not (out / tag / MANIFEST).is_file():
         raise CheckpointError(f"{out / tag} is there already, and no checkpoint of zeroengine: name another folder")
     # Whether the folder is new decides what an error may remove again.
     is_new, directory = not out.exists(), CheckpointFolder(out)
+    writing: Path | None = None
     try:
         directory.open()
         writing = directory.begin(tag, snapshot.nbytes)
-        try:
-            with progress(f"importing {tag}", snapshot.nbytes) as report:
-                written = save_files(
-                    writing, snapshot.entries, snapshot.objects, snapshot.aliases, None, report, read_piece
-                )
-            # The import runs in one process, so the same steps as in a save follow one another without any exchange.
-            files = describe_files(writing, written)
-            manifest = Manifest(format=FORMAT, tag=tag, files=files, **snapshot.about)
-            directory.commit(writing, manifest, None)
-        # DCP's own error derives from BaseException, so `except Exception` would miss it.
-        except BaseException as error:
-            directory.abandon(writing)
-            # These errors have a message of their own, and an interrupt must stay one.
-            if isinstance(error, (CheckpointError, KeyboardInterrupt, SystemExit)):
-                raise
-            raise CheckpointError(f"{out} was not written: {failure_reason(error).removeprefix('rank 0: ')}") from error
-    except BaseException:
+        with progress(f"importing {tag}", snapshot.nbytes) as report:
+            files = save_files(writing, snapshot.entries, snapshot.objects, snapshot.aliases, None, report, read_piece)
+        manifest = Manifest(format=FORMAT, tag=tag, files=files, **snapshot.about)
+        directory.commit(writing, manifest, None)
+        return manifest
+    # DCP's own error derives from BaseException, so `except Exception` would miss it.
+    except BaseException as error:
         # Nothing is left of an import that failed, but a folder that existed before stays.
         if is_new:
             shutil.rmtree(out, ignore_errors=True)
-        raise
+        elif writing is not None:
+            directory.abandon(writing)
+        # These errors have a message of their own, and an interrupt must stay one.
+        if isinstance(error, (CheckpointError, KeyboardInterrupt, SystemExit)):
+            raise
+        raise CheckpointError(f"{out} was not written: {failure_reason(error).removeprefix('rank 0: ')}") from error
     finally:
         directory.close()
-    return manifest

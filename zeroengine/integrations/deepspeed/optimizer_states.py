@@ -19,13 +19,14 @@ from typing import Any
 
 import torch
 
+from zeroengine.checkpoint.failures import as_checkpoint_errors
 from zeroengine.errors import CheckpointError
 from zeroengine.integrations.deepspeed.checkpoint_files import DeepSpeedFiles
 from zeroengine.integrations.deepspeed.pickled_files import InertObject, load_pickled_file
 from zeroengine.partition.layout import ShardSpan
 
-# The shapes of parameters, by name.
-Shapes = Mapping[str, tuple[int, ...]]
+# The end of a message about a file with unexpected content.
+NOT_DEEPSPEED = "is not what DeepSpeed writes at ZeRO stages 1 to 3"
 
 
 @dataclass(frozen=True)
@@ -73,13 +74,10 @@ def read_states(files: DeepSpeedFiles) -> list[RankState]:
     states_by_rank = {first: _read(files, first)}
     files.check("optimizer", states_by_rank[first].world_size)
     states = [states_by_rank.get(rank) or _read(files, rank) for rank in range(states_by_rank[first].world_size)]
+    expected = (states[0].stage, states[0].world_size, len(states[0].weights))
     for rank, state in enumerate(states):
         # Files of another run may have the right names and the wrong content.
-        if (state.stage, state.world_size, len(state.weights)) != (
-            states[0].stage,
-            states[0].world_size,
-            len(states[0].weights),
-        ):
+        if (state.stage, state.world_size, len(state.weights)) != expected:
             raise CheckpointError(
                 f"{files.path} holds files of several runs: {files.optimizer[rank].name} is of stage {state.stage} and "
                 f"{state.world_size} ranks, {files.optimizer[0].name} of {states[0].stage} and {states[0].world_size}"
@@ -90,19 +88,16 @@ def read_states(files: DeepSpeedFiles) -> list[RankState]:
 def _read(files: DeepSpeedFiles, rank: int) -> RankState:
     path = files.optimizer[rank]
     tree = load_pickled_file(path)
-    try:
+    with as_checkpoint_errors(f"{path} {NOT_DEEPSPEED}"):
         state = tree["optimizer_state_dict"]
         # The scaler is an object of DeepSpeed's, which is read as inert data and never built.
         scaler = state.get("loss_scaler")
         scaler = scaler.state if isinstance(scaler, InertObject) and isinstance(scaler.state, dict) else {}
-        # Only stage 3 has this key, whatever the version of DeepSpeed.
-        return (_of_stage_3 if "fp32_flat_groups" in state else _of_row)(state, scaler)
-    except CheckpointError as error:
-        raise CheckpointError(f"{path} {error}") from None
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} is not what DeepSpeed writes at ZeRO stages 1 to 3: {type(error).__name__}: {error}"
-        ) from error
+        try:
+            # Only stage 3 has this key, whatever the version of DeepSpeed.
+            return (_of_stage_3 if "fp32_flat_groups" in state else _of_row)(state, scaler)
+        except CheckpointError as error:
+            raise CheckpointError(f"{path} {error}") from None
 
 
 def _of_row(state: Mapping[str, Any], scaler: Mapping[str, Any]) -> RankState:
@@ -165,7 +160,9 @@ def _stage(value: Any) -> int:
 # -- Where parameters lie -------------------------------------------------------------------------
 
 
-def locate_parameters(states: Sequence[RankState], shapes: Sequence[Shapes]) -> dict[str, list[ParameterSlice]]:
+def locate_parameters(
+    states: Sequence[RankState], shapes: Sequence[Mapping[str, tuple[int, ...]]]
+) -> dict[str, list[ParameterSlice]]:
     """Return the slices of each parameter, by name. See "DeepSpeed's flat vectors".
 
     Args:
@@ -178,56 +175,44 @@ def locate_parameters(states: Sequence[RankState], shapes: Sequence[Shapes]) -> 
     if len(shapes) != len(states[0].weights):
         raise CheckpointError(f"has {len(states[0].weights)} vectors of weights and names parameters of {len(shapes)}")
     slices_by_name: dict[str, list[ParameterSlice]] = {}
-    for vector, named in enumerate(shapes):
-        if states[0].stage == 3:
-            slices_by_name |= _cut_each(named, vector, len(states))
-        else:
-            gaps = states[0].gaps[vector] if states[0].gaps else [0] * len(named)
-            # Where rank 0's vector is padded, all parameters lie in it. Otherwise all vectors are as long as this one.
-            slices_by_name |= _cut_row(named, vector, gaps, states[0].weights[vector].numel())
-    for name, slices in slices_by_name.items():
-        for slice_ in slices:
-            _check_slice(name, slice_, states)
+    for vector, shapes_by_name in enumerate(shapes):
+        gaps = states[0].gaps[vector] if states[0].gaps else [0] * len(shapes_by_name)
+        # Where rank 0's vector is padded, all parameters lie in it. Otherwise all vectors are as long as this one.
+        length = max(1, states[0].weights[vector].numel())
+        position = 0
+        for (name, shape), gap in zip(shapes_by_name.items(), gaps, strict=True):
+            numel = math.prod(shape)
+            if states[0].stage == 3:
+                spans = cut(numel, position, len(states))
+                # Each parameter takes as much space in every rank's vector, padding included.
+                position += -(-numel // len(states))
+            else:
+                spans = _cut_row(numel, position, length)
+                position += numel + gap
+            slices_by_name[name] = [ParameterSlice(rank, vector, span) for rank, span in spans]
+            for slice_ in slices_by_name[name]:
+                _check_slice(name, slice_, states)
     return slices_by_name
 
 
-def _cut_row(shapes: Shapes, vector: int, gaps: Sequence[int], length: int) -> dict[str, list[ParameterSlice]]:
-    slices_by_name, at = {}, 0
-    for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
-        stop = at + math.prod(shape)
-        slices_by_name[name] = list(_pieces(vector, at, stop, max(1, length)))
-        at = stop + gap
-    return slices_by_name
-
-
-def _pieces(vector: int, start: int, stop: int, length: int) -> Iterator[ParameterSlice]:
-    at = start
-    while at < stop:
+def _cut_row(numel: int, start: int, length: int) -> Iterator[tuple[int, ShardSpan]]:
+    """Yield each rank that has part of a parameter, and its span, as stages 1 and 2 cut a row at each `length`."""
+    position, stop = start, start + numel
+    while position < stop:
         # A parameter may begin in one rank's vector and end in the next one's.
-        rank, offset = divmod(at, length)
-        numel = min(stop - at, length - offset)
-        yield ParameterSlice(rank, vector, ShardSpan(0, at - start, offset, numel))
-        at += numel
+        rank, offset = divmod(position, length)
+        size = min(stop - position, length - offset)
+        yield rank, ShardSpan(0, position - start, offset, size)
+        position += size
 
 
-def _cut_each(shapes: Shapes, vector: int, world_size: int) -> dict[str, list[ParameterSlice]]:
-    slices_by_name, at = {}, 0
-    for name, shape in shapes.items():
-        slices_by_name[name] = [
-            ParameterSlice(rank, vector, span) for rank, span in cut(math.prod(shape), at, world_size)
-        ]
-        # Each parameter takes as much space in every rank's vector, padding included.
-        at += -(-math.prod(shape) // world_size)
-    return slices_by_name
-
-
-def cut(numel: int, at: int, world_size: int) -> Iterator[tuple[int, ShardSpan]]:
-    """Yield each rank that has part of a parameter, and its span, as stage 3 cuts it at offset `at` of its vector."""
+def cut(numel: int, position: int, world_size: int) -> Iterator[tuple[int, ShardSpan]]:
+    """Yield each rank that has part of a parameter, and its span, as stage 3 cuts it at `position` of its vector."""
     part = -(-numel // world_size)
     for rank in range(world_size):
         first, stop = rank * part, min((rank + 1) * part, numel)
         if first < stop:
-            yield rank, ShardSpan(0, first, at, stop - first)
+            yield rank, ShardSpan(0, first, position, stop - first)
 
 
 def _check_slice(name: str, slice_: ParameterSlice, states: Sequence[RankState]) -> None:

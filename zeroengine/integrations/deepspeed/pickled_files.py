@@ -58,16 +58,6 @@ class InertObject:
         """Ignore an item that the pickle adds to a dict's subclass."""
 
 
-def _rebuild_tensor(*args: Any) -> torch.Tensor:
-    tensor = torch._utils._rebuild_tensor_v2(*args)
-    assert isinstance(tensor, torch.Tensor)
-    return tensor
-
-
-def _first_argument(value: Any, *_: Any) -> Any:
-    return value
-
-
 def _rebuild_plain_tensor(function: Any, kind: Any, args: tuple[Any, ...], state: Any) -> Any:
     """Return a tensor of a subclass, or one with attributes, as a plain tensor.
 
@@ -105,27 +95,19 @@ def _find_dtype_or_inert_class(module: str, name: str) -> Any:
 
 DEEPSPEED_ALLOW_LIST = AllowList(
     {
-        "torch._utils._rebuild_tensor_v2": _rebuild_tensor,
-        "torch._utils._rebuild_parameter": _first_argument,
-        "torch._utils._rebuild_parameter_with_state": _first_argument,
+        "torch._utils._rebuild_tensor_v2": torch._utils._rebuild_tensor_v2,
+        "torch._utils._rebuild_parameter": lambda tensor, *_: tensor,
+        "torch._utils._rebuild_parameter_with_state": lambda tensor, *_: tensor,
         "torch._tensor._rebuild_from_type_v2": _rebuild_plain_tensor,
         "torch.Size": torch.Size,
         "numpy.core.multiarray.scalar": _read_numpy_number,
         "numpy._core.multiarray.scalar": _read_numpy_number,
         "collections.OrderedDict": OrderedDict,
         "collections.defaultdict": lambda *_: {},
-        "builtins.set": set,
-        "builtins.frozenset": frozenset,
-        "builtins.list": list,
-        "builtins.dict": dict,
-        "builtins.int": int,
-        "builtins.float": float,
-        "builtins.bool": bool,
-        "builtins.str": str,
-        "builtins.complex": complex,
         # Pickle protocol 2 writes bytes as a call of this function.
         "_codecs.encode": _encode,
-    },
+    }
+    | {f"builtins.{kind.__name__}": kind for kind in (set, frozenset, list, dict, int, float, bool, str, complex)},
     find_other=_find_dtype_or_inert_class,
     enums=InertObject,
 )
@@ -144,7 +126,11 @@ def load_pickled_file(path: str | os.PathLike[str]) -> Any:
             # Files without this signature are of torch before 1.6, or of a DeepSpeed configuration that asks for the
             # old format.
             is_zip = file.read(len(ZIP_SIGNATURE)) == ZIP_SIGNATURE
-        _check_kind(path, is_zip)
+        if is_zip:
+            _check_archive(path)
+        # torch.load unpacks the tar archives of 2016, too.
+        elif tarfile.is_tarfile(path):
+            raise CheckpointError("it is a tar archive: it is refused")
         content = torch.load(
             path, map_location="cpu", pickle_module=pickle_module(DEEPSPEED_ALLOW_LIST), weights_only=False, mmap=is_zip
         )
@@ -160,41 +146,33 @@ def load_pickled_file(path: str | os.PathLike[str]) -> Any:
         raise CheckpointError(f"{path} is cut short or damaged: {reason}") from error
 
 
-def _check_kind(path: str | os.PathLike[str], is_zip: bool) -> None:
-    """Refuse what `torch.load` reads besides: it runs TorchScript, and unpacks the tar archives of 2016."""
-    if is_zip:
-        with zipfile.ZipFile(path) as archive:
-            # torch.load would run such a program instead of reading values.
-            if any(name.endswith("constants.pkl") for name in archive.namelist()):
-                raise CheckpointError("it is a TorchScript program: it is refused")
-            _check_archive(path, archive)
-    elif tarfile.is_tarfile(path):
-        raise CheckpointError("it is a tar archive: it is refused")
-
-
-def _check_archive(path: str | os.PathLike[str], archive: zipfile.ZipFile) -> None:
+def _check_archive(path: str | os.PathLike[str]) -> None:
     """Compare the checksum of each entry, which torch does not do.
 
     Raises:
-        CheckpointError: A checksum differs, or the archive would unpack to more bytes than it has.
+        CheckpointError: A checksum differs, the archive would unpack to more bytes than it has, or it is a program.
     """
-    entries, size = archive.infolist(), os.path.getsize(path)
-    if any(info.compress_type != zipfile.ZIP_STORED for info in entries):
-        raise CheckpointError("it is a compressed archive, which torch.save does not write: it is refused")
-    # Entries that overlap could make a small file unpack to any number of bytes.
-    if sum(info.file_size for info in entries) > size:
-        raise CheckpointError("it is said to hold more bytes than it has: it is refused")
-    # A checksum of 0 means that torch was configured to write none.
-    checked = [info for info in entries if info.CRC]
-    with progress(f"checking {os.path.basename(path)}", sum(info.file_size for info in checked)) as report:
-        for info in checked:
-            try:
-                with archive.open(info) as entry:
-                    # zipfile compares the checksum at the end of an entry, so the entry is read and the data dropped.
-                    while data := entry.read(READ_BYTES):
-                        report(len(data))
-            except zipfile.BadZipFile as error:
-                raise CheckpointError(f"it has been changed: {error}") from None
+    with zipfile.ZipFile(path) as archive:
+        entries, size = archive.infolist(), os.path.getsize(path)
+        # torch.load would run a TorchScript program instead of reading values.
+        if any(info.filename.endswith("constants.pkl") for info in entries):
+            raise CheckpointError("it is a TorchScript program: it is refused")
+        if any(info.compress_type != zipfile.ZIP_STORED for info in entries):
+            raise CheckpointError("it is a compressed archive, which torch.save does not write: it is refused")
+        # Entries that overlap could make a small file unpack to any number of bytes.
+        if sum(info.file_size for info in entries) > size:
+            raise CheckpointError("it is said to hold more bytes than it has: it is refused")
+        # A checksum of 0 means that torch was configured to write none.
+        checked = [info for info in entries if info.CRC]
+        with progress(f"checking {os.path.basename(path)}", sum(info.file_size for info in checked)) as report:
+            for info in checked:
+                try:
+                    with archive.open(info) as entry:
+                        # zipfile compares the checksum at the end of an entry, so all of it is read and dropped.
+                        while data := entry.read(READ_BYTES):
+                            report(len(data))
+                except zipfile.BadZipFile as error:
+                    raise CheckpointError(f"it has been changed: {error}") from None
 
 
 def _check_containers(tree: Any) -> None:

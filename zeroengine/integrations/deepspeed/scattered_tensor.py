@@ -34,8 +34,11 @@ class ScatteredTensor:
         cls, shape: tuple[int, ...], slices: Sequence[ParameterSlice], vectors: Sequence[torch.Tensor]
     ) -> ScatteredTensor:
         """Return the tensor whose elements are `slices` of `vectors`."""
-        spans = [(one.span, vector) for one, vector in zip(slices, vectors, strict=True)]
-        runs = [(s.param_offset, vector[s.shard_offset : s.shard_offset + s.numel]) for s, vector in spans]
+        spans = [slice_.span for slice_ in slices]
+        runs = [
+            (span.param_offset, vector[span.shard_offset : span.shard_offset + span.numel])
+            for span, vector in zip(spans, vectors, strict=True)
+        ]
         return cls(shape, vectors[0].dtype, runs)
 
     @classmethod

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-
-def innermost_error(error: BaseException) -> BaseException:
-    """Return the error that a rank raised, from the `CheckpointException` that DCP makes of it."""
-    # DCP nests its exceptions, one for each level of calls, and keeps the errors of the ranks in `failures`.
-    failures = getattr(error, "failures", None)
-    return innermost_error(next(iter(failures.values()))[0]) if failures else error
+from zeroengine.errors import CheckpointError, ZeroEngineError
 
 
 def failure_reason(error: BaseException) -> str:
     """Return the reason of the innermost error in one line, with the rank that it came from."""
+    # DCP nests its exceptions, one for each level of calls, and keeps the errors of the ranks in `failures`.
     failures = getattr(error, "failures", None)
     # Several ranks often fail for one reason, such as a full disk, so the first of them stands for all.
     if failures:
@@ -24,3 +22,15 @@ def failure_reason(error: BaseException) -> str:
         reason = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror
         return f"{reason}{f' ({error.filename})' if error.filename else ''}"
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+@contextmanager
+def as_checkpoint_errors(problem: str) -> Iterator[None]:
+    """Raise any error within as a CheckpointError: `problem` and the reason."""
+    try:
+        yield
+    # These errors have the right class and message already.
+    except ZeroEngineError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{problem}: {failure_reason(error)}") from error
