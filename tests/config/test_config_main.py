@@ -29,11 +29,9 @@ def test_check_of_a_wrong_file_fails_with_the_message_alone(tmp_path: Path, caps
     assert out == "" and "Change train_batch_size to 2 or 4" in err
 
 
-def test_the_schema_and_the_tables_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_schema_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--schema"]) == 0
     assert json.loads(capsys.readouterr().out) == reference.json_schema()
-    assert main(["--tables"]) == 0
-    assert "| `zero_optimization.stage` |" in capsys.readouterr().out
 
 
 def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,7 +48,7 @@ def every_key_of_another_type() -> list[tuple[str, str, str, Any]]:
     """Section, type, key and the key's value in a type that has it."""
     cases = []
     for section, types in (("optimizer", OPTIMIZER_TYPES), ("scheduler", SCHEDULER_TYPES)):
-        params = {kind: keys.siblings((section, "params", "x"), kind) or () for kind in types}
+        params = {kind: keys.siblings((section, "params", "x"), kind) for kind in types}
         for kind in types:
             others = {key for other in types for key in params[other]} - set(params[kind])
             cases += [(section, kind, key, others) for key in sorted(others)]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.generated_docs import CONFIGURATION, SCHEMA, deepspeed_table, honoured_table
 from zeroengine.config import load, reference
 from zeroengine.errors import ConfigError
 
@@ -27,14 +28,13 @@ def validator() -> Any:
 
 
 def test_the_stored_schema_is_current() -> None:
-    stored = json.loads((CONFIGS / "schema.json").read_text())
-    assert stored == reference.json_schema(), "run: python -m zeroengine.config --schema > configs/schema.json"
+    assert json.loads(SCHEMA.read_text()) == reference.json_schema(), "run: python -m tests.generated_docs"
 
 
 def test_the_tables_in_the_docs_are_current() -> None:
-    text = (ROOT / "docs" / "configuration.md").read_text()
-    for table in (reference.honoured_table(), reference.deepspeed_table()):
-        assert table in text, "run: python -m zeroengine.config --tables"
+    text = CONFIGURATION.read_text()
+    for table in (honoured_table(), deepspeed_table()):
+        assert table in text, "run: python -m tests.generated_docs"
 
 
 def test_there_is_a_ready_file_for_each_stage() -> None:

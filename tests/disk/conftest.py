@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.disk.faults import set_fault
 from zeroengine.disk.swap_files import SwapFolder
 from zeroengine.ops import _aio_library as _aio
 
@@ -17,13 +18,13 @@ def no_faults() -> Iterator[None]:
     if not _aio.PATH.exists():
         pytest.skip("zeroengine's disk library was not built")
     yield
-    _aio.set_fault("none")
+    set_fault("none")
 
 
 @pytest.fixture(params=["io_uring", "threads"])
 def backend(request: pytest.FixtureRequest) -> str:
-    if reason := _aio.unavailable(request.param):
-        pytest.skip(f"this machine has no {request.param}: {reason}")
+    if request.param not in _aio.available():
+        pytest.skip(f"this machine has no {request.param}")
     return request.param
 
 

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.conftest import ROOT
+from tests.disk.faults import set_fault
 from zeroengine.disk.aligned_memory import ALIGNMENT, aligned_zeros, round_up_to_block
 from zeroengine.disk.queue import Descriptors, DiskQueue, Transfer
 from zeroengine.disk.swap_files import SwapFile, SwapFolder
@@ -198,7 +199,7 @@ class TestFaults:
         for block in (ALIGNMENT, self.BLOCK):
             with DiskQueue(3, block, backend) as queue:
                 for first, count in ((1, 1), (3, 2), (1, 100)):
-                    _aio.set_fault(what, first, count)
+                    set_fault(what, first, count)
                     self.move(queue, file, write, buffer)
 
     @pytest.mark.parametrize("write", [False, True])
@@ -208,7 +209,7 @@ class TestFaults:
     ) -> None:
         file, x = folder.file("broken", 1 << 18), aligned(self.NBYTES)
         with DiskQueue(1, self.BLOCK, backend) as queue:
-            _aio.set_fault(what, 3)
+            set_fault(what, 3)
             transfer = (queue.write if write else queue.read)(file, ALIGNMENT, x)
             for _ in range(2):  # as often as it is asked
                 with pytest.raises(OffloadError) as caught:
@@ -227,7 +228,7 @@ class TestFaults:
     def test_a_failed_block_harms_no_other_transfer(self, backend: str, folder: SwapFolder) -> None:
         file = folder.file("others", 1 << 20)
         with DiskQueue(4, ALIGNMENT, backend) as queue:
-            _aio.set_fault(errno.EIO, 5)
+            set_fault(errno.EIO, 5)
             xs = [random_bytes(1 << 15, seed) for seed in range(32)]
             transfers = [queue.write(file, i << 15, x) for i, x in enumerate(xs)]
             failed = []
@@ -246,7 +247,7 @@ class TestFaults:
         file = folder.file("refused", 1 << 18)
         with DiskQueue(2, self.BLOCK, backend) as queue:
             for write in (False, True):
-                _aio.set_fault(errno.EINVAL, 1, 100)
+                set_fault(errno.EINVAL, 1, 100)
                 self.move(queue, file, write, aligned)
 
     def test_errors_of_the_system_are_reported(self, backend: str, folder: SwapFolder) -> None:
@@ -263,7 +264,7 @@ class TestFaults:
     ) -> None:
         file = folder.file("unseen", 1 << 18)
         with DiskQueue() as queue:
-            _aio.set_fault(errno.EIO)
+            set_fault(errno.EIO)
             queue.write(file, 0, aligned(ALIGNMENT))
         assert "Input/output error" in caplog.text and "nobody waited for it" in caplog.text
 

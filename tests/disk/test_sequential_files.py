@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.disk.faults import set_fault
 from zeroengine.disk import sequential_files
 from zeroengine.disk.sequential_files import BUFFER_BYTES, NUM_BUFFERS, DirectFile, SyncedFile
 from zeroengine.ops import _aio_library as _aio
@@ -55,7 +56,7 @@ def test_preallocated_space_is_given_back(path: Path) -> None:
 def test_a_disk_that_fails_raises_oserror(path: Path, code: int, first: int) -> None:
     before = num_open()
     with pytest.raises(OSError) as caught, DirectFile(path) as file:
-        _aio.set_fault(code, first, 100)
+        set_fault(code, first, 100)
         file.write(bytes(ROUND + 12345))
         file.close()
     assert caught.value.errno == code and caught.value.filename == str(path)
@@ -65,7 +66,7 @@ def test_a_disk_that_fails_raises_oserror(path: Path, code: int, first: int) -> 
 def test_a_transfer_that_is_cut_short_is_continued(path: Path) -> None:
     data = os.urandom(ROUND + 12345)
     with DirectFile(path) as file:
-        _aio.set_fault("short", 2, 5)
+        set_fault("short", 2, 5)
         file.write(data)
     assert path.read_bytes() == data
 
@@ -77,7 +78,7 @@ def test_an_exception_in_the_with_block_passes_through(path: Path, caplog: pytes
         raise KeyError
     assert num_open() == before
     with pytest.raises(KeyError), DirectFile(path) as file:
-        _aio.set_fault(errno.EIO, 1, 100)
+        set_fault(errno.EIO, 1, 100)
         file.write(bytes(2 * BUFFER_BYTES))
         raise KeyError
     del file

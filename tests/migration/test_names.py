@@ -6,7 +6,6 @@ import ast
 import functools
 import inspect
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +16,9 @@ import zeroengine
 import zeroengine.comm
 from tests.distributed.models import TinyLM, build, config
 from tests.distributed.ranks import run_ranks
+from tests.generated_docs import FROM_DEEPSPEED, migration_tables
 from zeroengine import ZeroEngineError
 from zeroengine.config.keys import honoured_paths
-from zeroengine.migration.__main__ import tables
 from zeroengine.migration.names import ARGUMENTS, ENGINE, MODULE, Counterpart
 
 # What scripts and trainers use of DeepSpeed's engine, beside what is called the same.
@@ -219,6 +218,6 @@ def test_names_of_other_packages_are_answered() -> None:
 
 
 def test_the_tables_in_the_docs_are_current() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "from-deepspeed.md").read_text()
-    for table in tables():
-        assert table in text, "run: python -m zeroengine.migration"
+    text = FROM_DEEPSPEED.read_text()
+    for table in migration_tables():
+        assert table in text, "run: python -m tests.generated_docs"

@@ -33,7 +33,7 @@ from zeroengine.checkpoint.dcp_metadata import METADATA, ByteRange, digest_of_it
 from zeroengine.checkpoint.entries import StateEntries
 from zeroengine.checkpoint.manifest import FileRecord
 from zeroengine.disk.mapped_memory import populate
-from zeroengine.disk.sequential_files import SequentialFile, create
+from zeroengine.disk.sequential_files import DirectFile, SyncedFile, create
 from zeroengine.partition.boxes import Box
 from zeroengine.utils.progress import Report
 
@@ -80,7 +80,7 @@ def save_files(
 class _HashedFile:
     """A file whose content is hashed as it is written."""
 
-    def __init__(self, file: SequentialFile, report: Report) -> None:
+    def __init__(self, file: DirectFile | SyncedFile, report: Report) -> None:
         self._file, self._report = file, report
         self.hash = xxhash.xxh3_64()
         self.error: OSError | None = None

@@ -9,7 +9,7 @@
 - `deepspeed_keys.py`: DeepSpeed's keys that no model has, and what is said of each.
 - `keys.py`: known key paths, and the nearest to an unknown one.
 - `messages.py`: error messages.
-- `reference.py`: the JSON Schema and the tables of the documentation.
+- `reference.py`: the JSON Schema.
 """
 
 from zeroengine.config.loading import load

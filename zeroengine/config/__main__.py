@@ -15,18 +15,15 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m zeroengine.config", description=__doc__)
     parser.add_argument("--schema", action="store_true", help="print the JSON Schema of the file")
-    parser.add_argument("--tables", action="store_true", help="print the tables of docs/configuration.md")
     commands = parser.add_subparsers(dest="command")
     check = commands.add_parser("check", help="check a file and print what it resolves to")
     check.add_argument("file", metavar="FILE", help="a JSON or YAML file")
     check.add_argument("--world-size", type=int, default=1, metavar="N", help="number of ranks (default: 1)")
     check.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="override")
     options = parser.parse_args(arguments)
-    # Both listings describe the format itself and need no file.
+    # The schema describes the format itself and needs no file.
     if options.schema:
         print(json.dumps(reference.json_schema(), indent=2))
-    elif options.tables:
-        print(reference.honoured_table(), reference.deepspeed_table(), sep="\n\n")
     elif options.command == "check":
         return _check(options.file, options.world_size, options.overrides)
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from functools import cache
 from typing import Any, get_args, get_origin
@@ -68,17 +68,21 @@ def _models(annotation: Any) -> Iterator[type[BaseModel]]:
             yield from _models(inner)
 
 
-def siblings(path: KeyPath, kind: str | None) -> tuple[str, ...] | None:
-    """Return the keys that may stand beside a key of an optimizer's or scheduler's section.
+def siblings(path: KeyPath, kind: str | None) -> tuple[str, ...]:
+    """Return the keys that may stand beside a key.
 
     Args:
         path: The key's path.
-        kind: The section's type, or None if unknown or if the key is in another section; the result is None then.
+        kind: The type of the optimizer or scheduler whose section the key is in; None if unknown, or elsewhere.
     """
-    if kind is None:
-        return None
-    # The keys of other types in the same section would be wrong suggestions.
-    return _children(".".join(path[1:-1]), _fields(_types(path[0])[kind], ""))
+    parent, paths = ".".join(path[:-1]), known_paths()
+    if kind is not None:
+        # The keys of other types in the same section would be wrong suggestions.
+        parent, paths = ".".join(path[1:-1]), tuple(_fields(_types(path[0])[kind], ""))
+    # Keys of a DeepSpeed block stand in one string of its row and not in the paths.
+    elif (row := deepspeed_keys.TABLE.get(parent)) and row.keys:
+        return tuple(row.keys.split())
+    return tuple(known.rpartition(".")[2] for known in paths if known.rpartition(".")[0] == parent)
 
 
 def types_that_take(path: KeyPath) -> list[str]:
@@ -93,10 +97,10 @@ def _types(section: str) -> dict[str, type[BaseModel]]:
     return {(get_args(model.model_fields["type"].annotation) or (IMPORTED_TAG,))[0]: model for model in models}
 
 
-def nearest(path: KeyPath, siblings: tuple[str, ...] | None = None) -> str | None:
+def nearest(path: KeyPath, siblings: Sequence[str]) -> str | None:
     """Return the known key path that an unknown one most likely means: a sibling, a synonym, or one elsewhere."""
     parent, name = ".".join(path[:-1]), path[-1]
-    beside = {sibling: f"{parent}.{sibling}".lstrip(".") for sibling in siblings or _children(parent)}
+    beside = {sibling: f"{parent}.{sibling}".lstrip(".") for sibling in siblings}
     # A very similar sibling is a spelling mistake, which is more likely than a name of another library.
     if near := most_similar(name, beside, cutoff=0.75):
         return beside[near]
@@ -121,24 +125,15 @@ def _leaves() -> dict[str, str]:
     return {leaf: known for leaf, known in leaves.items() if leaf not in ("enabled", "type", "params")}
 
 
-def alternatives(path: KeyPath, siblings: tuple[str, ...] | None = None) -> list[str]:
+def alternatives(path: KeyPath, siblings: Sequence[str]) -> list[str]:
     """Return the keys that could replace an unknown one: honoured keys, or else those of DeepSpeed's block."""
     parent = ".".join(path[:-1])
-    names = siblings or _children(parent)
     others = {*deepspeed_keys.TABLE, *deepspeed_keys.ALIASES}
     # Keys that have no effect are no help to somebody who wants an effect.
-    return [name for name in names if f"{parent}.{name}".lstrip(".") not in others] or list(names)
+    return [name for name in siblings if f"{parent}.{name}".lstrip(".") not in others] or list(siblings)
 
 
 def most_similar(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Return the most similar of `names`, ignoring case, or None if the similarity of all is below `cutoff`."""
     by_lower = {known.lower(): known for known in names}
     return next((by_lower[near] for near in get_close_matches(name.lower(), by_lower, n=1, cutoff=cutoff)), None)
-
-
-def _children(parent: str, paths: Iterable[str] | None = None) -> tuple[str, ...]:
-    """Return the names of the keys in the object at `parent`."""
-    # Keys of a DeepSpeed block stand in one string of its row and not in the paths.
-    if paths is None and (row := deepspeed_keys.TABLE.get(parent)) and row.keys:
-        return tuple(row.keys.split())
-    return tuple(path.rpartition(".")[2] for path in paths or known_paths() if path.rpartition(".")[0] == parent)

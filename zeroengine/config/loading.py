@@ -13,11 +13,9 @@ from pydantic import ValidationError
 
 from zeroengine.config.deepspeed_keys import ALIASES, KeySorter, is_disabled_precision
 from zeroengine.config.keys import most_similar
-from zeroengine.config.messages import Problem, explain, unknown_keys
+from zeroengine.config.messages import TYPES, Problem, explain, unknown_keys
 from zeroengine.config.model import Config
-from zeroengine.config.optimizers import OPTIMIZER_TYPES
-from zeroengine.config.schedulers import SCHEDULER_TYPES
-from zeroengine.config.source import ConfigSource, KeyPath, describe, override, printable, read_dict, read_file
+from zeroengine.config.source import ConfigSource, KeyPath, copy_tree, describe, override, printable, read_file, walk
 from zeroengine.errors import ConfigError
 
 CONFIG_VARIABLE = "ZEROENGINE_CONFIG"
@@ -27,7 +25,6 @@ OVERRIDES_VARIABLE = "ZEROENGINE_OVERRIDES"
 MAX_PASSES = 5
 # One error lists at most so many problems.
 MAX_LISTED = 100
-TYPES = {"optimizer": OPTIMIZER_TYPES, "scheduler": SCHEDULER_TYPES}
 # DeepSpeed refuses a file without any of these keys.
 DEEPSPEED_REQUIRES = {"train_batch_size", "train_micro_batch_size_per_gpu"}
 # DeepSpeed does not have these keys, so a file with one of them was written for zeroengine.
@@ -101,7 +98,7 @@ def _read(config: str | Path | Mapping[str, Any] | None, has_overrides: bool) ->
             '{"zero_optimization": {"stage": 1}}, or start the script with zero-launch --config ds.json.'
         )
     if isinstance(config, Mapping):
-        return read_dict(config)
+        return ConfigSource("the config dict", copy_tree(config, "the config dict"))
     if isinstance(config, (str, os.PathLike)):
         # Passing the text of a file is a common mistake. As a path it would only give a confusing message.
         if str(config).lstrip().startswith("{"):
@@ -147,14 +144,14 @@ def _check(source: ConfigSource) -> Config:
     config, problems = _validate(tree)
     problems = [
         *(Problem(path, text) for path, text in sorter.refused.items()),
-        *unknown_keys(sorter.unknown),
+        *unknown_keys((path, None) for path in sorter.unknown),
         *problems,
     ]
     if problems or config is None:
         # All problems are listed in one error, so that a file is corrected once and not once for each mistake.
         raise ConfigError(_report(source, problems))
     config._source = source.name
-    written = {".".join(path) for path in _paths(tree)}
+    written = {".".join(path) for path, _ in walk(tree)}
     # A file without any sign of DeepSpeed gets no notices about differences from it.
     may_be_deepspeeds = bool(sorter.notices) or (bool(DEEPSPEED_REQUIRES & written) and not ZEROENGINE_ONLY & written)
     config._notices = (*sorter.comments, *sorter.notices, *_default_notices(source, tree, config, may_be_deepspeeds))
@@ -224,7 +221,7 @@ def _correct(tree: dict[str, Any], path: KeyPath) -> bool:
 
 def _report(source: ConfigSource, problems: Sequence[Problem]) -> str:
     """Return the message that lists all problems in the order of the file."""
-    order = {path: index for index, path in enumerate(_paths(source.tree))}
+    order = {path: index for index, path in enumerate(dict(walk(source.tree)))}
     # A missing key has no place in the file, so the problem takes that of the section around it.
     in_order = sorted(problems, key=lambda problem: order.get(problem.path, order.get(problem.path[:-1], 0)))
     lines = [f"{source.label(problem.path)}: {problem.text}" for problem in in_order]
@@ -239,8 +236,8 @@ def _default_notices(
     source: ConfigSource, tree: dict[str, Any], config: Config, may_be_deepspeeds: bool
 ) -> Iterator[str]:
     """Yield notices of the values of "auto", and of defaults that people may not expect."""
-    written, values = ConfigSource("", tree), ConfigSource("", config.to_dict())
-    autos = [path for path in _paths(tree) if written.get(path) == "auto" and values.get(path) not in (None, "auto")]
+    written, values = dict(walk(tree)), dict(walk(config.to_dict()))
+    autos = [path for path, value in written.items() if value == "auto" and values.get(path) not in (None, "auto")]
     if autos:
         chosen = (f"{'.'.join(source.spelling.get(path, path))} = {json.dumps(values.get(path))}" for path in autos)
         yield f'"auto" stands for the default: {", ".join(chosen)}.'
@@ -254,11 +251,3 @@ def _default_notices(
         yield 'aio.backend "libaio" is not used: io_uring serves instead, and threads where that is not available.'
     if written.get(("optimizer", "type")) == "AdamW" and written.get(("optimizer", "params", "weight_decay")) is None:
         yield "optimizer.params.weight_decay is not given and is 0.0, as in DeepSpeed; torch.optim.AdamW's own is 0.01."
-
-
-def _paths(tree: Mapping[str, Any], above: KeyPath = ()) -> Iterator[KeyPath]:
-    """Yield the path of every key in `tree`, which stands at `above`."""
-    for key, value in tree.items():
-        yield (*above, str(key))
-        if isinstance(value, Mapping):
-            yield from _paths(value, (*above, str(key)))

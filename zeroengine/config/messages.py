@@ -16,13 +16,29 @@ from zeroengine.config.optimizers import OPTIMIZER_TYPES, UNAVAILABLE_TYPES
 from zeroengine.config.schedulers import SCHEDULER_TYPES
 from zeroengine.config.source import KeyPath, describe
 
-_TYPES = {"optimizer": OPTIMIZER_TYPES, "scheduler": SCHEDULER_TYPES}
+TYPES = {"optimizer": OPTIMIZER_TYPES, "scheduler": SCHEDULER_TYPES}
 _JSON_NUMBER = r"-?(0|[1-9]\d{0,20})(\.\d{1,20})?([eE][-+]?\d{1,3})?"
 _EXAMPLES = {
     "total_num_steps": "the number of steps (updates) of the whole run, such as 10000",
     "cycle_min_lr": "the lowest learning rate, such as 0.0001",
     "cycle_max_lr": "the highest learning rate, such as 0.001",
     "params": "an object, {...}, with the parameters of this type",
+}
+# What to write, by the kind of pydantic's error.
+_EXPECTED = {
+    "greater_than": "a value above {gt}",
+    "greater_than_equal": "a value of at least {ge}",
+    "less_than": "a value below {lt}",
+    "less_than_equal": "a value of at most {le}",
+    "int_type": "an integer",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "a string",
+    "string_unicode": "text that can be encoded as UTF-8",
+    "list_type": "a list, [...]",
+    "tuple_type": "a list, [...]",
+    "too_long": "{max_length} values",
 }
 
 # The number of unknown keys for which the nearest known key is searched, and the length of the longest such key.
@@ -58,7 +74,7 @@ def unknown_key(path: KeyPath, kind: str | None = None) -> Problem:
     # Suggestions depend on the type: a parameter of SGD is unknown to Adam.
     siblings = keys.siblings(path, kind)
     if kind is not None and (others := keys.types_that_take(path)):
-        verb, known = "does" if len(others) == 1 else "do", ", ".join(siblings or ())
+        verb, known = "does" if len(others) == 1 else "do", ", ".join(siblings)
         return Problem(path, f"{kind} does not take it; {_enumerate(others)} {verb}. {kind} takes {known}.")
     # Comparing a very long key with every known one takes too long, and no such key is a spelling mistake.
     near = keys.nearest(path, siblings) if len(path[-1]) <= MAX_KEY_LENGTH else None
@@ -68,11 +84,14 @@ def unknown_key(path: KeyPath, kind: str | None = None) -> Problem:
     return Problem(path, f"unknown key. {where} there are {', '.join(keys.alternatives(path, siblings))}.")
 
 
-def unknown_keys(paths: Iterable[KeyPath]) -> list[Problem]:
-    """Return the problems of unknown keys; the first `MAX_SUGGESTIONS` of them name the nearest known key."""
+def unknown_keys(paths: Iterable[tuple[KeyPath, str | None]]) -> list[Problem]:
+    """Return the problems of unknown keys, from the arguments of `unknown_key`.
+
+    Only the first `MAX_SUGGESTIONS` of them name the nearest known key.
+    """
     return [
-        unknown_key(path) if number < MAX_SUGGESTIONS else Problem(path, "unknown key.")
-        for number, path in enumerate(paths)
+        unknown_key(path, kind) if index < MAX_SUGGESTIONS else Problem(path, "unknown key.")
+        for index, (path, kind) in enumerate(paths)
     ]
 
 
@@ -82,16 +101,19 @@ def _enumerate(names: Sequence[str]) -> str:
 
 def explain(error: ValidationError, tree: dict[str, Any]) -> list[Problem]:
     """Return one problem for each error that pydantic found in `tree`."""
-    problems, num_unknown = [], 0
+    unknown: list[tuple[KeyPath, str | None]] = []
+    problems = []
     for item in error.errors(include_url=False):
-        path, value = _locate(item["loc"], tree)
-        num_unknown += item["type"] == "extra_forbidden"
-        if item["type"] == "extra_forbidden" and num_unknown > MAX_SUGGESTIONS:
-            problems.append(Problem(path, "unknown key."))
+        location = item["loc"]
+        path, value = _locate(location, tree)
+        if item["type"] == "extra_forbidden":
+            # The location of a key in an optimizer's or scheduler's section is (section, type, ..., key).
+            has_type = len(location) >= 3 and location[0] in TYPES
+            unknown.append((path, str(location[1]) if has_type else None))
         else:
             problems.append(_problem(item, path, value))
     # A union reports one mistake for each of its members, so equal problems are dropped.
-    return list(dict.fromkeys(problems))
+    return list(dict.fromkeys([*unknown_keys(unknown), *problems]))
 
 
 def _locate(location: tuple[int | str, ...], tree: Any) -> tuple[KeyPath, Any]:
@@ -115,11 +137,6 @@ def _locate(location: tuple[int | str, ...], tree: Any) -> tuple[KeyPath, Any]:
 
 def _problem(item: Any, path: KeyPath, found: Any) -> Problem:
     kind, context = item["type"], item.get("ctx", {})
-    if kind == "extra_forbidden":
-        # The location of a key in an optimizer's or scheduler's section is (section, type, ..., key).
-        location = item["loc"]
-        has_type = len(location) >= 3 and location[0] in _TYPES
-        return unknown_key(path, str(location[1]) if has_type else None)
     if kind == "invalid_key":
         return Problem(path, "keys are strings; put it in double quotes.")
     if kind == "missing":
@@ -137,7 +154,7 @@ def _problem(item: Any, path: KeyPath, found: Any) -> Problem:
 
 
 def _unknown_type(section: str, found: Any) -> str:
-    names = _TYPES[section]
+    names = TYPES[section]
     choices = f"one of {', '.join(names)}"
     if found is None:
         return f"missing; write {choices}."
@@ -153,35 +170,16 @@ def _unknown_type(section: str, found: Any) -> str:
 
 
 def _expected(kind: str, context: dict[str, Any], path: KeyPath, found: Any) -> str:
-    bounds = {
-        "greater_than": "above {gt}",
-        "greater_than_equal": "of at least {ge}",
-        "less_than": "below {lt}",
-        "less_than_equal": "of at most {le}",
-    }
     if path == ("zero_optimization", "stage"):
         return "0, 1, 2 or 3"
-    if kind in bounds:
-        return "a value " + bounds[kind].format(**context)
     if kind == "literal_error":
         return str(context["expected"]).replace("'", '"').replace("False, True", "false, true")
     # A common mistake is to write the main value in the place of its section, such as "optimizer": "Adam".
     if kind in ("model_type", "dict_type", "model_attributes_type", "union_tag_not_found"):
-        key = "type" if path[-1] in _TYPES else "enabled"
+        key = "type" if path[-1] in TYPES else "enabled"
         fits = isinstance(found, str if key == "type" else bool)
         return "an object, {...}" + (f", such as {json.dumps({key: found})}" if fits else "")
-    plain = {
-        "int_type": "an integer",
-        "float_type": "a number",
-        "finite_number": "a finite number",
-        "bool_type": "true or false",
-        "string_type": "a string",
-        "string_unicode": "text that can be encoded as UTF-8",
-        "list_type": "a list, [...]",
-        "tuple_type": "a list, [...]",
-        "too_long": f"{context.get('max_length')} values",
-    }
-    text = plain.get(kind, context.get("error") or kind.replace("_", " "))
+    text = _EXPECTED[kind].format(**context) if kind in _EXPECTED else context.get("error") or kind.replace("_", " ")
     # A quoted number is often meant, so the message shows it without the quotes.
     if isinstance(found, str) and kind in ("int_type", "float_type", "bool_type"):
         try:
@@ -189,8 +187,8 @@ def _expected(kind: str, context: dict[str, Any], path: KeyPath, found: Any) -> 
         except ValueError:
             return f"{text}{' without quotes' if found in ('true', 'false') else ''}"
         # Only a value that would be accepted afterwards is shown.
-        fits = math.isfinite(number) and (kind == "float_type" or (kind == "int_type" and number.is_integer()))
-        as_number = json.dumps(int(number) if number.is_integer() and abs(number) < 1e15 else number)
-        written = found.strip() if re.fullmatch(_JSON_NUMBER, found.strip()) else as_number
-        return f"{text}: {written}, without quotes" if fits else text
+        if math.isfinite(number) and (kind == "float_type" or (kind == "int_type" and number.is_integer())):
+            as_number = json.dumps(int(number) if number.is_integer() and abs(number) < 1e15 else number)
+            written = found.strip() if re.fullmatch(_JSON_NUMBER, found.strip()) else as_number
+            return f"{text}: {written}, without quotes"
     return text

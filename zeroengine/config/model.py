@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import torch
@@ -26,6 +26,7 @@ from zeroengine.config.fields import (
 from zeroengine.config.offload import Aio, OffloadOptimizer, OffloadParam
 from zeroengine.config.optimizers import OptimizerConfig
 from zeroengine.config.schedulers import SchedulerConfig
+from zeroengine.config.source import walk
 
 # The default of the numbers that `Config.resolve` fills in. They are never None afterwards, and their types say so.
 UNRESOLVED: Any = None
@@ -336,15 +337,7 @@ class Config(Section):
 
     def describe(self) -> str:
         """Return a table of every value, for people to read."""
-        rows = list(_leaves(self.to_dict()))
+        leaves = ((path, value) for path, value in walk(self.to_dict()) if not isinstance(value, dict) or not value)
+        rows = [(".".join(path), value) for path, value in leaves]
         width = max(len(path) for path, _ in rows)
         return "\n".join([f"{self._source}:", *(f"  {path:<{width}}  {json.dumps(value)}" for path, value in rows)])
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the path and value of everything in `tree` that is not itself an object with values."""
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

@@ -1,17 +1,12 @@
-"""Generate the JSON Schema and the tables of docs/configuration.md from the models and from DeepSpeed's table."""
+"""Generate the JSON Schema from the models and from DeepSpeed's table."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from typing import Any, get_args
-
-from pydantic import BaseModel
+from typing import Any
 
 from zeroengine.config import deepspeed_keys
-from zeroengine.config.keys import checked_models
 from zeroengine.config.model import Config
-from zeroengine.config.optimizers import ImportedOptimizerConfig
 
 Schema = dict[str, Any]
 
@@ -77,49 +72,3 @@ def _row_schema(row: deepspeed_keys.DeepSpeedKey) -> Schema:
     else:
         accepted.append({"type": "object", "maxProperties": 0})
     return {"description": f"Refused: {row.reason}.", "anyOf": accepted}
-
-
-def honoured_table() -> str:
-    """Return every key of the models, its default, and its docstring, as a Markdown table."""
-    spellings: dict[str, list[str]] = {}
-    for written, canonical in deepspeed_keys.ALIASES.items():
-        same_section = written.rpartition(".")[0] == canonical.rpartition(".")[0]
-        spellings.setdefault(canonical, []).append(written.rpartition(".")[2] if same_section else written)
-    rows = ["| key | default | meaning |", "|---|---|---|"]
-    for path, default, text in _honoured(Config, ""):
-        also = "".join(f" (also `{name}`)" for name in spellings.get(path, []))
-        rows.append(f"| `{path}`{also} | {default} | {text} |".replace("\n", " "))
-    return "\n".join(rows)
-
-
-def deepspeed_table() -> str:
-    """Return DeepSpeed's other keys, and how each is treated here, as a Markdown table."""
-    rows = ["| DeepSpeed key | here | why | silent where |", "|---|---|---|---|"]
-    for row in deepspeed_keys.TABLE.values():
-        off = ", ".join(f"`{json.dumps(value)}`" for value in row.off)
-        rows.append(f"| `{row.path}` | {row.status} | {row.reason} | {off} |")
-    return "\n".join(rows)
-
-
-def _honoured(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, str, str]]:
-    """Yield the path, the default and the description of every key of `model`, whose path begins with `prefix`."""
-    for name, info in model.model_fields.items():
-        path, inner = f"{prefix}{info.alias or name}", checked_models(info)
-        if name in ("optimizer", "scheduler"):
-            yield path, "`null`", info.description or ""
-            for member in inner:
-                kind = member.model_fields["type"]
-                # A class named by its import path has no fixed name that could stand in the table.
-                named = member is not ImportedOptimizerConfig
-                type_name = get_args(kind.annotation)[0] if named else "package.Class"
-                yield f'{path}.type = "{type_name}"', "", kind.description or ""
-                for params in checked_models(member.model_fields["params"]):
-                    yield from _honoured(params, f"{path}.params.")
-                if not named:
-                    yield f"{path}.params", "`{}`", member.model_fields["params"].description or ""
-        elif inner:
-            for section in inner:
-                yield from _honoured(section, f"{path}.")
-        else:
-            default = "required" if info.is_required() else f"`{json.dumps(info.default)}`"
-            yield path, default, info.description or ""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,12 +52,12 @@ class ConfigSource:
         place = next((self.places[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self.places), None)
         return f"{written} ({place})" if place else written
 
-    def get(self, path: Iterable[str], default: Any = None) -> Any:
-        """Return the value at `path`, or `default` where there is none."""
+    def get(self, path: KeyPath) -> Any:
+        """Return the value at `path`, or None where there is none."""
         node: Any = self.tree
         for key in path:
             if not isinstance(node, dict) or key not in node:
-                return default
+                return None
             node = node[key]
         return node
 
@@ -70,8 +70,14 @@ def read_file(path: Path) -> ConfigSource:
     """
     try:
         mode = path.stat().st_mode
-        # Reading a directory raises the right error. Everything else is checked first, since a pipe might block.
-        data = path.read_bytes() if stat.S_ISDIR(mode) else _first_bytes(path, mode)
+        # Opening a directory raises the right error. Everything else is checked first, since a pipe might block.
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            raise ConfigError(f"{path}: this is a device or a pipe. Give a JSON or YAML file.")
+        with path.open("rb") as file:
+            # One byte more than allowed tells a file that is too long from one that just fits.
+            data = file.read(MAX_FILE_BYTES + 1)
+        if len(data) > MAX_FILE_BYTES:
+            raise ConfigError(f"{path}: longer than {MAX_FILE_BYTES} bytes, so it is no configuration. Check the path.")
         text = data.decode("utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file (looked for {path.absolute()}). Check the path.") from None
@@ -93,24 +99,7 @@ def read_file(path: Path) -> ConfigSource:
     tree, lines = _parse_yaml(text, str(path)) if is_yaml else _parse_json(text, str(path))
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: the top level is {describe(tree)}; write an object, {{...}}, of keys and values.")
-    return ConfigSource(str(path), _copy(tree, str(path)), {key: f"line {line}" for key, line in lines.items()})
-
-
-def _first_bytes(path: Path, mode: int) -> bytes:
-    """Read a regular file that is no longer than a configuration may be."""
-    if not stat.S_ISREG(mode):
-        raise ConfigError(f"{path}: this is a device or a pipe. Give a JSON or YAML file.")
-    with path.open("rb") as file:
-        # One byte more than allowed tells a file that is too long from one that just fits.
-        data = file.read(MAX_FILE_BYTES + 1)
-    if len(data) > MAX_FILE_BYTES:
-        raise ConfigError(f"{path}: longer than {MAX_FILE_BYTES} bytes, so it is no configuration. Check the path.")
-    return data
-
-
-def read_dict(tree: Mapping[str, Any], name: str = "the config dict") -> ConfigSource:
-    """Return a source with a copy of `tree`, so that the caller's dict is never changed."""
-    return ConfigSource(name, _copy(tree, name))
+    return ConfigSource(str(path), copy_tree(tree, str(path)), {key: f"line {line}" for key, line in lines.items()})
 
 
 def override(source: ConfigSource, text: str) -> None:
@@ -132,7 +121,7 @@ def override(source: ConfigSource, text: str) -> None:
         value = json.loads(raw)
     except (ValueError, RecursionError):
         value = raw
-    node[path[-1]] = _copy(value, f"override {printable(text)!r}")
+    node[path[-1]] = copy_tree(value, f"override {printable(text)!r}")
     # Messages must not name the line of a value that the override replaced.
     for replaced in [known for known in source.places if known[: len(path)] == path]:
         del source.places[replaced]
@@ -166,8 +155,21 @@ def printable(text: str, limit: int = MAX_SHOWN) -> str:
     return escaped if len(escaped) <= limit else escaped[: limit - 3] + "..."
 
 
-def _copy(tree: Any, name: str) -> Any:
+def walk(tree: Mapping[str, Any], above: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """Yield the path and the value of every key in `tree`, which stands at `above`."""
+    for key, value in tree.items():
+        path = (*above, str(key))
+        yield path, value
+        if isinstance(value, Mapping):
+            yield from walk(value, path)
+
+
+def copy_tree(tree: Any, name: str) -> Any:
     """Return a copy of nested objects and lists.
+
+    Args:
+        tree: An object, a list, or any other value.
+        name: The name of the configuration, for the message.
 
     Raises:
         ConfigError: There are more of them than a configuration has, or they are nested deeper. An object that
@@ -198,12 +200,12 @@ def too_large(name: str) -> ConfigError:
     )
 
 
-def _syntax_error(name: str, text: str, line: int, column: int, what: str, hint: str = "") -> ConfigError:
+def _syntax_error(name: str, text: str, line: int, column: int, problem: str, hint: str = "") -> ConfigError:
     """Return an error that shows the line. `line` and `column` count from 1."""
     rows = text.splitlines() or [""]
     row = rows[line - 1] if line <= len(rows) else ""
     pointer = "".join("\t" if char == "\t" else " " for char in row[: column - 1]) + "^"
-    return ConfigError(f"{name}: line {line}, column {column}: {what}.{hint}\n    {row}\n    {pointer}")
+    return ConfigError(f"{name}: line {line}, column {column}: {problem}.{hint}\n    {row}\n    {pointer}")
 
 
 def _parse_json(text: str, name: str) -> tuple[Any, dict[KeyPath, int]]:
@@ -218,7 +220,7 @@ def _parse_json(text: str, name: str) -> tuple[Any, dict[KeyPath, int]]:
         # Python limits the digits of an integer that it parses.
         raise ConfigError(f"{name}: a number has more than 4300 digits.") from None
     # The copy is discarded: making it checks the size.
-    _copy(tree, name)
+    copy_tree(tree, name)
     return tree, _json_lines(text, name)
 
 
@@ -237,7 +239,8 @@ def _json_hint(text: str, position: int) -> str:
     return " A brace or bracket is not closed." if not rest else ""
 
 
-_TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|[{}\[\]:,]|[^\s{}\[\]:,"]+')
+# A newline is a token of its own; strings hold none.
+_TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|[{}\[\]:,\n]|[^\s{}\[\]:,"]+')
 
 
 def _json_lines(text: str, name: str) -> dict[KeyPath, int]:
@@ -247,46 +250,45 @@ def _json_lines(text: str, name: str) -> dict[KeyPath, int]:
         ConfigError: An object has a key twice.
     """
     lines: dict[KeyPath, int] = {}
-    # The keys of the open objects and lists, "" within a list, and the marks that opened them.
+    # The marks that opened the objects and lists around the token, and the last key of each, "" within a list.
+    marks: list[str] = []
     path: list[str] = []
-    kinds: list[str] = []
-    key, expects_key = "", False
-    # `line` is the number of the line at position `counted` of the text.
-    line, counted = 1, 0
+    expects_key = False
+    line, line_start = 1, 0
     for token in _TOKEN.finditer(text):
         mark = token.group()
-        if mark in "{[":
-            if kinds:
-                path.append(key if kinds[-1] == "{" else "")
-            kinds.append(mark)
+        if mark == "\n":
+            line, line_start = line + 1, token.end()
+        elif mark in "{[":
+            marks.append(mark)
+            path.append("")
             expects_key = mark == "{"
         elif mark in "}]":
-            kinds.pop()
-            if path:
-                path.pop()
+            marks.pop()
+            path.pop()
             expects_key = False
         elif mark == ",":
-            expects_key = kinds[-1] == "{"
+            expects_key = marks[-1] == "{"
         elif expects_key:
-            key, expects_key = json.loads(mark), False
-            where = (*path, key)
-            start = token.start()
-            # The lines are counted from the last key on, or a long file would take quadratic time.
-            line, counted = line + text.count("\n", counted, start), start
-            # Keys within lists may repeat, since every item of a list is an object of its own.
-            if where in lines and "" not in path:
-                column = start - text.rfind("\n", 0, start)
-                what = f"{'.'.join(where)} is written twice, first on line {lines[where]}"
-                raise _syntax_error(name, text, line, column, what, " Keep one.")
-            lines[where] = line
+            path[-1], expects_key = json.loads(mark), False
+            _note_line(lines, tuple(path), line, token.start() - line_start + 1, name, text)
     return lines
 
 
+def _note_line(lines: dict[KeyPath, int], path: KeyPath, line: int, column: int, name: str, text: str) -> None:
+    """Note the line of a key, and refuse a key that is written twice."""
+    # Keys within lists may repeat, since every item of a list is an object of its own.
+    if "" in path[:-1]:
+        return
+    if path in lines:
+        problem = f"{'.'.join(path)} is written twice, first on line {lines[path]}"
+        raise _syntax_error(name, text, line, column, problem, " Keep one.")
+    lines[path] = line
+
+
 def _parse_yaml(text: str, name: str) -> tuple[Any, dict[KeyPath, int]]:
-    try:
-        import yaml
-    except ImportError:
-        raise ConfigError(f"{name}: YAML needs PyYAML: pip install pyyaml. Or write the file as JSON.") from None
+    # Most configurations are JSON, and need not wait for this import.
+    import yaml
 
     class Loader(yaml.SafeLoader):
         """PyYAML's reader of YAML 1.1, with the numbers of JSON.
@@ -309,7 +311,7 @@ def _parse_yaml(text: str, name: str) -> tuple[Any, dict[KeyPath, int]]:
     lines: dict[KeyPath, int] = {}
     count = 0
 
-    def walk(node: Any, path: KeyPath) -> None:
+    def note_lines(node: Any, path: KeyPath) -> None:
         """Note the line of every key below `node`, before any value is constructed."""
         nonlocal count
         count += 1
@@ -317,33 +319,24 @@ def _parse_yaml(text: str, name: str) -> tuple[Any, dict[KeyPath, int]]:
             raise too_large(name)
         if isinstance(node, yaml.SequenceNode):
             for item in node.value:
-                walk(item, (*path, ""))
-        if not isinstance(node, yaml.MappingNode):
-            return
-        for key, value in node.value:
-            mark, where = key.start_mark, (*path, str(key.value))
-            if "" in path:
-                walk(value, where)
-                continue
-            if where in lines:
-                what = f"{'.'.join(where)} is written twice, first on line {lines[where]}"
-                raise _syntax_error(name, text, mark.line + 1, mark.column + 1, what, " Keep one.")
-            lines[where] = mark.line + 1
-            walk(value, where)
+                note_lines(item, (*path, ""))
+        elif isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                mark, key_path = key.start_mark, (*path, str(key.value))
+                _note_line(lines, key_path, mark.line + 1, mark.column + 1, name, text)
+                note_lines(value, key_path)
 
-    loader: Any = None
     try:
-        loader = Loader(text)
-        root = loader.get_single_node()
-        walk(root, ())
-        return (loader.construct_document(root) if root is not None else None), lines
+        root = yaml.compose(text, Loader)
+        note_lines(root, ())
+        return (Loader("").construct_document(root) if root is not None else None), lines
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        what = (error.problem or error.context or "malformed YAML").capitalize()
+        problem = (error.problem or error.context or "malformed YAML").capitalize()
         if mark is None:
-            raise ConfigError(f"{name}: {what}.") from None
-        hint = " YAML is indented with spaces." if "'\\t'" in what else ""
-        raise _syntax_error(name, text, mark.line + 1, mark.column + 1, what, hint) from None
+            raise ConfigError(f"{name}: {problem}.") from None
+        hint = " YAML is indented with spaces." if "'\\t'" in problem else ""
+        raise _syntax_error(name, text, mark.line + 1, mark.column + 1, problem, hint) from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{name}: {error}.") from None
     except RecursionError:
@@ -353,6 +346,3 @@ def _parse_yaml(text: str, name: str) -> tuple[Any, dict[KeyPath, int]]:
     except Exception as error:
         # The constructors of tags, such as `!!int x`, raise errors of many kinds.
         raise ConfigError(f"{name}: not YAML that a configuration can hold: {printable(str(error))}.") from None
-    finally:
-        if loader is not None:
-            loader.dispose()

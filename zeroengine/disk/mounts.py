@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 
@@ -35,23 +36,17 @@ def mount_of(path: str | os.PathLike[str]) -> Mount:
     """
     real_path = os.path.realpath(path)
     mount = Mount("/", "unknown", "unknown")
-    try:
-        with open("/proc/self/mountinfo") as lines:
-            for line in lines:
-                # The number of fields before the hyphen varies. Behind it come the type and the device.
-                before, _, after = line.partition(" - ")
-                mount_point, (filesystem, device) = _unescape(before.split()[4]), after.split()[:2]
-                # Of two mounts on one point the later hides the earlier, so equal lengths replace.
-                if _is_within(real_path, mount_point) and len(mount_point) >= len(mount.path):
-                    mount = Mount(mount_point, filesystem, _unescape(device))
     # A system without /proc tells nothing, and the caller treats the unknown file system as any other.
-    except OSError:
-        pass
+    with contextlib.suppress(OSError), open("/proc/self/mountinfo") as lines:
+        for line in lines:
+            # The number of fields before the hyphen varies. Behind it come the type and the device.
+            before, _, after = line.partition(" - ")
+            mount_point, (filesystem, device) = _unescape(before.split()[4]), after.split()[:2]
+            is_above = os.path.commonpath((real_path, mount_point)) == mount_point
+            # Of two mounts on one point the later hides the earlier, so equal lengths replace.
+            if is_above and len(mount_point) >= len(mount.path):
+                mount = Mount(mount_point, filesystem, _unescape(device))
     return mount
-
-
-def _is_within(path: str, folder: str) -> bool:
-    return path == folder or path.startswith(folder.rstrip("/") + "/")
 
 
 def _unescape(text: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,13 +101,16 @@ class DiskInfo:
 def describe_disk(folder: SwapFolder) -> DiskInfo:
     """Return what the kernel tells about the disk that a folder lies on."""
     mount = mount_of(folder.path)
-    queue_folder = _queue_folder(folder.path, mount.device)
+    device_numbers = [os.stat(folder.path).st_dev]
+    # Some file systems (btrfs, overlay) have a device number of their own; the mounted device has the disk's.
+    if mount.device.startswith("/dev/") and os.path.exists(mount.device):
+        device_numbers.append(os.stat(mount.device).st_rdev)
+    entries = [Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}").resolve() for device in device_numbers]
 
     def read_number(name: str) -> int | None:
-        try:
-            return int(Path(queue_folder, name).read_text()) if queue_folder else None
-        except (OSError, ValueError):
-            return None
+        # A partition's queue is that of its disk, the folder above.
+        files = [parent / "queue" / name for entry in entries for parent in (entry, entry.parent)]
+        return next((int(file.read_text()) for file in files if file.is_file()), None)
 
     rotational = read_number("rotational")
     return DiskInfo(
@@ -119,21 +122,6 @@ def describe_disk(folder: SwapFolder) -> DiskInfo:
         direct=folder.direct,
         free_bytes=folder.free_bytes(),
     )
-
-
-def _queue_folder(path: str, device: str) -> str | None:
-    """Return the folder of /sys that describes the request queue of a path's block device."""
-    device_numbers = [os.stat(path).st_dev]
-    # Some file systems (btrfs, overlay) have a device number of their own; the mounted device has the disk's.
-    if device.startswith("/dev/") and os.path.exists(device):
-        device_numbers.append(os.stat(device).st_rdev)
-    for number in device_numbers:
-        entry = os.path.realpath(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
-        # A partition's queue is that of its disk, the folder above.
-        for folder in (entry, os.path.dirname(entry)):
-            if os.path.isdir(os.path.join(folder, "queue")):
-                return os.path.join(folder, "queue")
-    return None
 
 
 class Probe:
@@ -154,8 +142,7 @@ class Probe:
         self.num_transfers = max(nbytes // TRANSFER_BYTES, 2)
         self._file: SwapFile = folder.file("probe", self.num_transfers * TRANSFER_BYTES)
         self._num_filled = 0
-        self._read_buffers: list[Tensor] = []
-        self._write_buffers: list[Tensor] = []
+        self._buffers: defaultdict[bool, list[Tensor]] = defaultdict(list)
 
     def fill(self, seconds: float = math.inf) -> Iterator[int]:
         """Write the file transfer by transfer, so that there is something to read, and yield the bytes of each.
@@ -165,9 +152,9 @@ class Probe:
         """
         start = time.perf_counter()
         with DiskQueue() as queue:
-            while self._num_filled < self.num_transfers and (
-                self._num_filled < 2 or time.perf_counter() - start < seconds
-            ):
+            while self._num_filled < 2 or time.perf_counter() - start < seconds:
+                if self._num_filled == self.num_transfers:
+                    return
                 queue.write(self._file, self._num_filled * TRANSFER_BYTES, self._buffer(True, 0)).wait_host()
                 self._num_filled += 1
                 yield TRANSFER_BYTES
@@ -205,7 +192,7 @@ class Probe:
             return moved_bytes / (time.perf_counter() - start)
 
     def _buffer(self, write: bool, index: int) -> Tensor:
-        buffers = self._write_buffers if write else self._read_buffers
+        buffers = self._buffers[write]
         while len(buffers) <= index:
             # Random bytes, because disks of virtual machines may leave zeros out.
             buffers.append(aligned_zeros(TRANSFER_BYTES // 8, torch.int64).random_())
@@ -241,9 +228,8 @@ def measure(
     while not rounds or (len(rounds) < 2 and time.perf_counter() - start < MAX_FIRST_ROUND_SECONDS):
         rounds.append([])
         for settings in candidates:
-            rounds[-1].append(
-                tuple(probe.speed(settings, kinds, TRIAL_SECONDS) for kinds in (READ, WRITE, READ_AND_WRITE))
-            )
+            speeds = tuple(probe.speed(settings, kinds, TRIAL_SECONDS) for kinds in (READ, WRITE, READ_AND_WRITE))
+            rounds[-1].append(speeds)
             report_progress()
     trials_by_candidate = zip(*rounds, strict=True)
     means = [[sum(speeds) / len(rounds) for speeds in zip(*trials, strict=True)] for trials in trials_by_candidate]

@@ -56,15 +56,15 @@ class Descriptors:
 
 
 class DiskFile(Protocol):
-    """A file that a ``DiskQueue`` can read and write, such as a ``SwapFile``."""
+    """A file that a ``DiskQueue`` can read and write, such as a ``SwapFile``.
 
-    @property
-    def path(self) -> str:
-        """The name in error messages."""
+    Attributes:
+        path: The name in error messages.
+        nbytes: The size in bytes.
+    """
 
-    @property
-    def nbytes(self) -> int:
-        """The size in bytes."""
+    path: str
+    nbytes: int
 
     @property
     def descriptors(self) -> Descriptors:

@@ -9,11 +9,10 @@ raised or never ran holds a part of its bytes.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import io
 import os
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
@@ -30,7 +29,7 @@ PREALLOCATED_BYTES = 256 << 20
 DIRECT_FILESYSTEMS = ("ext4", "xfs", "btrfs", "f2fs", "overlay")
 
 
-def create(path: str | os.PathLike[str]) -> SequentialFile:
+def create(path: str | os.PathLike[str]) -> DirectFile | SyncedFile:
     """Return a new file, or an empty one in the place of another: a ``DirectFile`` on a local disk.
 
     Raises:
@@ -81,7 +80,7 @@ class DirectFile(io.RawIOBase):
             self.descriptors.direct = os.open(path, flags | os.O_DIRECT)
         self._queue: DiskQueue | None = None
         self._buffers = [aligned_zeros(BUFFER_BYTES, torch.uint8) for _ in range(NUM_BUFFERS)]
-        self._views = [_bytes_of(buffer) for buffer in self._buffers]
+        self._views = [buffer.numpy().data for buffer in self._buffers]
         self._writes: list[Transfer | None] = [None] * NUM_BUFFERS
         self._current = 0
         self._filled_bytes = 0
@@ -198,10 +197,3 @@ class DirectFile(io.RawIOBase):
             self.close()
         elif not self.closed:
             self._release()
-
-
-def _bytes_of(buffer: torch.Tensor) -> memoryview:
-    return memoryview((ctypes.c_char * buffer.nbytes).from_address(buffer.data_ptr())).cast("B")
-
-
-SequentialFile: TypeAlias = "DirectFile | SyncedFile"

@@ -20,13 +20,12 @@ from zeroengine.engine.checkpointing import EngineCheckpoints
 from zeroengine.engine.dataloader import ResumableLoader
 from zeroengine.engine.memory import Memory, explain_out_of_memory, measure_memory
 from zeroengine.errors import ZeroEngineError
-from zeroengine.migration.messages import engine_attribute, explains_arguments
-from zeroengine.migration.names import UNPACKED_CLIENT_STATE, UNPACKED_ENGINE
+from zeroengine.migration.messages import engine_attribute, explains_arguments, refuses_unpacking
+from zeroengine.migration.names import UNPACKED_ENGINE
 from zeroengine.offload.interfaces import Copies
 from zeroengine.optim.lr_schedules import LRSchedulerLike
 from zeroengine.optim.step_result import StepResult
 from zeroengine.partition.cut import UnitPlan
-from zeroengine.utils.call_site import returns_one_value
 from zeroengine.utils.compiler_disable import disable_compile
 
 if TYPE_CHECKING:
@@ -554,7 +553,7 @@ class Engine:
         """
         self._checkpoints.save(directory, tag, client_state)
 
-    @returns_one_value(UNPACKED_CLIENT_STATE)
+    @refuses_unpacking
     @explains_arguments
     def load_checkpoint(
         self,

@@ -5,5 +5,4 @@ says what to write. Nothing here needs torch.
 
 - `names.py`: the tables.
 - `messages.py`: the messages of the errors.
-- `__main__.py`: prints the tables for docs/from-deepspeed.md.
 """

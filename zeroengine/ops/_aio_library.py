@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 from ctypes import POINTER, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path
 
@@ -20,7 +19,6 @@ ALIGNMENT = 4096
 BACKENDS = {"auto": 0, "io_uring": 1, "threads": 3}
 # The error of a transfer that the kernel accepts without moving a byte. An errno is positive.
 NO_PROGRESS = -1
-FAULTS = {"none": 0, "short": -1, "empty": -2}
 
 
 class Result(ctypes.Structure):
@@ -68,20 +66,3 @@ def available() -> tuple[str, ...]:
     """
     # A kernel or a container may refuse io_uring, so each backend is tried.
     return tuple(name for name, code in BACKENDS.items() if name != "auto" and library().ze_aio_probe(code) == 0)
-
-
-def unavailable(backend: str) -> str:
-    """Return the system's reason why a backend does not work here; "" where it does."""
-    status = library().ze_aio_probe(BACKENDS[backend])
-    return os.strerror(-status) if status else ""
-
-
-def set_fault(fault: str | int, first: int = 1, count: int = 1) -> None:
-    """Make blocks of this process fail, for tests.
-
-    Args:
-        fault: "short" (half of the block is moved), "empty" (nothing is), an errno, or "none" to end all faults.
-        first: The first block that fails, counted from 1 from this call on.
-        count: The number of blocks that fail.
-    """
-    library().ze_aio_set_fault(FAULTS[fault] if isinstance(fault, str) else fault, first, count)

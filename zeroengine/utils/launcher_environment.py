@@ -106,19 +106,18 @@ def torch_variables(
             node that Slurm names.
         port: The port of the store there. By default (0) MASTER_PORT, or one that is derived from the job's id.
     """
-    variables = {"RANK": str(launched.rank), "WORLD_SIZE": str(launched.world_size)}
-    if launched.local_rank is not None:
-        variables["LOCAL_RANK"] = str(launched.local_rank)
-    if launched.local_world_size is not None:
-        variables["LOCAL_WORLD_SIZE"] = str(launched.local_world_size)
-    address = address or environ.get("MASTER_ADDR") or _address(launched, environ)
-    if address is not None:
-        variables["MASTER_ADDR"] = address
     # All ranks have to find the same port without talking to each other, and jobs on one node should differ. The id of
     # the job gives both.
     port_of_job = FIRST_PORT + zlib.crc32(_job(launched, environ).encode()) % NUM_PORTS
-    variables["MASTER_PORT"] = str(port or environ.get("MASTER_PORT") or port_of_job)
-    return variables
+    variables = {
+        "RANK": launched.rank,
+        "WORLD_SIZE": launched.world_size,
+        "LOCAL_RANK": launched.local_rank,
+        "LOCAL_WORLD_SIZE": launched.local_world_size,
+        "MASTER_ADDR": address or environ.get("MASTER_ADDR") or _address(launched, environ),
+        "MASTER_PORT": port or environ.get("MASTER_PORT") or port_of_job,
+    }
+    return {name: str(value) for name, value in variables.items() if value is not None}
 
 
 def _address(launched: LaunchedRank, environ: Mapping[str, str]) -> str | None:
@@ -171,20 +170,16 @@ def _hydra() -> tuple[int, str | None]:
 def expand_nodes(nodes: str) -> Iterator[str]:
     """Yield the names of Slurm's short form, such as `gpu[01-03,7]-x,login`."""
     for item in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodes):
-        yield from _expand_one(item)
-
-
-def _expand_one(item: str) -> Iterator[str]:
-    match = re.search(r"\[([^\]]*)\]", item)
-    # A name without brackets is complete.
-    if match is None:
-        yield item
-        return
-    for part in match[1].split(","):
-        first, _, last = part.partition("-")
-        # Slurm pads the numbers with zeros, and the width of the first one tells how far.
-        for number in range(int(first), int(last or first) + 1):
-            yield from _expand_one(f"{item[: match.start()]}{number:0{len(first)}}{item[match.end() :]}")
+        match = re.search(r"\[([^\]]*)\]", item)
+        # A name without brackets is complete.
+        if match is None:
+            yield item
+            continue
+        for part in match[1].split(","):
+            first, _, last = part.partition("-")
+            # Slurm pads the numbers with zeros, and the width of the first one tells how far.
+            for index in range(int(first), int(last or first) + 1):
+                yield from expand_nodes(f"{item[: match.start()]}{index:0{len(first)}}{item[match.end() :]}")
 
 
 def expand_counts(text: str) -> Iterator[int]:

@@ -15,10 +15,6 @@ from typing import IO, Any
 from zeroengine.errors import CheckpointError
 
 
-class _NoEnumeration:
-    """Serve as the base class of no stand-in."""
-
-
 @dataclass(frozen=True)
 class AllowList:
     """The classes and functions that the pickles of one kind may name.
@@ -26,13 +22,13 @@ class AllowList:
     Attributes:
         objects: What is used for a class or function, by its "module.name".
         find_other: Return what is used for a module and name that `objects` lacks, or None to refuse it.
-        enums: The stand-ins for enumerations, as a base class: only these have members.
+        enums: The stand-ins for enumerations, as a base class: only these have members. () allows none.
         subject: What holds the pickle, as the refusal calls it.
     """
 
     objects: Mapping[str, Any]
     find_other: Callable[[str, str], Any] = lambda module, name: None
-    enums: type = _NoEnumeration
+    enums: type | tuple[()] = ()
     subject: str = "it"
 
 
@@ -54,12 +50,11 @@ class SafeUnpickler(pickle.Unpickler):
         # Python pickles a member of an enumeration as a call of getattr. A general getattr could reach any function.
         if (module, name) == ("builtins", "getattr"):
             return self._read_enum_member
-        found = self._allow_list.objects.get(f"{module}.{name}")
-        if found is None:
-            found = self._allow_list.find_other(module, name)
-        if found is None:
-            raise self._refusal(f"{module}.{name}")
-        return found
+        full_name = f"{module}.{name}"
+        stand_in = self._allow_list.objects.get(full_name) or self._allow_list.find_other(module, name)
+        if stand_in is None:
+            raise self._refusal(full_name)
+        return stand_in
 
     def _read_enum_member(self, kind: Any, name: Any = None) -> Any:
         """Return a member of an enumeration, which Python up to 3.11.3 pickles as a call of `getattr`."""

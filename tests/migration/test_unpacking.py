@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from zeroengine.utils.call_site import unpacks_result
+from zeroengine.migration.messages import unpacks_result
 
 
 def answer(*args: Any, **kwargs: Any) -> dict[str, Any]:
