@@ -20,14 +20,14 @@ SCHEMA = ROOT / "configs" / "schema.json"
 CONFIGURATION, FROM_DEEPSPEED = (ROOT / "docs" / name for name in ("configuration.md", "from-deepspeed.md"))
 
 
-def honoured_table() -> str:
+def honored_table() -> str:
     """Return every key of the models, its default, and its docstring, as a Markdown table."""
     spellings: dict[str, list[str]] = {}
     for written, canonical in deepspeed_keys.ALIASES.items():
         same_section = written.rpartition(".")[0] == canonical.rpartition(".")[0]
         spellings.setdefault(canonical, []).append(written.rpartition(".")[2] if same_section else written)
     rows = ["| key | default | meaning |", "|---|---|---|"]
-    for path, default, text in _honoured(Config, ""):
+    for path, default, text in _honored(Config, ""):
         also = "".join(f" (also `{name}`)" for name in spellings.get(path, []))
         rows.append(f"| `{path}`{also} | {default} | {text} |".replace("\n", " "))
     return "\n".join(rows)
@@ -42,7 +42,7 @@ def deepspeed_table() -> str:
     return "\n".join(rows)
 
 
-def _honoured(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, str, str]]:
+def _honored(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, str, str]]:
     """Yield the path, the default and the description of every key of `model`, whose path begins with `prefix`."""
     for name, info in model.model_fields.items():
         path, inner = f"{prefix}{info.alias or name}", checked_models(info)
@@ -55,12 +55,12 @@ def _honoured(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, str, s
                 type_name = get_args(kind.annotation)[0] if named else "package.Class"
                 yield f'{path}.type = "{type_name}"', "", kind.description or ""
                 for params in checked_models(member.model_fields["params"]):
-                    yield from _honoured(params, f"{path}.params.")
+                    yield from _honored(params, f"{path}.params.")
                 if not named:
                     yield f"{path}.params", "`{}`", member.model_fields["params"].description or ""
         elif inner:
             for section in inner:
-                yield from _honoured(section, f"{path}.")
+                yield from _honored(section, f"{path}.")
         else:
             default = "required" if info.is_required() else f"`{json.dumps(info.default)}`"
             yield path, default, info.description or ""
@@ -86,7 +86,7 @@ def table_row(item: tuple[str, str]) -> str:
 
 def main() -> None:
     SCHEMA.write_text(json.dumps(reference.json_schema(), indent=2) + "\n")
-    for path, tables in ((CONFIGURATION, (honoured_table(), deepspeed_table())), (FROM_DEEPSPEED, migration_tables())):
+    for path, tables in ((CONFIGURATION, (honored_table(), deepspeed_table())), (FROM_DEEPSPEED, migration_tables())):
         text = path.read_text()
         for table in tables:
             # A table is found by its first line, and ends with its last row.

@@ -96,7 +96,7 @@ def test_every_option_has_a_value_to_try() -> None:
 
 
 @pytest.mark.parametrize("request_", REQUESTS)
-def test_every_option_is_honoured_or_refused(request_: str, ask: Ask) -> None:
+def test_every_option_is_honored_or_refused(request_: str, ask: Ask) -> None:
     launcher = request_.partition(",")[0]
     code, plain = ask(request_)
     assert code == 0, plain

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from zeroengine.config import deepspeed_keys, load
-from zeroengine.config.keys import honoured_paths, known_paths
+from zeroengine.config.keys import honored_paths, known_paths
 from zeroengine.errors import ConfigError
 
 FILES = Path(__file__).parent / "deepspeed_files"
@@ -19,7 +19,7 @@ STORED = (Path(__file__).parent / "deepspeed_keys.txt").read_text().split()
 
 
 def is_classified(path: str) -> bool:
-    """Whether a key is honoured, or it or its block has a row."""
+    """Whether a key is honored, or it or its block has a row."""
     parts = path.split(".")
     above = [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
     return path in known_paths() or path == "compile" or any(step in deepspeed_keys.TABLE for step in above)
@@ -44,10 +44,10 @@ def test_the_stored_keys_are_those_of_the_installed_deepspeed() -> None:
     assert not missing, f"DeepSpeed reads keys that are not in the stored list: {sorted(missing)}"
 
 
-def test_no_key_is_both_honoured_and_not() -> None:
-    honoured = {*honoured_paths(), *deepspeed_keys.ALIASES}
-    assert not honoured & deepspeed_keys.TABLE.keys()
-    assert set(deepspeed_keys.ALIASES.values()) <= honoured
+def test_no_key_is_both_honored_and_not() -> None:
+    honored = {*honored_paths(), *deepspeed_keys.ALIASES}
+    assert not honored & deepspeed_keys.TABLE.keys()
+    assert set(deepspeed_keys.ALIASES.values()) <= honored
 
 
 def test_the_templates_of_accelerate_load() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.generated_docs import CONFIGURATION, SCHEMA, deepspeed_table, honoured_table
+from tests.generated_docs import CONFIGURATION, SCHEMA, deepspeed_table, honored_table
 from zeroengine.config import load, reference
 from zeroengine.errors import ConfigError
 
@@ -33,7 +33,7 @@ def test_the_stored_schema_is_current() -> None:
 
 def test_the_tables_in_the_docs_are_current() -> None:
     text = CONFIGURATION.read_text()
-    for table in (honoured_table(), deepspeed_table()):
+    for table in (honored_table(), deepspeed_table()):
         assert table in text, "run: python -m tests.generated_docs"
 
 

@@ -18,7 +18,7 @@ from tests.distributed.models import TinyLM, build, config
 from tests.distributed.ranks import run_ranks
 from tests.generated_docs import FROM_DEEPSPEED, migration_tables
 from zeroengine import ZeroEngineError
-from zeroengine.config.keys import honoured_paths
+from zeroengine.config.keys import honored_paths
 from zeroengine.migration.names import ARGUMENTS, ENGINE, MODULE, Counterpart
 
 # What scripts and trainers use of DeepSpeed's engine, beside what is called the same.
@@ -115,7 +115,7 @@ def check_that_what_is_written_exists(engine: zeroengine.Engine) -> None:
         code, behind = code_of(row)
         if behind.startswith(" in the configuration"):
             for path in keys_of(ast.literal_eval(f"{{{code.replace('true', 'True')}}}")):
-                assert path in honoured_paths(), (name, path)
+                assert path in honored_paths(), (name, path)
         elif code:
             check_code(code, there)
 

@@ -214,11 +214,11 @@ def check_options(options: argparse.Namespace) -> None:
             f"--node-timeout {options.node_timeout:g}: nodes speak every {HEARTBEAT_INTERVAL_S:g} s; write 5 or more"
         )
     # Options without effect are refused, since a user who gave one expects it to work.
-    _check_honoured(options, launcher)
+    _check_honored(options, launcher)
     options.launcher = launcher
 
 
-def _check_honoured(options: argparse.Namespace, launcher: str) -> None:
+def _check_honored(options: argparse.Namespace, launcher: str) -> None:
     """Check that every given option has an effect under the launcher.
 
     Raises:

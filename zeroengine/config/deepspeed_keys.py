@@ -1,6 +1,6 @@
 """List DeepSpeed's keys that are not fields of the models, and sort a configuration's keys by them.
 
-Every key that DeepSpeed 0.19 reads is a field of `model.py` (honoured), or it or its block has a row in `TABLE`:
+Every key that DeepSpeed 0.19 reads is a field of `model.py` (honored), or it or its block has a row in `TABLE`:
 
 - "no effect": the key is accepted, and a notice says why it changes nothing here.
 - "refused": the key is an error that says why. It would change results, or the user relies on a missing feature.
@@ -53,7 +53,7 @@ class DeepSpeedKey:
 _no_effect = partial(DeepSpeedKey, "no effect")
 _refused = partial(DeepSpeedKey, "refused")
 
-# Old or second spellings of honoured keys: the canonical path by the written path.
+# Old or second spellings of honored keys: the canonical path by the written path.
 ALIASES = {
     "bfloat16": "bf16",
     "bf16.check_grad_overflow": "check_grad_overflow",

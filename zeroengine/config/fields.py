@@ -13,6 +13,7 @@ from pydantic import (
     ConfigDict,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
+    Strict,
     model_validator,
 )
 from pydantic_core import CoreSchema, core_schema
@@ -95,10 +96,6 @@ def _to_integer(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _to_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
 def _without_nul(path: str) -> str:
     # No file system can store this character, and C code would cut the path there.
     if "\0" in path:
@@ -124,4 +121,5 @@ AboveZero = Annotated[float, Gt(0), Le(MAX_FLOAT)]
 Folder = Annotated[str, AfterValidator(_without_nul)]
 Fraction = Annotated[float, Ge(0), Le(1)]
 Decay = Annotated[float, Ge(0), Lt(1)]
-Betas = Annotated[tuple[Decay, Decay], BeforeValidator(_to_tuple)]
+# A file has no tuples, so the strict type alone would refuse every pair.
+Betas = Annotated[tuple[Decay, Decay], Strict(False)]

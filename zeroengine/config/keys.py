@@ -38,10 +38,10 @@ SYNONYMS = {
 def known_paths() -> tuple[str, ...]:
     """Return every key path that may be written: the models', second spellings, and DeepSpeed's other keys."""
     # dict.fromkeys drops duplicates and keeps the order, so suggestions do not depend on hashing.
-    return tuple(dict.fromkeys([*honoured_paths(), *deepspeed_keys.ALIASES, *deepspeed_keys.TABLE]))
+    return tuple(dict.fromkeys([*honored_paths(), *deepspeed_keys.ALIASES, *deepspeed_keys.TABLE]))
 
 
-def honoured_paths() -> list[str]:
+def honored_paths() -> list[str]:
     """Return the key paths of the models."""
     return list(_fields(Config, ""))
 
@@ -126,7 +126,7 @@ def _leaves() -> dict[str, str]:
 
 
 def alternatives(path: KeyPath, siblings: Sequence[str]) -> list[str]:
-    """Return the keys that could replace an unknown one: honoured keys, or else those of DeepSpeed's block."""
+    """Return the keys that could replace an unknown one: honored keys, or else those of DeepSpeed's block."""
     parent = ".".join(path[:-1])
     others = {*deepspeed_keys.TABLE, *deepspeed_keys.ALIASES}
     # Keys that have no effect are no help to somebody who wants an effect.

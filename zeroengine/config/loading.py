@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from zeroengine.config.deepspeed_keys import ALIASES, KeySorter, is_disabled_precision
 from zeroengine.config.keys import most_similar
@@ -71,26 +71,20 @@ def load(config: str | Path | Mapping[str, Any] | Config | None = None, override
 
 
 def _environment_overrides() -> list[str]:
-    text = os.environ.get(OVERRIDES_VARIABLE, "")
-    if not text.strip():
-        return []
+    text = os.environ.get(OVERRIDES_VARIABLE, "").strip()
     try:
+        return TypeAdapter(list[str]).validate_json(text or "[]")
+    except ValidationError:
         # zero-launch writes this variable as JSON, but a user may set it by hand and forget the brackets.
-        overrides = json.loads(text)
-    except (ValueError, RecursionError):
-        overrides = None
-    if not isinstance(overrides, list) or not all(isinstance(item, str) for item in overrides):
         raise ConfigError(
             f'{OVERRIDES_VARIABLE} is {printable(text)!r}; write a JSON list such as ["zero_optimization.stage=3"].'
-        )
-    return overrides
+        ) from None
 
 
 def _read(config: str | Path | Mapping[str, Any] | None, has_overrides: bool) -> ConfigSource:
     if config is None:
-        named = os.environ.get(CONFIG_VARIABLE)
-        if named:
-            return read_file(Path(named))
+        if file := os.environ.get(CONFIG_VARIABLE):
+            return read_file(Path(file))
         if has_overrides:
             return ConfigSource("the overrides", {})
         raise ConfigError(

@@ -135,41 +135,41 @@ def _locate(location: tuple[int | str, ...], tree: Any) -> tuple[KeyPath, Any]:
     return tuple(path), node
 
 
-def _problem(item: Any, path: KeyPath, found: Any) -> Problem:
+def _problem(item: Any, path: KeyPath, value: Any) -> Problem:
     kind, context = item["type"], item.get("ctx", {})
     if kind == "invalid_key":
         return Problem(path, "keys are strings; put it in double quotes.")
     if kind == "missing":
-        state = 'found "auto", which has no default here' if found == "auto" else "missing"
+        state = 'found "auto", which has no default here' if value == "auto" else "missing"
         return Problem(path, f"{state}; write {_EXAMPLES.get(path[-1], 'a value')}.", missing=True)
-    if kind in ("union_tag_not_found", "union_tag_invalid") and isinstance(found, dict):
+    if kind in ("union_tag_not_found", "union_tag_invalid") and isinstance(value, dict):
         # A misspelt "type" key makes the whole section unknown, so the message names the key and not the section.
-        typo = None if "type" in found else keys.most_similar("type", [str(k) for k in found if k != "params"])
+        typo = None if "type" in value else keys.most_similar("type", [str(k) for k in value if k != "params"])
         if typo is not None:
             return Problem((*path, typo), f"unknown key. Did you mean {path[-1]}.type?")
-        return Problem((*path, "type"), _unknown_type(path[-1], found.get("type")), missing="type" not in found)
+        return Problem((*path, "type"), _unknown_type(path[-1], value.get("type")), missing="type" not in value)
     if kind == "value_error":
-        return Problem(path, f"{context['error']}.", of_section=isinstance(found, dict))
-    return Problem(path, f"found {describe(found)}; write {_expected(kind, context, path, found)}.")
+        return Problem(path, f"{context['error']}.", of_section=isinstance(value, dict))
+    return Problem(path, f"found {describe(value)}; write {_expected(kind, context, path, value)}.")
 
 
-def _unknown_type(section: str, found: Any) -> str:
+def _unknown_type(section: str, value: Any) -> str:
     names = TYPES[section]
     choices = f"one of {', '.join(names)}"
-    if found is None:
+    if value is None:
         return f"missing; write {choices}."
     if section == "optimizer":
         choices += ", the import path of a class such as torch.optim.RAdam,"
     remedy = f"or pass your own to initialize({'optimizer' if section == 'optimizer' else 'lr_scheduler'}=...)"
     unavailable = UNAVAILABLE_TYPES if section == "optimizer" else {}
-    reason = next((why for name, why in unavailable.items() if name.lower() == str(found).lower()), None)
+    reason = next((why for name, why in unavailable.items() if name.lower() == str(value).lower()), None)
     # A type that exists in DeepSpeed is no spelling mistake, so no other name is suggested.
-    nearest = keys.most_similar(str(found), names) if reason is None else None
+    nearest = keys.most_similar(str(value), names) if reason is None else None
     hint = f" It is not available: {reason}." if reason else f" Did you mean {nearest}?" if nearest else ""
-    return f"found {describe(found)}; write {choices} {remedy}.{hint}"
+    return f"found {describe(value)}; write {choices} {remedy}.{hint}"
 
 
-def _expected(kind: str, context: dict[str, Any], path: KeyPath, found: Any) -> str:
+def _expected(kind: str, context: dict[str, Any], path: KeyPath, value: Any) -> str:
     if path == ("zero_optimization", "stage"):
         return "0, 1, 2 or 3"
     if kind == "literal_error":
@@ -177,18 +177,18 @@ def _expected(kind: str, context: dict[str, Any], path: KeyPath, found: Any) -> 
     # A common mistake is to write the main value in the place of its section, such as "optimizer": "Adam".
     if kind in ("model_type", "dict_type", "model_attributes_type", "union_tag_not_found"):
         key = "type" if path[-1] in TYPES else "enabled"
-        fits = isinstance(found, str if key == "type" else bool)
-        return "an object, {...}" + (f", such as {json.dumps({key: found})}" if fits else "")
+        fits = isinstance(value, str if key == "type" else bool)
+        return "an object, {...}" + (f", such as {json.dumps({key: value})}" if fits else "")
     text = _EXPECTED[kind].format(**context) if kind in _EXPECTED else context.get("error") or kind.replace("_", " ")
     # A quoted number is often meant, so the message shows it without the quotes.
-    if isinstance(found, str) and kind in ("int_type", "float_type", "bool_type"):
+    if isinstance(value, str) and kind in ("int_type", "float_type", "bool_type"):
         try:
-            number = float(found)
+            number = float(value)
         except ValueError:
-            return f"{text}{' without quotes' if found in ('true', 'false') else ''}"
+            return f"{text}{' without quotes' if value in ('true', 'false') else ''}"
         # Only a value that would be accepted afterwards is shown.
         if math.isfinite(number) and (kind == "float_type" or (kind == "int_type" and number.is_integer())):
             as_number = json.dumps(int(number) if number.is_integer() and abs(number) < 1e15 else number)
-            written = found.strip() if re.fullmatch(_JSON_NUMBER, found.strip()) else as_number
+            written = value.strip() if re.fullmatch(_JSON_NUMBER, value.strip()) else as_number
             return f"{text}: {written}, without quotes"
     return text

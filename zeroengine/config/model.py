@@ -36,10 +36,8 @@ UNSCALED = (
 )
 
 FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_LONG_NAMES = {"fp32": ("float32", "float"), "bf16": ("bfloat16",), "fp16": ("float16", "half")}
-SPELLINGS = {
-    f"{prefix}{long}": name for name, longs in _LONG_NAMES.items() for long in longs for prefix in ("", "torch.")
-}
+_LONG_NAMES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
+SPELLINGS = {f"{prefix}{long}": name for long, name in _LONG_NAMES.items() for prefix in ("", "torch.")}
 
 
 def _spelled(*names: str) -> BeforeValidator:

@@ -30,13 +30,11 @@ class WarmupLRParams(_Warmup):
     """Learning rate after warm-up. null or "auto": the rate of each param group."""
 
 
-class WarmupDecayLRParams(_Warmup):
+class WarmupDecayLRParams(WarmupLRParams):
     """Parameters of WarmupDecayLR."""
 
     total_num_steps: Annotated[Positive, AUTO]
     """Step at which the learning rate reaches 0."""
-    warmup_min_lr: Annotated[NonNegative, AUTO] = 0.0
-    """Learning rate at the first step."""
     warmup_max_lr: Annotated[NonNegative | None, Auto(None)] = 0.001
     """Learning rate after warm-up. "auto": the rate of each param group."""
 

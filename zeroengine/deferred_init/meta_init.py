@@ -50,7 +50,7 @@ def meta_init(config: str | Path | Mapping[str, Any] | Config | None = None, *, 
 
     Raises:
         ZeroEngineError: This is inside of another ``meta_init``.
-        ConfigError: ``config`` cannot be honoured.
+        ConfigError: ``config`` cannot be honored.
     """
     if config is not None:
         load(config)

@@ -154,7 +154,7 @@ class DirectFile(io.RawIOBase):
         if self._queue is None:
             self._queue = DiskQueue()
         if self._sent_bytes + nbytes > self._allocated_bytes:
-            # Only an optimisation: where the disk is full the write below says so.
+            # Only an optimization: where the disk is full the write below says so.
             with contextlib.suppress(OSError):
                 os.posix_fallocate(self.descriptors.buffered, self._sent_bytes, PREALLOCATED_BYTES)
             self._allocated_bytes = self._sent_bytes + PREALLOCATED_BYTES

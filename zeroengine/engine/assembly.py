@@ -36,7 +36,8 @@ from zeroengine.runtime.gatherer import Gatherer
 from zeroengine.runtime.outside_writes import OutsideWrites
 from zeroengine.runtime.reducer import Reducer
 from zeroengine.runtime.unit import Unit
-from zeroengine.utils.malloc_trim import MallocTrimmer, trim_heap
+from zeroengine.utils.malloc_trim import trim_heap
+from zeroengine.utils.progress import every_64_mib
 
 log = logging.getLogger("zeroengine")
 
@@ -244,7 +245,7 @@ def _make_units(
     placement: Placement,
 ) -> list[Unit]:
     """Move the model's parameters into units, one after another, and give back the memory that each frees."""
-    units, trimmer, master_stores = [], MallocTrimmer(), iter(placement.optimizer_stores)
+    units, count_freed, master_stores = [], every_64_mib(trim_heap), iter(placement.optimizer_stores)
     # One unit at a time frees the old values before the next unit is allocated. The peak is then the model and one
     # unit, rather than two copies of the model.
     for plan, degrees, stored in zip(plans, degrees_of_units, placement.parameter_shards, strict=True):
@@ -253,7 +254,7 @@ def _make_units(
         unit = Unit(plan, degrees, transport, group.broadcast, stored, master_store)
         # Freed are the values that its parameters had before, and the fp32 values from which a unit of lower
         # precision was rounded.
-        trimmer.add_freed(unit.full_buffer.nbytes + (4 * plan.numel if unit.is_mixed_precision else 0))
+        count_freed(unit.full_buffer.nbytes + (4 * plan.numel if unit.is_mixed_precision else 0))
         units.append(unit)
     return units
 

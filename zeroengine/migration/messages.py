@@ -38,10 +38,10 @@ def engine_attribute(name: str, engine: object) -> str:
 def _configured(name: str) -> str | None:
     """Return the configuration key for the method ``name`` of DeepSpeed's engine, or why there is none."""
     from zeroengine.config import deepspeed_keys
-    from zeroengine.config.keys import honoured_paths
+    from zeroengine.config.keys import honored_paths
 
     for path in (name, name.replace("zero_", "zero_optimization.", 1)):
-        if path in honoured_paths():
+        if path in honored_paths():
             return f"Write engine.config.{path}"
         if path in deepspeed_keys.TABLE:
             return f"Of {path} in the configuration: {deepspeed_keys.TABLE[path].reason}"

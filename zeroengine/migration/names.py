@@ -37,7 +37,7 @@ def _by_name(tables: Mapping[str, Mapping[str, str]]) -> dict[str, Counterpart]:
 
 _MEAN = "Leave it out: the mean over ranks and micro-steps is taken in the update"
 _DATA_PARALLEL = "There is data parallelism alone, without tensor, pipeline, sequence or expert parallelism"
-_PROFILER = "Use torch.profiler: units and collectives are labelled in its traces"
+_PROFILER = "Use torch.profiler: units and collectives are labeled in its traces"
 _FORMAT = "There is one format of checkpoints, for every stage and number of ranks"
 _EAGER = "Leave it out: torch.distributed is started where nobody has"
 _IN_ORDER = "Leave it out: copies are ordered with the computation"

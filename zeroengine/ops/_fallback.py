@@ -114,14 +114,10 @@ def _random_bits(seed: int, index: int, numel: int, device: torch.device) -> Ten
 
 def _mix(x: int) -> int:
     """Return the finalizer of splitmix64."""
-    x = _uint64(x)
-    x = _uint64((x ^ x >> 30) * 0xBF58476D1CE4E5B9)
-    x = _uint64((x ^ x >> 27) * 0x94D049BB133111EB)
+    x %= 1 << 64
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % (1 << 64)
+    x = (x ^ x >> 27) * 0x94D049BB133111EB % (1 << 64)
     return x ^ x >> 31
-
-
-def _uint64(x: int) -> int:
-    return x & (1 << 64) - 1
 
 
 def _int32(x: int) -> int:

@@ -39,11 +39,11 @@ def cast_copy(
     device = targets[0].device
     if (cuda := _cuda_library.cuda_library(device)) is not None:
         # Copies of sources with other strides must live until the launch is issued.
-        lined_up = [source.contiguous() for source in sources]
+        contiguous_sources = [source.contiguous() for source in sources]
         copies = (CudaCopy * len(targets))(
             *(
                 CudaCopy(source.data_ptr(), target.data_ptr(), target.numel(), DTYPE_CODES[source.dtype])
-                for source, target in zip(lined_up, targets, strict=True)
+                for source, target in zip(contiguous_sources, targets, strict=True)
             )
         )
         arguments = (copies, len(targets), DTYPE_CODES[targets[0].dtype], scale, accumulate)

@@ -10,12 +10,12 @@ import torch
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
-def profile_range(what: str, unit: str = "") -> AbstractContextManager[Any]:
-    """Return a context that names its contents ``zeroengine: <what> <unit>`` for torch's profiler or ``emit_nvtx``.
+def profile_range(label: str, unit: str = "") -> AbstractContextManager[Any]:
+    """Return a context that names its contents ``zeroengine: <label> <unit>`` for torch's profiler or ``emit_nvtx``.
 
     While neither records it does nothing.
     """
     # Recording a range costs microseconds even where no profiler runs, so it is left out then.
     if not torch.autograd._profiler_enabled():
         return _NOTHING
-    return torch.profiler.record_function(f"zeroengine: {what} {unit}".rstrip())
+    return torch.profiler.record_function(f"zeroengine: {label} {unit}".rstrip())

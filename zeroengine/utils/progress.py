@@ -6,8 +6,6 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 
-EVICT_BYTES = 1 << 26
-
 # A report takes the amount done since its last call, in bytes where nothing else is said.
 Report = Callable[[int], None]
 
@@ -16,17 +14,27 @@ def ignore_progress(amount: int) -> None:
     """Ignore what is reported."""
 
 
+def every_64_mib(action: Callable[[], None]) -> Report:
+    """Return a function that counts bytes, and calls `action` whenever another 64 MiB have come together."""
+    pending_bytes = 0
+
+    def count(nbytes: int) -> None:
+        nonlocal pending_bytes
+        pending_bytes += nbytes
+        if pending_bytes >= 64 << 20:
+            pending_bytes = 0
+            action()
+
+    return count
+
+
 def evicting(report: Report, evict: Callable[[], None]) -> Report:
     """Return a `report` that also calls `evict` every 64 MiB, so that states on disk do not fill the memory."""
-    pending = 0
+    count = every_64_mib(evict)
 
     def report_and_evict(nbytes: int) -> None:
-        nonlocal pending
         report(nbytes)
-        pending += nbytes
-        if pending >= EVICT_BYTES:
-            pending = 0
-            evict()
+        count(nbytes)
 
     return report_and_evict
 
