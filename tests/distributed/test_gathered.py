@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -41,6 +42,26 @@ def bits(values: Any) -> dict[str, list[float]]:
 
 
 # -- reading ------------------------------------------------------------------------------------------
+
+
+def one_unit_cannot_be_gathered() -> None:
+    start()
+    engine = trained_engine(3)
+    pin, pinned = engine.gatherer.pin, []
+
+    def pin_one(unit: Any) -> None:
+        if pinned:
+            raise MemoryError
+        pin(unit)
+        pinned.append(unit)
+
+    with mock.patch.object(engine.gatherer, "pin", pin_one), pytest.raises(MemoryError), gathered(engine.module):
+        pass
+    assert pinned and engine.memory().gathered == 0
+
+
+def test_gathered_releases_everything_when_it_cannot_gather_all() -> None:
+    run_ranks(2, one_unit_cannot_be_gathered)
 
 
 def read_everywhere() -> None:

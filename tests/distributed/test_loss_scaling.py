@@ -140,6 +140,22 @@ def test_gradients_below_fp16_s_range_count() -> None:
     assert run_ranks(2, faint)[0] == [moved, moved, [1.0], [1.0], moved, moved]
 
 
+def unscaled_after_a_failure() -> None:
+    start()
+    engine = make_engine(Task(), 1, **fp16())
+    for name in ("norm.weight", "blocks.0.norm.weight"):  # before and after other parameters have a gradient
+        handle = engine.module.get_parameter(name).register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.scale(engine(*batch(0, engine.rank))).backward()
+        handle.remove()
+        with pytest.raises(ZeroEngineError, match="without the loss scale that fp16 needs"):
+            engine(*batch(0, engine.rank)).backward()
+
+
+def test_a_scaled_backward_that_raised_lets_no_unscaled_one_pass() -> None:
+    run_ranks(1, unscaled_after_a_failure)
+
+
 # -- overflow -----------------------------------------------------------------------------------------
 
 

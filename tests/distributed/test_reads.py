@@ -295,6 +295,21 @@ def test_unhooked_parameter_uses_train_as_plain_pytorch(factory: Callable[[], nn
     check_every_stage(Task(factory=factory), comm={"transport": transport})
 
 
+class ReadsData(TinyLM):
+    """Computes with the ``.data`` of a weight, whose version counter is another than the weight's."""
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.tok(ids)
+        for block in self.blocks:
+            x = block(x)
+        x = x + F.linear(x, self.head.weight.data[:WIDTH])
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
+
+
+def test_the_data_of_a_parameter_is_read_in_a_forward_as_in_plain_pytorch() -> None:
+    check_every_stage(Task(factory=ReadsData, steps=3), stages=(3,))
+
+
 @SHARED_MEMORY_AND_SLOW_GLOO
 @pytest.mark.parametrize("factory", [BlockTwice, LossInChunks, LossInChunksByRank])
 def test_backwards_within_a_backward_lose_no_gradient(factory: Callable[[], nn.Module], transport: str) -> None:

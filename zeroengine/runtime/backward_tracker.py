@@ -238,12 +238,13 @@ class BackwardTracker:
         if self._is_running:
             return
         self.end_if_over()
+        # No backward is running. A mark that is left is of one that raised, perhaps before it brought a gradient.
+        self._scaled_graph_task = None
         if self._raised:
             # Autograd numbers backwards as they begin, so one that ended before is no part of the one that raised.
             after_others = any(ended < raised for ended in self._ended_graph_tasks for raised in self._graph_tasks)
             self._run_raised = False
             self._graph_tasks.clear()
-            self._scaled_graph_task = None
             self.in_progress = False
             for listener in self._listeners:
                 listener.fail_backward(after_others)
