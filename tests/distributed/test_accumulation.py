@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import zeroengine
-from tests.distributed.models import WIDTH, batch, build
+from tests.distributed.models import WIDTH, TinyLM, batch, build
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_parameters import Net, features
 from tests.distributed.training import (
@@ -461,6 +463,33 @@ def fail_between_micro_steps(task: Task, engine: zeroengine.Engine) -> tuple[lis
 def test_a_backward_that_raised_does_not_halve_the_gradient_of_its_step() -> None:
     task = Task(micro_steps=3)
     by_pairs(task, fail_between_micro_steps, train_plainly(task))
+
+
+class FailingBelowCheckpoints(TinyLM):
+    """A backward fails after the backwards of checkpoints within it have ended."""
+
+    fails = False
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = Failing.apply(self.tok(ids)) if self.fails else self.tok(ids)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
+
+
+def try_again() -> None:
+    start()
+    engine = make_engine(Task(factory=FailingBelowCheckpoints), 1)
+    engine.module.fails = True
+    with pytest.raises(RuntimeError, match="out of memory"):
+        engine(*batch(0, engine.rank)).backward()
+    engine.module.fails = False
+    engine(*batch(0, engine.rank)).backward()
+    assert engine.step()
+
+
+def test_the_first_backward_of_a_step_may_be_tried_again_also_with_checkpoints() -> None:
+    run_ranks(1, try_again)
 
 
 def fail_second_loss(task: Task, engine: zeroengine.Engine) -> tuple[list[float], list[float]]:

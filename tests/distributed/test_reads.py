@@ -310,6 +310,42 @@ def test_the_data_of_a_parameter_is_read_in_a_forward_as_in_plain_pytorch() -> N
     check_every_stage(Task(factory=ReadsData, steps=3), stages=(3,))
 
 
+class ScalesOfNorms(TinyLM):
+    """The graph saves parameters themselves, and no views of them, of modules that are never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ModuleList(nn.Sequential(nn.LayerNorm(WIDTH)) for _ in range(2))
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.tok(ids)
+        for block in self.blocks:
+            x = block(x)
+        for scale in self.scales:
+            x = x * scale[0].weight
+        x = x + sum(scale[0].bias for scale in self.scales)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
+
+
+def loop_with_packed_tensors(task: Task, engine: zeroengine.Engine) -> tuple[list[float], list[float]]:
+    """What the graph saves goes through hooks of the user's, which keep parameters as they are."""
+    losses, norms = [], []
+    for step in range(task.steps):
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (tensor,), lambda packed: packed[0]):
+            loss = engine(*task.data(step, engine.rank))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+        norms.append(engine.grad_norm)
+    assert engine.memory().gathered == 0
+    return losses, norms
+
+
+def test_parameters_that_hooks_of_the_user_save_train_as_plain_pytorch() -> None:
+    for factory in (TinyLM, ScalesOfNorms):
+        check_every_stage(Task(factory=factory, steps=3), loop=loop_with_packed_tensors, stages=(3,))
+
+
 @SHARED_MEMORY_AND_SLOW_GLOO
 @pytest.mark.parametrize("factory", [BlockTwice, LossInChunks, LossInChunksByRank])
 def test_backwards_within_a_backward_lose_no_gradient(factory: Callable[[], nn.Module], transport: str) -> None:
