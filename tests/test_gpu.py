@@ -57,7 +57,7 @@ def on_gpu(number: int, rank: int) -> tuple[torch.Tensor, ...]:
 
 def steps_without_waiting(stage: int, more: dict[str, Any]) -> tuple[int, int, bool]:
     engine = engine_at(stage, **more)
-    assert engine.optimizer.issues_without_waiting
+    assert engine.optimizer.backend.issues_without_waiting
     data = [on_gpu(number, engine.rank) for number in range(6)]
     for number in range(6):
         loss = engine(*data[number])
@@ -381,7 +381,7 @@ def test_released_memory_is_taken_again_behind_those_who_read_it(side_by_side: b
 def stalling() -> str:
     """A gather behind a GPU that does not get on, over NCCL."""
     dist.init_process_group("nccl")
-    transport = Group(None, torch.device("cuda", 0))._nccl_transport(timeout=1.0)
+    transport = Group(None, torch.device("cuda", 0))._nccl_transport(1.0, registered=False)
     full, shard = (transport.empty(2, torch.float32, "gather") for _ in range(2))
     for _ in range(3):
         transport.gather.all_gather(full, shard, "blocks.0").wait_stream()

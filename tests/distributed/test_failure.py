@@ -228,7 +228,7 @@ def test_a_rank_that_stops_is_an_error_after_the_timeout(stage: int, where: str,
 def stall_as_on_a_device(folder: Path) -> None:
     """The transport is NCCL's, whose collectives Gloo stands in for. Whoever waits in one cannot be woken."""
     rank = start()
-    with mock.patch.object(Group, "transport", lambda group, kind, timeout, registered: group._nccl_transport(timeout)):
+    with mock.patch.object(Group, "transport", lambda group, _, *arguments: group._nccl_transport(*arguments)):
         engine = initialize(TinyLM, 0, "auto", PATIENCE)
     engine.backward(engine(*batch(0, rank)))
     engine.step()

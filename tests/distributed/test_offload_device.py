@@ -35,7 +35,7 @@ from zeroengine.disk.swap_files import SwapFolder
 from zeroengine.engine.initialize import make_engine
 from zeroengine.offload import host_memory
 from zeroengine.offload.disk_store import DiskStore
-from zeroengine.offload.host_store import DiskThroughHost
+from zeroengine.offload.host_store import StagedDiskStore
 from zeroengine.ops import _aio_library
 
 CPU, NVME = {"device": "cpu"}, {"device": "nvme"}
@@ -381,13 +381,13 @@ def test_a_shard_whose_writeback_failed_is_never_saved(tmp_path: Path, precision
 def test_device_memory_is_freed_once_its_values_are_on_disk(tmp_path: Path) -> None:
     copies, queue = LateCopies(late=False), DiskQueue()
     disk = DiskStore(SwapFolder(str(tmp_path)), queue, 1 << 20)
-    behind, left = DiskThroughHost(disk, copies, 3), []
+    behind, left = StagedDiskStore(disk, copies, 3), []
     for _ in range(6):
-        state, staging = behind.empty(1024, torch.float32), behind.staging_buffer(4096).view(torch.float32).fill_(3)
+        state, staging = behind.empty(1024, torch.float32), copies.device_memory(4096).view(torch.float32).fill_(3)
         left.append(weakref.ref(staging))
         behind.write(staging, state).wait_host()
         del staging
-        into = behind.staging_buffer(4096).view(torch.float32)
+        into = copies.device_memory(4096).view(torch.float32)
         behind.read(state, into).wait_host()
         assert into.sum() == 3 * 1024
         left.append(weakref.ref(into))
@@ -395,7 +395,6 @@ def test_device_memory_is_freed_once_its_values_are_on_disk(tmp_path: Path) -> N
     gc.collect()
     assert sum(ref() is not None for ref in left) <= 1, "that of the last read"
     behind.close()
-    disk.close()
 
 
 # -- bad input ------------------------------------------------------------------------------------

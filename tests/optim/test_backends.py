@@ -41,7 +41,7 @@ def backend_after_a_step(name: str, on_device: bool) -> tuple[str, bool, list[st
             names |= {*state.elements, *state.numbers}
             complete &= all(values.shape == (span.numel,) for values in state.elements.values())
             complete &= optimizer.shard_state.keys in (None, {*state.elements, *state.numbers})
-    found = type(optimizer.backend).__name__, optimizer.issues_without_waiting, sorted(names), complete
+    found = type(optimizer.backend).__name__, optimizer.backend.issues_without_waiting, sorted(names), complete
     engine.close()
     return found
 

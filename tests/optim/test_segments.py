@@ -29,7 +29,9 @@ def test_each_element_with_a_gradient_is_in_one_segment_and_no_other_element_is_
         for segment in segments_of(layout, rank, groups, used, steps):
             assert last <= segment.start < segment.stop <= stop - start
             last = segment.stop
-            found |= dict.fromkeys(range(start + segment.start, start + segment.stop), (segment.group, segment.step))
+            found |= dict.fromkeys(
+                range(start + segment.start, start + segment.stop), (segment.group, segment.steps_behind)
+            )
         for i, slot in enumerate(layout.slots):
             for element in range(max(start, slot.offset), min(stop, slot.end)):
                 assert found.pop(element, None) == ((groups[i], steps[i]) if used[i] else None)
@@ -46,7 +48,3 @@ def test_neighbours_of_one_group_and_step_are_one_kernel_call() -> None:
     assert segments_of(layout, 0, [0, 0, 0, 0], [True, False, True, True], [0] * 4) == [
         Segment(0, 10, 0, 0), Segment(64, 106, 0, 0)
     ]  # fmt: skip
-
-
-def test_step_counts_are_relative_to_the_last_step() -> None:
-    assert Segment(0, 8, 1, step=2).counted_back_from(10) == Segment(0, 8, 1, step=8)

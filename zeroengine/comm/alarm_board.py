@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import itertools
 import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
+T = TypeVar("T")
 # A rank's watchdog answers within half a second. The rest is for a store that many ranks ask at once.
 ANSWER_TIMEOUT_S = 4.0
 READER_POLL_INTERVAL_S = 0.1
@@ -58,7 +60,7 @@ class AlarmBoard:
         self._store = store
         # The last alarm that this rank has answered, and the time of the answer by ``time.monotonic``.
         self._answered, self._answered_at = 0, 0.0
-        # A client of the store serves one request at a time, and the rank and its watchdog's thread both use this one.
+        # The rank and its watchdog's thread both answer, and each alarm is answered once.
         self._lock = threading.Lock()
 
     def answer(self, place: Callable[[], RankPosition]) -> None:
@@ -113,56 +115,38 @@ class AlarmBoard:
         lines = b""
         while lines.count(b"\n") < len(self.hosts) and time.monotonic() < deadline:
             time.sleep(READER_POLL_INTERVAL_S)
-            with self._lock:
-                lines = self._store.get(f"answers/{alarm}")
+            lines = self._store.get(f"answers/{alarm}")
         answers: Answers = {}
         # Answers are read in the order of the alarms, so that the latest one of each rank remains.
         for number in range(earlier or alarm, alarm + 1):
-            with self._lock:
-                key = f"answers/{number}"
-                lines = self._store.get(key) if self._store.check([key]) else b""
-            answers |= {rank: (number, RankPosition(*place)) for rank, *place in map(json.loads, lines.splitlines())}
-        groups: dict[tuple[int, RankPosition], list[int]] = {}
-        for rank, answer in answers.items():
-            groups.setdefault(answer, []).append(rank)
+            if self._store.check([key := f"answers/{number}"]):
+                rows = map(json.loads, self._store.get(key).splitlines())
+                answers |= {rank: (number, RankPosition(*place)) for rank, *place in rows}
         # Most ranks of a large run are at the same place, so the report names each place once.
-        report = [[number, *place, ranks] for (number, place), ranks in groups.items()]
-        with self._lock:
-            self._store.set(f"report/{alarm}", json.dumps(report))
+        report = [[number, *place, ranks] for (number, place), ranks in ranks_by_value(answers).items()]
+        self._store.set(f"report/{alarm}", json.dumps(report))
         return answers
 
     def _await_report(self, alarm: int, earlier: int, timeout_s: float) -> Answers:
         """Return what the reader has published. Where the reader has ended before that, read instead of it."""
         key = f"report/{alarm}"
         for attempt in itertools.count(1):
-            if self._is_published(key, timeout_s):
-                with self._lock:
-                    report = json.loads(self._store.get(key))
+            # A wait is one request, where asking again and again would be dozens from each rank. It raises where the
+            # key does not come, and so does the check where the store is gone.
+            with contextlib.suppress(RuntimeError):
+                self._store.wait([key], datetime.timedelta(seconds=timeout_s))
+            if self._store.check([key]):
                 answers: Answers = {}
-                for number, *place, ranks in report:
+                for number, *place, ranks in json.loads(self._store.get(key)):
                     answers |= dict.fromkeys(ranks, (number, RankPosition(*place)))
                 return answers
             # The first wait covered all of the reader's time. Each further reader only has to publish.
             timeout_s = PUBLISH_TIMEOUT_S
-            with self._lock:
-                reads = self._store.add(f"reader/{alarm}/{attempt}", 1) == 1
-                if reads:
-                    # The reader before may have ended before it raised the alarm.
-                    self._store.set("alarm", str(alarm))
-            if reads:
+            if self._store.add(f"reader/{alarm}/{attempt}", 1) == 1:
+                # The reader before may have ended before it raised the alarm.
+                self._store.set("alarm", str(alarm))
                 break
         return self._read(alarm, earlier, PUBLISH_TIMEOUT_S)
-
-    def _is_published(self, key: str, seconds: float) -> bool:
-        """Wait for the key: one request, where asking again and again would be dozens from each rank."""
-        try:
-            with self._lock:
-                self._store.wait([key], datetime.timedelta(seconds=seconds))
-        except RuntimeError:
-            with self._lock:
-                # This raises where the store is gone.
-                return bool(self._store.check([key]))
-        return True
 
     def report(self, own: RankPosition) -> str:
         """Ask where each rank is, and say so in one sentence. Waits a few seconds for the answers."""
@@ -188,15 +172,21 @@ def describe(places: Mapping[int, RankPosition | None], hosts: Sequence[str]) ->
         places: Each rank's position; None where it does not answer.
         hosts: Each rank's host by name.
     """
-    groups: dict[RankPosition | None, list[int]] = {}
-    for rank, place in sorted(places.items()):
-        groups.setdefault(place, []).append(rank)
+    groups = ranks_by_value(dict(sorted(places.items())))
     # Ranks that do not answer come first, then the smallest group.
     *few, most = sorted(groups, key=lambda place: (place is not None, len(groups[place])))
     parts = [_sentence(_names(groups[place], hosts), len(groups[place]) > 1, place) for place in few]
-    others = len(groups[most]) > 1 and bool(few)
-    names = "the others" if others else _names(groups[most], hosts)
-    return ", ".join([*parts, _sentence(names, len(groups[most]) > 1, most)])
+    several = len(groups[most]) > 1
+    names = "the others" if several and few else _names(groups[most], hosts)
+    return ", ".join([*parts, _sentence(names, several, most)])
+
+
+def ranks_by_value(values: Mapping[int, T]) -> dict[T, list[int]]:
+    """Return the ranks of each value, for a value of each rank."""
+    ranks: dict[T, list[int]] = {}
+    for rank, value in values.items():
+        ranks.setdefault(value, []).append(rank)
+    return ranks
 
 
 def _sentence(names: str, several: bool, place: RankPosition | None) -> str:
@@ -209,12 +199,6 @@ def _sentence(names: str, several: bool, place: RankPosition | None) -> str:
 
 def _names(ranks: Sequence[int], hosts: Sequence[str]) -> str:
     """Return ``rank 3 (node-b)``, or ``ranks 2, 3 (node-b) and 5 (node-c)``."""
-    by_host: dict[str, list[str]] = {}
-    for rank in ranks:
-        by_host.setdefault(hosts[rank], []).append(str(rank))
-    parts = [f"{', '.join(numbers)}{_on(host)}" for host, numbers in by_host.items()]
+    ranks_of_host = ranks_by_value({rank: hosts[rank] for rank in ranks})
+    parts = [", ".join(map(str, own)) + (f" ({host})" if host else "") for host, own in ranks_of_host.items()]
     return f"rank{'s' * (len(ranks) > 1)} {' and '.join(parts)}"
-
-
-def _on(host: str) -> str:
-    return f" ({host})" if host else ""

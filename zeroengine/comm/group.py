@@ -14,13 +14,16 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from zeroengine.comm.alarm_board import ranks_by_value
 from zeroengine.comm.interfaces import ChannelName, Transport
 from zeroengine.comm.launched_ranks import has_peers
-from zeroengine.comm.transports import shared_memory, shared_memory_file
+from zeroengine.comm.transports import shared_memory_file
 from zeroengine.comm.transports.gloo import GlooTransport
 from zeroengine.comm.transports.host_staged import HostStagedTransport
 from zeroengine.comm.transports.nccl import NCCLTransport
 from zeroengine.comm.transports.nccl_memory_pool import RegisteredPool
+from zeroengine.comm.transports.shared_memory import SharedMemoryTransport
+from zeroengine.comm.transports.shared_memory_file import SharedMemory
 from zeroengine.comm.transports.single_process import SingleProcessTransport
 from zeroengine.comm.watchdog import Watchdog, host_name
 from zeroengine.errors import DivergenceError, ZeroEngineError
@@ -44,16 +47,16 @@ class Group:
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None, device: torch.device) -> None:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
         if not dist.is_initialized():
-            _start(device)
+            _start("nccl" if device.type == "cuda" else "gloo")
         group = process_group if process_group is not None else dist.group.WORLD
         assert group is not None
         self.process_group = group
         self.rank, self.world_size = group.rank(), group.size()
         self.device = device
         self._watchdog: Watchdog | None = None
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
         self.backend = backend_of(group, device.type)
         # The check goes through the store. A collective would run into NCCL's own error, which is less clear.
         if self.backend == "nccl" and self.world_size > 1:
@@ -99,17 +102,15 @@ class Group:
             A list that holds every rank's ``fact``, in rank order, once the block has ended.
         """
         error: Exception | None = None
+        report: tuple[type[ZeroEngineError], str] | None = None
         facts: list[T] = []
         try:
             yield facts
-        except Exception as caught:
-            error = caught
-        report: tuple[type[ZeroEngineError], str] | None = None
-        if isinstance(error, ZeroEngineError):
-            report = (type(error), str(error))
-        elif error is not None:
+        except ZeroEngineError as raised:
+            error, report = raised, (type(raised), str(raised))
+        except Exception as raised:
             # The other ranks may lack the class of an error that is not zeroengine's own.
-            report = (ZeroEngineError, f"{type(error).__name__}: {error}")
+            error, report = raised, (ZeroEngineError, f"{type(raised).__name__}: {raised}")
         reports_and_facts = self.all_gather_object((report, fact), purpose)
         # The exchange comes first: a rank that raised before it would leave the others waiting.
         if error is not None:
@@ -154,34 +155,38 @@ class Group:
         """
         if self.world_size == 1:
             return SingleProcessTransport(self.device)
-        if self.backend != "gloo":
+        if self.backend in ("nccl", "fake"):
             return self._nccl_transport(timeout, registered)
+        if self.backend != "gloo":
+            raise ZeroEngineError(
+                f"torch.distributed runs with the backend {self.backend!r} for {self.device.type} tensors, and "
+                'zeroengine trains with "nccl" on GPUs and "gloo" on CPUs: write one of these in init_process_group(), '
+                "or leave that call out"
+            )
         if self.device.type != "cpu":
             # Gloo moves host memory only, and shared memory is for tensors of the CPU.
             return HostStagedTransport(self._gloo_transport(timeout), self.device)
         if kind != "gloo":
-            transport = self._shared_memory_transport(timeout)
+            memory = self._shared_memory()
             # All ranks have compared their results, so all of them take shared memory or none does.
-            if not isinstance(transport, str):
-                return transport
+            if not isinstance(memory, str):
+                return SharedMemoryTransport(memory, timeout)
             if kind == "shm":
-                raise ZeroEngineError(f'comm.transport "shm" cannot be used: {transport}. Write "auto" or "gloo".')
+                raise ZeroEngineError(f'comm.transport "shm" cannot be used: {memory}. Write "auto" or "gloo".')
         return self._gloo_transport(timeout)
 
     def _gloo_transport(self, timeout: float) -> GlooTransport:
         return GlooTransport(self.new_group(self.backend, timeout), self._start_watchdog(timeout), timeout)
 
-    def _shared_memory_transport(self, timeout: float) -> shared_memory.SharedMemoryTransport | str:
-        """Return the transport, or why some rank cannot use shared memory: the same on all ranks."""
+    def _shared_memory(self) -> SharedMemory | str:
+        """Return the ranks' memory files, or why some rank cannot use them: the same on all ranks."""
         addresses = self.all_gather_object(shared_memory_file.offer())
-        transport = shared_memory.connect(self.rank, addresses, timeout)
+        memory = shared_memory_file.open_memory(self.rank, addresses)
         # A rank that cannot open a peer's memory must keep all others from using it.
-        reasons = [
-            r for r in self.all_gather_object(transport if isinstance(transport, str) else None) if r is not None
-        ]
-        return reasons[0] if reasons else transport
+        reasons = self.all_gather_object(memory if isinstance(memory, str) else None)
+        return next((reason for reason in reasons if reason is not None), memory)
 
-    def _nccl_transport(self, timeout: float, registered: bool = False) -> NCCLTransport:
+    def _nccl_transport(self, timeout: float, registered: bool) -> NCCLTransport:
         if self.backend == "fake":
             return NCCLTransport(self.process_group, self.process_group, self.device, self.backend, None)
         nccl_timeout = timeout + NCCL_EXTRA_TIMEOUT_S
@@ -245,10 +250,8 @@ def check_same(call: str, arguments: Sequence[Mapping[str, object]]) -> None:
     """
     differences = []
     for name in arguments[0]:
-        ranks_with: dict[str, list[int]] = {}
-        for rank, own_arguments in enumerate(arguments):
-            # Values are compared by their text, since not all of them can be compared or hashed.
-            ranks_with.setdefault(repr(own_arguments[name]), []).append(rank)
+        # Values are compared by their text, since not all of them can be compared or hashed.
+        ranks_with = ranks_by_value({rank: repr(row[name]) for rank, row in enumerate(arguments)})
         if len(ranks_with) > 1:
             values = (f"{value} on {_ranks(ranks)}" for value, ranks in list(ranks_with.items())[:MAX_SHOWN])
             differences.append(f"{name} is {' and '.join(values)}")
@@ -277,14 +280,12 @@ def check_gpus(store: dist.Store, rank: int, world_size: int, gpu: str) -> None:
         ZeroEngineError: Two ranks share a GPU. Raised on every rank.
     """
     store.set(str(rank), f"{host_name() or socket.gethostname()} {gpu}")
-    ranks_on: dict[str, list[int]] = {}
-    for other in range(world_size):
-        # ``get`` waits until the other rank has set its key.
-        ranks_on.setdefault(store.get(str(other)).decode(), []).append(other)
-    shared = {where: ranks for where, ranks in ranks_on.items() if len(ranks) > 1}
-    if shared:
-        where, ranks = next(iter(shared.items()))
-        host, _, name = where.partition(" ")
+    # ``get`` waits until the other rank has set its key.
+    ranks_of_gpu = ranks_by_value({other: store.get(str(other)) for other in range(world_size)})
+    shared = next((key for key, ranks in ranks_of_gpu.items() if len(ranks) > 1), None)
+    if shared is not None:
+        ranks = ranks_of_gpu[shared]
+        host, _, name = shared.decode().partition(" ")
         raise ZeroEngineError(
             f"ranks {' and '.join(map(str, ranks[:2]))} have the same GPU ({name} on {host}): NCCL needs one for each. "
             "Start no more ranks on a node than it has GPUs (zero-launch --nproc), let each see its own "
@@ -341,10 +342,7 @@ def default_device() -> torch.device:
     return torch.device("cuda", index)
 
 
-def _start(device: torch.device) -> None:
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+def _start(backend: str) -> None:
     if has_peers():
         dist.init_process_group(backend)
     else:

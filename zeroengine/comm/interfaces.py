@@ -56,6 +56,7 @@ from typing import Literal, Protocol
 
 import torch
 
+from zeroengine.utils.rounding import round_up
 from zeroengine.utils.work import Work
 
 ChannelName = Literal["gather", "reduce"]
@@ -83,8 +84,8 @@ class Buffer(Protocol):
         """Return the bytes that it holds now."""
 
 
-def refill(tensor: torch.Tensor) -> None:
-    """Give memory of torch's own to a tensor whose storage was emptied."""
+def refill(tensor: torch.Tensor, channel: ChannelName | None = None) -> None:
+    """Give memory of torch's own to a tensor whose storage was emptied. ``Transport.refill`` of most transports."""
     tensor.untyped_storage().resize_(tensor.nbytes)
 
 
@@ -132,7 +133,7 @@ class PagedBuffer:
 
     def __init__(self, numel: int, dtype: torch.dtype) -> None:
         # Whole pages, because ``free`` gives pages back, and a disk reads whole blocks.
-        size = -(-max(numel, 1) * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
+        size = round_up(max(numel, 1) * dtype.itemsize, mmap.PAGESIZE)
         self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.tensor = torch.frombuffer(self._memory, dtype=dtype)[:numel]
         self._holds_memory = True
@@ -203,12 +204,14 @@ class Transport(Protocol):
         world_size: The number of ranks.
         name: The transport's name in messages.
         overlaps: Whether issued operations proceed while this rank computes.
+        shard_align_bytes: A shard's length in bytes should be a multiple of this. 1: any length will do.
     """
 
     rank: int
     world_size: int
     name: str
     overlaps: bool
+    shard_align_bytes: int
 
     @property
     def gather(self) -> Channel:
@@ -244,9 +247,6 @@ class Transport(Protocol):
             dtype: Their dtype.
             copied: Whether gathered values must stay when the shards that they came from are overwritten.
         """
-
-    def shard_align(self, dtype: torch.dtype) -> int:
-        """Return the number of elements that a shard's length should be a multiple of."""
 
     def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
         """Return the sum over ranks of a small float64 vector. Issue it with no other operation under way."""

@@ -8,7 +8,7 @@ import os
 import torch.distributed as dist
 
 from zeroengine.errors import ZeroEngineError
-from zeroengine.utils.launcher_environment import LaunchedRank, launched_rank, torch_variables
+from zeroengine.utils.launcher_environment import launched_rank, torch_variables
 
 log = logging.getLogger("zeroengine")
 
@@ -52,7 +52,12 @@ def join_launched_ranks() -> None:
         return
     variables = torch_variables(launched, os.environ)
     if "MASTER_ADDR" not in variables:
-        raise ZeroEngineError(_unreachable(launched))
+        raise ZeroEngineError(
+            f"{launched.launcher} started {launched.world_size} processes, and nothing says on which host rank 0 is. "
+            f"Write {launched.launcher} -n {launched.world_size} zero-launch --launcher mpi --master-addr HOST "
+            "train.py with the first host's address, or set MASTER_ADDR and MASTER_PORT. For a run of its own in each "
+            "process set RANK=0 and WORLD_SIZE=1."
+        )
     os.environ.update(variables)
     # The processes may have been meant as independent runs, so one rank says that they are joined.
     if launched.rank == 0:
@@ -64,12 +69,3 @@ def join_launched_ranks() -> None:
             variables["MASTER_ADDR"],
             variables["MASTER_PORT"],
         )
-
-
-def _unreachable(launched: LaunchedRank) -> str:
-    return (
-        f"{launched.launcher} started {launched.world_size} processes, and nothing says on which host rank 0 is. Write "
-        f"{launched.launcher} -n {launched.world_size} zero-launch --launcher mpi --master-addr HOST train.py with "
-        "the first host's address, or set MASTER_ADDR and MASTER_PORT. For a run of its own in each process set "
-        "RANK=0 and WORLD_SIZE=1."
-    )

@@ -64,10 +64,6 @@ class IssuedOperation:
     patient: bool = False
     has_warned: bool = False
 
-    def is_done(self) -> bool:
-        """Return whether the device has run it."""
-        return self.work is not None and self.work.done()
-
 
 class OperationRecord:
     """The operations that this rank has issued, for itself and for the watchdog's thread."""
@@ -123,7 +119,7 @@ class OperationRecord:
     def _first(self) -> IssuedOperation | None:
         """Return the first operation that is not done, and forget those before it."""
         with self._lock:
-            while self._under_way and self._under_way[0].is_done():
+            while self._under_way and (work := self._under_way[0].work) is not None and work.done():
                 self._under_way.popleft()
             return self._under_way[0] if self._under_way else None
 

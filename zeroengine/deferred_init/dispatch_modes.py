@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,32 +23,16 @@ _ADDRESSES = {
 _SET_DATA = _T.data.__set__  # type: ignore[attr-defined]
 
 
-class AccessListener(Protocol):
-    """Receives what the modes see."""
-
-    def run(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation and return its result."""
-
-    def before_opaque_access(self, tensors: list[torch.Tensor], leaked_by: str) -> None:
-        """Note that ``tensors`` are about to be read by something that is no operation.
-
-        Args:
-            leaked_by: The function that gives away their address, or "" where it only reads values.
-        """
-
-    def data_assigned(self, param: torch.Tensor) -> None:
-        """Note that ``param.data`` was assigned to."""
-
-    def skips_init(self, tensor: Any) -> bool:
-        """Return whether ``tensor`` needs no initial values, because others will be loaded."""
-
-
 class OperationMode(TorchDispatchMode):
-    """Passes every operation to a listener."""
+    """Passes every operation to a function.
 
-    def __init__(self, listener: AccessListener) -> None:
+    Args:
+        run: Called with an operation and its arguments in place of it. Returns the operation's result.
+    """
+
+    def __init__(self, run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._listener = listener
+        self._run = run
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -57,34 +41,46 @@ class OperationMode(TorchDispatchMode):
 
     @disable_compile
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Pass an operation to the listener."""
-        # The listener reads shapes, versions and storages. ``OpaqueAccessMode`` must not take these for uses by the
+        """Pass an operation on."""
+        # The recorder reads shapes, versions and storages. ``OpaqueAccessMode`` must not take these for uses by the
         # model.
         with torch._C.DisableTorchFunction():
-            return self._listener.run(func, args, kwargs or {})
+            return self._run(func, args, kwargs or {})
 
 
 class OpaqueAccessMode(TorchFunctionMode):
-    """Tells a listener of accesses to values that are no operations, and skips initialisation that is not needed."""
+    """Tells of accesses to values that are no operations, and skips initialization that is not needed.
 
-    def __init__(self, listener: AccessListener) -> None:
+    Args:
+        before_access: Called with tensors that are about to be read by something that is no operation, and with the
+            function that gives away their address, or "" where it only reads values.
+        data_assigned: Called with a parameter after an assignment to its ``data``.
+        skips_init: Returns whether a tensor needs no initial values, because others will be loaded.
+    """
+
+    def __init__(
+        self,
+        before_access: Callable[[list[torch.Tensor], str], None],
+        data_assigned: Callable[[torch.Tensor], None],
+        skips_init: Callable[[Any], bool],
+    ) -> None:
         super().__init__()
-        self._listener = listener
+        self._before_access, self._data_assigned, self._skips_init = before_access, data_assigned, skips_init
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a function, after telling the listener if it accesses values."""
+        """Run a function, after telling if it accesses values."""
         kwargs = kwargs or {}
         # Values must be in memory before the function runs, since no operation of it will ask for them.
         if func in _ADDRESSES or func in _READS:
-            self._listener.before_opaque_access(tensors_of(args[:1]), func.__name__ if func in _ADDRESSES else "")
+            self._before_access(tensors_of(args[:1]), func.__name__ if func in _ADDRESSES else "")
         elif getattr(func, "__module__", None) == nn.init.__name__:
             target = args[0] if args else kwargs.get("tensor")
-            if self._listener.skips_init(target):
+            if self._skips_init(target):
                 return target
         result = func(*args, **kwargs)
         # The parameter lies in its new storage only after the assignment.
         if func is _SET_DATA:
-            self._listener.data_assigned(args[0])
+            self._data_assigned(args[0])
         return result
 
 

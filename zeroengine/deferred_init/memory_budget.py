@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from zeroengine.deferred_init.trace import StorageVersion, replay
+from zeroengine.deferred_init.trace import StorageVersion, replay, storage_bytes
 from zeroengine.errors import ZeroEngineError
 from zeroengine.utils.malloc_trim import trim_heap
 
@@ -65,7 +65,7 @@ class TrackedStorage:
         storage = self.storage()
         assert storage is not None
         # A parameter's own view would have its shape and dtype, and might cover only a part of the storage.
-        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (self.nbytes,), (1,))
+        return storage_bytes(storage)
 
     def check_writes(self) -> None:
         """Check that the recorder has seen every write to the parameters in this storage.

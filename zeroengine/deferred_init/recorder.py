@@ -12,8 +12,10 @@ again by a replay when an operation takes it (see ``memory_budget.py``). These c
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,21 +24,19 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zeroengine.deferred_init.dispatch_modes import OpaqueAccessMode, OperationMode, is_recording
 from zeroengine.deferred_init.memory_budget import ParamRef, StorageCache, TrackedStorage
-from zeroengine.deferred_init.op_schema import METADATA, OpSchema, schema_of
+from zeroengine.deferred_init.op_call import METADATA, OpCall, is_plain
 from zeroengine.deferred_init.parameter import has_graph, make_meta
 from zeroengine.deferred_init.trace import (
     RecordedOp,
     StorageVersion,
     TensorRef,
     Trace,
-    UnsetTrace,
     default_generator,
-    map_leaves,
     tensors_of,
 )
 from zeroengine.errors import ZeroEngineError
@@ -64,11 +64,14 @@ class Recorder:
         self._cache, self._values = StorageCache(cache_bytes), values
         self._thread = threading.get_ident()
         # Operations and storages are numbered in the order in which they were made, which is the order of a replay.
-        self._last_number = 0
+        self._numbers = itertools.count(1)
         # The name of each parameter. The keys are weak, so that a module that is dropped gives its memory back.
         self._params: Any = WeakIdKeyDictionary()
         self._tracked: weakref.WeakSet[TrackedStorage] = weakref.WeakSet()
-        self._modes = (OpaqueAccessMode(self), OperationMode(self))
+        self._modes = (
+            OpaqueAccessMode(self._before_opaque_access, self._data_assigned, self._skips_init),
+            OperationMode(self._run),
+        )
         self._hooks: list[Any] = []
 
     def start(self) -> None:
@@ -103,7 +106,7 @@ class Recorder:
         # The modes end first, so that what follows is neither recorded nor taken for a use.
         for mode in reversed(self._modes):
             mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        kept: list[tuple[str, int, str]] = []
+        in_memory: list[tuple[str, int, str]] = []
         # The error is raised at the end, when every parameter has its values or its trace again.
         unseen_write: ZeroEngineError | None = None
         for tracked in list(self._tracked):
@@ -119,7 +122,7 @@ class Recorder:
             if isinstance(trace, Trace):
                 make_meta(param, trace)
             else:
-                kept.append((name, param.nbytes, trace))
+                in_memory.append((name, param.nbytes, trace))
         # From here on nothing is evicted: the storages that are left are filled for good.
         self._cache.close()
         for tracked in list(self._tracked):
@@ -130,23 +133,23 @@ class Recorder:
             if tracked.is_empty:
                 self._cache.touch(tracked)
                 if not tracked.live_params():
-                    kept.append(("a tensor", tracked.nbytes, "it shares memory with a parameter"))
+                    in_memory.append(("a tensor", tracked.nbytes, "it shares memory with a parameter"))
             delattr(storage, _TRACKED_ATTRIBUTE)
         trim_heap()
         if unseen_write is not None:
             raise unseen_write
-        return kept
+        return in_memory
 
     def _trace_or_reason(self, param: nn.Parameter) -> Trace | str:
         """Return a parameter's trace, or the reason why it has none."""
-        tracked = self._tracked_of(param) if _is_plain(param) else None
+        tracked = self._tracked_of(param) if is_plain(param) else None
         if tracked is None:
             return "its memory was not made by torch inside of the `with`"
         # The graph would go on with the old tensor, which ``make_meta`` takes away.
         if has_graph(param):
             return "autograd has a graph or a gradient of it"
         if not self._values and not tracked.reason:
-            return UnsetTrace()
+            return Trace(None)
         if tracked.version is None:
             return tracked.reason
         return Trace(TensorRef.of_tensor(param, tracked.number, tracked.nbytes, tracked.version))
@@ -173,13 +176,13 @@ class Recorder:
             # A module registers its parameters one by one, so memory is freed while a large module is built.
             self._cache.evict()
 
-    def data_assigned(self, param: torch.Tensor) -> None:
+    def _data_assigned(self, param: torch.Tensor) -> None:
         """Follow a parameter into its new storage."""
         if param in self._params:
             self._link_param(param)
 
     def _link_param(self, param: Any) -> None:
-        tracked = None if torch.nn.parameter.is_lazy(param) or not _is_plain(param) else self._tracked_of(param)
+        tracked = None if torch.nn.parameter.is_lazy(param) or not is_plain(param) else self._tracked_of(param)
         if tracked is not None:
             if not any(ref.param() is param for ref in tracked.params):
                 tracked.params.append(ParamRef(weakref.ref(param), self._params[param], param._version))
@@ -191,15 +194,15 @@ class Recorder:
             tracked = self._tracked_of(tensor)
             return tracked is not None and tracked.version is not None and tracked.version.is_uninitialised
 
-    def skips_init(self, tensor: Any) -> bool:
+    def _skips_init(self, tensor: Any) -> bool:
         """Return whether ``tensor`` is a parameter whose values will be loaded."""
         return not self._values and isinstance(tensor, nn.Parameter) and tensor in self._params
 
-    def before_opaque_access(self, tensors: list[torch.Tensor], leaked_by: str) -> None:
+    def _before_opaque_access(self, tensors: list[torch.Tensor], leaked_by: str) -> None:
         """Fill the storages of ``tensors``. Keep them in memory for good if their address leaves torch."""
         with torch._C.DisableTorchFunction():
             for tensor in tensors:
-                tracked = self._tracked_of(tensor) if _is_plain(tensor) else None
+                tracked = self._tracked_of(tensor) if is_plain(tensor) else None
                 if tracked is not None:
                     self._cache.touch(tracked)
                     if leaked_by:
@@ -207,92 +210,68 @@ class Recorder:
                         tracked.version = None
                         tracked.reason = tracked.leaked_by = f"{leaked_by}() gave its memory away"
 
-    def run(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation, record it, and free memory that exceeds the budget."""
         # These need no values in memory, so a parameter may stay empty.
         if not isinstance(operation, torch._ops.OpOverload) or operation in METADATA:
             return operation(*args, **kwargs)
         if operation.overloadpacket is _aten.set_:
             return self._run_set(operation, args, kwargs)
-        schema = schema_of(operation)
-        inputs = tensors_of((args, kwargs))
-        tracked_by_id = {id(tensor): self._tracked_of(tensor) for tensor in inputs if _is_plain(tensor)}
-        involved = {tracked for tracked in tracked_by_id.values() if tracked is not None}
+        call = OpCall(operation, args, kwargs, self._tracked_of)
         # The writes of earlier operations are counted before this one adds its own.
-        for tracked in involved:
+        for tracked in call.storages:
             tracked.check_writes()
-        written = tensors_of([args[i] if i < len(args) else kwargs.get(name) for i, name in schema.written_args])
-        targets = {target: tensor for tensor in written if (target := tracked_by_id.get(id(tensor))) is not None}
-        # Storages that the operation overwrites as a whole. Their old values are not needed.
-        overwritten = {
-            tracked
-            for tracked, tensor in targets.items()
-            if schema.overwrites
-            and sum(other is tracked for other in map(tracked_by_id.get, map(id, inputs))) == 1
-            and TensorRef.of_tensor(tensor, 0, tracked.nbytes, None).covers_storage
-        }
         # An operation that raises leaves these with memory and without values. They are emptied again, and a replay
         # fills them.
-        unfilled = [tracked for tracked in overwritten if tracked.is_empty]
-        for tracked in involved:
-            self._cache.touch(tracked, values=tracked not in overwritten)
-        if schema.is_view and operation is not _aten.lift_fresh.default:
-            return operation(*args, **kwargs)
-        reason, op = "", None
-        if self._values:
-            reason = self._reason_not_recorded(schema, inputs, tracked_by_id) or next(
-                (target.reason for target in targets if target not in overwritten), ""
-            )
-            if len(targets) < len(written):
-                reason = reason or "one operation wrote it and a tensor from outside of the `with`"
-            if not reason:
-                # The record is made before the operation runs, because it needs the generator's state and the versions
-                # of before.
-                op = self._record_op(operation, args, kwargs, schema.is_random, tracked_by_id, overwritten)
+        unfilled = [tracked for tracked in call.overwritten if tracked.is_empty]
+        for tracked in call.storages:
+            self._cache.touch(tracked, values=tracked not in call.overwritten)
+        is_literal = operation is _aten.lift_fresh.default
+        if call.schema.is_view and not is_literal:
+            return call.run()
+        reason = self._reason_not_recorded(call) if self._values else ""
+        # The record is made before the operation runs, because it needs the generator's state and the versions of
+        # before.
+        op = self._record(call) if self._values and not reason else None
         try:
-            outputs = operation(*args, **kwargs)
+            outputs = call.run()
         except BaseException:
             for tracked in unfilled:
                 self._cache.free(tracked)
             raise
         # `torch.tensor(...)` ends with this operation, on memory that it filled with Python's numbers.
-        if operation is _aten.lift_fresh.default:
+        if is_literal:
             self._track_literal(outputs)
             return outputs
-        self._update_versions(op, reason, targets, overwritten, inputs, tensors_of(outputs))
-        for tensor in written:
-            if (target := tracked_by_id.get(id(tensor))) is not None:
+        self._update_versions(call, op, reason, tensors_of(outputs))
+        for tensor in call.written:
+            if (target := call.tracked_by_id.get(id(tensor))) is not None:
                 for ref, _ in target.live_params():
                     ref.num_pending_writes += 1
         # What was written last is likely to be written again, as by an initialisation of several steps.
-        self._cache.evict(busy=targets)
+        self._cache.evict(busy=call.targets)
         return outputs
 
-    def _reason_not_recorded(
-        self, schema: OpSchema, inputs: list[torch.Tensor], tracked_by_id: dict[int, TrackedStorage | None]
-    ) -> str:
+    def _reason_not_recorded(self, call: OpCall) -> str:
         """Return why an operation cannot be replayed, or "" if it can."""
-        if not schema.is_builtin:
+        if not call.schema.is_builtin:
             return "an operation that is not torch's own wrote it"
-        for tensor in inputs:
-            tracked = tracked_by_id.get(id(tensor))
-            if id(tensor) not in tracked_by_id:
+        for tensor in call.inputs:
+            if id(tensor) not in call.tracked_by_id:
                 return f"it was computed with a {type(tensor).__name__} that is not plain memory"
+            tracked = call.tracked_by_id[id(tensor)]
             if (tracked is None or tracked.version is None) and tensor.nbytes > SMALL_BYTES:
                 return f"it was computed with a tensor of shape {tuple(tensor.shape)} " + (
                     "from outside of the `with`" if tracked is None else f"of which {tracked.reason}"
                 )
+        for target in call.targets:
+            if target.reason and target not in call.overwritten:
+                return target.reason
+        if len(call.targets) < len(call.written):
+            return "one operation wrote it and a tensor from outside of the `with`"
         return ""
 
-    def _record_op(
-        self,
-        operation: Any,
-        args: Any,
-        kwargs: Any,
-        random: bool,
-        tracked_by_id: dict[int, TrackedStorage | None],
-        overwritten: set[TrackedStorage],
-    ) -> RecordedOp:
+    def _record(self, call: OpCall) -> RecordedOp:
         """Return the record of an operation that is about to run."""
         refs: list[TensorRef] = []
         cost_bytes = 1024
@@ -308,42 +287,34 @@ class Recorder:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
             devices.append(leaf.device)
-            tracked = tracked_by_id[id(leaf)]
-            if tracked is not None and (tracked in overwritten or tracked.version is not None):
-                version = None if tracked in overwritten else tracked.version
+            tracked = call.tracked_by_id[id(leaf)]
+            if tracked is not None and (tracked in call.overwritten or tracked.version is not None):
+                version = None if tracked in call.overwritten else tracked.version
                 refs.append(TensorRef.of_tensor(leaf, tracked.number, tracked.nbytes, version))
                 return refs[-1]
             # The tensor has no version, and it is small enough for a copy of its own.
             cost_bytes += leaf.nbytes
             return leaf.detach().clone()
 
-        args, kwargs = map_leaves(reference, args), map_leaves(reference, kwargs)
+        args, kwargs = tree_map(reference, (call.args, call.kwargs))
         state = None
-        if random:
+        if call.schema.is_random:
             generator = generators[0] if generators else default_generator((devices or [torch.device("cpu")])[0])
             # The state from before the draw gives the same numbers at a replay, whatever was drawn since.
             state = (generator.device, generator.get_state())
             cost_bytes += state[1].nbytes
-        self._last_number += 1
-        dtype = torch.get_default_dtype()
-        return RecordedOp(self._last_number, operation, args, kwargs, tuple(refs), dtype, state, cost_bytes, [])
+        return RecordedOp(next(self._numbers), call.operation, args, kwargs, tuple(refs), cost_bytes, state)
 
     def _update_versions(
-        self,
-        op: RecordedOp | None,
-        reason: str,
-        targets: dict[TrackedStorage, torch.Tensor],
-        overwritten: set[TrackedStorage],
-        inputs: list[torch.Tensor],
-        outputs: list[torch.Tensor],
+        self, call: OpCall, op: RecordedOp | None, reason: str, outputs: Sequence[torch.Tensor]
     ) -> None:
         """Give every storage that an operation wrote or made its new version, or the reason why it has none."""
-        storages_before = {id(tensor.untyped_storage()) for tensor in inputs if _is_plain(tensor)}
+        storages_before = {id(tensor.untyped_storage()) for tensor in call.inputs if is_plain(tensor)}
         new: dict[TrackedStorage, None] = {}
         for index, tensor in enumerate(outputs):
             # An output may be an input or a view of one, whose storage is not new.
             if (
-                _is_plain(tensor)
+                is_plain(tensor)
                 and id(tensor.untyped_storage()) not in storages_before
                 and self._tracked_of(tensor) is None
             ):
@@ -351,7 +322,7 @@ class Recorder:
                 new[tracked] = None
                 if op is not None:
                     op.new_storages.append((index, tracked.number))
-        for tracked in (*targets, *new):
+        for tracked in (*call.targets, *new):
             storage = tracked.storage()
             assert storage is not None
             if storage.nbytes() != tracked.nbytes:
@@ -359,7 +330,7 @@ class Recorder:
             elif reason:
                 tracked.version, tracked.reason = None, reason
             elif op is not None:
-                previous = None if tracked in new or tracked in overwritten else tracked.version
+                previous = None if tracked in new or tracked in call.overwritten else tracked.version
                 self._set_version(tracked, StorageVersion.after(op, previous))
             self._cache.touch(tracked)
 
@@ -402,14 +373,9 @@ class Recorder:
         """Return a version that holds a copy of the values."""
         values = tracked.as_bytes()
         target = TensorRef.of_tensor(values, tracked.number, tracked.nbytes, None)
-        self._last_number += 1
-        dtype = torch.get_default_dtype()
-        args = (target, values.clone())
-        return StorageVersion(
-            RecordedOp(self._last_number, _aten.copy_.default, args, {}, (target,), dtype, None, tracked.nbytes, []),
-            None,
-            0,
-        )
+        args = target, values.clone()
+        op = RecordedOp(next(self._numbers), _aten.copy_.default, args, {}, (target,), tracked.nbytes)
+        return StorageVersion(op, None, 0)
 
     def _tracked_of(self, tensor: torch.Tensor) -> TrackedStorage | None:
         """Return the tracked storage of a tensor, or None where it was not made while this recorder was active."""
@@ -419,17 +385,7 @@ class Recorder:
 
     def _track(self, tensor: torch.Tensor) -> TrackedStorage:
         storage = tensor.untyped_storage()
-        self._last_number += 1
-        tracked = TrackedStorage(self._last_number, self, weakref.ref(storage), storage.nbytes())
+        tracked = TrackedStorage(next(self._numbers), self, weakref.ref(storage), storage.nbytes())
         setattr(storage, _TRACKED_ATTRIBUTE, tracked)
         self._tracked.add(tracked)
         return tracked
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is strided CPU or CUDA memory and nothing more."""
-    if not (isinstance(tensor, nn.Parameter) or type(tensor) is torch.Tensor) or is_traceable_wrapper_subclass(tensor):
-        return False
-    if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
-        return False
-    return tensor.device.type in ("cpu", "cuda")

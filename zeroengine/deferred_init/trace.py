@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
 from zeroengine.errors import ZeroEngineError
 
@@ -66,10 +67,11 @@ class RecordedOp:
     args: tuple[Any, ...]  # a TensorRef in place of each recorded tensor, copies of other tensors
     kwargs: dict[str, Any]
     refs: tuple[TensorRef, ...]  # all that are in the arguments
-    default_dtype: torch.dtype
-    generator_state: tuple[torch.device, torch.Tensor] | None  # before it drew random numbers
     cost_bytes: int  # estimate of the memory that this record takes
-    new_storages: list[tuple[int, int]]  # index of the output, number of its new storage
+    generator_state: tuple[torch.device, torch.Tensor] | None = None  # before it drew random numbers
+    default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
+    # Index of the output, number of its new storage.
+    new_storages: list[tuple[int, int]] = field(default_factory=list)
 
     def run(self, memory: Callable[[TensorRef], torch.Tensor]) -> list[torch.Tensor]:
         """Run the operation again and return its tensors. This changes generators and the default dtype.
@@ -93,7 +95,8 @@ class RecordedOp:
 
         if self.generator_state is not None:
             default_generator(self.generator_state[0]).set_state(self.generator_state[1])
-        return tensors_of(self.operation(*map_leaves(restore, self.args), **map_leaves(restore, self.kwargs)))
+        args, kwargs = tree_map(restore, (self.args, self.kwargs))
+        return tensors_of(self.operation(*args, **kwargs))
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,19 +133,32 @@ _UNINITIALISED = {
 
 
 class Trace:
-    """The way to the values of a parameter that has no memory."""
+    """The way to the values of a parameter that has no memory.
 
-    def __init__(self, ref: TensorRef) -> None:
+    Args:
+        ref: The values. None: they will be loaded, and are zeros until then.
+    """
+
+    def __init__(self, ref: TensorRef | None) -> None:
         self._ref = ref
+
+    @property
+    def is_unset(self) -> bool:
+        """Whether the values will be loaded."""
+        return self._ref is None
 
     def write(self, target: torch.Tensor) -> None:
         """Compute the values into ``target``, of the same shape."""
         ref = self._ref
+        if ref is None:
+            target.zero_()
+            return
         assert ref.version is not None
         # Values of the same layout are computed in place, without a second copy of the parameter.
         fits = target.dtype is ref.dtype and target.device == ref.device and target.stride() == ref.stride
         if fits and ref.covers_storage:
-            replay(ref.version, ref.storage, _bytes_of(target))
+            start = target.storage_offset() * target.element_size()
+            replay(ref.version, ref.storage, storage_bytes(target.untyped_storage())[start : start + target.nbytes])
         else:
             target.copy_(ref.view_in(replay(ref.version, ref.storage)))
 
@@ -152,16 +168,6 @@ class Trace:
             "a parameter that was built under zeroengine.meta_init() has no values to save yet: pass its model to "
             "zeroengine.initialize() first"
         )
-
-
-class UnsetTrace(Trace):
-    """The trace of a parameter whose values will be loaded. It is zeros until then."""
-
-    def __init__(self) -> None: ...
-
-    def write(self, target: torch.Tensor) -> None:
-        """Fill ``target`` with zeros."""
-        target.zero_()
 
 
 def replay(version: StorageVersion, storage: int, into: torch.Tensor | None = None) -> torch.Tensor:
@@ -199,9 +205,9 @@ def replay(version: StorageVersion, storage: int, into: torch.Tensor | None = No
             for index, number in op.new_storages:
                 # The operation allocated the storage itself, so its bytes are copied to where they are wanted.
                 if number == storage and into is not None:
-                    into.copy_(storage_bytes(outputs[index]))
+                    into.copy_(storage_bytes(outputs[index].untyped_storage()))
                 elif number in last:
-                    memory[number] = storage_bytes(outputs[index])
+                    memory[number] = storage_bytes(outputs[index].untyped_storage())
             # A reference to the outputs would keep memory alive that is freed below.
             del outputs
             for number in _storages_of(op):
@@ -254,30 +260,11 @@ def default_generator(device: torch.device) -> torch.Generator:
     return torch.default_generator
 
 
-def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all of the tensor's storage (1-D, uint8)."""
-    storage = tensor.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a dense tensor (1-D, uint8), a view."""
-    start = tensor.storage_offset() * tensor.element_size()
-    return storage_bytes(tensor)[start : start + tensor.nbytes]
-
-
-def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Return ``tree`` (the arguments of an operation) with ``function`` applied to every leaf."""
-    if isinstance(tree, (tuple, list)):
-        return type(tree)([map_leaves(function, item) for item in tree])
-    if isinstance(tree, dict):
-        return {key: map_leaves(function, value) for key, value in tree.items()}
-    return function(tree)
+def storage_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    """Return all of a storage as a tensor (1-D, uint8)."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
     """Return the tensors among the arguments or results of an operation."""
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    items = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (tuple, list)) else ()
-    return [tensor for item in items for tensor in tensors_of(item)]
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

@@ -128,7 +128,7 @@ def assemble(
     forbid_forward_while_unset(model, units)
     # Each unit took rank 0's parameters above. Buffers belong to no unit, so rank 0 broadcasts them here.
     mixed_precision.prepare_buffers(model, config, group.device, group.broadcast)
-    scaler = LossScaler.of(config.fp16) if config.scales_loss else LossScaler()
+    scaler = LossScaler(config.fp16 if config.scales_loss else None)
     # Only trainable parameters get gradients, and the first of these marks the beginning of a plain backward.
     backward = BackwardTracker([p for unit in units if unit.trainable for p in unit.params], config.scales_loss)
     micro_steps_per_step = None if config.manual_accumulation else int(config.gradient_accumulation_steps)

@@ -161,7 +161,7 @@ class StepRunner(BackwardListener):
             0-d float64 on the device that the gradients are on.
         """
         self.sync_step()
-        norm = self._optimizer.norm(self.divisor(), self._label())
+        norm = self._optimizer.backend.norm(self.divisor(), self._label())
         # The gradient is scaled only once, in the update. A second call therefore keeps the smaller limit.
         self._clip_once = min(max_norm, self._clip_once or math.inf)
         return norm
@@ -201,12 +201,12 @@ class StepRunner(BackwardListener):
         limit = self._pop_clip_limit()
         settings = StepSettings(self.divisor(), limit, self._skips, self._label(limit))
         try:
-            result = self._optimizer.update(settings)
+            result = self._optimizer.backend.step(settings)
         except DivergenceError:
             # The gradients of this step count as used, so that the next backward starts a new step.
             self._reducer.end_step()
             raise
-        if self._optimizer.issues_without_waiting:
+        if self._optimizer.backend.issues_without_waiting:
             self._follow_later(result)
             return result
         self.grad_norm = result.grad_norm
@@ -254,7 +254,7 @@ class StepRunner(BackwardListener):
         self._transport.check_order()
         # The record is cleared before anything can raise or ask again, so a step is counted once.
         (result, revert_schedule), self._issued = self._issued, None
-        self._optimizer.sync_step_counts()
+        self._optimizer.backend.sync_step_counts()
         self.grad_norm = result.grad_norm
         updates, finite = bool(result), math.isfinite(result.grad_norm)
         # The step was skipped, so the schedule has to forget that it was stepped.
@@ -318,7 +318,7 @@ class StepRunner(BackwardListener):
 
     def _report(self, step: int, skipped: bool) -> None:
         """Say which gradient was not finite. Raise on every rank where no smaller loss scale is left. A collective."""
-        name = self._optimizer.first_not_finite() or "none alone: their sum of squares"
+        name = self._optimizer.gradient_norm.first_not_finite() or "none alone: their sum of squares"
         what = f"the gradient of {name} is not finite"
         # The loss scale is the same on every rank, so either all ranks raise or none does.
         if self._config.scales_loss and self._scaler.exhausted:

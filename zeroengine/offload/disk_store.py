@@ -2,37 +2,31 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
-from zeroengine.disk.aligned_memory import aligned_zeros
 from zeroengine.disk.mapped_memory import populate, release_mapped
 from zeroengine.disk.queue import DiskQueue
 from zeroengine.disk.swap_files import SwapFile, SwapFolder
 from zeroengine.errors import ZeroEngineError
-from zeroengine.offload.interfaces import AddressMap, Direction, Medium, padded_nbytes
-from zeroengine.utils.work import Completed, Work
+from zeroengine.offload.interfaces import Medium, padded_nbytes
+from zeroengine.utils.work import Work
 
 MIN_EXTRA_FILE_BYTES = 1 << 26
 # How much of a mapped state is in memory at once while it is filled, in bytes.
 FILL_CHUNK_BYTES = 1 << 22
 
 
-@dataclass(frozen=True)
-class _FileRegion:
+class _FileRegion(NamedTuple):
     """The part of a file that is a state.
 
     Attributes:
-        address: The address at which the mapped state begins.
         file: The file.
         offset: The offset of the state in the file, in bytes.
         mapped: The mapped state.
     """
 
-    address: int
     file: SwapFile
     offset: int
     mapped: torch.Tensor
@@ -58,14 +52,15 @@ class DiskStore:
     """
 
     medium: Medium = "nvme"
-    stream_ordered = False
+    copies = None
 
     def __init__(self, folder: SwapFolder, queue: DiskQueue, expected_bytes: int) -> None:
         self._folder, self._queue = folder, queue
         # The file takes its space here, so that a full disk is an error before training begins.
         self._file = folder.file("states", padded_nbytes(expected_bytes))
         self._end = 0
-        self._regions = AddressMap[_FileRegion]()
+        # By the address of the state's storage, which is that of all parts of the state.
+        self._regions: dict[int, _FileRegion] = {}
         self._error: BaseException | None = None
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -75,15 +70,14 @@ class DiskStore:
         if self._end + nbytes > self._file.nbytes:
             self._file, self._end = self._folder.file("more states", max(nbytes, MIN_EXTRA_FILE_BYTES)), 0
         mapped = self._file.mapped(self._end, numel, dtype)
-        address = mapped.data_ptr()
-        self._regions.add(address, nbytes, _FileRegion(address, self._file, self._end, mapped))
+        self._regions[mapped.untyped_storage().data_ptr()] = _FileRegion(self._file, self._end, mapped)
         self._end += nbytes
         return mapped
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` is a mapped state of this store, or a part of one."""
         # Addresses of a GPU's memory may be equal to some of the host's, so the device is compared first.
-        return tensor.device.type == "cpu" and self._regions.find(tensor) is not None
+        return tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() in self._regions
 
     def fill(self, state: torch.Tensor, values: torch.Tensor) -> None:
         """Write ``values`` through the mapping, a chunk at a time."""
@@ -95,18 +89,6 @@ class DiskStore:
             chunk.copy_(values[start : start + numel])
             # A state may be larger than memory, so no more than a chunk of it stays.
             self.evict(chunk)
-
-    def staging_buffer(self, nbytes: int) -> torch.Tensor:
-        """Return aligned CPU memory."""
-        return aligned_zeros(nbytes, torch.uint8)
-
-    def on_copy_stream(self, direction: Direction) -> AbstractContextManager[Any]:
-        """Do nothing: a disk's transfers are in no stream."""
-        return nullcontext()
-
-    def record_event(self) -> Work:
-        """Return a completed work: what the CPU was asked to do is done."""
-        return Completed()
 
     def read(self, state: torch.Tensor, into: torch.Tensor) -> Work:
         """Start to read a state from its file. The last block of ``into`` is overwritten to its end."""
@@ -121,9 +103,8 @@ class DiskStore:
 
     def _locate(self, state: torch.Tensor) -> tuple[SwapFile, int]:
         """Return the file that a state is in, and where it begins there in bytes."""
-        region = self._regions.find(state)
-        assert region is not None
-        return region.file, region.offset + state.data_ptr() - region.address
+        region = self._regions[state.untyped_storage().data_ptr()]
+        return region.file, region.offset + state.data_ptr() - region.mapped.data_ptr()
 
     @property
     def traffic(self) -> tuple[int, int]:

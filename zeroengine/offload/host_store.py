@@ -6,7 +6,6 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 
 from zeroengine.offload.disk_store import DiskStore
-from zeroengine.offload.interfaces import AddressMap, Copies, Direction, Medium, OffloadStore, padded_nbytes
+from zeroengine.offload.interfaces import Copies, Medium, OffloadStore, padded_nbytes
 from zeroengine.utils.work import Work
 
 
@@ -23,45 +22,33 @@ class HostStore:
     """An ``OffloadStore`` in CPU memory, for states of a GPU."""
 
     medium: Medium = "cpu"
-    stream_ordered = True
 
     def __init__(self, copies: Copies) -> None:
-        self._copies = copies
-        self._states = AddressMap[bool]()
+        self.copies = copies
+        # The addresses of the states' storages.
+        self._states: set[int] = set()
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a new state in host memory that copies are fast from and to."""
-        state = self._copies.host_memory(numel, dtype)
-        self._states.add(state.data_ptr(), state.nbytes, True)
+        state = self.copies.host_memory(numel, dtype)
+        self._states.add(state.untyped_storage().data_ptr())
         return state
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` is a state of this store, or a part of one."""
-        return tensor.device.type == "cpu" and self._states.find(tensor) is not None
+        return tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() in self._states
 
     def fill(self, state: torch.Tensor, values: torch.Tensor) -> None:
         """Copy ``values`` over a state."""
         state.copy_(values)
 
-    def staging_buffer(self, nbytes: int) -> torch.Tensor:
-        """Return device memory."""
-        return self._copies.device_memory(nbytes)
-
-    def on_copy_stream(self, direction: Direction) -> AbstractContextManager[Any]:
-        """Make a copy stream current."""
-        return self._copies.on_copy_stream(direction)
-
-    def record_event(self) -> Work:
-        """Record an event on the current stream."""
-        return self._copies.record_event()
-
     def read(self, state: torch.Tensor, into: torch.Tensor) -> Work:
         """Start to copy a state to the device."""
-        return self._copies.copy(into, state)
+        return self.copies.copy(into, state)
 
     def write(self, source: torch.Tensor, state: torch.Tensor) -> Work:
         """Start to copy a state from the device."""
-        return self._copies.copy(state, source)
+        return self.copies.copy(state, source)
 
     def evict(self, *states: torch.Tensor) -> None:
         """Do nothing: using states in place takes no memory."""
@@ -69,8 +56,11 @@ class HostStore:
     def poison(self, error: BaseException) -> None:
         """Do nothing: a copy that fails ends the CUDA context."""
 
+    def close(self) -> None:
+        """Do nothing: the states free their memory themselves."""
 
-class DeviceStore:
+
+class DeviceStates:
     """The device as a ``StateStore`` of the host: every state that lives in none of ``others``. For a ``Pipeline``."""
 
     def __init__(self, copies: Copies, others: Sequence[OffloadStore]) -> None:
@@ -110,7 +100,7 @@ class _BounceBuffer:
 # thread starts the second half when the first is done, so that the caller never waits. Reads and writes have a thread
 # each: a write's copy waits for kernels of the device, which may themselves wait for a read. One thread for both could
 # wait for itself.
-class DiskThroughHost:
+class StagedDiskStore:
     """An ``OffloadStore`` on a disk for states of a GPU, which go through buffers in host memory.
 
     Args:
@@ -120,10 +110,9 @@ class DiskThroughHost:
     """
 
     medium: Medium = "nvme"
-    stream_ordered = True
 
     def __init__(self, disk: DiskStore, copies: Copies, num_buffers: int) -> None:
-        self._disk, self._copies, self._num_buffers = disk, copies, num_buffers
+        self._disk, self.copies, self._num_buffers = disk, copies, num_buffers
         # The buffer whose last use began first comes first.
         self._buffers: list[_BounceBuffer] = []
         # By the state's address. A write that nobody refers to any more, and no buffer either, was awaited.
@@ -151,22 +140,10 @@ class DiskThroughHost:
         """Poison the store on the disk."""
         self._disk.poison(error)
 
-    def on_copy_stream(self, direction: Direction) -> AbstractContextManager[Any]:
-        """Make a copy stream current."""
-        return self._copies.on_copy_stream(direction)
-
-    def record_event(self) -> Work:
-        """Record an event on the current stream."""
-        return self._copies.record_event()
-
     @property
     def nbytes(self) -> int:
         """Bytes of host memory that the buffers take."""
         return sum(buffer.memory.nbytes for buffer in self._buffers)
-
-    def staging_buffer(self, nbytes: int) -> torch.Tensor:
-        """Return device memory."""
-        return self._copies.device_memory(nbytes)
 
     def read(self, state: torch.Tensor, into: torch.Tensor) -> Work:
         """Start to read a state from the disk to the device."""
@@ -175,13 +152,13 @@ class DiskThroughHost:
         buffer = self._free_buffer(into.nbytes)
         host = buffer.memory[: into.nbytes].view(into.dtype)
         # The copy is issued by another thread, whose current stream is not this one's: it is ordered by the event.
-        issued, disk_read = self._copies.record_event(), self._disk.read(state, host)
+        issued, disk_read = self.copies.record_event(), self._disk.read(state, host)
         buffer.last_use = _ChainedTransfer(self._reader.submit(self._copy_in, disk_read, into, host, issued))
         return buffer.last_use
 
     def _copy_in(self, disk_read: Work, into: torch.Tensor, host: torch.Tensor, after: Work) -> Work:
         disk_read.wait_host()
-        return self._copies.copy(into, host, after)
+        return self.copies.copy(into, host, after)
 
     def write(self, source: torch.Tensor, state: torch.Tensor) -> Work:
         """Start to write a state from the device to the disk."""
@@ -190,7 +167,7 @@ class DiskThroughHost:
         host = buffer.memory[: source.nbytes].view(source.dtype)
         # The copy from the device is issued in this thread, behind the kernels of its current stream that made
         # ``source``.
-        copied = self._copies.copy(host, source)
+        copied = self.copies.copy(host, source)
         written = _ChainedTransfer(self._writer.submit(self._write_out, copied, host, state), copied)
         # The buffer keeps the write alive until it was awaited. The dictionary alone would not.
         buffer.last_use = self._writes[state.data_ptr()] = written
@@ -213,7 +190,7 @@ class DiskThroughHost:
         if free is None and len(fitting) >= self._num_buffers:
             free = fitting[0]
         if free is None:
-            free = _BounceBuffer(self._copies.host_memory(padded_nbytes(nbytes), torch.uint8))
+            free = _BounceBuffer(self.copies.host_memory(padded_nbytes(nbytes), torch.uint8))
         else:
             self._buffers.remove(free)
         # The list is in the order of the last uses, so the buffer goes to its end.
@@ -225,10 +202,11 @@ class DiskThroughHost:
         return free
 
     def close(self) -> None:
-        """End both threads after what they were given."""
+        """End both threads after what they were given, then close the store on the disk."""
         # The first halves that are under way come to their end before the disk is closed.
         self._reader.close()
         self._writer.close()
+        self._disk.close()
 
 
 class _TransferThread:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -39,14 +41,14 @@ class OffloadedShards:
         num_buffers: The number of shards in memory at once; there are more only where a peer is slow to take them.
 
     Attributes:
+        store: The store of the shards.
         medium: The kind of memory that the shards are in.
         can_gather_ahead: Whether a gather may be issued ahead of its use. Elsewhere the host would have to wait for the
             disk or for its peers first, so only the read is issued ahead.
     """
 
     def __init__(self, store: OffloadStore, transport: Transport, num_buffers: int) -> None:
-        self._store, self._transport = store, transport
-        self.medium = store.medium
+        self.store, self._transport, self.medium = store, transport, store.medium
         self._num_buffers = num_buffers
         self._single_rank = transport.world_size == 1
         # A single rank needs no collective. Elsewhere the transport must overlap, and a shard in CPU memory is copied
@@ -62,32 +64,11 @@ class OffloadedShards:
         """Bytes of memory that the buffers take."""
         return sum(buffer.memory.nbytes for buffer in self._buffers)
 
-    @property
-    def stream_ordered(self) -> bool:
-        """Whether the device's streams order the transfers. See ``OffloadStore``."""
-        return self._store.stream_ordered
-
-    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a new shard in the store."""
-        return self._store.empty(numel, dtype)
-
     def fill(self, shard: torch.Tensor, values: torch.Tensor) -> None:
         """Replace the values of a shard, also of one that was read ahead."""
         # What was read ahead would be the values of before.
         self.discard_prefetched(shard)
-        self._store.fill(shard, values)
-
-    def staging_buffer(self, shard: torch.Tensor) -> torch.Tensor:
-        """Return new memory on the device with the shape and dtype of a shard."""
-        return self._store.staging_buffer(padded_nbytes(shard.nbytes))[: shard.nbytes].view(shard.dtype)
-
-    def read(self, shard: torch.Tensor, into: torch.Tensor) -> Work:
-        """Start to read a shard into memory of ``staging_buffer``."""
-        return self._store.read(shard, into)
-
-    def write(self, source: torch.Tensor, shard: torch.Tensor) -> Work:
-        """Start to write memory over a shard. What was read ahead of it must have been discarded."""
-        return self._store.write(source, shard)
+        self.store.fill(shard, values)
 
     def prefetch(self, shard: torch.Tensor) -> None:
         """Start to read a shard that will soon be gathered, unless all buffers but one are taken."""
@@ -99,12 +80,12 @@ class OffloadedShards:
         """Start to gather all ranks' shards into ``full``. As ``Channel.all_gather``."""
         # At one rank the shard is all of the full buffer, and is read straight into it.
         if self._single_rank:
-            return self._store.read(shard, full)
+            return self.store.read(shard, full)
         prefetched = self._prefetched.pop(shard.data_ptr(), None)
         buffer, read = prefetched if prefetched is not None else self._start_read(shard)
         arrived = buffer.memory[: shard.nbytes].view(shard.dtype)
         # The collective is ordered behind the read on the copy stream, so that the computation waits for neither.
-        with self._store.on_copy_stream("in"):
+        with self._on_read_stream():
             try:
                 read.wait_stream()
             finally:
@@ -130,14 +111,14 @@ class OffloadedShards:
         for _, read in discarded.values():
             read.wait_host()
 
-    def poison(self, error: BaseException) -> None:
-        """Poison the store."""
-        self._store.poison(error)
+    def _on_read_stream(self) -> AbstractContextManager[Any]:
+        """Make the stream of the reads current; do nothing where they are in no stream."""
+        return nullcontext() if self.store.copies is None else self.store.copies.on_copy_stream("in")
 
     def _start_read(self, shard: torch.Tensor) -> tuple[_SendBuffer, Work]:
         buffer = self._free_buffer(shard.nbytes)
         buffer.busy = True
-        return buffer, self._store.read(shard, buffer.memory[: shard.nbytes].view(shard.dtype))
+        return buffer, self.store.read(shard, buffer.memory[: shard.nbytes].view(shard.dtype))
 
     def _free_buffer(self, nbytes: int) -> _SendBuffer:
         """Return a buffer of at least ``nbytes`` bytes that peers have taken everything from."""
@@ -163,7 +144,7 @@ class OffloadedShards:
         if not timeout_s:
             return self._transport.gather.reusable(buffer.gather, 0.0)
         # A transport may wait by ordering the current stream: that of the next read into this buffer.
-        with self._store.on_copy_stream("in"):
+        with self._on_read_stream():
             return self._transport.gather.reusable(buffer.gather, timeout_s)
 
     def _move_to_end(self, buffer: _SendBuffer) -> _SendBuffer:

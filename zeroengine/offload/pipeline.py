@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle, islice
 
 import torch
 
@@ -48,34 +49,23 @@ class PipelineTask:
 
 @dataclass
 class _Buffer:
-    """Memory for the moved operands of one task, and the writes that are under way from it."""
-
-    memory: torch.Tensor
-    writes: list[Work] = field(default_factory=list)
-
-    def wait_writes(self) -> None:
-        """Return when everything that was written from here has arrived."""
-        while self.writes:
-            self.writes.pop().wait_host()
-
-
-@dataclass
-class _StartedTask:
-    """A task whose reads are under way.
+    """Memory for the moved operands of one task, and that task.
 
     Attributes:
-        task: The task.
-        buffer: The buffer of its moved operands.
-        tensors: The arguments of ``compute``.
-        reads: The reads that must arrive before.
+        memory: The memory.
+        compute: The task's function.
+        tensors: Its arguments.
+        reads: The reads under way, which must arrive before it.
         results: The writes that follow: for each one its store, its source and the state that it replaces.
+        writes: The writes under way.
     """
 
-    task: PipelineTask
-    buffer: _Buffer
+    memory: torch.Tensor
+    compute: Callable[..., None] = field(init=False)
     tensors: list[torch.Tensor] = field(default_factory=list)
     reads: list[Work] = field(default_factory=list)
     results: list[tuple[StateStore, torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    writes: list[Work] = field(default_factory=list)
 
 
 class Pipeline:
@@ -129,57 +119,56 @@ class Pipeline:
             self._run(tasks)
 
     def _run(self, tasks: Iterable[PipelineTask]) -> None:
-        started: deque[_StartedTask] = deque()
-        remaining = iter(tasks)
-        buffer_index = 0
+        started: deque[_Buffer] = deque()
+        remaining, buffers = iter(tasks), cycle(self._buffers)
         try:
             while True:
                 # Two buffers are left to the task that computes and to the one that is being written.
-                while len(started) < len(self._buffers) - 2 and (task := next(remaining, None)) is not None:
-                    started.append(self._start(task, self._buffers[buffer_index]))
-                    buffer_index = (buffer_index + 1) % len(self._buffers)
+                for task in islice(remaining, len(self._buffers) - 2 - len(started)):
+                    started.append(next(buffers))
+                    self._start(task, started[-1])
                 if not started:
                     break
                 self._finish(started.popleft())
         finally:
             # After a failure transfers still use the buffers: the next run must not find them at work.
-            for waiting in started:
-                _finish_transfers(waiting.reads)
+            for buffer in self._buffers:
+                _finish_transfers(buffer.reads)
             errors = [error for buffer in self._buffers if (error := _finish_transfers(buffer.writes)) is not None]
         if errors:
             raise errors[0]
 
-    def _start(self, task: PipelineTask, buffer: _Buffer) -> _StartedTask:
+    def _start(self, task: PipelineTask, buffer: _Buffer) -> None:
         """Lay the moved operands out in ``buffer``, each from a block on, and start their reads."""
         # The buffer's last task may still be on its way to its store.
-        buffer.wait_writes()
-        started = _StartedTask(task, buffer)
+        while buffer.writes:
+            buffer.writes.pop().wait_host()
+        buffer.compute, buffer.tensors, buffer.results = task.compute, [], []
         end = 0
         for operand in task.operands:
             state = operand.tensor
             # An operand that lives in none of the stores is memory that the kernel can use where it is.
             store = next((store for store in self._stores if store.holds(state)), None)
             if store is None:
-                started.tensors.append(state)
+                buffer.tensors.append(state)
                 continue
             start, end = end, end + padded_nbytes(state.nbytes)
             # The store may move whole blocks, so operands share none.
             part = buffer.memory[start : start + state.nbytes].view(state.dtype)
-            started.tensors.append(part)
+            buffer.tensors.append(part)
             if operand.reads:
-                started.reads.append(store.read(state, part))
+                buffer.reads.append(store.read(state, part))
             if operand.writes:
-                started.results.append((store, part, state))
-        return started
+                buffer.results.append((store, part, state))
 
-    def _finish(self, started: _StartedTask) -> None:
+    def _finish(self, buffer: _Buffer) -> None:
         """Compute a task once its reads have arrived, and start its writes."""
-        while started.reads:
+        while buffer.reads:
             # Reads are awaited by the host, since the kernel runs on the CPU.
-            started.reads.pop(0).wait_host()
-        started.task.compute(*started.tensors)
+            buffer.reads.pop(0).wait_host()
+        buffer.compute(*buffer.tensors)
         # Nobody waits for the writes here: the next task in this buffer does, or the end of ``run``.
-        started.buffer.writes += [store.write(part, state) for store, part, state in started.results]
+        buffer.writes += [store.write(part, state) for store, part, state in buffer.results]
 
 
 def _finish_transfers(transfers: list[Work]) -> Exception | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,14 +11,14 @@ import torch
 from zeroengine.comm.interfaces import Transport
 from zeroengine.config import FLOATS, Config
 from zeroengine.config.offload import OffloadOptimizer, OffloadParam
-from zeroengine.disk.aligned_memory import ALIGNMENT
+from zeroengine.disk.aligned_memory import ALIGNMENT, round_up_to_block
 from zeroengine.disk.probe import DiskSettings, tune
 from zeroengine.disk.queue import DiskQueue
 from zeroengine.disk.swap_files import SwapFolder
 from zeroengine.offload.device_copies import GPUCopies
 from zeroengine.offload.disk_store import DiskStore
 from zeroengine.offload.host_memory import check_host_memory
-from zeroengine.offload.host_store import DeviceStore, DiskThroughHost, HostStore
+from zeroengine.offload.host_store import DeviceStates, HostStore, StagedDiskStore
 from zeroengine.offload.interfaces import Copies, OffloadStore, StateStore, padded_nbytes
 from zeroengine.offload.offloaded_shards import OffloadedShards
 from zeroengine.offload.pipeline import Pipeline
@@ -61,7 +62,7 @@ class Placement:
     @property
     def host_buffer_bytes(self) -> int:
         """Bytes of the CPU memory between stores and computation."""
-        bounce_buffers = sum(store.nbytes for store in self.stores if isinstance(store, DiskThroughHost))
+        bounce_buffers = sum(store.nbytes for store in self.stores if isinstance(store, StagedDiskStore))
         return bounce_buffers + (self.pipeline.nbytes if self.pipeline is not None else 0)
 
     def evict(self, *states: torch.Tensor) -> None:
@@ -86,12 +87,8 @@ class Placement:
     def close(self) -> None:
         """Wait for what is under way, and close all stores."""
         self.finish_copies()
-        # The threads of a DiskThroughHost use the disk, so they end first.
         for store in self.stores:
-            if isinstance(store, DiskThroughHost):
-                store.close()
-        for disk in self.disks:
-            disk.close()
+            store.close()
 
 
 def place_states(
@@ -128,49 +125,45 @@ def place_states(
 
     # Units that stay gathered between uses gain nothing from a shard that is elsewhere.
     params_offloaded = [param_location is not None and plan.numel > zero.param_persistence_threshold for plan in plans]
-    optimizer_offloaded = [
-        within_ratio and optimizer_location is not None
-        for within_ratio in _within_ratio([plan.numel for plan in trainable], zero.offload_optimizer.ratio)
-    ]
+    ratio = zero.offload_optimizer.ratio if optimizer_location is not None else 0.0
+    optimizer_offloaded = _within_ratio([plan.numel for plan in trainable], ratio)
     # What each store must hold is known before anything is opened, so that a full disk is an error at the start.
     shard_bytes = [
         padded_nbytes(_shard_numel(plan, degrees, degrees.parameters, transport) * plan.dtype.itemsize) * offloaded
         for plan, offloaded in zip(plans, params_offloaded, strict=True)
     ]
-    bytes_by_location: dict[str, int] = {}
-    if param_location is not None:
-        bytes_by_location[param_location] = sum(shard_bytes)
-    if optimizer_location is not None:
-        state_bytes = sum(
-            _optimizer_state_bytes(plan, degrees, config, transport)
-            for plan, offloaded in zip(trainable, optimizer_offloaded, strict=True)
-            if offloaded
-        )
-        # Both sections may name one folder, which then has one store with room for both.
-        bytes_by_location[optimizer_location] = bytes_by_location.get(optimizer_location, 0) + state_bytes
+    state_bytes = [
+        _optimizer_state_bytes(plan, degrees, config, transport) * offloaded
+        for plan, offloaded in zip(trainable, optimizer_offloaded, strict=True)
+    ]
+    # Both sections may name one folder, which then has one store with room for both.
+    bytes_by_location = Counter({param_location: sum(shard_bytes)})
+    bytes_by_location[optimizer_location] += sum(state_bytes)
 
     disks = {
         path: open_disk(path, nbytes, config, transport.rank)
         for path, nbytes in bytes_by_location.items()
-        if path != CPU_MEMORY
+        if path not in (None, CPU_MEMORY)
     }
-    stores: dict[str, OffloadStore] = dict(disks)
-    if copies is not None:
-        num_buffers = zero.offload_param.buffer_count
+    # None, which stands for the device, has no store.
+    stores: dict[str | None, OffloadStore] = {
         # A disk cannot read from a GPU's memory, so every transfer passes through the host.
-        stores = {path: DiskThroughHost(disk, copies, num_buffers) for path, disk in disks.items()}
-        if CPU_MEMORY in bytes_by_location:
-            stores[CPU_MEMORY] = HostStore(copies)
+        path: disk if copies is None else StagedDiskStore(disk, copies, zero.offload_param.buffer_count)
+        for path, disk in disks.items()
+    }
+    if copies is not None and CPU_MEMORY in bytes_by_location:
+        stores[CPU_MEMORY] = HostStore(copies)
+    param_store, optimizer_store = stores.get(param_location), stores.get(optimizer_location)
     shards = None
-    if param_location is not None:
-        shards = OffloadedShards(stores[param_location], transport, zero.offload_param.buffer_count)
+    if param_store is not None:
+        shards = OffloadedShards(param_store, transport, zero.offload_param.buffer_count)
 
     # The pipeline runs on the CPU: it moves what is on a disk, and on a GPU. Where only parameters are offloaded from a
     # GPU there is none: the update is on the GPU, and the shards come to it.
     moved_stores: list[StateStore] = list(disks.values())
     if copies is not None:
         # Gradients and parameters that stay on the GPU are brought to the CPU's update like those on a disk.
-        moved_stores.append(DeviceStore(copies, tuple(stores.values())))
+        moved_stores.append(DeviceStates(copies, tuple(stores.values())))
     element_bytes = max(
         (_moved_element_bytes(plan, config, param_location, optimizer_location, copies) for plan in trainable),
         default=1,
@@ -178,26 +171,22 @@ def place_states(
     has_pipeline = copies is None or optimizer_location is not None
     largest_shard = max((_shard_numel(plan, degrees, degrees.optimizer, transport) for plan in trainable), default=1)
     # No chunk need be longer than a shard.
-    chunk_numel = min(zero.offload_optimizer.buffer_size, -(-largest_shard // ALIGNMENT) * ALIGNMENT)
+    chunk_numel = min(zero.offload_optimizer.buffer_size, round_up_to_block(largest_shard))
     chunk_numel = max(chunk_numel // ALIGNMENT, 1) * ALIGNMENT
     num_chunks = zero.offload_optimizer.buffer_count
 
     pipeline_bytes = has_pipeline * num_chunks * chunk_numel * element_bytes
-    params_on_disk = param_location not in (None, CPU_MEMORY)
-    send_buffer_bytes = zero.offload_param.buffer_count * max(shard_bytes) if params_on_disk else 0
+    send_buffer_bytes = zero.offload_param.buffer_count * max(shard_bytes) if param_location in disks else 0
     # Masters and buffers are allocated later; a machine that runs out then would kill processes without a message.
     check_host_memory(
-        bytes_by_location.get(CPU_MEMORY, 0) + pipeline_bytes + send_buffer_bytes,
+        bytes_by_location[CPU_MEMORY] + pipeline_bytes + send_buffer_bytes,
         on_disk=CPU_MEMORY not in bytes_by_location,
     )
     return Placement(
         tuple(disks.values()),
         tuple(stores.values()),
         [shards if offloaded else None for offloaded in params_offloaded],
-        [
-            stores[optimizer_location] if optimizer_location is not None and offloaded else None
-            for offloaded in optimizer_offloaded
-        ],
+        [optimizer_store if offloaded else None for offloaded in optimizer_offloaded],
         Pipeline(moved_stores, num_chunks, chunk_numel, element_bytes, copies) if has_pipeline else None,
         copies,
     )
@@ -247,7 +236,7 @@ def _within_ratio(sizes: Sequence[int], ratio: float) -> list[bool]:
 def _shard_numel(plan: UnitPlan, degrees: Degrees, degree: int, transport: Transport) -> int:
     """Return the elements, with padding, of a rank's shard of a state that is partitioned over ``degree`` ranks."""
     shapes = ((name, tuple(param.shape)) for name, param in plan.params)
-    align = transport.shard_align(plan.dtype)
+    align = max(transport.shard_align_bytes // plan.dtype.itemsize, 1)
     return FlatLayout.build(plan.name, shapes, degrees, transport.world_size, align).shard_numel(degree)
 
 

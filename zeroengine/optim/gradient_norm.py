@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from itertools import islice
+from typing import Protocol
 
 import torch
 
@@ -41,18 +42,6 @@ class GradientSource(Protocol):
         """Reduce the gradients that wait. Call it on every rank if any rank has some."""
 
 
-class GradientSummary(NamedTuple):
-    """The facts about the summed gradients that all ranks know.
-
-    Attributes:
-        squared_norm: Of the summed gradients, before any division.
-        has_grad: For each unit and parameter, whether any rank computed a gradient.
-    """
-
-    squared_norm: float
-    has_grad: list[list[bool]]
-
-
 class GradientNorm:
     """Sums the squared norm over the ranks, with one flag for each parameter and the checksums of outside writes.
 
@@ -76,25 +65,33 @@ class GradientNorm:
         """The device that gradients are on when their norm is taken."""
         return self._shards[0].unit.full_buffer.device if self._shards else torch.device("cpu")
 
-    def summarize(self, label: str) -> GradientSummary:
-        """Return the summary of the gradients, once those that wait on some rank have been reduced. A collective.
+    def summarize(self, label: str) -> tuple[float, list[list[bool]]]:
+        """Return what all ranks know of the gradients, once those that wait on some rank have been reduced.
+
+        A collective.
 
         Args:
             label: Names the collective; ranks that differ in it are refused.
+
+        Returns:
+            The squared norm of the summed gradients, before any division; and for each unit and parameter whether any
+            rank computed a gradient.
 
         Raises:
             DivergenceError: On every rank, where the ranks wrote different values. Nothing has changed.
         """
         # No rank knows whether another one has late gradients, and all must reduce them together. So the first sum
         # carries the question with it.
-        summary, any_late = self._summarize_once(label, late=self._source.has_late_gradients)
+        squared_norm, any_late, *flags = self._sum_on_host(label, late=self._source.has_late_gradients)
         if any_late:
             self._source.reduce_late_gradients()
-            summary, _ = self._summarize_once(label, late=False)
-        return summary
+            squared_norm, _, *flags = self._sum_on_host(label, late=False)
+        remaining = iter(flags)
+        has_grad = [[flag > 0 for flag in islice(remaining, len(shard.unit.params))] for shard in self._shards]
+        return squared_norm, has_grad
 
-    def _summarize_once(self, label: str, *, late: bool) -> tuple[GradientSummary, bool]:
-        """Return the summary, and whether gradients wait on some rank.
+    def _sum_on_host(self, label: str, *, late: bool) -> list[float]:
+        """Return sums over the ranks: squared norms, whether gradients wait, and a flag for each parameter.
 
         One collective of a float64 vector carries everything: the squared norm of this rank's slices, whether gradients
         wait on this rank, a flag for each parameter, and the checksums of what was written from outside.
@@ -108,22 +105,18 @@ class GradientNorm:
                 squared_norm = _squared_norm(shard.gradient_for_norm(world_size))
             # The sum stays on the gradients' device, in the order of the units, which is the same at every stage.
             values[0] += squared_norm
-        total = self._transport.all_reduce_scalars(values, label).tolist()
+        sums = self._transport.all_reduce_scalars(values, label).tolist()
         # Ranks that ran different collectives are reported here, before anything is updated.
         self._transport.check_order()
-        has_grad, start = [], 2
-        for shard in self._shards:
-            stop = start + len(shard.unit.params)
-            has_grad.append([flag > 0 for flag in total[start:stop]])
-            start = stop
+        checksums = 2 + sum(len(shard.unit.params) for shard in self._shards)
         # This comes before the result is used: nothing has been updated where the ranks differ.
-        self._writes.raise_if_different(self._writes.suspects(total[start:]))
-        return GradientSummary(total[0], has_grad), total[1] > 0
+        self._writes.raise_if_different(self._writes.suspects(sums[checksums:]))
+        return sums[:checksums]
 
     def norm_on_host(self, divisor: float, label: str) -> torch.Tensor:
         """Return the norm of the gradients over ``divisor``, 0-d float64 on their device. A collective."""
         # The division comes after the root, as in ``ops.gradient_factor``, so that both give the same bits.
-        norm = math.sqrt(self.summarize(label).squared_norm) / divisor
+        norm = math.sqrt(self.summarize(label)[0]) / divisor
         return torch.tensor(norm, dtype=torch.float64, device=self.device)
 
     def sum_on_device(self, label: str) -> torch.Tensor:
@@ -148,9 +141,8 @@ class GradientNorm:
 
     def _local_facts(self) -> list[float]:
         """Return whether this rank has a gradient of each parameter, then its checksums of outside writes."""
-        return [
-            float(flag) for shard in self._shards for flag in shard.grads.has_grad
-        ] + self._writes.checksums_to_sum()
+        flags = [float(flag) for shard in self._shards for flag in shard.grads.has_grad]
+        return flags + self._writes.checksums_to_sum()
 
     def first_not_finite(self) -> str | None:
         """Return the first parameter, in the order of registration, whose summed gradient is not finite. A collective.
@@ -185,14 +177,12 @@ def step_on_host(
         update: Updates every shard, unless the step is skipped. It gets the factor of the gradient, and for each unit
             and parameter whether there is a gradient.
     """
-    summary = gradient_norm.summarize(settings.label)
-    squared_norm = torch.tensor(summary.squared_norm, dtype=torch.float64, device="cpu")
-    factor, grad_norm, overflow = ops.gradient_factor(
-        squared_norm, divisor=settings.divisor, limit=settings.limit, skip=settings.skip
-    ).tolist()
+    squared_norm, has_grad = gradient_norm.summarize(settings.label)
+    result = settings.factor(torch.tensor(squared_norm, dtype=torch.float64, device="cpu"))
+    factor, grad_norm, overflow = result.tolist()
     # All ranks have the same sum and so the same answer: either all of them update or none does.
     if not overflow:
-        update(factor, summary.has_grad)
+        update(factor, has_grad)
     return StepResult(lambda: (grad_norm, not overflow))
 
 

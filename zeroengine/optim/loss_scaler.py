@@ -6,7 +6,6 @@ Dynamic scaling follows DeepSpeed's ``DynamicLossScaler`` (Micikevicius et al., 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,45 +16,28 @@ from zeroengine.errors import ZeroEngineError
 FACTOR = 2.0
 
 
-@dataclass
 class LossScaler:
     """A loss scale, and the counters that decide when it grows and shrinks.
 
+    Args:
+        config: The ``fp16`` section of the configuration. None: losses are not scaled.
+
     Attributes:
         scale: Multiplies the loss.
-        dynamic: Whether overflows halve the scale, and the step after ``window`` steps without overflow doubles it.
-        window: Steps without overflow before the scale grows.
-        hysteresis: Overflows before the scale halves.
-        consecutive: Whether every step without overflow refills ``hysteresis_left``; otherwise only growing does.
-        minimum: The smallest scale.
+        dynamic: Whether overflows halve the scale, and steps without overflow double it.
         hysteresis_left: Overflows that are left before the scale halves.
         steps: Steps so far, skipped ones included.
         last_overflow: The number of the last step that overflowed; -1 before the first.
     """
 
-    scale: float = 1.0
-    dynamic: bool = False
-    window: int = 1000
-    hysteresis: int = 2
-    consecutive: bool = False
-    minimum: float = 1.0
-    hysteresis_left: int = 2
-    steps: int = 0
-    last_overflow: int = -1
-
-    @classmethod
-    def of(cls, config: FP16) -> LossScaler:
-        """Return the scaler that the ``fp16`` section of the configuration asks for."""
-        dynamic = config.loss_scale == 0
-        return cls(
-            scale=max(2.0**config.initial_scale_power, config.min_loss_scale) if dynamic else config.loss_scale,
-            dynamic=dynamic,
-            window=config.loss_scale_window,
-            hysteresis=config.hysteresis,
-            consecutive=config.consecutive_hysteresis,
-            minimum=config.min_loss_scale,
-            hysteresis_left=config.hysteresis,
-        )
+    def __init__(self, config: FP16 | None = None) -> None:
+        config = config or FP16(loss_scale=1.0)
+        self._config = config
+        self.dynamic = config.loss_scale == 0
+        self.scale = config.loss_scale
+        if self.dynamic:
+            self.scale = max(2.0**config.initial_scale_power, config.min_loss_scale)
+        self.hysteresis_left, self.steps, self.last_overflow = config.hysteresis, 0, -1
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """Return ``loss`` times the scale, at least in fp32, for the product may be beyond the range of fp16."""
@@ -64,7 +46,7 @@ class LossScaler:
     @property
     def exhausted(self) -> bool:
         """Whether the next overflow cannot be answered by a smaller scale."""
-        return self.dynamic and self.scale <= self.minimum and self.hysteresis_left <= 1
+        return self.dynamic and self.scale <= self._config.min_loss_scale and self.hysteresis_left <= 1
 
     def update(self, overflow: bool) -> None:
         """Count a step, and adapt the scale to whether it overflowed."""
@@ -72,16 +54,17 @@ class LossScaler:
             # A single overflow may be an accident, so the first ones only count down. The count is not refilled by
             # halving.
             if self.hysteresis_left <= 1:
-                self.scale = max(self.scale / FACTOR, self.minimum)
+                self.scale = max(self.scale / FACTOR, self._config.min_loss_scale)
             else:
                 self.hysteresis_left -= 1
             self.last_overflow = self.steps
         elif self.dynamic:
-            # As in DeepSpeed, the step after `window` steps without overflow doubles the scale, not the last of them.
+            # As in DeepSpeed, the step after `loss_scale_window` steps without overflow doubles the scale, not the last
+            # of them.
             steps_without_overflow = self.steps - self.last_overflow - 1
-            grows = steps_without_overflow > 0 and steps_without_overflow % self.window == 0
-            if self.consecutive or grows:
-                self.hysteresis_left = self.hysteresis
+            grows = steps_without_overflow > 0 and steps_without_overflow % self._config.loss_scale_window == 0
+            if self._config.consecutive_hysteresis or grows:
+                self.hysteresis_left = self._config.hysteresis
             # The scaled loss is fp32, whose largest power of two is 2**127.
             if grows and self.scale < 2.0**126:
                 self.scale *= FACTOR
@@ -98,10 +81,10 @@ class LossScaler:
                 f"loss_scale is a positive number, found {scale!r}. For dynamic scaling write "
                 '"fp16": {"loss_scale": 0} in the configuration.'
             )
-        if self.dynamic and scale < self.minimum:
+        if self.dynamic and scale < self._config.min_loss_scale:
             raise ZeroEngineError(
-                f"loss_scale is at least fp16.min_loss_scale, {self.minimum:g}, found {scale!r}. Lower that in the "
-                "configuration, or write a static fp16.loss_scale there."
+                f"loss_scale is at least fp16.min_loss_scale, {self._config.min_loss_scale:g}, found {scale!r}. Lower "
+                "that in the configuration, or write a static fp16.loss_scale there."
             )
         self.scale = float(scale)
 

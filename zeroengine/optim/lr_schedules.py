@@ -33,7 +33,7 @@ def make_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer, config: Con
         ZeroEngineError: ``scheduler`` is something else, or drives another optimizer, or needs a metric.
     """
     if scheduler is not None:
-        return _given(scheduler, optimizer)
+        return _checked_scheduler(scheduler, optimizer)
     if config.scheduler is None:
         return None
     kind, params = config.scheduler.type, config.scheduler.params
@@ -49,11 +49,11 @@ def make_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer, config: Con
     bases = [float(group["lr"]) for group in optimizer.param_groups]
     # LambdaLR multiplies the base rate, and these schedules name rates: so divide by it, where it is not 0.
     for group, base in zip(optimizer.param_groups, bases, strict=True):
-        group["initial_lr"] = 1.0 if base == 0 else base
+        group["initial_lr"] = base or 1.0
     return LambdaLR(optimizer, [_relative(rate, params, base) for base in bases])
 
 
-def _given(scheduler: Any, optimizer: torch.optim.Optimizer) -> Any:
+def _checked_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> Any:
     # A scheduler class has no attribute `optimizer`, so it is called like any other callable.
     schedule = scheduler(optimizer) if callable(scheduler) and not hasattr(scheduler, "optimizer") else scheduler
     if isinstance(schedule, type) or not callable(getattr(schedule, "step", None)):
@@ -157,21 +157,20 @@ def _between(low: float, high: float, part: float) -> float:
     return low + (high - low) * part
 
 
-def _peak(params: dict[str, Any], base: float) -> float:
-    configured = params["warmup_max_lr"]
-    return base if configured is None else float(configured)
+def _warmup_rate(params: dict[str, Any], base: float, part: float) -> float:
+    """Return the rate that lies a part of the way from the start of the warm-up to its end."""
+    peak = params["warmup_max_lr"]
+    return _between(params["warmup_min_lr"], base if peak is None else float(peak), part)
 
 
 def _warmup(params: dict[str, Any], base: float, step: int) -> float:
-    return _between(params["warmup_min_lr"], _peak(params, base), _rise(params, step))
+    return _warmup_rate(params, base, _rise(params, step))
 
 
 def _warmup_decay(params: dict[str, Any], base: float, step: int) -> float:
-    low, high = params["warmup_min_lr"], _peak(params, base)
     warm, total = params["warmup_num_steps"], params["total_num_steps"]
-    if step < warm:
-        return _between(low, high, _rise(params, step))
-    return _between(low, high, max(0.0, (total - step) / max(1.0, total - warm)))
+    decay = max(0.0, (total - step) / max(1.0, total - warm))
+    return _warmup_rate(params, base, _rise(params, step) if step < warm else decay)
 
 
 def _warmup_cosine(params: dict[str, Any], base: float, step: int) -> float:

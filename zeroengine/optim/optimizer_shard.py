@@ -9,8 +9,6 @@ import torch
 from zeroengine import ops
 from zeroengine.disk.mapped_memory import populate
 from zeroengine.offload.interfaces import Medium, OffloadStore
-from zeroengine.offload.offloaded_shards import OffloadedShards
-from zeroengine.offload.state_offloader import resident_bytes
 from zeroengine.partition.layout import ShardSpan
 from zeroengine.runtime.unit_gradients import UnitGradients
 
@@ -19,7 +17,7 @@ class OptimizerShard:
     """This rank's part of one unit's parameters, masters and gradients, all 1-D and of one length.
 
     Args:
-        number: The unit's place among the trainable units.
+        index: The unit's place among the trainable units.
         grads: The unit's gradients.
         store: The store of masters and optimizer state. None: they are on the device.
 
@@ -29,17 +27,27 @@ class OptimizerShard:
         mixed: Whether there is a master besides the parameters.
         gradient: The summed gradients.
         offset: The index of the shard's first element within the unit's flat buffer.
+        low_precision_param: The bf16 or fp16 copy that an update writes beside the master; None where the master is
+            the parameter.
+        medium: The kind of memory that masters and optimizer state live in; None for the device's.
+        on_device: Whether parameters, gradients, masters and optimizer state are all on the device.
+        may_be_written: Whether low-precision parameters can be written from outside, other than inside ``gathered``.
+            See "Values written into the model" in ``runtime/outside_writes.py``.
     """
 
-    def __init__(self, number: int, grads: UnitGradients, store: OffloadStore | None = None) -> None:
+    def __init__(self, index: int, grads: UnitGradients, store: OffloadStore | None = None) -> None:
         unit = grads.unit
         degree = unit.degrees.optimizer
-        self.number, self.store, self.grads, self.unit = number, store, grads, unit
+        self.index, self.store, self.grads, self.unit = index, store, grads, unit
         self.param = unit.shard_of_degree(degree)
         self.gradient = grads.shard_of_degree(degree)
         self.offset, _ = unit.layout.shard_range(unit.rank, degree)
         self.mixed = unit.is_mixed_precision
         self.master = self._take_master() if self.mixed else self.param
+        self.low_precision_param = self.param if self.mixed else None
+        self.medium: Medium | None = None if store is None else store.medium
+        self.on_device = store is None and grads.store is None and unit.offloaded_shards is None
+        self.may_be_written = self.mixed and not unit.is_releasable
 
     def _take_master(self) -> torch.Tensor:
         """Return the master. The unit has one already where its parameters were built in a wider dtype."""
@@ -76,32 +84,13 @@ class OptimizerShard:
         return self.unit.layout.spans(self.unit.rank, self.unit.degrees.optimizer)
 
     @property
-    def low_precision_param(self) -> torch.Tensor | None:
-        """The bf16 or fp16 copy that an update writes beside the master; None where the master is the parameter."""
-        return self.param if self.mixed else None
-
-    @property
-    def medium(self) -> Medium | None:
-        """The kind of memory that masters and optimizer state live in; None for the device's."""
-        return None if self.store is None else self.store.medium
-
-    @property
-    def master_bytes(self) -> int:
-        """The bytes that masters take besides the parameters."""
-        return resident_bytes(self.master) if self.mixed else 0
-
-    @property
-    def on_device(self) -> bool:
-        """Whether parameters, gradients, masters and optimizer state are all on the device."""
-        return self.store is None and self.grads.store is None and self.unit.offloaded_shards is None
-
-    @property
-    def store_if_only_param_offloaded(self) -> OffloadedShards | None:
+    def store_if_only_param_offloaded(self) -> OffloadStore | None:
         """The store of the parameter shard if nothing else is offloaded: the update then brings it to the device."""
-        stored = self.unit.offloaded_shards
+        shards = self.unit.offloaded_shards
+        if shards is None or self.store is not None or self.grads.store is not None:
+            return None
         # The store's transfers must be in the order of the device's stream, for the update is issued between them.
-        alone = self.store is None and self.grads.store is None and stored is not None and stored.stream_ordered
-        return stored if alone else None
+        return shards.store if shards.store.copies is not None else None
 
     def gradient_for_norm(self, world_size: int) -> torch.Tensor:
         """Return this rank's 1/``world_size`` of the summed gradients: the same elements at every stage."""
@@ -112,14 +101,6 @@ class OptimizerShard:
             return gradient
         size = self.unit.layout.numel // world_size
         return gradient[self.unit.rank * size : (self.unit.rank + 1) * size]
-
-    @property
-    def may_be_written(self) -> bool:
-        """Whether low-precision parameters can be written from outside, other than inside ``gathered``.
-
-        See "Values written into the model" in ``runtime/outside_writes.py``.
-        """
-        return self.mixed and not self.unit.is_releasable
 
     def reload_master(self) -> None:
         """Copy into the master the parameters that were written from outside. All others keep their master's bits."""

@@ -16,21 +16,17 @@ class Segment:
         start: The first element within the shard.
         stop: The end of the run within the shard.
         group: The index into ``param_groups``.
-        step: The step count of the run's parameters.
+        steps_behind: The steps by which the run's parameters are behind the unit's largest step count.
     """
 
     start: int
     stop: int
     group: int
-    step: int
-
-    def counted_back_from(self, last_step: int) -> Segment:
-        """Return the segment with the step count ``last_step - step``."""
-        return replace(self, step=last_step - self.step)
+    steps_behind: int
 
 
 def segments_of(
-    layout: FlatLayout, rank: int, groups: Sequence[int], has_grad: Sequence[bool], steps: Sequence[int]
+    layout: FlatLayout, rank: int, groups: Sequence[int], has_grad: Sequence[bool], steps_behind: Sequence[int]
 ) -> list[Segment]:
     """Return the segments of ``rank``'s optimizer shard.
 
@@ -41,7 +37,7 @@ def segments_of(
         rank: The rank whose shard it is.
         groups: For each parameter of the layout, the index of its group.
         has_grad: For each parameter, whether it is updated.
-        steps: For each parameter, its step count.
+        steps_behind: For each parameter, the steps by which it is behind the unit's largest step count.
     """
     segments: list[Segment] = []
     # True if no parameter was left out since the last segment. One call must not run over a parameter that has no
@@ -54,9 +50,9 @@ def segments_of(
             continue
         # Neighbours with equal scalars are one kernel call, the padding between them included.
         last = segments[-1] if segments else None
-        if joins and last is not None and (last.group, last.step) == (groups[i], steps[i]):
+        if joins and last is not None and (last.group, last.steps_behind) == (groups[i], steps_behind[i]):
             segments[-1] = replace(last, stop=stop)
         else:
-            segments.append(Segment(span.shard_offset, stop, groups[i], steps[i]))
+            segments.append(Segment(span.shard_offset, stop, groups[i], steps_behind[i]))
         joins = True
     return segments

@@ -22,7 +22,7 @@ from zeroengine.optim.caller_optimizer import PartitionedStateDict, check_step_c
 from zeroengine.optim.factory import add_param_group
 from zeroengine.optim.gradient_norm import GradientNorm, GradientSource
 from zeroengine.optim.optimizer_shard import OptimizerShard
-from zeroengine.optim.step_result import StepResult, StepSettings
+from zeroengine.partition.layout import ShardSpan
 from zeroengine.runtime.outside_writes import OutsideWrites
 from zeroengine.runtime.unit import Unit
 
@@ -52,7 +52,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     Attributes:
         shards: The optimizer shard of every trainable unit, in the order of registration.
-        backend: Runs the updates.
+        backend: Computes norms and runs the updates.
+        gradient_norm: Sums norms and flags over the ranks.
         base_optimizer_name: The class of the caller's optimizer.
 
     Raises:
@@ -77,8 +78,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._step, self._zero_grad = step, zero_grad
         self.base_optimizer_name = type(base_optimizer).__name__
         self.shards = [
-            OptimizerShard(number, grads, store)
-            for number, (grads, store) in enumerate(zip_longest(source.gradients, stores))
+            OptimizerShard(index, grads, store)
+            for index, (grads, store) in enumerate(zip_longest(source.gradients, stores))
         ]
         # torch's constructor adds the groups through `add_param_group`, which is refused from then on.
         self._constructed = False
@@ -86,13 +87,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._constructed = True
         # The very same list and dicts, so that schedulers and users of either optimizer change both.
         self.param_groups = base_optimizer.param_groups
-        self._gradient_norm = GradientNorm(self.shards, source, transport, writes)
+        self.gradient_norm = GradientNorm(self.shards, source, transport, writes)
         parts = BackendParts(
             optimizer=self,
             base_optimizer=base_optimizer,
             group_of_param={p: i for i, group in enumerate(self.param_groups) for p in group["params"]},
             shards=self.shards,
-            gradient_norm=self._gradient_norm,
+            gradient_norm=self.gradient_norm,
             writes=writes,
             after_update=after_update,
             moments_dtype=moments_dtype,
@@ -159,39 +160,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         load_hyperparameters(self, state_dict)
 
-    # -- the update -------------------------------------------------------------------------------
-
-    @property
-    def issues_without_waiting(self) -> bool:
-        """Whether ``update`` returns before its result is known."""
-        return self.backend.issues_without_waiting
-
-    def norm(self, divisor: float, label: str) -> torch.Tensor:
-        """Return the gradient norm that ``update`` would find. See ``UpdateBackend.norm``. A collective."""
-        return self.backend.norm(divisor, label)
-
-    def update(self, settings: StepSettings) -> StepResult:
-        """Compute the norm, clip, and update every shard. See ``UpdateBackend.step``. A collective.
-
-        A parameter that got no gradient on any rank keeps its value, state and step count, as in torch.
-        """
-        return self.backend.step(settings)
-
-    def first_not_finite(self) -> str | None:
-        """Return the name of the first parameter whose gradient is not finite. See ``GradientNorm``. A collective."""
-        return self._gradient_norm.first_not_finite()
-
-    def sync_step_counts(self) -> None:
-        """Wait until step counts include the last step. See ``UpdateBackend``."""
-        self.backend.sync_step_counts()
+    # -- the optimizer's state --------------------------------------------------------------------
 
     def reload_masters(self) -> None:
         """Copy into masters what was written into low-precision parameters since the last step."""
         for shard in self.shards:
             if shard.may_be_written:
                 shard.reload_master()
-
-    # -- the optimizer's state --------------------------------------------------------------------
 
     @property
     def shard_state(self) -> ShardState:
@@ -209,12 +184,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state_values(self, shard: OptimizerShard, param_index: int, key: str) -> list[tuple[slice, torch.Tensor]]:
         """Return the values of the state ``key`` of a parameter, with the elements of the shard that they belong to."""
         values = []
-        for elements, state in self._states_of_param(shard, param_index):
+        for span, state in self._states_of_param(shard, param_index):
             value = state.elements.get(key, state.numbers.get(key))
             if value is not None:
                 # States on a disk are mapped, and this is a use of their values in place.
                 populate(value)
-                values.append((elements, value))
+                values.append((span.shard_slice, value))
         return values
 
     def set_state_values(self, shard: OptimizerShard, param_index: int, key: str, value: torch.Tensor) -> None:
@@ -223,11 +198,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Args:
             value: As long as the shard if the state has a value of each element, else the value itself.
         """
-        for span in shard.spans():
-            if span.param_index != param_index:
-                continue
-            # The shard may hold no part of the parameter. Other ranks set theirs.
-            target = self.shard_state.of(shard, span).elements.get(key)
+        # The shard may hold no part of the parameter. Other ranks set theirs.
+        for span, state in self._states_of_param(shard, param_index):
+            target = state.elements.get(key)
             if target is None:
                 # A number such as a step count belongs to the parameter as a whole, and each rank with a part of it
                 # keeps a copy.
@@ -236,15 +209,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 populate(target, write=True)
                 target.copy_(value[span.shard_slice])
 
-    def _states_of_param(self, shard: OptimizerShard, param_index: int) -> Iterator[tuple[slice, SpanState]]:
+    def _states_of_param(self, shard: OptimizerShard, param_index: int) -> Iterator[tuple[ShardSpan, SpanState]]:
         state = self.shard_state
-        return ((s.shard_slice, state.of(shard, s)) for s in shard.spans() if s.param_index == param_index)
+        return ((span, state.of(shard, span)) for span in shard.spans() if span.param_index == param_index)
 
     def bytes_in(self, medium: Medium | None) -> dict[str, int]:
         """Return the bytes of masters and of optimizer state on this rank in one kind of memory; None: the device's."""
         shards = [shard for shard in self.shards if shard.medium == medium]
         state = (tensor for shard in shards for tensor in self.backend.state.tensors(shard))
-        return {"master": sum(shard.master_bytes for shard in shards), "optimizer": sum(map(resident_bytes, state))}
+        # Where a master is the parameter shard it takes no memory of its own.
+        masters = (shard.master for shard in shards if shard.mixed)
+        return {"master": sum(map(resident_bytes, masters)), "optimizer": sum(map(resident_bytes, state))}
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the masters and the optimizer state that are on the device."""

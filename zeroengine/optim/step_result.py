@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
+
+from zeroengine import ops
+
 
 @dataclass(frozen=True)
 class StepSettings:
@@ -23,6 +27,10 @@ class StepSettings:
     limit: float
     skip: bool
     label: str
+
+    def factor(self, squared_norm: torch.Tensor) -> torch.Tensor:
+        """Return the gradient's factor, its norm, and whether the step is skipped. See ``ops.gradient_factor``."""
+        return ops.gradient_factor(squared_norm, divisor=self.divisor, limit=self.limit, skip=self.skip)
 
 
 class StepResult:

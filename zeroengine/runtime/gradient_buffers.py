@@ -31,7 +31,7 @@ class PaddingLayout:
     """The places of the padding in a unit's buffer. Two units with equal layouts may use one buffer in turn.
 
     ``numel`` counts although it follows from the parameters for one dtype: a unit of another dtype pads its shards to
-    another length (``Transport.shard_align``), so equal parameters leave different padding at the end.
+    another length (``Transport.shard_align_bytes``), so equal parameters leave different padding at the end.
     """
 
     numel: int  # of the flat buffer, padding included

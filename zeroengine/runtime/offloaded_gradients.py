@@ -20,7 +20,8 @@ from functools import partial
 import torch
 
 from zeroengine import ops
-from zeroengine.offload.interfaces import OffloadStore, padded_nbytes, poison_on_error
+from zeroengine.disk.aligned_memory import aligned_zeros
+from zeroengine.offload.interfaces import Copies, padded_nbytes, poison_on_error
 from zeroengine.runtime.unit_gradients import UnitGradients
 from zeroengine.utils.work import Then, Work
 
@@ -93,8 +94,8 @@ class OffloadedGradients:
             A work that is done when the gradients that were reduced are needed no more.
         """
         assert grads.store is not None
-        if grads.store.stream_ordered:
-            return self._reduce_and_store_ordered(grads, grads.store, reduce, accumulate)
+        if (copies := grads.store.copies) is not None:
+            return self._reduce_and_store_ordered(grads, copies, reduce, accumulate)
         # The reduce is launched before the host waits for anything, so that it proceeds meanwhile.
         sum_buffer = self._acquire(grads)
         work = reduce(sum_buffer.view_for(grads, _sum_dtype(grads)))
@@ -147,15 +148,17 @@ class OffloadedGradients:
         buffer.write = grads.store.write(total, grads.grad_shard)
 
     def _reduce_and_store_ordered(
-        self, grads: UnitGradients, store: OffloadStore, reduce: Callable[[torch.Tensor], Work], accumulate: bool
+        self, grads: UnitGradients, copies: Copies, reduce: Callable[[torch.Tensor], Work], accumulate: bool
     ) -> Work:
-        with store.on_copy_stream("out"), poison_on_error(store):
-            total = latest = self._ordered_buffer(0, store, grads, _sum_dtype(grads))
+        store = grads.store
+        assert store is not None
+        with copies.on_copy_stream("out"), poison_on_error(store):
+            total = latest = self._ordered_buffer(0, copies, grads, _sum_dtype(grads))
             reduce(latest).wait_stream()
             # The gradient buffer is free from here on. All that follows uses the staging buffers alone.
-            reduced = store.record_event()
+            reduced = copies.record_event()
             if accumulate or latest.dtype is not grads.dtype:
-                total = self._ordered_buffer(1, store, grads, grads.dtype)
+                total = self._ordered_buffer(1, copies, grads, grads.dtype)
             if accumulate:
                 store.read(grads.grad_shard, total).wait_stream()
                 total.add_(latest)
@@ -165,17 +168,15 @@ class OffloadedGradients:
             self._ordered_writes[grads] = store.write(total, grads.grad_shard)
         return reduced
 
-    def _ordered_buffer(
-        self, index: int, store: OffloadStore, grads: UnitGradients, dtype: torch.dtype
-    ) -> torch.Tensor:
+    def _ordered_buffer(self, index: int, copies: Copies, grads: UnitGradients, dtype: torch.dtype) -> torch.Tensor:
         """Return one of the two buffers whose uses the store's stream orders, large enough for ``grads``."""
         need = padded_nbytes(grads.grad_shard.numel() * dtype.itemsize)
         while len(self._ordered_buffers) <= index:
-            self._ordered_buffers.append(store.staging_buffer(need))
+            self._ordered_buffers.append(copies.device_memory(need))
         if self._ordered_buffers[index].nbytes < need:
             # The caller has made the copy stream current. The allocator gives the smaller buffer, which came from that
             # stream, to nobody before the transfers that use it.
-            self._ordered_buffers[index] = store.staging_buffer(need)
+            self._ordered_buffers[index] = copies.device_memory(need)
         return _shard_view(self._ordered_buffers[index], grads, dtype)
 
     def _acquire(self, grads: UnitGradients) -> StagingBuffer:
@@ -191,8 +192,7 @@ class OffloadedGradients:
         idle.sort(key=lambda buffer: buffer.write is not None and not buffer.write.done())
         # Up to the limit another buffer is allocated rather than waiting for a write.
         if not idle or (idle[0].write is not None and len(fitting) < MAX_IDLE_STAGING_BUFFERS):
-            assert grads.store is not None
-            self._staging_buffers.append(StagingBuffer(grads.store.staging_buffer(need)))
+            self._staging_buffers.append(StagingBuffer(aligned_zeros(need, torch.uint8)))
             return self._staging_buffers[-1]
         idle[0].wait_write()
         idle[0].holds_sum = True

@@ -26,7 +26,6 @@ from torch import nn
 from zeroengine import ops
 from zeroengine.comm.interfaces import Buffer, Transport
 from zeroengine.deferred_init.parameter import swap_data, take_trace
-from zeroengine.deferred_init.trace import UnsetTrace
 from zeroengine.errors import ZeroEngineError
 from zeroengine.offload.interfaces import OffloadStore
 from zeroengine.offload.offloaded_shards import OffloadedShards
@@ -81,7 +80,7 @@ class Unit:
         self.modules = plan.modules
         self.rank, self.degrees = transport.rank, degrees
         shapes = ((name, tuple(param.shape)) for name, param in plan.params)
-        align = transport.shard_align(self.dtype)
+        align = max(transport.shard_align_bytes // self.dtype.itemsize, 1)
         self.layout = FlatLayout.build(plan.name, shapes, degrees, transport.world_size, align)
         self.state = GatherState.GATHERED
         self.gather_work: Work | None = None
@@ -98,7 +97,7 @@ class Unit:
             if offloaded_shards is None:
                 shard = transport.empty(numel, self.dtype, "gather")
             else:
-                shard = offloaded_shards.empty(numel, self.dtype)
+                shard = offloaded_shards.store.empty(numel, self.dtype)
             self._buffer = self._new_buffer()
             self.full_buffer = self._buffer.tensor
         else:
@@ -138,7 +137,7 @@ class Unit:
                     continue
                 trace = take_trace(param)
                 assert trace is not None
-                if isinstance(trace, UnsetTrace):
+                if trace.is_unset:
                     self.unset_params.add(slot.name)
                 # The other ranks receive rank 0's values below.
                 if self.rank == 0:

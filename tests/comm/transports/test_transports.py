@@ -178,7 +178,7 @@ def gather_again(kind: str) -> None:
     """A full buffer that is released, gathered after an update, and written to."""
     transport = transport_of(kind)
     for dtype in (torch.float32, torch.bfloat16):
-        numel = transport.shard_align(dtype) * 3
+        numel = max(transport.shard_align_bytes // dtype.itemsize, 1) * 3
         buffer = transport.buffer(numel * transport.world_size, dtype)
         views = buffer.tensor.split(numel)
         shard = transport.empty(numel, dtype, "gather")

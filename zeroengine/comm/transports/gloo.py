@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import zlib
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -115,11 +116,8 @@ class GlooChannel:
         # The second half gets its number now, since works may be awaited in another order on each rank.
         number = self._seq
         first = self.reduce_scatter(own_slice, full, label)
-
-        def gather() -> Work:
-            slices = list(full.chunk(self._size))
-            return self._exchange("gather", label, [own_slice] * self._size, slices, number=number)
-
+        slices = list(full.chunk(self._size))
+        gather = partial(self._exchange, "gather", label, [own_slice] * self._size, slices, number)
         return Then(first, gather, returns_work=True)
 
     def reusable(self, work: Work, timeout_s: float) -> bool:
@@ -134,12 +132,7 @@ class GlooChannel:
         return True
 
     def _exchange(
-        self,
-        kind: str,
-        label: str,
-        sent: list[torch.Tensor],
-        received: list[torch.Tensor],
-        number: int = 0,
+        self, kind: str, label: str, sent: list[torch.Tensor], received: list[torch.Tensor], number: int = 0
     ) -> GlooWork:
         """Send ``sent[r]`` to each peer r and receive ``received[r]`` from it.
 
@@ -169,6 +162,8 @@ class GlooTransport:
 
     name = "gloo"
     overlaps = True
+    shard_align_bytes = 1
+    refill = staticmethod(refill)
 
     def __init__(self, group: dist.ProcessGroup, watchdog: Watchdog, timeout: float) -> None:
         limit = timedelta(seconds=timeout)
@@ -181,17 +176,9 @@ class GlooTransport:
         """Return torch's own memory: Gloo sends from any."""
         return torch.empty(numel, dtype=dtype, device="cpu")
 
-    def refill(self, tensor: torch.Tensor, channel: ChannelName | None) -> None:
-        """Give torch's own memory."""
-        refill(tensor)
-
     def buffer(self, numel: int, dtype: torch.dtype, *, copied: bool = False) -> Buffer:
         """Return a buffer of torch's own memory."""
         return ResizableBuffer(self.empty(numel, dtype, "gather"))
-
-    def shard_align(self, dtype: torch.dtype) -> int:
-        """Return 1: shards may have any length."""
-        return 1
 
     def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
         """Gather the vectors of all ranks, and add them in rank order."""

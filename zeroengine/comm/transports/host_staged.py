@@ -77,27 +77,21 @@ class HostStagedTransport:
     """See ``interfaces.Transport``."""
 
     overlaps = True
+    refill = staticmethod(refill)
 
     def __init__(self, inner: Transport, device: torch.device) -> None:
         self._inner, self._device = inner, device
         self.name, self.rank, self.world_size = inner.name, inner.rank, inner.world_size
+        self.shard_align_bytes = inner.shard_align_bytes
         self.gather, self.reduce = HostStagedChannel(inner.gather), HostStagedChannel(inner.reduce)
 
     def empty(self, numel: int, dtype: torch.dtype, channel: ChannelName, *, sent: bool = True) -> torch.Tensor:
         """Return torch's own memory on the device."""
         return torch.empty(numel, dtype=dtype, device=self._device)
 
-    def refill(self, tensor: torch.Tensor, channel: ChannelName | None) -> None:
-        """Give torch's own memory."""
-        refill(tensor)
-
     def buffer(self, numel: int, dtype: torch.dtype, *, copied: bool = False) -> Buffer:
         """Return a buffer of torch's own memory on the device."""
         return ResizableBuffer(self.empty(numel, dtype, "gather"))
-
-    def shard_align(self, dtype: torch.dtype) -> int:
-        """Return that of the transport in host memory."""
-        return self._inner.shard_align(dtype)
 
     def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
         """Sum in host memory. The host waits for the device."""

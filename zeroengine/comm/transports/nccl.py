@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -61,16 +61,17 @@ class NCCLChannel:
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return uninitialised memory, 1-D, to send from and to receive into."""
-        if self._pool is None:
+        with self._allocations():
             return torch.empty(numel, dtype=dtype, device=self._device)
-        return self._pool.empty(numel, dtype)
 
     def refill(self, tensor: torch.Tensor) -> None:
         """Give such memory to a tensor whose storage was emptied."""
-        if self._pool is None:
+        # The storage keeps its identity, so all views of it are valid again. Its address may be another one.
+        with self._allocations():
             refill(tensor)
-        else:
-            self._pool.refill(tensor)
+
+    def _allocations(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._pool is None else self._pool.allocations()
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Work:
         """Launch an all-gather."""
@@ -123,21 +124,6 @@ class NCCLChannel:
         return self._watchdog.issue(self.last, lambda: Collective(run()))
 
 
-@dataclass(frozen=True)
-class _Orders:
-    """The ranks' orders of operations when they last met.
-
-    Attributes:
-        summed: The sums over ranks of the two channels' checksums.
-        own: This rank's checksums.
-        last: This rank's last operations, for people.
-    """
-
-    summed: HostCopy
-    own: tuple[float, float]
-    last: str
-
-
 class NCCLTransport:
     """See ``interfaces.Transport``. ``pools`` are where memory for collectives comes from, if not from torch's own.
 
@@ -146,6 +132,7 @@ class NCCLTransport:
     """
 
     overlaps = True
+    shard_align_bytes = 1
 
     def __init__(
         self,
@@ -162,8 +149,9 @@ class NCCLTransport:
         self._device, self._group, self._watchdog = device, reduce, watchdog
         self.gather = NCCLChannel(gather, device, watchdog, self._pools.get("gather"))
         self.reduce = NCCLChannel(reduce, device, watchdog, self._pools.get("reduce"))
-        # The orders that were summed and not compared yet.
-        self._orders: _Orders | None = None
+        # The orders that were summed and not compared yet: the sums over ranks of the two channels' checksums, this
+        # rank's checksums, and its last operations for people.
+        self._orders: tuple[HostCopy, list[float], str] | None = None
 
     def empty(self, numel: int, dtype: torch.dtype, channel: ChannelName, *, sent: bool = True) -> torch.Tensor:
         """Return memory of the channel's registered pool, or torch's own."""
@@ -171,18 +159,12 @@ class NCCLTransport:
 
     def refill(self, tensor: torch.Tensor, channel: ChannelName | None) -> None:
         """Give memory of the channel's registered pool, or torch's own."""
-        if channel is None:
-            refill(tensor)
-        else:
-            (self.gather if channel == "gather" else self.reduce).refill(tensor)
+        fill = {"gather": self.gather.refill, "reduce": self.reduce.refill, None: refill}[channel]
+        fill(tensor)
 
     def buffer(self, numel: int, dtype: torch.dtype, *, copied: bool = False) -> Buffer:
         """Return a buffer of the gather channel's memory."""
         return ResizableBuffer(self.gather.empty(numel, dtype), self.gather.refill)
-
-    def shard_align(self, dtype: torch.dtype) -> int:
-        """Return 1: shards may have any length."""
-        return 1
 
     def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
         """Sum, together with checksums of the ranks' orders so far."""
@@ -190,20 +172,22 @@ class NCCLTransport:
         self.check_order()
         self.reduce.record(label)
         # Checksums are below 2**32, so float64 holds their sums over two million ranks exactly.
-        own = (float(self.gather.order), float(self.reduce.order))
+        own = [float(self.gather.order), float(self.reduce.order)]
         sent = torch.cat([values, to_device(own, values.device, values.dtype)])
         self.reduce.issue(lambda: dist.all_reduce(sent, group=self._group, async_op=True)).wait_stream()
         # The fake backend sums nothing, so there is nothing to compare.
         if self.name != "fake":
-            self._orders = _Orders(HostCopy(sent[-2:]), own, f"{self.gather.last}, {self.reduce.last}")
+            self._orders = HostCopy(sent[-2:]), own, f"{self.gather.last}, {self.reduce.last}"
         return sent[:-2]
 
     def check_order(self) -> None:
         """Compare the checksums that the last ``all_reduce_scalars`` has summed."""
-        orders = self._orders
-        if orders is not None and orders.summed.read() != [self.world_size * order for order in orders.own]:
+        if self._orders is None:
+            return
+        summed, own, last = self._orders
+        if summed.read() != [self.world_size * order for order in own]:
             raise DivergenceError(
-                f"the ranks have run different units since the start: rank {self.rank} was at {orders.last}. Every "
+                f"the ranks have run different units since the start: rank {self.rank} was at {last}. Every "
                 "rank must run the same modules in the same order."
             )
         self._orders = None

@@ -7,6 +7,7 @@ communicator knows.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -44,16 +45,9 @@ class RegisteredPool:
         self._backend: Any = backend
         self._registered = True
 
-    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return uninitialised memory of the pool, 1-D."""
-        with torch.cuda.use_mem_pool(self._pool, self._device):
-            return torch.empty(numel, dtype=dtype, device=self._device)
-
-    def refill(self, tensor: torch.Tensor) -> None:
-        """Give memory of the pool to a tensor whose storage was emptied."""
-        # The storage keeps its identity, so all views of it are valid again. Its address may be another one.
-        with torch.cuda.use_mem_pool(self._pool, self._device):
-            tensor.untyped_storage().resize_(tensor.nbytes)
+    def allocations(self) -> AbstractContextManager[None]:
+        """Return a context in which torch's allocations on the device are memory of the pool."""
+        return torch.cuda.use_mem_pool(self._pool, self._device)
 
     def close(self) -> None:
         """Wait for the device, and take the memory back from NCCL."""

@@ -13,20 +13,22 @@ drained, and a rank posts it only after executing everything before it, so it cl
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
 
 import torch
 
 from zeroengine.comm.interfaces import Buffer, ChannelName, PagedBuffer, refill
 from zeroengine.comm.transports.shared_memory_channel import SharedMemoryChannel
-from zeroengine.comm.transports.shared_memory_file import CHANNELS, RankAddress, SharedMemory, open_memory
+from zeroengine.comm.transports.shared_memory_file import CHANNELS, SharedMemory
 
 
 class SharedMemoryTransport:
-    """See ``interfaces.Transport``. Made by ``connect``."""
+    """See ``interfaces.Transport``. ``timeout``: seconds after which a stalled operation is an error."""
 
     name = "shm"
     overlaps = False
+    # Whole pages can be mapped.
+    shard_align_bytes = mmap.PAGESIZE
+    refill = staticmethod(refill)
 
     def __init__(self, memory: SharedMemory, timeout: float) -> None:
         self.rank, self.world_size = memory.rank, memory.world_size
@@ -42,19 +44,11 @@ class SharedMemoryTransport:
         """Return memory of this rank's file, or torch's own for what is not sent."""
         return self._memory.empty(numel, dtype) if sent else torch.empty(numel, dtype=dtype, device="cpu")
 
-    def refill(self, tensor: torch.Tensor, channel: ChannelName | None) -> None:
-        """See ``interfaces.Transport``."""
-        refill(tensor)
-
     def buffer(self, numel: int, dtype: torch.dtype, *, copied: bool = False) -> Buffer:
         """Return a buffer that shards are mapped into, or one that they are copied into."""
         # A mapped shard shows what its owner writes next. Offloaded shards are sent from buffers that soon hold another
         # shard, so their values must be copied.
         return PagedBuffer(numel, dtype) if copied else self._memory.mapped_buffer(numel, dtype)
-
-    def shard_align(self, dtype: torch.dtype) -> int:
-        """Return the elements of a page: whole pages can be mapped."""
-        return mmap.PAGESIZE // dtype.itemsize
 
     def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
         """See ``interfaces.Transport``, and "Lifetimes" above."""
@@ -81,18 +75,3 @@ class SharedMemoryTransport:
     def close(self) -> None:
         """Close the memory files."""
         self._memory.close()
-
-
-def connect(rank: int, addresses: Sequence[RankAddress | None], timeout: float) -> SharedMemoryTransport | str:
-    """Open every peer's memory.
-
-    Args:
-        rank: This rank.
-        addresses: The result of ``shared_memory_file.offer`` on each rank.
-        timeout: Seconds after which a stalled operation is an error.
-
-    Returns:
-        The transport; or why shared memory cannot be used, with everything closed.
-    """
-    memory = open_memory(rank, addresses)
-    return memory if isinstance(memory, str) else SharedMemoryTransport(memory, timeout)

@@ -19,7 +19,7 @@ import mmap
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -37,6 +37,7 @@ from zeroengine.comm.transports.shared_memory_file import (
     RECORD,
     SharedMemory,
     SharedMemoryPeer,
+    check_result,
 )
 from zeroengine.errors import DivergenceError, ZeroEngineError
 from zeroengine.utils.work import Work
@@ -55,7 +56,7 @@ def _short_label(label: str) -> bytes:
 class PeerRead(NamedTuple):
     """A read that may happen once the counter of each of ``ranks`` has reached the operation's number."""
 
-    counters: Mapping[int, int]  # rank to address
+    counters: Sequence[int]  # the address of each rank's
     ranks: Sequence[int]
     read: Callable[[], None]
 
@@ -94,15 +95,9 @@ class SharedMemoryChannel:
     ) -> None:
         self._memory, self.name, self._timeout, self._channels = memory, name, timeout, channels
         self._base = CHANNELS.index(name) * CHANNEL_BYTES
+        starts = [ctypes.addressof(ctypes.c_char.from_buffer(peer.control, self._base)) for peer in memory.peers]
         # The addresses of each rank's counters.
-        self._posted: dict[int, int] = {}
-        self._summed: dict[int, int] = {}
-        self._executed: dict[int, int] = {}
-        for peer in memory.peers:
-            address = ctypes.addressof(ctypes.c_char.from_buffer(peer.control, self._base))
-            self._posted[peer.rank] = address
-            self._summed[peer.rank] = address + CACHE_LINE
-            self._executed[peer.rank] = address + 2 * CACHE_LINE
+        self._posted, self._summed, self._executed = ([start + i * CACHE_LINE for start in starts] for i in range(3))
         self._lib = memory.lib
         self._seq = 0
         self._pending: deque[SharedMemoryWork] = deque()
@@ -120,7 +115,7 @@ class SharedMemoryChannel:
         if mapped:
             # This rank's own shard is mapped like the others, so that the full buffer holds no copy of it.
             own = partial(bring, memory.peers[memory.rank], work.seq, base + memory.rank * nbytes, nbytes)
-            work.steps.append(PeerRead({}, (), own))
+            work.steps.append(PeerRead((), (), own))
         elif base + memory.rank * nbytes != shard.data_ptr():
             full.chunk(memory.world_size)[memory.rank].copy_(shard)
         for peer in memory.others:
@@ -139,7 +134,7 @@ class SharedMemoryChannel:
         work = self._post_sum(full[memory.rank * n : (memory.rank + 1) * n], full, label, False)
         own_counter = self._summed[memory.rank]
         # Peers read the sum from this rank's memory, so they are told once it is complete.
-        work.steps.append(PeerRead({}, (), lambda: self._lib.ze_post(own_counter, work.seq & 0xFFFFFFFF)))
+        work.steps.append(PeerRead((), (), lambda: self._lib.ze_post(own_counter, work.seq & 0xFFFFFFFF)))
         for peer in memory.others:
             start = peer.rank * n * full.element_size()
             read = partial(self._read, peer, work.seq, full.data_ptr() + start, n * full.element_size(), start)
@@ -152,24 +147,17 @@ class SharedMemoryChannel:
         work = self._post(REDUCE, label, full)
         own_slice = full[memory.rank * n : (memory.rank + 1) * n]
         # The kernel adds while it reads. Other dtypes go through copies.
-        add = self._sum_kernel if full.dtype in ops.DTYPE_CODES and shard.dtype in ops.DTYPE_CODES else self._sum_torch
-        read_and_add = partial(add, shard, own_slice, work.seq, accumulate)
+        add = self._sum_kernel if {full.dtype, shard.dtype} <= ops.DTYPE_CODES.keys() else self._sum_copies
+        read_and_add = partial(add, shard, own_slice, work.seq, accumulate, memory.rank * own_slice.nbytes)
         work.steps.append(PeerRead(self._posted, range(memory.world_size), read_and_add))
         return work
 
     def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
         """Read the vectors of all ranks, and add them in rank order. Waits for peers."""
-        memory = self._memory
         out = torch.empty_like(values)
         work = self._post(SCALARS, label, values)
-
-        def add() -> None:
-            pieces = [values if peer.rank == memory.rank else torch.empty_like(values) for peer in memory.peers]
-            for peer in memory.others:
-                self._read(peer, work.seq, pieces[peer.rank].data_ptr(), values.nbytes)
-            sum_in_rank_order(out, pieces, accumulate=False)
-
-        work.steps.append(PeerRead(self._posted, range(memory.world_size), add))
+        add = partial(self._sum_copies, out, values, work.seq, False, 0)
+        work.steps.append(PeerRead(self._posted, range(self._memory.world_size), add))
         self._issue(work).wait_host()
         return out
 
@@ -179,10 +167,8 @@ class SharedMemoryChannel:
         memory = self._memory
         deadline = time.monotonic() + timeout_s
         # This rank comes last, but it counts too: its sum reads its own memory.
-        for peer in (*memory.others, memory.peers[memory.rank]):
-            if not self._wait_for_counter(self._executed[peer.rank], work.seq, peer.rank, deadline):
-                return False
-        return True
+        peers = (*memory.others, memory.peers[memory.rank])
+        return all(self._wait_for_counter(self._executed, work.seq, peer.rank, deadline) for peer in peers)
 
     # -- posting and executing --------------------------------------------------------------------
 
@@ -194,7 +180,7 @@ class SharedMemoryChannel:
             raise ZeroEngineError("this engine is closed: it cannot gather or reduce any more")
         self._seq += 1
         for peer in memory.others:
-            self._require_counter(self._executed[peer.rank], self._seq - MAX_POSTED, peer.rank, "room")
+            self._require_counter(self._executed, self._seq - MAX_POSTED, peer.rank, "room")
         # An operation compares records when it is executed, and this record takes the place of an earlier one.
         while self._pending and self._pending[0].seq <= self._seq - MAX_POSTED:
             self._pending[0].wait_host()
@@ -219,7 +205,7 @@ class SharedMemoryChannel:
         """Return when every peer has executed all that this rank has posted."""
         for peer in self._memory.others:
             # The ranks are awaited one by one, so that the error names the one that did not come.
-            self._require_counter(self._executed[peer.rank], self._seq, peer.rank, f"rank {peer.rank} to read")
+            self._require_counter(self._executed, self._seq, peer.rank, f"rank {peer.rank} to read")
 
     def drain(self) -> None:
         """Execute everything that is outstanding, waiting for peers."""
@@ -244,9 +230,8 @@ class SharedMemoryChannel:
                     if not self._reached(step.counters[rank], work.seq):
                         if not block:
                             return False
-                        self._require_counter(
-                            step.counters[rank], work.seq, rank, self.describe(self._memory.rank, work.seq)
-                        )
+                        waiting_for = self._describe(self._memory.rank, work.seq)
+                        self._require_counter(step.counters, work.seq, rank, waiting_for)
                 # Waiting moves this channel on: the step may have been taken meanwhile, or the whole operation.
                 if work.steps and work.steps[0] is step:
                     # A step is removed after it was taken, so that one that raises is not skipped by a later wait.
@@ -262,18 +247,17 @@ class SharedMemoryChannel:
         # Counters wrap around, so the comparison is of their distance: less than half of the range is ahead.
         return bool((self._lib.ze_load(address) - seq) & 0xFFFFFFFF < 1 << 31)
 
-    def _require_counter(self, address: int, seq: int, rank: int, waiting_for: str) -> None:
+    def _require_counter(self, counters: Sequence[int], seq: int, rank: int, waiting_for: str) -> None:
         """Wait for a counter of ``rank``; a stall is an error."""
-        memory = self._memory
-        if seq > 0 and not self._wait_for_counter(address, seq, rank, time.monotonic() + self._timeout):
+        if seq > 0 and not self._wait_for_counter(counters, seq, rank, time.monotonic() + self._timeout):
             raise DivergenceError(
-                f"rank {memory.rank} has waited {self._timeout:g} s (comm.timeout_seconds) for {waiting_for}. "
+                f"rank {self._memory.rank} has waited {self._timeout:g} s (comm.timeout_seconds) for {waiting_for}. "
                 f"{self._report()}"
             )
 
-    def _wait_for_counter(self, address: int, seq: int, rank: int, deadline: float) -> bool:
+    def _wait_for_counter(self, counters: Sequence[int], seq: int, rank: int, deadline: float) -> bool:
         """Return whether ``rank``'s counter reaches ``seq`` by ``deadline``. Moves both channels on meanwhile."""
-        memory = self._memory
+        address = counters[rank]
         while not self._reached(address, seq):
             # The peer may itself wait for this rank, on either channel.
             for channel in self._channels:
@@ -282,7 +266,7 @@ class SharedMemoryChannel:
             if self._lib.ze_wait(address, seq & 0xFFFFFFFF, POLL_US):
                 break
             # The counter is read again after the process was seen to have ended: it may have been raised just before.
-            if memory.peers[rank].ended() and not self._reached(address, seq):
+            if self._memory.peers[rank].ended() and not self._reached(address, seq):
                 raise DivergenceError(f"rank {rank} has ended. {self._report()}")
             if time.monotonic() > deadline:
                 return False
@@ -299,11 +283,11 @@ class SharedMemoryChannel:
         """Return what each rank issued last on each channel, for people."""
         lines = []
         for peer in self._memory.peers:
-            last = ", ".join(f"{channel.name}: {channel.describe(peer.rank)}" for channel in self._channels)
+            last = ", ".join(f"{channel.name}: {channel._describe(peer.rank)}" for channel in self._channels)
             lines.append(f"rank {peer.rank}{' (ended)' if peer.ended() else ''} last issued {last}")
         return "; ".join(lines) + "."
 
-    def describe(self, rank: int, seq: int | None = None) -> str:
+    def _describe(self, rank: int, seq: int | None = None) -> str:
         """Return what ``rank`` posted last, or as number ``seq``, such as ``reduce blocks.7 (number 3)``."""
         last = self._lib.ze_load(self._posted[rank]) if seq is None else seq
         if last == 0:
@@ -332,40 +316,38 @@ class SharedMemoryChannel:
     def _read(self, peer: SharedMemoryPeer, seq: int, address: int, nbytes: int, start: int = 0) -> None:
         # A peer's memory is read through its file. A failure is then an error, where a load from a mapping would be a
         # signal.
-        got = self._lib.ze_pread(peer.fd, address, nbytes, self._source(peer, seq) + start)
-        if got != nbytes:
-            raise OSError(-got, f"reading the memory of rank {peer.rank}")
+        result = self._lib.ze_pread(peer.fd, address, nbytes, self._source(peer, seq) + start)
+        check_result(result, f"reading the memory of rank {peer.rank}")
 
     def _map(self, peer: SharedMemoryPeer, seq: int, address: int, nbytes: int) -> None:
-        failed = self._lib.ze_map(address, nbytes, peer.fd, self._source(peer, seq), False)
-        if failed:
-            raise OSError(-failed, f"mapping the memory of rank {peer.rank}")
+        result = self._lib.ze_map(address, nbytes, peer.fd, self._source(peer, seq), False)
+        check_result(result, f"mapping the memory of rank {peer.rank}")
 
-    def _sum_kernel(self, shard: torch.Tensor, own_slice: torch.Tensor, seq: int, accumulate: bool) -> None:
-        """Read every peer's slice and add it in rank order, in one pass over the memory."""
+    def _sum_kernel(self, target: torch.Tensor, own: torch.Tensor, seq: int, accumulate: bool, start: int) -> None:
+        """Read every peer's values and add them in rank order, in one pass over the memory.
+
+        Args:
+            target: The sum.
+            own: This rank's values.
+            seq: The number of the operation.
+            accumulate: Whether the sum is added to ``target``.
+            start: The offset of the values in what each rank posted, in bytes.
+        """
         memory, count = self._memory, self._memory.world_size
         local, fds, offsets = (ctypes.c_void_p * count)(), (ctypes.c_int * count)(), (ctypes.c_int64 * count)()
-        for r, peer in enumerate(memory.peers):
-            if r == memory.rank:
-                local[r] = own_slice.data_ptr()
-            else:
-                fds[r], offsets[r] = peer.fd, self._source(peer, seq) + memory.rank * own_slice.nbytes
-        got = self._lib.ze_sum(
-            *(shard.data_ptr(), ops.DTYPE_CODES[shard.dtype], accumulate, shard.numel()),
-            *(ops.DTYPE_CODES[own_slice.dtype], count, local, fds, offsets),
-        )
-        if got < 0:
-            raise OSError(-got, "reading the memory of a peer rank")
-
-    def _sum_torch(self, shard: torch.Tensor, own_slice: torch.Tensor, seq: int, accumulate: bool) -> None:
-        """Sum dtypes that the kernel lacks."""
-        memory = self._memory
-        pieces = [own_slice if peer.rank == memory.rank else torch.empty_like(own_slice) for peer in memory.peers]
+        local[memory.rank] = own.data_ptr()
         for peer in memory.others:
-            piece = pieces[peer.rank]
-            got = self._lib.ze_pread(
-                peer.fd, piece.data_ptr(), piece.nbytes, self._source(peer, seq) + memory.rank * own_slice.nbytes
-            )
-            if got < 0:
-                raise OSError(-got, f"reading the memory of rank {peer.rank}")
-        sum_in_rank_order(shard, pieces, accumulate)
+            fds[peer.rank], offsets[peer.rank] = peer.fd, self._source(peer, seq) + start
+        result = self._lib.ze_sum(
+            *(target.data_ptr(), ops.DTYPE_CODES[target.dtype], accumulate, target.numel()),
+            *(ops.DTYPE_CODES[own.dtype], count, local, fds, offsets),
+        )
+        check_result(result, "reading the memory of a peer rank")
+
+    def _sum_copies(self, target: torch.Tensor, own: torch.Tensor, seq: int, accumulate: bool, start: int) -> None:
+        """Do the same for any dtype, over copies of the peers' values."""
+        memory = self._memory
+        pieces = [own if peer.rank == memory.rank else torch.empty_like(own) for peer in memory.peers]
+        for peer in memory.others:
+            self._read(peer, seq, pieces[peer.rank].data_ptr(), own.nbytes, start)
+        sum_in_rank_order(target, pieces, accumulate)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from zeroengine import ops
+from zeroengine.utils.rounding import round_up
 
 CHANNELS = ("gather", "reduce")
 # The operations that a rank may post ahead of its peers. Their records are in a ring of this length.
@@ -58,6 +59,12 @@ class SharedMemoryPeer:
         return bool(poll.poll(0))
 
 
+def check_result(result: int, action: str) -> None:
+    """Raise the OSError of a function of the library that has returned a negated ``errno``."""
+    if result < 0:
+        raise OSError(-result, action)
+
+
 class MappedBuffer:
     """A ``Buffer`` that shows the ranks' shards side by side: a gather maps their pages, and copies nothing.
 
@@ -76,9 +83,7 @@ class MappedBuffer:
 
     def free(self) -> None:
         """Unmap the shards. The address range stays reserved."""
-        failed = self._lib.ze_unmap(self.tensor.data_ptr(), self._size)
-        if failed:
-            raise OSError(-failed, "releasing a full buffer")
+        check_result(self._lib.ze_unmap(self.tensor.data_ptr(), self._size), "releasing a full buffer")
         self._holds_memory = False
 
     def detach(self) -> None:
@@ -123,16 +128,14 @@ class SharedMemory:
         """Return uninitialised memory of the file, 1-D, at the file's end."""
         nbytes = max(numel, 1) * dtype.itemsize
         # Peers map this memory, and a mapping begins at a page.
-        offset = -(-self._end // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        offset = round_up(self._end, mmap.ALLOCATIONGRANULARITY)
         self._end = offset + nbytes
         os.ftruncate(self._fd, self._end)
         # Python's own mapping of the file would keep a descriptor for each tensor. So the pages are reserved first, and
         # the file is mapped over them.
         tensor = _private_pages(numel, dtype)
         start = tensor.data_ptr()
-        failed = self.lib.ze_map(start, nbytes, self._fd, offset, True)
-        if failed:
-            raise OSError(-failed, "mapping shared memory")
+        check_result(self.lib.ze_map(start, nbytes, self._fd, offset, True), "mapping shared memory")
         # The system uses the addresses of memory that is gone again, so regions at these addresses are out of date.
         self._regions = [r for r in self._regions if r[0] + r[1] <= start or start + nbytes <= r[0]]
         self._regions.append((start, nbytes, offset))

@@ -42,6 +42,8 @@ class SingleProcessTransport:
     rank = 0
     world_size = 1
     overlaps = False
+    shard_align_bytes = 1
+    refill = staticmethod(refill)
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -51,19 +53,11 @@ class SingleProcessTransport:
         """Return torch's own memory."""
         return torch.empty(numel, dtype=dtype, device=self._device)
 
-    def refill(self, tensor: torch.Tensor, channel: ChannelName | None) -> None:
-        """Give torch's own memory."""
-        refill(tensor)
-
     def buffer(self, numel: int, dtype: torch.dtype, *, copied: bool = False) -> Buffer:
         """Return a buffer of pages, which a disk can read into, or of device memory."""
         if self._device.type == "cpu":
             return PagedBuffer(numel, dtype)
         return ResizableBuffer(self.empty(numel, dtype, "gather"))
-
-    def shard_align(self, dtype: torch.dtype) -> int:
-        """Return 1: shards may have any length."""
-        return 1
 
     def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
         """Return the values."""

@@ -54,9 +54,9 @@ class AdamState:
 
     def of(self, shard: OptimizerShard, span: ShardSpan) -> SpanState:
         """See ``ShardState``."""
-        exp_avg, exp_avg_sq = (moment[span.shard_slice] for moment in self.moments[shard.number])
+        exp_avg, exp_avg_sq = (moment[span.shard_slice] for moment in self.moments[shard.index])
         # A float on the CPU, as torch's Adam keeps it, whatever torch's default device is.
-        step = torch.tensor(float(self.steps[shard.number][span.param_index]), device="cpu")
+        step = torch.tensor(float(self.steps[shard.index][span.param_index]), device="cpu")
         return SpanState({"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}, {"step": step})
 
     def prepare(self, shard: OptimizerShard, span: ShardSpan, keys: StateKeys) -> None:
@@ -65,15 +65,15 @@ class AdamState:
     def set_numbers(self, shard: OptimizerShard, span: ShardSpan, numbers: Mapping[str, torch.Tensor]) -> None:
         """See ``ShardState``."""
         # Without a step count the parameter starts as one that was never updated.
-        self.steps[shard.number][span.param_index] = int(numbers["step"].item()) if "step" in numbers else 0
+        self.steps[shard.index][span.param_index] = int(numbers["step"].item()) if "step" in numbers else 0
 
     def clear(self, shard: OptimizerShard, span: ShardSpan) -> None:
         """See ``ShardState``."""
-        for moment in self.moments[shard.number]:
+        for moment in self.moments[shard.index]:
             populate(moment[span.shard_slice], write=True)
             moment[span.shard_slice].zero_()
-        self.steps[shard.number][span.param_index] = 0
+        self.steps[shard.index][span.param_index] = 0
 
     def tensors(self, shard: OptimizerShard) -> list[torch.Tensor]:
         """See ``ShardState``."""
-        return list(self.moments[shard.number])
+        return list(self.moments[shard.index])

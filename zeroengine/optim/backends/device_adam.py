@@ -76,7 +76,7 @@ class DeviceAdam:
         self._update_device_counts()
         self._table.set_groups([self._hyperparameters(group) for group in self._parts.optimizer.param_groups])
         total = self._parts.gradient_norm.sum_on_device(settings.label)
-        factor = ops.gradient_factor(total[0], divisor=settings.divisor, limit=settings.limit, skip=settings.skip)
+        factor = settings.factor(total[0])
         # The copy to the host is issued here, before the update: a host that waits for it leaves the device the update
         # to do.
         values = HostCopy(torch.cat([factor, total[1:]]))
@@ -85,10 +85,10 @@ class DeviceAdam:
         for shard in self._parts.shards:
             with profile_range("update", shard.unit.name):
                 self._table.update(
-                    shard.number,
+                    shard.index,
                     shard.master,
                     shard.gradient,
-                    *self.state.moments[shard.number],
+                    *self.state.moments[shard.index],
                     low_precision_param=shard.low_precision_param,
                     reload_written=shard.may_be_written,
                 )
@@ -157,7 +157,7 @@ def _buffers(shards: Sequence[OptimizerShard], group_of_param: Mapping[torch.Ten
             for span in shard.spans()
         ]
         # Step counts stay below 2**32, so that no two units share the seed of a step, `seed + step`.
-        yield AdamBuffer(segments, seed=shard.number << 32, offset=shard.offset)
+        yield AdamBuffer(segments, seed=shard.index << 32, offset=shard.offset)
         # Slots run through the parameters of all units, those outside of this rank's shards included, so that the flags
         # of all ranks have one order.
         num_params += len(params)

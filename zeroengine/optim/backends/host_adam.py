@@ -10,16 +10,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import ClassVar
 
 import torch
 
 from zeroengine import ops
-from zeroengine.offload.interfaces import poison_on_error
-from zeroengine.offload.offloaded_shards import OffloadedShards
+from zeroengine.offload.interfaces import OffloadStore, padded_nbytes, poison_on_error
 from zeroengine.offload.pipeline import Operand, PipelineTask
 from zeroengine.optim.backends.adam_state import AdamState, has_decoupled_decay, runs_fused_adam
 from zeroengine.optim.backends.interface import BackendParts
@@ -34,48 +32,6 @@ from zeroengine.utils.work import Work
 SEGMENT_TABLES = 16
 # The parameter shards that are on their way from the device at once. Each of them takes a staging buffer.
 MAX_SHARDS_LEAVING = 3
-
-
-@dataclass(frozen=True)
-class _KernelTensors:
-    """The tensors of elements ``start`` to ``stop`` of a shard, which the kernel works on."""
-
-    start: int
-    stop: int
-    master: torch.Tensor
-    gradient: torch.Tensor
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
-    low_precision_param: torch.Tensor | None = None
-
-    def slice_of(self, segment: Segment) -> slice:
-        """Return the elements of ``segment`` as a slice of the tensors."""
-        return slice(max(segment.start, self.start) - self.start, min(segment.stop, self.stop) - self.start)
-
-
-class PendingWritebacks:
-    """Updated parameter shards that are on their way from the device to their store, a few at once."""
-
-    def __init__(self) -> None:
-        self._writebacks: deque[tuple[OffloadedShards, Work]] = deque()
-
-    def update_and_send(self, stored: OffloadedShards, update: Callable[[], Work]) -> None:
-        """Call ``update``, which updates a shard and sends it to ``stored``."""
-        # An update that raises half way leaves a shard whose old values are gone.
-        with poison_on_error(stored):
-            self._writebacks.append((stored, update()))
-        if len(self._writebacks) >= MAX_SHARDS_LEAVING:
-            self._wait_for_first()
-
-    def wait_for_all(self) -> None:
-        """Wait until every shard is in its store."""
-        while self._writebacks:
-            self._wait_for_first()
-
-    def _wait_for_first(self) -> None:
-        stored, writeback = self._writebacks.popleft()
-        with poison_on_error(stored):
-            writeback.wait_host()
 
 
 class HostAdam:
@@ -110,25 +66,31 @@ class HostAdam:
         """Do nothing: step counts are on the host."""
 
     def _update(self, factor: float, has_grad: Sequence[Sequence[bool]]) -> None:
-        leaving, offloaded = PendingWritebacks(), []
+        # Updated parameter shards on their way from the device to their store, and shards for the pipeline.
+        writebacks: deque[tuple[OffloadStore, Work]] = deque()
+        offloaded = []
         for shard, flags in zip(self._parts.shards, has_grad, strict=True):
             # Steps are counted before the update, since Adam's bias correction counts from 1.
-            steps = self.state.steps[shard.number]
+            steps = self.state.steps[shard.index]
             for i, flag in enumerate(flags):
                 steps[i] += flag
             segments = self._segments_of(shard, flags)
             if shard.on_device:
                 self._update_on_device(shard, segments, factor, self._tensors(shard))
                 self._parts.after_update(shard.unit)
-            elif (stored := shard.store_if_only_param_offloaded) is not None:
-                all_elements = all(flags)
-                update = partial(self._update_with_offloaded_param, shard, stored, segments, factor, all_elements)
-                leaving.update_and_send(stored, update)
+            elif (store := shard.store_if_only_param_offloaded) is not None:
+                # An update that raises half way leaves a shard whose old values are gone.
+                with poison_on_error(store):
+                    writeback = self._update_with_offloaded_param(shard, store, segments, factor, all(flags))
+                writebacks.append((store, writeback))
+                if len(writebacks) >= MAX_SHARDS_LEAVING:
+                    _wait_for_first(writebacks)
                 self._parts.after_update(shard.unit)
             else:
                 offloaded.append((shard, segments))
         # The pipeline may read and write the same stores, and the next gather reads the shards that left.
-        leaving.wait_for_all()
+        while writebacks:
+            _wait_for_first(writebacks)
         if offloaded:
             assert self._parts.pipeline is not None
             self._parts.pipeline.run(
@@ -136,8 +98,8 @@ class HostAdam:
             )
 
     def _tensors(self, shard: OptimizerShard) -> list[torch.Tensor]:
-        """Return the tensors of a shard in the order of ``_KernelTensors``."""
-        tensors = [shard.master, shard.gradient, *self.state.moments[shard.number]]
+        """Return master, gradient, both moments, and where there are some the low-precision parameters of a shard."""
+        tensors = [shard.master, shard.gradient, *self.state.moments[shard.index]]
         return tensors if shard.low_precision_param is None else [*tensors, shard.low_precision_param]
 
     def _update_on_device(
@@ -149,7 +111,7 @@ class HostAdam:
     def _update_with_offloaded_param(
         self,
         shard: OptimizerShard,
-        stored: OffloadedShards,
+        store: OffloadStore,
         segments: Sequence[Segment],
         factor: float,
         all_elements: bool,
@@ -160,15 +122,16 @@ class HostAdam:
             all_elements: Whether every parameter has a gradient.
         """
         param = shard.param
-        on_device = stored.staging_buffer(param)
+        assert store.copies is not None
+        on_device = store.copies.device_memory(padded_nbytes(param.nbytes))[: param.nbytes].view(param.dtype)
         if shard.mixed and all_elements:
             # The update writes every parameter, and the padding between them must stay zero.
             on_device.zero_()
         else:
-            stored.read(param, on_device).wait_stream()
+            store.read(param, on_device).wait_stream()
         tensors = [on_device if tensor is param else tensor for tensor in self._tensors(shard)]
         self._update_on_device(shard, segments, factor, tensors)
-        return stored.write(on_device, param)
+        return store.write(on_device, param)
 
     def _tasks(self, shard: OptimizerShard, segments: Sequence[Segment], factor: float) -> Iterator[PipelineTask]:
         """Return the update of an offloaded shard in chunks that fit a buffer, then a task that ends the shard."""
@@ -214,18 +177,20 @@ class HostAdam:
         stop: int,
         *tensors: torch.Tensor,
     ) -> None:
-        """Update elements ``start`` to ``stop`` of a shard, whose values are in ``tensors``."""
-        operands = _KernelTensors(start, stop, *tensors)
-        low_precision_param = operands.low_precision_param
+        """Update elements ``start`` to ``stop`` of a shard, whose values are in ``tensors``. See ``_tensors``."""
+        last_step = max(self.state.steps[shard.index], default=0)
         for segment in segments:
+            step = last_step - segment.steps_behind
             group = self._parts.optimizer.param_groups[segment.group]
-            elements = operands.slice_of(segment)
+            first = max(segment.start, start)
+            elements = slice(first - start, min(segment.stop, stop) - start)
+            master, gradient, exp_avg, exp_avg_sq, *low_precision = (tensor[elements] for tensor in tensors)
             ops.adam_step(
-                operands.master[elements],
-                operands.gradient[elements],
-                operands.exp_avg[elements],
-                operands.exp_avg_sq[elements],
-                step=segment.step,
+                master,
+                gradient,
+                exp_avg,
+                exp_avg_sq,
+                step=step,
                 lr=float(group["lr"]),
                 beta1=float(group["betas"][0]),
                 beta2=float(group["betas"][1]),
@@ -234,28 +199,33 @@ class HostAdam:
                 decoupled=has_decoupled_decay(self._parts.base_optimizer, group),
                 grad_scale=factor,
                 maximize=bool(group.get("maximize", False)),
-                low_precision_param=None if low_precision_param is None else low_precision_param[elements],
+                low_precision_param=low_precision[0] if low_precision else None,
                 reload_written=shard.may_be_written,
                 # Stochastic rounding depends on the unit, the step and the element's place in the unit alone, so it
                 # is the same at every stage and in pieces of any size.
-                seed=shard.number << 32 | segment.step,
-                offset=shard.offset + start + elements.start,
+                seed=shard.index << 32 | step,
+                offset=shard.offset + first,
             )
 
     def _segments_of(self, shard: OptimizerShard, has_grad: Sequence[bool]) -> list[Segment]:
         """Return the runs of the shard that one kernel call updates.
 
-        Tables are remembered with step counts relative to the unit's largest one, so they serve every step.
+        Tables have step counts relative to the unit's largest one, so they serve every step.
         """
-        steps = self.state.steps[shard.number]
+        steps = self.state.steps[shard.index]
         last_step = max(steps, default=0)
-        steps_behind = tuple(last_step - step for step in steps)
-        key = (tuple(has_grad), steps_behind)
-        tables = self.segment_tables[shard.number]
+        key = tuple(has_grad), tuple(last_step - step for step in steps)
+        tables = self.segment_tables[shard.index]
         if key not in tables:
             # A model whose branches vary without end would fill the memory.
             if len(tables) >= SEGMENT_TABLES:
                 tables.clear()
             groups = [self._parts.group_of_param[param] for param in shard.unit.params]
-            tables[key] = segments_of(shard.unit.layout, shard.unit.rank, groups, has_grad, steps_behind)
-        return [segment.counted_back_from(last_step) for segment in tables[key]]
+            tables[key] = segments_of(shard.unit.layout, shard.unit.rank, groups, *key)
+        return tables[key]
+
+
+def _wait_for_first(writebacks: deque[tuple[OffloadStore, Work]]) -> None:
+    store, writeback = writebacks.popleft()
+    with poison_on_error(store):
+        writeback.wait_host()

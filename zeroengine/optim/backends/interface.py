@@ -157,6 +157,8 @@ class UpdateBackend(Protocol):
     def step(self, settings: StepSettings) -> StepResult:
         """Compute the norm, clip, and update every shard, calling ``after_update`` behind each one. A collective.
 
+        A parameter that got no gradient on any rank keeps its value, state and step count, as in torch.
+
         Raises:
             DivergenceError: The ranks wrote different values into the parameters. Nothing has changed.
         """

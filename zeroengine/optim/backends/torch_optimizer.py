@@ -43,7 +43,7 @@ class TorchOptimizer:
                 # A view of the master, so that the optimizer updates the shard itself.
                 on_shard = torch.nn.Parameter(shard.master[span.shard_slice].view(shape))
                 self._on_shards.param_groups[parts.group_of_param[param]]["params"].append(on_shard)
-                self._params[shard.number].append((span, on_shard))
+                self._params[shard.index].append((span, on_shard))
                 if param in caller_state:
                     self._on_shards.state[on_shard] = {
                         key: _initial_state(value, param, span, on_shard) for key, value in caller_state[param].items()
@@ -77,7 +77,7 @@ class TorchOptimizer:
         for group, caller_group in zip(groups, caller_groups, strict=True):
             group.update(_hyperparameters(caller_group))
         for shard, flags in zip(self._parts.shards, has_grad, strict=True):
-            for span, param in self._params[shard.number]:
+            for span, param in self._params[shard.index]:
                 # A parameter without a gradient gets none here, so that the optimizer skips it, as in plain torch.
                 if flags[span.param_index]:
                     gradient = shard.gradient[span.shard_slice]
@@ -137,13 +137,13 @@ class TorchOptimizer:
 
     def tensors(self, shard: OptimizerShard) -> list[torch.Tensor]:
         """See ``ShardState``."""
-        states = (self._on_shards.state.get(param, {}) for _, param in self._params[shard.number])
+        states = (self._on_shards.state.get(param, {}) for _, param in self._params[shard.index])
         return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
 
     def _param(self, shard: OptimizerShard, span: ShardSpan) -> tuple[ShardSpan, torch.nn.Parameter]:
         """Return the whole span of this rank's shard that ``span`` lies in, and its parameter on shards."""
         return next(
-            (whole, param) for whole, param in self._params[shard.number] if whole.param_index == span.param_index
+            (whole, param) for whole, param in self._params[shard.index] if whole.param_index == span.param_index
         )
 
 
