@@ -20,8 +20,7 @@ from zeroengine.comm.launched_ranks import has_peers
 from zeroengine.comm.transports import shared_memory_file
 from zeroengine.comm.transports.gloo import GlooTransport
 from zeroengine.comm.transports.host_staged import HostStagedTransport
-from zeroengine.comm.transports.nccl import NCCLTransport
-from zeroengine.comm.transports.nccl_memory_pool import RegisteredPool
+from zeroengine.comm.transports.nccl import NCCLTransport, RegisteredPool
 from zeroengine.comm.transports.shared_memory import SharedMemoryTransport
 from zeroengine.comm.transports.shared_memory_file import SharedMemory
 from zeroengine.comm.transports.single_process import SingleProcessTransport

@@ -45,7 +45,7 @@ stream that uses a unit behind the first.
 4. Choose it in ``group.Group.transport``, where all ranks must agree: exchange whether it can be used
    (``Group.all_gather_object``) before any rank uses it.
 5. Add it to the list of transports in tests/comm/transports/test_transports.py, whose tests compare bits, and the
-   behaviour of ranks that diverge, stall or end.
+   behavior of ranks that diverge, stall or end.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ class Transport(Protocol):
         """The channel that gradients are summed on."""
 
     def empty(self, numel: int, dtype: torch.dtype, channel: ChannelName, *, sent: bool = True) -> torch.Tensor:
-        """Return uninitialised memory, 1-D, that operations of ``channel`` may send from.
+        """Return uninitialized memory, 1-D, that operations of ``channel`` may send from.
 
         Args:
             numel: Elements.

@@ -20,14 +20,14 @@ def has_peers() -> bool:
         ZeroEngineError: some of the variables are missing.
     """
     # A rank without a world size, or a world size without a rank, is a mistake that training alone would hide.
-    given = [name for name in ("RANK", "WORLD_SIZE") if os.environ.get(name)]
-    if not given or os.environ.get("WORLD_SIZE") == "1":
+    present = [name for name in ("RANK", "WORLD_SIZE") if os.environ.get(name)]
+    if not present or os.environ.get("WORLD_SIZE") == "1":
         return False
     needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in needed if not os.environ.get(name)]
     if missing:
         raise ZeroEngineError(
-            f"the environment has {' and '.join(given)}, and not {', '.join(missing)}: which ranks does this "
+            f"the environment has {' and '.join(present)}, and not {', '.join(missing)}: which ranks does this "
             "process belong to? Start the script with zero-launch or torchrun, which set all of them; or set all; or "
             "none, for one process alone."
         )

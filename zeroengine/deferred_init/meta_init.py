@@ -110,15 +110,15 @@ def initialize_meta_parameters(model: nn.Module) -> None:
         )
     # Parameters with a trace come from ``meta_init`` and get their values from it.
     params = {p: name for name, p in model.named_parameters() if p.is_meta and trace_of(p) is None}
-    buffer_places = [
-        (module, key, f"{prefix}.{key}" if prefix else key)
+    buffers = [
+        (module, key, buffer, f"{prefix}.{key}" if prefix else key)
         for prefix, module in model.named_modules()
         for key, buffer in module._buffers.items()
         if buffer is not None and buffer.is_meta
     ]
-    if not params and not buffer_places:
+    if not params and not buffers:
         return
-    on_meta: dict[Any, str] = {module._buffers[key]: name for module, key, name in buffer_places}
+    on_meta = {buffer: name for _, _, buffer, name in buffers}
     recorder = Recorder(CACHE_BYTES)
     recorder.start()
     try:
@@ -127,8 +127,8 @@ def initialize_meta_parameters(model: nn.Module) -> None:
             recorder.watch(param, name)
         # One new buffer for each old one, also where several modules share it.
         cpu_buffers = {b: torch.empty_strided(b.shape, b.stride(), dtype=b.dtype, device="cpu") for b in on_meta}
-        for module, key, _ in buffer_places:
-            module._buffers[key] = cpu_buffers[module._buffers[key]]
+        for module, key, buffer, _ in buffers:
+            module._buffers[key] = cpu_buffers[buffer]
         new_buffers = set(cpu_buffers.values())
         for module in _children_first(model, set()):
             reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
@@ -138,23 +138,22 @@ def initialize_meta_parameters(model: nn.Module) -> None:
             if reset is not None and tensors and all(are_new):
                 reset()
         # A module may have a ``reset_parameters`` that leaves some of its parameters out.
-        uninitialised = [name for param, name in params.items() if recorder.is_uninitialised(param)]
-        uninitialised += [name for buffer, name in on_meta.items() if recorder.is_uninitialised(cpu_buffers[buffer])]
+        uninitialized = [name for param, name in params.items() if recorder.is_uninitialized(param)]
+        uninitialized += [name for buffer, name in on_meta.items() if recorder.is_uninitialized(cpu_buffers[buffer])]
     finally:
         recorder.finish()
-    if not uninitialised:
+    if not uninitialized:
         return
     for param, name in params.items():
-        if name in uninitialised:
-            # Its trace would give uninitialised memory.
+        if name in uninitialized:
+            # Its trace would give uninitialized memory.
             take_trace(param)
     # The model is left as it was.
-    meta_buffers = {new: old for old, new in cpu_buffers.items()}
-    for module, key, _ in buffer_places:
-        module._buffers[key] = meta_buffers[module._buffers[key]]
-    more = f" and {len(uninitialised) - NUM_SHOWN} more" if len(uninitialised) > NUM_SHOWN else ""
+    for module, key, buffer, _ in buffers:
+        module._buffers[key] = buffer
+    more = f" and {len(uninitialized) - NUM_SHOWN} more" if len(uninitialized) > NUM_SHOWN else ""
     raise ZeroEngineError(
-        f"on the meta device and without values: {', '.join(uninitialised[:NUM_SHOWN])}{more}. Their modules have no "
+        f"on the meta device and without values: {', '.join(uninitialized[:NUM_SHOWN])}{more}. Their modules have no "
         "reset_parameters() that gives some. Build the model inside `with zeroengine.meta_init():` instead of "
         "torch.device('meta'); where weights will be loaded, `with zeroengine.meta_init(values=False):`, and then "
         "engine.load_weights(path)."

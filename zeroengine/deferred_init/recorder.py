@@ -188,11 +188,11 @@ class Recorder:
                 tracked.params.append(ParamRef(weakref.ref(param), self._params[param], param._version))
             self._cache.touch(tracked)
 
-    def is_uninitialised(self, tensor: torch.Tensor) -> bool:
+    def is_uninitialized(self, tensor: torch.Tensor) -> bool:
         """Return whether nothing has been written to ``tensor`` yet."""
         with torch._C.DisableTorchFunction():
             tracked = self._tracked_of(tensor)
-            return tracked is not None and tracked.version is not None and tracked.version.is_uninitialised
+            return tracked is not None and tracked.version is not None and tracked.version.is_uninitialized
 
     def _skips_init(self, tensor: Any) -> bool:
         """Return whether ``tensor`` is a parameter whose values will be loaded."""
@@ -248,7 +248,7 @@ class Recorder:
             if (target := call.tracked_by_id.get(id(tensor))) is not None:
                 for ref, _ in target.live_params():
                     ref.num_pending_writes += 1
-        # What was written last is likely to be written again, as by an initialisation of several steps.
+        # What was written last is likely to be written again, as by an initialization of several steps.
         self._cache.evict(busy=call.targets)
         return outputs
 

@@ -120,13 +120,13 @@ class StorageVersion:
         return StorageVersion(self.op, self.previous, sum(op.cost_bytes for op in ops_of(self)))
 
     @property
-    def is_uninitialised(self) -> bool:
+    def is_uninitialized(self) -> bool:
         """Whether nothing has been written to the storage yet."""
-        return self.op.operation in _UNINITIALISED
+        return self.op.operation in _UNINITIALIZED
 
 
 _aten = torch.ops.aten
-_UNINITIALISED = {
+_UNINITIALIZED = {
     *(_aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_like.default),
     *(_aten.new_empty.default, _aten.new_empty_strided.default, _aten.empty_permuted.default),
 }
@@ -254,7 +254,7 @@ def _preserve_global_state(devices: set[torch.device]) -> Iterator[None]:
 def default_generator(device: torch.device) -> torch.Generator:
     """Return the generator that operations on ``device`` draw from by default."""
     if device.type == "cuda":
-        # The generators of GPUs exist only after CUDA was initialised.
+        # The generators of GPUs exist only after CUDA was initialized.
         torch.cuda.init()
         return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
     return torch.default_generator

@@ -16,11 +16,11 @@ def available_memory() -> float:
     nbytes = int(available[1]) << 10 if available is not None else math.inf
     # In a container the machine's free memory is not this process's to take.
     cgroup = Path("/sys/fs/cgroup")
-    limit, used = _read_text(cgroup / "memory.max").strip(), _read_text(cgroup / "memory.current").strip()
-    if limit.isdigit() and used.isdigit():
+    limit, usage = _read_text(cgroup / "memory.max").strip(), _read_text(cgroup / "memory.current").strip()
+    if limit.isdigit() and usage.isdigit():
         # The page cache of files counts as used, and the kernel drops it when memory is short.
         inactive = re.search(r"^inactive_file (\d+)$", _read_text(cgroup / "memory.stat"), re.MULTILINE)
-        nbytes = min(nbytes, int(limit) - int(used) + (int(inactive[1]) if inactive is not None else 0))
+        nbytes = min(nbytes, int(limit) - int(usage) + (int(inactive[1]) if inactive is not None else 0))
     return nbytes
 
 

@@ -124,18 +124,20 @@ class OffloadedShards:
         """Return a buffer of at least ``nbytes`` bytes that peers have taken everything from."""
         size = padded_nbytes(nbytes)
         fitting = [buffer for buffer in self._buffers if not buffer.busy and buffer.memory.nbytes >= size]
-        for buffer in fitting:
-            if self._is_reusable(buffer, 0.0):
-                return self._move_to_end(buffer)
+        free = next((buffer for buffer in fitting if self._is_reusable(buffer, 0.0)), None)
         # The wait has a limit, since a peer may itself wait for this rank's next collective. Another buffer is the way
         # out.
-        if fitting and len(self._buffers) >= self._num_buffers and self._is_reusable(fitting[0], REUSE_TIMEOUT_S):
-            return self._move_to_end(fitting[0])
-        # The transport's memory is what its collectives send fastest from, but has no alignment for direct I/O.
-        memory = self._transport.empty(size + ALIGNMENT, torch.uint8, "gather")
-        offset = -memory.data_ptr() % ALIGNMENT
-        self._buffers.append(_SendBuffer(memory[offset : offset + size]))
-        return self._buffers[-1]
+        if free is None and fitting and len(self._buffers) >= self._num_buffers:
+            free = fitting[0] if self._is_reusable(fitting[0], REUSE_TIMEOUT_S) else None
+        if free is None:
+            # The transport's memory is what its collectives send fastest from, but has no alignment for direct I/O.
+            memory = self._transport.empty(size + ALIGNMENT, torch.uint8, "gather")
+            offset = -memory.data_ptr() % ALIGNMENT
+            free = _SendBuffer(memory[offset : offset + size])
+        else:
+            self._buffers.remove(free)
+        self._buffers.append(free)
+        return free
 
     def _is_reusable(self, buffer: _SendBuffer, timeout_s: float) -> bool:
         """Return whether all peers have taken what was sent from a buffer, after waiting for at most ``timeout_s``."""
@@ -146,8 +148,3 @@ class OffloadedShards:
         # A transport may wait by ordering the current stream: that of the next read into this buffer.
         with self._on_read_stream():
             return self._transport.gather.reusable(buffer.gather, timeout_s)
-
-    def _move_to_end(self, buffer: _SendBuffer) -> _SendBuffer:
-        self._buffers.remove(buffer)
-        self._buffers.append(buffer)
-        return buffer

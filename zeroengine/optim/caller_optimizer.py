@@ -81,7 +81,7 @@ def _alive(method: Callable[[], None] | None) -> Callable[[], None]:
 
 
 def check_step_call(optimizer: torch.optim.Optimizer, closure: Any = None, **kwargs: Any) -> None:
-    """Refuse the arguments of `optimizer.step()` that the engine cannot honour.
+    """Refuse the arguments of `optimizer.step()` that the engine cannot honor.
 
     Raises:
         ZeroEngineError: There is a closure, or a GradScaler that scales the loss beside the engine.
@@ -99,9 +99,9 @@ def check_step_call(optimizer: torch.optim.Optimizer, closure: Any = None, **kwa
             "enabled=False or remove it."
         )
     if closure is not None or kwargs:
-        given = "a closure" if closure is not None else ", ".join(kwargs)
+        arguments = "a closure" if closure is not None else ", ".join(kwargs)
         raise ZeroEngineError(
-            f"optimizer.step() was given {given}: the engine has to see the backward before the step. Write "
+            f"optimizer.step() was given {arguments}: the engine has to see the backward before the step. Write "
             "engine.backward(loss) and then optimizer.step() without arguments."
         )
 
@@ -147,11 +147,11 @@ def load_hyperparameters(optimizer: torch.optim.Optimizer, state_dict: Mapping[s
             "engine.load_checkpoint(), and see docs/checkpoints.md for what other libraries wrote."
         )
     # The numbers of parameters are compared before any group changes, so that an error leaves all of them as they were.
-    groups, given = optimizer.param_groups, state_dict["param_groups"]
-    if [len(group["params"]) for group in groups] != [len(group["params"]) for group in given]:
+    groups, loaded_groups = optimizer.param_groups, state_dict["param_groups"]
+    if [len(group["params"]) for group in groups] != [len(group["params"]) for group in loaded_groups]:
         raise ZeroEngineError(
             "load_state_dict(): the groups of the optimizer and of the dict differ in their parameters"
         )
-    for group, values in zip(groups, given, strict=True):
+    for group, values in zip(groups, loaded_groups, strict=True):
         # Schedulers and the engine refer to these dicts, so they are updated in place.
         group.update({key: value for key, value in values.items() if key != "params"})

@@ -52,20 +52,20 @@ class OptimizerShard:
     def _take_master(self) -> torch.Tensor:
         """Return the master. The unit has one already where its parameters were built in a wider dtype."""
         # The unit forgets its master, or a copy to another place would leave the first one in memory.
-        built, self.unit.master = self.unit.master, None
-        if built is not None and self.store is not None and self.store.holds(built):
-            return built
+        master_of_unit, self.unit.master = self.unit.master, None
+        if master_of_unit is not None and self.store is not None and self.store.holds(master_of_unit):
+            return master_of_unit
         master = self.empty(torch.float32)
         # Writing a mapped file whose disk fails would end the process by a signal; `populate` raises instead.
         populate(master, write=True)
-        master.copy_(self.param if built is None else built)
+        master.copy_(self.param if master_of_unit is None else master_of_unit)
         if self.store is not None:
             # All masters together may be larger than memory. This one is not read before the update.
             self.store.evict(master)
         return master
 
     def empty(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return new memory for a value of each element, in the store (then zeros) or on the device (uninitialised)."""
+        """Return new memory for a value of each element, in the store (then zeros) or on the device (uninitialized)."""
         numel = self.param.numel()
         if self.store is not None:
             return self.store.empty(numel, dtype)

@@ -1,4 +1,4 @@
-"""The runs of a shard that one kernel call can update: neighbours of one param group and one step count."""
+"""The runs of a shard that one kernel call can update: neighbors of one param group and one step count."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def segments_of(
         if not has_grad[i]:
             joins = False
             continue
-        # Neighbours with equal scalars are one kernel call, the padding between them included.
+        # Neighbors with equal scalars are one kernel call, the padding between them included.
         last = segments[-1] if segments else None
         if joins and last is not None and (last.group, last.steps_behind) == (groups[i], steps_behind[i]):
             segments[-1] = replace(last, stop=stop)

@@ -102,12 +102,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         )
         # Refuse before the constructor allocates the state, which may be most of the memory.
         backend = next(backend for backend in BACKENDS if backend.serves(parts))
-        self._check_backend(backend, parts)
-        self.backend = backend(parts)
-
-    def _check_backend(self, backend: type[UpdateBackend], parts: BackendParts) -> None:
         name = self.base_optimizer_name
-        if parts.moments_dtype is not torch.float32 and not backend.supports_bf16_moments:
+        if moments_dtype is not torch.float32 and not backend.supports_bf16_moments:
             raise ZeroEngineError(
                 f"optimizer_state_dtype: only Adam and AdamW on fp32 masters keep moments in bf16, not {name}; remove "
                 "the key"
@@ -118,6 +114,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"offload: only Adam and AdamW on fp32 masters update states that are not on the device, not {name}; "
                 'write "device": "none"'
             )
+        self.backend = backend(parts)
 
     # -- as a torch optimizer ---------------------------------------------------------------------
 

@@ -5,5 +5,5 @@
   ``shared_memory_channel`` the operations.
 - ``gloo``: CPU ranks of several hosts.
 - ``host_staged``: ranks on GPUs, through host memory.
-- ``nccl``: ranks on GPUs, over NCCL. ``nccl_memory_pool`` registers memory with it.
+- ``nccl``: ranks on GPUs, over NCCL.
 """

@@ -112,12 +112,12 @@ class GlooChannel:
     def all_reduce(self, full: torch.Tensor, label: str) -> Work:
         """Reduce-scatter, and gather the sums once those have arrived."""
         own_slice = full.chunk(self._size)[self._rank]
-        self._seq += 1
         # The second half gets its number now, since works may be awaited in another order on each rank.
-        number = self._seq
+        self._seq += 1
+        second_seq = self._seq
         first = self.reduce_scatter(own_slice, full, label)
         slices = list(full.chunk(self._size))
-        gather = partial(self._exchange, "gather", label, [own_slice] * self._size, slices, number)
+        gather = partial(self._exchange, "gather", label, [own_slice] * self._size, slices, second_seq)
         return Then(first, gather, returns_work=True)
 
     def reusable(self, work: Work, timeout_s: float) -> bool:
@@ -132,23 +132,23 @@ class GlooChannel:
         return True
 
     def _exchange(
-        self, kind: str, label: str, sent: list[torch.Tensor], received: list[torch.Tensor], number: int = 0
+        self, kind: str, label: str, sent: list[torch.Tensor], received: list[torch.Tensor], seq: int = 0
     ) -> GlooWork:
         """Send ``sent[r]`` to each peer r and receive ``received[r]`` from it.
 
         The tag holds the operation's number and name. So different operations never match one another: they stall, and
         the watchdog reports them.
         """
-        if not number:
+        if not seq:
             self._seq += 1
-            number = self._seq
-        what = f"{kind} {label} (number {number})"
+            seq = self._seq
+        what = f"{kind} {label} (number {seq})"
         self.watchdog.record(what)
         # A tag is a number of limited size, so the name is hashed.
         tag = zlib.crc32(f"{self._name} {what}".encode()) & 0x3FFFFFFF
         works: list[dist.Work] = []
         with self.watchdog.guard(what):
-            # Each rank starts with its next neighbour, so that the ranks do not all send to the same one. Receives come
+            # Each rank starts with its next neighbor, so that the ranks do not all send to the same one. Receives come
             # before sends, so that data finds its place when it arrives.
             for step in range(1, self._size):
                 to, source = (self._rank + step) % self._size, (self._rank - step) % self._size

@@ -125,7 +125,7 @@ class SharedMemory:
         self._finalizer = weakref.finalize(self, _close_all, descriptors)
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return uninitialised memory of the file, 1-D, at the file's end."""
+        """Return uninitialized memory of the file, 1-D, at the file's end."""
         nbytes = max(numel, 1) * dtype.itemsize
         # Peers map this memory, and a mapping begins at a page.
         offset = round_up(self._end, mmap.ALLOCATIONGRANULARITY)

@@ -73,7 +73,11 @@ class DeviceAdam:
         # The last step's result must be known before another one is issued: its counts are those that this step
         # continues.
         self.sync_step_counts()
-        self._update_device_counts()
+        counts = self._host_counts()
+        if counts != self._device_counts:
+            # Step counts were set on the host, as by a checkpoint.
+            self._table.steps.copy_(to_device(counts, self._device, torch.int64))
+            self._device_counts = counts
         self._table.set_groups([self._hyperparameters(group) for group in self._parts.optimizer.param_groups])
         total = self._parts.gradient_norm.sum_on_device(settings.label)
         factor = settings.factor(total[0])
@@ -129,13 +133,6 @@ class DeviceAdam:
 
     def _host_counts(self) -> list[int]:
         return [step for steps in self.state.steps for step in steps]
-
-    def _update_device_counts(self) -> None:
-        """Copy step counts to the device that were set on the host, as by a checkpoint."""
-        counts = self._host_counts()
-        if counts != self._device_counts:
-            self._table.steps.copy_(to_device(counts, self._device, torch.int64))
-            self._device_counts = counts
 
     def _hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
         decoupled = has_decoupled_decay(self._parts.base_optimizer, group)

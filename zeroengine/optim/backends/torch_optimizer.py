@@ -31,8 +31,8 @@ class TorchOptimizer:
 
     def __init__(self, parts: BackendParts) -> None:
         self._parts = parts
-        # For each shard, the spans and the parameters that the optimizer on shards updates.
-        self._params: list[list[tuple[ShardSpan, torch.nn.Parameter]]] = [[] for _ in parts.shards]
+        # For each shard by the index of a parameter, its span, and the parameter that the optimizer on shards updates.
+        self._params: list[dict[int, tuple[ShardSpan, torch.nn.Parameter]]] = [{} for _ in parts.shards]
         self._on_shards = copy_without_parameters(parts.base_optimizer)
         caller_state = parts.base_optimizer.state
         for shard in parts.shards:
@@ -43,7 +43,7 @@ class TorchOptimizer:
                 # A view of the master, so that the optimizer updates the shard itself.
                 on_shard = torch.nn.Parameter(shard.master[span.shard_slice].view(shape))
                 self._on_shards.param_groups[parts.group_of_param[param]]["params"].append(on_shard)
-                self._params[shard.index].append((span, on_shard))
+                self._params[shard.index][span.param_index] = (span, on_shard)
                 if param in caller_state:
                     self._on_shards.state[on_shard] = {
                         key: _initial_state(value, param, span, on_shard) for key, value in caller_state[param].items()
@@ -77,7 +77,7 @@ class TorchOptimizer:
         for group, caller_group in zip(groups, caller_groups, strict=True):
             group.update(_hyperparameters(caller_group))
         for shard, flags in zip(self._parts.shards, has_grad, strict=True):
-            for span, param in self._params[shard.index]:
+            for span, param in self._params[shard.index].values():
                 # A parameter without a gradient gets none here, so that the optimizer skips it, as in plain torch.
                 if flags[span.param_index]:
                     gradient = shard.gradient[span.shard_slice]
@@ -99,7 +99,7 @@ class TorchOptimizer:
 
     def of(self, shard: OptimizerShard, span: ShardSpan) -> SpanState:
         """See ``ShardState``."""
-        whole_span, param = self._param(shard, span)
+        whole_span, param = self._params[shard.index][span.param_index]
         # ``span`` may be a part of the rank's span, as where a checkpoint of another number of ranks is read.
         start = span.param_offset - whole_span.param_offset
         state = SpanState({}, {})
@@ -109,13 +109,13 @@ class TorchOptimizer:
                 state.elements[key] = value.view(-1)[start : start + span.numel]
             elif isinstance(value, (torch.Tensor, float, int)):
                 # On the CPU, whatever torch's default device is.
-                number = value if isinstance(value, torch.Tensor) else torch.tensor(value, device="cpu")
-                state.numbers[key] = number.detach().clone()
+                tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value, device="cpu")
+                state.numbers[key] = tensor.detach().clone()
         return state
 
     def prepare(self, shard: OptimizerShard, span: ShardSpan, keys: StateKeys) -> None:
         """See ``ShardState``."""
-        _, param = self._param(shard, span)
+        _, param = self._params[shard.index][span.param_index]
         state = self._on_shards.state[param]
         for key in [key for key in state if key not in keys]:
             # States that the checkpoint lacks would keep the values of before.
@@ -126,25 +126,19 @@ class TorchOptimizer:
 
     def set_numbers(self, shard: OptimizerShard, span: ShardSpan, numbers: Mapping[str, torch.Tensor]) -> None:
         """See ``ShardState``."""
-        state = self._on_shards.state[self._param(shard, span)[1]]
+        state = self._on_shards.state[self._params[shard.index][span.param_index][1]]
         for key, value in numbers.items():
             present = state[key]
             state[key] = value.to(present) if isinstance(present, torch.Tensor) else type(present)(value.item())
 
     def clear(self, shard: OptimizerShard, span: ShardSpan) -> None:
         """See ``ShardState``."""
-        self._on_shards.state.pop(self._param(shard, span)[1], None)
+        self._on_shards.state.pop(self._params[shard.index][span.param_index][1], None)
 
     def tensors(self, shard: OptimizerShard) -> list[torch.Tensor]:
         """See ``ShardState``."""
-        states = (self._on_shards.state.get(param, {}) for _, param in self._params[shard.index])
+        states = (self._on_shards.state.get(param, {}) for _, param in self._params[shard.index].values())
         return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
-
-    def _param(self, shard: OptimizerShard, span: ShardSpan) -> tuple[ShardSpan, torch.nn.Parameter]:
-        """Return the whole span of this rank's shard that ``span`` lies in, and its parameter on shards."""
-        return next(
-            (whole, param) for whole, param in self._params[shard.index] if whole.param_index == span.param_index
-        )
 
 
 def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,8 +12,7 @@ from tests.comm.transports.pools import Backend, Pool, RefusingBackend, pretende
 from tests.distributed.ranks import run_ranks
 from tests.emulated import cpu_alone
 from zeroengine.comm.group import Group
-from zeroengine.comm.transports.nccl import NCCLTransport
-from zeroengine.comm.transports.nccl_memory_pool import RegisteredPool
+from zeroengine.comm.transports.nccl import NCCLTransport, RegisteredPool
 from zeroengine.errors import ZeroEngineError
 
 pytestmark = cpu_alone("where memory would lie is modelled")
