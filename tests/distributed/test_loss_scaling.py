@@ -32,6 +32,7 @@ from tests.distributed.training import (
 )
 from tests.parametrization import SHARED_MEMORY_AND_SLOW_GLOO
 from zeroengine import ZeroEngineError
+from zeroengine.config import FP16
 from zeroengine.optim.loss_scaler import LossScaler
 
 STAGES = (0, 1, 2, 3)
@@ -255,7 +256,7 @@ def test_the_scale_falls_until_gradients_fit_and_grows_again() -> None:
     first, second = run_ranks(2, falls_and_grows)
     assert first == second, "the same on all ranks"
     for steps, scales, updates in first:
-        scaler = LossScaler(2.0**26, dynamic=True, hysteresis_left=1, window=2)
+        scaler = LossScaler(FP16(initial_scale_power=26, hysteresis=1, loss_scale_window=2))
         for updated, scale in zip(steps, scales, strict=True):
             scaler.update(not updated)
             assert scaler.scale == scale

@@ -23,12 +23,7 @@ def sum_in_rank_order(target: torch.Tensor, pieces: Sequence[torch.Tensor], accu
     lib = ops.library()
     source = pieces[0].dtype
     # The kernel reads each piece once and rounds once. It works on addresses, and so on the CPU alone.
-    if (
-        lib is not None
-        and target.device.type == "cpu"
-        and target.dtype in ops.DTYPE_CODES
-        and source in ops.DTYPE_CODES
-    ):
+    if lib is not None and target.device.type == "cpu" and {target.dtype, source} <= ops.DTYPE_CODES.keys():
         # The kernel can also read pieces from files of other ranks. Here all of them are in memory, so there are none.
         local = (ctypes.c_void_p * len(pieces))(*(p.data_ptr() for p in pieces))
         none = ctypes.c_void_p()

@@ -56,8 +56,7 @@ class Placement:
     def send_buffer_bytes(self) -> int:
         """Bytes of the memory that offloaded shards are sent from."""
         # Units share one object, whose buffers would otherwise be counted once for each unit.
-        distinct = {id(shards): shards for shards in self.parameter_shards if shards is not None}
-        return sum(shards.nbytes for shards in distinct.values())
+        return sum(shards.nbytes for shards in set(self.parameter_shards) if shards is not None)
 
     @property
     def host_buffer_bytes(self) -> int:
@@ -257,14 +256,10 @@ def _moved_element_bytes(
 ) -> int:
     """Return the bytes of one element's states that a pipeline moves at most: those on a disk, or on a GPU."""
     optimizer_on_disk = optimizer_location not in (None, CPU_MEMORY)
-    nbytes = 0
-    if copies is not None or param_location is not None:
-        nbytes += plan.dtype.itemsize
-    if copies is not None or optimizer_on_disk:
-        nbytes += config.accumulation_dtype(plan.dtype).itemsize
-    if optimizer_on_disk:
-        nbytes += 2 * FLOATS[config.optimizer_state_dtype].itemsize + _is_mixed(plan) * torch.float32.itemsize
-    return max(nbytes, 1)
+    nbytes = (copies is not None or param_location is not None) * plan.dtype.itemsize
+    nbytes += (copies is not None or optimizer_on_disk) * config.accumulation_dtype(plan.dtype).itemsize
+    state_bytes = 2 * FLOATS[config.optimizer_state_dtype].itemsize + _is_mixed(plan) * torch.float32.itemsize
+    return max(nbytes + optimizer_on_disk * state_bytes, 1)
 
 
 def _is_mixed(plan: UnitPlan) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
 from typing import Any
 
 import torch
@@ -46,19 +46,15 @@ class StepResult:
     """
 
     def __init__(self, read: Callable[[], tuple[float, bool]]) -> None:
-        self._read = read
+        self._read = cache(read)
         self.on_query: Callable[[StepResult], None] | None = None
-
-    @cached_property
-    def _norm_and_updated(self) -> tuple[float, bool]:
-        return self._read()
 
     def __bool__(self) -> bool:
         # Cleared first: the callback itself asks for the truth value.
         on_query, self.on_query = self.on_query, None
         if on_query is not None:
             on_query(self)
-        return self._norm_and_updated[1]
+        return self._read()[1]
 
     def __eq__(self, other: object) -> bool:
         return bool(self) == other
@@ -76,4 +72,4 @@ class StepResult:
     @property
     def grad_norm(self) -> float:
         """Return the norm of the mean gradient before clipping."""
-        return self._norm_and_updated[0]
+        return self._read()[0]
