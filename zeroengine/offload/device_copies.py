@@ -70,17 +70,14 @@ class GPUCopies:
             # Only page-locked host memory lets the host go on. With other memory torch waits here, which is right but
             # slower.
             target.copy_(source, non_blocking=True)
-            return RecordedEvent(self._new_event(), self._device, target, source)
+            return self.record_event(target, source)
 
-    def record_event(self) -> Work:
-        """Record an event on the current stream."""
-        return RecordedEvent(self._new_event(), self._device)
-
-    def _new_event(self) -> torch.cuda.Event:
+    def record_event(self, *tensors: torch.Tensor) -> Work:
+        """Record an event on the current stream, which keeps ``tensors`` alive."""
         # A blocking event lets a host thread that waits for it sleep, where others spin on a core.
         event = torch.cuda.Event(blocking=True)
         event.record(torch.cuda.current_stream(self._device))
-        return event
+        return RecordedEvent(event, self._device, *tensors)
 
     @contextlib.contextmanager
     def on_copy_stream(self, direction: Direction) -> Iterator[None]:

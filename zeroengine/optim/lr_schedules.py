@@ -202,7 +202,9 @@ class _OneCycle(LRScheduler):
     def get_lr(self) -> list[float | torch.Tensor]:
         p, step = self._params, self.last_epoch
         lr = self._cycle(p["cycle_min_lr"], p["cycle_max_lr"], step)
-        after = self._after(step)
+        # The decay intervals since the cycle ended.
+        size = p["decay_step_size"]
+        after = max(0, step - self._rising - self._falling) / size if size else 0.0
         if after > 0:
             lr = p["cycle_min_lr"] / (1 + p["decay_lr_rate"] * after)
         if p["cycle_momentum"]:
@@ -227,8 +229,3 @@ class _OneCycle(LRScheduler):
         # With stairs the rate moves in that many equal steps, otherwise without steps.
         part = math.floor(done * stairs / length) / stairs if stairs else done / length
         return _between(ends, peak, part)
-
-    def _after(self, step: int) -> float:
-        """Return the number of decay intervals since the cycle ended."""
-        size = self._params["decay_step_size"]
-        return max(0, step - self._rising - self._falling) / size if size else 0.0

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import ClassVar
 
 import torch
@@ -28,7 +28,8 @@ from zeroengine.optim.step_result import StepResult, StepSettings
 from zeroengine.utils.profiling import profile_range
 from zeroengine.utils.work import Work
 
-# The tables of segments that are remembered for each shard, one for each set of parameters that got a gradient.
+# The tables of segments that are remembered for each shard, one for each set of parameters that got a gradient. A model
+# whose branches vary without end would fill the memory.
 SEGMENT_TABLES = 16
 # The parameter shards that are on their way from the device at once. Each of them takes a staging buffer.
 MAX_SHARDS_LEAVING = 3
@@ -49,9 +50,13 @@ class HostAdam:
     def __init__(self, parts: BackendParts) -> None:
         self.state = AdamState(parts.shards, parts.moments_dtype)
         self._parts = parts
-        # For each shard, the segments by which parameters have a gradient and how their step counts differ.
-        self.segment_tables: list[dict[tuple[tuple[bool, ...], tuple[int, ...]], list[Segment]]] = [
-            {} for _ in parts.shards
+        # For each shard a function of the parameters that have a gradient, and of how far each is behind the unit's
+        # largest step count. So its results serve every step.
+        self.segments_of_shard = [
+            lru_cache(SEGMENT_TABLES)(
+                partial(segments_of, unit.layout, unit.rank, [parts.group_of_param[param] for param in unit.params])
+            )
+            for unit in (shard.unit for shard in parts.shards)
         ]
 
     def norm(self, divisor: float, label: str) -> torch.Tensor:
@@ -74,7 +79,9 @@ class HostAdam:
             steps = self.state.steps[shard.index]
             for i, flag in enumerate(flags):
                 steps[i] += flag
-            segments = self._segments_of(shard, flags)
+            last_step = max(steps, default=0)
+            steps_behind = tuple(last_step - step for step in steps)
+            segments = self.segments_of_shard[shard.index](tuple(flags), steps_behind)
             if shard.on_device:
                 self._update_on_device(shard, segments, factor, self._tensors(shard))
                 self._parts.after_update(shard.unit)
@@ -206,23 +213,6 @@ class HostAdam:
                 seed=shard.index << 32 | step,
                 offset=shard.offset + first,
             )
-
-    def _segments_of(self, shard: OptimizerShard, has_grad: Sequence[bool]) -> list[Segment]:
-        """Return the runs of the shard that one kernel call updates.
-
-        Tables have step counts relative to the unit's largest one, so they serve every step.
-        """
-        steps = self.state.steps[shard.index]
-        last_step = max(steps, default=0)
-        key = tuple(has_grad), tuple(last_step - step for step in steps)
-        tables = self.segment_tables[shard.index]
-        if key not in tables:
-            # A model whose branches vary without end would fill the memory.
-            if len(tables) >= SEGMENT_TABLES:
-                tables.clear()
-            groups = [self._parts.group_of_param[param] for param in shard.unit.params]
-            tables[key] = segments_of(shard.unit.layout, shard.unit.rank, groups, *key)
-        return tables[key]
 
 
 def _wait_for_first(writebacks: deque[tuple[OffloadStore, Work]]) -> None:
