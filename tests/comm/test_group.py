@@ -1,14 +1,15 @@
-"""Who shares a GPU."""
+"""Who shares a GPU, and which backends have a transport."""
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from zeroengine import ZeroEngineError
-from zeroengine.comm.group import check_gpus
+from zeroengine.comm.group import Group, check_gpus
 
 
 def told(gpus: list[str]) -> list[str]:
@@ -33,3 +34,10 @@ def test_more_ranks_than_gpus_is_an_error_on_every_rank(monkeypatch: pytest.Monk
     assert others == [first] * 3
     assert first.startswith("ranks 0 and 2 have the same GPU (GPU-1 on node-a): NCCL needs one for each.")
     assert "--nproc" in first and "LOCAL_RANK" in first
+
+
+def test_a_backend_without_a_transport_is_refused_with_the_names_of_those_that_have_one() -> None:
+    group = object.__new__(Group)
+    group.world_size, group.backend, group.device = 2, "mpi", torch.device("cpu")
+    with pytest.raises(ZeroEngineError, match='the backend \'mpi\' for cpu tensors, and .* "nccl" on GPUs and "gloo"'):
+        group.transport("auto", 1.0)

@@ -60,6 +60,8 @@ from zeroengine.utils.rounding import round_up
 from zeroengine.utils.work import Work
 
 ChannelName = Literal["gather", "reduce"]
+# How long to wait for peers to read what was sent from a buffer (``Channel.reusable``) before another buffer is made.
+REUSE_TIMEOUT_S = 1.0
 
 
 class Buffer(Protocol):

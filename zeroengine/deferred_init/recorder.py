@@ -163,10 +163,9 @@ class Recorder:
     def _module_registered(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
         """Watch the parameters of a new child. A deep copy of a module registers none of its parameters."""
         if child is not None and threading.get_ident() == self._thread:
-            for prefix, descendant in child.named_modules():
-                for key, param in descendant._parameters.items():
-                    if param is not None and param not in self._params:
-                        self.watch(param, f"{type(module).__name__}.{name}.{prefix}{'.' * bool(prefix)}{key}")
+            for key, param in child.named_parameters():
+                if param not in self._params:
+                    self.watch(param, f"{type(module).__name__}.{name}.{key}")
 
     def watch(self, param: nn.Parameter, name: str) -> None:
         """Let the memory of ``param`` be freed between uses."""

@@ -8,13 +8,10 @@ from typing import Any
 
 import torch
 
-from zeroengine.comm.interfaces import Transport
+from zeroengine.comm.interfaces import REUSE_TIMEOUT_S, Transport
 from zeroengine.disk.aligned_memory import ALIGNMENT
 from zeroengine.offload.interfaces import OffloadStore, padded_nbytes
 from zeroengine.utils.work import Work
-
-# How long to wait for peers to take what is sent from a buffer before another buffer is made.
-REUSE_TIMEOUT_S = 1.0
 
 
 @dataclass(eq=False)

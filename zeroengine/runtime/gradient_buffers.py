@@ -12,13 +12,10 @@ from dataclasses import dataclass, field
 import torch
 
 from zeroengine import ops
-from zeroengine.comm.interfaces import Transport
+from zeroengine.comm.interfaces import REUSE_TIMEOUT_S, Transport
 from zeroengine.partition.layout import FlatLayout
 from zeroengine.runtime.unit_gradients import UnitGradients, param_views_of
 from zeroengine.utils.work import Work
-
-# Seconds to wait for peers before another buffer is allocated. ``GradientBufferPool.acquire`` says why the wait ends.
-REUSE_TIMEOUT_S = 1.0
 
 # Gradients that one launch of `ops.cast_copy` takes.
 MAX_TENSORS_PER_LAUNCH = 64
