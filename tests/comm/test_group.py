@@ -39,5 +39,5 @@ def test_more_ranks_than_gpus_is_an_error_on_every_rank(monkeypatch: pytest.Monk
 def test_a_backend_without_a_transport_is_refused_with_the_names_of_those_that_have_one() -> None:
     group = object.__new__(Group)
     group.world_size, group.backend, group.device = 2, "mpi", torch.device("cpu")
-    with pytest.raises(ZeroEngineError, match='the backend \'mpi\' for cpu tensors, and .* "nccl" on GPUs and "gloo"'):
+    with pytest.raises(ZeroEngineError, match=r"'mpi' for cpu tensors, .* \"nccl\" on GPUs and \"gloo\" on CPUs"):
         group.transport("auto", 1.0)
