@@ -265,7 +265,7 @@ class CheckpointFolder:
         # checkpoint under every tag.
         with _synced(writing / MANIFEST) as file:
             file.write(manifest.to_json())
-        sync_directory(writing)
+        sync_path(writing)
         # The write may have taken long enough for a later round to take the folder over. From here on names change, so
         # this is the last moment to stop.
         self._lock.check()
@@ -276,12 +276,12 @@ class CheckpointFolder:
         if target.exists():
             target.rename(replaced)
         writing.rename(target)
-        sync_directory(self.path)
+        sync_path(self.path)
         # `latest` is replaced by a rename, so a reader sees the old tag or the new one and never half of it.
         with _synced(self.path / f".{LATEST}.new") as file:
             file.write(manifest.tag + "\n")
         (self.path / f".{LATEST}.new").rename(self.path / LATEST)
-        sync_directory(self.path)
+        sync_path(self.path)
         # The old checkpoint of this tag goes only now, when the new one and `latest` are on the disk.
         if replaced.exists():
             self._remove(replaced)
@@ -325,14 +325,19 @@ def tag_of(name: str) -> str:
     return tag if tag and re.fullmatch(r"[0-9a-f]{8}", token) else middle
 
 
-def sync_directory(path: Path) -> None:
-    """Return when the names in a directory are on the disk."""
+def sync_path(path: Path) -> None:
+    """Return when a file's content or the names in a directory are on the disk."""
     # A rename is on the disk only after the directory itself was synced.
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def natural_order(name: str) -> list[tuple[int, str]]:
+    """Return a key that orders `step-9` before `step-10`."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def _modified(path: Path) -> float:

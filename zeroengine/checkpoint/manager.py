@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import ChainMap
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +14,18 @@ import torch
 import torch.distributed as dist
 
 from zeroengine.checkpoint.checkpointed_parts import CheckpointedParts
+from zeroengine.checkpoint.dcp_save import save_files
 from zeroengine.checkpoint.directory import CheckpointFolder, check_tag
+from zeroengine.checkpoint.failures import failure_reason
+from zeroengine.checkpoint.manifest import FORMAT, Manifest
 from zeroengine.checkpoint.restore import HalfLoadedError, RestoreResult, loading_errors, restore
-from zeroengine.checkpoint.save_thread import SaveThread
 from zeroengine.checkpoint.search import CheckpointSearch
-from zeroengine.checkpoint.snapshot import take_snapshot
+from zeroengine.checkpoint.snapshot import Snapshot, take_snapshot
 from zeroengine.comm.group import check_same
 from zeroengine.disk.aligned_memory import aligned_zeros
 from zeroengine.errors import CheckpointError
 from zeroengine.utils.paths import checked_path
-from zeroengine.utils.progress import evicting, progress
+from zeroengine.utils.progress import Report, evicting, ignore_progress, progress
 
 log = logging.getLogger("zeroengine")
 
@@ -32,7 +37,8 @@ class CheckpointManager:
         self._parts, self._group = parts, parts.group
         self._gloo_group: dist.ProcessGroup | None = None
         self._directories: dict[Path, CheckpointFolder] = {}
-        self._save: SaveThread | None = None
+        # The save under way: why it failed, or None, and its tag and folder.
+        self._save: tuple[Future[str | None], str, CheckpointFolder] | None = None
         # Holds a copy of the states while they are written beside training. It is kept for the next save: fresh pages
         # would take longer than the copy.
         self._copy_memory = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -65,39 +71,35 @@ class CheckpointManager:
         if self._gloo_group is None:
             self._gloo_group = self._group.new_group("gloo")
         directory = self._directories.setdefault(Path(folder).absolute(), CheckpointFolder(folder))
-        writing = self._begin(directory, tag, sum(self._group.all_gather_object(snapshot.nbytes)))
-        settings = self._parts.config.checkpoint
-        save = SaveThread(self._group.rank, self._gloo_group, directory, tag, writing, snapshot, settings.keep)
+        nbytes = sum(self._group.all_gather_object(snapshot.nbytes))
+        # One rank makes the directory, or the ranks would race for it. Its name has a random part, so the other ranks
+        # learn it from rank 0.
+        new_directories: list[Path] = []
+        with self._group.collective_errors("to save a checkpoint", new_directories) as all_new_directories:
+            if self._group.rank == 0:
+                directory.open()
+                new_directories.append(directory.begin(tag, nbytes))
+        writing, settings = all_new_directories[0][0], self._parts.config.checkpoint
+        write = partial(_write, self._gloo_group, directory, tag, writing, settings.keep)
         # States on disk may be larger than memory and cannot be copied, so training waits for their save.
         if settings.async_save and not self._parts.on_disk:
             # Growing replaces the memory, since the earlier save has ended above and nothing refers to the old one.
             if self._copy_memory.nbytes < snapshot.copy_bytes:
                 self._copy_memory = aligned_zeros(snapshot.copy_bytes, torch.uint8)
-            # From here on training may change the states: the thread reads only the copy.
-            save.snapshot = snapshot.copied(self._copy_memory)
-            save.start()
-            self._save = save
+            # From here on training may change the states: the thread reads only the copy. The interpreter does not exit
+            # in the middle of a save, since it waits for the threads of an executor.
+            executor = ThreadPoolExecutor(1, "zeroengine-save")
+            future = executor.submit(write, snapshot.copied(self._copy_memory), ignore_progress)
+            executor.shutdown(wait=False)
+            self._save = future, tag, directory
         else:
             # Other ranks may write for long, and the usual timeout of a collective must not end the run meanwhile.
             with progress(f"saving {tag}", snapshot.nbytes, self._group.rank == 0) as report:
                 with self._group.long_wait(f"save {tag}"):
-                    save.run(evicting(report, self._parts.evict))
+                    error = write(snapshot, evicting(report, self._parts.evict))
             self._parts.evict()
             # Every rank asks, because a rank that wrote without error still has no checkpoint if another one failed.
-            self._raise_if_failed(save)
-
-    def _begin(self, directory: CheckpointFolder, tag: str, nbytes: int) -> Path:
-        """Return the new directory that all ranks write into, which rank 0 makes."""
-        writing: Path | None = None
-        # One rank makes the directory, or the ranks would race for it. Its error becomes an error of all.
-        with self._group.collective_errors("to save a checkpoint"):
-            if self._group.rank == 0:
-                directory.open()
-                writing = directory.begin(tag, nbytes)
-        # The name has a random part, so the other ranks learn it from rank 0.
-        writing = self._group.all_gather_object(writing)[0]
-        assert writing is not None
-        return writing
+            self._raise_if_failed(error, tag, directory)
 
     @property
     def copy_bytes(self) -> int:
@@ -170,20 +172,18 @@ class CheckpointManager:
         """
         if self._save is not None:
             # The field is cleared first: an error must be raised once, and the next save may go on.
-            save, self._save = self._save, None
-            with self._group.long_wait(f"save {save.tag}"):
-                save.join()
-            self._raise_if_failed(save)
+            (future, tag, directory), self._save = self._save, None
+            with self._group.long_wait(f"save {tag}"):
+                error = future.result()
+            self._raise_if_failed(error, tag, directory)
 
-    def _raise_if_failed(self, save: SaveThread) -> None:
+    def _raise_if_failed(self, error: str | None, tag: str, directory: CheckpointFolder) -> None:
         # The save's error lies on the rank where it happened. Every rank has to raise, or they would go separate ways.
-        errors = [
-            error for error in self._group.all_gather_object(save.error, "to save a checkpoint") if error is not None
-        ]
+        errors = list(filter(None, self._group.all_gather_object(error, "to save a checkpoint")))
         if errors:
             raise CheckpointError(
-                f"checkpoint {save.tag} in {save.directory.path} was not saved: {errors[0]}. The checkpoints before it "
-                "are as they were."
+                f"checkpoint {tag} in {directory.path} was not saved: {errors[0]}. The checkpoints before it are as "
+                "they were."
             )
 
     def check_not_half_loaded(self, call: str) -> None:
@@ -209,3 +209,52 @@ class CheckpointManager:
         finally:
             for directory in self._directories.values():
                 directory.close()
+
+
+def _write(
+    group: dist.ProcessGroup,
+    directory: CheckpointFolder,
+    tag: str,
+    writing: Path,
+    keep: int | None,
+    snapshot: Snapshot,
+    report: Report,
+) -> str | None:
+    """Write this rank's files and, on rank 0, commit the checkpoint. A collective, beside training or within the save.
+
+    Args:
+        group: All ranks. No other thread uses it: collectives of training go on meanwhile, and the ranks would
+            otherwise mix the two up.
+        directory: The folder of checkpoints.
+        tag: The checkpoint's name.
+        writing: The directory to write into.
+        keep: The number of checkpoints to keep; None keeps all.
+        snapshot: What to write.
+        report: Takes the number of bytes written since its last call.
+
+    Returns:
+        Why the save failed on any rank; None where it succeeded.
+    """
+    reasons: list[str | None] = [None]
+    try:
+        # A file that any rank failed to write is an error of all ranks.
+        own_files = save_files(writing, snapshot.entries, snapshot.objects, snapshot.aliases, group, report)
+        # This also ensures that every rank has closed and synced its files before rank 0 commits.
+        all_files: list[Any] = [None] * group.size()
+        dist.all_gather_object(all_files, own_files, group=group)
+        if group.rank() == 0:
+            try:
+                manifest = Manifest(format=FORMAT, tag=tag, files=dict(ChainMap(*all_files)), **snapshot.about)
+                directory.commit(writing, manifest, keep)
+            # The other ranks wait in the broadcast below, so no error may leave this block.
+            except Exception as error:
+                reasons = [failure_reason(error)]
+        # Only rank 0 knows the result of the commit. Every rank needs it to raise the same error.
+        dist.broadcast_object_list(reasons, group_src=0, group=group)
+    # A CheckpointException of DCP derives from BaseException. An error that escaped the thread would be lost.
+    except BaseException as error:
+        reasons = [failure_reason(error)]
+    # Only rank 0 removes the directory, which all ranks share.
+    if reasons[0] is not None and group.rank() == 0:
+        directory.abandon(writing)
+    return reasons[0]

@@ -24,9 +24,10 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from zeroengine.checkpoint.failures import as_checkpoint_errors
 from zeroengine.comm.group import Group
 from zeroengine.config import Config
-from zeroengine.errors import CheckpointError, ZeroEngineError
+from zeroengine.errors import ZeroEngineError
 from zeroengine.utils.launcher_environment import RESTART_EXIT_CODE
 from zeroengine.utils.paths import checked_path
 
@@ -79,7 +80,9 @@ class SaveOnSignal:
             self._directory = checked_path(config.checkpoint.directory, "checkpoint.directory")
             self._check()
             if group.rank == 0:
-                self._make_directory()
+                # When the signal comes it is too late for an error.
+                with as_checkpoint_errors(f"checkpoint.directory {self._directory}: cannot be made a folder"):
+                    Path(self._directory).mkdir(parents=True, exist_ok=True)
         # One rank alone needs no agreement, and the `fake` group has no other processes.
         is_alone = group.world_size == 1 or group.backend == "fake"
         self._gloo_group = None if is_alone else group.new_group("gloo")
@@ -102,15 +105,6 @@ class SaveOnSignal:
                 "checkpoint.on_signal: another engine of this process saves at a signal, and then ends the process. "
                 'Close that engine first; or write "on_signal": null for both, and save both yourself.'
             )
-
-    def _make_directory(self) -> None:
-        """Make the folder now: when the signal comes it is too late for an error."""
-        try:
-            Path(self._directory).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CheckpointError(
-                f"checkpoint.directory {self._directory}: cannot be made a folder ({error.strerror})"
-            ) from None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         # The handler only sets a flag. It may interrupt any line, and a collective here would break the ranks' order.

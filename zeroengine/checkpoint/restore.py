@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,14 +28,16 @@ from zeroengine.checkpoint.entries import MODEL, OPTIMIZER, StateEntries
 from zeroengine.checkpoint.failures import as_checkpoint_errors
 from zeroengine.checkpoint.manifest import MANIFEST, Manifest
 from zeroengine.checkpoint.name_mapping import CheckpointNames
-from zeroengine.checkpoint.param_groups import apply_param_groups, check_param_groups
-from zeroengine.checkpoint.snapshot import random_states, set_random_states, stateful_name
+from zeroengine.checkpoint.snapshot import named_param_groups, random_states, set_random_states, stateful_name
 from zeroengine.comm.group import Group
 from zeroengine.errors import CheckpointError, ZeroEngineError
 from zeroengine.optim.backends.interface import StateKeys
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.partition.layout import ShardSpan
 from zeroengine.utils.progress import evicting, ignore_progress, progress
+
+# A negative value of these can only be damage, and it would ruin the training without an error.
+NEVER_NEGATIVE = {"lr", "initial_lr", "max_lr", "min_lr", "eps", "weight_decay", "momentum"}
 
 
 class HalfLoadedError(CheckpointError):
@@ -216,7 +219,7 @@ def _make_plan(
     if not weights_only:
         optimizer = _plan_optimizer(parts, names, manifest, path)
         if manifest is not None:
-            check_param_groups(parts, manifest, path)
+            _check_param_groups(parts, manifest, path)
         wanted.append(f"{ZEROENGINE_PREFIX}lr_scheduler")
         wanted += [name for name in metadata.objects if name.startswith(stateful_prefix)]
         # The generators of each rank go on only where each rank finds its own. A changed number of ranks starts new
@@ -290,7 +293,7 @@ def _load_entries(parts: CheckpointedParts, path: Path, plan: _LoadPlan, *, chec
 def _apply_objects(parts: CheckpointedParts, manifest: Manifest | None, objects: Mapping[str, Any]) -> None:
     """Put hyperparameters, schedule, loss scale and random generators back."""
     if manifest is not None:
-        apply_param_groups(parts, manifest)
+        _apply_param_groups(parts, manifest)
         # The scale of an fp16 run means nothing in other precisions.
         if manifest.loss_scaler and parts.config.scales_loss:
             parts.scaler.load_state_dict(manifest.loss_scaler)
@@ -308,3 +311,60 @@ def _largest_step_count(parts: CheckpointedParts) -> int:
     state = parts.optimizer.shard_state
     numbers = (state.of(shard, span).numbers for shard in parts.optimizer.shards for span in shard.spans())
     return max((int(number["step"]) for number in numbers if "step" in number), default=0)
+
+
+# -- The optimizer's parameter groups -------------------------------------------------------------
+
+
+def _check_param_groups(parts: CheckpointedParts, manifest: Manifest, path: Path) -> None:
+    """Check that a checkpoint's groups can be put into the optimizer.
+
+    Raises:
+        CheckpointError: They hold other parameters, or a hyperparameter has no sensible value.
+    """
+    both = (named_param_groups(parts), manifest.param_groups)
+    own, saved = ([group["params"] for group in groups] for groups in both)
+    # A frozen parameter may be in a group at one time and left out at another, and this changes nothing.
+    trainable = {slot.name for shard in parts.optimizer.shards for slot in shard.unit.layout.slots}
+    if [trainable.intersection(names) for names in own] != [trainable.intersection(names) for names in saved]:
+        sizes = f"{list(map(len, saved))} parameters there, {list(map(len, own))} here"
+        raise CheckpointError(
+            f"{path}: the optimizer's groups hold other parameters ({sizes}). Make the same groups, or load with "
+            "weights_only=True."
+        )
+    # Only the manifest of format 1 has no checksum, yet a check of values is cheap for all of them.
+    for group, saved_group in zip(parts.optimizer.param_groups, manifest.param_groups, strict=True):
+        for key, value in saved_group.items():
+            if key != "params" and not _is_acceptable(key, value, group.get(key)):
+                raise CheckpointError(
+                    f"{path} is damaged: its {MANIFEST} has {value!r} for the optimizer's {key}, which is "
+                    f"{group.get(key)!r} here"
+                )
+
+
+def _apply_param_groups(parts: CheckpointedParts, manifest: Manifest) -> None:
+    """Set the hyperparameters to those of a checkpoint, as `torch.optim.Optimizer.load_state_dict` does."""
+    for group, saved_group in zip(parts.optimizer.param_groups, manifest.param_groups, strict=True):
+        for key, value in saved_group.items():
+            present = group.get(key)
+            if isinstance(present, torch.Tensor) and key != "params":
+                # A captured step reads the tensor, so the tensor has to stay the same object.
+                present.copy_(torch.as_tensor(value))
+            elif key != "params":
+                # JSON has no tuples, and some optimizers require them.
+                group[key] = tuple(value) if isinstance(present, tuple) else value
+
+
+def _is_acceptable(key: str, saved: Any, present: Any) -> bool:
+    """Return whether a well-known hyperparameter of a checkpoint can take the place of the present one."""
+    if key == "betas" and isinstance(present, (tuple, list)):
+        return isinstance(saved, (tuple, list)) and len(saved) == len(present) and all(map(_is_number, saved))
+    # Rules of users have hyperparameters that are unknown here. These are taken as they are.
+    is_scalar = isinstance(present, torch.Tensor) and present.numel() == 1
+    if key in NEVER_NEGATIVE and (is_scalar or isinstance(present, (int, float))):
+        return _is_number(saved) and saved >= 0
+    return True
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

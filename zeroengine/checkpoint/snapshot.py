@@ -18,7 +18,6 @@ import torch
 from zeroengine.checkpoint.checkpointed_parts import CheckpointedParts
 from zeroengine.checkpoint.dcp_metadata import ZEROENGINE_PREFIX
 from zeroengine.checkpoint.entries import MODEL, StateEntries, StateEntry
-from zeroengine.checkpoint.param_groups import named_param_groups
 from zeroengine.errors import CheckpointError
 from zeroengine.utils.rounding import round_up
 
@@ -112,6 +111,18 @@ def take_snapshot(parts: CheckpointedParts, client_state: Any) -> Snapshot:
     entries = parts.model_entries(once=True) | parts.optimizer_entries(once=True)
     aliases = {MODEL + alias: MODEL + name for alias, name in parts.aliases().items()}
     return Snapshot(entries, objects, aliases, about)
+
+
+def named_param_groups(parts: CheckpointedParts) -> list[dict[str, Any]]:
+    """Return the optimizer's groups, with names for parameters."""
+    # Objects have no meaning in a file, so parameters are stored by name.
+    units = parts.units
+    names = {param: slot.name for unit in units for param, slot in zip(unit.params, unit.layout.slots, strict=True)}
+    return [
+        {key: value for key, value in group.items() if key != "params"}
+        | {"params": [names[param] for param in group["params"]]}
+        for group in parts.optimizer.param_groups
+    ]
 
 
 def _as_plain(value: Any) -> Any:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from pathlib import Path
 
 import torch
 
+from zeroengine.checkpoint.directory import natural_order, sync_path
 from zeroengine.errors import CheckpointError
 from zeroengine.weights.output_folder import INDEX, SINGLE
 
@@ -116,7 +116,7 @@ def plan_files(tensors: Mapping[str, TensorSpec], tied: Mapping[str, str], shard
     groups: list[list[str]] = [[]]
     filled = 0
     # Layers are ordered by number, so each file holds consecutive layers, as those that Hugging Face writes.
-    for name in sorted(tensors, key=_natural_key):
+    for name in sorted(tensors, key=natural_order):
         nbytes = tensors[name].nbytes
         # A tensor is never split, since readers expect it in one file.
         if groups[-1] and filled + nbytes > shard_size:
@@ -156,11 +156,6 @@ def plan_files(tensors: Mapping[str, TensorSpec], tied: Mapping[str, str], shard
     weight_map = {name: placement.file for name, placement in placements.items()}
     index = json.dumps({"metadata": {"total_size": total, **metadata}, "weight_map": weight_map}, indent=2)
     return FileLayout(placements, headers, sizes, index + "\n")
-
-
-def _natural_key(name: str) -> list[tuple[int, str]]:
-    """Return a key that orders `h.2` before `h.10`."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 class SafetensorsWriter:
@@ -229,11 +224,7 @@ class SafetensorsWriter:
         """Return when everything that this writer has written is on the disk."""
         # Files that were closed to stay below the limit are not on the disk yet, so each is opened again to sync it.
         for name in sorted(self._touched):
-            descriptor = os.open(self._folder / name, os.O_WRONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            sync_path(self._folder / name)
 
     def close(self) -> None:
         """Close the files."""

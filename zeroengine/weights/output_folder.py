@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import re
@@ -10,7 +9,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from zeroengine.checkpoint.directory import sync_directory
+from zeroengine.checkpoint.directory import sync_path
 from zeroengine.errors import CheckpointError
 from zeroengine.utils.paths import checked_path
 
@@ -107,13 +106,13 @@ class OutputFolder:
     def commit(self) -> None:
         """Put the folder that was written, and is on the disk, in the place of the old one."""
         # The names of the new files have to be on the disk before the folder takes its place.
-        sync_directory(self.writing)
+        sync_path(self.writing)
         # A rename cannot replace a folder with files in it, so the old folder moves aside first.
         if self.path.exists():
             self.path.rename(self._replaced)
         self.writing.rename(self.path)
         self._finish_replacement()
-        sync_directory(self.path.parent)
+        sync_path(self.path.parent)
         self._unlock()
 
     def _finish_replacement(self) -> None:
@@ -137,6 +136,5 @@ class OutputFolder:
 
     def _unlock(self) -> None:
         if self._lock is not None:
-            with contextlib.suppress(OSError):
-                os.close(self._lock)
+            os.close(self._lock)
             self._lock = None

@@ -44,7 +44,7 @@ from zeroengine.checkpoint.directory import CheckpointFolder
 from zeroengine.checkpoint.inspect import inspect_folder
 from zeroengine.cli import checkpoint_commands
 from zeroengine.errors import CheckpointError
-from zeroengine.integrations.deepspeed import checkpoint_import, pickled_files, scattered_tensor
+from zeroengine.integrations.deepspeed import checkpoint_import, converted_state, pickled_files
 
 
 @pytest.fixture(scope="module")
@@ -256,7 +256,7 @@ def test_every_element_of_any_model_at_any_number_of_ranks(
 
 
 def test_large_tensors_are_written_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scattered_tensor, "PIECE", 64)
+    monkeypatch.setattr(converted_state, "PIECE", 64)
     weights = write_run(tmp_path / "ds", 3, 3, [[(7, 5), (50,), (2, 30), ()]])
     done = checkpoint_import.import_checkpoint(tmp_path / "ds", tmp_path / "out")
     stored = read_metadata(done.path).tensors

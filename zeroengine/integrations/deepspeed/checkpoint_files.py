@@ -16,7 +16,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from zeroengine.checkpoint.directory import LATEST
+from zeroengine.checkpoint.directory import LATEST, natural_order
 from zeroengine.checkpoint.manifest import MANIFEST
 from zeroengine.errors import CheckpointError
 from zeroengine.utils.paths import checked_path
@@ -46,10 +46,10 @@ class DeepSpeedFiles:
         Raises:
             CheckpointError: Files are missing, or there are too many.
         """
-        found: dict[int, Path] = getattr(self, kind)
-        example = next(iter(found.values())).name
+        files: dict[int, Path] = getattr(self, kind)
+        example = next(iter(files.values())).name
         # The names of the files differ between versions of DeepSpeed, so a missing one is named after one that exists.
-        missing = [re.sub(r"pp_rank_\d+", f"pp_rank_{r}", example) for r in range(world_size) if r not in found]
+        missing = [re.sub(r"pp_rank_\d+", f"pp_rank_{r}", example) for r in range(world_size) if r not in files]
         if missing:
             more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
             raise CheckpointError(
@@ -57,7 +57,7 @@ class DeepSpeedFiles:
                 "every rank into it"
             )
         # Ranks above the world size come from another run. Their files would be read as part of this one.
-        spare = [path.name for rank, path in sorted(found.items()) if rank >= world_size]
+        spare = [path.name for rank, path in sorted(files.items()) if rank >= world_size]
         if spare:
             raise CheckpointError(f"{self.path} is of {world_size} ranks, and {spare[0]} of another run: remove it")
 
@@ -75,7 +75,8 @@ def find_checkpoint(directory: str | os.PathLike[str], tag: str | None) -> Path:
     # A user may name the wrong folder of the two, and the message then says what to call instead.
     if (path / MANIFEST).is_file() or next(path.glob(f"*/{MANIFEST}"), None) is not None:
         raise CheckpointError(f"{path} holds checkpoints of zeroengine already: engine.load_checkpoint loads them")
-    tags = sorted((entry.name for entry in path.iterdir() if entry.is_dir() and is_checkpoint(entry)), key=_natural)
+    folders = (entry.name for entry in path.iterdir() if entry.is_dir() and is_checkpoint(entry))
+    tags = sorted(folders, key=natural_order)
     if tag is None:
         # The user may name the folder of one tag directly.
         if is_checkpoint(path):
@@ -87,21 +88,15 @@ def find_checkpoint(directory: str | os.PathLike[str], tag: str | None) -> Path:
             if not tags:
                 raise CheckpointError(f"{path} holds no DeepSpeed checkpoint") from None
             raise CheckpointError(f"{path} has no file {LATEST!r}: choose with --tag, of {', '.join(tags)}") from None
-    found = path / tag
-    if not tag or not found.is_dir():
-        there = f"there are: {', '.join(tags[-10:])}" if tags else "there is none"
-        raise CheckpointError(f"checkpoint {tag!r} in {path} does not exist; {there}")
-    return found
+    if not tag or not (path / tag).is_dir():
+        others = f"there are: {', '.join(tags[-10:])}" if tags else "there is none"
+        raise CheckpointError(f"checkpoint {tag!r} in {path} does not exist; {others}")
+    return path / tag
 
 
 def is_checkpoint(path: Path) -> bool:
     """Return whether `path` is the folder of one DeepSpeed checkpoint."""
     return (path / "zero").is_dir() or any(path.glob("*_states.pt"))
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    """Return a key that orders `global_step9` before `global_step10`."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def files_of(path: Path) -> DeepSpeedFiles:
@@ -117,16 +112,15 @@ def files_of(path: Path) -> DeepSpeedFiles:
         for pattern, what in UNSUPPORTED:
             if pattern.fullmatch(entry.name):
                 raise CheckpointError(f"{path} is of {what}, which zero-import does not read: it holds {entry.name}")
-        for pattern, found in ((MODEL, model), (OPTIMIZER, optimizer)):
-            match = pattern.fullmatch(entry.name)
-            if match is None:
-                continue
-            # At stages 1 and 2 the model's file carries no data-parallel rank.
-            rank = int(match[1] or 0)
-            # Runs in different precisions name their files differently, so two runs in one folder give one rank twice.
-            if rank in found:
-                raise CheckpointError(f"{path} has {found[rank].name} and {entry.name}, of two runs: remove one")
-            found[rank] = entry
+        for pattern, files in ((MODEL, model), (OPTIMIZER, optimizer)):
+            if (match := pattern.fullmatch(entry.name)) is not None:
+                # At stages 1 and 2 the model's file carries no data-parallel rank.
+                rank = int(match[1] or 0)
+                # Runs in different precisions name their files differently, so two runs in one folder give one rank
+                # twice.
+                if rank in files:
+                    raise CheckpointError(f"{path} has {files[rank].name} and {entry.name}, of two runs: remove one")
+                files[rank] = entry
     # A universal checkpoint is a derived form with other files, and the original has everything.
     if not optimizer and (path / "zero").is_dir():
         raise CheckpointError(f"{path} is a universal checkpoint: import the ZeRO checkpoint that it was made from")
@@ -156,9 +150,9 @@ def check_out(out: str | os.PathLike[str], source: str | os.PathLike[str], *, fo
     if out.exists() and not out.is_dir():
         raise CheckpointError(f"{out} is a file: checkpoints are kept in a folder")
     # Hidden entries are those of interrupted saves, which do no harm.
-    there = [entry for entry in out.iterdir() if not entry.name.startswith(".")] if out.is_dir() else []
-    if there and not force:
+    entries = [entry for entry in out.iterdir() if not entry.name.startswith(".")] if out.is_dir() else []
+    if entries and not force:
         raise CheckpointError(f"{out} is there already: name another folder, or add to it with --force")
     # A folder with checkpoints of both kinds would leave unclear which of them a tag or `latest` means.
-    if any(is_checkpoint(entry) for entry in there):
+    if any(is_checkpoint(entry) for entry in entries):
         raise CheckpointError(f"{out} holds checkpoints of DeepSpeed: name another folder")

@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
 import torch
 
 from zeroengine.checkpoint.dcp_metadata import ZEROENGINE_PREFIX
-from zeroengine.checkpoint.entries import MODEL, OPTIMIZER
+from zeroengine.checkpoint.entries import MODEL, OPTIMIZER, StateEntry
 from zeroengine.checkpoint.snapshot import storable, versions
+from zeroengine.disk.mapped_memory import populate_pages
 from zeroengine.errors import CheckpointError
 from zeroengine.integrations.deepspeed.checkpoint_files import DeepSpeedFiles
 from zeroengine.integrations.deepspeed.optimizer_states import (
@@ -25,8 +27,8 @@ from zeroengine.integrations.deepspeed.optimizer_states import (
     states_of_parameter,
 )
 from zeroengine.integrations.deepspeed.pickled_files import load_pickled_file
-from zeroengine.integrations.deepspeed.scattered_tensor import ScatteredTensor
 from zeroengine.optim.loss_scaler import LossScaler
+from zeroengine.partition.boxes import Box, boxes_of_run
 from zeroengine.partition.cut import plain_name
 
 # DeepSpeed puts these into the model's file. Everything else in it is the user's client state.
@@ -36,6 +38,8 @@ DEEPSPEED_KEYS = frozenset(
     "ds_version checkpoint_parallel_dimensions universal_checkpoint_info csr_tensor_module_names "
     "sparse_tensor_module_names".split()
 )
+# At most so many bytes of a tensor are in memory at a time.
+PIECE = 1 << 27
 EXPERTS = ("num_experts", "ds_autoep_layers", "autoep_layers")
 # The keys of a group that say how an optimizer computes, or that have another place here.
 UNUSED_GROUP_KEYS = frozenset("params step bias_correction foreach fused capturable differentiable".split())
@@ -46,6 +50,59 @@ OPTIMIZER_BY_KEYS = {
     frozenset({"momentum_buffer"}): "SGD",
     frozenset({"sum"}): "Adagrad",
 }
+
+
+@dataclass(frozen=True)
+class ScatteredTensor:
+    """A tensor, and the runs of its elements as they lie in the files.
+
+    Attributes:
+        runs: The index of each run's first element within the flattened tensor, and its elements (1-D), in order.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    runs: list[tuple[int, torch.Tensor]]
+
+    @classmethod
+    def from_slices(
+        cls, shape: tuple[int, ...], slices: Sequence[ParameterSlice], vectors: Sequence[torch.Tensor]
+    ) -> ScatteredTensor:
+        """Return the tensor whose elements are `slices` of `vectors`."""
+        spans = [slice_.span for slice_ in slices]
+        runs = [
+            (span.param_offset, vector[span.shard_offset : span.shard_offset + span.numel])
+            for span, vector in zip(spans, vectors, strict=True)
+        ]
+        return cls(shape, vectors[0].dtype, runs)
+
+    @classmethod
+    def from_tensor(cls, value: torch.Tensor) -> ScatteredTensor:
+        """Return a tensor that lies in one file."""
+        return cls(tuple(value.shape), value.dtype, [(0, value.detach().flatten())])
+
+    def entry(self) -> StateEntry:
+        """Return the entry without values, in pieces of `PIECE` bytes at most, and of whole rows where these fit."""
+        numel, row, most = math.prod(self.shape), math.prod(self.shape[1:]), PIECE // self.dtype.itemsize
+        # Pieces of whole rows give one box each. Other cuts would give up to three.
+        step = most // row * row if 0 < row <= most else most
+        starts = range(0, numel, step)
+        boxes = [box for first in starts for box in boxes_of_run(self.shape, first, min(first + step, numel))]
+        # Meta tensors stand for the values, which are read only when a piece is written.
+        pieces = [(box, torch.empty(box.sizes, dtype=self.dtype, device="meta")) for box in boxes]
+        return StateEntry(self.shape, self.dtype, pieces)
+
+    def read(self, box: Box, into: torch.Tensor) -> None:
+        """Copy a box of the tensor from the files."""
+        start, stop = box.start, box.start + box.numel
+        for first, run in self.runs:
+            # Both bounds are relative to the run. A run outside of the box gives an empty part.
+            part = run[max(start - first, 0) : max(stop - first, 0)]
+            if part.numel():
+                offset = max(first - start, 0)
+                # The files are mapped, and reading a page that the disk cannot deliver would be SIGBUS.
+                populate_pages(part)
+                into.view(-1)[offset : offset + part.numel()] = part
 
 
 class ConvertedState:
@@ -115,13 +172,11 @@ class ConvertedState:
             with self._naming_path():
                 state = states_of_parameter(self._states, name, self._places[name])
             for key, values in state.items():
+                tensor = ScatteredTensor.from_tensor(values[0])
                 # A step count is one number for the parameter, although each rank has a copy of it.
-                number = values[0].dim() == 0
-                tensors[f"{OPTIMIZER}{plain_name(name)}.{key}"] = (
-                    ScatteredTensor.from_tensor(values[0])
-                    if number
-                    else ScatteredTensor.from_slices(shape, self._places[name], values)
-                )
+                if values[0].dim():
+                    tensor = ScatteredTensor.from_slices(shape, self._places[name], values)
+                tensors[f"{OPTIMIZER}{plain_name(name)}.{key}"] = tensor
         return tensors
 
     def _frozen(self) -> Iterator[tuple[str, ScatteredTensor]]:
@@ -194,12 +249,8 @@ class ConvertedState:
             # DeepSpeed's own schedules count from -1. Those of the same names here are torch's.
             steps, groups = int(state["last_batch_iteration"]) + 1, self._groups()
             rates = [group["lr"] for group in groups if "lr" in group]
-            return {
-                "last_epoch": steps,
-                "_step_count": steps + 1,
-                "_last_lr": rates,
-                "lr_lambdas": [None] * len(groups),
-            }
+            counts = {"last_epoch": steps, "_step_count": steps + 1}
+            return counts | {"_last_lr": rates, "lr_lambdas": [None] * len(groups)}
         try:
             return storable("the LR schedule", state)
         except CheckpointError:
@@ -224,8 +275,9 @@ class ConvertedState:
         skipped = int(self._model.get("skipped_steps", 0))
         # DeepSpeed's global_steps include the steps that it skipped.
         taken = int(self._model["global_steps"]) - skipped
-        micro_steps = config.get("gradient_accumulation_steps")
-        micro_steps = micro_steps if isinstance(micro_steps, int) else 1
+        per_step = config.get("gradient_accumulation_steps")
+        micro_steps = (taken + skipped) * (per_step if isinstance(per_step, int) else 1)
+        counters = {"global_steps": taken, "micro_steps": micro_steps, "skipped_steps": skipped}
         if not all(group.get("bias_correction", True) for group in state.groups):
             self.notes.append("bias_correction false: Adam's moments are always corrected here")
         return {
@@ -236,11 +288,7 @@ class ConvertedState:
             "optimizer": self._optimizer(),
             "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "versions": versions() | {"deepspeed": str(self._model.get("ds_version", "unknown"))},
-            "counters": {
-                "global_steps": taken,
-                "micro_steps": (taken + skipped) * micro_steps,
-                "skipped_steps": skipped,
-            },
+            "counters": counters,
             # Values that JSON does not know are kept as text, for a person to read.
             "param_groups": json.loads(json.dumps(self._groups(), default=str)),
             "loss_scaler": _scaler(state),
@@ -253,8 +301,8 @@ class ConvertedState:
         return next((v.dtype for v in values if isinstance(v, torch.Tensor) and v.is_floating_point()), torch.float32)
 
     def _optimizer(self) -> str:
-        asked = self._config.get("optimizer") or {}
-        kind, params = str(asked.get("type", "")), asked.get("params") or {}
+        config = self._config.get("optimizer") or {}
+        kind, params = str(config.get("type", "")), config.get("params") or {}
         # DeepSpeed's "Adam" decouples weight decay by default, which torch calls AdamW.
         if kind.lower() == "adam":
             return "AdamW" if params.get("adam_w_mode", True) else "Adam"
