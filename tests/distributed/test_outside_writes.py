@@ -127,8 +127,8 @@ def optimizer_on(device: str, path: str) -> dict[str, Any]:
     ids=["fp32", "bf16", "bf16, issued at once", "fp16", "bf16, an optimizer on shards"],
 )
 def test_the_next_update_starts_from_outside_writes(task: Task, more: dict[str, Any], on_device: bool) -> None:
-    cases = [(stage, FP32, {"on_device": on_device}) for stage in (0, 1, 2)]
-    cases.append((3, stay_whole(10**9), {"on_device": on_device}))
+    cases = [(stage, FP32, {"without_waiting": on_device}) for stage in (0, 1, 2)]
+    cases.append((3, stay_whole(10**9), {"without_waiting": on_device}))
     run_ranks(2, compare_with_gathered, task, more, cases)
 
 
