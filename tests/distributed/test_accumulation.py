@@ -197,7 +197,7 @@ def manual_details(directory: str) -> None:
     start()
     for stage in (0, 3):
         engine = make_engine(Task(), stage, bf16={"enabled": True}, **MANUAL)
-        assert {grads.grad_shard.dtype for grads in engine.reducer.gradients} == {torch.float32}
+        assert {grads.flat_grads.dtype for grads in engine.reducer.gradients} == {torch.float32}
         engine.backward(engine(*batch(0, engine.rank)))
         with pytest.raises(
             zeroengine.ZeroEngineError, match=r"would lose their gradients: call it after a step\(\) that"

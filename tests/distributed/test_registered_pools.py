@@ -43,8 +43,8 @@ def check_pools(engine: zeroengine.Engine) -> None:
         engine.gatherer.unpin(unit)
     assert all(reduce.place(buffer.memory) for buffer in engine.reducer._buffer_pool._buffers)
     for grads in engine.reducer.gradients:
-        assert (reduce.place(grads.grad_shard) is not None) == (grads.dtype is grads.reduce_dtype)
-        assert not gather.place(grads.grad_shard)
+        assert (reduce.place(grads.flat_grads) is not None) == (grads.dtype is grads.reduce_dtype)
+        assert not gather.place(grads.flat_grads)
     assert not any(pool.place(tensor) for pool in Pool.all for tensor in engine.optimizer.tensors())
 
 

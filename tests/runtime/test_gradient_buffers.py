@@ -36,7 +36,7 @@ def test_collected_copies_give_the_bits_of_single_copies(
                 expected[number].copy_(expected[number].float() + source.float())
             else:
                 expected[number].copy_(source)
-            copies.add(source, collected[number], accumulate=add)
+            copies.copy(source, collected[number], accumulate=add)
         copies.flush()
     assert all(torch.equal(single, together) for single, together in zip(expected, collected, strict=True))
 
@@ -45,7 +45,7 @@ def test_pending_copies_are_bounded_by_their_bytes(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(gradient_buffers, "MAX_PENDING_BYTES", 64)
     target, copies = torch.zeros(3, 8), CastCopies()
     for row in target:
-        copies.add(torch.ones(8), row, accumulate=False)
+        copies.copy(torch.ones(8), row, accumulate=False)
     assert target.sum(1).tolist() == [8, 8, 0]
 
 
@@ -53,7 +53,7 @@ def test_discarded_copies_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[Any] = []
     monkeypatch.setattr(ops, "cast_copy", lambda *args, **more: done.append(args))
     copies = CastCopies()
-    copies.add(torch.ones(8), torch.zeros(8), accumulate=True)
+    copies.copy(torch.ones(8), torch.zeros(8), accumulate=True)
     copies.discard()
     copies.flush()
     assert not done

@@ -6,11 +6,10 @@
 - ``step``: the end of a step: clipping, the update, the LR schedule, the counters.
 - ``accumulation``: counts micro-steps, and says which call may end a step.
 - ``checkpointing``: what precedes and follows a save or a load of checkpoints and weights.
-- ``full_values``, ``parameter_access``, ``gathered``: whole values of partitioned states for the user.
+- ``parameter_access``, ``gathered``: whole values of partitioned states for the user.
 - ``memory``: the report of the bytes that each state holds, and the text of out-of-memory errors.
 - ``temporary_offload``: moves states off the device on request, and back.
 - ``mixed_precision``: casts, modules that keep fp32, buffers, autocast.
 - ``dataloader``: a data loader whose position is part of checkpoints.
-- ``rank_agreement``, ``duplicate_inputs``, ``foreign_parameters``, ``unset_parameters``, ``wrapped_models``: find
-  mistakes that would train something else without a word.
+- ``duplicate_inputs``, ``foreign_parameters``: find mistakes that would train something else without a word.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +11,6 @@ import torch
 from zeroengine.disk.mapped_memory import populate
 from zeroengine.engine.accumulation import MANUAL_MODE
 from zeroengine.engine.assembly import EngineParts
-from zeroengine.engine.unset_parameters import mark_loaded
 from zeroengine.errors import ZeroEngineError
 
 if TYPE_CHECKING:
@@ -107,11 +107,9 @@ class EngineCheckpoints:
         parts.backward.finish()
         self._settle_parameters()
         restored = self._get_manager().load(directory, tag, weights_only=weights_only, strict=strict, fallback=fallback)
-        # Names that are missing stay unset, and the forward goes on refusing them.
-        mark_loaded(parts.units, restored.missing)
+        self._mark_loaded(restored.missing)
         # Without counters only the weights were loaded, and the step in progress goes on.
         if restored.counters:
-            parts.step_runner.forget_clipping()
             # These gradients belong to the parameters of before the load.
             parts.backward.drop_gradients()
             self._set_counters(restored.counters)
@@ -161,7 +159,7 @@ class EngineCheckpoints:
         parts.backward.finish()
         self._settle_parameters()
         loaded = load(self._stateful_parts(), weights, strict)
-        mark_loaded(parts.units, loaded.missing_keys)
+        self._mark_loaded(loaded.missing_keys)
         return loaded
 
     # -- what both need ---------------------------------------------------------------------------
@@ -183,6 +181,12 @@ class EngineCheckpoints:
         parts.outside_writes.compare()
         parts.optimizer.reload_masters()
         parts.placement.evict()
+
+    def _mark_loaded(self, missing: Sequence[str]) -> None:
+        """Record that every parameter has values, except those named in ``missing`` which had none before."""
+        for unit in self._parts.units:
+            # The forward goes on refusing these.
+            unit.unset_params &= set(missing)
 
     def _publish_masters(self) -> None:
         """Let all ranks compute with master weights that were written by a load."""

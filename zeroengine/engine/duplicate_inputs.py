@@ -16,6 +16,7 @@ from torch import nn
 
 from zeroengine.comm.interfaces import Transport
 from zeroengine.utils.compiler_disable import disable_compile
+from zeroengine.utils.listed import listed
 from zeroengine.utils.small_transfers import HostCopy, to_device
 from zeroengine.utils.tensor_tree import leaves_in
 
@@ -28,6 +29,7 @@ MAX_ELEMENTS = 1 << 20
 MAX_RANKS_SHOWN = 8
 # The sum of two checksums of so many bits is exact in float64.
 CHECKSUM_BITS = 51
+CHECKSUM_MASK = (1 << CHECKSUM_BITS) - 1
 # This is the integer dtype that reads elements of so many bytes. Complex numbers of 16 bytes are read in halves.
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 # The constants of splitmix64, odd and below 2**63.
@@ -79,9 +81,7 @@ class InputComparison:
         """
         # A micro-step has passed since the exchange, so the result has arrived and reading it does not stall the
         # device.
-        if self._summed is not None:
-            self._report(self._summed)
-            self._summed = None
+        self._report()
         if not self._is_recording:
             return
         self._checksums.append(self._checksum)
@@ -89,11 +89,9 @@ class InputComparison:
         # The collective runs once in a run. Every rank has counted the same micro-steps, so every rank takes part.
         if updates and len(self._checksums) >= MICRO_STEPS:
             self._is_recording = False
-            summed = HostCopy(self._transport.all_reduce_scalars(self._own_row(), "compare inputs"))
+            self._summed = HostCopy(self._transport.all_reduce_scalars(self._own_row(), "compare inputs"))
             if self._device.type == "cpu":
-                self._report(summed)
-            else:
-                self._summed = summed
+                self._report()
 
     def _is_transformed(self) -> bool:
         """Return whether values cannot be read: inside torch.func, or while a CUDA graph is captured."""
@@ -110,28 +108,27 @@ class InputComparison:
         """
         checksums, first = self._checksums[:MICRO_STEPS], self._transport.rank * MICRO_STEPS
         row = [0.0] * (self._transport.world_size * MICRO_STEPS)
-        row[first : first + MICRO_STEPS] = [
-            0.0 if checksum is None else float(checksum.on_host) for checksum in checksums
-        ]
+        row[first : first + MICRO_STEPS] = [float(checksum.on_host) if checksum else 0.0 for checksum in checksums]
         # The row goes to the device first. Checksums that are there already are added without a wait of the host.
         values = to_device(row, self._device)
         for index, checksum in enumerate(checksums, first):
-            if checksum is not None and checksum.on_device is not None:
+            if checksum and checksum.on_device is not None:
                 values[index] += checksum.on_device
         return values
 
-    def _report(self, summed: HostCopy) -> None:
+    def _report(self) -> None:
+        """Read the sums, if there are any, and warn."""
+        summed, self._summed = self._summed, None
         # One warning is enough, and every rank has the same sums.
-        groups = ranks_with_same_inputs(summed.read()) if self._transport.rank == 0 else []
+        groups = ranks_with_same_inputs(summed.read()) if summed is not None and self._transport.rank == 0 else []
         if not groups:
             return
-        everybody = len(groups[0]) == self._transport.world_size
-        who = "all ranks" if everybody else " and on ".join(f"ranks {_listed(ranks)}" for ranks in groups)
+        who = " and on ".join(f"ranks {listed(ranks, MAX_RANKS_SHOWN)}" for ranks in groups)
         log.warning(
             "the inputs are the same on %s in the first %d micro-steps: these ranks compute the same gradients, and "
             "all but one do so in vain. Let each rank read its own part of the data: engine.dataloader(dataset), or "
             "DataLoader(dataset, sampler=DistributedSampler(dataset, engine.world_size, engine.rank), ...).",
-            who,
+            "all ranks" if len(groups[0]) == self._transport.world_size else who,
             MICRO_STEPS,
         )
 
@@ -180,8 +177,8 @@ def checksum_inputs(inputs: Any, device: torch.device) -> InputChecksum | None:
     if not has_data:
         return None
     # The last bit is set, so that no checksum is 0, which means that inputs cannot be compared.
-    on_host = (on_host + zlib.crc32("\n".join(texts).encode())) % (1 << CHECKSUM_BITS) | 1
-    return InputChecksum(on_host, None if on_device is None else _shortened(on_device).double())
+    on_host = (on_host + zlib.crc32("\n".join(texts).encode())) & CHECKSUM_MASK | 1
+    return InputChecksum(on_host, None if on_device is None else (on_device & CHECKSUM_MASK).double())
 
 
 def _is_readable(tensor: torch.Tensor, device: torch.device) -> bool:
@@ -208,11 +205,7 @@ def tensor_checksum(tensor: torch.Tensor) -> torch.Tensor:
     # Each word is mixed with its place (as splitmix64 mixes a counter), so that the sum depends on the order.
     mixed = words + torch.arange(1, words.numel() + 1, device=words.device) * STRIDE
     mixed = (mixed ^ (mixed >> 30)) * FACTOR
-    return _shortened((mixed ^ (mixed >> 27)).sum())
-
-
-def _shortened(value: torch.Tensor) -> torch.Tensor:
-    return value & ((1 << CHECKSUM_BITS) - 1)
+    return (mixed ^ (mixed >> 27)).sum() & CHECKSUM_MASK
 
 
 def ranks_with_same_inputs(checksums: Sequence[float]) -> list[list[int]]:
@@ -229,8 +222,3 @@ def ranks_with_same_inputs(checksums: Sequence[float]) -> list[list[int]]:
         if all(row) and len(set(row)) > 1:
             groups.setdefault(row, []).append(rank)
     return sorted((ranks for ranks in groups.values() if len(ranks) > 1), key=len, reverse=True)
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:MAX_RANKS_SHOWN]))
-    return f"{shown} and {len(ranks) - MAX_RANKS_SHOWN} more" if len(ranks) > MAX_RANKS_SHOWN else shown

@@ -5,27 +5,22 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
-from torch import nn
 
-from zeroengine.comm.group import Group
-from zeroengine.config import Config
 from zeroengine.engine import temporary_offload
 from zeroengine.engine.accumulation import ENGINE_STEP, OPTIMIZER_STEP
-from zeroengine.engine.assembly import assemble
+from zeroengine.engine.assembly import EngineParts
 from zeroengine.engine.checkpointing import EngineCheckpoints
 from zeroengine.engine.dataloader import ResumableLoader
+from zeroengine.engine.gathered import ParameterOwner, collect_state_dict
 from zeroengine.engine.memory import Memory, explain_out_of_memory, measure_memory
 from zeroengine.errors import ZeroEngineError
 from zeroengine.migration.messages import engine_attribute, explains_arguments, refuses_unpacking
 from zeroengine.migration.names import UNPACKED_ENGINE
-from zeroengine.offload.interfaces import Copies
-from zeroengine.optim.lr_schedules import LRSchedulerLike
 from zeroengine.optim.step_result import StepResult
-from zeroengine.partition.cut import UnitPlan
 from zeroengine.utils.compiler_disable import disable_compile
 
 if TYPE_CHECKING:
@@ -54,36 +49,20 @@ class Engine:
         world_size: The number of these ranks.
         gatherer: Gathers parameters before they are used and releases them afterwards.
         reducer: Collects gradients in buckets and reduces them.
+
+    Args:
+        make_parts: Makes the parts of the engine. It takes the functions that ``step()`` and ``zero_grad()`` of either
+            optimizer call.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        config: Config,
-        group: Group,
-        plans: Sequence[UnitPlan],
-        lr_scheduler: LRSchedulerLike,
-        *,
-        without_waiting: bool | None = None,
-        copies: Copies | None = None,
-    ) -> None:
-        parts = assemble(
-            model,
-            optimizer,
-            config,
-            group,
-            plans,
-            lr_scheduler,
-            end_step=self._end_step_by_optimizer,
-            zero_grad=self.zero_grad,
-            without_waiting=without_waiting,
-            copies=copies,
-        )
-        self._parts = parts
+    def __init__(self, make_parts: Callable[[Callable[[], None], Callable[[], None]], EngineParts]) -> None:
+        # The parts keep these two methods for ``step()`` and ``zero_grad()`` of the optimizers.
+        self._parts = parts = make_parts(self._end_step_by_optimizer, self.zero_grad)
         self._checkpoints = EngineCheckpoints(parts)
-        self.module, self.config, self.device = model, config, group.device
-        self.rank, self.world_size = group.rank, group.world_size
+        # Parameters refer to their owner weakly.
+        self._owner = ParameterOwner(parts)
+        self.module, self.config, self.device = parts.model, parts.config, parts.group.device
+        self.rank, self.world_size = parts.group.rank, parts.group.world_size
         self.optimizer, self.gatherer, self.reducer = parts.optimizer, parts.gatherer, parts.reducer
 
     # A type checker refuses unknown attributes and indexing by itself, so it need not see these two.
@@ -255,8 +234,6 @@ class Engine:
                     "zero_grad() between backward() and step(), with gradients of earlier micro-steps: they would be "
                     "lost. Call it before the first backward of a step."
                 )
-        # The dropped gradients may have been clipped already, and the limit must not hold for those that follow.
-        self._parts.step_runner.forget_clipping()
         self._parts.backward.drop_gradients()
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -485,7 +462,7 @@ class Engine:
         # A foreign parameter would be missing from the result without a word.
         with self._parts.group.collective_errors("to collect the state dict"):
             self._parts.foreign_parameters.check()
-        return self._parts.full_values.state_dict(rank0_only)
+        return collect_state_dict(self._parts, rank0_only)
 
     # -- data -------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, zip_longest
+from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import nn
 from zeroengine.errors import ZeroEngineError
 from zeroengine.partition.cut import plain_name
 from zeroengine.runtime.unit import Unit
+from zeroengine.utils.listed import listed
 
 log = logging.getLogger("zeroengine")
 
@@ -49,7 +50,8 @@ class ForeignParameters:
         }
         self._original = dict(_named_parameters(model))
         self._groups = optimizer.param_groups
-        self._grouped = _grouped(self._groups)
+        # The parameters stay alive in the second one, so none of the numbers is given to another object.
+        self._group_ids, self._group_of = _ids(self._groups), _group_of(self._groups)
         # Changes without new parameters that were logged, by the name that the parameter had at first.
         self._noted: dict[str, str] = {}
         self._remember()
@@ -68,12 +70,24 @@ class ForeignParameters:
 
     def _check_model(self) -> None:
         # Comparing references in C keeps this check at every step cheap. Names are collected only after a difference.
-        if _same(self._parameters(), self._known_parameters) and _same(self._children(), self._known_children):
+        present = self._structure()
+        # Identity is compared rather than equality, which would compare the elements of tensors.
+        if len(present) == len(self._known_structure) and all(map(is_, present, self._known_structure)):
             return
         named = list(_named_parameters(self._model))
-        foreign = [(name, param) for name, param in named if param not in self._names]
+        foreign = [
+            f"{name} ({'replaced' if name in self._original else 'added'})"
+            for name, param in named
+            if param not in self._names
+        ]
         if foreign:
-            raise ZeroEngineError(self._foreign_message(foreign))
+            raise ZeroEngineError(
+                f"parameters of the model that are not those of initialize(): {listed(foreign, MAX_NAMES_SHOWN)}. The "
+                "engine neither trains nor saves them. Change the model before initialize(): add heads and adapters "
+                "there, and load with assign=True there. To write values into a model that has an engine, use "
+                "engine.load_weights(), or write in place inside `with zeroengine.gathered(module):`. A module that is "
+                "not to be trained with this model can be kept out of it, in a plain list."
+            )
         # The new structure is remembered, so the difference is reported once and the next check is fast again.
         self._remember()
         if self._rank == 0:
@@ -90,49 +104,34 @@ class ForeignParameters:
                 "goes on with the first one. Change hyperparameters in engine.optimizer.param_groups, and load the "
                 "optimizer's state with engine.load_checkpoint()."
             )
-        present = _grouped(groups)
-        # The count of groups and of parameters is compared first, because zip would stop at the shorter one.
-        if all(len(now) == len(then) for now, then in zip_longest(present, self._grouped, fillvalue=())) and _same(
-            list(chain.from_iterable(present)), list(chain.from_iterable(self._grouped))
-        ):
+        present = _ids(groups)
+        if present == self._group_ids:
             return
-        before, after = _group_of(self._grouped), _group_of(present)
+        before, after = self._group_of, _group_of(groups)
         moved = [param for param in after | before if after.get(param) != before.get(param)]
         # Another order within a group changes nothing: masters and moments are found by parameter.
-        if not moved and len(present) == len(self._grouped):
-            self._grouped = present
+        if not moved and len(present) == len(self._group_ids):
+            self._group_ids = present
             return
         # A parameter from outside of the model has no name, so its shape helps the user to find it.
-        names = _listed([self._names.get(p, f"a parameter of shape {tuple(p.shape)}") for p in moved])
+        names = [self._names.get(p, f"a parameter of shape {tuple(p.shape)}") for p in moved]
         raise ZeroEngineError(
             f"the param_groups of the {kind} changed after initialize(): they hold other parameters "
-            f"({names or 'an empty group'}). The engine cannot follow: masters and moments belong to the groups of "
-            "that time. Put every parameter into its group before initialize(); the hyperparameters of a group may "
-            "change at any time."
+            f"({listed(names, MAX_NAMES_SHOWN) or 'an empty group'}). The engine cannot follow: masters and moments "
+            "belong to the groups of that time. Put every parameter into its group before initialize(); the "
+            "hyperparameters of a group may change at any time."
         )
 
     def _remember(self) -> None:
         # A ScriptModule keeps its parameters in C++, where these attributes do not exist. Its structure is fixed
         # anyway.
         self._known_modules = [m for m in self._model.modules() if not isinstance(m, torch.jit.ScriptModule)]
-        self._known_parameters = self._parameters()
-        self._known_children = self._children()
+        self._known_structure = self._structure()
 
-    def _parameters(self) -> list[nn.Parameter | None]:
-        return list(chain.from_iterable(map(_values_of, map(_parameters_of, self._known_modules))))
-
-    def _children(self) -> list[nn.Module | None]:
-        return list(chain.from_iterable(map(_values_of, map(_children_of, self._known_modules))))
-
-    def _foreign_message(self, foreign: Sequence[tuple[str, nn.Parameter]]) -> str:
-        names = _listed([f"{name} ({'replaced' if name in self._original else 'added'})" for name, _ in foreign])
-        return (
-            f"parameters of the model that are not those of initialize(): {names}. The engine neither trains nor saves "
-            "them. Change the model before initialize(): add heads and adapters there, and load with assign=True "
-            "there. To write values into a model that has an engine, use engine.load_weights(), or write in place "
-            "inside `with zeroengine.gathered(module):`. A module that is not to be trained with this model can be "
-            "kept out of it, in a plain list."
-        )
+    def _structure(self) -> list[object]:
+        """Return the parameters and the children of the known modules."""
+        parameters, children = map(_parameters_of, self._known_modules), map(_children_of, self._known_modules)
+        return list(chain.from_iterable(map(_values_of, chain(parameters, children))))
 
     def _note_changes(self, named_parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
         names: dict[nn.Parameter, list[str]] = {}
@@ -151,7 +150,7 @@ class ForeignParameters:
             log.warning(
                 "the model changed after initialize(): %s. Memory stays as it was, and checkpoints go by the names "
                 "of initialize().",
-                _listed(notes),
+                listed(notes, MAX_NAMES_SHOWN),
             )
 
 
@@ -162,19 +161,9 @@ def _named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         yield plain_name(name), param
 
 
-def _grouped(groups: Sequence[dict[str, Any]]) -> list[list[nn.Parameter]]:
-    return [list(group["params"]) for group in groups]
+def _ids(groups: Sequence[dict[str, Any]]) -> list[list[int]]:
+    return [list(map(id, group["params"])) for group in groups]
 
 
-def _group_of(groups: Sequence[Sequence[nn.Parameter]]) -> dict[nn.Parameter, int]:
-    return {param: index for index, group in enumerate(groups) for param in group}
-
-
-def _same(first: Sequence[object], second: Sequence[object]) -> bool:
-    # Identity is compared rather than equality, which would compare the elements of tensors.
-    return len(first) == len(second) and all(map(is_, first, second))
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""
-    return f"{', '.join(names[:MAX_NAMES_SHOWN])}{more}"
+def _group_of(groups: Sequence[dict[str, Any]]) -> dict[nn.Parameter, int]:
+    return {param: index for index, group in enumerate(groups) for param in group["params"]}

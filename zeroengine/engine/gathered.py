@@ -1,51 +1,94 @@
-"""Gather whole parameters inside a ``with``, on every rank, and keep what is written to them."""
+"""Gather whole parameters, and keep what is written to them."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
 
+import torch
 from torch import nn
 
+from zeroengine.engine.assembly import EngineParts
 from zeroengine.errors import ZeroEngineError
 from zeroengine.migration.messages import explains_arguments
-from zeroengine.runtime.gatherer import Gatherer
 from zeroengine.runtime.released_parameter import OWNER_ATTRIBUTE
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.checksum import checksum
 
+log = logging.getLogger("zeroengine")
 
-class ParameterOwner(Protocol):
-    """The part of an engine that ``gathered`` uses."""
 
-    gatherer: Gatherer
+class ParameterOwner:
+    """Serves the functions that take parameters alone, for the parameters of one engine.
+
+    Each parameter refers to its owner weakly, so a model that outlives its engine does not keep the engine's buffers in
+    memory.
+
+    Args:
+        parts: The parts of the engine.
+    """
+
+    def __init__(self, parts: EngineParts) -> None:
+        self.parts = parts
+        self._warned_of_missing_gradient = False
+        for unit in parts.units:
+            for param in unit.params:
+                param.__dict__[OWNER_ATTRIBUTE] = weakref.ref(self)
+
+    def units_of(self, params: Iterable[nn.Parameter]) -> list[Unit]:
+        """Return the units that hold any of ``params``, in the order of registration."""
+        # Reductions that are left of the last backward are launched first. A rank that launched them after the caller's
+        # exchange would meet another collective of its peers.
+        self.parts.backward.end_if_over()
+        param_ids = {id(param) for param in params}
+        return [unit for unit in self.parts.units if any(id(param) in param_ids for param in unit.params)]
 
     def first_writers(self, changed: Sequence[bool]) -> list[int]:
         """Return for each flag the lowest rank that raised it, or -1. A collective."""
+        group = self.parts.group
+        # Each rank raises its flags in its own column, so one sum shows every rank's flags to all.
+        flags = torch.zeros(len(changed), group.world_size, dtype=torch.float64, device="cpu")
+        flags[:, group.rank] = torch.tensor(changed, dtype=torch.float64, device="cpu")
+        flat = self.parts.transport.all_reduce_scalars(flags.flatten().to(group.device), "gathered")
+        return [next((rank for rank, flag in enumerate(row) if flag), -1) for row in flat.view_as(flags).tolist()]
 
     def apply_writes(self, unit: Unit, writer: int) -> None:
-        """Give all ranks the values of ``unit`` that rank ``writer`` holds. A collective."""
-
-    def units_of(self, params: Iterable[nn.Parameter]) -> list[Unit]:
-        """Return the units that hold any of ``params``."""
+        """Give all ranks the values of ``unit`` that rank ``writer`` holds, masters included. A collective."""
+        # Whole values travel, since the writer is the only rank that holds them all.
+        self.parts.group.broadcast(unit.full_buffer, writer)
+        # Autograd then refuses a backward through a graph that saved the old values.
+        torch.autograd.graph.increment_version(unit.params)
+        unit.copy_full_to_shard()
+        unit.unset_params.clear()
+        # These values are the same on every rank now, so the next comparison must not take them for a divergence.
+        self.parts.outside_writes.reset_baseline(unit)
+        for shard in self.parts.optimizer.shards:
+            if shard.unit is unit:
+                shard.reload_master()
 
     def note_gradient_read(self) -> None:
-        """Note that ``grad`` of a released parameter was read and is None."""
+        """Warn once where ``grad`` of a parameter is read between ``backward`` and ``step``, for it is None."""
+        has_gradients = self.parts.accumulation.has_new_gradients or self.parts.backward.in_progress
+        # torch itself reads `grad` while a backward accumulates it, and this is no mistake of the user.
+        is_inside_backward = torch._C._current_graph_task_id() >= 0
+        if self._warned_of_missing_gradient or not has_gradients or is_inside_backward:
+            return
+        self._warned_of_missing_gradient = True
+        if self.parts.group.rank == 0:
+            log.warning(
+                "`grad` of a parameter was read between backward() and step(), and it is None: gradients are reduced "
+                "into buffers of the engine. torch.nn.utils.clip_grad_norm_ clips nothing here: call "
+                "engine.clip_grad_norm_(max_norm), or write gradient_clipping in the configuration. "
+                "zeroengine.full_gradient(param) gives the gradient."
+            )
 
 
 def owner_of(param: nn.Parameter) -> ParameterOwner | None:
-    """Return the owner that was attached to ``param``; None where there is none or it is gone."""
-    # The reference is weak, so a model that outlives its engine does not keep the engine's buffers in memory.
+    """Return the owner of ``param``; None where there is none or its engine is gone."""
     reference = param.__dict__.get(OWNER_ATTRIBUTE)
     return reference() if reference is not None else None
-
-
-def attach_owner(params: Iterable[nn.Parameter], owner: ParameterOwner) -> None:
-    """Let ``owner_of`` find ``owner`` from each of ``params``, for as long as it lives."""
-    for param in params:
-        param.__dict__[OWNER_ATTRIBUTE] = weakref.ref(owner)
 
 
 @explains_arguments
@@ -63,31 +106,27 @@ def gathered(module_or_params: nn.Module | nn.Parameter | Iterable[nn.Parameter]
     Raises:
         ZeroEngineError: The parameters belong to no engine, or were given another shape inside.
     """
-    if isinstance(module_or_params, nn.Module):
-        params = list(module_or_params.parameters())
-    elif isinstance(module_or_params, nn.Parameter):
+    if isinstance(module_or_params, nn.Parameter):
         params = [module_or_params]
     else:
-        params = list(module_or_params)
+        params = list(module_or_params.parameters() if isinstance(module_or_params, nn.Module) else module_or_params)
+    # A module without parameters is common in a loop over submodules, and gathering nothing is no error.
+    if not params:
+        yield
+        return
     # Several engines would gather over several groups of ranks, and no order of their collectives is agreed on.
-    owners = {owner_of(param) for param in params}
-    if len(owners) != 1 or None in owners:
-        # A module without parameters is common in a loop over submodules, and gathering nothing is no error.
-        if not params:
-            yield
-            return
+    owner, *others = {owner_of(param) for param in params}
+    if owner is None or others:
         raise ZeroEngineError(
             "gathered() takes a module or parameters of one model that was passed to zeroengine.initialize(); "
             "some of these belong to none, or to different engines"
         )
-    owner = owners.pop()
-    assert owner is not None
-    units = owner.units_of(params)
+    units, gatherer = owner.units_of(params), owner.parts.gatherer
     # If gathering one unit raises, those that were pinned before it are released again.
     with contextlib.ExitStack() as undo:
         for unit in units:
-            owner.gatherer.pin(unit)
-            undo.callback(owner.gatherer.unpin, unit)
+            gatherer.pin(unit)
+            undo.callback(gatherer.unpin, unit)
         # Writes through `.data` change no version counter of torch, so the values themselves are compared.
         before = [checksum(unit.full_buffer) for unit in units]
         # From here on the `finally` below unpins the units, after it has taken over what was written.
@@ -104,10 +143,33 @@ def gathered(module_or_params: nn.Module | nn.Parameter | Iterable[nn.Parameter]
         for unit, writer in zip(units, owner.first_writers(changed), strict=True):
             if writer >= 0:
                 owner.apply_writes(unit, writer)
-            owner.gatherer.unpin(unit)
+            gatherer.unpin(unit)
     # This error comes last, after every rank has taken part in the collectives above.
     if refused:
         raise ZeroEngineError(
             f"gathered(): the shape of a parameter cannot change, but .data was replaced: {', '.join(refused)}. Change "
             "the model before initialize()."
         )
+
+
+def collect_state_dict(parts: EngineParts, rank0_only: bool) -> dict[str, torch.Tensor]:
+    """Return copies of all parameters and persistent buffers. See ``Engine.full_state_dict``. A collective."""
+    returns_values = parts.group.rank == 0 or not rank0_only
+    values: dict[nn.Parameter, torch.Tensor] = {}
+    # One unit after another, so that a rank that returns nothing never holds more than one.
+    for unit in parts.units:
+        parts.gatherer.pin(unit)
+        if returns_values:
+            values |= {param: param.detach().to("cpu", copy=True) for param in unit.params}
+        parts.gatherer.unpin(unit)
+    if not returns_values:
+        return {}
+    # Duplicates are kept, for `model.state_dict()` lists a tied parameter under each of its names.
+    state: dict[str, torch.Tensor] = {}
+    for prefix, module in parts.model.named_modules(remove_duplicate=False):
+        dot = f"{prefix}." if prefix else ""
+        state |= {f"{dot}{name}": values[p] for name, p in module._parameters.items() if p is not None}
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                state[f"{dot}{name}"] = buffer.detach().to("cpu", copy=True)
+    return state

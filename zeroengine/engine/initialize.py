@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +20,29 @@ from zeroengine.comm.launched_ranks import join_launched_ranks
 from zeroengine.config import Config, load
 from zeroengine.deferred_init import meta_init
 from zeroengine.engine import mixed_precision
+from zeroengine.engine.assembly import EngineParts
 from zeroengine.engine.engine import Engine
 from zeroengine.engine.gathered import owner_of
-from zeroengine.engine.rank_agreement import check_agreement
-from zeroengine.engine.wrapped_models import check_undistributed
-from zeroengine.errors import ZeroEngineError
+from zeroengine.errors import DivergenceError, ZeroEngineError
 from zeroengine.migration.messages import explains_arguments
 from zeroengine.offload.interfaces import Copies
 from zeroengine.optim.factory import OptimizerLike, check_optimizer, make_optimizer
 from zeroengine.optim.lr_schedules import LRSchedulerLike
-from zeroengine.partition.cut import cut_units
+from zeroengine.partition.cut import UnitPlan, cut_units
 from zeroengine.partition.degrees import degrees_of_stage
+
+# The call that makes each class, by the class's module and name, so that none of these modules must be imported.
+WRAPPERS = {
+    ("torch.nn.parallel", "DistributedDataParallel"): "DistributedDataParallel(...)",
+    ("torch.nn.parallel", "DataParallel"): "DataParallel(...)",
+    ("torch.distributed", "FullyShardedDataParallel"): "FullyShardedDataParallel(...)",
+    ("torch.distributed", "ReplicateModule"): "replicate(...)",
+    ("torch.distributed", "DDP"): "replicate(...)",
+    ("torch.distributed", "FSDPModule"): "fully_shard(...)",
+    ("deepspeed", "DeepSpeedEngine"): "deepspeed.initialize(...)",
+}
+# At most so many differences of one rank are shown.
+MAX_SHOWN = 3
 
 
 @explains_arguments
@@ -72,7 +88,7 @@ def make_engine(
     without_waiting: bool | None = None,
     copies: Copies | None = None,
 ) -> Engine:
-    """Make the engine of ``initialize``. Tests choose ``without_waiting`` and ``copies``; see ``assemble``."""
+    """Make the engine of ``initialize``. Tests choose ``without_waiting`` and ``copies``; see ``EngineParts``."""
     # The process group comes first: errors of the checks below are exchanged over it.
     join_launched_ranks()
     ranks = as_process_group(process_group)
@@ -106,7 +122,7 @@ def make_engine(
             model,
             patterns=settings.units,
             compute_dtype=settings.low_precision,
-            keep_fp32=mixed_precision.fp32_params(model, settings),
+            keep_fp32={p for module in mixed_precision.fp32_modules(model, settings) for p in module.parameters()},
         )
         # The optimizer is built over the model's own parameters, which are not partitioned yet.
         base_optimizer = make_optimizer(optimizer, model, settings)
@@ -117,7 +133,7 @@ def make_engine(
     # Until here nothing was partitioned. Ranks that differ would partition differently and exchange wrong values.
     check_agreement(group, settings, model, plans, base_optimizer)
     return Engine(
-        model, base_optimizer, settings, group, plans, lr_scheduler, without_waiting=without_waiting, copies=copies
+        partial(EngineParts, model, base_optimizer, settings, group, plans, lr_scheduler, without_waiting, copies)
     )
 
 
@@ -166,3 +182,118 @@ def _check_unowned(model: nn.Module) -> None:
                 f"parameter {name} already belongs to an engine: initialize() takes a model once. Use the engine that "
                 "the first call returned, or build the model anew."
             )
+
+
+def check_undistributed(model: nn.Module) -> None:
+    """Check that no module of ``model`` is wrapped for data parallelism, and that no parameter is a DTensor.
+
+    Raises:
+        ZeroEngineError: One is. The message names the first, and what to pass.
+    """
+    # A wrapper inside of the model hides as well as one around it, so every module is checked.
+    for name, module in model.named_modules():
+        for wrapper in _wrappers(module):
+            where = f"the module {name}" if name else "the model"
+            raise ZeroEngineError(
+                f"{where} was passed through {wrapper}, which distributes it already. zeroengine partitions parameters "
+                f"and reduces gradients itself: leave {wrapper} out, and write zeroengine.initialize(model, ...) with "
+                "the plain module"
+            )
+    tensors = sys.modules.get("torch.distributed.tensor")
+    # Where this module was never imported, no DTensor can exist. Importing it only for the check takes time.
+    if tensors is None:
+        return
+    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in named:
+            if isinstance(tensor, tensors.DTensor):
+                raise ZeroEngineError(
+                    f"{kind} {name} is a DTensor ({', '.join(map(str, tensor.placements))} over {tensor.device_mesh}): "
+                    "it is distributed already, and tensor parallelism beside zeroengine is not supported. Pass the "
+                    "model with plain tensors, as it was before parallelize_module() or distribute_tensor()"
+                )
+
+
+def _wrappers(module: nn.Module) -> Iterator[str]:
+    # Bases are compared, too, since users subclass wrappers, and fully_shard changes a module's class to a subclass.
+    for cls in type(module).__mro__:
+        for (package, name), call in WRAPPERS.items():
+            if cls.__name__ == name and cls.__module__.startswith(package):
+                yield call
+
+
+def check_agreement(
+    group: Group, config: Config, model: nn.Module, plans: Sequence[UnitPlan], optimizer: torch.optim.Optimizer
+) -> None:
+    """Compare what every rank was started with to what rank 0 was started with. A collective.
+
+    Raises:
+        DivergenceError: On every rank, naming the first ranks that differ and what differs.
+    """
+    facts = _facts(config, model, plans, optimizer)
+    # Ranks agree in almost every run, so they first exchange a digest of 64 bytes. The facts themselves may be
+    # megabytes.
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    # Every rank gathered the same digests, so all ranks take the same branch.
+    if len(set(group.all_gather_object(digest))) == 1:
+        return
+    facts_by_rank = group.all_gather_object(facts)
+    differences = [
+        f"rank {rank}: {line}"
+        for rank, other in enumerate(facts_by_rank)
+        for line in _differences(facts_by_rank[0], other)[:MAX_SHOWN]
+    ]
+    shown = "\n  ".join(differences[: 2 * MAX_SHOWN])
+    raise DivergenceError(
+        f"the ranks were started differently; rank 0 is the reference:\n  {shown}\n"
+        "Every rank must build the same model, optimizer and configuration."
+    )
+
+
+def _facts(
+    config: Config, model: nn.Module, plans: Sequence[UnitPlan], optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:
+    # The order of parameters decides where each lies in a shard, so their numbers are part of the facts.
+    group_of = {param: i for i, group in enumerate(optimizer.param_groups) for param in group["params"]}
+    rows = [(plan, name, param) for plan in plans for name, param in plan.params]
+    parameters = {
+        name: f"{_kind(param.shape, plan.dtype)}, number {i}, in unit {plan.name}, "
+        + (f"in param_groups[{group_of[param]}]" if plan.trainable else "frozen")
+        for i, (plan, name, param) in enumerate(rows)
+    }
+    buffers = {name: _kind(buffer.shape, buffer.dtype) for name, buffer in model.named_buffers()}
+    groups = {
+        f"param_groups[{i}]": {"params": len(group["params"])}
+        # Objects such as functions have an address in their text, which differs in every process. They are left out.
+        | {k: repr(v) for k, v in group.items() if isinstance(v, (bool, int, float, tuple, str))}
+        for i, group in enumerate(optimizer.param_groups)
+    }
+    sections = {
+        "configuration": dict(_flat(config.to_dict())),
+        "parameter": parameters,
+        "buffer": buffers,
+        f"optimizer {type(optimizer).__name__}": dict(_flat(groups)),
+        # Versions of torch that differ may choose different algorithms or message formats.
+        "version": {"torch": torch.__version__},
+    }
+    return {f"{section} {name}": fact for section, facts in sections.items() for name, fact in facts.items()}
+
+
+def _kind(shape: torch.Size, dtype: torch.dtype) -> str:
+    return f"{tuple(shape)} {str(dtype).removeprefix('torch.')}"
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _differences(reference: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    # A name may be missing on either side, so the union of both is compared.
+    return [
+        f"{name} is {other.get(name, 'absent')}, on rank 0 {reference.get(name, 'absent')}"
+        for name in sorted({*reference, *other})
+        if reference.get(name, "absent") != other.get(name, "absent")
+    ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -101,7 +101,7 @@ def measure_memory(parts: EngineParts, checkpoint_copy_bytes: int) -> Memory:
         device=str(parts.group.device),
         **on_device,
         buckets=parts.reducer.buffer_bytes(),
-        put_off={unit.name: unit.gathered_bytes() for unit in parts.gatherer.deferred_frees()},
+        put_off={unit.name: unit.gathered_bytes() for unit in parts.gatherer.deferred_frees.units()},
         gathered=sum(unit.gathered_bytes() for unit in parts.units),
         staging=parts.placement.send_buffer_bytes + (host_staging if computes_on_cpu else 0),
         checkpoint=checkpoint_copy_bytes if computes_on_cpu else 0,
@@ -115,7 +115,7 @@ def _bytes_of_states(parts: EngineParts, medium: Medium | None) -> dict[str, int
     # A shard may be away for a while and then holds no bytes, so resident bytes are counted rather than sizes.
     sizes = parts.optimizer.bytes_in(medium)
     shards = ((unit.shard, unit.offloaded_shards) for unit in parts.units)
-    gradients = ((grads.grad_shard, grads.store) for grads in parts.reducer.gradients)
+    gradients = ((grads.flat_grads, grads.store) for grads in parts.reducer.gradients)
     for name, tensors in (("parameters", shards), ("gradients", gradients)):
         sizes[name] = sum(
             resident_bytes(tensor) for tensor, store in tensors if (None if store is None else store.medium) == medium
@@ -123,49 +123,39 @@ def _bytes_of_states(parts: EngineParts, medium: Medium | None) -> dict[str, int
     return sizes
 
 
-class MemoryOwner(Protocol):
-    """The part of an engine's interface that an out-of-memory error needs."""
-
-    config: Config
-    device: torch.device
-    world_size: int
-
-    def memory(self) -> Memory:
-        """Return the bytes that each state holds."""
-
-
 def explain_out_of_memory(method: METHOD) -> METHOD:
     """Return a method of an engine whose ``torch.OutOfMemoryError`` says what the engine holds and what to change."""
 
     @functools.wraps(method)
-    def run(engine: MemoryOwner, *args: Any, **kwargs: Any) -> Any:
+    def run(engine: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return method(engine, *args, **kwargs)
         except torch.OutOfMemoryError as error:
             # The error keeps its type, so that callers which catch it and retry still work.
-            _explain(error, engine)
+            _explain(error, engine.config, engine.device, engine.world_size, engine.memory())
             raise
 
     return run  # type: ignore[return-value]
 
 
-def _explain(error: torch.OutOfMemoryError, engine: MemoryOwner) -> None:
-    zero = engine.config.zero_optimization
-    computes_on_cpu = engine.device.type == "cpu"
+def _explain(
+    error: torch.OutOfMemoryError, config: Config, device: torch.device, world_size: int, memory: Memory
+) -> None:
+    zero, computes_on_cpu = config.zero_optimization, device.type == "cpu"
     # The remedies are listed with the cheapest first. Offloading costs most time, so it comes last.
     remedies = []
-    if zero.stage < 3 and engine.world_size > 1:
+    if zero.stage < 3 and world_size > 1:
         remedies.append(f'"zero_optimization": {{"stage": {zero.stage + 1}}}')
-    if engine.config.low_precision is None:
+    if config.low_precision is None:
         remedies.append('"bf16": {"enabled": true}')
     remedies += ["a smaller micro-batch with more gradient_accumulation_steps", "activation checkpointing"]
     target = '"nvme", "nvme_path": "/a/folder"' if computes_on_cpu else '"cpu"'
     for key, lowest_stage in (("offload_optimizer", 0), ("offload_param", 3)):
-        device = getattr(zero, key).device
-        if zero.stage >= lowest_stage and (device == "none" or (device == "cpu" and computes_on_cpu)):
+        place = getattr(zero, key).device
+        if zero.stage >= lowest_stage and (place == "none" or (place == "cpu" and computes_on_cpu)):
             remedies.append(f'"zero_optimization": {{"{key}": {{"device": {target}}}}}')
     # The message of torch stays first: it says how many bytes were asked for.
     error.args = (
-        f"{error}\n\nzeroengine holds, {engine.memory()}\n\nThe rest are activations, temporaries and what else runs "
+        f"{error}\n\nzeroengine holds, {memory}\n\nThe rest are activations, temporaries and what else runs "
         f"there. What takes less: {', or '.join(remedies)}.",
     )

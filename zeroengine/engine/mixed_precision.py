@@ -33,11 +33,6 @@ def check_supported(dtype: torch.dtype, device: torch.device) -> None:
         ) from error
 
 
-def fp32_params(model: nn.Module, config: Config) -> set[nn.Parameter]:
-    """Return the parameters that keep fp32: those of ``fp32_modules``."""
-    return {param for module in fp32_modules(model, config) for param in module.parameters()}
-
-
 def fp32_modules(model: nn.Module, config: Config) -> list[nn.Module]:
     """Return the outermost modules that keep fp32 under bf16 or fp16.
 
@@ -57,7 +52,10 @@ def fp32_modules(model: nn.Module, config: Config) -> list[nn.Module]:
     if config.low_precision is None:
         return []
     if config.data_types.buffer_dtype in (None, "fp32"):
-        kept |= {name for name, module in modules.items() if _keeps_statistics(module)}
+        norms = {
+            name: module for name, module in modules.items() if isinstance(module, nn.modules.batchnorm._BatchNorm)
+        }
+        kept |= {name for name, norm in norms.items() if norm.running_mean is not None}
     # A parameter has one dtype, so modules that share it with an fp32 module have to compute in fp32, too. Only leaf
     # modules are taken: their parents would bring other parameters along.
     params = {param for name in kept for param in modules[name].parameters()}
@@ -99,10 +97,6 @@ def _is_below(name: str, names: set[str]) -> bool:
     return any(".".join(parts[:n]) in names for n in range(1, len(parts)))
 
 
-def _keeps_statistics(module: nn.Module) -> bool:
-    return isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None
-
-
 def install(model: nn.Module, config: Config, device: torch.device) -> None:
     """Register the hooks on ``model`` that make it compute as configured.
 
@@ -113,10 +107,11 @@ def install(model: nn.Module, config: Config, device: torch.device) -> None:
     low_precision = config.low_precision
     # Only the root's inputs are cast. Inside, outputs of one module are inputs of the next in the same dtype.
     if low_precision is not None:
-        _map_inputs(model, cast_floating(low_precision))
+        lower = cast_floating(low_precision)
+        _map_inputs(model, lower)
         for module in fp32_modules(model, config):
             _map_inputs(module, cast_floating(torch.float32))
-            module.register_forward_hook(_cast_outputs(low_precision))
+            module.register_forward_hook(lambda module, args, output: map_tensors(lower, output))
     if device.type != "cpu":
         # This hook runs before the cast, since each goes to the front, so the device does the cast.
         _map_inputs(model, move_to(device))
@@ -149,13 +144,6 @@ def _map_inputs(module: nn.Module, function: Callable[[torch.Tensor], torch.Tens
         return map_tensors(function, args), map_tensors(function, kwargs)
 
     module.register_forward_pre_hook(replace, prepend=True, with_kwargs=True)
-
-
-def _cast_outputs(dtype: torch.dtype) -> Any:
-    def cast(module: nn.Module, args: Any, output: Any) -> Any:
-        return map_tensors(cast_floating(dtype), output)
-
-    return cast
 
 
 def cast_floating(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:

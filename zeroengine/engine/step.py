@@ -96,8 +96,10 @@ class StepRunner(BackwardListener):
         # This point is collective on every rank, and the gradients of the step before are still as they were.
         self.sync_and_report()
         # A backward of frozen parameters adds nothing to the gradient, so clipping before it is no mistake.
-        if wants_gradients:
-            self.check_not_clipped()
+        if wants_gradients and self._clip_once is not None:
+            raise ZeroEngineError(
+                "a backward after engine.clip_grad_norm_() and before step(): clip after the last backward of a step"
+            )
 
     def divisor(self) -> float:
         """Return what the summed gradient is divided by for the mean over ranks and micro-steps."""
@@ -166,27 +168,9 @@ class StepRunner(BackwardListener):
         self._clip_once = min(max_norm, self._clip_once or math.inf)
         return norm
 
-    def forget_clipping(self) -> None:
-        """Undo ``clip``: the gradients of this step have been dropped."""
+    def drop_gradients(self) -> None:
+        """Undo ``clip``: the limit must not hold for the gradients that follow."""
         self._clip_once = None
-
-    def check_not_clipped(self) -> None:
-        """Refuse a backward that follows ``clip`` in one step.
-
-        Raises:
-            ZeroEngineError: The step in progress has been clipped.
-        """
-        if self._clip_once is not None:
-            raise ZeroEngineError(
-                "a backward after engine.clip_grad_norm_() and before step(): clip after the last backward of a step"
-            )
-
-    def _pop_clip_limit(self) -> float:
-        """The largest norm for the step that is taken now; 0 for none."""
-        limits = [limit for limit in (self.gradient_clipping, self._clip_once or 0.0) if 0 < limit < math.inf]
-        # The limit holds for one step, whether it updates or not.
-        self._clip_once = None
-        return min(limits, default=0.0)
 
     def run_step(self) -> bool | StepResult:
         """Take a step. Its gradients are reduced.
@@ -198,7 +182,9 @@ class StepRunner(BackwardListener):
             ZeroEngineError: The gradient overflows at the smallest loss scale.
             DivergenceError: The ranks wrote different values into the parameters.
         """
-        limit = self._pop_clip_limit()
+        # The limit of `clip` holds for one step, whether it updates or not.
+        limits, self._clip_once = (self.gradient_clipping, self._clip_once or 0.0), None
+        limit = min((limit for limit in limits if 0 < limit < math.inf), default=0.0)
         settings = StepSettings(self.divisor(), limit, self._skips, self._label(limit))
         try:
             result = self._optimizer.backend.step(settings)
@@ -206,30 +192,27 @@ class StepRunner(BackwardListener):
             # The gradients of this step count as used, so that the next backward starts a new step.
             self._reducer.end_step()
             raise
-        if self._optimizer.backend.issues_without_waiting:
-            self._follow_later(result)
-            return result
-        self.grad_norm = result.grad_norm
-        updates, finite = bool(result), math.isfinite(result.grad_norm)
-        if not finite:
-            # The report searches the gradients, so it comes before `end_step` allows the next backward to overwrite
-            # them.
-            self._report(self.num_updates + 1, skipped=not updates)
-        if updates:
-            # The next forward gathers parameters. A transport without overlap lets peers read this rank's memory in
-            # place, so it must not go on before they are done.
-            self._gatherer.wait_for_peer_reads()
-        self._reducer.end_step()
-        self._count(updates, finite)
-        return updates
-
-    def _follow_later(self, result: StepResult) -> None:
-        """Step the schedule behind an update whose result is not known yet, and remember to count the step."""
-        config, schedule = self._config, self.schedule
+        # The next forward gathers parameters. A transport without overlap lets peers read this rank's memory in place,
+        # so it must not go on before they are done.
         self._gatherer.wait_for_peer_reads()
+        schedule = self.schedule
+        reversible = schedule is None or all(hasattr(schedule, name) for name in ("state_dict", "load_state_dict"))
         # With a loss scale the next backward needs the result, and a schedule that cannot be reverted needs it, too.
-        known_late = not config.scales_loss and can_be_reverted(schedule)
-        groups = self._optimizer.param_groups
+        known_late = self._optimizer.backend.issues_without_waiting and not self._config.scales_loss and reversible
+        revert_schedule = None
+        if known_late:
+            # The schedule is stepped before the result is known, as if the step had updated.
+            revert_schedule = step_reversibly(self._step_schedule, schedule, self._optimizer.param_groups)
+            result.on_query = self._on_query()
+        self._issued = (result, revert_schedule)
+        self._reducer.end_step()
+        if known_late:
+            return result
+        self._sync_step(is_collective=True)
+        return bool(result)
+
+    def _on_query(self) -> Callable[[StepResult], None]:
+        """Return a function that counts a step when its result is asked for."""
         # The result may outlive the engine in the user's hands, so it must not keep the engine alive.
         runner_ref = weakref.ref(self)
 
@@ -239,15 +222,14 @@ class StepRunner(BackwardListener):
             if runner is not None and runner._issued is not None and runner._issued[0] is result:
                 runner.sync_step()
 
-        result.on_query = on_query
-        # The schedule is stepped before the result is known, as if the step had updated.
-        self._issued = (result, step_reversibly(self._step_schedule, schedule, groups) if known_late else None)
-        self._reducer.end_step()
-        if not known_late:
-            self.sync_step()
+        return on_query
 
     def sync_step(self) -> None:
         """Wait for the result of the last step, where it is not known yet, and count it. No other rank takes part."""
+        self._sync_step(is_collective=False)
+
+    def _sync_step(self, is_collective: bool) -> None:
+        """Count the last step, as ``sync_step`` does. Report an overflow at once where every rank comes here."""
         if self._issued is None:
             return
         # A rank may ask alone, so a difference of the ranks' order is reported here, before any number is believed.
@@ -260,9 +242,8 @@ class StepRunner(BackwardListener):
         # The step was skipped, so the schedule has to forget that it was stepped.
         if not updates and revert_schedule is not None:
             revert_schedule()
-        if not finite and self._config.scales_loss:
-            # With a loss scale every rank comes here at the end of the step itself, so the report may be collective.
-            self._report(self.num_updates + 1, skipped=True)
+        if not finite and is_collective:
+            self._report(self.num_updates + 1, skipped=not updates)
         elif not finite:
             # No other rank may be here, so the collective search for the name has to wait for sync_and_report.
             self._overflow = (self.num_updates + 1, not updates)
@@ -344,11 +325,6 @@ class StepRunner(BackwardListener):
         if every and self._transport.rank == 0 and self.num_updates % every == 0:
             rates = ", ".join(f"{group['lr']:.3g}" for group in self._optimizer.param_groups)
             print(f"step {self.num_updates}: lr {rates}, grad norm {self.grad_norm:.4g}", flush=True)
-
-
-def can_be_reverted(schedule: Any) -> bool:
-    """Return whether a step of ``schedule`` can be undone."""
-    return schedule is None or all(hasattr(schedule, name) for name in ("state_dict", "load_state_dict"))
 
 
 def step_reversibly(step: Callable[[], None], schedule: Any, groups: Sequence[dict[str, Any]]) -> Callable[[], None]:

@@ -36,7 +36,7 @@ def offload(
         return
     tensors = {
         "optimizer": parts.optimizer.tensors(),
-        "gradients": [grads.grad_shard for grads in parts.reducer.gradients if grads.store is None],
+        "gradients": [grads.flat_grads for grads in parts.reducer.gradients if grads.store is None],
         "parameters": [unit.shard for unit in parts.units if unit.offloaded_shards is None],
     }
     # By default only memory that can be given back is moved. An explicit request for other memory raises an error.
@@ -54,5 +54,5 @@ def reload(parts: EngineParts) -> None:
     # Memory that a channel of the transport allocated has to come from that channel again, which may have registered
     # it.
     channels: dict[int, ChannelName | None] = {id(unit.shard): "gather" for unit in parts.units}
-    channels |= {id(grads.grad_shard): grads.channel for grads in parts.reducer.gradients}
+    channels |= {id(grads.flat_grads): grads.channel for grads in parts.reducer.gradients}
     parts.state_offloader.reload(lambda tensor: parts.transport.refill(tensor, channels.get(id(tensor))))

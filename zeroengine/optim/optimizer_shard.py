@@ -96,7 +96,7 @@ class OptimizerShard:
         """Return this rank's 1/``world_size`` of the summed gradients: the same elements at every stage."""
         # A gradient shard is 1/world of the elements already. Of unsharded gradients at least this rank's slice is
         # summed.
-        gradient = self.grads.grad_shard
+        gradient = self.grads.flat_grads
         if not self.grads.unsharded:
             return gradient
         size = self.unit.layout.numel // world_size

@@ -178,22 +178,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
             shapes |= dict.fromkeys(state.elements) | {key: tuple(n.shape) for key, n in state.numbers.items()}
         return shapes
 
-    def state_values(self, shard: OptimizerShard, param_index: int, key: str) -> list[tuple[slice, torch.Tensor]]:
-        """Return the values of the state ``key`` of a parameter, with the elements of the shard that they belong to."""
+    def state_values(self, shard: OptimizerShard, param_index: int, key: str) -> list[tuple[ShardSpan, torch.Tensor]]:
+        """Return the values of the state ``key`` of a parameter, with the elements that they belong to."""
         values = []
         for span, state in self._states_of_param(shard, param_index):
             value = state.elements.get(key, state.numbers.get(key))
             if value is not None:
                 # States on a disk are mapped, and this is a use of their values in place.
                 populate(value)
-                values.append((span.shard_slice, value))
+                values.append((span, value))
         return values
 
     def set_state_values(self, shard: OptimizerShard, param_index: int, key: str, value: torch.Tensor) -> None:
         """Set the state ``key`` of a parameter. Call it on every rank.
 
         Args:
-            value: As long as the shard if the state has a value of each element, else the value itself.
+            value: Of the parameter's shape if the state has a value of each element, else the value itself.
         """
         # The shard may hold no part of the parameter. Other ranks set theirs.
         for span, state in self._states_of_param(shard, param_index):
@@ -204,7 +204,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self.backend.state.set_numbers(shard, span, {key: value})
             else:
                 populate(target, write=True)
-                target.copy_(value[span.shard_slice])
+                target.copy_(value.view(-1)[span.param_slice])
 
     def _states_of_param(self, shard: OptimizerShard, param_index: int) -> Iterator[tuple[ShardSpan, SpanState]]:
         state = self.shard_state

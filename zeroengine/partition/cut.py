@@ -13,7 +13,8 @@ from __future__ import annotations
 import fnmatch
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -42,17 +43,12 @@ class UnitPlan:
         return sum(param.numel() for _, param in self.params)
 
 
-@dataclass
-class _Group:
+class _Group(NamedTuple):
     """Parameters that become one unit, or one for each of their dtypes."""
 
     name: str
     root: nn.Module | None  # the module that holds all of them, if there is one
-    params: list[tuple[str, nn.Parameter]] = field(default_factory=list)
-
-    @property
-    def numel(self) -> int:
-        return sum(p.numel() for _, p in self.params)
+    params: list[tuple[str, nn.Parameter]]
 
 
 def cut_units(
@@ -77,27 +73,21 @@ def cut_units(
     Raises:
         ZeroEngineError: The model has no parameters, or a pattern matches no module with parameters.
     """
-    names = _canonical_names(model)
+    names = {param: plain_name(name) for name, param in model.named_parameters()}
     if not names:
         raise ZeroEngineError(
             f"the model ({type(model).__name__}) has no parameters: there is nothing to partition. "
             "Pass the module that holds the weights."
         )
-    if patterns is not None:
-        roots = _match(model, patterns)
-    else:
-        roots = {plain_name(name): block for name, block in _repeated_blocks(model)}
+    roots = dict(_repeated_blocks(model)) if patterns is None else _match(model, patterns)
     groups: list[_Group] = []
     taken: set[nn.Parameter] = set()
     for name, root in roots.items():
-        group = _Group(name, root)
-        for param in root.parameters():
-            # A tied parameter counts once, in the unit where it is registered first.
-            if param not in taken:
-                taken.add(param)
-                group.params.append((names[param], param))
-        if group.params:
-            groups.append(group)
+        # A tied parameter counts once, in the unit where it is registered first.
+        params = [(names[param], param) for param in root.parameters() if param not in taken]
+        taken.update(root.parameters())
+        if params:
+            groups.append(_Group(name, root, params))
     groups += _group_rest([(name, param) for param, name in names.items() if param not in taken])
     order = {param: i for i, param in enumerate(names)}
     # Blocks and the rest are mixed here. The order of registration is the same on every rank.
@@ -110,10 +100,6 @@ def cut_units(
         return torch.float32 if param in keep_fp32 else compute_dtype
 
     return [unit for group in groups for unit in _split(group, owners, dtype_of)]
-
-
-def _canonical_names(model: nn.Module) -> dict[nn.Parameter, str]:
-    return {param: plain_name(name) for name, param in model.named_parameters()}
 
 
 def plain_name(name: str) -> str:
@@ -139,23 +125,22 @@ def _repeated_blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str,
     for name, child in children:
         # Inside of a block no further containers are searched: the outermost repeated modules are the units.
         if type(child) in repeated:
-            yield name, child
+            yield plain_name(name), child
         else:
             yield from _repeated_blocks(child, f"{name}.")
 
 
 def _match(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
     roots: dict[str, nn.Module] = {}
-    named: dict[str, nn.Module] = {}
+    modules: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         if plain_name(name) and _has_params(module):
             # Where torch.compile wrapped a module both have this name. The wrapper comes first and is the one called.
-            named.setdefault(plain_name(name), module)
-    modules = list(named.items())
+            modules.setdefault(plain_name(name), module)
     for pattern in patterns:
-        matches = {name: module for name, module in modules if fnmatch.fnmatchcase(name, pattern)}
+        matches = {name: module for name, module in modules.items() if fnmatch.fnmatchcase(name, pattern)}
         if not matches:
-            known = ", ".join(name for name, _ in modules[:8])
+            known = ", ".join(list(modules)[:8])
             raise ZeroEngineError(
                 f"units: the pattern {pattern!r} matches no module with parameters. Modules are named like: {known}"
             )
@@ -166,18 +151,18 @@ def _match(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
 
 def _group_rest(rest: list[tuple[str, nn.Parameter]]) -> list[_Group]:
     groups: list[_Group] = []
-    small = _Group("rest", None)
+    small: list[tuple[str, nn.Parameter]] | None = None
+    small_numel = 0
     for name, param in rest:
         if param.numel() >= LARGE_PARAM:
             groups.append(_Group(name, None, [(name, param)]))
             continue
-        if small.params and small.numel + param.numel() > REST_UNIT:
-            groups.append(small)
+        if small is None or small_numel + param.numel() > REST_UNIT:
             # Later groups are named after their first parameter, since no module contains all of them.
-            small = _Group(f"rest.{name}", None)
-        small.params.append((name, param))
-    if small.params:
-        groups.append(small)
+            groups.append(_Group("rest" if small is None else f"rest.{name}", None, small := []))
+            small_numel = 0
+        small.append((name, param))
+        small_numel += param.numel()
     return groups
 
 

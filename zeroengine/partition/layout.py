@@ -70,6 +70,11 @@ class ShardSpan:
         """The span's elements as a slice of the rank's shard."""
         return slice(self.shard_offset, self.shard_offset + self.numel)
 
+    @property
+    def param_slice(self) -> slice:
+        """The span's elements as a slice of the flattened parameter."""
+        return slice(self.param_offset, self.param_offset + self.numel)
+
 
 @dataclass(frozen=True)
 class FlatLayout:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import weakref
 from collections.abc import Sequence
 from functools import partial
 
@@ -18,7 +17,7 @@ import torch
 from torch import nn
 
 from zeroengine.errors import ZeroEngineError
-from zeroengine.runtime.autograd_tracking import queue_callback
+from zeroengine.runtime.autograd_tracking import Hook, queue_callback
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.compiler_disable import disable_compile
 
@@ -124,23 +123,15 @@ class BackwardTracker:
 
     def mark_scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """Return ``loss``, of which a plain ``backward()`` will be known to be scaled."""
-        # The graph owns the hook and may outlive the engine, so the hook refers to the tracker weakly.
-        tracker_ref = weakref.ref(self)
-
-        def note_scaled(_: torch.Tensor) -> None:
-            tracker = tracker_ref()
-            if tracker is not None:
-                tracker._scaled_graph_task = torch._C._current_graph_task_id()
-                # The mark holds for this backward alone: the next loss must be marked as well. Autograd drops the
-                # callback of a backward that raises, and ``finish`` takes the mark back instead.
-                queue_callback(tracker._end_scaled)
-
         if loss.requires_grad:
-            loss.register_hook(note_scaled)
+            loss.register_hook(Hook(self, BackwardTracker._begin_scaled))
         return loss
 
-    def _end_scaled(self) -> None:
-        self._scaled_graph_task = None
+    def _begin_scaled(self) -> None:
+        self._scaled_graph_task = torch._C._current_graph_task_id()
+        # The mark holds for this backward alone: the next loss must be marked as well. Autograd drops the callback of a
+        # backward that raises, and ``finish`` takes the mark back instead.
+        queue_callback(partial(setattr, self, "_scaled_graph_task", None))
 
     # -- events -----------------------------------------------------------------------------------
 

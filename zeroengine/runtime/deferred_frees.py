@@ -16,6 +16,7 @@ import logging
 from collections.abc import Iterable
 
 from zeroengine.runtime.unit import Unit
+from zeroengine.utils.listed import listed
 
 log = logging.getLogger("zeroengine")
 
@@ -81,13 +82,10 @@ class DeferredFrees:
         if not units:
             return
         self._warned_of.update(units)
-        size = sum(unit.gathered_bytes() for unit in units) / 2**20
-        names = ", ".join(unit.name for unit in units[:NUM_SHOWN])
-        names += f" and {len(units) - NUM_SHOWN} more" if len(units) > NUM_SHOWN else ""
         log.warning(
             "%.1f MiB of parameters stay gathered for now (%s): a tensor shares their memory, such as a view or "
             ".detach() that is kept, or a graph. engine.memory() counts them. Keep a copy, such as "
             "weight.detach().clone(); a tensor that shares their memory at the next step keeps the old values.",
-            size,
-            names,
+            sum(unit.gathered_bytes() for unit in units) / 2**20,
+            listed([unit.name for unit in units], NUM_SHOWN),
         )

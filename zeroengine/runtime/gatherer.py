@@ -31,6 +31,7 @@ import torch
 from torch import nn
 
 from zeroengine.comm.interfaces import Transport
+from zeroengine.config import Config
 from zeroengine.errors import ReleasedParameterError, ZeroEngineError
 from zeroengine.runtime.autograd_tracking import CallTracker, ModuleCall, queue_callback
 from zeroengine.runtime.backward_tracker import BackwardListener, BackwardTracker
@@ -57,13 +58,13 @@ class Gatherer(BackwardListener):
     """Owns when units are gathered. It knows nothing of gradients.
 
     Args:
-        prefetch_numel: Elements that may be gathered ahead of use.
-        max_live_numel: Prefetching stops when released units hold this many gathered elements.
+        config: The resolved configuration.
         backward: Tells when a backward fails and when a unit has all its gradients; learns of forwards from here.
 
     Attributes:
         num_user_gathered: The pins of units now, as by ``zeroengine.gathered``; a unit that is pinned twice counts
             twice. Ranks may run different forwards meanwhile, so no order of units is learnt or followed.
+        deferred_frees: The units whose full buffers are not freed yet because other tensors alias them.
     """
 
     def __init__(
@@ -71,21 +72,22 @@ class Gatherer(BackwardListener):
         model: nn.Module,
         units: Iterable[Unit],
         transport: Transport,
-        *,
-        prefetch_numel: int,
-        max_live_numel: int,
+        config: Config,
         backward: BackwardTracker,
     ) -> None:
         self._model, self._units = model, list(units)
-        self._transport, self._channel = transport, transport.gather
-        self._backward = backward
+        self._transport, self._backward = transport, backward
         offloaded = any(unit.offloaded_shards is not None for unit in self._units)
         # A gather that does not overlap the computation gains nothing from an early start, and would hold memory for
         # longer. A read from the host's memory or a disk overlaps on every transport.
-        self._prefetch_numel = prefetch_numel if transport.overlaps or offloaded else 0
-        self._max_live_numel = max_live_numel
-        # Units are built in the state GATHERED. ``_mark_released`` subtracts the releasable units below.
-        self._live_numel = sum(unit.layout.numel for unit in self._units if unit.is_releasable)
+        zero = config.zero_optimization
+        prefetches = zero.overlap_comm and (transport.overlaps or offloaded)
+        # Elements that may be gathered ahead of use, and elements that prefetching may bring units that are released
+        # between uses to.
+        self._prefetch_numel = zero.prefetch_bucket_size if prefetches else 0
+        self._max_live_numel = zero.max_live_parameters
+        # Elements of releasable units that are gathered now.
+        self._live_numel = 0
         self._num_pins: dict[Unit, int] = dict.fromkeys(self._units, 0)
         self.num_user_gathered = 0
         # The forwards of the whole model that are in progress. Several may be within one another.
@@ -96,7 +98,7 @@ class Gatherer(BackwardListener):
         self._graph_tasks: list[int] = []
         # The units that were gathered for a use without a hook. They are released when the pass ends.
         self._unhooked_uses: dict[Unit, None] = {}
-        self._deferred_frees = DeferredFrees()
+        self.deferred_frees = DeferredFrees()
         self._visit_order = VisitOrder()
         self._last_in_forward: Unit | None = None
         # The number of the first node that the model's forward in progress adds to the graph.
@@ -105,19 +107,14 @@ class Gatherer(BackwardListener):
         for unit in self._units:
             for module in unit.modules:
                 self._units_of.setdefault(module, []).append(unit)
-        # The graph owns hooks that call these, so they refer to the gatherer weakly.
-        self_ref = weakref.ref(self)
-        self._calls = CallTracker(
-            self._units_of,
-            partial(_call_method, self_ref, "_pre_backward"),
-            partial(_call_method, self_ref, "_post_backward"),
-        )
-        self._restore_view = partial(_call_method, self_ref, "_restore_saved_view")
-        self._hook_handles = register_hooks(self, model, self._units_of)
+        self._calls = CallTracker(self._units_of, self._pre_backward, self._post_backward)
+        # The graph owns this function, so it refers to the gatherer weakly.
+        self._restore_view = partial(_restore_view, weakref.ref(self))
+        register_hooks(self, model, self._units_of)
         # Releasable units were built without memory in their full buffers.
         for unit in self._units:
             if unit.is_releasable:
-                self._mark_released(unit)
+                unit.release(self._gather_for_use)
         backward.subscribe(self)
 
     def observes(self, module: nn.Module) -> bool:
@@ -128,14 +125,14 @@ class Gatherer(BackwardListener):
 
     def start_gather(self, unit: Unit) -> None:
         """Launch the all-gather of a released unit."""
-        if unit.state is GatherState.RELEASED:
+        if unit.is_released:
             with outside_torch_func(), profile_range("gather", unit.name):
                 unit.start_gather()
             self._live_numel += unit.layout.numel
 
     def ensure_gathered(self, unit: Unit) -> None:
         """Return with the parameters of ``unit`` ready for use on the current stream."""
-        if unit.state is GatherState.GATHERED:
+        if unit.is_gathered:
             return
         self.start_gather(unit)
         assert unit.gather_work is not None
@@ -157,27 +154,20 @@ class Gatherer(BackwardListener):
 
     def _release(self, unit: Unit) -> None:
         """Release ``unit`` unless it is pinned or a forward in progress needs it."""
-        if not unit.is_releasable or unit.state is not GatherState.GATHERED or self._num_pins[unit]:
+        if not unit.is_releasable or not unit.is_gathered or self._num_pins[unit]:
             return
         # Nested modules may share a unit. The inner one ends first, while the outer one still reads the unit.
         if any(unit in forward.units for forward in self._module_forwards):
             return
-        self._mark_released(unit)
-        self._deferred_frees.free(unit)
-
-    def _mark_released(self, unit: Unit) -> None:
         self._live_numel -= unit.layout.numel
         unit.release(self._gather_for_use)
-
-    def deferred_frees(self) -> list[Unit]:
-        """Return the units whose full buffers are not freed because other tensors alias them."""
-        return self._deferred_frees.units()
+        self.deferred_frees.free(unit)
 
     def _release_unhooked_uses(self) -> None:
         units, self._unhooked_uses = self._unhooked_uses, {}
         for unit in units:
             self._release(unit)
-        self._deferred_frees.retry()
+        self.deferred_frees.retry()
 
     # -- step -------------------------------------------------------------------------------------
 
@@ -188,14 +178,11 @@ class Gatherer(BackwardListener):
         # At equal degrees this rank has updated all that its full buffer holds, or the unit is released and its next
         # use gathers the new values.
         if unit.degrees.optimizer > unit.degrees.parameters:
-            self._all_gather_updated(unit)
-
-    def _all_gather_updated(self, unit: Unit) -> None:
-        """Launch the all-gather of an updated unit that is never released. Its next use waits for it."""
-        unit.mark_stale(self._gather_for_use)
-        shard = unit.shard_of_degree(unit.degrees.optimizer)
-        with profile_range("gather", unit.name):
-            unit.gather_work = self._channel.all_gather(unit.full_buffer, shard, unit.name)
+            # The next use of the unit waits for this all-gather.
+            unit.mark_stale(self._gather_for_use)
+            shard = unit.shard_of_degree(unit.degrees.optimizer)
+            with profile_range("gather", unit.name):
+                unit.gather_work = self._transport.gather.all_gather(unit.full_buffer, shard, unit.name)
 
     def wait_for_peer_reads(self) -> None:
         """Return when no rank reads the parameters of another one any more, where the transport does not overlap."""
@@ -212,7 +199,7 @@ class Gatherer(BackwardListener):
         """
         if before_update:
             # The hooks' graphs belong to the forward before this update, so their buffers may be replaced below.
-            self._deferred_frees.begin_update()
+            self.deferred_frees.begin_update()
         self.abandon_forward()
         for unit in self._units:
             # A prefetch that was never used still reads the shards of all ranks, which the caller is about to change.
@@ -220,7 +207,7 @@ class Gatherer(BackwardListener):
                 self.ensure_gathered(unit)
             unit.check_parameters()
             self._release(unit)
-            self._deferred_frees.replace_buffer(unit)
+            self.deferred_frees.replace_buffer(unit)
             if unit.offloaded_shards is not None:
                 # What was read ahead are the values of before the update.
                 unit.offloaded_shards.discard_prefetched()
@@ -254,7 +241,7 @@ class Gatherer(BackwardListener):
         """Return what the graph saved of a parameter. A backward that reads it calls this."""
         unit = view.unit
         with outside_torch_func():
-            if unit.state is not GatherState.GATHERED:
+            if not unit.is_gathered:
                 if not (self._note_backward_in_progress() or self._num_model_forwards):
                     raise ReleasedParameterError(
                         f"what the graph saved of a parameter of unit {unit.name} is looked at outside of a backward, "
@@ -276,7 +263,7 @@ class Gatherer(BackwardListener):
                 # gathers any.
                 self.abandon_backward()
                 self._backward.enter_forward()
-                self._deferred_frees.retry()
+                self.deferred_frees.retry()
             # Inside ``zeroengine.gathered`` ranks may run different forwards, from which no common order can be learnt.
             if not (self._num_model_forwards or self.num_user_gathered):
                 self._visit_order.start_pass()
@@ -296,11 +283,11 @@ class Gatherer(BackwardListener):
         # The hooks of modules have replaced what their own forwards saved. Units that were gathered without a hook, and
         # buffers that something aliases, are looked for in the graph of the whole model.
         if not self._graph_tasks:
-            unhooked = [unit for unit in self._units if unit in self._unhooked_uses or unit in self._deferred_frees]
+            unhooked = [unit for unit in self._units if unit in self._unhooked_uses or unit in self.deferred_frees]
             self._replace_saved_views(output, self._first_sequence_number, unhooked)
         self._release_unhooked_uses()
         if not self._graph_tasks:
-            self._deferred_frees.warn()
+            self.deferred_frees.warn()
 
     @contextmanager
     def model_forward(self) -> Iterator[None]:
@@ -352,14 +339,13 @@ class Gatherer(BackwardListener):
             # that the backward needs. So neither is released here.
             if not self._graph_tasks and not (has_backward and unit is self._last_in_forward):
                 self._release(unit)
-        self._deferred_frees.retry()
+        self.deferred_frees.retry()
 
     def _replace_saved_views(self, output: Any, first_sequence_number: int, units: list[Unit]) -> None:
-        with_values = [unit for unit in units if unit.is_gathered or unit in self._deferred_frees]
-        saved_by_user_hooks = replace_saved_views(
-            tensors_in(output), first_sequence_number, with_values, self._restore_view
-        )
-        self._deferred_frees.keep_until_update(saved_by_user_hooks)
+        with_values = [unit for unit in units if unit.is_gathered or unit in self.deferred_frees]
+        outputs = tensors_in(output)
+        saved_by_user_hooks = replace_saved_views(outputs, first_sequence_number, with_values, self._restore_view)
+        self.deferred_frees.keep_until_update(saved_by_user_hooks)
 
     def _gather_and_prefetch(self, unit: Unit) -> None:
         """Gather ``unit``, and start what followed it in the last pass."""
@@ -369,12 +355,9 @@ class Gatherer(BackwardListener):
         if self.num_user_gathered or not unit.is_releasable or not (self._num_model_forwards or self._graph_tasks):
             return
         self._visit_order.visit(unit, bool(self._graph_tasks))
-        if self._prefetch_numel:
-            self._prefetch()
-
-    def _prefetch(self) -> None:
-        upcoming = self._visit_order.to_prefetch(self._prefetch_numel, self._live_numel, self._max_live_numel)
-        for unit in upcoming:
+        if not self._prefetch_numel:
+            return
+        for unit in self._visit_order.to_prefetch(self._prefetch_numel, self._live_numel, self._max_live_numel):
             shards = unit.offloaded_shards
             # A collective is started where it proceeds by itself. Otherwise at most this rank's own shard is read
             # ahead, which concerns no other rank.
@@ -426,7 +409,7 @@ class Gatherer(BackwardListener):
     def _post_backward(self, unit: Unit) -> None:
         """Release ``unit``, which no backward of its modules is likely to read again."""
         self._release(unit)
-        self._deferred_frees.retry()
+        self.deferred_frees.retry()
 
     def unit_complete(self, unit: Unit) -> None:
         """Record that the gradients of ``unit`` are complete, so its modules may be finished.
@@ -450,11 +433,11 @@ class Gatherer(BackwardListener):
             if unit not in self._unhooked_uses:
                 self._release(unit)
         if not self._num_model_forwards:
-            self._deferred_frees.warn()
+            self.deferred_frees.warn()
 
 
-def _call_method(gatherer_ref: weakref.ref[Gatherer], name: str, argument: Any) -> Any:
+def _restore_view(gatherer_ref: weakref.ref[Gatherer], view: SavedView) -> torch.Tensor:
     gatherer = gatherer_ref()
     if gatherer is None:
         raise ZeroEngineError("this backward needs parameters of an engine that is gone: keep the engine until it ends")
-    return getattr(gatherer, name)(argument)
+    return gatherer._restore_saved_view(view)

@@ -14,7 +14,7 @@ import torch
 from zeroengine import ops
 from zeroengine.comm.interfaces import REUSE_TIMEOUT_S, Transport
 from zeroengine.partition.layout import FlatLayout
-from zeroengine.runtime.unit_gradients import UnitGradients, param_views_of
+from zeroengine.runtime.unit_gradients import UnitGradients
 from zeroengine.utils.work import Work
 
 # Gradients that one launch of `ops.cast_copy` takes.
@@ -112,7 +112,7 @@ class GradientBufferPool:
         if chosen.layout != layout:
             # Another unit may have left gradients where this unit has its padding.
             chosen.memory[: unit.layout.numel].zero_()
-            chosen.layout, chosen.param_views = layout, param_views_of(unit, chosen.memory)
+            chosen.layout, chosen.param_views = layout, unit.param_views_of(chosen.memory)
         chosen.in_use = True
         return chosen
 
@@ -133,21 +133,23 @@ class CastCopies:
     """Copies and additions of gradients into buffers, collected so that one launch on a GPU serves many.
 
     The results are the bits of copies made one by one.
+
+    Args:
+        collects: Whether copies are collected, where the kernel knows both dtypes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, collects: bool = True) -> None:
+        self._collects = collects
         # Pairs of source and target. The key says whether the source is added to the target or written over it.
         self._pairs: dict[bool, list[tuple[torch.Tensor, torch.Tensor]]] = {False: [], True: []}
         self._target_addresses: set[int] = set()
         self._nbytes = 0
 
-    @staticmethod
-    def supports(source: torch.Tensor, target: torch.Tensor) -> bool:
-        """Return whether the kernel knows both dtypes."""
-        return source.dtype in ops.DTYPE_CODES and target.dtype in ops.DTYPE_CODES
-
-    def add(self, source: torch.Tensor, target: torch.Tensor, *, accumulate: bool) -> None:
+    def copy(self, source: torch.Tensor, target: torch.Tensor, *, accumulate: bool) -> None:
         """Copy ``source`` into ``target``, or add it, at the next flush. ``source`` must not change until then."""
+        if not self._collects or source.dtype not in ops.DTYPE_CODES or target.dtype not in ops.DTYPE_CODES:
+            (target.add_ if accumulate else target.copy_)(source)
+            return
         # One launch gives its copies in no order, so two to one target need two launches.
         if target.data_ptr() in self._target_addresses:
             self.flush()

@@ -33,14 +33,11 @@ class ForwardListener(Protocol):
         """Note that a forward of a module that needs units has ended or raised."""
 
 
-def register_hooks(listener: ForwardListener, model: nn.Module, units_of: Mapping[nn.Module, list[Unit]]) -> list[Any]:
+def register_hooks(listener: ForwardListener, model: nn.Module, units_of: Mapping[nn.Module, list[Unit]]) -> None:
     """Call ``listener`` from the forwards of ``model`` and of the modules that need a unit to be gathered.
 
     Args:
         units_of: The units that each module's forward needs.
-
-    Returns:
-        The handles of the hooks.
 
     Raises:
         ZeroEngineError: A module is a ScriptModule.
@@ -59,12 +56,13 @@ def register_hooks(listener: ForwardListener, model: nn.Module, units_of: Mappin
 
         return hook
 
-    def needs_gather(unit: Unit) -> bool:
-        # A unit that is never released is waited for, too, where each rank updates a part of it: the next forward needs
-        # the all-gather of the step.
-        return unit.is_releasable or unit.degrees.optimizer > unit.degrees.parameters
-
-    hooked = {module: units for module, units in units_of.items() if any(map(needs_gather, units))}
+    # A unit that is never released is waited for, too, where each rank updates a part of it: the next forward needs the
+    # all-gather of the step.
+    hooked = {
+        module: units
+        for module, units in units_of.items()
+        if any(unit.is_releasable or unit.degrees.optimizer > unit.degrees.parameters for unit in units)
+    }
     for module in (model, *hooked):
         if isinstance(module, torch.jit.ScriptModule):
             raise ZeroEngineError(
@@ -73,12 +71,9 @@ def register_hooks(listener: ForwardListener, model: nn.Module, units_of: Mappin
             )
     # Pre-forward hooks are prepended, so that those of the user find the parameters gathered. Forward hooks are called
     # even if the forward raised (``always_call``), or its units would never be released.
-    handles: list[Any] = [
-        model.register_forward_pre_hook(hook_for("pre_model_forward"), prepend=True),
-        model.register_forward_hook(hook_for("post_model_forward"), always_call=True),
-    ]
+    model.register_forward_pre_hook(hook_for("pre_model_forward"), prepend=True)
+    model.register_forward_hook(hook_for("post_model_forward"), always_call=True)
     for module, units in hooked.items():
-        handles.append(module.register_forward_pre_hook(hook_for("pre_forward"), prepend=True, with_kwargs=True))
+        module.register_forward_pre_hook(hook_for("pre_forward"), prepend=True, with_kwargs=True)
         if any(unit.is_releasable for unit in units):
-            handles.append(module.register_forward_hook(hook_for("post_forward"), with_kwargs=True, always_call=True))
-    return handles
+            module.register_forward_hook(hook_for("post_forward"), with_kwargs=True, always_call=True)

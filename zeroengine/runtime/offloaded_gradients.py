@@ -38,10 +38,6 @@ class StagingBuffer:
     write: Work | None = None  # in progress, of the gradients below
     grads: UnitGradients | None = None
 
-    def view_for(self, grads: UnitGradients, dtype: torch.dtype) -> torch.Tensor:
-        """Return as many elements of ``dtype`` as this rank keeps of ``grads`` (1-D)."""
-        return _shard_view(self.memory, grads, dtype)
-
     def wait_write(self) -> None:
         """Return when what was in the buffer is in its store."""
         # The attribute is cleared first, so that a write that failed raises once and not at every later wait.
@@ -52,7 +48,8 @@ class StagingBuffer:
 
 
 def _shard_view(memory: torch.Tensor, grads: UnitGradients, dtype: torch.dtype) -> torch.Tensor:
-    return memory[: grads.grad_shard.numel() * dtype.itemsize].view(dtype)
+    """Return as many elements of ``dtype`` as this rank keeps of ``grads`` (1-D)."""
+    return memory[: grads.flat_grads.numel() * dtype.itemsize].view(dtype)
 
 
 def _sum_dtype(grads: UnitGradients) -> torch.dtype:
@@ -98,7 +95,7 @@ class OffloadedGradients:
             return self._reduce_and_store_ordered(grads, copies, reduce, accumulate)
         # The reduce is launched before the host waits for anything, so that it proceeds meanwhile.
         sum_buffer = self._acquire(grads)
-        work = reduce(sum_buffer.view_for(grads, _sum_dtype(grads)))
+        work = reduce(_shard_view(sum_buffer.memory, grads, _sum_dtype(grads)))
         if accumulate:
             self._wait_stored(grads)
         total_buffer = self._acquire(grads) if accumulate or _sum_dtype(grads) is not grads.dtype else None
@@ -106,17 +103,22 @@ class OffloadedGradients:
         if accumulate:
             assert total_buffer is not None
             # The earlier sum is read back while the reduce is in progress.
-            read = grads.store.read(grads.grad_shard, total_buffer.view_for(grads, grads.dtype))
+            read = grads.store.read(grads.flat_grads, _shard_view(total_buffer.memory, grads, grads.dtype))
         # The write starts when somebody awaits this: ``_acquire`` once the reduce is done, ``_wait_stored`` or
         # ``wait_all``.
         self._reducing.append((grads, Then(work, partial(self._write, grads, sum_buffer, total_buffer, read))))
         return work
 
+    def _finish_reduces(self, selects: Callable[[UnitGradients, Work], bool]) -> None:
+        """Wait for the reduces in progress that ``selects`` is true of, and start the writes of their sums."""
+        for pair in [pair for pair in self._reducing if selects(*pair)]:
+            # Removed first, so that one that failed raises once and not at every later wait.
+            self._reducing.remove(pair)
+            pair[1].wait_stream()
+
     def _wait_stored(self, grads: UnitGradients) -> None:
         """Return when the sums of earlier micro-steps are in the store, from where they are read back."""
-        for pair in [pair for pair in self._reducing if pair[0] is grads]:
-            pair[1].wait_stream()
-            self._reducing.remove(pair)
+        self._finish_reduces(lambda reduced, _: reduced is grads)
         for buffer in self._staging_buffers:
             if buffer.grads is grads:
                 buffer.wait_write()
@@ -132,7 +134,8 @@ class OffloadedGradients:
         """
         buffer = sum_buffer
         if total_buffer is not None:
-            latest, total = sum_buffer.view_for(grads, _sum_dtype(grads)), total_buffer.view_for(grads, grads.dtype)
+            latest = _shard_view(sum_buffer.memory, grads, _sum_dtype(grads))
+            total = _shard_view(total_buffer.memory, grads, grads.dtype)
             if read is None:
                 total.copy_(latest)
             else:
@@ -140,12 +143,12 @@ class OffloadedGradients:
                 total.add_(latest)
             # The total holds the sum from here on, so the first buffer is free for another reduce.
             sum_buffer.holds_sum, buffer = False, total_buffer
-        total = buffer.view_for(grads, grads.dtype)
+        total = _shard_view(buffer.memory, grads, grads.dtype)
         # Now the sum is in device memory. The norm of the step would otherwise have to read it back from the store.
         grads.squared_norm = ops.squared_norm(total)
         assert grads.store is not None
         buffer.grads, buffer.holds_sum = grads, False
-        buffer.write = grads.store.write(total, grads.grad_shard)
+        buffer.write = grads.store.write(total, grads.flat_grads)
 
     def _reduce_and_store_ordered(
         self, grads: UnitGradients, copies: Copies, reduce: Callable[[torch.Tensor], Work], accumulate: bool
@@ -160,17 +163,17 @@ class OffloadedGradients:
             if accumulate or latest.dtype is not grads.dtype:
                 total = self._ordered_buffer(1, copies, grads, grads.dtype)
             if accumulate:
-                store.read(grads.grad_shard, total).wait_stream()
+                store.read(grads.flat_grads, total).wait_stream()
                 total.add_(latest)
             elif total is not latest:
                 total.copy_(latest)
             grads.squared_norm = ops.squared_norm(total)
-            self._ordered_writes[grads] = store.write(total, grads.grad_shard)
+            self._ordered_writes[grads] = store.write(total, grads.flat_grads)
         return reduced
 
     def _ordered_buffer(self, index: int, copies: Copies, grads: UnitGradients, dtype: torch.dtype) -> torch.Tensor:
         """Return one of the two buffers whose uses the store's stream orders, large enough for ``grads``."""
-        need = padded_nbytes(grads.grad_shard.numel() * dtype.itemsize)
+        need = padded_nbytes(grads.flat_grads.numel() * dtype.itemsize)
         while len(self._ordered_buffers) <= index:
             self._ordered_buffers.append(copies.device_memory(need))
         if self._ordered_buffers[index].nbytes < need:
@@ -181,10 +184,8 @@ class OffloadedGradients:
 
     def _acquire(self, grads: UnitGradients) -> StagingBuffer:
         """Return a staging buffer for ``grads``, preferably one whose write is done."""
-        for pair in [pair for pair in self._reducing if pair[1].done()]:
-            pair[1].wait_stream()
-            self._reducing.remove(pair)
-        need = padded_nbytes(grads.grad_shard.numel() * _sum_dtype(grads).itemsize)
+        self._finish_reduces(lambda _, work: work.done())
+        need = padded_nbytes(grads.flat_grads.numel() * _sum_dtype(grads).itemsize)
         # A buffer of more than four times the size is left to larger units.
         fitting = [buffer for buffer in self._staging_buffers if need <= buffer.memory.nbytes <= 4 * need]
         idle = [buffer for buffer in fitting if not buffer.holds_sum]
@@ -201,8 +202,7 @@ class OffloadedGradients:
     def wait_all(self) -> None:
         """Return when every sum is in its store."""
         # The reduces come first, since each of them starts a write, which is awaited after.
-        while self._reducing:
-            self._reducing.pop(0)[1].wait_stream()
+        self._finish_reduces(lambda *_: True)
         for buffer in self._staging_buffers:
             buffer.wait_write()
         while self._ordered_writes:

@@ -26,6 +26,7 @@ from zeroengine.comm.group import Group
 from zeroengine.errors import DivergenceError
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.checksum import checksum
+from zeroengine.utils.listed import listed
 
 # The parameters that a message names.
 NUM_SHOWN = 5
@@ -131,11 +132,10 @@ class OutsideWrites:
     def message(self, different: Sequence[int]) -> str:
         """Return the text of an error about parameters that the ranks wrote differently."""
         names = [self._names[index] for index in different]
-        more = f" and {len(names) - NUM_SHOWN} more" if len(names) > NUM_SHOWN else ""
         own_names = [self._names[index] for index in self._written()]
         wrote = "some of them" if set(names) & set(own_names) else "none of them"
         return (
-            f"the ranks have different values of {', '.join(names[:NUM_SHOWN])}{more}, which were written since the "
+            f"the ranks have different values of {listed(names, NUM_SHOWN)}, which were written since the "
             f"last step (rank {self._group.rank} wrote {wrote}). Write the same values on every rank, or write inside "
             "`with zeroengine.gathered(module_or_params):`, where those of one rank count for all."
         )

@@ -7,12 +7,12 @@
 3. When all gradients of a unit have arrived, and those of all units before it in the fixed order, the unit joins the
    bucket: a queue of units. When the queue holds ``bucket_numel`` elements the reduce of each of its units is launched,
    one collective for each unit (``_launch_reduce``).
-4. A reduce-scatter leaves this rank's shard of the sum in ``UnitGradients.grad_shard``. With gradient accumulation each
+4. A reduce-scatter leaves this rank's shard of the sum in ``UnitGradients.flat_grads``. With gradient accumulation each
    micro-step is reduced and added there.
 5. ``Engine.step`` waits for the reduces (``reduce_remaining``). The optimizer reads the shards for the norm and for the
    update, and ``end_step`` lets the next gradients overwrite them.
 
-At gradient degree 1 (stages 0 and 1) the copy goes to ``grad_shard`` itself, which holds the gradients of the whole
+At gradient degree 1 (stages 0 and 1) the copy goes to ``flat_grads`` itself, which holds the gradients of the whole
 unit. Micro-steps accumulate there and only the last one is reduced: by an all-reduce at optimizer degree 1, by a
 reduce-scatter of this rank's part otherwise. In one process all degrees are 1, so stage 2 takes the path of stage 0,
 unless its gradients are offloaded: these always pass through a gradient buffer.
@@ -31,25 +31,23 @@ A unit may get gradients after it was reduced: see "Several gradients of one par
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import zip_longest
 
 import torch
-from torch import nn
 
 from zeroengine.comm.interfaces import Transport
-from zeroengine.disk.mapped_memory import populate
+from zeroengine.config import Config
 from zeroengine.errors import ZeroEngineError
 from zeroengine.offload.interfaces import OffloadStore
+from zeroengine.runtime.autograd_tracking import Hook
 from zeroengine.runtime.backward_tracker import BackwardListener, BackwardTracker
 from zeroengine.runtime.gradient_buffers import CastCopies, GradientBuffer, GradientBufferPool
 from zeroengine.runtime.offloaded_gradients import OffloadedGradients
 from zeroengine.runtime.released_parameter import gradient_of
 from zeroengine.runtime.unit import Unit
 from zeroengine.runtime.unit_gradients import UnitGradients
-from zeroengine.utils.compiler_disable import disable_compile
 from zeroengine.utils.profiling import profile_range
 from zeroengine.utils.work import Then, Work
 
@@ -58,16 +56,15 @@ class Reducer(BackwardListener):
     """Owns the gradients of the trainable units. It knows nothing of parameters' values.
 
     Args:
-        bucket_numel: Elements that one bucket may hold. A larger unit is a bucket alone. None launches unit by unit.
-        accumulation_dtype: Returns, for a unit's dtype, the dtype in which its gradients are kept.
-        reduce_dtype: Returns, for a unit's dtype, the dtype that is sent. None leaves the choice to ``UnitGradients``.
-        predivide: The number that gradients are divided by before they are summed, so that the sum of many ranks does
-            not overflow. The update multiplies by it again.
+        config: The resolved configuration.
         backward: Tells when a backward begins and ends, and learns of each gradient and each complete unit from here.
         stores: For each trainable unit, the store of its summed gradients. None: they stay on the device.
-        batch_copies: Whether copies into buffers are collected and launched together, which pays on a GPU.
+        collects_copies: Whether copies into buffers are collected and launched together, which pays on a GPU.
 
     Attributes:
+        predivide: The number that gradients are divided by before they are summed, so that the sum of many ranks does
+            not overflow. The update multiplies by it again.
+        gradients: Those of each trainable unit, in the order of registration.
         has_late_gradients: A gradient arrived after its unit was reduced in this step, and waits on this rank.
     """
 
@@ -75,25 +72,24 @@ class Reducer(BackwardListener):
         self,
         units: Iterable[Unit],
         transport: Transport,
-        *,
-        bucket_numel: int | None,
-        accumulation_dtype: Callable[[torch.dtype], torch.dtype],
-        reduce_dtype: Callable[[torch.dtype], torch.dtype | None],
-        predivide: float,
+        config: Config,
         backward: BackwardTracker,
-        stores: Sequence[OffloadStore | None] = (),
-        batch_copies: bool = False,
+        stores: Sequence[OffloadStore | None],
+        collects_copies: bool,
     ) -> None:
         self._transport, self._channel = transport, transport.reduce
-        self._bucket_numel = bucket_numel or 0
+        # Elements that one bucket may hold. A larger unit is a bucket alone; 0 launches unit by unit.
+        self._bucket_numel = config.zero_optimization.reduce_bucket_size or 0
         self._backward = backward
-        self.predivide = predivide
+        self.predivide = config.predivide(transport.world_size)
         self.gradients = [
-            UnitGradients(unit, transport, accumulation_dtype(unit.dtype), reduce_dtype(unit.dtype), store)
+            UnitGradients(
+                unit, transport, config.accumulation_dtype(unit.dtype), config.reduce_dtype(unit.dtype), store
+            )
             for unit, store in zip_longest((unit for unit in units if unit.trainable), stores)
         ]
         self._offloaded = OffloadedGradients()
-        self._cast_copies = CastCopies() if batch_copies else None
+        self._copies = CastCopies(collects_copies)
         self._reduce_order = self.gradients[::-1]
         # The units of ``_reduce_order`` that have joined a bucket in this backward, or need no reduce.
         self._num_queued = 0
@@ -104,25 +100,12 @@ class Reducer(BackwardListener):
         # The buffers that are being filled.
         self._buffer_of: dict[UnitGradients, GradientBuffer] = {}
         self.has_late_gradients = False
-        self._handles = [
-            self._register_hook(grads, index, param)
-            for grads in self.gradients
-            for index, param in enumerate(grads.unit.params)
-        ]
+        for unit_index, grads in enumerate(self.gradients):
+            for index, param in enumerate(grads.unit.params):
+                # The parameter owns the hook in C++, so the hook takes indices and nothing that owns the parameter.
+                hook = Hook(self, Reducer._post_accumulate_grad, unit_index, index)
+                param.register_post_accumulate_grad_hook(hook)
         backward.subscribe(self)
-
-    def _register_hook(self, grads: UnitGradients, index: int, param: nn.Parameter) -> object:
-        # The parameter owns the hook in C++, where the garbage collector sees no cycles. So the hook refers weakly to
-        # the reducer and to the gradients, whose unit owns the parameter.
-        reducer_ref, grads_ref = weakref.ref(self), weakref.ref(grads)
-
-        @disable_compile
-        def hook(param: nn.Parameter) -> None:
-            reducer, grads = reducer_ref(), grads_ref()
-            if reducer is not None and grads is not None:
-                reducer._post_accumulate_grad(grads, index, param)
-
-        return param.register_post_accumulate_grad_hook(hook)
 
     # -- backward ---------------------------------------------------------------------------------
 
@@ -139,7 +122,9 @@ class Reducer(BackwardListener):
             return grads.is_reduced
         return grads.reduce_launched or not self._backward.sync_enabled
 
-    def _post_accumulate_grad(self, grads: UnitGradients, index: int, param: nn.Parameter) -> None:
+    def _post_accumulate_grad(self, unit_index: int, index: int) -> None:
+        grads = self.gradients[unit_index]
+        param = grads.unit.params[index]
         # This may begin the backward, which resets the counts of arrived gradients. So it comes first.
         self._backward.note_gradient()
         grads.count_arrival(index)
@@ -150,26 +135,25 @@ class Reducer(BackwardListener):
                 self.has_late_gradients = self.has_late_gradients or grads.is_reduced
                 # Where the dtypes are equal, ``param.grad`` itself adds up in the accumulation dtype.
                 if grads.dtype is not param.dtype:
-                    self._accumulate_deferred(grads, index, param)
+                    self._accumulate_deferred(grads, index, param.grad.detach())
+                    param.grad = None
             else:
-                self._copy_to_buffer(grads, index, param)
+                self._copy_to_buffer(grads, index)
         if not grads.num_pending:
             self._backward.note_unit_complete(grads.unit)
             self._queue_in_order()
 
-    def _copy_to_buffer(self, grads: UnitGradients, index: int, param: nn.Parameter) -> None:
+    def _copy_to_buffer(self, grads: UnitGradients, index: int) -> None:
         """Copy a gradient to where it is reduced from, or add it to an earlier one there."""
         if not grads.unsharded and grads not in self._buffer_of:
             self._buffer_of[grads] = self._buffer_pool.acquire(grads)
         views = grads.param_views if grads.unsharded else self._buffer_of[grads].param_views
-        self._copy_to(grads, index, param, views[index], accumulate=grads.buffer_filled[index])
+        self._copy_to(grads, index, views[index], accumulate=grads.buffer_filled[index])
         grads.buffer_filled[index] = True
 
-    def _copy_to(
-        self, grads: UnitGradients, index: int, param: nn.Parameter, target: torch.Tensor, *, accumulate: bool = False
-    ) -> None:
+    def _copy_to(self, grads: UnitGradients, index: int, target: torch.Tensor, *, accumulate: bool) -> None:
         """Move a parameter's gradient, with those of earlier micro-steps inside no_sync, into ``target``."""
-        gradient = grads.deferred_grads.pop(index, None)
+        param, gradient = grads.unit.params[index], grads.deferred_grads.pop(index, None)
         latest = gradient_of(param)
         if latest is not None:
             # A backward with create_graph=True gives the gradient a history.
@@ -186,30 +170,18 @@ class Reducer(BackwardListener):
         if self.predivide != 1:
             # The division makes a new tensor, because others may hold the gradient, such as the user.
             gradient = gradient / self.predivide
-        if self._cast_copies is not None and self._cast_copies.supports(gradient, target):
-            self._cast_copies.add(gradient, target, accumulate=accumulate)
-        elif accumulate:
-            target.add_(gradient)
-        else:
-            target.copy_(gradient)
+        self._copies.copy(gradient, target, accumulate=accumulate)
         grads.has_grad[index] = True
         # A copy that waits for its launch refers to the gradient itself, so the parameter need not.
         param.grad = None
 
-    def _flush_copies(self) -> None:
-        if self._cast_copies is not None:
-            self._cast_copies.flush()
-
-    def _accumulate_deferred(self, grads: UnitGradients, index: int, param: nn.Parameter) -> None:
+    def _accumulate_deferred(self, grads: UnitGradients, index: int, gradient: torch.Tensor) -> None:
         """Sum micro-steps inside no_sync in the accumulation dtype, where ``param.grad`` would sum in a lower one."""
-        assert param.grad is not None
-        gradient = param.grad.detach()
         if index in grads.deferred_grads:
             grads.deferred_grads[index].add_(gradient)
         else:
             dense = gradient.to_dense() if gradient.is_sparse else gradient
             grads.deferred_grads[index] = dense.to(grads.dtype)
-        param.grad = None
 
     @staticmethod
     def _has_deferred_gradient(grads: UnitGradients, index: int) -> bool:
@@ -223,11 +195,11 @@ class Reducer(BackwardListener):
                 for index, count in enumerate(grads.arrived_counts):
                     # A parameter without a gradient in this backward may have one of an earlier one, inside no_sync.
                     if not count and self._has_deferred_gradient(grads, index):
-                        self._copy_to_buffer(grads, index, grads.unit.params[index])
+                        self._copy_to_buffer(grads, index)
             grads.end_backward()
         self._queue_in_order()
         self._launch_bucket()
-        self._flush_copies()
+        self._copies.flush()
 
     def _queue_in_order(self) -> None:
         """Move complete units into the bucket, up to the first incomplete one. Launch the bucket when it is full."""
@@ -260,14 +232,14 @@ class Reducer(BackwardListener):
         # From here on no gradient of this unit goes into the buffer that is sent.
         grads.reduce_launched = True
         # The collective reads the buffer, into which copies of gradients may still wait for their launch.
-        self._flush_copies()
+        self._copies.flush()
         # Where no parameter of the unit has a gradient on this rank, another rank may have one. The collective is
         # launched with zeros then, since all ranks must launch the same ones.
         if not grads.unsharded:
             buffer = self._buffer_of.pop(grads) if grads in self._buffer_of else self._buffer_pool.acquire(grads)
             self._zero_unfilled(grads, buffer.param_views)
-            self._launch_from_buffer(buffer, grads, grads.grad_shard, accumulate=grads.is_reduced)
-            # The next micro-step fills another buffer. The sum of this one accumulates in ``grad_shard``.
+            self._launch_from_buffer(buffer, grads, grads.flat_grads, accumulate=grads.is_reduced)
+            # The next micro-step fills another buffer. The sum of this one accumulates in ``flat_grads``.
             grads.buffer_filled = [False] * len(unit.params)
             grads.is_reduced = True
             return
@@ -276,12 +248,12 @@ class Reducer(BackwardListener):
         if not grads.reduced_in_place:
             buffer = self._buffer_pool.acquire(grads)
             # The micro-steps were added up in one dtype and are sent in another: this copy rounds their sum once.
-            buffer.memory[: unit.layout.numel].copy_(grads.grad_shard)
+            buffer.memory[: unit.layout.numel].copy_(grads.flat_grads)
             self._launch_from_buffer(buffer, grads, shard, accumulate=False)
         elif unit.degrees.optimizer == 1:
-            self._works.append(self._channel.all_reduce(grads.grad_shard, unit.name))
+            self._works.append(self._channel.all_reduce(grads.flat_grads, unit.name))
         else:
-            self._works.append(self._channel.reduce_scatter(shard, grads.grad_shard, unit.name))
+            self._works.append(self._channel.reduce_scatter(shard, grads.flat_grads, unit.name))
         grads.is_reduced = True
 
     def _launch_from_buffer(
@@ -317,13 +289,13 @@ class Reducer(BackwardListener):
     # -- step -------------------------------------------------------------------------------------
 
     def reduce_remaining(self) -> None:
-        """Return with every gradient reduced into ``grad_shard``, except late ones. Call this on every rank."""
+        """Return with every gradient reduced into ``flat_grads``, except late ones. Call this on every rank."""
         for grads in self._reduce_order:
             # Units whose micro-steps were all inside no_sync have not been reduced.
             if not grads.is_reduced:
-                for index, param in enumerate(grads.unit.params):
+                for index in range(len(grads.unit.params)):
                     if self._has_deferred_gradient(grads, index):
-                        self._copy_to_buffer(grads, index, param)
+                        self._copy_to_buffer(grads, index)
                 self._launch_reduce(grads)
         self.wait_reduces()
 
@@ -333,12 +305,12 @@ class Reducer(BackwardListener):
         # No rank knows which units have late gradients on the others, so all ranks reduce every unit.
         for grads in self._reduce_order:
             buffer = self._buffer_pool.acquire(grads)
-            for index, param in enumerate(grads.unit.params):
+            for index, view in enumerate(buffer.param_views):
                 if self._has_deferred_gradient(grads, index):
-                    self._copy_to(grads, index, param, buffer.param_views[index])
+                    self._copy_to(grads, index, view, accumulate=False)
                 else:
-                    buffer.param_views[index].zero_()
-            self._flush_copies()
+                    view.zero_()
+            self._copies.flush()
             shard = grads.shard_of_degree(grads.unit.degrees.optimizer)
             self._launch_from_buffer(buffer, grads, shard, accumulate=True)
         self.wait_reduces()
@@ -367,8 +339,7 @@ class Reducer(BackwardListener):
         """Drop every gradient since the last step. Reduces that were launched finish first."""
         # A collective that was launched cannot be taken back, and its peers wait for this rank.
         self.wait_reduces()
-        if self._cast_copies is not None:
-            self._cast_copies.discard()
+        self._copies.discard()
         for buffer in self._buffer_of.values():
             buffer.in_use = False
         self._buffer_of.clear()
@@ -400,26 +371,20 @@ class Reducer(BackwardListener):
         return torch.stack(wide).sum(0) if wide else None
 
     def replace_gradient(self, grads: UnitGradients, index: int, value: torch.Tensor) -> None:
-        """Make ``value`` the sum over ranks of a parameter's gradient. Call this on every rank."""
-        unit = grads.unit
+        """Make ``value`` the sum over ranks of a parameter's gradient. Call this on every rank.
+
+        Where the unit ``is_reduced`` the caller has written the value into the shard.
+        """
         grads.deferred_grads.pop(index, None)
-        unit.params[index].grad = None
+        grads.unit.params[index].grad = None
         grads.has_grad[index] = True
         if grads.is_reduced:
-            shard, flat = grads.shard_of_degree(unit.degrees.optimizer), value.flatten()
-            # It belongs to the sum that is replaced here. The norm of the step computes it again from the new values.
+            # It belongs to the sum that was replaced. The norm of the step computes it again from the new values.
             grads.squared_norm = None
-            # A parameter may be cut at any element, so this rank may own one part of it, or none.
-            for span in unit.layout.spans(unit.rank, unit.degrees.optimizer):
-                if span.param_index == index:
-                    target = shard[span.shard_offset : span.shard_offset + span.numel]
-                    # Offloaded gradients may be a mapped file. If the disk fails this raises, where a use would SIGBUS.
-                    populate(target, write=True)
-                    target.copy_(flat[span.param_offset : span.param_offset + span.numel])
             return
         grads.buffer_filled[index] = False
         # The reduce that follows sums over the ranks, so one rank gives the value and the others give nothing.
-        if unit.rank == 0:
+        if grads.unit.rank == 0:
             grads.deferred_grads[index] = (value * self.predivide).to(grads.dtype)
 
     def buffer_bytes(self) -> int:

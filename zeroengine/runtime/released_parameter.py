@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from zeroengine.utils.compiler_disable import disable_compile
+from zeroengine.utils.tensor_tree import map_tensors, tensors_in
 
 # The attribute of a parameter that refers weakly to its ``ParameterOwner`` (``engine/gathered.py``). It stays for the
 # life of the parameter.
@@ -56,12 +57,12 @@ class ReleasedParameter(nn.Parameter):
         kwargs = kwargs or {}
         # These take a parameter only as a place in the graph.
         if func in _AUTOGRAD:
-            return func(*_edges_of(args), **_edges_of(kwargs))
+            return func(*map_tensors(_edge_of, args), **map_tensors(_edge_of, kwargs))
         # torch.compile runs functions on parameters to find out their shapes. That must gather nothing.
         if func not in _METADATA and not _tracing():
-            for param in _released_in((args, kwargs)):
+            for param in tensors_in((args, kwargs)):
                 # Resolving one parameter may have gathered the others of its unit.
-                if is_released_parameter(param):
+                if isinstance(param, ReleasedParameter):
                     resolver_of(param)(param, _name(func))
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
@@ -112,24 +113,12 @@ def note_gradient_read(param: nn.Parameter) -> None:
         owner.note_gradient_read()
 
 
-def _released_in(tree: Any) -> list[nn.Parameter]:
-    if isinstance(tree, ReleasedParameter):
-        return [tree]
-    if isinstance(tree, (tuple, list)):
-        return [p for item in tree for p in _released_in(item)]
-    if isinstance(tree, dict):
-        return [p for item in tree.values() for p in _released_in(item)]
-    return []
-
-
-def _edges_of(tree: Any) -> Any:
-    """Return ``tree`` with each released parameter replaced by its edge in the graph."""
-    if isinstance(tree, ReleasedParameter):
-        with torch._C.DisableTorchFunctionSubclass():
-            return torch.autograd.graph.get_gradient_edge(tree)
-    if isinstance(tree, (tuple, list)):
-        return type(tree)(_edges_of(item) for item in tree)
-    return {key: _edges_of(value) for key, value in tree.items()} if isinstance(tree, dict) else tree
+def _edge_of(tensor: torch.Tensor) -> Any:
+    """Return the edge in the graph of a released parameter, and any other tensor as it is."""
+    if not is_released_parameter(tensor):
+        return tensor
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.autograd.graph.get_gradient_edge(tensor)
 
 
 def resolver_of(param: nn.Parameter) -> Resolver:
@@ -145,7 +134,7 @@ def _released_class(cls: type) -> type:
     return type(f"Released{cls.__name__}", bases, {})
 
 
-def is_released_parameter(param: nn.Parameter) -> bool:
+def is_released_parameter(param: torch.Tensor) -> bool:
     """Return whether ``mark_released`` was called last, faster than ``isinstance``, which torch does in Python."""
     return issubclass(type(param), ReleasedParameter)
 

@@ -18,6 +18,7 @@ These share the memory of the full buffer, which is therefore not freed: see ``U
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -30,9 +31,6 @@ from zeroengine.utils.tensor_tree import leaves_in
 MAX_NODES = 20_000
 
 current_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
-
-# The names of the attributes of each class of graph nodes that are saved tensors. ``dir`` is slow, so they are kept.
-_saved_names: dict[type, tuple[str, ...]] = {}
 
 
 class SavedView(NamedTuple):
@@ -99,8 +97,7 @@ def replace_saved_views(
             # Autograd numbers nodes as it makes them. Whatever lies behind an older node is older still.
             if node._sequence_nr() < first_sequence_number:
                 continue
-            names = _saved_names.get(type(node))
-            for name in _names_of_saved(type(node)) if names is None else names:
+            for name in _names_of_saved(node.__class__):
                 try:
                     value = getattr(node, name)
                 except RuntimeError:
@@ -125,9 +122,11 @@ def replace_saved_views(
     return saved_by_user_hooks
 
 
+# ``dir`` is slow, so the names are cached.
+@cache
 def _names_of_saved(node_class: type) -> tuple[str, ...]:
-    names = _saved_names[node_class] = tuple(name for name in dir(node_class) if name.startswith("_raw_saved_"))
-    return names
+    """Return the names of the attributes of a class of graph nodes that are saved tensors."""
+    return tuple(name for name in dir(node_class) if name.startswith("_raw_saved_"))
 
 
 def _unit_at(saved: Any, ranges: Sequence[tuple[int, int, Unit]]) -> Unit | None:

@@ -82,6 +82,8 @@ class Unit:
         shapes = ((name, tuple(param.shape)) for name, param in plan.params)
         align = max(transport.shard_align_bytes // self.dtype.itemsize, 1)
         self.layout = FlatLayout.build(plan.name, shapes, degrees, transport.world_size, align)
+        # The parameters hold their values as this constructor returns. Where the unit is releasable the caller releases
+        # it next.
         self.state = GatherState.GATHERED
         self.gather_work: Work | None = None
 
@@ -98,28 +100,21 @@ class Unit:
                 shard = transport.empty(numel, self.dtype, "gather")
             else:
                 shard = offloaded_shards.store.empty(numel, self.dtype)
-            self._buffer = self._new_buffer()
-            self.full_buffer = self._buffer.tensor
+            self._allocate_buffer()
         else:
-            self.full_buffer = transport.empty(self.layout.numel, self.dtype, "gather")
+            self._set_full_buffer(transport.empty(self.layout.numel, self.dtype, "gather"))
             ops.advise_huge_pages(self.full_buffer)
         self.full_buffer.zero_()
-        self._views = self._views_of_full()
         self.unset_params: set[str] = set()
         self.master = self._load(broadcast, master_store)
         self.shard = self.full_buffer if shard is None else shard
         self.copy_full_to_shard()
         self._placeholders = [_placeholder(view) for view in self._views]
         self._required_grad = [param.requires_grad for param in self.params]
-        # The address of the storage object in C++, whose owners ``is_aliased`` counts.
-        self._storage: int = self.full_buffer.untyped_storage()._cdata
         # Counted while the parameters are views of the full buffer, as they are when ``is_aliased`` compares with it.
         self._num_own_tensors = torch._C._storage_Use_Count(self._storage)
         if self._buffer is not None:
-            # A view of the full buffer would read freed memory, where a placeholder's NaN is seen at once.
-            for param, placeholder in zip(self.params, self._placeholders, strict=True):
-                param.data = placeholder
-            self._buffer.free()
+            self.free_full_buffer()
 
     def _load(
         self, broadcast: Callable[[torch.Tensor], None], master_store: OffloadStore | None
@@ -129,8 +124,8 @@ class Unit:
         wide = self.trainable and self.is_mixed_precision and any(p.dtype is not self.dtype for p in self.params)
         source = torch.zeros_like(self.full_buffer, dtype=torch.float32) if wide else self.full_buffer
         with torch.no_grad():
-            for param, view, slot in zip(self.params, self._views, self.layout.slots, strict=True):
-                target = source[slot.offset : slot.end].view(slot.shape)
+            targets = self.param_views_of(source)
+            for param, view, target, slot in zip(self.params, self._views, targets, self.layout.slots, strict=True):
                 if not param.is_meta:
                     target.copy_(param.detach())
                     param.data = view
@@ -156,11 +151,19 @@ class Unit:
             master_store.fill(master, source[start:stop])
             return master
 
-    def _new_buffer(self) -> Buffer:
-        return self._transport.buffer(self.layout.numel, self.dtype, copied=self.offloaded_shards is not None)
+    def _allocate_buffer(self) -> None:
+        copied = self.offloaded_shards is not None
+        self._buffer = self._transport.buffer(self.layout.numel, self.dtype, copied=copied)
+        self._set_full_buffer(self._buffer.tensor)
 
-    def _views_of_full(self) -> list[torch.Tensor]:
-        return [self.full_buffer[slot.offset : slot.end].view(slot.shape) for slot in self.layout.slots]
+    def _set_full_buffer(self, full_buffer: torch.Tensor) -> None:
+        self.full_buffer, self._views = full_buffer, self.param_views_of(full_buffer)
+        # The address of the storage object in C++, whose owners ``is_aliased`` counts.
+        self._storage: int = full_buffer.untyped_storage()._cdata
+
+    def param_views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return the parameters as views into ``flat`` (1-D, of the flat layout), each in its shape."""
+        return [flat[slot.offset : slot.end].view(slot.shape) for slot in self.layout.slots]
 
     @property
     def is_mixed_precision(self) -> bool:
@@ -244,7 +247,8 @@ class Unit:
     def free_full_buffer(self) -> None:
         """Free the memory of a released unit's full buffer."""
         assert self._buffer is not None
-        # The parameters have their released class now, which would take the assignment for a use.
+        # A view of the full buffer would read freed memory, where a placeholder's NaN is seen at once. The parameters
+        # may have their released class now, which would take the assignment for a use.
         with torch._C.DisableTorchFunctionSubclass():
             for param, placeholder in zip(self.params, self._placeholders, strict=True):
                 param.data = placeholder
@@ -255,10 +259,7 @@ class Unit:
         assert self._buffer is not None
         # The aliases must not read memory of another rank that this rank's buffer merely shows.
         self._buffer.detach()
-        self._buffer = self._new_buffer()
-        self.full_buffer = self._buffer.tensor
-        self._views = self._views_of_full()
-        self._storage = self.full_buffer.untyped_storage()._cdata
+        self._allocate_buffer()
         self.free_full_buffer()
 
     def check_parameters(self) -> None:

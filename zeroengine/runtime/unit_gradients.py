@@ -64,24 +64,24 @@ class UnitGradients:
         self.reduce_dtype = reduce_dtype or (dtype if self.unsharded else unit.dtype)
         # Unsharded gradients of the right dtype are reduced where they are kept. Others go through a gradient buffer.
         self.reduced_in_place = self.unsharded and dtype is self.reduce_dtype
-        # The channel whose memory holds ``grad_shard``. None: it takes part in no collective.
+        # The channel whose memory holds ``flat_grads``. None: it takes part in no collective.
         self.channel: ChannelName | None = None
         # 1-D: this rank's shard of the summed gradients, or the whole flat layout where unsharded.
-        self.grad_shard: torch.Tensor
+        self.flat_grads: torch.Tensor
         numel = layout.shard_numel(degrees.gradients)
         if self.store is not None:
-            self.grad_shard = self.store.empty(numel, dtype)
+            self.flat_grads = self.store.empty(numel, dtype)
         elif dtype is self.reduce_dtype:
             self.channel = "reduce"
-            self.grad_shard = transport.empty(numel, dtype, self.channel, sent=self.unsharded)
+            self.flat_grads = transport.empty(numel, dtype, self.channel, sent=self.unsharded)
         else:
-            self.grad_shard = torch.empty(numel, dtype=dtype, device=unit.full_buffer.device)
-        self.param_views = param_views_of(unit, self.grad_shard) if self.unsharded else []
+            self.flat_grads = torch.empty(numel, dtype=dtype, device=unit.full_buffer.device)
+        self.param_views = unit.param_views_of(self.flat_grads) if self.unsharded else []
         if self.store is None:
-            ops.advise_huge_pages(self.grad_shard)
+            ops.advise_huge_pages(self.flat_grads)
             # The norm reads the padding, too. Gradients are copied parameter by parameter, which leaves the padding
             # alone.
-            self.grad_shard.zero_()
+            self.flat_grads.zero_()
         # See the note at the top of this file for who sets and clears these.
         num_params = len(unit.params)
         # 0-D, float64.
@@ -130,9 +130,4 @@ class UnitGradients:
         start, stop = unit.layout.shard_range(unit.rank, degree)
         # Unsharded gradients begin at the unit's first element, others at the first element that this rank keeps.
         base = 0 if self.unsharded else unit.layout.shard_range(unit.rank, unit.degrees.gradients)[0]
-        return self.grad_shard[start - base : stop - base]
-
-
-def param_views_of(unit: Unit, flat: torch.Tensor) -> list[torch.Tensor]:
-    """Return the unit's parameters as views into ``flat`` (1-D, of the unit's flat layout), each in its shape."""
-    return [flat[slot.offset : slot.end].view(slot.shape) for slot in unit.layout.slots]
+        return self.flat_grads[start - base : stop - base]
