@@ -86,7 +86,7 @@ class NodeConnection:
             return
         # STARTER, the program on ssh's command line, executes one line and leaves the rest to what that line starts.
         source = Path(bootstrap.__file__).read_text()
-        self._connections.send(self._connection, f"exec({source!r})\n".encode() + encode(self._introduction))
+        self._connection.send(f"exec({source!r})\n".encode() + encode(self._introduction))
 
     def assign_ranks(self, first_rank: int, nproc: int) -> None:
         """Begin a round, in which the node has these ranks."""
@@ -99,12 +99,12 @@ class NodeConnection:
     def send(self, message: Message) -> None:
         """Send the node a message, unless it is lost."""
         if self.lost is None and self._connection is not None:
-            self._connections.send(self._connection, encode(message))
+            self._connection.send(encode(message))
 
     def acknowledge(self, nbytes: int) -> None:
         """Record that the launcher has handled so many bytes of what came over the connection."""
         if self._connection is not None:
-            self._connections.acknowledge(self._connection, nbytes)
+            self._connection.acknowledge(nbytes)
 
     def lose(self, reason: str) -> None:
         """Give the node up. If it still runs, it ends its ranks when its connection ends."""
@@ -113,7 +113,7 @@ class NodeConnection:
             self.retry_after(RETRY_INTERVAL_S)
             if self._connection is not None:
                 # A node that is given up may never read what is still to be sent.
-                self._connections.end(self._connection, flush=False)
+                self._connection.end(flush=False)
 
     def retry_after(self, seconds: float) -> None:
         """Do not connect to the lost node again before so many seconds have passed."""
@@ -122,7 +122,7 @@ class NodeConnection:
     def close(self) -> None:
         """End the connection. The node's side ends its ranks."""
         if self._connection is not None:
-            self._connections.end(self._connection)
+            self._connection.end()
 
     def kill(self, timeout_s: float = 0.0) -> None:
         """End the connecting process, by force if it has not ended by itself within the timeout."""
@@ -135,7 +135,7 @@ class NodeConnection:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        self._connections.drop(self._connection)
+        self._connection.drop()
 
     def is_connected(self) -> bool:
         """Return whether the connecting process runs."""
