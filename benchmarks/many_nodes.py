@@ -24,7 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from zeroengine.launch.cluster.hosts import Host
 from zeroengine.launch.cluster.nodes import Nodes
-from zeroengine.launch.cluster.request import FAN_OUT, ClusterRequest
+from zeroengine.launch.cluster.protocol import FAN_OUT
+from zeroengine.launch.cluster.request import ClusterRequest
 from zeroengine.launch.cluster.restart_loop import RestartLoop
 from zeroengine.launch.cluster.shells import RemoteShell
 from zeroengine.launch.cluster.versions import installed_versions

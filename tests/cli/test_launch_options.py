@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.conftest import Script
-from zeroengine.cli.launch_options import HONOURED_BY, parser
+from zeroengine.cli.launch_options import HONORED_BY, parser
 from zeroengine.cli.zero_launch import main
 from zeroengine.launch.local import job
 
@@ -92,7 +92,7 @@ def ask(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: 
 
 def test_every_option_has_a_value_to_try() -> None:
     options = {action.dest for action in parser()._actions} - ALWAYS
-    assert options == set(VALUES) and set(HONOURED_BY) <= options
+    assert options == set(VALUES) and set(HONORED_BY) <= options
 
 
 @pytest.mark.parametrize("request_", REQUESTS)
@@ -110,4 +110,4 @@ def test_every_option_is_honored_or_refused(request_: str, ask: Ask) -> None:
             assert code == 2 and words[0] in said, said
             # Some go with one form of a request alone.
             alone = (request_, option) in {("slurm", "sbatch"), ("k8s, a TrainJob", "max_restarts")}
-            assert alone or launcher not in HONOURED_BY.get(option, (launcher,)), said
+            assert alone or launcher not in HONORED_BY.get(option, (launcher,)), said

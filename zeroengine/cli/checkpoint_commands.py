@@ -10,7 +10,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from zeroengine.cli.parser import CommandParser, run_command
+from zeroengine.cli.parser import CommandParser, command
 from zeroengine.errors import CheckpointError
 from zeroengine.utils.byte_size import format_byte_size, parse_byte_size
 from zeroengine.weights.output_folder import DTYPES, OutputFolder, parse_dtype
@@ -40,17 +40,15 @@ examples:
   zero-inspect runs/a --tag step-200 --tensors    the tensors in one of them
 The exit code is 1 where something is damaged.
 """
+COLORS = {"whole": "green", "damaged": "bold red", "unfinished": "yellow"}
 
 
+@command("zero-export")
 def export(argv: list[str] | None = None) -> int:
     """Run `zero-export` and return its exit code."""
-    return run_command("zero-export", lambda: _export(argv))
-
-
-def _export(argv: list[str] | None) -> int:
     about = "Write a checkpoint's weights as safetensors, sharded and with an index, as Hugging Face loads them."
-    command = CommandParser("zero-export", EXPORT, about, EXPORT_EXAMPLES)
-    add = command.add_argument
+    parser = CommandParser("zero-export", EXPORT, about, EXPORT_EXAMPLES)
+    add = parser.add_argument
     add("dir", metavar="DIR", help="a folder of checkpoints, or one checkpoint; also of torch Distributed Checkpoint")
     add("out", metavar="OUT", help="the folder to write")
     add("--tag", metavar="TAG", help="which checkpoint (default: the newest)")
@@ -59,7 +57,7 @@ def _export(argv: list[str] | None) -> int:
     add("--force", action="store_true", help="replace the weights in OUT; other files there stay")
     add("--no-verify", action="store_true", help="do not compare checksums")
     add("--prefix", metavar="TEXT", help="what stands before parameter names in DIR (default: found out)")
-    options = command.parse_args(argv)
+    options = parser.parse_args(argv)
     # Wrong values are refused before torch is imported, which takes seconds.
     parse_dtype(options.dtype)
     parse_byte_size(options.shard_size, "shard size", CheckpointError)
@@ -97,21 +95,18 @@ def _count_tensors(num_tensors: int, num_tied: int) -> str:
     return f"{_count(num_tensors, 'tensor')}{also}"
 
 
+@command("zero-import")
 def import_deepspeed(argv: list[str] | None = None) -> int:
     """Run `zero-import` and return its exit code."""
-    return run_command("zero-import", lambda: _import(argv))
-
-
-def _import(argv: list[str] | None) -> int:
     about = "Turn a checkpoint of DeepSpeed's ZeRO stages 1 to 3 into one that engine.load_checkpoint resumes from."
-    command = CommandParser("zero-import", IMPORT, about, IMPORT_EXAMPLES)
-    add = command.add_argument
+    parser = CommandParser("zero-import", IMPORT, about, IMPORT_EXAMPLES)
+    add = parser.add_argument
     add("dir", metavar="DEEPSPEED_DIR", help="what DeepSpeed's save_checkpoint wrote, or the folder of one tag in it")
     add("out", metavar="OUT", help="the folder of checkpoints to write")
     add("--tag", metavar="TAG", help="which checkpoint (default: the newest)")
     add("--force", action="store_true", help="add to the checkpoints in OUT, and replace the one of the same tag")
     # Only these checks run before torch is imported, so a wrong folder is reported at once.
-    options = command.parse_args(argv)
+    options = parser.parse_args(argv)
     from zeroengine.integrations.deepspeed import checkpoint_files as files
 
     files.files_of(files.find_checkpoint(options.dir, options.tag))
@@ -132,21 +127,18 @@ def _import(argv: list[str] | None) -> int:
     return 0
 
 
+@command("zero-inspect")
 def inspect(argv: list[str] | None = None) -> int:
     """Run `zero-inspect` and return its exit code."""
-    return run_command("zero-inspect", lambda: _inspect(argv))
-
-
-def _inspect(argv: list[str] | None) -> int:
     about = "Show what is in a folder of checkpoints, and whether it is whole."
-    command = CommandParser("zero-inspect", INSPECT, about, INSPECT_EXAMPLES)
-    add = command.add_argument
+    parser = CommandParser("zero-inspect", INSPECT, about, INSPECT_EXAMPLES)
+    add = parser.add_argument
     add("dir", metavar="DIR", help="a folder of checkpoints, or one checkpoint")
     add("--tag", metavar="TAG", help="this checkpoint alone")
     add("--tensors", action="store_true", help="list the tensors of a checkpoint: of TAG, or of the newest")
     add("--json", action="store_true", help="print JSON")
     add("--no-verify", action="store_true", help="do not read the files: compare sizes alone")
-    options = command.parse_args(argv)
+    options = parser.parse_args(argv)
     from zeroengine.checkpoint.inspect import find_checkpoint, inspect_folder, list_tensors
 
     # One damaged checkpoint must not hide the others, so problems are collected rather than raised.
@@ -162,7 +154,7 @@ def _inspect(argv: list[str] | None) -> int:
         tree: dict[str, Any] = {
             "directory": str(folder.path),
             "problems": folder.problems,
-            "checkpoints": [found.to_dict() for found in folder.checkpoints],
+            "checkpoints": [checkpoint.to_dict() for checkpoint in folder.checkpoints],
         }
         if listed is not None:
             tree["tensors"] = [dataclasses.asdict(tensor) for tensor in listed]
@@ -177,25 +169,28 @@ def _inspect(argv: list[str] | None) -> int:
     return int(folder.damaged)
 
 
-COLOURS = {"whole": "green", "damaged": "bold red", "unfinished": "yellow"}
-
-
 def _checkpoints(folder: FolderInfo) -> Table:
     # rich is imported where a table is built, because `--json` needs none of it.
     from rich.text import Text
 
     table = _table("tag", "step", "stage", "ranks", "precision", "optimizer", "size", "saved at", "versions", "state")
-    for found in folder.checkpoints:
-        about = found.manifest
+    for checkpoint in folder.checkpoints:
+        manifest = checkpoint.manifest
         facts, versions = ["", "", "", "", ""], ""
-        if about is not None:
-            facts = [str(about.step), str(about.stage), str(about.world_size), about.precision, about.optimizer]
-            versions = ", ".join(f"{name} {version}" for name, version in about.versions.items())
+        if manifest is not None:
+            facts = [
+                *map(str, (manifest.step, manifest.stage, manifest.world_size)),
+                manifest.precision,
+                manifest.optimizer,
+            ]
+            versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
         # All times are in UTC, so the offset would only widen the column.
-        when = found.saved_at.removesuffix("+00:00").replace("T", " ")
-        state = Text(found.verdict, COLOURS.get(found.verdict, "")) + Text(", latest" if found.latest else "")
+        when = checkpoint.saved_at.removesuffix("+00:00").replace("T", " ")
+        state = Text(checkpoint.verdict, COLORS.get(checkpoint.verdict, "")) + Text(
+            ", latest" if checkpoint.latest else ""
+        )
         # Text is passed rather than strings: rich would take brackets in a name for markup.
-        table.add_row(*map(Text, [found.tag, *facts, format_byte_size(found.nbytes), when, versions]), state)
+        table.add_row(*map(Text, [checkpoint.tag, *facts, format_byte_size(checkpoint.nbytes), when, versions]), state)
     return table
 
 
@@ -208,12 +203,8 @@ def _tensors(listed: list[TensorInfo]) -> Table:
         # A tied tensor takes no bytes of its own, so its size would count twice.
         size = f"is {tensor.tied_to}" if tensor.tied_to is not None else format_byte_size(tensor.nbytes)
         table.add_row(Text(tensor.name), shape, tensor.dtype, Text(size))
-    table.add_row(
-        _count(len(listed), "tensor"),
-        "",
-        "",
-        format_byte_size(sum(tensor.nbytes for tensor in listed if tensor.tied_to is None)),
-    )
+    total_bytes = sum(tensor.nbytes for tensor in listed if tensor.tied_to is None)
+    table.add_row(_count(len(listed), "tensor"), "", "", format_byte_size(total_bytes))
     return table
 
 

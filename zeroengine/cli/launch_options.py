@@ -5,38 +5,39 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from zeroengine.cli.parser import CommandParser
 from zeroengine.errors import LaunchError
-from zeroengine.launch.cluster.protocol import HEARTBEAT_INTERVAL_S, NODE_TIMEOUT_S
-from zeroengine.launch.cluster.request import CONNECT_TIMEOUT_S, FAN_OUT, IMPORT_TIMEOUT_S, MAX_IDLE_ROUNDS
+from zeroengine.launch.cluster.protocol import (
+    CONNECT_TIMEOUT_S,
+    FAN_OUT,
+    HEARTBEAT_INTERVAL_S,
+    IMPORT_TIMEOUT_S,
+    MAX_IDLE_ROUNDS,
+    NODE_TIMEOUT_S,
+)
 from zeroengine.launch.local.core_binding import BIND_KINDS
 
 LAUNCHERS = ("local", "ssh", "slurm", "mpi", "k8s", "ray")
 # The launchers under which an option has an effect. Options that are not listed have one under all launchers.
-HONOURED_BY = {
-    "nproc": ("local", "ssh", "slurm", "k8s", "ray"),
-    "bind": ("local", "ssh", "slurm"),
-    "max_restarts": ("local", "ssh", "slurm", "k8s", "ray"),
-    "hostfile": ("ssh",),
-    "include": ("ssh", "slurm"),
-    "exclude": ("ssh", "slurm"),
-    "nnodes": ("ssh", "slurm", "k8s"),
-    "master_addr": ("ssh", "slurm", "mpi"),
-    "port": ("local", "ssh", "slurm", "mpi"),
-    "ssh": ("ssh",),
-    "node_timeout": ("ssh", "slurm"),
-    "max_idle_rounds": ("ssh", "slurm"),
-    "connect_timeout": ("ssh", "slurm"),
-    "import_timeout": ("ssh", "slurm"),
-    "fan_out": ("ssh", "slurm"),
-    "submit": ("slurm",),
-    "sbatch": ("slurm",),
-    "image": ("k8s",),
-    "kind": ("k8s",),
-    "log_dir": ("local", "ssh", "slurm"),
+HONORED_BY = {
+    option: launchers
+    for options, launchers in (
+        (("nproc", "max_restarts"), ("local", "ssh", "slurm", "k8s", "ray")),
+        (("port",), ("local", "ssh", "slurm", "mpi")),
+        (("bind", "log_dir"), ("local", "ssh", "slurm")),
+        (("nnodes",), ("ssh", "slurm", "k8s")),
+        (("master_addr",), ("ssh", "slurm", "mpi")),
+        (("include", "exclude", "node_timeout", "max_idle_rounds"), ("ssh", "slurm")),
+        (("connect_timeout", "import_timeout", "fan_out"), ("ssh", "slurm")),
+        (("hostfile", "ssh"), ("ssh",)),
+        (("submit", "sbatch"), ("slurm",)),
+        (("image", "kind"), ("k8s",)),
+    )
+    for option in options
 }
-# These sentences say what does the work of an option that a launcher does not honour.
+# These sentences say what does the work of an option that a launcher does not honor.
 ALTERNATIVES = {
     "mpi": "mpirun does that, with options of its own (see mpirun --help)",
     "k8s": "Kubernetes does that: edit the manifest",
@@ -58,38 +59,20 @@ def parser() -> CommandParser:
     """Return the parser of zero-launch's arguments."""
     about = "Start a script in several processes, one rank each, on this machine or on several."
     parser = CommandParser("zero-launch", USAGE, about, EXAMPLES)
+    count: dict[str, Any] = {"metavar": "N", "type": int}
+    seconds: dict[str, Any] = {"metavar": "SECONDS", "type": float}
+    repeated: dict[str, Any] = {"action": "append", "default": []}
     add = parser.add_argument_group("the run").add_argument
-    add(
-        "--nproc",
-        metavar="N",
-        default="auto",
-        help="processes a node: a number, or auto (its slots, else its GPUs, else 2)",
-    )
+    nproc = "processes a node: a number, or auto (its slots, else its GPUs, else 2)"
+    add("--nproc", metavar="N", default="auto", help=nproc)
     add("--cpu", action="store_true", help="use no GPU, even where there are some")
     add("--config", metavar="FILE", help="the configuration that zeroengine.initialize reads, JSON or YAML")
-    add("--set", metavar="KEY=VALUE", action="append", default=[], help="replace one value of it; may be repeated")
-    add(
-        "--env",
-        metavar="NAME=VALUE",
-        action="append",
-        default=[],
-        help="a variable for every rank; NAME for its value here",
-    )
+    add("--set", metavar="KEY=VALUE", **repeated, help="replace one value of it; may be repeated")
+    add("--env", metavar="NAME=VALUE", **repeated, help="a variable for every rank; NAME for its value here")
     add("--bind", choices=BIND_KINDS, help="give each rank cores of its own, or those of one NUMA node")
-    add(
-        "--max-restarts",
-        metavar="N",
-        type=int,
-        default=0,
-        help="start the ranks again after a failure, N times at most",
-    )
-    add(
-        "--max-idle-rounds",
-        metavar="N",
-        type=int,
-        default=MAX_IDLE_ROUNDS,
-        help="an elastic run ends when nodes were lost in so many rounds in a row before a step was taken (3)",
-    )
+    add("--max-restarts", **count, default=0, help="start the ranks again after a failure, N times at most")
+    idle = "an elastic run ends when nodes were lost in so many rounds in a row before a step was taken (3)"
+    add("--max-idle-rounds", **count, default=MAX_IDLE_ROUNDS, help=idle)
     add("-m", "--module", action="store_true", help="the script is a module's name, as with python -m")
 
     add = parser.add_argument_group("the nodes").add_argument
@@ -98,47 +81,23 @@ def parser() -> CommandParser:
     add("--include", metavar="HOSTS", help="only these hosts and slots, as in host1:0,2@host2")
     add("--exclude", metavar="HOSTS", help="not these")
     add("--nnodes", metavar="N|MIN:MAX", help="nodes; with a range the run goes on while MIN of them are there")
-    add(
-        "--master-addr", metavar="ADDR", help="where the other nodes reach the first one (default: its address for ssh)"
-    )
+    first = "where the other nodes reach the first one (default: its address for ssh)"
+    add("--master-addr", metavar="ADDR", help=first)
     add("--port", "--master-port", metavar="PORT", type=int, default=0, help="of the store there (default: a free one)")
     add("--ssh", metavar="COMMAND", help="instead of plain ssh, such as 'ssh -p 2222 -i key'")
-    add(
-        "--node-timeout",
-        metavar="SECONDS",
-        type=float,
-        default=NODE_TIMEOUT_S,
-        help="silence after which a node is given up (10)",
-    )
-    add(
-        "--connect-timeout",
-        metavar="SECONDS",
-        type=float,
-        default=CONNECT_TIMEOUT_S,
-        help="for a connection to a node (30)",
-    )
-    add(
-        "--import-timeout",
-        metavar="SECONDS",
-        type=float,
-        default=IMPORT_TIMEOUT_S,
-        help="for a node's Python to import torch (120)",
-    )
-    add("--fan-out", metavar="N", type=int, default=FAN_OUT, help="connect to so many nodes at a time (64)")
+    add("--node-timeout", **seconds, default=NODE_TIMEOUT_S, help="silence after which a node is given up (10)")
+    add("--connect-timeout", **seconds, default=CONNECT_TIMEOUT_S, help="for a connection to a node (30)")
+    add("--import-timeout", **seconds, default=IMPORT_TIMEOUT_S, help="for a node's Python to import torch (120)")
+    add("--fan-out", **count, default=FAN_OUT, help="connect to so many nodes at a time (64)")
     add("--submit", action="store_true", help="slurm: write a batch script of this command and submit it")
-    add(
-        "--sbatch",
-        metavar="OPTIONS",
-        default="",
-        help="further options of sbatch, such as '--time=8:00:00 --partition=gpu'",
-    )
+    sbatch = "further options of sbatch, such as '--time=8:00:00 --partition=gpu'"
+    add("--sbatch", metavar="OPTIONS", default="", help=sbatch)
     add("--image", metavar="NAME", help="k8s: the container image, with torch, zeroengine and the script")
     add("--kind", choices=("PyTorchJob", "TrainJob"), help="k8s: of the manifest (default: PyTorchJob)")
 
     add = parser.add_argument_group("output").add_argument
-    add(
-        "--log-dir", metavar="DIR", type=Path, help="also write each rank's output to DIR/rank0.log, DIR/rank1.log, ..."
-    )
+    logs = "also write each rank's output to DIR/rank0.log, DIR/rank1.log, ..."
+    add("--log-dir", metavar="DIR", type=Path, help=logs)
     add("--dry-run", action="store_true", help="print what would be started, per rank, and start nothing")
     # The script and its arguments are one positional argument: between two of them argparse would drop a "--".
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -196,38 +155,28 @@ def check_options(options: argparse.Namespace) -> None:
         if options.nnodes != "1":
             raise LaunchError(f"--nnodes {options.nnodes}: on which hosts? Name a file of them with --hostfile")
         options.nnodes = None
-    if not 0 <= options.port < 1 << 16:
-        raise LaunchError(f"--port {options.port}: ports go from 1 to 65535. Leave --port out for a free one")
-    if options.max_restarts < 0:
-        raise LaunchError(f"--max-restarts {options.max_restarts}: write 0 for none, or a positive number")
-    for name in ("connect_timeout", "import_timeout"):
-        # The comparison is written so that it also refuses NaN, which is neither above 0 nor below it.
-        if not getattr(options, name) > 0:
-            raise LaunchError(f"--{name.replace('_', '-')} {getattr(options, name):g}: write a number of seconds")
-    if options.fan_out < 1:
-        raise LaunchError(f"--fan-out {options.fan_out}: write 1 or more")
-    if options.max_idle_rounds < 1:
-        raise LaunchError(f"--max-idle-rounds {options.max_idle_rounds}: write 1 or more")
-    # A shorter timeout would give up nodes that are only late with a heartbeat.
-    if not options.node_timeout >= 5:
-        raise LaunchError(
-            f"--node-timeout {options.node_timeout:g}: nodes speak every {HEARTBEAT_INTERVAL_S:g} s; write 5 or more"
-        )
+    checks = {
+        "port": (0 <= options.port < 1 << 16, "ports go from 1 to 65535. Leave --port out for a free one"),
+        "max_restarts": (options.max_restarts >= 0, "write 0 for none, or a positive number"),
+        # These comparisons also refuse NaN, which is neither above 0 nor below it.
+        "connect_timeout": (options.connect_timeout > 0, "write a number of seconds"),
+        "import_timeout": (options.import_timeout > 0, "write a number of seconds"),
+        "fan_out": (options.fan_out >= 1, "write 1 or more"),
+        "max_idle_rounds": (options.max_idle_rounds >= 1, "write 1 or more"),
+        # A shorter timeout would give up nodes that are only late with a heartbeat.
+        "node_timeout": (options.node_timeout >= 5, f"nodes speak every {HEARTBEAT_INTERVAL_S:g} s; write 5 or more"),
+    }
+    for name, (is_valid, remedy) in checks.items():
+        if not is_valid:
+            raise LaunchError(f"--{name.replace('_', '-')} {getattr(options, name):.10g}: {remedy}")
     # Options without effect are refused, since a user who gave one expects it to work.
-    _check_honored(options, launcher)
-    options.launcher = launcher
-
-
-def _check_honored(options: argparse.Namespace, launcher: str) -> None:
-    """Check that every given option has an effect under the launcher.
-
-    Raises:
-        LaunchError: One of them has none.
-    """
     launch_parser = parser()
-    for name, launchers in HONOURED_BY.items():
+    for name, launchers in HONORED_BY.items():
         # An option that has its default value was not given, or asks for nothing special.
         if launcher not in launchers and getattr(options, name) != launch_parser.get_default(name):
-            option = f"--{name.replace('_', '-')}"
             alternative = f": {ALTERNATIVES[launcher]}" if launcher in ALTERNATIVES else ""
-            raise LaunchError(f"{option} has no meaning with --launcher {launcher}{alternative}. Leave one of them out")
+            raise LaunchError(
+                f"--{name.replace('_', '-')} has no meaning with --launcher {launcher}{alternative}. "
+                "Leave one of them out"
+            )
+    options.launcher = launcher

@@ -1,25 +1,28 @@
 """Read the arguments of all zero-* commands, and turn an error into a message and an exit code.
 
-A command builds a `CommandParser`, and its `main(argv)` passes a function without arguments to `run_command`: that
-function parses `argv`, does the work and returns the exit code.
+The main function of a command is decorated with `command`, builds a `CommandParser`, parses `argv` with it, does the
+work and returns the exit code.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import signal
 import sys
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, ParamSpec
 
 from zeroengine.errors import ZeroEngineError
 from zeroengine.launch.cluster.versions import installed_versions
+
+Parameters = ParamSpec("Parameters")
 
 
 class CommandParser(argparse.ArgumentParser):
     """Parse the arguments of one command, with `--help` and `--version`.
 
-    A wrong request raises `ZeroEngineError` with the usage, so that `run_command` reports it like any other error.
+    A wrong request raises `ZeroEngineError` with the usage, so that `command` reports it like any other error.
 
     Args:
         name: The command, such as `zero-io`.
@@ -62,29 +65,38 @@ class _PrintVersions(argparse.Action):
         parser.exit()
 
 
-def run_command(name: str, command: Callable[[], int]) -> int:
-    """Run a command and return its exit code.
+def command(name: str) -> Callable[[Callable[Parameters, int]], Callable[Parameters, int]]:
+    """Decorate the main function of a command, so that an error becomes a message and an exit code.
 
     Args:
         name: The command's name, which begins every error message.
-        command: Parses the arguments, does the work and returns the exit code.
 
     Returns:
-        What `command` returns; 2 for a request that cannot be met, 1 where the system fails, 130 after Ctrl-C.
+        A decorator. The decorated function returns the exit code: what the function itself returns; 2 for a request
+        that cannot be met, 1 where the system fails, 130 after Ctrl-C.
     """
-    try:
-        return command()
-    except ZeroEngineError as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:
-        # Nobody reads the output any more, as with `| head`. Without a stdout Python does not flush it again at exit,
-        # which would fail once more.
-        sys.stdout = None
-        return 0
-    except OSError as error:
-        print(f"{name}: {error.strerror or error}{f' ({error.filename})' if error.filename else ''}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        # Shells expect 128 plus the number of the signal.
-        return 128 + signal.SIGINT
+
+    def decorate(main: Callable[Parameters, int]) -> Callable[Parameters, int]:
+        @functools.wraps(main)
+        def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> int:
+            try:
+                return main(*args, **kwargs)
+            except ZeroEngineError as error:
+                print(f"{name}: {error}", file=sys.stderr)
+                return 2
+            except BrokenPipeError:
+                # Nobody reads the output any more, as with `| head`. Without a stdout Python does not flush it again at
+                # exit, which would fail once more.
+                sys.stdout = None
+                return 0
+            except OSError as error:
+                where = f" ({error.filename})" if error.filename else ""
+                print(f"{name}: {error.strerror or error}{where}", file=sys.stderr)
+                return 1
+            except KeyboardInterrupt:
+                # Shells expect 128 plus the number of the signal.
+                return 128 + signal.SIGINT
+
+        return run
+
+    return decorate

@@ -5,7 +5,6 @@ Modules that need torch are imported after the request was checked, so that a wr
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import os
@@ -14,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zeroengine.cli.parser import CommandParser, run_command
+from zeroengine.cli.parser import CommandParser, command
 from zeroengine.errors import OffloadError
 from zeroengine.utils.byte_size import parse_byte_size
 from zeroengine.utils.progress import progress
@@ -31,8 +30,9 @@ examples:
 """
 
 
-def make_parser() -> CommandParser:
-    """Return the parser of the command line."""
+@command("zero-io")
+def main(argv: list[str] | None = None) -> int:
+    """Measure the disk, print the result, write the configuration if asked to, and return the exit code."""
     about = "Measure how fast a disk reads and writes, and find the settings that drive it best."
     parser = CommandParser("zero-io", USAGE, about, EXAMPLES)
     add = parser.add_argument
@@ -42,16 +42,7 @@ def make_parser() -> CommandParser:
     add(
         "--write-config", metavar="FILE", type=Path, help='put the best settings into this JSON configuration, as "aio"'
     )
-    return parser
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the command and return its exit code."""
-    return run_command("zero-io", lambda: probe_disk(make_parser().parse_args(argv)))
-
-
-def probe_disk(options: argparse.Namespace) -> int:
-    """Measure the disk, print the result, write the configuration if asked to, and return the exit code."""
+    options = parser.parse_args(argv)
     nbytes = parse_byte_size(options.size, "--size", OffloadError)
     # The configuration is read first, so that an unusable file is found before minutes of measuring.
     config = read_config(options.write_config)

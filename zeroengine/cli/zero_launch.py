@@ -6,21 +6,19 @@ Modules that need torch are imported once the request is known to be right.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
-import socket
 import sys
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from zeroengine.cli.launch_options import check_options, parse_arguments
-from zeroengine.cli.parser import run_command
+from zeroengine.cli.parser import command
 from zeroengine.errors import LaunchError
 from zeroengine.launch.cluster.environment import explicit_variables, forwarded_variables, parse_variable
 from zeroengine.launch.cluster.hosts import Host, limit_hosts, processes_on, read_hostfile, select_hosts
-from zeroengine.launch.cluster.shells import RemoteShell, srun_shell, ssh_shell
+from zeroengine.launch.cluster.shells import RemoteShell, split_words, srun_shell, ssh_shell
 from zeroengine.launch.local.job import (
     LOOPBACK,
     build_job,
@@ -34,11 +32,22 @@ from zeroengine.launch.local.masking import is_secret, masked
 from zeroengine.utils.launcher_environment import RESTART_EXIT_CODE
 
 
+@command("zero-launch")
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code: that of the first rank that failed, or 2 for a wrong request."""
     # This comes first: a socket or pipe that got the number of a closed stdout would receive whatever is printed.
     open_standard_descriptors()
-    return run_command("zero-launch", lambda: launch(parse_arguments(sys.argv[1:] if argv is None else argv)))
+    options = parse_arguments(sys.argv[1:] if argv is None else argv)
+    check_options(options)
+    launchers = {
+        "local": launch_locally,
+        "ssh": launch_over_ssh,
+        "slurm": launch_under_slurm,
+        "mpi": launch_under_mpi,
+        "k8s": print_kubernetes_manifest,
+        "ray": launch_on_ray,
+    }
+    return launchers[options.launcher](options)
 
 
 def open_standard_descriptors() -> None:
@@ -55,20 +64,6 @@ def open_standard_descriptors() -> None:
             # Descriptors of Python are not inherited by default, but the ranks expect these three.
             os.set_inheritable(number, True)
             setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
-
-
-def launch(options: argparse.Namespace) -> int:
-    """Check the options, start the ranks with the launcher that they name, and return an exit code."""
-    check_options(options)
-    launchers = {
-        "local": launch_locally,
-        "ssh": launch_over_ssh,
-        "slurm": launch_under_slurm,
-        "mpi": launch_under_mpi,
-        "k8s": print_kubernetes_manifest,
-        "ray": launch_on_ray,
-    }
-    return launchers[options.launcher](options)
 
 
 def launch_locally(options: argparse.Namespace) -> int:
@@ -88,11 +83,11 @@ def launch_locally(options: argparse.Namespace) -> int:
     if options.dry_run:
         print(job.describe(options.port))
         return 0
-    make_log_dir(options.log_dir)
 
     from zeroengine.launch.local.agent import run_ranks
     from zeroengine.launch.local.console import Console
     from zeroengine.launch.local.failure_report import failure_report
+    from zeroengine.launch.local.network import open_listener
     from zeroengine.launch.local.pipes import Pipes
     from zeroengine.launch.local.rendezvous import NodeAssignment, Rendezvous
 
@@ -104,7 +99,7 @@ def launch_locally(options: argparse.Namespace) -> int:
         console.assign([f"rank {rank:>{width}}" for rank in range(job.nproc)], terminal=True)
         assignment = NodeAssignment(job.nproc, LOOPBACK, options.port, restart=restart, run_id=run_id)
         # Each round has a new store, since the old one holds keys of ranks that have ended.
-        rendezvous = Rendezvous(assignment, open_loopback_listener(options.port))
+        rendezvous = Rendezvous(assignment, open_listener(options.port, LOOPBACK))
         with Pipes(job.nproc, console.feed, console.flush, console.terminals()) as pipes:
             outcome = run_ranks(job, pipes, rendezvous)
             console.finish()
@@ -114,20 +109,6 @@ def launch_locally(options: argparse.Namespace) -> int:
             break
         print(f"zero-launch: restart {restart + 1} of {options.max_restarts}", file=sys.stderr, flush=True)
     return outcome.code
-
-
-def open_loopback_listener(port: int) -> socket.socket:
-    """Open the socket of the ranks' store, which other machines cannot reach.
-
-    Raises:
-        LaunchError: The port is in use.
-    """
-    from zeroengine.launch.local.network import open_listener
-
-    try:
-        return open_listener(port, LOOPBACK)
-    except OSError as error:
-        raise LaunchError(str(error)) from None
 
 
 def launch_over_ssh(options: argparse.Namespace) -> int:
@@ -157,26 +138,12 @@ def launch_under_slurm(options: argparse.Namespace) -> int:
     # Slurm has to know the number of GPUs only where the user has fixed it.
     gpus = int(options.nproc) if options.nproc.isdecimal() and not options.cpu else None
     name = Path(options.script).stem
-    sbatch_options, elastic = split_sbatch(options.sbatch), low not in ("", high)
+    sbatch_options = split_words("--sbatch", options.sbatch, "options of sbatch, such as --sbatch '--time=8:00:00'")
     words, hidden = command_in_batch_script(options)
     slurm.check_export(sbatch_options, hidden, os.environ)
-    script = slurm.batch_script(name, int(high), gpus, sbatch_options, words, elastic=elastic)
+    script = slurm.batch_script(name, int(high), gpus, sbatch_options, words, elastic=low not in ("", high))
     print(script if options.dry_run else slurm.submit(script, Path(slurm.SCRIPT_NAME), hidden))
     return 0
-
-
-def split_sbatch(text: str) -> list[str]:
-    """Return the words of `--sbatch`.
-
-    Raises:
-        LaunchError: The quotation is wrong.
-    """
-    try:
-        return shlex.split(text)
-    except ValueError as error:
-        raise LaunchError(
-            f"--sbatch {text}: {str(error).lower()}. Write options of sbatch, such as --sbatch '--time=8:00:00'"
-        ) from None
 
 
 def command_in_batch_script(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
@@ -227,12 +194,10 @@ def print_kubernetes_manifest(options: argparse.Namespace) -> int:
     # A configuration that only the image contains cannot be checked here.
     is_here = options.config is not None and os.path.isfile(options.config)
     check_config(options.config if is_here else None, options.set)
-    variables = explicit_variables(options.env)
+    variables = explicit_variables(options.env) | rank_environment(cpu=False, config=None, overrides=options.set)
     if options.config is not None:
         # The path is meant as it is in the image, so that it is not made absolute here.
         variables["ZEROENGINE_CONFIG"] = options.config
-    if options.set:
-        variables["ZEROENGINE_OVERRIDES"] = json.dumps(options.set)
     text, notices = build_manifest(
         options.kind or "PyTorchJob",
         options.script.rpartition(".")[2] if options.module else Path(options.script).stem,
@@ -319,7 +284,6 @@ def launch_on_hosts(options: argparse.Namespace, hosts: Sequence[Host], shell: R
         return 0
     # A missing ssh or srun is reported once, rather than by every connection.
     shell.check_installed()
-    make_log_dir(options.log_dir)
     console = Console(options.log_dir)
     with Nodes(request, console) as nodes:
         outcome = run_cluster(request, nodes, console)
@@ -337,19 +301,6 @@ def print_command(variables: Mapping[str, str], command: Sequence[str]) -> None:
     """Print a command with its variables as a line for a shell, without secrets."""
     # The line may end up in a log or a bug report.
     print(shlex.join(["env", *(f"{key}={value}" for key, value in masked(variables).items()), *command]))
-
-
-def make_log_dir(folder: Path | None) -> None:
-    """Create the folder of `--log-dir`.
-
-    Raises:
-        LaunchError: The folder cannot be created.
-    """
-    if folder is not None:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise LaunchError(f"--log-dir {folder}: cannot be made a folder for logs ({error.strerror})") from None
 
 
 if __name__ == "__main__":

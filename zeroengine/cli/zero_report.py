@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -15,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from zeroengine.cli.parser import CommandParser, run_command
+from zeroengine.cli.parser import CommandParser, command
 from zeroengine.launch.cluster.versions import installed_versions, version_of
 from zeroengine.launch.local.core_binding import numa_nodes
 from zeroengine.launch.local.job import count_cores
@@ -27,24 +26,16 @@ REPORTED_PREFIXES = ("NCCL_", "GLOO_", "OMP_", "MKL_", "TORCH_", "PYTORCH_", "CU
 Row = tuple[str, str]
 
 
+@command("zero-report")
 def main(argv: list[str] | None = None) -> int:
-    """Run the command and return its exit code."""
-    return run_command("zero-report", lambda: report(parser().parse_args(argv)))
-
-
-def parser() -> CommandParser:
-    """Return the parser of zero-report's arguments."""
+    """Print the report and return the exit code."""
     about = "Print the versions, devices and speeds that a bug report should contain."
     parser = CommandParser("zero-report", "zero-report [options]", about)
     add = parser.add_argument
     add("--no-probes", action="store_true", help="measure nothing, only say what is there")
     add("--disk", metavar="DIR", type=Path, default=Path.cwd(), help="whose disk to measure (default: here)")
     add("--json", action="store_true", help="print JSON")
-    return parser
-
-
-def report(options: argparse.Namespace) -> int:
-    """Print the report and return 0."""
+    options = parser.parse_args(argv)
     sections: dict[str, Callable[[], Iterator[Row]]] = {
         "versions": software,
         "machine": machine,
@@ -103,7 +94,9 @@ def software() -> Iterator[Row]:
 
 def machine() -> Iterator[Row]:
     """Yield processor, cores and memory."""
-    yield "processor", _processor()
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    yield "processor", next(models, platform.processor() or "unknown")
     num_nodes = len(numa_nodes())
     nodes = f"{num_nodes or 1} NUMA node{'s' * (num_nodes > 1)}"
     yield "cores", f"{count_cores()} of {os.cpu_count()} usable, {nodes}"
@@ -112,13 +105,6 @@ def machine() -> Iterator[Row]:
     # Ranks of one node exchange tensors through this file system, and containers often make it small.
     shm = shutil.disk_usage("/dev/shm")
     yield "/dev/shm", f"{shm.free / 2**30:.1f} of {shm.total / 2**30:.1f} GiB free"
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or "unknown"
 
 
 def gpus() -> Iterator[Row]:

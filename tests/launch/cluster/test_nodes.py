@@ -373,7 +373,7 @@ def test_a_run_that_loses_its_nodes_in_every_round_ends(launch_on_nodes: Launch,
     assert "nodes were lost in 2 rounds in a row before a step was taken" in result.err
 
 
-@pytest.mark.slow  # test_lost_nodes has the arithmetic
+@pytest.mark.slow  # test_restart_loop has the arithmetic
 def test_a_node_that_was_lost_twice_is_excluded(
     launch_on_nodes: Launch, script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,6 @@
 - ``node``: the node's end of a connection.
 - ``connections``, ``node_connection``, ``nodes``: the launcher's end: all pipes, one node, all nodes.
 - ``preflight``, ``versions``: compare the nodes before anything is started.
-- ``restart_loop``, ``lost_nodes``: run the ranks, and start them again after a failure.
+- ``restart_loop``: run the ranks, and start them again after a failure.
 - ``dry_run``: print a run instead of starting it.
 """

@@ -6,6 +6,7 @@ ended as after SIGTERM. If this process is stuck, it ends itself, and the guard 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import queue
 import select
@@ -15,7 +16,7 @@ import sys
 import threading
 import time
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from torch.distributed.elastic.multiprocessing import SignalException
 
@@ -30,7 +31,7 @@ from zeroengine.launch.cluster.protocol import (
     to_text,
 )
 from zeroengine.launch.cluster.versions import installed_versions
-from zeroengine.launch.local.agent import POLL_INTERVAL_S, run_ranks
+from zeroengine.launch.local.agent import POLL_INTERVAL_S, Coordinator, run_ranks
 from zeroengine.launch.local.core_binding import cores_by_rank
 from zeroengine.launch.local.job import (
     LOOPBACK,
@@ -49,7 +50,7 @@ from zeroengine.launch.local.network import (
     try_connection,
 )
 from zeroengine.launch.local.pipes import Pipes
-from zeroengine.launch.local.rank import SIGKILL_TIMEOUT_S, RunOutcome
+from zeroengine.launch.local.rank import SIGKILL_TIMEOUT_S
 from zeroengine.launch.local.rendezvous import NodeAssignment, Rendezvous
 from zeroengine.launch.local.signals import FORWARDED_SIGNALS, STOP_SIGNALS, ignore_signals
 from zeroengine.launch.local.worker import BIND_VARIABLE
@@ -58,8 +59,8 @@ from zeroengine.launch.local.worker import BIND_VARIABLE
 ORDERLY_END_TIMEOUT_S = 2 * SIGKILL_TIMEOUT_S + 2.0
 
 
-class LauncherOrders:
-    """The launcher's messages to this node so far. It is the `Coordinator` of the node's agent.
+class LauncherOrders(Coordinator):
+    """The launcher's messages to this node so far.
 
     One thread reads the messages, another sends heartbeats. The main thread takes the next task with `next_task`.
     """
@@ -219,18 +220,13 @@ class NodeServer:
         rendezvous = Rendezvous(assignment, listener if assignment.node == 0 else None)
         with Pipes(nproc, self._send_output) as pipes:
             outcome = run_ranks(Job(nproc, command, environment), pipes, rendezvous, self._orders)
-        ended = {"failures": failure_messages(outcome), "interrupted": outcome.interrupted, "clock": time.monotonic()}
+        # The failures have their times by this node's clock.
+        failures = [dataclasses.asdict(failure) for failure in outcome.failures]
+        ended = {"failures": failures, "interrupted": outcome.interrupted, "clock": time.monotonic()}
         self._writer.send({"is": "ended", **ended})
 
     def _send_output(self, rank: int, target: int, data: bytes) -> None:
         self._writer.send({"is": "output", "rank": rank, "target": target, "data": to_text(data)})
-
-
-def failure_messages(outcome: RunOutcome) -> list[dict[str, Any]]:
-    """Return the failures as messages, with their times by this node's clock."""
-    return [
-        {"rank": f.rank, "time": f.time, "code": f.code, "summary": f.summary, "text": f.text} for f in outcome.failures
-    ]
 
 
 def node_facts(message: Message) -> Message:

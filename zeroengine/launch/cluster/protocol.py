@@ -16,6 +16,14 @@ MESSAGE_PREFIX = b"\x01zero-launch "
 HEARTBEAT_INTERVAL_S = 2.0
 # After so many seconds of silence one side gives up the other.
 NODE_TIMEOUT_S = 10.0
+# A whole connection may take so many seconds, until the node's Python answers.
+CONNECT_TIMEOUT_S = 30.0
+# That Python has so many seconds to import torch from a cold disk.
+IMPORT_TIMEOUT_S = 120.0
+# So many nodes are connected to at the same time.
+FAN_OUT = 64
+# See "Rounds without a step" in restart_loop.py.
+MAX_IDLE_ROUNDS = 3
 
 Message = dict[str, Any]
 

@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 
 from zeroengine.launch.cluster.hosts import Host, processes_on
 from zeroengine.launch.cluster.node_connection import NodeConnection
-from zeroengine.launch.cluster.protocol import NODE_TIMEOUT_S, Message
+from zeroengine.launch.cluster.protocol import (
+    CONNECT_TIMEOUT_S,
+    FAN_OUT,
+    IMPORT_TIMEOUT_S,
+    MAX_IDLE_ROUNDS,
+    NODE_TIMEOUT_S,
+    Message,
+)
 from zeroengine.launch.cluster.shells import RemoteShell
 from zeroengine.launch.local.job import CPU_PROCESSES
-
-MAX_IDLE_ROUNDS = 3
-# A whole connection may take so many seconds, until the node's Python answers.
-CONNECT_TIMEOUT_S = 30.0
-# That Python has so many seconds to import torch from a cold disk.
-IMPORT_TIMEOUT_S = 120.0
-FAN_OUT = 64
 
 
 @dataclass(frozen=True)

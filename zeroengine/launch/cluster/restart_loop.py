@@ -16,10 +16,9 @@ from __future__ import annotations
 
 import signal
 import time
+from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from zeroengine.launch.cluster.lost_nodes import EXCLUSION_S, IdleRoundCounter, NodeLossHistory
 from zeroengine.launch.cluster.node_connection import NodeConnection
 from zeroengine.launch.cluster.nodes import LauncherInterrupted, Nodes
 from zeroengine.launch.cluster.preflight import problem_table
@@ -36,15 +35,11 @@ STEADY_ROUND_S = 60.0
 RETURN_TIMEOUT_S = 60.0
 # A message names at most so many nodes.
 MAX_NAMED_NODES = 16
-
-
-@dataclass(frozen=True)
-class RoundResult:
-    """Describe how a round ended. If nothing is set, a lost node is back."""
-
-    succeeded: bool = False
-    failures: tuple[RankFailure, ...] = ()
-    lost: tuple[NodeConnection, ...] = ()
+# These are the shortest and the longest pause before the next round, after a round without a step.
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+# A node is excluded after so many losses within EXCLUSION_S.
+LOSSES_TO_EXCLUSION = 2
+EXCLUSION_S = 600.0
 
 
 def run_cluster(request: ClusterRequest, nodes: Nodes, console: Console) -> RunOutcome:
@@ -65,39 +60,45 @@ class RestartLoop:
 
     def __init__(self, request: ClusterRequest, nodes: Nodes, console: Console) -> None:
         self._request, self._nodes, self._console = request, nodes, console
-        self._round_index = 0
+        # So many rounds in a row have lost nodes before a step was taken.
+        self._round_index = self._idle_rounds = 0
         # This becomes True when any round has reported a step.
         self._reports_steps = False
-        self._idle_rounds, self._loss_history = IdleRoundCounter(request.max_idle_rounds), NodeLossHistory()
+        # When each node was lost the last times, as `time.monotonic` by the node's label.
+        self._loss_times: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=LOSSES_TO_EXCLUSION))
 
     def run(self) -> RunOutcome:
         """Run rounds until one succeeds or no further one is allowed, and return the outcome of the last one."""
         request, restarts = self._request, 0
         while True:
             members, start = self._nodes.present(), time.monotonic()
-            result = self._run_round(members)
-            self._round_index += 1
-            if result.succeeded:
+            if self._run_round(members):
                 return RunOutcome()
-            outcome = RunOutcome(result.failures, lost=tuple(map(_describe_loss, result.lost)))
+            self._round_index += 1
+            lost = [node for node in members if node.lost]
+            outcome = RunOutcome(_failures(members), lost=tuple(map(_describe_loss, lost)))
             # Ranks that fail when a node is lost fail because of that, and an elastic run forgives lost nodes.
-            is_restart = bool(result.failures) if not result.lost else not request.elastic
+            is_restart = bool(outcome.failures) if not lost else not request.elastic
             if is_restart and (outcome.is_final or restarts == request.max_restarts):
                 return outcome
             restarts += is_restart
             # The report is printed at once, since the output of the next round would push the cause out of sight.
             if outcome.code:
                 self._console.print_own(failure_report(outcome, self._console))
-            if result.lost and request.elastic:
-                self._idle_rounds.record_round(self._made_progress(members, start))
-                if self._idle_rounds.limit_reached:
+            if lost and request.elastic:
+                self._idle_rounds = 0 if self._made_progress(members, start) else self._idle_rounds + 1
+                if self._idle_rounds == request.max_idle_rounds:
                     self._nodes.print_notice(
-                        f"nodes were lost in {self._idle_rounds.count} rounds in a row before a step was taken: "
+                        f"nodes were lost in {self._idle_rounds} rounds in a row before a step was taken: "
                         "the run ends (--max-idle-rounds)"
                     )
                     return outcome
-                self._exclude_unsteady(result.lost)
-                self._pause()
+                self._exclude_unsteady(lost)
+                if self._idle_rounds:
+                    pause_s = pause_after(self._idle_rounds)
+                    self._nodes.print_notice(f"no step was taken in that round; the next one begins in {pause_s:.0f} s")
+                    # The condition never holds, so this handles messages and signals for the whole pause.
+                    self._nodes.wait(lambda: False, pause_s)
             if not self._wait_for_nodes():
                 return outcome
             present = [node.host.label for node in self._nodes.present()]
@@ -114,19 +115,14 @@ class RestartLoop:
     def _exclude_unsteady(self, lost: Sequence[NodeConnection]) -> None:
         """Exclude nodes for a while that were lost repeatedly."""
         for node in lost:
-            if self._loss_history.record_loss(node.host.label, time.monotonic()):
+            times = self._loss_times[node.host.label]
+            times.append(time.monotonic())
+            if len(times) == LOSSES_TO_EXCLUSION and times[0] > times[-1] - EXCLUSION_S:
                 node.retry_after(EXCLUSION_S)
                 self._nodes.print_notice(
                     f"{node.host.label} was lost again: it is put aside for {EXCLUSION_S / 60:.0f} minutes, if the "
                     "others are enough"
                 )
-
-    def _pause(self) -> None:
-        """Pause before the next round, if this one had no step."""
-        if pause_s := self._idle_rounds.pause_s:
-            self._nodes.print_notice(f"no step was taken in that round; the next one begins in {pause_s:.0f} s")
-            # The condition never holds, so this handles messages and signals for the whole pause.
-            self._nodes.wait(lambda: False, pause_s)
 
     def _wait_for_nodes(self) -> bool:
         """Wait until there are enough nodes for a round, and return whether there are.
@@ -144,8 +140,11 @@ class RestartLoop:
             self._nodes.print_notice(f"waiting for the nodes that were lost, {RETURN_TIMEOUT_S:.0f} s at most")
         return self._nodes.wait(enough, RETURN_TIMEOUT_S)
 
-    def _run_round(self, members: list[NodeConnection]) -> RoundResult:
-        """Run the ranks once on these nodes."""
+    def _run_round(self, members: list[NodeConnection]) -> bool:
+        """Run the ranks once on these nodes, and return whether they succeeded.
+
+        If they did not and no node was lost nor a rank failed, a lost node is back.
+        """
         request, world_size = self._request, 0
         # Ranks are numbered in the order of the hosts, without gaps where nodes are missing.
         for node in members:
@@ -153,7 +152,7 @@ class RestartLoop:
             world_size = node.ranks.stop
         store = self._open_store(members)
         if store is None:
-            return RoundResult(lost=tuple(node for node in members if node.lost))
+            return False
         self._console.assign([f"{node.host.label}:{rank}" for node in members for rank in node.ranks])
         full_world_size = sum(map(request.num_ranks_on, self._nodes.connections))
         for index, node in enumerate(members):
@@ -217,8 +216,8 @@ class RestartLoop:
             for node, text in unable.items():
                 node.lose(text)
 
-    def _watch_round(self, members: Sequence[NodeConnection]) -> RoundResult:
-        """Wait until the round is over, and end the ranks that are left on any node."""
+    def _watch_round(self, members: Sequence[NodeConnection]) -> bool:
+        """Wait until the round is over, end the ranks that are left on any node, and return whether all succeeded."""
         wait, start = self._nodes.wait, time.monotonic()
 
         def any_ended() -> bool:
@@ -236,11 +235,14 @@ class RestartLoop:
             for node in members:
                 node.send({"do": "release"})
             wait(lambda: all(node.ended or node.lost for node in members), ROUND_END_TIMEOUT_S)
-            return RoundResult(succeeded=True)
+            return True
         if any_ended() and not any(node.lost for node in members):
             # A rank may have died without a reason. Ranks of other nodes then fail as well, and may know it.
             wait(
-                lambda: any(f.has_reason for f in _failures(members)) or all(map(_is_over, members)),
+                lambda: (
+                    any(failure.summary for failure in _failures(members))
+                    or all(node.ended or node.lost or node.finished for node in members)
+                ),
                 PEER_FAILURE_TIMEOUT_S,
             )
         self._stop_ranks(members, signal.SIGTERM)
@@ -248,7 +250,7 @@ class RestartLoop:
         for node in members:
             if node.ended and node.ended["interrupted"] and not node.stopped and not node.ended["failures"]:
                 node.lose("its zero-launch process was stopped from there")
-        return RoundResult(failures=_failures(members), lost=tuple(node for node in members if node.lost))
+        return False
 
     def _stop_ranks(self, members: Sequence[NodeConnection], number: signal.Signals) -> None:
         """End the ranks that still run; a node whose ranks do not end is lost."""
@@ -266,17 +268,18 @@ class RestartLoop:
                     node.lose("its ranks do not end")
 
 
-def _is_over(node: NodeConnection) -> bool:
-    return bool(node.ended or node.lost or node.finished)
+def pause_after(idle_rounds: int) -> float:
+    """Return the seconds to pause after so many rounds in a row without a step; at least one."""
+    return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (idle_rounds - 1))
 
 
 def _failures(members: Sequence[NodeConnection]) -> tuple[RankFailure, ...]:
     """Return the failures of all nodes in order of time, with their times by this machine's clock."""
     failures = [
-        RankFailure(f["rank"], f["time"] + node.clock_offset_s, f["code"], f["summary"], f["text"], node.host.label)
+        RankFailure(**failure | {"time": failure["time"] + node.clock_offset_s, "host": node.host.label})
         for node in members
         if node.ended
-        for f in node.ended["failures"]
+        for failure in node.ended["failures"]
     ]
     return tuple(sorted(failures, key=lambda failure: failure.time))
 

@@ -7,13 +7,12 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zeroengine.errors import LaunchError
 
-EXAMPLE = "Write a command such as --ssh 'ssh -p 2222 -i key'"
-SSH_COMMAND = ("ssh", "-T", "-x", "-a")
+EXAMPLE = "a command such as --ssh 'ssh -p 2222 -i key'"
+SSH_COMMAND = ["ssh", "-T", "-x", "-a"]
 SSH_OPTIONS = {
     # Nobody can answer a question, so that it must be a failure.
     "BatchMode": "yes",
@@ -43,11 +42,8 @@ class RemoteShell:
             LaunchError: It does not.
         """
         if shutil.which(self.words[0]) is None:
-            remedy = (
-                f"Install it, or name another: {EXAMPLE[0].lower()}{EXAMPLE[1:]}"
-                if self.name == "ssh"
-                else "Is this a node of Slurm's?"
-            )
+            is_ssh = self.name == "ssh"
+            remedy = f"Install it, or name another: write {EXAMPLE}" if is_ssh else "Is this a node of Slurm's?"
             raise LaunchError(f"there is no program {self.words[0]!r} here. {remedy}")
 
     def command(self, host: str, line: str) -> list[str]:
@@ -57,6 +53,18 @@ class RemoteShell:
     def starter(self, host: str) -> list[str]:
         """Return the local command that starts a node on the host, with this interpreter."""
         return self.command(host, f"exec {shlex.quote(sys.executable)} -u -c {shlex.quote(STARTER)}")
+
+
+def split_words(option: str, text: str, example: str) -> list[str]:
+    """Return the words of an option's value, as a shell would split it.
+
+    Raises:
+        LaunchError: The quotation is wrong.
+    """
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise LaunchError(f"{option} {text}: {str(error).lower()}. Write {example}") from None
 
 
 def ssh_shell(command: str | None = None, connect_timeout_s: float = 30.0) -> RemoteShell:
@@ -70,12 +78,9 @@ def ssh_shell(command: str | None = None, connect_timeout_s: float = 30.0) -> Re
     Raises:
         LaunchError: `command` is no command.
     """
-    try:
-        words: Sequence[str] = SSH_COMMAND if command is None else shlex.split(command)
-    except ValueError as error:
-        raise LaunchError(f"--ssh {command}: {str(error).lower()}. {EXAMPLE}") from None
+    words = SSH_COMMAND if command is None else split_words("--ssh", command, EXAMPLE)
     if not words:
-        raise LaunchError(f"--ssh: an empty command. {EXAMPLE}")
+        raise LaunchError(f"--ssh: an empty command. Write {EXAMPLE}")
     options = {**SSH_OPTIONS, "ConnectTimeout": str(math.ceil(connect_timeout_s / 3))}
     flags = [word for key, value in options.items() for word in ("-o", f"{key}={value}")]
     return RemoteShell((*words, *flags, "--", "{host}"))

@@ -10,14 +10,11 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
@@ -48,8 +45,8 @@ REAP_INTERVAL_S = 10.0
 POLL_INTERVAL_S = 0.05
 
 
-class Coordinator(Protocol):
-    """The connection of a node's agent to the rest of the run."""
+class Coordinator:
+    """The connection of a node's agent to the rest of the run. This one serves a run on one node, which has no rest."""
 
     def check_stop(self) -> None:
         """Return if the ranks may go on.
@@ -63,19 +60,6 @@ class Coordinator(Protocol):
 
     def wait_for_other_nodes(self) -> None:
         """Report that all ranks of this node have succeeded, and return when those of all other nodes have."""
-
-
-class NoCoordinator:
-    """The coordinator of a run on one node: there is nobody to wait for."""
-
-    def check_stop(self) -> None:
-        """Return at once."""
-
-    def report_step(self) -> None:
-        """Return at once."""
-
-    def wait_for_other_nodes(self) -> None:
-        """Return at once."""
 
 
 def run_ranks(job: Job, pipes: Pipes, rendezvous: Rendezvous, coordinator: Coordinator | None = None) -> RunOutcome:
@@ -99,9 +83,9 @@ def run_ranks(job: Job, pipes: Pipes, rendezvous: Rendezvous, coordinator: Coord
     launch_id = uuid.uuid4().hex
     folder = tempfile.mkdtemp(prefix="zero-launch-")
     # torch elastic sets handlers of its own and does not restore them.
-    with signal_handlers(STOP_SIGNALS), guarded(launch_id, folder) as guard:
+    with signal_handlers(STOP_SIGNALS), ProcessGuard(launch_id, folder) as guard:
         log_specs = WorkerOutput(job, pipes, Path(folder), {LAUNCH_ID_VARIABLE: launch_id})
-        agent = NodeAgent(job, log_specs, rendezvous, coordinator or NoCoordinator(), guard)
+        agent = NodeAgent(job, log_specs, rendezvous, coordinator or Coordinator(), guard)
         try:
             # Signals for the ranks are forwarded only while an agent exists that knows their processes.
             with signal_handlers(FORWARDED_SIGNALS, agent.forward_signal):
@@ -231,7 +215,8 @@ class NodeAgent(LocalElasticAgent):
         # `poll` leaves ended processes unreaped, because torch elastic builds its own result from their exit codes.
         running = [process for process in self._processes if process.poll() is None]
         failed = [process for process in self._processes if process.failed]
-        has_reason = any(process.has_reason for process in failed)
+        # A rank that left a reason has written it to its file.
+        has_reason = any(process.failure_file.exists() for process in failed)
         # The wait is counted from the moment when the rank was last seen alive, which is close to its end.
         waited = any(time.monotonic() > process.last_seen_running + PEER_FAILURE_TIMEOUT_S for process in failed)
         if running and not has_reason and not waited:
@@ -247,12 +232,3 @@ class NodeAgent(LocalElasticAgent):
         stop_ranks(self._processes, death_sig)
         # Newer versions of torch pass a timeout as well.
         super()._shutdown(death_sig, *args, **kwargs)
-
-
-@contextmanager
-def guarded(launch_id: str, folder: str) -> Iterator[ProcessGuard]:
-    """Start a guard for the block, and report at its end which processes it could not end."""
-    with ProcessGuard(launch_id, folder) as guard:
-        yield guard
-    if guard.remaining:
-        sys.stderr.write(f"zero-launch: processes of the run that cannot be ended: {guard.remaining}\n")

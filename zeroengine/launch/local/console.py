@@ -17,10 +17,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from zeroengine.errors import LaunchError
+
 STDOUT, STDERR = 1, 2
-COLOURS = (36, 35, 33, 32, 34, 31)
+COLORS = (36, 35, 33, 32, 34, 31)
 ERASE_LINE = b"\r\x1b[K"
-# This restores plain colours and a visible cursor after an interrupted progress bar.
+# This restores plain colors and a visible cursor after an interrupted progress bar.
 RESTORE_TERMINAL = b"\x1b[0m\x1b[?25h"
 # A pipe's unfinished line is printed after so many seconds.
 UNFINISHED_LINE_TIMEOUT_S = 10.0
@@ -115,10 +117,18 @@ class Console:
     """Print the output of all ranks of a run, one writer at a time.
 
     Args:
-        log_dir: A folder that receives each rank's output unchanged, as `rank0.log` and so on.
+        log_dir: A folder that receives each rank's output unchanged, as `rank0.log` and so on. It is created.
+
+    Raises:
+        LaunchError: The folder cannot be created.
     """
 
     def __init__(self, log_dir: Path | None = None) -> None:
+        if log_dir is not None:
+            try:
+                log_dir.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise LaunchError(f"--log-dir {log_dir}: cannot be made a folder for logs ({error.strerror})") from None
         self._log_dir = log_dir
         self._outputs: dict[tuple[int, int], RankOutput] = {}
         # The unfinished line of this output is the last one on the terminal.
@@ -242,9 +252,9 @@ class Console:
 
 
 def open_output(rank: int, name: str, target: int, terminal: bool) -> RankOutput:
-    """Return one output of a rank, with its prefix coloured on a terminal."""
+    """Return one output of a rank, with its prefix colored on a terminal."""
     if os.isatty(target) and not os.environ.get("NO_COLOR"):
-        name = f"\x1b[{COLOURS[rank % len(COLOURS)]}m{name}\x1b[0m"
+        name = f"\x1b[{COLORS[rank % len(COLORS)]}m{name}\x1b[0m"
     return RankOutput(rank, target, terminal and os.isatty(target), f"{name} ".encode())
 
 

@@ -41,14 +41,12 @@ PR_SET_CHILD_SUBREAPER = 36
 class ProcessGuard:
     """The launcher's end of the guard, for a `with` block.
 
-    At the end of the block the guard ends the run's processes, waits until they have ended and removes `folder`.
+    At the end of the block the guard ends the run's processes, waits until they have ended and removes `folder`. A
+    message on stderr names the processes that cannot be ended.
 
     Args:
         launch_id: The id that the run's processes have in their environment.
         folder: The run's temporary folder.
-
-    Attributes:
-        remaining: After the block, the processes that could not be ended, in words; empty if there are none.
     """
 
     def __init__(self, launch_id: str, folder: str) -> None:
@@ -57,7 +55,6 @@ class ProcessGuard:
 
         # A launcher within another run has that run's id, and the other run's guard must not end this one's.
         environment = {key: value for key, value in os.environ.items() if key != LAUNCH_ID_VARIABLE}
-        self.remaining = ""
         # Processes of an earlier run, or of a test, are below the launcher as well and must survive.
         self._spared = {process.pid for process in started_by_ranks(os.getpid())}
         ignored = ",".join(str(int(number)) for number in (*STOP_SIGNALS, *FORWARDED_SIGNALS))
@@ -82,10 +79,11 @@ class ProcessGuard:
     def __exit__(self, *_: object) -> None:
         # Closing its stdin tells the guard that the run is over. `communicate` does so, and returns when the guard has
         # ended.
-        output = self._process.communicate()[0]
-        self.remaining = output.decode(errors="replace")
+        remaining = self._process.communicate()[0].decode(errors="replace")
         self.reap()
         set_subreaper(False)
+        if remaining:
+            sys.stderr.write(f"zero-launch: processes of the run that cannot be ended: {remaining}\n")
 
     def reap(self, own: Collection[int] = ()) -> None:
         """Reap ended processes that a subreaper inherited, except those in `own`, for which others wait."""

@@ -11,6 +11,8 @@ import struct
 import sys
 from collections.abc import Sequence
 
+from zeroengine.errors import LaunchError
+
 SIOCGIFADDR = 0x8915
 # A connection to the first node may take so many seconds.
 CONNECT_TIMEOUT_S = 5.0
@@ -24,7 +26,7 @@ def open_listener(port: int, host: str = "") -> socket.socket:
         host: The only IPv4 address to listen on; empty for all of them.
 
     Raises:
-        OSError: The port is in use; the message says so.
+        LaunchError: The port is in use; the message says so.
     """
     # One IPv6 socket can take IPv4 connections as well. All ranks connect at the same moment, hence the long backlog.
     both = not host and socket.has_dualstack_ipv6()
@@ -33,8 +35,8 @@ def open_listener(port: int, host: str = "") -> socket.socket:
         return socket.create_server((host, port), family=family, dualstack_ipv6=both, backlog=1024)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise OSError(f"port {port} is in use. Choose another with --port, or leave --port out") from None
-        raise OSError(f"port {port} cannot be opened ({error.strerror})") from None
+            raise LaunchError(f"port {port} is in use. Choose another with --port, or leave --port out") from None
+        raise LaunchError(f"port {port} cannot be opened ({error.strerror})") from None
 
 
 def drop_pending_connections(listener: socket.socket) -> None:

@@ -28,7 +28,7 @@ class RankFailure:
     # `time.monotonic` of the exception. Without an exception, of the last moment when the process was seen running.
     time: float
     code: int  # the exit code as a shell counts: 128 + n for signal n
-    summary: str = ""  # the exception in one line
+    summary: str = ""  # the exception in one line; empty if the rank left no reason
     text: str = ""  # its traceback, which nobody has printed yet
     host: str = ""  # the node's name, if there are several nodes
 
@@ -36,11 +36,6 @@ class RankFailure:
     def label(self) -> str:
         """The rank's name in messages."""
         return f"rank {self.rank}" + (f" ({self.host})" if self.host else "")
-
-    @property
-    def has_reason(self) -> bool:
-        """Whether the rank left a reason for its end."""
-        return bool(self.summary)
 
 
 @dataclass(frozen=True)
@@ -81,11 +76,6 @@ class RankProcess:
         """Whether the rank failed by itself."""
         # The failure file may exist before the process has ended, and then the rank is failing already.
         return not self.stopped and (bool(self.code) or self.failure_file.exists())
-
-    @property
-    def has_reason(self) -> bool:
-        """Whether the rank failed and left a reason."""
-        return self.failed and self.failure_file.exists()
 
     def poll(self) -> int | None:
         """Return the exit code, or None while the process runs."""
