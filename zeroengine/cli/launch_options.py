@@ -9,14 +9,7 @@ from typing import Any
 
 from zeroengine.cli.parser import CommandParser
 from zeroengine.errors import LaunchError
-from zeroengine.launch.cluster.protocol import (
-    CONNECT_TIMEOUT_S,
-    FAN_OUT,
-    HEARTBEAT_INTERVAL_S,
-    IMPORT_TIMEOUT_S,
-    MAX_IDLE_ROUNDS,
-    NODE_TIMEOUT_S,
-)
+from zeroengine.launch.cluster import protocol
 from zeroengine.launch.local.core_binding import BIND_KINDS
 
 LAUNCHERS = ("local", "ssh", "slurm", "mpi", "k8s", "ray")
@@ -72,7 +65,7 @@ def parser() -> CommandParser:
     add("--bind", choices=BIND_KINDS, help="give each rank cores of its own, or those of one NUMA node")
     add("--max-restarts", **count, default=0, help="start the ranks again after a failure, N times at most")
     idle = "an elastic run ends when nodes were lost in so many rounds in a row before a step was taken (3)"
-    add("--max-idle-rounds", **count, default=MAX_IDLE_ROUNDS, help=idle)
+    add("--max-idle-rounds", **count, default=protocol.MAX_IDLE_ROUNDS, help=idle)
     add("-m", "--module", action="store_true", help="the script is a module's name, as with python -m")
 
     add = parser.add_argument_group("the nodes").add_argument
@@ -85,10 +78,17 @@ def parser() -> CommandParser:
     add("--master-addr", metavar="ADDR", help=first)
     add("--port", "--master-port", metavar="PORT", type=int, default=0, help="of the store there (default: a free one)")
     add("--ssh", metavar="COMMAND", help="instead of plain ssh, such as 'ssh -p 2222 -i key'")
-    add("--node-timeout", **seconds, default=NODE_TIMEOUT_S, help="silence after which a node is given up (10)")
-    add("--connect-timeout", **seconds, default=CONNECT_TIMEOUT_S, help="for a connection to a node (30)")
-    add("--import-timeout", **seconds, default=IMPORT_TIMEOUT_S, help="for a node's Python to import torch (120)")
-    add("--fan-out", **count, default=FAN_OUT, help="connect to so many nodes at a time (64)")
+    add(
+        "--node-timeout", **seconds, default=protocol.NODE_TIMEOUT_S, help="silence after which a node is given up (10)"
+    )
+    add("--connect-timeout", **seconds, default=protocol.CONNECT_TIMEOUT_S, help="for a connection to a node (30)")
+    add(
+        "--import-timeout",
+        **seconds,
+        default=protocol.IMPORT_TIMEOUT_S,
+        help="for a node's Python to import torch (120)",
+    )
+    add("--fan-out", **count, default=protocol.FAN_OUT, help="connect to so many nodes at a time (64)")
     add("--submit", action="store_true", help="slurm: write a batch script of this command and submit it")
     sbatch = "further options of sbatch, such as '--time=8:00:00 --partition=gpu'"
     add("--sbatch", metavar="OPTIONS", default="", help=sbatch)
@@ -164,7 +164,10 @@ def check_options(options: argparse.Namespace) -> None:
         "fan_out": (options.fan_out >= 1, "write 1 or more"),
         "max_idle_rounds": (options.max_idle_rounds >= 1, "write 1 or more"),
         # A shorter timeout would give up nodes that are only late with a heartbeat.
-        "node_timeout": (options.node_timeout >= 5, f"nodes speak every {HEARTBEAT_INTERVAL_S:g} s; write 5 or more"),
+        "node_timeout": (
+            options.node_timeout >= 5,
+            f"nodes speak every {protocol.HEARTBEAT_INTERVAL_S:g} s; write 5 or more",
+        ),
     }
     for name, (is_valid, remedy) in checks.items():
         if not is_valid:

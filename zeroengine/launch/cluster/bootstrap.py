@@ -35,7 +35,7 @@ def main() -> None:
     # Unbuffered, since what follows the first line belongs to node.py.
     with os.fdopen(0, "rb", 0, closefd=False) as stdin:
         wanted = json.loads(stdin.readline())
-    # The client's address and port, then this node's.
+    # sshd puts both ends of the connection into this variable: the launcher's address and port, then this node's.
     connection = os.environ.get("SSH_CONNECTION", "").split()
     send(
         **{"is": "hello"},

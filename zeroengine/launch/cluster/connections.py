@@ -23,14 +23,8 @@ from collections.abc import Callable, Sequence
 from typing import IO
 
 from zeroengine.errors import LaunchError
-from zeroengine.launch.cluster.protocol import (
-    HEARTBEAT_INTERVAL_S,
-    MESSAGE_PREFIX,
-    LineSplitter,
-    Message,
-    decode,
-    encode,
-)
+from zeroengine.launch.cluster import protocol
+from zeroengine.launch.cluster.protocol import Message
 
 # So many lines of ssh's stderr are kept.
 MAX_ERROR_LINES = 5
@@ -130,7 +124,7 @@ class ConnectionProcess:
             self.last_heard = time.monotonic()
         # A heartbeat behind data that the node does not read would only add to them.
         if not self._input.get_write_buffer_size():
-            self._write(encode({"do": "beat"}))
+            self._write(protocol.encode({"do": "beat"}))
 
     async def _serve(self) -> None:
         """Read until the process has ended, and hand on its exit code."""
@@ -150,7 +144,7 @@ class ConnectionProcess:
             self._abort_input()
 
     async def _read_lines(self, pipe: IO[bytes], take_line: Callable[[bytes], None]) -> None:
-        reader, lines = asyncio.StreamReader(), LineSplitter()
+        reader, lines = asyncio.StreamReader(), protocol.LineSplitter()
         transport, _ = await self._loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
         try:
             while data := await reader.read(READ_BYTES):
@@ -174,9 +168,9 @@ class ConnectionProcess:
 
     def _take_line(self, line: bytes) -> None:
         """Hand on a message, and separately any text before it: a login script may print without a line's end."""
-        text, prefix, rest = line.partition(MESSAGE_PREFIX)
+        text, prefix, rest = line.partition(protocol.MESSAGE_PREFIX)
         try:
-            message = decode(rest, "is") if prefix else None
+            message = protocol.decode(rest, "is") if prefix else None
         except ValueError:
             # Something else was printed in the middle of it.
             text, message = line, None
@@ -258,7 +252,7 @@ class ConnectionThread:
         while True:
             for connection in self._open:
                 connection.send_heartbeat()
-            await asyncio.sleep(HEARTBEAT_INTERVAL_S)
+            await asyncio.sleep(protocol.HEARTBEAT_INTERVAL_S)
 
 
 def allow_descriptors(count: int, purpose: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from zeroengine.launch.cluster.hosts import Host, processes_on
+from zeroengine.launch.cluster.hosts import processes_on
 from zeroengine.launch.cluster.request import ClusterRequest
 from zeroengine.launch.local.job import count_processes, worker_command
 from zeroengine.launch.local.masking import masked
@@ -33,14 +33,12 @@ def describe_run(request: ClusterRequest) -> str:
                 "MASTER_PORT": request.port or PORT,
                 "ZEROENGINE_HOST": host.label,
             }
-            variables = {**own, **_devices(host), **masked(request.environment), **request.ranks_environment}
+            if host.chosen is not None:
+                own["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, host.chosen))
+            variables = {**own, **masked(request.environment), **request.ranks_environment}
             words = [f"{key}={value}" for key, value in variables.items()]
             command = worker_command(request.target, request.arguments, request.module)
             line = f"cd {shlex.quote(request.folder)} && exec env {shlex.join([*words, *command])}"
             lines.append(shlex.join(request.shell.command(host.name, line)))
             rank += 1
     return "\n".join(lines)
-
-
-def _devices(host: Host) -> dict[str, str]:
-    return {} if host.chosen is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, host.chosen))}

@@ -21,34 +21,12 @@ from typing import NoReturn
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from zeroengine.errors import LaunchError, ZeroEngineError
-from zeroengine.launch.cluster.protocol import (
-    HEARTBEAT_INTERVAL_S,
-    NODE_TIMEOUT_S,
-    LineSplitter,
-    Message,
-    MessageWriter,
-    decode,
-    to_text,
-)
+from zeroengine.launch.cluster import protocol
+from zeroengine.launch.cluster.protocol import Message, MessageWriter
 from zeroengine.launch.cluster.versions import installed_versions
+from zeroengine.launch.local import job, network
 from zeroengine.launch.local.agent import POLL_INTERVAL_S, Coordinator, run_ranks
 from zeroengine.launch.local.core_binding import cores_by_rank
-from zeroengine.launch.local.job import (
-    LOOPBACK,
-    Job,
-    check_config,
-    check_target,
-    count_gpus,
-    omp_threads,
-    worker_command,
-)
-from zeroengine.launch.local.network import (
-    drop_pending_connections,
-    interface_of,
-    open_listener,
-    own_address,
-    try_connection,
-)
 from zeroengine.launch.local.pipes import Pipes
 from zeroengine.launch.local.rank import SIGKILL_TIMEOUT_S
 from zeroengine.launch.local.rendezvous import NodeAssignment, Rendezvous
@@ -66,7 +44,7 @@ class LauncherOrders(Coordinator):
     """
 
     def __init__(self, writer: MessageWriter) -> None:
-        self._writer, self._timeout_s = writer, NODE_TIMEOUT_S
+        self._writer, self._timeout_s = writer, protocol.NODE_TIMEOUT_S
         self._tasks: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._stop_signal: signal.Signals | None = None
         self._released = threading.Event()
@@ -117,7 +95,7 @@ class LauncherOrders(Coordinator):
             self._tasks.put(message)
 
     def _read_messages(self) -> None:
-        lines = LineSplitter()
+        lines = protocol.LineSplitter()
         try:
             # Silence for longer than the timeout means that the launcher or the network is gone.
             while select.select([0], [], [], self._timeout_s)[0]:
@@ -125,7 +103,7 @@ class LauncherOrders(Coordinator):
                 if not data:
                     break
                 for line in lines.feed(data):
-                    self._take(decode(line, "do"))
+                    self._take(protocol.decode(line, "do"))
         finally:
             self._launcher_is_gone, self._stop_signal = True, signal.SIGTERM
             # None tells the main thread, if it waits for a task, that no task will follow.
@@ -138,7 +116,7 @@ class LauncherOrders(Coordinator):
         # The clock travels with each heartbeat, so that the launcher can compare times of different nodes.
         while not self._launcher_is_gone:
             self._writer.send({"is": "beat", "clock": time.monotonic()})
-            time.sleep(HEARTBEAT_INTERVAL_S)
+            time.sleep(protocol.HEARTBEAT_INTERVAL_S)
 
 
 class NodeServer:
@@ -166,38 +144,34 @@ class NodeServer:
         # A listener of an earlier round would keep its port from the new one.
         if self._listener is not None:
             self._listener.close()
-        # sshd puts both ends of the connection into this variable. The third word is the address that the launcher
-        # used.
-        connection = os.environ.get("SSH_CONNECTION", "").split()
-        reached_at = connection[2] if len(connection) == 4 else None
-        address = message["address"] or own_address(reached_at, message["others"])
+        address = message["address"] or network.own_address(message["reached_at"], message["others"])
         host = ""
         if not message["others"] and not message["address"]:
             # This is the only node, and nobody else should reach the store.
-            host = address = LOOPBACK
-        self._listener = open_listener(message["port"], host)
+            host = address = job.LOOPBACK
+        self._listener = network.open_listener(message["port"], host)
         port: int = self._listener.getsockname()[1]
         if message["address"]:
             try:
                 # The ranks of this node look for the store at the given address as well.
-                try_connection(address, port)
+                network.try_connection(address, port)
             except OSError as error:
                 reason = error.strerror or error
                 raise LaunchError(
                     f"--master-addr {address} does not lead to this node ({reason}). Leave it out"
                 ) from None
-        self._interface = interface_of(address)
+        self._interface = network.interface_of(address)
         self._writer.send({"is": "answer", "address": address, "port": port})
 
     def _reach(self, message: Message) -> None:
         """Check that this node reaches the first one, and remember the interface on the way there."""
         address, port = message["address"], message["port"]
         try:
-            own = try_connection(address, port)
+            own = network.try_connection(address, port)
         except OSError as error:
             reason = error.strerror or error
             raise OSError(f"{address} port {port} on the first node cannot be reached ({reason})") from None
-        self._interface = interface_of(own)
+        self._interface = network.interface_of(own)
         self._writer.send({"is": "answer"})
 
     def _run(self, message: Message) -> None:
@@ -205,28 +179,28 @@ class NodeServer:
         assignment, nproc = NodeAssignment(**message["place"]), message["nproc"]
         environment: dict[str, str] = dict(message["environment"])
         # The number of threads depends on this node's cores, so that the launcher cannot choose it.
-        environment |= {"ZEROENGINE_HOST": message["host"], "OMP_NUM_THREADS": omp_threads(nproc)}
+        environment |= {"ZEROENGINE_HOST": message["host"], "OMP_NUM_THREADS": job.omp_threads(nproc)}
         # Gloo would otherwise choose the interface of the host name, which is often loopback.
         if assignment.nodes > 1 and self._interface is not None:
             environment["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", self._interface)
         if message["bind"]:
             environment[BIND_VARIABLE] = cores_by_rank(message["bind"], nproc)
-        command = worker_command(message["target"], message["arguments"], message["module"])
+        command = job.worker_command(message["target"], message["arguments"], message["module"])
         # The store takes the socket over, so it must not be closed here any more.
         listener, self._listener = self._listener, None
         if listener is not None and assignment.node == 0:
             # The other nodes' test connections would look like ranks to the store.
-            drop_pending_connections(listener)
+            network.drop_pending_connections(listener)
         rendezvous = Rendezvous(assignment, listener if assignment.node == 0 else None)
         with Pipes(nproc, self._send_output) as pipes:
-            outcome = run_ranks(Job(nproc, command, environment), pipes, rendezvous, self._orders)
+            outcome = run_ranks(job.Job(nproc, command, environment), pipes, rendezvous, self._orders)
         # The failures have their times by this node's clock.
         failures = [dataclasses.asdict(failure) for failure in outcome.failures]
         ended = {"failures": failures, "interrupted": outcome.interrupted, "clock": time.monotonic()}
         self._writer.send({"is": "ended", **ended})
 
     def _send_output(self, rank: int, target: int, data: bytes) -> None:
-        self._writer.send({"is": "output", "rank": rank, "target": target, "data": to_text(data)})
+        self._writer.send({"is": "output", "rank": rank, "target": target, "data": protocol.to_text(data)})
 
 
 def node_facts(message: Message) -> Message:
@@ -238,14 +212,14 @@ def node_facts(message: Message) -> Message:
     elif overrides is not None:
         # Only the first node is asked to check the configuration.
         try:
-            check_config(config, overrides)
+            job.check_config(config, overrides)
         except ZeroEngineError as error:
             config_error = str(error)
     try:
-        check_target(message["target"], message["module"])
+        job.check_target(message["target"], message["module"])
     except LaunchError as error:
         missing.append(str(error))
-    gpus = 0 if message["cpu"] else count_gpus()
+    gpus = 0 if message["cpu"] else job.count_gpus()
     facts = {"versions": installed_versions(), "gpus": gpus, "missing": missing, "config_error": config_error}
     return {"is": "facts", **facts}
 

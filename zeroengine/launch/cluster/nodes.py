@@ -19,7 +19,7 @@ from zeroengine.launch.cluster.connections import (
 )
 from zeroengine.launch.cluster.hosts import Host
 from zeroengine.launch.cluster.node_connection import RETRY_INTERVAL_S, NodeConnection
-from zeroengine.launch.cluster.preflight import Problem, clock_warning, find_problems, problem_table
+from zeroengine.launch.cluster.preflight import clock_warning, find_problems, problem_table
 from zeroengine.launch.cluster.protocol import Message, to_bytes
 from zeroengine.launch.cluster.request import ClusterRequest
 from zeroengine.launch.cluster.versions import installed_versions
@@ -58,7 +58,7 @@ class Nodes:
         # These are new connections to lost hosts, by the index of the host.
         self._returning: dict[int, NodeConnection] = {}
         # These problems of nodes that came back and cannot take part have been printed.
-        self._reported: set[Problem] = set()
+        self._reported: set[tuple[str, str]] = set()
         self._last_clock_check = 0.0
         self._stop_signal: signal.Signals | None = None
         self._to_forward: queue.SimpleQueue[signal.Signals] = queue.SimpleQueue()
@@ -155,12 +155,12 @@ class Nodes:
         absent = [
             node
             for node in self.connections
-            if node.facts is None and problems[node] == [(node.host.label, node.lost)] and not node.refused
+            if node.facts is None and problems[node] == [node.lost] and not node.refused
         ]
         any_wrong = any(problems[node] for node in self.connections if node not in absent)
         # All problems appear in one table, so that a user can correct them together.
         if any_wrong or len(self.connections) - len(absent) < self._request.min_nodes:
-            rows = [problem for of_node in problems.values() for problem in of_node]
+            rows = {node.host.label: texts for node, texts in problems.items() if texts}
             raise problem_table(rows, len(self.connections))
         for node in absent:
             self.print_notice(f"{node.host.label} is left out: {node.lost}")
@@ -186,9 +186,9 @@ class Nodes:
             elif candidate is not None and (candidate.lost or (candidate.facts and self._problems(candidate))):
                 # The same problem appears at every attempt, and is reported once.
                 for problem in self._problems(candidate):
-                    if candidate.hello is not None and problem not in self._reported:
-                        self._reported.add(problem)
-                        self.print_notice(f"{problem[0]} is back, and cannot take part: {problem[1]}")
+                    if candidate.hello is not None and (node.host.label, problem) not in self._reported:
+                        self._reported.add((node.host.label, problem))
+                        self.print_notice(f"{node.host.label} is back, and cannot take part: {problem}")
                 candidate.kill()
                 node.retry_after(RETRY_INTERVAL_S)
                 del self._returning[index]
@@ -225,7 +225,7 @@ class Nodes:
                 node.connect()
                 num_connecting += node.is_connecting
 
-    def _problems(self, node: NodeConnection) -> list[Problem]:
+    def _problems(self, node: NodeConnection) -> list[str]:
         return find_problems(node, installed_versions(), self._request.nproc)
 
     def _note_stop_signal(self, number: signal.Signals) -> None:

@@ -3,33 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 
 from zeroengine.errors import LaunchError
 from zeroengine.launch.cluster.node_connection import NodeConnection
 
 CLOCK_TOLERANCE_S = 60.0
 
-# A problem is a host's label, and a sentence about what is wrong there.
-Problem = tuple[str, str]
 
-
-def find_problems(node: NodeConnection, own: dict[str, str], nproc: str) -> list[Problem]:
-    """Return everything that prevents this node from taking part.
+def find_problems(node: NodeConnection, own: dict[str, str], nproc: str) -> list[str]:
+    """Return everything that prevents this node from taking part, one sentence each.
 
     Args:
         node: The node.
         own: The launcher's `installed_versions()`.
         nproc: The value of `--nproc`.
     """
-    label = node.host.label
     # Another Python explains most other problems, so it is named alone.
     if node.hello is not None and _minor(node.hello["python"]) != _minor(own["Python"]):
-        return [(label, f"Python {node.hello['python']}, and {own['Python']} here")]
+        return [f"Python {node.hello['python']}, and {own['Python']} here"]
     if node.lost is not None:
-        return [(label, node.lost)]
+        return [node.lost]
     if node.facts is None:
-        return [(label, "does not answer")]
+        return ["does not answer"]
     versions = node.facts["versions"]
     problems = [
         f"{name} {versions[name]}, and {own[name]} here"
@@ -42,7 +39,7 @@ def find_problems(node: NodeConnection, own: dict[str, str], nproc: str) -> list
         problems.append(f"{slots} slots in the hostfile, but {gpus} GPUs")
     elif gpus and nproc != "auto" and int(nproc) > gpus:
         problems.append(f"--nproc {nproc}, but {gpus} GPUs; --cpu uses none")
-    return [(label, text) for text in problems]
+    return problems
 
 
 def clock_warning(node: NodeConnection) -> str | None:
@@ -55,20 +52,16 @@ def clock_warning(node: NodeConnection) -> str | None:
     direction = "ahead of" if ahead > 0 else "behind"
     return (
         f"the clock of {node.host.label} is {format_duration(abs(ahead))} {direction} this one: the run does not mind, "
-        f"but the times of its files and logs are wrong. Synchronise it (chronyc makestep, or timedatectl set-ntp true)"
+        f"but the times of its files and logs are wrong. Synchronize it (chronyc makestep, or timedatectl set-ntp true)"
     )
 
 
-def problem_table(problems: Sequence[Problem], num_nodes: int) -> LaunchError:
-    """Return an error with all problems in one table, one line each."""
-    width = max(len(label) for label, _ in problems)
-    num_bad = len({label for label, _ in problems})
-    lines = [f"{num_bad} of {num_nodes} node{'s' * (num_nodes > 1)} cannot take part:"]
-    previous = ""
-    for label, text in problems:
-        shown = "" if label == previous else label
-        lines.append(f"  {shown:<{width}}  {text}")
-        previous = label
+def problem_table(problems: Mapping[str, Sequence[str]], num_nodes: int) -> LaunchError:
+    """Return an error with the problems of each host, by its label, in one table, one line each."""
+    width = max(map(len, problems))
+    lines = [f"{len(problems)} of {num_nodes} node{'s' * (num_nodes > 1)} cannot take part:"]
+    for label, texts in problems.items():
+        lines += [f"  {name:<{width}}  {text}" for name, text in zip_longest([label], texts, fillvalue="")]
     return LaunchError("\n".join(lines))
 
 

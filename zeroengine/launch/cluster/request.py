@@ -5,16 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from zeroengine.launch.cluster import protocol
 from zeroengine.launch.cluster.hosts import Host, processes_on
 from zeroengine.launch.cluster.node_connection import NodeConnection
-from zeroengine.launch.cluster.protocol import (
-    CONNECT_TIMEOUT_S,
-    FAN_OUT,
-    IMPORT_TIMEOUT_S,
-    MAX_IDLE_ROUNDS,
-    NODE_TIMEOUT_S,
-    Message,
-)
+from zeroengine.launch.cluster.protocol import Message
 from zeroengine.launch.cluster.shells import RemoteShell
 from zeroengine.launch.local.job import CPU_PROCESSES
 
@@ -40,11 +34,11 @@ class ClusterRequest:
     port: int = 0
     bind: str | None = None
     max_restarts: int = 0
-    max_idle_rounds: int = MAX_IDLE_ROUNDS
-    node_timeout_s: float = NODE_TIMEOUT_S
-    connect_timeout_s: float = CONNECT_TIMEOUT_S
-    import_timeout_s: float = IMPORT_TIMEOUT_S
-    fan_out: int = FAN_OUT  # the number of nodes that are connected to at the same time
+    max_idle_rounds: int = protocol.MAX_IDLE_ROUNDS
+    node_timeout_s: float = protocol.NODE_TIMEOUT_S
+    connect_timeout_s: float = protocol.CONNECT_TIMEOUT_S
+    import_timeout_s: float = protocol.IMPORT_TIMEOUT_S
+    fan_out: int = protocol.FAN_OUT  # the number of nodes that are connected to at the same time
     run_id: str = "none"
 
     @property

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from zeroengine.launch.cluster.node_connection import NodeConnection
 from zeroengine.launch.cluster.nodes import LauncherInterrupted, Nodes
 from zeroengine.launch.cluster.preflight import problem_table
+from zeroengine.launch.cluster.protocol import Message
 from zeroengine.launch.cluster.request import ClusterRequest
 from zeroengine.launch.local.console import Console
 from zeroengine.launch.local.failure_report import failure_report
@@ -186,14 +187,20 @@ class RestartLoop:
             The store's address and port; None if a node was lost.
         """
         first, *rest = members
-        others = [str(node.hello["address"] or node.host.label) for node in rest if node.hello]
-        # The other nodes must reach the store, and any of them may be behind a firewall or another network.
-        wanted = {"port": self._request.port, "address": self._request.address}
-        self._lose_unable(first, [], self._nodes.ask([first], {"do": "listen", "others": others, **wanted}))
+        assert first.hello is not None
+        listen: Message = {
+            "do": "listen",
+            "port": self._request.port,
+            "address": self._request.address,
+            "reached_at": first.hello["address"],
+            "others": [str(node.hello["address"] or node.host.label) for node in rest if node.hello],
+        }
+        self._lose_unable(first, [], self._nodes.ask([first], listen))
         if first.lost is not None:
             return None
         assert first.answer is not None
         store = {key: first.answer[key] for key in ("address", "port")}
+        # The other nodes must reach the store, and any of them may be behind a firewall or another network.
         self._lose_unable(first, rest, self._nodes.ask(rest, {"do": "reach", **store}))
         return None if any(node.lost for node in members) else store
 
@@ -206,7 +213,7 @@ class RestartLoop:
             LaunchError: The run is at its start and needs all nodes.
         """
         if unable and not self._request.elastic and self._round_index == 0:
-            problems = [(node.host.label, text) for node, text in unable.items()]
+            problems = {node.host.label: [text] for node, text in unable.items()}
             raise problem_table(problems, len(self._nodes.connections))
         # Where most nodes cannot reach the first one, the fault is more likely on its side than on theirs.
         if len(rest) > 1 and 2 * len(unable) > len(rest):

@@ -23,19 +23,13 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Signa
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from zeroengine.errors import LaunchError
+from zeroengine.launch.local import signals
 from zeroengine.launch.local.console import STDERR, STDOUT
 from zeroengine.launch.local.guard import LAUNCH_ID_VARIABLE, ProcessGuard
 from zeroengine.launch.local.job import Job
 from zeroengine.launch.local.pipes import Pipes
 from zeroengine.launch.local.rank import PEER_FAILURE_TIMEOUT_S, RankFailure, RankProcess, RunOutcome, stop_ranks
 from zeroengine.launch.local.rendezvous import Rendezvous
-from zeroengine.launch.local.signals import (
-    FORWARDED_SIGNALS,
-    STOP_SIGNALS,
-    ignore_signals,
-    send_signal,
-    signal_handlers,
-)
 from zeroengine.launch.local.worker import FAILURE_FILE_VARIABLE
 from zeroengine.utils.launcher_environment import STEP_FILE
 
@@ -83,12 +77,12 @@ def run_ranks(job: Job, pipes: Pipes, rendezvous: Rendezvous, coordinator: Coord
     launch_id = uuid.uuid4().hex
     folder = tempfile.mkdtemp(prefix="zero-launch-")
     # torch elastic sets handlers of its own and does not restore them.
-    with signal_handlers(STOP_SIGNALS), ProcessGuard(launch_id, folder) as guard:
+    with signals.signal_handlers(signals.STOP_SIGNALS), ProcessGuard(launch_id, folder) as guard:
         log_specs = WorkerOutput(job, pipes, Path(folder), {LAUNCH_ID_VARIABLE: launch_id})
         agent = NodeAgent(job, log_specs, rendezvous, coordinator or Coordinator(), guard)
         try:
             # Signals for the ranks are forwarded only while an agent exists that knows their processes.
-            with signal_handlers(FORWARDED_SIGNALS, agent.forward_signal):
+            with signals.signal_handlers(signals.FORWARDED_SIGNALS, agent.forward_signal):
                 agent.run()
             # The failures are read after the agent has ended all ranks, so no rank can fail unseen.
             return RunOutcome(agent.failures())
@@ -101,7 +95,7 @@ def run_ranks(job: Job, pipes: Pipes, rendezvous: Rendezvous, coordinator: Coord
             raise LaunchError(f"torch elastic cannot bring the ranks together on {address}: {error}") from error
         finally:
             # Processes that remain of the run are ended now, and a second Ctrl-C must not interrupt that.
-            ignore_signals(STOP_SIGNALS)
+            signals.ignore_signals(signals.STOP_SIGNALS)
             # The store closes before the guard ends the last processes, and its port is free for the next round.
             rendezvous.close()
 
@@ -173,7 +167,10 @@ class NodeAgent(LocalElasticAgent):
 
     def forward_signal(self, number: signal.Signals) -> None:
         """Send a signal to the ranks that still run. See "Forwarded signals" in signals.py."""
-        send_signal((process.pid for process in self._processes if process.poll() is None), number)
+        for process in self._processes:
+            # The children of a rank do not receive the signal, and the rank itself may have ended.
+            if process.poll() is None:
+                os.kill(process.pid, number)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
         pids: dict[int, int] = super()._start_workers(worker_group)

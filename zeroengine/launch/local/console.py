@@ -155,13 +155,13 @@ class Console:
     def terminals(self) -> dict[int, int]:
         """Return the targets for which rank 0 has a terminal, each with the width of the prefix in columns."""
         outputs = self._outputs.values()
-        return {output.target: len(without_controls(output.prefix)) for output in outputs if output.is_terminal}
+        return {output.target: len(re.sub(CONTROL, b"", output.prefix)) for output in outputs if output.is_terminal}
 
     def feed(self, rank: int, target: int, data: bytes) -> None:
         """Print new output of a rank."""
         output = self._outputs[rank, target]
         # The log receives the bytes as the rank wrote them, before any prefix or erasure.
-        self._log(rank, data)
+        self.log(rank, data)
         if target == STDERR:
             output.tail = (output.tail + data)[-TAIL_BYTES:]
         self._print(output, output.with_prefixes(data) if output.is_terminal else output.complete_lines(data))
@@ -198,15 +198,12 @@ class Console:
         # Only the last version of a redrawn line is shown, as a terminal would have shown it.
         return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in text.strip("\n").split("\n")[-lines:])
 
-    def log(self, rank: int, text: str) -> None:
-        """Add text to the rank's log file that the rank itself did not print."""
-        self._log(rank, text.encode(errors="replace"))
-
     def prefix(self, rank: int) -> str:
         """Return the prefix of the rank's lines."""
         return self._outputs[rank, STDERR].prefix.decode()
 
-    def _log(self, rank: int, data: bytes) -> None:
+    def log(self, rank: int, data: bytes) -> None:
+        """Add to the rank's log file."""
         if self._log_dir is None or not data:
             return
         try:
@@ -261,8 +258,3 @@ def open_output(rank: int, name: str, target: int, terminal: bool) -> RankOutput
 def last_version(line: bytes) -> bytes:
     """Return the visible part of a line after its carriage returns."""
     return line.rstrip(b"\r").rpartition(b"\r")[2]
-
-
-def without_controls(text: bytes) -> bytes:
-    """Return the text without control sequences."""
-    return re.sub(CONTROL, b"", text)

@@ -5,6 +5,7 @@ Memory follows the cores: the kernel takes it from the NUMA node of the core tha
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Sequence
@@ -31,11 +32,11 @@ def cores_by_rank(kind: str, ranks: int) -> str:
     nodes = [node for node in nodes if node] or [sorted(allowed)]
     if kind == "cores" and len(allowed) < ranks:
         raise LaunchError(f"--bind cores: {ranks} ranks, and only {len(allowed)} cores. Leave --bind out")
-    return ";".join(map(format_cores, divide_cores(kind, nodes, ranks)))
+    return ";".join(",".join(map(str, cores)) for cores in divide_cores(kind, nodes, ranks))
 
 
-def divide_cores(kind: str, nodes: Sequence[Sequence[int]], ranks: int) -> list[list[int]]:
-    """Return each rank's cores; neighbouring ranks get neighbouring cores.
+def divide_cores(kind: str, nodes: Sequence[list[int]], ranks: int) -> list[list[int]]:
+    """Return each rank's cores; neighboring ranks get neighboring cores.
 
     No rank spans NUMA nodes if there are at least as many ranks as nodes.
 
@@ -44,36 +45,23 @@ def divide_cores(kind: str, nodes: Sequence[Sequence[int]], ranks: int) -> list[
         nodes: The cores of each NUMA node.
         ranks: The number of ranks.
     """
-    if len(nodes) > ranks and kind == "cores":
-        cores = [core for node in nodes for core in node]
-        return [cores[rank * len(cores) // ranks : (rank + 1) * len(cores) // ranks] for rank in range(ranks)]
-    node_of_rank = [rank * len(nodes) // ranks for rank in range(ranks)]
-    if kind == "numa":
-        return [list(nodes[index]) for index in node_of_rank]
-    shares = []
-    for rank, index in enumerate(node_of_rank):
-        neighbours = [other for other in range(ranks) if node_of_rank[other] == index]
-        node, position = nodes[index], neighbours.index(rank)
-        share = list(node[position * len(node) // len(neighbours) : (position + 1) * len(node) // len(neighbours)])
+    if kind == "cores" and len(nodes) > ranks:
+        nodes = [list(itertools.chain.from_iterable(nodes))]
+    shares: list[list[int]] = []
+    # Consecutive ranks share a node.
+    for index, neighbors in itertools.groupby(range(ranks), lambda rank: rank * len(nodes) // ranks):
+        node, count = nodes[index], len(list(neighbors))
+        parts = [node[part * len(node) // count : (part + 1) * len(node) // count] for part in range(count)]
         # The ranks of a node that has fewer cores than ranks share them.
-        shares.append(share or list(node))
+        shares += [part if kind == "cores" and part else node for part in parts]
     return shares
 
 
 def numa_nodes() -> list[set[int]]:
     """Return the cores of each NUMA node; nothing on a system that does not tell."""
     paths = sorted(NUMA_FOLDER.glob("node[0-9]*/cpulist"), key=lambda path: int(path.parent.name[4:]))
-    return [parse_cores(path.read_text()) for path in paths]
-
-
-def parse_cores(text: str) -> set[int]:
-    """Return the numbers of a list such as `0-3,8`."""
-    cores: set[int] = set()
-    for first, last in re.findall(r"(\d+)(?:-(\d+))?", text):
-        cores |= set(range(int(first), int(last or first) + 1))
-    return cores
-
-
-def format_cores(cores: Sequence[int]) -> str:
-    """Return the numbers as `0,1`."""
-    return ",".join(map(str, cores))
+    # The files hold lists such as 0-3,8.
+    ranges = [re.findall(r"(\d+)(?:-(\d+))?", path.read_text()) for path in paths]
+    return [
+        {core for first, last in of_node for core in range(int(first), int(last or first) + 1)} for of_node in ranges
+    ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 from zeroengine.launch.local.console import Console
-from zeroengine.launch.local.rank import RankFailure, RunOutcome
+from zeroengine.launch.local.rank import RunOutcome
 from zeroengine.utils.launcher_environment import RESTART_EXIT_CODE
 
 # So many failures are named besides the first one.
@@ -20,7 +20,7 @@ def failure_report(outcome: RunOutcome, console: Console) -> str:
     if outcome.interrupted is not None:
         return f"zero-launch: stopped by {outcome.interrupted.name}; every rank has ended\n"
     for failure in outcome.failures:
-        console.log(failure.rank, failure.text)
+        console.log(failure.rank, failure.text.encode(errors="replace"))
     nodes = [f"zero-launch: {sentence}" for sentence in outcome.lost]
     if not outcome.failures:
         return "".join(f"{line}\n" for line in nodes)
@@ -28,18 +28,17 @@ def failure_report(outcome: RunOutcome, console: Console) -> str:
     if first.code == RESTART_EXIT_CODE and not first.text:
         return f"zero-launch: the ranks have ended to be started again (exit code {RESTART_EXIT_CODE})\n"
     named = others[:MAX_NAMED_FAILURES]
-    lines = [f"zero-launch: {other.label} failed as well: {describe_failure(other)}" for other in named]
+    lines = [
+        f"zero-launch: {other.label} failed as well: "
+        + (other.summary.partition("\n")[0] or describe_exit_code(other.code))
+        for other in named
+    ]
     if len(others) > len(named):
         lines.append(f"zero-launch: and {len(others) - len(named)} more ranks")
     lines.append(f"zero-launch: {first.label} failed{' first' if others else ''} ({describe_exit_code(first.code)})")
     text = first.text.rstrip("\n") or console.tail(first.rank)
     lines += [console.prefix(first.rank) + line for line in text.split("\n") if text]
     return "\n".join([*lines, *nodes]) + "\n"
-
-
-def describe_failure(failure: RankFailure) -> str:
-    """Return one failure in one line."""
-    return failure.summary.partition("\n")[0] or describe_exit_code(failure.code)
 
 
 def describe_exit_code(code: int) -> str:

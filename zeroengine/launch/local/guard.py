@@ -199,13 +199,13 @@ class ProcessSweeper:
         self._known = [p for p in started_by_ranks(launcher, self._known) if p.pid not in self._spared]
         return {process.pid for process in self._known}
 
-    def sweep(self, sigkill_delay_s: float = SIGKILL_DELAY_S) -> str:
+    def sweep(self) -> str:
         """End every process of the run by SIGTERM, then by SIGKILL.
 
         Returns:
             The processes that are left, in words; empty if there are none.
         """
-        deadline = time.monotonic() + sigkill_delay_s
+        deadline = time.monotonic() + SIGKILL_DELAY_S
         terminated: set[int] = set()
         not_allowed: set[int] = set()
         pids: set[int] = set()

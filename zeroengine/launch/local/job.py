@@ -184,10 +184,7 @@ def check_target(target: str, module: bool) -> None:
     Raises:
         LaunchError: It cannot; the message names a similar one if there is one.
     """
-    if module:
-        _check_module(target)
-    else:
-        _check_script(target)
+    (_check_module if module else _check_script)(target)
 
 
 def _check_script(script: str) -> None:

@@ -10,7 +10,6 @@ without a handler the signal ends the rank, as it ends any process.
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 from collections.abc import Callable, Iterable, Iterator
 
@@ -45,10 +44,3 @@ def ignore_signals(numbers: Iterable[signal.Signals]) -> None:
     """Ignore these signals from now on."""
     for number in numbers:
         signal.signal(number, signal.SIG_IGN)
-
-
-def send_signal(pids: Iterable[int], number: signal.Signals) -> None:
-    """Send a signal to processes of this node, some of which may have ended. Their children do not receive it."""
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)

@@ -40,28 +40,33 @@ def main() -> None:
         os.sched_setaffinity(0, set(map(int, cores.split(","))))
     try:
         run_target(sys.argv[1:])
-    except SystemExit as error:
-        # A script that ends by `sys.exit(0)` has succeeded. A forked child leaves the report to the rank.
-        if failure_file and os.getpid() == pid and error.code not in (None, 0):
-            code, text = (error.code, "") if isinstance(error.code, int) else (1, str(error.code))
-            # The system keeps eight bits of an exit code.
-            write_failure(failure_file, code & 0xFF, f"SystemExit: {error.code}", text)
-            sys.exit(code)
-        raise
     except BaseException as error:
-        drop_own_frames(error)
-        if failure_file is None or os.getpid() != pid:
+        drop_own_frames(error, __file__)
+        # A script that ends by `sys.exit(0)` has succeeded. A forked child leaves the report to the rank.
+        succeeded = isinstance(error, SystemExit) and error.code in (None, 0)
+        if succeeded or failure_file is None or os.getpid() != pid:
             raise
         # A hook that the script has set prints the traceback itself. torch's own hook would print it a second time.
         hook = sys.excepthook
-        hooked = hook is not sys.__excepthook__ and not str(getattr(hook, "__module__", "")).startswith("torch.")
-        code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
-        summary = "".join(traceback.format_exception_only(error)).strip()
-        write_failure(failure_file, code, summary, "" if hooked else "".join(traceback.format_exception(error)))
-        if hooked:
+        is_own_hook = hook is not sys.__excepthook__ and not str(getattr(hook, "__module__", "")).startswith("torch.")
+        prints_itself = is_own_hook and not isinstance(error, SystemExit)
+        code, summary, text = describe_failure(error)
+        write_failure(failure_file, code, summary, "" if prints_itself else text)
+        if prints_itself:
             hook(type(error), error, error.__traceback__)
         # The traceback has been written or printed, so the exit must not print it again.
         sys.exit(code)
+
+
+def describe_failure(error: BaseException) -> tuple[int, str, str]:
+    """Return the exit code of a script that ended by the error, the error in one line, and what to print of it."""
+    if isinstance(error, SystemExit):
+        # The system keeps eight bits of an exit code.
+        code, text = (error.code & 0xFF, "") if isinstance(error.code, int) else (1, str(error.code))
+        return code, f"SystemExit: {error.code}", text
+    code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    summary = "".join(traceback.format_exception_only(error)).strip()
+    return code, summary, "".join(traceback.format_exception(error))
 
 
 def run_target(argv: list[str]) -> None:
@@ -128,10 +133,10 @@ def wait_for_gloo_threads() -> None:
         time.sleep(0.1)
 
 
-def drop_own_frames(error: BaseException) -> None:
-    """Drop this file's frames from the traceback, so that it begins in the script."""
+def drop_own_frames(error: BaseException, *files: str) -> None:
+    """Drop the frames of these files from the beginning of the traceback, so that it begins in the script."""
     frame: TracebackType | None = error.__traceback__
-    while frame is not None and frame.tb_frame.f_code.co_filename == __file__:
+    while frame is not None and frame.tb_frame.f_code.co_filename in files:
         frame = frame.tb_next
     error.__traceback__ = frame
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import zlib
 from collections.abc import Mapping, Sequence
@@ -61,10 +62,11 @@ def build_manifest(
             )
             variables.append({"name": key, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}})
         else:
-            variables.append({"name": key, "value": escape_dollars(value)})
+            # Kubernetes expands $(NAME), and $$ to $.
+            variables.append({"name": key, "value": value.replace("$", "$$")})
     resources = {} if cpu else {"limits": {"nvidia.com/gpu": int(nproc)}}
     # torchrun expands ${local_rank} as well, with $$ for a plain $, so every $ is escaped once for each of them.
-    command = ["python", "-m", "torch.distributed.run", *(escape_dollars(word.replace("$", "$$")) for word in words)]
+    command = ["python", "-m", "torch.distributed.run", *(word.replace("$", "$$$$") for word in words)]
     # A TrainJob names the runtime of the cluster, which brings everything that is not written here.
     if kind == "TrainJob":
         if low < high:
@@ -74,9 +76,9 @@ def build_manifest(
                 f"--max-restarts {restarts}: a TrainJob has no number of restarts, its runtime has (failurePolicy of "
                 "the TrainingRuntime's JobSet). Leave --max-restarts out, or write --kind PyTorchJob"
             )
-        trainer: dict[str, Any] = {"image": image, "command": command, "numNodes": high, "numProcPerNode": int(nproc)}
-        trainer |= {"env": variables} if variables else {}
-        trainer |= {"resourcesPerNode": resources} if resources else {}
+        trainer = {"image": image, "command": command, "numNodes": high, "numProcPerNode": int(nproc)}
+        trainer |= {"env": variables, "resourcesPerNode": resources}
+        trainer = {key: value for key, value in trainer.items() if value}
         body: dict[str, Any] = {"runtimeRef": {"name": "torch-distributed"}, "trainer": trainer}
         return _dump("trainer.kubeflow.org/v1alpha1", kind, label, body), notices
     container = {"name": "pytorch", "image": image, "command": command, "env": variables, "resources": resources}
@@ -89,17 +91,13 @@ def build_manifest(
     }
     body = {"nprocPerNode": nproc, "runPolicy": {"backoffLimit": restarts, "cleanPodPolicy": "Running"}}
     if low < high:
-        body["elasticPolicy"] = {
-            "rdzvBackend": "c10d",
-            "minReplicas": low,
-            "maxReplicas": high,
-            "maxRestarts": restarts,
-        }
-        body["pytorchReplicaSpecs"] = {"Worker": {"replicas": high, "template": {"spec": pod}}}
-    else:
-        body["pytorchReplicaSpecs"] = {"Master": {"replicas": 1, "template": {"spec": pod}}}
-        if high > 1:
-            body["pytorchReplicaSpecs"]["Worker"] = {"replicas": high - 1, "template": {"spec": pod}}
+        limits = {"minReplicas": low, "maxReplicas": high, "maxRestarts": restarts}
+        body["elasticPolicy"] = {"rdzvBackend": "c10d", **limits}
+    replicas = {"Worker": high} if low < high else {"Master": 1, "Worker": high - 1}
+    # Copies keep YAML from writing the second pod as an alias, which people who edit a manifest do not expect.
+    body["pytorchReplicaSpecs"] = {
+        kind: {"replicas": count, "template": {"spec": copy.deepcopy(pod)}} for kind, count in replicas.items() if count
+    }
     return _dump("kubeflow.org/v1", kind, label, body), notices
 
 
@@ -130,17 +128,6 @@ def job_name(name: str, kind: str, nodes: int) -> tuple[str, list[str]]:
     ]
 
 
-def escape_dollars(text: str) -> str:
-    """Return text that Kubernetes keeps as it is, although it expands $(NAME), and $$ to $."""
-    return text.replace("$", "$$")
-
-
-class _DumperWithoutAliases(yaml.SafeDumper):
-    # Aliases are valid YAML, but people who edit a manifest do not expect them.
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
 def _dump(version: str, kind: str, name: str, spec: dict[str, Any]) -> str:
     tree = {"apiVersion": version, "kind": kind, "metadata": {"name": name}, "spec": spec}
-    return yaml.dump(tree, Dumper=_DumperWithoutAliases, sort_keys=False)
+    return yaml.safe_dump(tree, sort_keys=False)

@@ -6,11 +6,11 @@ import importlib.util
 import os
 import sys
 import time
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from zeroengine.errors import LaunchError
+from zeroengine.launch.local import worker
 from zeroengine.launch.local.console import Console
 from zeroengine.launch.local.failure_report import failure_report
 from zeroengine.launch.local.rank import RankFailure, RunOutcome
@@ -42,11 +42,7 @@ def run_on_ray(
         use_gpu: Whether each worker has a GPU.
         environment: The workers' variables in addition to their own.
         restarts: How often Ray may start the workers again.
-
-    Raises:
-        LaunchError: Ray is not installed.
     """
-    check_installed()
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
@@ -63,15 +59,15 @@ def run_on_ray(
         error = caught
     if error is None:
         return 0
-    console = Console(None)
+    console = Console()
     console.assign([f"rank {rank}" for rank in range(workers)])
-    failures = sorted(worker_failures(error), key=lambda failure: failure.time)
+    failures = tuple(sorted(worker_failures(error), key=lambda failure: failure.time))
     if not failures:
         # The workers have not failed, but something that Ray does around them.
         lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         print("zero-launch: Ray could not run the workers: " + "\n  ".join(lines), file=sys.stderr)
         return 1
-    outcome = RunOutcome(tuple(failures))
+    outcome = RunOutcome(failures)
     sys.stderr.write(failure_report(outcome, console))
     return outcome.code
 
@@ -108,29 +104,18 @@ def train_worker(config: dict[str, Any]) -> None:
     Raises:
         ScriptError: The script failed.
     """
-    from zeroengine.launch.local import worker
-
     # Ray starts its workers in a folder of its own, and scripts use relative paths.
     os.chdir(config["folder"])
     os.environ.update(config["environment"])
     sys.argv = ["worker.py", *config["words"]]
     try:
-        worker.run_target(list(config["words"]))
-    # A script may end by sys.exit. Ray would take any SystemExit for a dead worker.
-    except SystemExit as end:
-        if end.code in (None, 0):
-            return
-        code, text = (end.code & 0xFF, "") if isinstance(end.code, int) else (1, str(end.code))
-        failure = RankFailure(int(os.environ["RANK"]), time.time(), code, f"SystemExit: {end.code}", text)
-    except Exception as error:
-        # The traceback begins with this function's frames and the worker's, and continues with the script's.
-        frames = error.__traceback__
-        while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, worker.__file__):
-            frames = frames.tb_next
-        text = "".join(traceback.format_exception(error.with_traceback(frames)))
-        summary = "".join(traceback.format_exception_only(error)).strip()
-        failure = RankFailure(int(os.environ["RANK"]), time.time(), 1, summary, text)
-    else:
+        worker.run_target(config["words"])
         return
-    # The error is raised outside of the handlers, so that it does not carry the script's own exception along.
+    # A script may end by sys.exit. Ray would take any SystemExit for a dead worker.
+    except (SystemExit, Exception) as error:
+        if isinstance(error, SystemExit) and error.code in (None, 0):
+            return
+        worker.drop_own_frames(error, __file__, worker.__file__)
+        failure = RankFailure(int(os.environ["RANK"]), time.time(), *worker.describe_failure(error))
+    # The error is raised outside of the handler, so that it does not carry the script's own exception along.
     raise ScriptError(failure)
