@@ -53,7 +53,6 @@ def parser() -> CommandParser:
     about = "Start a script in several processes, one rank each, on this machine or on several."
     parser = CommandParser("zero-launch", USAGE, about, EXAMPLES)
     count: dict[str, Any] = {"metavar": "N", "type": int}
-    seconds: dict[str, Any] = {"metavar": "SECONDS", "type": float}
     repeated: dict[str, Any] = {"action": "append", "default": []}
     add = parser.add_argument_group("the run").add_argument
     nproc = "processes a node: a number, or auto (its slots, else its GPUs, else 2)"
@@ -64,8 +63,8 @@ def parser() -> CommandParser:
     add("--env", metavar="NAME=VALUE", **repeated, help="a variable for every rank; NAME for its value here")
     add("--bind", choices=BIND_KINDS, help="give each rank cores of its own, or those of one NUMA node")
     add("--max-restarts", **count, default=0, help="start the ranks again after a failure, N times at most")
-    idle = "an elastic run ends when nodes were lost in so many rounds in a row before a step was taken (3)"
-    add("--max-idle-rounds", **count, default=protocol.MAX_IDLE_ROUNDS, help=idle)
+    idle_rounds = "an elastic run ends when nodes were lost in so many rounds in a row before a step was taken (3)"
+    add("--max-idle-rounds", **count, default=protocol.MAX_IDLE_ROUNDS, help=idle_rounds)
     add("-m", "--module", action="store_true", help="the script is a module's name, as with python -m")
 
     add = parser.add_argument_group("the nodes").add_argument
@@ -74,20 +73,16 @@ def parser() -> CommandParser:
     add("--include", metavar="HOSTS", help="only these hosts and slots, as in host1:0,2@host2")
     add("--exclude", metavar="HOSTS", help="not these")
     add("--nnodes", metavar="N|MIN:MAX", help="nodes; with a range the run goes on while MIN of them are there")
-    first = "where the other nodes reach the first one (default: its address for ssh)"
-    add("--master-addr", metavar="ADDR", help=first)
+    address = "where the other nodes reach the first one (default: its address for ssh)"
+    add("--master-addr", metavar="ADDR", help=address)
     add("--port", "--master-port", metavar="PORT", type=int, default=0, help="of the store there (default: a free one)")
     add("--ssh", metavar="COMMAND", help="instead of plain ssh, such as 'ssh -p 2222 -i key'")
-    add(
-        "--node-timeout", **seconds, default=protocol.NODE_TIMEOUT_S, help="silence after which a node is given up (10)"
-    )
-    add("--connect-timeout", **seconds, default=protocol.CONNECT_TIMEOUT_S, help="for a connection to a node (30)")
-    add(
-        "--import-timeout",
-        **seconds,
-        default=protocol.IMPORT_TIMEOUT_S,
-        help="for a node's Python to import torch (120)",
-    )
+    for name, default_s, purpose in (
+        ("node", protocol.NODE_TIMEOUT_S, "silence after which a node is given up (10)"),
+        ("connect", protocol.CONNECT_TIMEOUT_S, "for a connection to a node (30)"),
+        ("import", protocol.IMPORT_TIMEOUT_S, "for a node's Python to import torch (120)"),
+    ):
+        add(f"--{name}-timeout", metavar="SECONDS", type=float, default=default_s, help=purpose)
     add("--fan-out", **count, default=protocol.FAN_OUT, help="connect to so many nodes at a time (64)")
     add("--submit", action="store_true", help="slurm: write a batch script of this command and submit it")
     sbatch = "further options of sbatch, such as '--time=8:00:00 --partition=gpu'"
@@ -155,6 +150,7 @@ def check_options(options: argparse.Namespace) -> None:
         if options.nnodes != "1":
             raise LaunchError(f"--nnodes {options.nnodes}: on which hosts? Name a file of them with --hostfile")
         options.nnodes = None
+    interval_s = protocol.HEARTBEAT_INTERVAL_S
     checks = {
         "port": (0 <= options.port < 1 << 16, "ports go from 1 to 65535. Leave --port out for a free one"),
         "max_restarts": (options.max_restarts >= 0, "write 0 for none, or a positive number"),
@@ -164,10 +160,7 @@ def check_options(options: argparse.Namespace) -> None:
         "fan_out": (options.fan_out >= 1, "write 1 or more"),
         "max_idle_rounds": (options.max_idle_rounds >= 1, "write 1 or more"),
         # A shorter timeout would give up nodes that are only late with a heartbeat.
-        "node_timeout": (
-            options.node_timeout >= 5,
-            f"nodes speak every {protocol.HEARTBEAT_INTERVAL_S:g} s; write 5 or more",
-        ),
+        "node_timeout": (options.node_timeout >= 5, f"nodes speak every {interval_s:g} s; write 5 or more"),
     }
     for name, (is_valid, remedy) in checks.items():
         if not is_valid:

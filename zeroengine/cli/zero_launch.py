@@ -19,15 +19,7 @@ from zeroengine.errors import LaunchError
 from zeroengine.launch.cluster.environment import explicit_variables, forwarded_variables, parse_variable
 from zeroengine.launch.cluster.hosts import Host, limit_hosts, processes_on, read_hostfile, select_hosts
 from zeroengine.launch.cluster.shells import RemoteShell, split_words, srun_shell, ssh_shell
-from zeroengine.launch.local.job import (
-    LOOPBACK,
-    build_job,
-    check_config,
-    check_target,
-    omp_threads,
-    rank_environment,
-    worker_command,
-)
+from zeroengine.launch.local import job
 from zeroengine.launch.local.masking import is_secret, masked
 from zeroengine.utils.launcher_environment import RESTART_EXIT_CODE
 
@@ -68,7 +60,7 @@ def open_standard_descriptors() -> None:
 
 def launch_locally(options: argparse.Namespace) -> int:
     """Run all ranks on this machine."""
-    job = build_job(
+    local_job = job.build_job(
         options.script,
         options.arguments,
         module=options.module,
@@ -81,27 +73,24 @@ def launch_locally(options: argparse.Namespace) -> int:
     )
     # A dry run imports neither torch nor anything of the launcher's machinery.
     if options.dry_run:
-        print(job.describe(options.port))
+        print(local_job.describe(options.port))
         return 0
 
-    from zeroengine.launch.local.agent import run_ranks
+    from zeroengine.launch.local import agent, network, pipes, rendezvous
     from zeroengine.launch.local.console import Console
     from zeroengine.launch.local.failure_report import failure_report
-    from zeroengine.launch.local.network import open_listener
-    from zeroengine.launch.local.pipes import Pipes
-    from zeroengine.launch.local.rendezvous import NodeAssignment, Rendezvous
 
     # All restarts share one id: later rounds of a run may take over the lock of a folder of checkpoints from earlier
     # ones.
     console, run_id = Console(options.log_dir), uuid.uuid4().hex
-    width = len(str(job.nproc - 1))
+    nproc, port, width = local_job.nproc, options.port, len(str(local_job.nproc - 1))
     for restart in range(options.max_restarts + 1):
-        console.assign([f"rank {rank:>{width}}" for rank in range(job.nproc)], terminal=True)
-        assignment = NodeAssignment(job.nproc, LOOPBACK, options.port, restart=restart, run_id=run_id)
+        console.assign([f"rank {rank:>{width}}" for rank in range(nproc)], terminal=True)
+        assignment = rendezvous.NodeAssignment(nproc, job.LOOPBACK, port, restart=restart, run_id=run_id)
         # Each round has a new store, since the old one holds keys of ranks that have ended.
-        rendezvous = Rendezvous(assignment, open_listener(options.port, LOOPBACK))
-        with Pipes(job.nproc, console.feed, console.flush, console.terminals()) as pipes:
-            outcome = run_ranks(job, pipes, rendezvous)
+        handler = rendezvous.Rendezvous(assignment, network.open_listener(port, job.LOOPBACK))
+        with pipes.Pipes(nproc, console.feed, console.flush, console.terminals()) as outputs:
+            outcome = agent.run_ranks(local_job, outputs, handler)
             console.finish()
         sys.stderr.write(failure_report(outcome, console))
         # A request for a restart by the script itself, or a signal, ends the loop as well as success does.
@@ -133,8 +122,8 @@ def launch_under_slurm(options: argparse.Namespace) -> int:
     if not high.isdecimal():
         raise LaunchError(f"--submit: on how many nodes? Write --nnodes 2, or a range; found {nodes or 'none'}")
     # Mistakes are reported now rather than hours later, when the job leaves the queue.
-    check_target(options.script, options.module)
-    check_config(options.config, options.set)
+    job.check_target(options.script, options.module)
+    job.check_config(options.config, options.set)
     # Slurm has to know the number of GPUs only where the user has fixed it.
     gpus = int(options.nproc) if options.nproc.isdecimal() and not options.cpu else None
     name = Path(options.script).stem
@@ -174,15 +163,15 @@ def launch_under_mpi(options: argparse.Namespace) -> int:
     from zeroengine.launch.schedulers.mpi import mpi_rank_variables
 
     variables = mpi_rank_variables(os.environ, options.master_addr, options.port)
-    variables |= rank_environment(options.cpu, options.config, options.set) | explicit_variables(options.env)
+    variables |= job.rank_environment(options.cpu, options.config, options.set) | explicit_variables(options.env)
     # Without a limit every rank would use all cores of the node.
     if "OMP_NUM_THREADS" not in os.environ | variables and "LOCAL_WORLD_SIZE" in variables:
-        variables["OMP_NUM_THREADS"] = omp_threads(int(variables["LOCAL_WORLD_SIZE"]))
-    command = worker_command(options.script, options.arguments, options.module)
+        variables["OMP_NUM_THREADS"] = job.omp_threads(int(variables["LOCAL_WORLD_SIZE"]))
+    command = job.worker_command(options.script, options.arguments, options.module)
     if options.dry_run:
         print_command(variables, command)
         return 0
-    check_target(options.script, options.module)
+    job.check_target(options.script, options.module)
     # The process is replaced, so that signals and exit codes of mpirun reach the script directly.
     os.execve(command[0], command, os.environ | variables)
 
@@ -193,8 +182,8 @@ def print_kubernetes_manifest(options: argparse.Namespace) -> int:
 
     # A configuration that only the image contains cannot be checked here.
     is_here = options.config is not None and os.path.isfile(options.config)
-    check_config(options.config if is_here else None, options.set)
-    variables = explicit_variables(options.env) | rank_environment(cpu=False, config=None, overrides=options.set)
+    job.check_config(options.config if is_here else None, options.set)
+    variables = explicit_variables(options.env) | job.rank_environment(cpu=False, config=None, overrides=options.set)
     if options.config is not None:
         # The path is meant as it is in the image, so that it is not made absolute here.
         variables["ZEROENGINE_CONFIG"] = options.config
@@ -222,10 +211,10 @@ def launch_on_ray(options: argparse.Namespace) -> int:
     ray.check_installed()
     if not options.nproc.isdecimal():
         raise LaunchError("--launcher ray: how many workers? Write --nproc 8 for 8 in the whole cluster")
-    check_target(options.script, options.module)
-    check_config(options.config, options.set)
+    job.check_target(options.script, options.module)
+    job.check_config(options.config, options.set)
     # Workers of Ray start on other machines, with an environment of their own.
-    variables = rank_environment(options.cpu, options.config, options.set) | forwarded_variables(options.env)
+    variables = job.rank_environment(options.cpu, options.config, options.set) | forwarded_variables(options.env)
     words = script_words(options)
     if options.dry_run:
         with_gpu = "" if options.cpu else ", with a GPU each"
@@ -247,10 +236,10 @@ def launch_on_hosts(options: argparse.Namespace, hosts: Sequence[Host], shell: R
     # A host with too few slots is reported before any connection is made.
     for host in hosts:
         processes_on(host, options.nproc)
-    check_target(options.script, options.module)
+    job.check_target(options.script, options.module)
     if options.config is not None and not os.path.isfile(options.config):
         # Reports the missing file. The first node checks the content, since its process imports torch anyway.
-        check_config(options.config, options.set)
+        job.check_config(options.config, options.set)
     request = ClusterRequest(
         hosts,
         min_nodes,
@@ -262,7 +251,7 @@ def launch_on_hosts(options: argparse.Namespace, hosts: Sequence[Host], shell: R
         nproc=options.nproc,
         cpu=options.cpu,
         environment=forwarded_variables(options.env),
-        ranks_environment=rank_environment(options.cpu, options.config, options.set),
+        ranks_environment=job.rank_environment(options.cpu, options.config, options.set),
         config=None if options.config is None else os.path.abspath(options.config),
         overrides=options.set,
         address=options.master_addr,
@@ -279,7 +268,7 @@ def launch_on_hosts(options: argparse.Namespace, hosts: Sequence[Host], shell: R
     if options.dry_run:
         from zeroengine.launch.cluster.dry_run import describe_run
 
-        check_config(options.config, options.set)
+        job.check_config(options.config, options.set)
         print(describe_run(request))
         return 0
     # A missing ssh or srun is reported once, rather than by every connection.

@@ -63,19 +63,12 @@ def report_step() -> None:
 
 def launched_rank(environ: Mapping[str, str]) -> LaunchedRank | None:
     """Return this process's rank, or None if neither mpirun nor srun has started it."""
-    by_mpi, by_slurm = _rank_of_mpi(environ), _rank_of_slurm(environ)
-    if by_mpi is None:
-        return by_slurm
+    by_mpi, by_slurm = _numbers(environ, RANK_NAMES), _rank_of_slurm(environ)
     # srun sets MPI's variables as well, and its own say more. mpirun under Slurm starts its ranks below a step of its
     # daemons, whose variables then describe the daemon and not the rank.
-    if by_slurm is not None and (by_slurm.rank, by_slurm.world_size) == (by_mpi.rank, by_mpi.world_size):
+    if by_mpi is None or (by_slurm is not None and (by_slurm.rank, by_slurm.world_size) == by_mpi):
         return by_slurm
-    return by_mpi
-
-
-def _rank_of_mpi(environ: Mapping[str, str]) -> LaunchedRank | None:
-    pair = _numbers(environ, RANK_NAMES)
-    return None if pair is None else LaunchedRank("mpirun", *pair, *(_numbers(environ, LOCAL_RANK_NAMES) or ()))
+    return LaunchedRank("mpirun", *by_mpi, *(_numbers(environ, LOCAL_RANK_NAMES) or ()))
 
 
 def _numbers(environ: Mapping[str, str], names: Sequence[tuple[str, str]]) -> tuple[int, int] | None:
@@ -178,8 +171,8 @@ def expand_nodes(nodes: str) -> Iterator[str]:
         for part in match[1].split(","):
             first, _, last = part.partition("-")
             # Slurm pads the numbers with zeros, and the width of the first one tells how far.
-            for index in range(int(first), int(last or first) + 1):
-                yield from expand_nodes(f"{item[: match.start()]}{index:0{len(first)}}{item[match.end() :]}")
+            for number in range(int(first), int(last or first) + 1):
+                yield from expand_nodes(f"{item[: match.start()]}{number:0{len(first)}}{item[match.end() :]}")
 
 
 def expand_counts(text: str) -> Iterator[int]:

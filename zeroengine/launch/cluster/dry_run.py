@@ -21,18 +21,13 @@ def describe_run(request: ClusterRequest) -> str:
     # Nobody asks the hosts how many GPUs they have, so hosts without slots are assumed to be like this machine.
     counts = [processes_on(host, request.nproc) or count_processes("auto", request.cpu) for host in request.hosts]
     world_size, rank, lines = sum(counts), 0, []
+    address = request.address or request.hosts[0].label
     for host, count in zip(request.hosts, counts, strict=True):
         lines.append(f"# {host.label}: {shlex.join(request.shell.starter(host.name))}, which starts")
         for local_rank in range(count):
-            own = {
-                "RANK": rank,
-                "LOCAL_RANK": local_rank,
-                "WORLD_SIZE": world_size,
-                "LOCAL_WORLD_SIZE": count,
-                "MASTER_ADDR": request.address or request.hosts[0].label,
-                "MASTER_PORT": request.port or PORT,
-                "ZEROENGINE_HOST": host.label,
-            }
+            own: dict[str, object] = {"RANK": rank, "LOCAL_RANK": local_rank, "ZEROENGINE_HOST": host.label}
+            own |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": count}
+            own |= {"MASTER_ADDR": address, "MASTER_PORT": request.port or PORT}
             if host.chosen is not None:
                 own["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, host.chosen))
             variables = {**own, **masked(request.environment), **request.ranks_environment}

@@ -55,10 +55,7 @@ def explicit_variables(options: Sequence[str], environ: Mapping[str, str] = os.e
         path = folder / ENVIRONMENT_FILE
         if path.is_file():
             variables |= parse_environment_file(path, environ)
-    for option in options:
-        name, value = parse_variable(option, f"--env {option.partition('=')[0]}", environ)
-        variables[name] = value
-    return variables
+    return variables | dict(parse_variable(option, f"--env {option.partition('=')[0]}", environ) for option in options)
 
 
 def parse_environment_file(path: Path, environ: Mapping[str, str]) -> dict[str, str]:
@@ -67,16 +64,16 @@ def parse_environment_file(path: Path, environ: Mapping[str, str]) -> dict[str, 
     Raises:
         LaunchError: The file cannot be read, or a line is malformed.
     """
-    variables = {}
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise LaunchError(f"{path}: cannot be read ({error})") from None
-    for number, line in enumerate(lines, 1):
-        if line.strip() and not line.lstrip().startswith("#"):
-            name, value = parse_variable(line.lstrip(), f"{path}, line {number}", environ)
-            variables[name] = value
-    return variables
+    numbered = enumerate(map(str.lstrip, lines), 1)
+    return dict(
+        parse_variable(line, f"{path}, line {number}", environ)
+        for number, line in numbered
+        if line and not line.startswith("#")
+    )
 
 
 def parse_variable(text: str, source: str, environ: Mapping[str, str]) -> tuple[str, str]:

@@ -103,34 +103,28 @@ def select_hosts(hosts: Sequence[Host], include: str | None, exclude: str | None
     """
     selected = list(hosts)
     if include is not None:
-        included = _parse_filter("--include", include, selected)
-        selected = [_choose(host, slots) for host in selected for name, slots in included.items() if host.name == name]
+        included = _parse_filter("--include", include, hosts)
+        selected = [replace(host, chosen=included[host.name]) for host in hosts if host.name in included]
     if exclude is not None:
         excluded = _parse_filter("--exclude", exclude, hosts)
         remaining = []
         for host in selected:
             slots = excluded.get(host.name, ())
-            if slots is None:
-                continue
             if slots:
-                host = _choose(host, [slot for slot in _slots(host) if slot not in slots])
-            if host.chosen is None or host.chosen:
+                host = replace(host, chosen=tuple(slot for slot in _slots(host) if slot not in slots))
+            # None stands for all slots of the host.
+            if slots is not None and host.chosen != ():
                 remaining.append(host)
         selected = remaining
     if not selected:
-        options = " and ".join(
-            f"{name} {value}" for name, value in (("--include", include), ("--exclude", exclude)) if value
-        )
+        filters = {"--include": include, "--exclude": exclude}
+        options = " and ".join(f"{name} {value}" for name, value in filters.items() if value)
         raise LaunchError(f"{options}: no host is left of {', '.join(map(str, hosts))}")
     return selected
 
 
 def _slots(host: Host) -> Iterable[int]:
     return range(host.slots or 0) if host.chosen is None else host.chosen
-
-
-def _choose(host: Host, slots: Sequence[int] | None) -> Host:
-    return host if slots is None else replace(host, chosen=tuple(slots))
 
 
 def _parse_filter(option: str, text: str, hosts: Sequence[Host]) -> dict[str, tuple[int, ...] | None]:

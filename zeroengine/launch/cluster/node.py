@@ -200,7 +200,8 @@ class NodeServer:
         self._writer.send({"is": "ended", **ended})
 
     def _send_output(self, rank: int, target: int, data: bytes) -> None:
-        self._writer.send({"is": "output", "rank": rank, "target": target, "data": protocol.to_text(data)})
+        # JSON carries text alone, and latin-1 has a character for every byte.
+        self._writer.send({"is": "output", "rank": rank, "target": target, "data": data.decode("latin-1")})
 
 
 def node_facts(message: Message) -> Message:

@@ -92,9 +92,7 @@ class NodeConnection:
         """Begin a round, in which the node has these ranks."""
         self.first_rank, self.nproc = first_rank, nproc
         self.ended: Message | None = None
-        self.stepped = False
-        self.finished = False
-        self.stopped = False
+        self.stepped = self.finished = self.stopped = False
 
     def send(self, message: Message) -> None:
         """Send the node a message, unless it is lost."""

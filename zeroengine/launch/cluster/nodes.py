@@ -20,7 +20,7 @@ from zeroengine.launch.cluster.connections import (
 from zeroengine.launch.cluster.hosts import Host
 from zeroengine.launch.cluster.node_connection import RETRY_INTERVAL_S, NodeConnection
 from zeroengine.launch.cluster.preflight import clock_warning, find_problems, problem_table
-from zeroengine.launch.cluster.protocol import Message, to_bytes
+from zeroengine.launch.cluster.protocol import Message
 from zeroengine.launch.cluster.request import ClusterRequest
 from zeroengine.launch.cluster.versions import installed_versions
 from zeroengine.launch.local.console import Console
@@ -288,7 +288,8 @@ class Nodes:
         elif kind in ("answer", "problem"):
             node.answer = message
         elif kind == "output" and node.running:
-            self._console.feed(node.first_rank + message["rank"], message["target"], to_bytes(message["data"]))
+            data = message["data"].encode("latin-1")
+            self._console.feed(node.first_rank + message["rank"], message["target"], data)
         elif kind == "stepped":
             node.stepped = True
         elif kind == "finished":

@@ -49,16 +49,6 @@ def decode(line: bytes, kind: str) -> Message:
     return message
 
 
-def to_text(data: bytes) -> str:
-    """Return bytes as text that JSON can carry."""
-    return data.decode("latin-1")
-
-
-def to_bytes(text: str) -> bytes:
-    """Return the bytes of `to_text`."""
-    return text.encode("latin-1")
-
-
 class LineSplitter:
     """Split a stream into lines, in time proportional to its length, however long the lines are."""
 

@@ -80,14 +80,6 @@ class ClusterRequest:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, (host.chosen or range(node.nproc))[: node.nproc]))
         if self.elastic:
             environment["ZEROENGINE_FULL_WORLD_SIZE"] = str(full_world_size)
-        return {
-            "do": "run",
-            "place": assignment,
-            "nproc": node.nproc,
-            "host": host.label,
-            "target": self.target,
-            "arguments": list(self.arguments),
-            "module": self.module,
-            "environment": environment,
-            "bind": self.bind,
-        }
+        target = {"target": self.target, "arguments": list(self.arguments), "module": self.module}
+        where = {"place": assignment, "nproc": node.nproc, "host": host.label, "bind": self.bind}
+        return {"do": "run", "environment": environment, **target, **where}

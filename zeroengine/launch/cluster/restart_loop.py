@@ -157,15 +157,8 @@ class RestartLoop:
         self._console.assign([f"{node.host.label}:{rank}" for node in members for rank in node.ranks])
         full_world_size = sum(map(request.num_ranks_on, self._nodes.connections))
         for index, node in enumerate(members):
-            assignment = {
-                **store,
-                "node": index,
-                "nodes": len(members),
-                "first_rank": node.first_rank,
-                "world_size": world_size,
-                "restart": self._round_index,
-                "run_id": request.run_id,
-            }
+            assignment = {**store, "node": index, "nodes": len(members), "world_size": world_size}
+            assignment |= {"first_rank": node.first_rank, "restart": self._round_index, "run_id": request.run_id}
             # The node counts as running before the message is sent, so that its first output is not dropped.
             node.running = True
             node.send(request.run_message(node, assignment, full_world_size))

@@ -59,18 +59,10 @@ class Rendezvous(RendezvousHandler):
         if assignment.node == 0:
             # The socket is open already, so its port cannot be taken between the choice and the start of the store.
             fd = None if self._listener is None else self._listener.detach()
-            self._store = TCPStore(
-                # Waiting for workers would block this agent until the others connect, and the launcher has ordered them
-                # already.
-                assignment.address,
-                port,
-                None,
-                True,
-                STORE_TIMEOUT,
-                wait_for_workers=False,
-                master_listen_fd=fd,
-            )
-            port = self._store.port
+            # Waiting for workers would block this agent until the others connect, and the launcher has ordered them
+            # already.
+            store = TCPStore(assignment.address, port, None, True, STORE_TIMEOUT, False, master_listen_fd=fd)
+            self._store, port = store, store.port
         # The agents have nothing to tell each other: the launcher has told them all.
         agent_store = HashStore()
         store_info = RendezvousStoreInfo(assignment.address, port)
