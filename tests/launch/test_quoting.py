@@ -16,7 +16,7 @@ from tests.launch.cluster.test_nodes import CONNECTION
 from tests.launch.conftest import Script
 from zeroengine.cli.zero_launch import main
 from zeroengine.launch.cluster.dry_run import describe_run
-from zeroengine.launch.cluster.environment import FORWARDED_PATTERNS, forwarded_variables
+from zeroengine.launch.cluster.environment import FORWARDED_NAMES, FORWARDED_PREFIXES, forwarded_variables
 from zeroengine.launch.cluster.hosts import Host
 from zeroengine.launch.cluster.request import ClusterRequest
 from zeroengine.launch.cluster.shells import RemoteShell
@@ -89,8 +89,7 @@ def test_a_run_on_two_nodes_gives_its_ranks_what_it_was_given(
     )
 )
 def test_only_listed_variables_are_forwarded(environ: dict[str, str]) -> None:
-    prefixes = tuple(name[:-1] for name in FORWARDED_PATTERNS if name.endswith("*"))
-    listed = {name for name in environ if name in FORWARDED_PATTERNS or name.startswith(prefixes)}
+    listed = {name for name in environ if name in FORWARDED_NAMES or name.startswith(FORWARDED_PREFIXES)}
     assert forwarded_variables([], environ) == {name: environ[name] for name in listed}
 
 

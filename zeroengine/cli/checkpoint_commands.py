@@ -210,12 +210,11 @@ def _tensors(listed: list[TensorInfo]) -> Table:
 
 def _table(*columns: str) -> Table:
     from rich import box
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for column in columns:
-        table.add_column(column, justify="right" if column in ("step", "stage", "ranks", "size") else "left")
-    return table
+    right = ("step", "stage", "ranks", "size")
+    headers = [Column(name, justify="right" if name in right else "left") for name in columns]
+    return Table(*headers, box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
 
 
 def _print(table: Table) -> None:

@@ -92,7 +92,7 @@ def make_report(disk: DiskInfo, speeds: list[DiskSpeed], best: DiskSpeed) -> dic
 def print_table(disk: DiskInfo, speeds: list[DiskSpeed], best: DiskSpeed) -> None:
     """Print the disk, a table of all speeds, and the configuration of the best settings."""
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     kind = {None: "", True: ", rotational", False: ", solid state"}[disk.rotational]
     blocks = f", blocks of {disk.block_size} bytes" if disk.block_size else ""
@@ -102,11 +102,9 @@ def print_table(disk: DiskInfo, speeds: list[DiskSpeed], best: DiskSpeed) -> Non
     print(f"{disk.path}: {disk.filesystem} on {disk.device}{kind}{blocks}, {disk.free_bytes / 1e9:,.1f} GB free")
     print(f"direct I/O {direct}\n")
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("backend")
-    for name in ("queue_depth", "block_size", "read GB/s", "write GB/s", "both GB/s"):
-        table.add_column(name, justify="right")
-    table.add_column("")
+    names = ("queue_depth", "block_size", "read GB/s", "write GB/s", "both GB/s")
+    columns = [Column(name, justify="right") for name in names]
+    table = Table("backend", *columns, "", box=None, pad_edge=False, header_style="bold")
     for speed in speeds:
         is_best = speed is best
         table.add_row(

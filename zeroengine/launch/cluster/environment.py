@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -10,24 +9,14 @@ from pathlib import Path
 
 from zeroengine.errors import LaunchError
 
-FORWARDED_PATTERNS = (
-    "NCCL_*",
-    "GLOO_*",
-    "OMP_*",
-    "MKL_*",
-    "KMP_*",
-    "TORCH_*",
-    "PYTORCH_*",
-    "CUDA_DEVICE_ORDER",
-    "PYTHONPATH",
-    "LD_LIBRARY_PATH",
-)
+FORWARDED_PREFIXES = ("NCCL_", "GLOO_", "OMP_", "MKL_", "KMP_", "TORCH_", "PYTORCH_")
+FORWARDED_NAMES = ("CUDA_DEVICE_ORDER", "PYTHONPATH", "LD_LIBRARY_PATH")
 ENVIRONMENT_FILE = ".zero_env"
 VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def forwarded_variables(options: Sequence[str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables of ranks on other hosts: the patterns above, then those of `explicit_variables`.
+    """Return the variables of ranks on other hosts: those listed above, then those of `explicit_variables`.
 
     Args:
         options: The values of `--env`.
@@ -37,9 +26,7 @@ def forwarded_variables(options: Sequence[str], environ: Mapping[str, str] = os.
         LaunchError: See `explicit_variables`.
     """
     variables = {
-        name: value
-        for name, value in environ.items()
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in FORWARDED_PATTERNS)
+        name: value for name, value in environ.items() if name in FORWARDED_NAMES or name.startswith(FORWARDED_PREFIXES)
     }
     return variables | explicit_variables(options, environ)
 

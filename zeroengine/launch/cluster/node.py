@@ -15,8 +15,6 @@ import socket
 import sys
 import threading
 import time
-from types import FrameType
-from typing import NoReturn
 
 from torch.distributed.elastic.multiprocessing import SignalException
 
@@ -231,8 +229,9 @@ def main() -> None:
     fd = os.dup(1)
     os.dup2(2, 1)
     writer = MessageWriter(fd)
+    # While no ranks run, a signal ends this process at once.
     for number in STOP_SIGNALS:
-        signal.signal(number, exit_on_signal)
+        signal.signal(number, lambda number, _: os._exit(128 + number))
     # Slurm may send these before any rank runs, and they must not end the node.
     ignore_signals(FORWARDED_SIGNALS)
     orders = LauncherOrders(writer)
@@ -245,8 +244,3 @@ def main() -> None:
     sys.stdout.flush()
     # An ordinary exit would wait for the threads.
     os._exit(0)
-
-
-def exit_on_signal(number: int, _: FrameType | None) -> NoReturn:
-    """End this process at once. The handler applies while no ranks run."""
-    os._exit(128 + number)

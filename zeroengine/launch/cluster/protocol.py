@@ -6,6 +6,7 @@ library.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
@@ -75,9 +76,6 @@ class MessageWriter:
     def send(self, message: Message) -> None:
         """Write a message. If nobody reads any more it is dropped: the reading thread notices that as well."""
         rest = memoryview(MESSAGE_PREFIX + encode(message))
-        try:
-            with self._lock:
-                while rest:
-                    rest = rest[os.write(self._fd, rest) :]
-        except OSError:
-            pass
+        with contextlib.suppress(OSError), self._lock:
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]

@@ -16,19 +16,15 @@ PACKAGE = Path(zeroengine.__file__).parent
 @functools.cache
 def installed_versions() -> dict[str, str]:
     """Return the versions of Python, torch and zeroengine by name."""
-    return {
-        "Python": ".".join(map(str, sys.version_info[:3])),
-        "torch": version_of("torch"),
-        "zeroengine": f"{zeroengine.__version__} (sources {source_fingerprint()})",
-    }
-
-
-def source_fingerprint() -> str:
-    """Return a short text that is equal on two nodes if zeroengine's sources are."""
+    # Two nodes have the same checksum if zeroengine's sources are equal there.
     digest = hashlib.sha256()
     for path in sorted(PACKAGE.rglob("*.py")):
         digest.update(str(path.relative_to(PACKAGE)).encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()[:8]
+    return {
+        "Python": ".".join(map(str, sys.version_info[:3])),
+        "torch": version_of("torch"),
+        "zeroengine": f"{zeroengine.__version__} (sources {digest.hexdigest()[:8]})",
+    }
 
 
 def version_of(package: str) -> str:

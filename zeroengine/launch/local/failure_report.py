@@ -28,11 +28,8 @@ def failure_report(outcome: RunOutcome, console: Console) -> str:
     if first.code == RESTART_EXIT_CODE and not first.text:
         return f"zero-launch: the ranks have ended to be started again (exit code {RESTART_EXIT_CODE})\n"
     named = others[:MAX_NAMED_FAILURES]
-    lines = [
-        f"zero-launch: {other.label} failed as well: "
-        + (other.summary.partition("\n")[0] or describe_exit_code(other.code))
-        for other in named
-    ]
+    reasons = [other.summary.partition("\n")[0] or describe_exit_code(other.code) for other in named]
+    lines = [f"zero-launch: {o.label} failed as well: {reason}" for o, reason in zip(named, reasons, strict=True)]
     if len(others) > len(named):
         lines.append(f"zero-launch: and {len(others) - len(named)} more ranks")
     lines.append(f"zero-launch: {first.label} failed{' first' if others else ''} ({describe_exit_code(first.code)})")

@@ -16,6 +16,7 @@ zero-launch starts this file by its path, with `python -I -S`: it may import the
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import select
@@ -89,12 +90,10 @@ class ProcessGuard:
         """Reap ended processes that a subreaper inherited, except those in `own`, for which others wait."""
         for process in started_by_ranks(os.getpid(), zombies=True):
             if process.is_zombie and process.parent == os.getpid() and process.pid not in {*own, *self._spared}:
-                try:
-                    # Only this pid is waited for. A wait for any child would take exit codes that torch elastic needs.
+                # Only this pid is waited for. A wait for any child would take exit codes that torch elastic needs.
+                # Another part of the launcher may have reaped the process meanwhile.
+                with contextlib.suppress(ChildProcessError):
                     os.waitpid(process.pid, os.WNOHANG)
-                except ChildProcessError:
-                    # Another part of the launcher has reaped the process meanwhile.
-                    continue
 
 
 class ProcessEntry(NamedTuple):
@@ -166,12 +165,10 @@ def pids_with_launch_id(launch_id: str) -> list[int]:
     variable = f"{LAUNCH_ID_VARIABLE}={launch_id}".encode()
     pids = []
     for entry in Path("/proc").glob("[0-9]*"):
-        try:
+        # The process may have ended meanwhile, or belong to another user.
+        with contextlib.suppress(OSError):
             if variable in (entry / "environ").read_bytes().split(b"\0"):
                 pids.append(int(entry.name))
-        except OSError:
-            # The process has ended meanwhile, or belongs to another user.
-            continue
     return pids
 
 
@@ -215,29 +212,21 @@ class ProcessSweeper:
             # Processes of another user cannot be ended, and waiting for them would only delay the end.
             if pids <= not_allowed:
                 break
-            kill = time.monotonic() > deadline
-            for pid in pids - not_allowed:
-                # SIGTERM is sent once, so that a handler is not interrupted by itself. SIGKILL is repeated.
-                if kill or pid not in terminated:
-                    terminated.add(pid)
-                    if not send(pid, signal.SIGKILL if kill else signal.SIGTERM):
-                        not_allowed.add(pid)
+            number = signal.SIGKILL if time.monotonic() > deadline else signal.SIGTERM
+            # SIGTERM is sent once, so that a handler is not interrupted by itself. SIGKILL is repeated.
+            for pid in pids - not_allowed - (terminated if number == signal.SIGTERM else set()):
+                terminated.add(pid)
+                try:
+                    os.kill(pid, number)
+                except ProcessLookupError:
+                    continue
+                except PermissionError:
+                    # The process belongs to another user, as one that sudo has started.
+                    not_allowed.add(pid)
             # The system needs a moment to end processes, and the table is expensive to read.
             time.sleep(0.05)
         table = process_table()
         return ", ".join(f"{pid} ({table[pid].name})" for pid in sorted(pids) if pid in table)
-
-
-def send(pid: int, number: int) -> bool:
-    """Send a signal and return whether that is allowed."""
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        pass
-    except PermissionError:
-        # The process belongs to another user, as one that sudo has started.
-        return False
-    return True
 
 
 def main() -> None:
@@ -253,11 +242,9 @@ def main() -> None:
     remaining = sweeper.sweep()
     # The folder goes last: processes that still ran might have written into it.
     shutil.rmtree(folder, ignore_errors=True)
-    try:
+    # Nobody reads this if the launcher is gone.
+    with contextlib.suppress(OSError):
         os.write(1, remaining.encode())
-    except OSError:
-        # The launcher is gone, and nobody reads this.
-        pass
 
 
 if __name__ == "__main__":

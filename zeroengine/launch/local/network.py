@@ -74,23 +74,22 @@ def try_connection(address: str, port: int) -> str:
         OSError: The address cannot be reached.
     """
     with socket.create_connection((address, port), timeout=CONNECT_TIMEOUT_S) as connection:
-        own: str = connection.getsockname()[0]
-        return own
+        return str(connection.getsockname()[0])
 
 
 def interface_of(address: str) -> str | None:
     """Return the network interface that has the address."""
     try:
         # A link-local address carries its interface after a percent sign, which the parser does not take.
-        wanted = ipaddress.ip_address(address.partition("%")[0])
+        ip_address = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
         return None
     # A socket for both families reports IPv4 peers in this form.
-    if isinstance(wanted, ipaddress.IPv6Address) and wanted.ipv4_mapped:
-        wanted = wanted.ipv4_mapped
-    if isinstance(wanted, ipaddress.IPv6Address):
-        return _interface_of_ipv6(wanted)
-    return next((name for _, name in socket.if_nameindex() if address_of(name) == str(wanted)), None)
+    if isinstance(ip_address, ipaddress.IPv6Address) and ip_address.ipv4_mapped:
+        ip_address = ip_address.ipv4_mapped
+    if isinstance(ip_address, ipaddress.IPv6Address):
+        return _interface_of_ipv6(ip_address)
+    return next((name for _, name in socket.if_nameindex() if address_of(name) == str(ip_address)), None)
 
 
 def address_of(interface: str) -> str | None:
@@ -102,12 +101,12 @@ def address_of(interface: str) -> str | None:
     return None
 
 
-def _interface_of_ipv6(wanted: ipaddress.IPv6Address) -> str | None:
+def _interface_of_ipv6(ip_address: ipaddress.IPv6Address) -> str | None:
     if sys.platform == "linux":
         with contextlib.suppress(OSError), open("/proc/net/if_inet6") as file:
             for line in file:
                 number, *_, name = line.split()
-                if int(number, 16) == int(wanted):
+                if int(number, 16) == int(ip_address):
                     return name
     return None
 
@@ -126,6 +125,5 @@ def _source_address_for(address: str) -> str | None:
         with socket.socket(family, kind, protocol) as probe:
             # Connecting a datagram socket chooses a route and sends nothing.
             probe.connect(destination)
-            own: str = probe.getsockname()[0]
-            return own
+            return str(probe.getsockname()[0])
     return None
