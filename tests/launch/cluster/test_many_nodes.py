@@ -51,11 +51,11 @@ def lost_nodes(script: str, count: int, **limits: float) -> tuple[list[str | Non
 
         def all_lost() -> bool:
             nonlocal most
-            most = max(most, sum(node.is_connected() and node.lost is None for node in nodes.connections))
-            return all(node.lost for node in nodes.connections)
+            most = max(most, sum(node.is_connected() and node.loss is None for node in nodes.connections))
+            return all(node.loss for node in nodes.connections)
 
         assert nodes.wait(all_lost, 20)
-        return [node.lost for node in nodes.connections], most
+        return [node.loss for node in nodes.connections], most
 
 
 def test_fan_out_limits_how_many_nodes_are_connected_to_at_a_time() -> None:
@@ -72,7 +72,7 @@ def test_the_time_to_import_torch_is_an_option() -> None:
 def test_a_program_that_cannot_be_started_is_a_lost_node() -> None:
     request = ClusterRequest([Host("a", 1)], 1, RemoteShell(("/nonexistent",)), os.getcwd(), "train.py", [])
     with Nodes(request, Console()) as nodes:
-        assert nodes.connections[0].lost == "ssh cannot be started: No such file or directory"
+        assert nodes.connections[0].loss == "ssh cannot be started: No such file or directory"
 
 
 def test_ssh_has_a_third_of_the_time_to_reach_the_host() -> None:

@@ -19,7 +19,7 @@ def node(
 ) -> Any:
     hello = {"python": python, "time": time.time() + ahead, "at": time.monotonic()}
     answers = {"versions": OWN, "gpus": 0, "missing": [], **facts}
-    return SimpleNamespace(host=Host("me@b", slots), lost=lost, hello=hello, facts=answers)
+    return SimpleNamespace(host=Host("me@b", slots), loss=lost, hello=hello, facts=answers)
 
 
 @pytest.mark.parametrize(

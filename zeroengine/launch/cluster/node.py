@@ -194,7 +194,7 @@ class NodeServer:
             outcome = run_ranks(job.Job(nproc, command, environment), pipes, rendezvous, self._orders)
         # The failures have their times by this node's clock.
         failures = [dataclasses.asdict(failure) for failure in outcome.failures]
-        ended = {"failures": failures, "interrupted": outcome.interrupted, "clock": time.monotonic()}
+        ended = {"failures": failures, "interrupted": outcome.stop_signal, "clock": time.monotonic()}
         self._writer.send({"is": "ended", **ended})
 
     def _send_output(self, rank: int, target: int, data: bytes) -> None:

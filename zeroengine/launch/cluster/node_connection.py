@@ -32,14 +32,14 @@ class NodeConnection:
         hello: The node's first message, from bootstrap.py; None before it has come.
         facts: The node's answer about itself; None before.
         answer: The node's answer to the last short question; None before.
-        lost: Why the node is lost, in words; None while it is not.
-        refused: Whether it is lost because it lacks something, and not because it does not answer.
+        loss: Why the node is lost, in words; None while it is not.
+        is_unfit: Whether it is lost because it lacks something, and not because it does not answer.
         retry_at: `time.monotonic` before which a lost node is not connected to again.
-        running: Whether its ranks run now.
-        ended: How the node's ranks ended in this round; None before.
-        stepped: Whether one of the ranks has taken a step in this round.
-        finished: Whether all ranks of the node have succeeded and wait for those of the other nodes.
-        stopped: Whether the launcher has told the node to end its ranks.
+        is_running: Whether its ranks run now.
+        end_report: How the node's ranks ended in this round; None before.
+        has_stepped: Whether one of the ranks has taken a step in this round.
+        has_finished: Whether all ranks of the node have succeeded and wait for those of the other nodes.
+        was_stopped: Whether the launcher has told the node to end its ranks.
     """
 
     def __init__(self, host: Host, shell: RemoteShell, introduction: Message, connections: ConnectionThread) -> None:
@@ -48,10 +48,10 @@ class NodeConnection:
         self.hello: Message | None = None
         self.facts: Message | None = None
         self.answer: Message | None = None
-        self.lost: str | None = None
-        self.refused = False
+        self.loss: str | None = None
+        self.is_unfit = False
         self.retry_at = 0.0
-        self.running = False
+        self.is_running = False
         self.assign_ranks(0, 0)
         self._shell, self._introduction, self._connections = shell, introduction, connections
         self._connection: ConnectionProcess | None = None
@@ -69,7 +69,7 @@ class NodeConnection:
     @property
     def is_connecting(self) -> bool:
         """Whether the node is being connected to and has not answered yet."""
-        return self.connecting_since is not None and self.hello is None and self.lost is None
+        return self.connecting_since is not None and self.hello is None and self.loss is None
 
     @property
     def ranks(self) -> range:
@@ -91,12 +91,12 @@ class NodeConnection:
     def assign_ranks(self, first_rank: int, nproc: int) -> None:
         """Begin a round, in which the node has these ranks."""
         self.first_rank, self.nproc = first_rank, nproc
-        self.ended: Message | None = None
-        self.stepped = self.finished = self.stopped = False
+        self.end_report: Message | None = None
+        self.has_stepped = self.has_finished = self.was_stopped = False
 
     def send(self, message: Message) -> None:
         """Send the node a message, unless it is lost."""
-        if self.lost is None and self._connection is not None:
+        if self.loss is None and self._connection is not None:
             self._connection.send(encode(message))
 
     def acknowledge(self, nbytes: int) -> None:
@@ -106,8 +106,8 @@ class NodeConnection:
 
     def lose(self, reason: str) -> None:
         """Give the node up. If it still runs, it ends its ranks when its connection ends."""
-        if self.lost is None:
-            self.lost = reason
+        if self.loss is None:
+            self.loss = reason
             self.retry_after(RETRY_INTERVAL_S)
             if self._connection is not None:
                 # A node that is given up may never read what is still to be sent.

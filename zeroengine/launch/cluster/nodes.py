@@ -96,7 +96,7 @@ class Nodes:
 
     def present(self) -> list[NodeConnection]:
         """Return the nodes that are not lost."""
-        return [node for node in self.connections if node.lost is None]
+        return [node for node in self.connections if node.loss is None]
 
     def print_notice(self, text: str) -> None:
         """Print a line of the launcher's own."""
@@ -133,7 +133,7 @@ class Nodes:
             # An answer to an earlier question must not pass for the answer to this one.
             node.answer = None
             node.send(message)
-        if not self.wait(lambda: all(node.answer or node.lost for node in nodes), ANSWER_TIMEOUT_S):
+        if not self.wait(lambda: all(node.answer or node.loss for node in nodes), ANSWER_TIMEOUT_S):
             for node in nodes:
                 if not node.answer:
                     node.lose(f"no answer within {ANSWER_TIMEOUT_S:.0f} s")
@@ -145,7 +145,7 @@ class Nodes:
         Raises:
             LaunchError: Something is wrong; all problems are in one table.
         """
-        self.wait(lambda: all(node.facts is not None or node.lost is not None for node in self.connections))
+        self.wait(lambda: all(node.facts is not None or node.loss is not None for node in self.connections))
         # The first node checks the configuration for all of them, so its message needs no table.
         for node in self.connections:
             if node.facts is not None and node.facts["config_error"]:
@@ -155,7 +155,7 @@ class Nodes:
         absent = [
             node
             for node in self.connections
-            if node.facts is None and problems[node] == [node.lost] and not node.refused
+            if node.facts is None and problems[node] == [node.loss] and not node.is_unfit
         ]
         any_wrong = any(problems[node] for node in self.connections if node not in absent)
         # All problems appear in one table, so that a user can correct them together.
@@ -163,7 +163,7 @@ class Nodes:
             rows = {node.host.label: texts for node, texts in problems.items() if texts}
             raise problem_table(rows, len(self.connections))
         for node in absent:
-            self.print_notice(f"{node.host.label} is left out: {node.lost}")
+            self.print_notice(f"{node.host.label} is left out: {node.loss}")
         for node in self.connections:
             if warning := clock_warning(node):
                 self.print_notice(warning)
@@ -177,13 +177,13 @@ class Nodes:
         now = time.monotonic()
         for index, node in enumerate(self.connections):
             candidate = self._returning.get(index)
-            if node.lost is None:
+            if node.loss is None:
                 continue
             if candidate is None and now > node.retry_at:
                 # ssh may still wait for a host that no longer answers.
                 node.kill()
                 self._returning[index] = self._add_connection(node.host)
-            elif candidate is not None and (candidate.lost or (candidate.facts and self._problems(candidate))):
+            elif candidate is not None and (candidate.loss or (candidate.facts and self._problems(candidate))):
                 # The same problem appears at every attempt, and is reported once.
                 for problem in self._problems(candidate):
                     if candidate.hello is not None and (node.host.label, problem) not in self._reported:
@@ -192,7 +192,7 @@ class Nodes:
                 candidate.kill()
                 node.retry_after(RETRY_INTERVAL_S)
                 del self._returning[index]
-        return any(candidate.facts is not None and not candidate.lost for candidate in self._returning.values())
+        return any(candidate.facts is not None and not candidate.loss for candidate in self._returning.values())
 
     def end_exclusions(self) -> None:
         """Let excluded nodes come back soon: the run cannot go on without them."""
@@ -202,7 +202,7 @@ class Nodes:
     def take_back(self) -> None:
         """Put the new connections of nodes that are back in the place of the lost ones."""
         for index, candidate in list(self._returning.items()):
-            if candidate.facts is not None and candidate.lost is None and not self._problems(candidate):
+            if candidate.facts is not None and candidate.loss is None and not self._problems(candidate):
                 self.connections[index] = self._returning.pop(index)
                 self.print_notice(f"{candidate.host.label} is back")
 
@@ -235,7 +235,7 @@ class Nodes:
     def _handle_events(self) -> None:
         """Handle the messages that have come, or wait a moment for one; check the clocks, however many there are."""
         while not self._to_forward.empty():
-            number, running = self._to_forward.get(), [node for node in self.connections if node.running]
+            number, running = self._to_forward.get(), [node for node in self.connections if node.is_running]
             for node in running:
                 node.send({"do": "signal", "signal": int(number)})
             if not running:
@@ -263,7 +263,7 @@ class Nodes:
         """Give the node up if it has been silent for too long."""
         now, request = time.monotonic(), self._request
         connect_s, import_s, silence_s = request.connect_timeout_s, request.import_timeout_s, request.node_timeout_s
-        if node.lost is not None or node.connecting_since is None:
+        if node.loss is not None or node.connecting_since is None:
             return
         if node.hello is None:
             if now - node.connecting_since > connect_s:
@@ -281,21 +281,21 @@ class Nodes:
             node.send(self._request.facts_message(first=node is self.connections[0]))
         elif kind == "facts":
             node.facts = message
-        elif kind == "problem" and (node.facts is None or node.running):
+        elif kind == "problem" and (node.facts is None or node.is_running):
             # A node that says what it lacks would lack it at the next attempt as well.
-            node.refused = node.facts is None
+            node.is_unfit = node.facts is None
             node.lose(message["text"])
         elif kind in ("answer", "problem"):
             node.answer = message
-        elif kind == "output" and node.running:
+        elif kind == "output" and node.is_running:
             data = message["data"].encode("latin-1")
             self._console.feed(node.first_rank + message["rank"], message["target"], data)
         elif kind == "stepped":
-            node.stepped = True
+            node.has_stepped = True
         elif kind == "finished":
-            node.finished = True
+            node.has_finished = True
         elif kind == "ended":
-            node.ended = message
+            node.end_report = message
         elif kind == "gone":
             node.lose(node.describe_end(message["code"]))
         elif kind == "text" and node.facts is not None and not self._run_is_over:

@@ -23,8 +23,8 @@ def find_problems(node: NodeConnection, own: dict[str, str], nproc: str) -> list
     # Another Python explains most other problems, so it is named alone.
     if node.hello is not None and _minor(node.hello["python"]) != _minor(own["Python"]):
         return [f"Python {node.hello['python']}, and {own['Python']} here"]
-    if node.lost is not None:
-        return [node.lost]
+    if node.loss is not None:
+        return [node.loss]
     if node.facts is None:
         return ["does not answer"]
     versions = node.facts["versions"]

@@ -52,8 +52,8 @@ def run_cluster(request: ClusterRequest, nodes: Nodes, console: Console) -> RunO
     try:
         nodes.check()
         return RestartLoop(request, nodes, console).run()
-    except LauncherInterrupted as interrupt:
-        return RunOutcome(interrupted=interrupt.number)
+    except LauncherInterrupted as interruption:
+        return RunOutcome(stop_signal=interruption.number)
 
 
 class RestartLoop:
@@ -61,7 +61,7 @@ class RestartLoop:
 
     def __init__(self, request: ClusterRequest, nodes: Nodes, console: Console) -> None:
         self._request, self._nodes, self._console = request, nodes, console
-        # So many rounds in a row have lost nodes before a step was taken.
+        # Idle rounds are those in a row that have lost nodes before a step was taken.
         self._round_index = self._idle_rounds = 0
         # This becomes True when any round has reported a step.
         self._reports_steps = False
@@ -76,8 +76,8 @@ class RestartLoop:
             if self._run_round(members):
                 return RunOutcome()
             self._round_index += 1
-            lost = [node for node in members if node.lost]
-            outcome = RunOutcome(_failures(members), lost=tuple(map(_describe_loss, lost)))
+            lost = [node for node in members if node.loss]
+            outcome = RunOutcome(_failures(members), node_losses=tuple(map(_describe_loss, lost)))
             # Ranks that fail when a node is lost fail because of that, and an elastic run forgives lost nodes.
             is_restart = bool(outcome.failures) if not lost else not request.elastic
             if is_restart and (outcome.is_final or restarts == request.max_restarts):
@@ -109,7 +109,7 @@ class RestartLoop:
 
     def _made_progress(self, members: Sequence[NodeConnection], start: float) -> bool:
         """Return whether the round was progress. See "Rounds without a step" above."""
-        stepped = any(node.stepped for node in members)
+        stepped = any(node.has_stepped for node in members)
         self._reports_steps = self._reports_steps or stepped
         return stepped or (not self._reports_steps and time.monotonic() > start + STEADY_ROUND_S)
 
@@ -160,18 +160,18 @@ class RestartLoop:
             assignment = {**store, "node": index, "nodes": len(members), "world_size": world_size}
             assignment |= {"first_rank": node.first_rank, "restart": self._round_index, "run_id": request.run_id}
             # The node counts as running before the message is sent, so that its first output is not dropped.
-            node.running = True
+            node.is_running = True
             node.send(request.run_message(node, assignment, full_world_size))
         try:
             return self._watch_round(members)
-        except LauncherInterrupted as interrupt:
-            self._stop_ranks(members, interrupt.number)
+        except LauncherInterrupted as interruption:
+            self._stop_ranks(members, interruption.number)
             raise
         finally:
             # Unfinished lines belong to this round and its names.
             self._console.flush(everything=True)
             for node in members:
-                node.running = False
+                node.is_running = False
 
     def _open_store(self, members: Sequence[NodeConnection]) -> dict[str, object] | None:
         """Let the first node open the store's port, and all others reach it.
@@ -189,13 +189,13 @@ class RestartLoop:
             "others": [str(node.hello["address"] or node.host.label) for node in rest if node.hello],
         }
         self._lose_unable(first, [], self._nodes.ask([first], listen))
-        if first.lost is not None:
+        if first.loss is not None:
             return None
         assert first.answer is not None
         store = {key: first.answer[key] for key in ("address", "port")}
         # The other nodes must reach the store, and any of them may be behind a firewall or another network.
         self._lose_unable(first, rest, self._nodes.ask(rest, {"do": "reach", **store}))
-        return None if any(node.lost for node in members) else store
+        return None if any(node.loss for node in members) else store
 
     def _lose_unable(
         self, first: NodeConnection, rest: Sequence[NodeConnection], unable: dict[NodeConnection, str]
@@ -221,10 +221,10 @@ class RestartLoop:
         wait, start = self._nodes.wait, time.monotonic()
 
         def any_ended() -> bool:
-            return any(node.lost or node.ended for node in members)
+            return any(node.loss or node.end_report for node in members)
 
         def all_finished() -> bool:
-            return all(node.finished for node in members)
+            return all(node.has_finished for node in members)
 
         def lost_node_is_back() -> bool:
             return self._nodes.reconnect_lost() and time.monotonic() > start + STEADY_ROUND_S
@@ -234,37 +234,38 @@ class RestartLoop:
             # A rank may still use the first node's store, so no node ends its agent before all ranks have finished.
             for node in members:
                 node.send({"do": "release"})
-            wait(lambda: all(node.ended or node.lost for node in members), ROUND_END_TIMEOUT_S)
+            wait(lambda: all(node.end_report or node.loss for node in members), ROUND_END_TIMEOUT_S)
             return True
-        if any_ended() and not any(node.lost for node in members):
+        if any_ended() and not any(node.loss for node in members):
             # A rank may have died without a reason. Ranks of other nodes then fail as well, and may know it.
             wait(
                 lambda: (
                     any(failure.summary for failure in _failures(members))
-                    or all(node.ended or node.lost or node.finished for node in members)
+                    or all(node.end_report or node.loss or node.has_finished for node in members)
                 ),
                 PEER_FAILURE_TIMEOUT_S,
             )
         self._stop_ranks(members, signal.SIGTERM)
         # A node that ends without being told to, and without a failure, was stopped by a signal on its own machine.
         for node in members:
-            if node.ended and node.ended["interrupted"] and not node.stopped and not node.ended["failures"]:
+            report = node.end_report
+            if report and report["interrupted"] and not report["failures"] and not node.was_stopped:
                 node.lose("its zero-launch process was stopped from there")
         return False
 
     def _stop_ranks(self, members: Sequence[NodeConnection], number: signal.Signals) -> None:
         """End the ranks that still run; a node whose ranks do not end is lost."""
-        running = [node for node in members if not node.ended and not node.lost]
+        running = [node for node in members if not node.end_report and not node.loss]
         for node in running:
-            node.stopped = True
+            node.was_stopped = True
             node.send({"do": "stop", "signal": int(number)})
         # A second signal must not leave ranks behind, so this wait cannot be interrupted.
         all_ended = self._nodes.wait(
-            lambda: all(node.ended or node.lost for node in running), ROUND_END_TIMEOUT_S, interruptible=False
+            lambda: all(node.end_report or node.loss for node in running), ROUND_END_TIMEOUT_S, interruptible=False
         )
         if not all_ended:
             for node in running:
-                if not node.ended:
+                if not node.end_report:
                     node.lose("its ranks do not end")
 
 
@@ -278,12 +279,12 @@ def _failures(members: Sequence[NodeConnection]) -> tuple[RankFailure, ...]:
     failures = [
         RankFailure(**failure | {"time": failure["time"] + node.clock_offset_s, "host": node.host.label})
         for node in members
-        if node.ended
-        for failure in node.ended["failures"]
+        if node.end_report
+        for failure in node.end_report["failures"]
     ]
     return tuple(sorted(failures, key=lambda failure: failure.time))
 
 
 def _describe_loss(node: NodeConnection) -> str:
     ranks = ", ".join(map(str, node.ranks))
-    return f"{node.host.label} was lost: {node.lost} (rank{'s' * (len(node.ranks) > 1)} {ranks})"
+    return f"{node.host.label} was lost: {node.loss} (rank{'s' * (len(node.ranks) > 1)} {ranks})"

@@ -87,9 +87,9 @@ def run_ranks(job: Job, pipes: Pipes, rendezvous: Rendezvous, coordinator: Coord
             # The failures are read after the agent has ended all ranks, so no rank can fail unseen.
             return RunOutcome(agent.failures())
         except SignalException as stop:
-            return RunOutcome(agent.failures(), interrupted=stop.sigval)
+            return RunOutcome(agent.failures(), stop_signal=stop.sigval)
         except KeyboardInterrupt:
-            return RunOutcome(agent.failures(), interrupted=signal.SIGINT)
+            return RunOutcome(agent.failures(), stop_signal=signal.SIGINT)
         except (RendezvousError, dist.DistError) as error:
             address = rendezvous.assignment.address
             raise LaunchError(f"torch elastic cannot bring the ranks together on {address}: {error}") from error
@@ -211,7 +211,7 @@ class NodeAgent(LocalElasticAgent):
             self._coordinator.report_step()
         # `poll` leaves ended processes unreaped, because torch elastic builds its own result from their exit codes.
         running = [process for process in self._processes if process.poll() is None]
-        failed = [process for process in self._processes if process.failed]
+        failed = [process for process in self._processes if process.has_failed]
         # A rank that left a reason has written it to its file.
         has_reason = any(process.failure_file.exists() for process in failed)
         # The wait is counted from the moment when the rank was last seen alive, which is close to its end.

@@ -17,11 +17,11 @@ def failure_report(outcome: RunOutcome, console: Console) -> str:
 
     The failures' tracebacks are added to the ranks' log files.
     """
-    if outcome.interrupted is not None:
-        return f"zero-launch: stopped by {outcome.interrupted.name}; every rank has ended\n"
+    if outcome.stop_signal is not None:
+        return f"zero-launch: stopped by {outcome.stop_signal.name}; every rank has ended\n"
     for failure in outcome.failures:
         console.log(failure.rank, failure.text.encode(errors="replace"))
-    nodes = [f"zero-launch: {sentence}" for sentence in outcome.lost]
+    nodes = [f"zero-launch: {sentence}" for sentence in outcome.node_losses]
     if not outcome.failures:
         return "".join(f"{line}\n" for line in nodes)
     first, *others = outcome.failures

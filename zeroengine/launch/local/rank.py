@@ -43,21 +43,21 @@ class RunOutcome:
     """How a run ended."""
 
     failures: tuple[RankFailure, ...] = ()  # in order of time, without the ranks that were stopped for a failure
-    interrupted: signal.Signals | None = None  # the signal that ended the launcher
-    lost: tuple[str, ...] = ()  # a sentence for each node that was lost before the run was over
+    stop_signal: signal.Signals | None = None  # the signal that ended the launcher
+    node_losses: tuple[str, ...] = ()  # a sentence for each node that was lost before the run was over
 
     @property
     def is_final(self) -> bool:
         """Whether the ranks must not be started again here, however many restarts are left."""
-        return self.interrupted is not None or self.code == RESTART_EXIT_CODE
+        return self.stop_signal is not None or self.code == RESTART_EXIT_CODE
 
     @property
     def code(self) -> int:
         """The launcher's exit code."""
-        if self.interrupted is not None:
-            return 128 + self.interrupted
+        if self.stop_signal is not None:
+            return 128 + self.stop_signal
         # The first failure is the cause of the others. A run that only lost nodes has no exit code of a rank.
-        return self.failures[0].code if self.failures else int(bool(self.lost))
+        return self.failures[0].code if self.failures else int(bool(self.node_losses))
 
 
 @dataclass
@@ -68,14 +68,14 @@ class RankProcess:
     pid: int
     failure_file: Path  # the worker writes its exception here, see worker.py
     code: int | None = None  # None while the process runs
-    stopped: bool = False  # the launcher stopped it, so its exit code is no failure
+    was_stopped: bool = False  # the launcher stopped it, so its exit code is no failure
     last_seen_running: float = field(default_factory=time.monotonic)
 
     @property
-    def failed(self) -> bool:
+    def has_failed(self) -> bool:
         """Whether the rank failed by itself."""
         # The failure file may exist before the process has ended, and then the rank is failing already.
-        return not self.stopped and (bool(self.code) or self.failure_file.exists())
+        return not self.was_stopped and (bool(self.code) or self.failure_file.exists())
 
     def poll(self) -> int | None:
         """Return the exit code, or None while the process runs."""
@@ -93,16 +93,16 @@ class RankProcess:
     def stop(self, number: signal.Signals) -> None:
         """Send a signal to the worker and its children, unless the worker is failing by itself already."""
         # A rank that is writing its traceback is not interrupted, and only SIGKILL ends it if it hangs.
-        if self.poll() is not None or (self.failed and number != signal.SIGKILL):
+        if self.poll() is not None or (self.has_failed and number != signal.SIGKILL):
             return
         # A rank that had failed before the signal stays a failure of its own.
-        self.stopped = self.stopped or not self.failed
+        self.was_stopped = self.was_stopped or not self.has_failed
         # torch elastic starts each worker in a session, and so in a process group, of its own.
         os.killpg(self.pid, number)
 
     def failure(self) -> RankFailure | None:
         """Return how the rank failed, or None if it did not or was stopped because another rank failed."""
-        if not self.failed:
+        if not self.has_failed:
             return None
         if self.failure_file.exists():
             # The worker renames the file into place, so it is complete whenever it exists.
