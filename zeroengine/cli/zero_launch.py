@@ -20,7 +20,9 @@ from zeroengine.launch.cluster.environment import explicit_variables, forwarded_
 from zeroengine.launch.cluster.hosts import Host, limit_hosts, processes_on, read_hostfile, select_hosts
 from zeroengine.launch.cluster.shells import RemoteShell, split_words, srun_shell, ssh_shell
 from zeroengine.launch.local import job
+from zeroengine.launch.local.core_binding import cores_by_rank
 from zeroengine.launch.local.masking import is_secret, masked
+from zeroengine.launch.local.worker import BIND_VARIABLE
 from zeroengine.utils.launcher_environment import RESTART_EXIT_CODE
 
 
@@ -60,17 +62,16 @@ def open_standard_descriptors() -> None:
 
 def launch_locally(options: argparse.Namespace) -> int:
     """Run all ranks on this machine."""
-    local_job = job.build_job(
-        options.script,
-        options.arguments,
-        module=options.module,
-        nproc=options.nproc,
-        cpu=options.cpu,
-        config=options.config,
-        overrides=options.set,
-        extra=explicit_variables(options.env),
-        bind=options.bind,
-    )
+    # The checks are ordered by their cost. The last one imports torch.
+    job.check_target(options.script, options.module)
+    nproc = job.count_processes(options.nproc, options.cpu)
+    environment = job.rank_environment(options.cpu, options.config, options.set) | explicit_variables(options.env)
+    if "OMP_NUM_THREADS" not in os.environ | environment:
+        environment["OMP_NUM_THREADS"] = job.omp_threads(nproc)
+    if options.bind is not None:
+        environment[BIND_VARIABLE] = cores_by_rank(options.bind, nproc)
+    job.check_config(options.config, options.set)
+    local_job = job.Job(nproc, job.worker_command(options.script, options.arguments, options.module), environment)
     # A dry run imports neither torch nor anything of the launcher's machinery.
     if options.dry_run:
         print(local_job.describe(options.port))
@@ -83,7 +84,7 @@ def launch_locally(options: argparse.Namespace) -> int:
     # All restarts share one id: later rounds of a run may take over the lock of a folder of checkpoints from earlier
     # ones.
     console, run_id = Console(options.log_dir), uuid.uuid4().hex
-    nproc, port, width = local_job.nproc, options.port, len(str(local_job.nproc - 1))
+    port, width = options.port, len(str(nproc - 1))
     for restart in range(options.max_restarts + 1):
         console.assign([f"rank {rank:>{width}}" for rank in range(nproc)], terminal=True)
         assignment = rendezvous.NodeAssignment(nproc, job.LOOPBACK, port, restart=restart, run_id=run_id)

@@ -4,7 +4,7 @@
 - ``request``: what is to run, and the messages that say so.
 - ``shells``, ``bootstrap``: how a command gets onto a node, and the first program that runs there.
 - ``protocol``: the messages between the launcher and its nodes.
-- ``node``: the node's end of a connection.
+- ``node_server``: the node's end of a connection.
 - ``connections``, ``node_connection``, ``nodes``: the launcher's end: all pipes, one node, all nodes.
 - ``preflight``, ``versions``: compare the nodes before anything is started.
 - ``restart_loop``: run the ranks, and start them again after a failure.

@@ -1,8 +1,8 @@
 """The first program that runs on a node. Its text is sent there, so the node needs nothing but a Python.
 
 It reads the node's folder and environment from stdin, reports what kind of Python and host this is, and becomes
-node.py. Whatever prevents that is reported in a message, which the launcher puts into its table. Any Python 3 can run
-this file.
+node_server.py. Whatever prevents that is reported in a message, which the launcher puts into its table. Any Python 3
+can run this file.
 """
 
 import json
@@ -16,12 +16,12 @@ NODE = """\
 import json, os, sys
 sys.path[:] = [path for path in sys.path if path]
 try:
-    from zeroengine.launch.cluster import node
+    from zeroengine.launch.cluster import node_server
 except ImportError as error:
     line = json.dumps({"is": "problem", "text": "zeroengine cannot be imported: %s" % error})
     os.write(1, b"\\x01zero-launch " + line.encode() + b"\\n")
     sys.exit(3)
-node.main()
+node_server.main()
 """
 
 
@@ -31,8 +31,8 @@ def send(**message: object) -> None:
 
 
 def main() -> None:
-    """Introduce the node to the launcher, and become node.py in the folder and environment that it asks for."""
-    # Unbuffered, since what follows the first line belongs to node.py.
+    """Introduce the node to the launcher, and become node_server.py in the folder and environment that it asks for."""
+    # Unbuffered, since what follows the first line belongs to node_server.py.
     with os.fdopen(0, "rb", 0, closefd=False) as stdin:
         wanted = json.loads(stdin.readline())
     # sshd puts both ends of the connection into this variable: the launcher's address and port, then this node's.

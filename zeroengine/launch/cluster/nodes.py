@@ -164,9 +164,8 @@ class Nodes:
             raise problem_table(rows, len(self.connections))
         for node in absent:
             self.print_notice(f"{node.host.label} is left out: {node.loss}")
-        for node in self.connections:
-            if warning := clock_warning(node):
-                self.print_notice(warning)
+        for warning in filter(None, map(clock_warning, self.connections)):
+            self.print_notice(warning)
 
     # -- nodes that come back ---------------------------------------------------------------------
 
@@ -241,16 +240,14 @@ class Nodes:
             if not running:
                 self.print_notice(f"{number.name} came while no rank was running, and is forgotten")
         # Only the first message is waited for.
-        timeout: float | None = POLL_INTERVAL_S
-        try:
+        timeout_s = POLL_INTERVAL_S
+        with contextlib.suppress(queue.Empty):
             for _ in range(MAX_EVENTS_PER_TURN):
-                owner, message, nbytes = self._thread.events.get(timeout is not None, timeout)
+                owner, message, nbytes = self._thread.events.get(timeout=timeout_s)
                 assert isinstance(owner, NodeConnection)
                 self._handle_message(owner, message)
                 owner.acknowledge(nbytes)
-                timeout = None
-        except queue.Empty:
-            pass
+                timeout_s = 0.0
         # The clocks are checked even if messages arrive without a pause, or a flood of them would hide a silent node.
         if time.monotonic() > self._last_clock_check + POLL_INTERVAL_S:
             self._console.flush()

@@ -50,9 +50,11 @@ def clock_warning(node: NodeConnection) -> str | None:
     if abs(ahead) < CLOCK_TOLERANCE_S:
         return None
     direction = "ahead of" if ahead > 0 else "behind"
+    unit, unit_s = ("h", 3600.0) if abs(ahead) > 0.99 * 3600.0 else ("min", 60.0)
     return (
-        f"the clock of {node.host.label} is {format_duration(abs(ahead))} {direction} this one: the run does not mind, "
-        f"but the times of its files and logs are wrong. Synchronize it (chronyc makestep, or timedatectl set-ntp true)"
+        f"the clock of {node.host.label} is {abs(ahead) / unit_s:.1f} {unit} {direction} this one: the run does not "
+        f"mind, but the times of its files and logs are wrong. Synchronize it (chronyc makestep, or timedatectl "
+        "set-ntp true)"
     )
 
 
@@ -63,14 +65,6 @@ def problem_table(problems: Mapping[str, Sequence[str]], num_nodes: int) -> Laun
     for label, texts in problems.items():
         lines += [f"  {name:<{width}}  {text}" for name, text in zip_longest([label], texts, fillvalue="")]
     return LaunchError("\n".join(lines))
-
-
-def format_duration(seconds: float) -> str:
-    """Return seconds in the largest fitting unit."""
-    for unit, size in (("h", 3600.0), ("min", 60.0)):
-        if seconds > 0.99 * size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.1f} s"
 
 
 def _minor(version: str) -> list[str]:

@@ -6,10 +6,7 @@ library.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import threading
 from typing import Any
 
 MESSAGE_PREFIX = b"\x01zero-launch "
@@ -65,17 +62,3 @@ class LineSplitter:
         if rest:
             self._unfinished.append(rest)
         return lines
-
-
-class MessageWriter:
-    """Write a node's messages to the launcher, from several threads."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd, self._lock = fd, threading.Lock()
-
-    def send(self, message: Message) -> None:
-        """Write a message. If nobody reads any more it is dropped: the reading thread notices that as well."""
-        rest = memoryview(MESSAGE_PREFIX + encode(message))
-        with contextlib.suppress(OSError), self._lock:
-            while rest:
-                rest = rest[os.write(self._fd, rest) :]

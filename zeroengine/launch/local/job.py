@@ -9,7 +9,7 @@ import pkgutil
 import shlex
 import socket
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
@@ -17,7 +17,6 @@ from pathlib import Path
 
 from zeroengine.errors import LaunchError
 from zeroengine.launch.local import worker
-from zeroengine.launch.local.core_binding import cores_by_rank
 from zeroengine.launch.local.masking import masked
 
 LOOPBACK = "127.0.0.1"
@@ -54,46 +53,6 @@ class Job:
             lines.append(" ".join(f"{key}={shlex.quote(str(value))}" for key, value in variables.items()))
             lines[-1] += f" {shlex.join(self.command)}"
         return "\n".join(lines)
-
-
-def build_job(
-    target: str,
-    arguments: Sequence[str],
-    *,
-    module: bool = False,
-    nproc: str = "auto",
-    cpu: bool = False,
-    config: str | None = None,
-    overrides: Sequence[str] = (),
-    extra: Mapping[str, str] | None = None,
-    bind: str | None = None,
-) -> Job:
-    """Check a request for this node and return its job.
-
-    Args:
-        target: The script, or the module's name.
-        arguments: The script's arguments.
-        module: Whether `target` is a module.
-        nproc: The number of processes, or `auto`.
-        cpu: Whether the ranks see no GPU.
-        config: The configuration file.
-        overrides: `KEY=VALUE` for single values of the configuration.
-        extra: Further variables for every rank.
-        bind: `cores` or `numa`; None binds no cores.
-
-    Raises:
-        LaunchError: The request cannot be started; the message says what to write instead.
-    """
-    # The checks are ordered by their cost. The last one imports torch.
-    check_target(target, module)
-    processes = count_processes(nproc, cpu)
-    variables = rank_environment(cpu, config, overrides) | dict(extra or {})
-    if "OMP_NUM_THREADS" not in os.environ | variables:
-        variables["OMP_NUM_THREADS"] = omp_threads(processes)
-    if bind is not None:
-        variables[worker.BIND_VARIABLE] = cores_by_rank(bind, processes)
-    check_config(config, overrides)
-    return Job(processes, worker_command(target, arguments, module), variables)
 
 
 def worker_command(target: str, arguments: Sequence[str], module: bool) -> tuple[str, ...]:

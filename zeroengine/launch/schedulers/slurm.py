@@ -33,15 +33,15 @@ def allocated_hosts(environ: Mapping[str, str]) -> list[Host]:
     nodes = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
     if not nodes:
         raise LaunchError(f"--launcher slurm: this is not inside a Slurm allocation. {SUBMIT_HINT}")
-    names = list(expand_nodes(nodes))
-    gpus = _gpus(environ)
+    names, gpus = list(expand_nodes(nodes)), _gpus(environ)
+    slots = list(expand_counts(environ.get("SLURM_NTASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "")))
     if gpus is not None:
-        return [Host(name, gpus) for name in names]
-    tasks = list(expand_counts(environ.get("SLURM_NTASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "")))
+        slots = [gpus] * len(names)
     # SLURM_NTASKS_PER_NODE is one number for all nodes; SLURM_TASKS_PER_NODE has one for each.
-    if len(tasks) == 1:
-        tasks *= len(names)
-    slots = tasks if len(tasks) == len(names) and max(tasks) > 1 else [None] * len(names)
+    elif len(slots) == 1:
+        slots *= len(names)
+    if len(slots) != len(names) or (gpus is None and max(slots) == 1):
+        return [Host(name) for name in names]
     return [Host(name, count) for name, count in zip(names, slots, strict=True)]
 
 

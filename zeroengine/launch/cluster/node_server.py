@@ -6,6 +6,7 @@ ended as after SIGTERM. If this process is stuck, it ends itself, and the guard 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import queue
@@ -20,7 +21,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from zeroengine.errors import LaunchError, ZeroEngineError
 from zeroengine.launch.cluster import protocol
-from zeroengine.launch.cluster.protocol import Message, MessageWriter
+from zeroengine.launch.cluster.protocol import Message
 from zeroengine.launch.cluster.versions import installed_versions
 from zeroengine.launch.local import job, network
 from zeroengine.launch.local.agent import POLL_INTERVAL_S, Coordinator, run_ranks
@@ -35,14 +36,17 @@ from zeroengine.launch.local.worker import BIND_VARIABLE
 ORDERLY_END_TIMEOUT_S = 2 * SIGKILL_TIMEOUT_S + 2.0
 
 
-class LauncherOrders(Coordinator):
-    """The launcher's messages to this node so far.
+class LauncherConnection(Coordinator):
+    """The messages between this node and the launcher.
 
     One thread reads the messages, another sends heartbeats. The main thread takes the next task with `next_task`.
+
+    Args:
+        fd: The file descriptor that leads to the launcher.
     """
 
-    def __init__(self, writer: MessageWriter) -> None:
-        self._writer, self._timeout_s = writer, protocol.NODE_TIMEOUT_S
+    def __init__(self, fd: int) -> None:
+        self._fd, self._lock, self._timeout_s = fd, threading.Lock(), protocol.NODE_TIMEOUT_S
         self._tasks: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._stop_signal: signal.Signals | None = None
         self._released = threading.Event()
@@ -50,6 +54,14 @@ class LauncherOrders(Coordinator):
         # Both threads are daemons: the process must be able to end while they wait.
         threading.Thread(target=self._read_messages, name="zero-launch orders", daemon=True).start()
         threading.Thread(target=self._send_heartbeats, name="zero-launch beat", daemon=True).start()
+
+    def send(self, message: Message) -> None:
+        """Write a message. If nobody reads any more it is dropped: the reading thread notices that as well."""
+        rest = memoryview(protocol.MESSAGE_PREFIX + protocol.encode(message))
+        # Several threads send messages, and each message must stay whole.
+        with contextlib.suppress(OSError), self._lock:
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]
 
     def next_task(self) -> Message | None:
         """Wait for the next task and return it; None when the launcher is gone."""
@@ -67,11 +79,11 @@ class LauncherOrders(Coordinator):
 
     def report_step(self) -> None:
         """Tell the launcher that a rank of this node has taken a step."""
-        self._writer.send({"is": "stepped"})
+        self.send({"is": "stepped"})
 
     def wait_for_other_nodes(self) -> None:
         """Tell the launcher that all ranks here have succeeded, and wait until it releases this node."""
-        self._writer.send({"is": "finished"})
+        self.send({"is": "finished"})
         # The node may still be told to stop while it waits, for the ranks of another node may fail.
         while not self._released.wait(POLL_INTERVAL_S):
             self.check_stop()
@@ -113,15 +125,15 @@ class LauncherOrders(Coordinator):
     def _send_heartbeats(self) -> None:
         # The clock travels with each heartbeat, so that the launcher can compare times of different nodes.
         while not self._launcher_is_gone:
-            self._writer.send({"is": "beat", "clock": time.monotonic()})
+            self.send({"is": "beat", "clock": time.monotonic()})
             time.sleep(protocol.HEARTBEAT_INTERVAL_S)
 
 
 class NodeServer:
     """Carry out the launcher's tasks on this node: open the store's port, reach the first node, run the ranks."""
 
-    def __init__(self, orders: LauncherOrders, writer: MessageWriter) -> None:
-        self._orders, self._writer = orders, writer
+    def __init__(self, launcher: LauncherConnection) -> None:
+        self._launcher = launcher
         self._listener: socket.socket | None = None
         self._interface: str | None = None
 
@@ -133,7 +145,7 @@ class NodeServer:
             OSError: The system does not allow it.
         """
         if message["do"] == "facts":
-            self._writer.send(node_facts(message))
+            self._launcher.send(node_facts(message))
         else:
             {"listen": self._listen, "reach": self._reach, "run": self._run}[message["do"]](message)
 
@@ -159,7 +171,7 @@ class NodeServer:
                     f"--master-addr {address} does not lead to this node ({reason}). Leave it out"
                 ) from None
         self._interface = network.interface_of(address)
-        self._writer.send({"is": "answer", "address": address, "port": port})
+        self._launcher.send({"is": "answer", "address": address, "port": port})
 
     def _reach(self, message: Message) -> None:
         """Check that this node reaches the first one, and remember the interface on the way there."""
@@ -170,7 +182,7 @@ class NodeServer:
             reason = error.strerror or error
             raise OSError(f"{address} port {port} on the first node cannot be reached ({reason})") from None
         self._interface = network.interface_of(own)
-        self._writer.send({"is": "answer"})
+        self._launcher.send({"is": "answer"})
 
     def _run(self, message: Message) -> None:
         """Run the ranks of this node to their end, and report how they ended."""
@@ -185,21 +197,21 @@ class NodeServer:
             environment[BIND_VARIABLE] = cores_by_rank(message["bind"], nproc)
         command = job.worker_command(message["target"], message["arguments"], message["module"])
         # The store takes the socket over, so it must not be closed here any more.
-        listener, self._listener = self._listener, None
-        if listener is not None and assignment.node == 0:
+        listener, self._listener = self._listener if assignment.node == 0 else None, None
+        if listener is not None:
             # The other nodes' test connections would look like ranks to the store.
             network.drop_pending_connections(listener)
-        rendezvous = Rendezvous(assignment, listener if assignment.node == 0 else None)
+        rendezvous = Rendezvous(assignment, listener)
         with Pipes(nproc, self._send_output) as pipes:
-            outcome = run_ranks(job.Job(nproc, command, environment), pipes, rendezvous, self._orders)
+            outcome = run_ranks(job.Job(nproc, command, environment), pipes, rendezvous, self._launcher)
         # The failures have their times by this node's clock.
         failures = [dataclasses.asdict(failure) for failure in outcome.failures]
         ended = {"failures": failures, "interrupted": outcome.stop_signal, "clock": time.monotonic()}
-        self._writer.send({"is": "ended", **ended})
+        self._launcher.send({"is": "ended", **ended})
 
     def _send_output(self, rank: int, target: int, data: bytes) -> None:
         # JSON carries text alone, and latin-1 has a character for every byte.
-        self._writer.send({"is": "output", "rank": rank, "target": target, "data": data.decode("latin-1")})
+        self._launcher.send({"is": "output", "rank": rank, "target": target, "data": data.decode("latin-1")})
 
 
 def node_facts(message: Message) -> Message:
@@ -228,19 +240,18 @@ def main() -> None:
     # Messages go to a copy of stdout. Whatever else prints to stdout, such as a library, prints to stderr.
     fd = os.dup(1)
     os.dup2(2, 1)
-    writer = MessageWriter(fd)
     # While no ranks run, a signal ends this process at once.
     for number in STOP_SIGNALS:
         signal.signal(number, lambda number, _: os._exit(128 + number))
     # Slurm may send these before any rank runs, and they must not end the node.
     ignore_signals(FORWARDED_SIGNALS)
-    orders = LauncherOrders(writer)
-    server = NodeServer(orders, writer)
-    while (message := orders.next_task()) is not None:
+    launcher = LauncherConnection(fd)
+    server = NodeServer(launcher)
+    while (message := launcher.next_task()) is not None:
         try:
             server.carry_out(message)
         except (OSError, LaunchError) as error:
-            writer.send({"is": "problem", "text": str(error)})
+            launcher.send({"is": "problem", "text": str(error)})
     sys.stdout.flush()
     # An ordinary exit would wait for the threads.
     os._exit(0)
