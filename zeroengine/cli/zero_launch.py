@@ -129,10 +129,10 @@ def launch_under_slurm(options: argparse.Namespace) -> int:
     gpus = int(options.nproc) if options.nproc.isdecimal() and not options.cpu else None
     name = Path(options.script).stem
     sbatch_options = split_words("--sbatch", options.sbatch, "options of sbatch, such as --sbatch '--time=8:00:00'")
-    words, hidden = command_in_batch_script(options)
-    slurm.check_export(sbatch_options, hidden, os.environ)
+    words, secrets = command_in_batch_script(options)
+    slurm.check_export(sbatch_options, secrets, os.environ)
     script = slurm.batch_script(name, int(high), gpus, sbatch_options, words, elastic=low not in ("", high))
-    print(script if options.dry_run else slurm.submit(script, Path(slurm.SCRIPT_NAME), hidden))
+    print(script if options.dry_run else slurm.submit(script, Path(slurm.SCRIPT_NAME), secrets))
     return 0
 
 
@@ -144,19 +144,19 @@ def command_in_batch_script(options: argparse.Namespace) -> tuple[list[str], dic
     """
     # Only words before the script are options of zero-launch. The script may have options of the same names.
     end_of_options = len(options.argv) - len(options.arguments) - 1
-    rest, words, hidden = iter(options.argv[:end_of_options]), [], {}
+    rest, words, secrets = iter(options.argv[:end_of_options]), [], {}
     for word in rest:
         option, equals, value = word.partition("=")
         if option == "--env":
             value = value if equals else next(rest)
             name, text = parse_variable(value, "--env", os.environ)
             if is_secret(name, text):
-                value, hidden[name] = name, text
+                value, secrets[name] = name, text
             words += ["--env", value]
         # The job itself must neither submit another job nor print a plan.
         elif option not in ("--submit", "--dry-run", "--sbatch"):
             words.append(word)
-    return words + options.argv[end_of_options:], hidden
+    return words + options.argv[end_of_options:], secrets
 
 
 def launch_under_mpi(options: argparse.Namespace) -> int:

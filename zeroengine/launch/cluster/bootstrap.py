@@ -34,7 +34,7 @@ def main() -> None:
     """Introduce the node to the launcher, and become node_server.py in the folder and environment that it asks for."""
     # Unbuffered, since what follows the first line belongs to node_server.py.
     with os.fdopen(0, "rb", 0, closefd=False) as stdin:
-        wanted = json.loads(stdin.readline())
+        introduction = json.loads(stdin.readline())
     # sshd puts both ends of the connection into this variable: the launcher's address and port, then this node's.
     connection = os.environ.get("SSH_CONNECTION", "").split()
     send(
@@ -45,15 +45,15 @@ def main() -> None:
         address=connection[2] if len(connection) == 4 else None,
     )
     try:
-        os.chdir(wanted["folder"])
+        os.chdir(introduction["folder"])
     except OSError as error:
-        send(**{"is": "problem"}, text=f"the working folder {wanted['folder']}: {error.strerror}")
+        send(**{"is": "problem"}, text=f"the working folder {introduction['folder']}: {error.strerror}")
         sys.exit(3)
     # Programs of the virtual environment, such as ninja, are found as on the launcher's machine.
     environment = dict(os.environ)
     path = environment.get("PATH", os.defpath)
     environment["PATH"] = os.path.dirname(sys.executable) + os.pathsep + path
-    environment.update(wanted["environment"])
+    environment.update(introduction["environment"])
     os.execve(sys.executable, [sys.executable, "-u", "-c", NODE], environment)
 
 

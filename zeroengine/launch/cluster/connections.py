@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import math
 import queue
 import resource
@@ -40,16 +41,18 @@ DESCRIPTORS_PER_CONNECTION = 3
 # So many descriptors stay free for everything else in the launcher.
 SPARE_DESCRIPTORS = 100
 
+Receive = Callable[[Message, Callable[[], None]], None]
+
 
 class ConnectionProcess:
     """A process such as ssh, with its stdin, stdout and stderr. `ConnectionThread.connect` starts it.
 
-    `open`, `send_heartbeat` and the private methods run on the connections' thread, the others on the launcher's.
+    `open`, `send_heartbeat` and most private methods run on the connections' thread, the others on the launcher's.
 
     Args:
         command: The command.
         loop: The loop of the connections' thread.
-        receive: Called on that thread with each message and its size in bytes.
+        receive: Called on that thread with each message, and a function to call when it has been handled.
 
     Attributes:
         last_heard: `time.monotonic` of the last output.
@@ -61,9 +64,7 @@ class ConnectionProcess:
         OSError: The process cannot be started.
     """
 
-    def __init__(
-        self, command: Sequence[str], loop: asyncio.AbstractEventLoop, receive: Callable[[Message, int], None]
-    ) -> None:
+    def __init__(self, command: Sequence[str], loop: asyncio.AbstractEventLoop, receive: Receive) -> None:
         self.last_heard, self.clock_offset_s = time.monotonic(), math.inf
         self.last_errors: deque[str] = deque(maxlen=MAX_ERROR_LINES)
         self.process = subprocess.Popen(
@@ -96,14 +97,6 @@ class ConnectionProcess:
             flush: Whether to write first what was sent before.
         """
         self._loop.call_soon_threadsafe(self._input.close if flush else self._abort_input)
-
-    def acknowledge(self, nbytes: int) -> None:
-        """Record that the launcher has handled a message of so many bytes."""
-        with self._lock:
-            # Reading was stopped at the limit. It starts again only when the backlog falls below it.
-            was_full, self._backlog_bytes = self.is_full, self._backlog_bytes - nbytes
-            if was_full and not self.is_full:
-                self._loop.call_soon_threadsafe(self._backlog_shrank.set)
 
     def drop(self) -> None:
         """Close the pipes of a process that was killed; other processes may hold their far ends open."""
@@ -189,7 +182,15 @@ class ConnectionProcess:
         nbytes += MESSAGE_OVERHEAD_BYTES
         with self._lock:
             self._backlog_bytes += nbytes
-        self._receive(message, nbytes)
+        self._receive(message, functools.partial(self._acknowledge, nbytes))
+
+    def _acknowledge(self, nbytes: int) -> None:
+        # The launcher calls this on its own thread when it has handled a message of so many bytes.
+        with self._lock:
+            # Reading was stopped at the limit. It starts again only when the backlog falls below it.
+            was_full, self._backlog_bytes = self.is_full, self._backlog_bytes - nbytes
+            if was_full and not self.is_full:
+                self._loop.call_soon_threadsafe(self._backlog_shrank.set)
 
     def _write(self, data: bytes) -> None:
         # Nothing may follow the end of the messages, and a process that has closed its stdin takes nothing any more.
@@ -206,11 +207,12 @@ class ConnectionThread:
     """Read from and write to all connections on one thread, until it is closed. See the note above.
 
     Attributes:
-        events: What has come over the connections: the owner, the message, and its size in bytes.
+        events: What has come over the connections: the owner, the message, and a function to call when the message has
+            been handled.
     """
 
     def __init__(self) -> None:
-        self.events: queue.SimpleQueue[tuple[object, Message, int]] = queue.SimpleQueue()
+        self.events: queue.SimpleQueue[tuple[object, Message, Callable[[], None]]] = queue.SimpleQueue()
         self._open: set[ConnectionProcess] = set()
         self._started = threading.Event()
         # The thread is a daemon, so a launcher that fails elsewhere can still exit.
@@ -231,7 +233,7 @@ class ConnectionThread:
             OSError: The process cannot be started.
         """
         connection = ConnectionProcess(
-            command, self._loop, lambda message, nbytes: self.events.put((owner, message, nbytes))
+            command, self._loop, lambda message, acknowledge: self.events.put((owner, message, acknowledge))
         )
         asyncio.run_coroutine_threadsafe(connection.open(self._open), self._loop).result()
         return connection
@@ -265,16 +267,16 @@ def allow_descriptors(count: int, purpose: str) -> None:
     Raises:
         LaunchError: The system does not allow so many.
     """
-    wanted = count + SPARE_DESCRIPTORS
+    limit = count + SPARE_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
+    if soft == resource.RLIM_INFINITY or soft >= limit:
         return
-    hard_is_enough = hard == resource.RLIM_INFINITY or hard >= wanted
+    hard_is_enough = hard == resource.RLIM_INFINITY or hard >= limit
     try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard if hard_is_enough else wanted))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard if hard_is_enough else limit))
     except (OSError, ValueError):
         # Only root may raise the hard limit.
         raise LaunchError(
-            f"{purpose} need {wanted} open files, and {hard} are allowed here. Allow more (ulimit -n {wanted}, or "
+            f"{purpose} need {limit} open files, and {hard} are allowed here. Allow more (ulimit -n {limit}, or "
             "nofile in /etc/security/limits.conf), or start fewer"
         ) from None

@@ -99,11 +99,6 @@ class NodeConnection:
         if self.loss is None and self._connection is not None:
             self._connection.send(encode(message))
 
-    def acknowledge(self, nbytes: int) -> None:
-        """Record that the launcher has handled so many bytes of what came over the connection."""
-        if self._connection is not None:
-            self._connection.acknowledge(nbytes)
-
     def lose(self, reason: str) -> None:
         """Give the node up. If it still runs, it ends its ranks when its connection ends."""
         if self.loss is None:

@@ -243,10 +243,10 @@ class Nodes:
         timeout_s = POLL_INTERVAL_S
         with contextlib.suppress(queue.Empty):
             for _ in range(MAX_EVENTS_PER_TURN):
-                owner, message, nbytes = self._thread.events.get(timeout=timeout_s)
+                owner, message, acknowledge = self._thread.events.get(timeout=timeout_s)
                 assert isinstance(owner, NodeConnection)
                 self._handle_message(owner, message)
-                owner.acknowledge(nbytes)
+                acknowledge()
                 timeout_s = 0.0
         # The clocks are checked even if messages arrive without a pause, or a flood of them would hide a silent node.
         if time.monotonic() > self._last_clock_check + POLL_INTERVAL_S:

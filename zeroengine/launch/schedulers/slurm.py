@@ -69,17 +69,17 @@ def batch_script(
         arguments: zero-launch's own arguments.
         elastic: Whether the run goes on without a node that is lost. Otherwise Slurm starts the job again.
     """
-    asked = [f"--job-name={name}", f"--nodes={nodes}", "--ntasks-per-node=1"]
-    asked += [f"--gpus-per-node={gpus}"] if gpus else []
+    own_options = [f"--job-name={name}", f"--nodes={nodes}", "--ntasks-per-node=1"]
+    own_options += [f"--gpus-per-node={gpus}"] if gpus else []
     if not _is_among(SHARE_OPTIONS, options):
-        asked += ["--exclusive"]
-        asked += [] if _is_among(MEMORY_OPTIONS, options) else ["--mem=0"]
-    asked += ["--no-kill"] if elastic else []
+        own_options += ["--exclusive"]
+        own_options += [] if _is_among(MEMORY_OPTIONS, options) else ["--mem=0"]
+    own_options += ["--no-kill"] if elastic else []
     log = "%x-%A_%a.log" if _is_among(ARRAY_OPTIONS, options) else "%x-%j.log"
     # A job that is started again continues its log.
-    asked += ["--requeue", "--open-mode=append", f"--output={log}"]
+    own_options += ["--requeue", "--open-mode=append", f"--output={log}"]
     # Options of the user stand on the last line, and sbatch takes the last of several.
-    lines = [f"#SBATCH {shlex.quote(option)}" for option in asked]
+    lines = [f"#SBATCH {shlex.quote(option)}" for option in own_options]
     lines += [f"#SBATCH {shlex.join(options)}"] if options else []
     # Slurm sends SIGTERM to the script's own process first, which exec makes zero-launch.
     command = [sys.executable, "-m", "zeroengine.cli.zero_launch", *arguments]
@@ -92,12 +92,12 @@ def _is_among(names: Sequence[str], options: Sequence[str]) -> bool:
     return any(word in names for word in words)
 
 
-def check_export(options: Sequence[str], hidden: Iterable[str], environ: Mapping[str, str]) -> None:
+def check_export(options: Sequence[str], secrets: Iterable[str], environ: Mapping[str, str]) -> None:
     """Check that sbatch passes on the variables whose values are not written into the script.
 
     Args:
         options: The options of sbatch.
-        hidden: The names of the variables.
+        secrets: The names of the variables.
         environ: The launcher's environment, for SBATCH_EXPORT.
 
     Raises:
@@ -110,7 +110,7 @@ def check_export(options: Sequence[str], hidden: Iterable[str], environ: Mapping
         if name == "--export":
             text, source = (value if equals else following), "--sbatch --export="
     exported = {word.partition("=")[0] for word in text.split(",")}
-    for name in hidden:
+    for name in secrets:
         if not exported & {"ALL", name}:
             names = [name, *(word for word in text.split(",") if word not in ("NONE", "NIL"))]
             raise LaunchError(
@@ -119,13 +119,13 @@ def check_export(options: Sequence[str], hidden: Iterable[str], environ: Mapping
             )
 
 
-def submit(script: str, path: Path, hidden: Mapping[str, str]) -> str:
+def submit(script: str, path: Path, secrets: Mapping[str, str]) -> str:
     """Write the script, submit it, and return the answer of sbatch.
 
     Args:
         script: The script's text.
         path: The file to write.
-        hidden: Variables that the job finds in its environment. They are not written into the script.
+        secrets: Variables that the job finds in its environment. They are not written into the script.
 
     Raises:
         LaunchError: There is no sbatch, or it refuses the script.
@@ -134,7 +134,7 @@ def submit(script: str, path: Path, hidden: Mapping[str, str]) -> str:
         raise LaunchError("--submit: there is no sbatch here. Log in to a machine of the cluster, or add --dry-run")
     path.write_text(script)
     # The values travel in the environment of sbatch, so they never reach a file or a command line.
-    done = subprocess.run(["sbatch", str(path)], capture_output=True, text=True, env={**os.environ, **hidden})
+    done = subprocess.run(["sbatch", str(path)], capture_output=True, text=True, env={**os.environ, **secrets})
     if done.returncode:
         raise LaunchError(f"--submit: sbatch refused {path}: {done.stderr.strip()}")
     return done.stdout.strip()
