@@ -171,8 +171,8 @@ def expand_nodes(nodes: str) -> Iterator[str]:
         for part in match[1].split(","):
             first, _, last = part.partition("-")
             # Slurm pads the numbers with zeros, and the width of the first one tells how far.
-            for number in range(int(first), int(last or first) + 1):
-                yield from expand_nodes(f"{item[: match.start()]}{number:0{len(first)}}{item[match.end() :]}")
+            for index in range(int(first), int(last or first) + 1):
+                yield from expand_nodes(f"{item[: match.start()]}{index:0{len(first)}}{item[match.end() :]}")
 
 
 def expand_counts(text: str) -> Iterator[int]:
