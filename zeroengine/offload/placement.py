@@ -217,9 +217,7 @@ def open_disk(path: str, nbytes: int, config: Config, rank: int) -> DiskStore:
 
 def _location_of(section: OffloadOptimizer | OffloadParam, copies: Copies | None) -> str | None:
     """Return the folder that states go to, or ``CPU_MEMORY``; None: they stay on the device."""
-    if section.device == "cpu" and copies is not None:
-        return CPU_MEMORY
-    return section.disk
+    return CPU_MEMORY if section.device == "cpu" and copies is not None else section.disk
 
 
 def _within_ratio(sizes: Sequence[int], ratio: float) -> list[bool]:

@@ -158,7 +158,7 @@ class GradientNorm:
                 gradient = shard.gradient[span.shard_slice]
                 # The gradient may be part of a mapped file, whose disk may fail.
                 populate(gradient)
-                not_finite[span.param_index] = not_finite[span.param_index] or not bool(torch.isfinite(gradient).all())
+                not_finite[span.param_index] = not bool(torch.isfinite(gradient).all())
             flags += not_finite
             names += [slot.name for slot in slots]
         # A parameter may be cut across ranks, so each rank looks at its own part and the flags are summed.

@@ -76,9 +76,8 @@ class HostAdam:
         offloaded = []
         for shard, flags in zip(self._parts.shards, has_grad, strict=True):
             # Steps are counted before the update, since Adam's bias correction counts from 1.
-            steps = self.state.steps[shard.index]
-            for i, flag in enumerate(flags):
-                steps[i] += flag
+            steps = [step + flag for step, flag in zip(self.state.steps[shard.index], flags, strict=True)]
+            self.state.steps[shard.index] = steps
             last_step = max(steps, default=0)
             steps_behind = tuple(last_step - step for step in steps)
             segments = self.segments_of_shard[shard.index](tuple(flags), steps_behind)
