@@ -95,9 +95,9 @@ class EngineParts:
         zero_grad: Callable[[], None],
     ) -> None:
         self.model, self.config, self.group = model, config, group
-        zero, comm, world_size = config.zero_optimization, config.comm, group.world_size
+        comm = config.comm
         self.transport = group.transport(comm.transport, comm.timeout_seconds, bool(comm.register_buffers))
-        degrees = degrees_of_stage(zero.stage, world_size)
+        degrees = degrees_of_stage(config.zero_optimization.stage, group.world_size)
         # Placing states may create files. If one rank has no space, every rank has to raise: the others would otherwise
         # wait for it in the first broadcast below.
         with group.collective_errors("to initialize"):

@@ -101,10 +101,10 @@ class ResumableLoader:
                 f"{world_size} ranks"
             )
         # Another sampler or batch size would break the position, which counts samples of this sampler in whole steps.
-        taken = {"batch_size", "sampler", "batch_sampler", "drop_last"} & options.keys()
-        if taken:
+        conflicts = {"batch_size", "sampler", "batch_sampler", "drop_last"} & options.keys()
+        if conflicts:
             raise ZeroEngineError(
-                f"dataloader() chooses {', '.join(sorted(taken))} itself; the batch size is the configuration's "
+                f"dataloader() chooses {', '.join(sorted(conflicts))} itself; the batch size is the configuration's "
                 "train_micro_batch_size_per_gpu"
             )
         self._sampler = RankSampler(len(dataset), rank, world_size, shuffle, seed)

@@ -137,7 +137,7 @@ def gathered(module_or_params: nn.Module | nn.Parameter | Iterable[nn.Parameter]
     finally:
         # A parameter whose `.data` was replaced no longer views the full buffer. Values of the same shape are copied
         # back.
-        refused = [name for unit in units for name in unit.readopt_data()]
+        refusals = [name for unit in units for name in unit.readopt_data()]
         changed = [checksum(unit.full_buffer) != seen for unit, seen in zip(units, before, strict=True)]
         # The lowest rank that wrote wins, so that all ranks agree without a second exchange.
         for unit, writer in zip(units, owner.first_writers(changed), strict=True):
@@ -145,10 +145,10 @@ def gathered(module_or_params: nn.Module | nn.Parameter | Iterable[nn.Parameter]
                 owner.apply_writes(unit, writer)
             gatherer.unpin(unit)
     # This error comes last, after every rank has taken part in the collectives above.
-    if refused:
+    if refusals:
         raise ZeroEngineError(
-            f"gathered(): the shape of a parameter cannot change, but .data was replaced: {', '.join(refused)}. Change "
-            "the model before initialize()."
+            f"gathered(): the shape of a parameter cannot change, but .data was replaced: {', '.join(refusals)}. "
+            "Change the model before initialize()."
         )
 
 

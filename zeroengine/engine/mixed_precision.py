@@ -48,24 +48,24 @@ def fp32_modules(model: nn.Module, config: Config) -> list[nn.Module]:
     """
     modules = {plain_name(name): module for name, module in model.named_modules() if plain_name(name)}
     # Patterns are checked in fp32 as well, so that a misspelled one does not surface only when precision is lowered.
-    kept = _matching(modules, config.keep_fp32_modules or ())
+    fp32_names = _matching(modules, config.keep_fp32_modules or ())
     if config.low_precision is None:
         return []
     if config.data_types.buffer_dtype in (None, "fp32"):
         norms = {
             name: module for name, module in modules.items() if isinstance(module, nn.modules.batchnorm._BatchNorm)
         }
-        kept |= {name for name, norm in norms.items() if norm.running_mean is not None}
+        fp32_names |= {name for name, norm in norms.items() if norm.running_mean is not None}
     # A parameter has one dtype, so modules that share it with an fp32 module have to compute in fp32, too. Only leaf
     # modules are taken: their parents would bring other parameters along.
-    params = {param for name in kept for param in modules[name].parameters()}
-    kept |= {
+    params = {param for name in fp32_names for param in modules[name].parameters()}
+    fp32_names |= {
         name
         for name, module in modules.items()
         if not list(module.children()) and any(param in params for param in module.parameters(recurse=False))
     }
     # A module inside another one of the list already gets fp32 inputs from it, and needs no casts of its own.
-    return [module for name, module in modules.items() if name in kept and not _is_below(name, kept)]
+    return [module for name, module in modules.items() if name in fp32_names and not _is_below(name, fp32_names)]
 
 
 def _matching(modules: dict[str, nn.Module], patterns: Sequence[str]) -> set[str]:

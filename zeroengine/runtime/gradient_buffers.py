@@ -98,23 +98,23 @@ class GradientBufferPool:
         ]
         # Reduces end about in the order of their launches, so the oldest is the likeliest to be done.
         fitting.sort(key=lambda buffer: buffer.launch_number)
-        chosen = next((buffer for buffer in fitting if self._reusable(buffer, 0.0)), None)
+        buffer = next((candidate for candidate in fitting if self._reusable(candidate, 0.0)), None)
         # One buffer is filled while the reduce of the other is in progress. With fewer than two, waiting would stop the
         # overlap.
-        if chosen is None and len(fitting) >= 2:
+        if buffer is None and len(fitting) >= 2:
             # A peer may read this buffer only after its own backward, which may need this rank's next gather.
             # Waiting without a limit could therefore deadlock.
-            chosen = fitting[0] if self._reusable(fitting[0], REUSE_TIMEOUT_S) else None
-        if chosen is None:
-            chosen = GradientBuffer(self._transport.empty(need, grads.reduce_dtype, "reduce"))
-            self._buffers.append(chosen)
+            buffer = fitting[0] if self._reusable(fitting[0], REUSE_TIMEOUT_S) else None
+        if buffer is None:
+            buffer = GradientBuffer(self._transport.empty(need, grads.reduce_dtype, "reduce"))
+            self._buffers.append(buffer)
         layout = PaddingLayout.of_unit(unit.layout)
-        if chosen.layout != layout:
+        if buffer.layout != layout:
             # Another unit may have left gradients where this unit has its padding.
-            chosen.memory[: unit.layout.numel].zero_()
-            chosen.layout, chosen.param_views = layout, unit.param_views_of(chosen.memory)
-        chosen.in_use = True
-        return chosen
+            buffer.memory[: unit.layout.numel].zero_()
+            buffer.layout, buffer.param_views = layout, unit.param_views_of(buffer.memory)
+        buffer.in_use = True
+        return buffer
 
     def _reusable(self, buffer: GradientBuffer, timeout_s: float) -> bool:
         """Return whether ``buffer`` may be written, after waiting for its peers for at most ``timeout_s`` seconds."""

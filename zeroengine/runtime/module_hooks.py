@@ -58,12 +58,12 @@ def register_hooks(listener: ForwardListener, model: nn.Module, units_of: Mappin
 
     # A unit that is never released is waited for, too, where each rank updates a part of it: the next forward needs the
     # all-gather of the step.
-    hooked = {
+    units_of_hooked = {
         module: units
         for module, units in units_of.items()
         if any(unit.is_releasable or unit.degrees.optimizer > unit.degrees.parameters for unit in units)
     }
-    for module in (model, *hooked):
+    for module in (model, *units_of_hooked):
         if isinstance(module, torch.jit.ScriptModule):
             raise ZeroEngineError(
                 f"torch allows no hooks on a ScriptModule, such as {module.original_name} here: pass the model as "
@@ -73,7 +73,7 @@ def register_hooks(listener: ForwardListener, model: nn.Module, units_of: Mappin
     # even if the forward raised (``always_call``), or its units would never be released.
     model.register_forward_pre_hook(hook_for("pre_model_forward"), prepend=True)
     model.register_forward_hook(hook_for("post_model_forward"), always_call=True)
-    for module, units in hooked.items():
+    for module, units in units_of_hooked.items():
         module.register_forward_pre_hook(hook_for("pre_forward"), prepend=True, with_kwargs=True)
         if any(unit.is_releasable for unit in units):
             module.register_forward_hook(hook_for("post_forward"), with_kwargs=True, always_call=True)

@@ -288,16 +288,16 @@ class Unit:
         Returns:
             Descriptions of the parameters whose shape has changed. These lose what was assigned.
         """
-        refused = []
+        refusals = []
         for param, view, slot in zip(self.params, self._views, self.layout.slots, strict=True):
             if param.data_ptr() == view.data_ptr() and param.shape == view.shape:
                 continue
             if param.shape == view.shape:
                 view.copy_(param.detach())
             else:
-                refused.append(f"{slot.name} (from {tuple(view.shape)} to {tuple(param.shape)})")
+                refusals.append(f"{slot.name} (from {tuple(view.shape)} to {tuple(param.shape)})")
             param.data = view
-        return refused
+        return refusals
 
     def copy_full_to_shard(self) -> None:
         """Update this rank's shard after a write to the full buffer."""
