@@ -83,11 +83,6 @@ class DcpMetadata:
     objects: dict[str, StoredPiece]
     items: dict[str, list[ByteRange]]
 
-    @property
-    def names(self) -> list[str]:
-        """The names of all tensors and objects."""
-        return [*self.tensors, *self.objects]
-
 
 def read_metadata(path: Path) -> DcpMetadata:
     """Return what the checkpoint directory `path` holds.
@@ -98,12 +93,8 @@ def read_metadata(path: Path) -> DcpMetadata:
     if not (path / METADATA).exists():
         raise CheckpointError(f"{path} holds no checkpoint: there is no {METADATA} file in it")
     # A damaged pickle may raise almost anything, and none of it is the user's mistake.
-    with as_checkpoint_errors(f"{path / METADATA} cannot be read"):
-        try:
-            return _convert(SafeUnpickler(io.BytesIO((path / METADATA).read_bytes()), _ALLOW_LIST).load())
-        except CheckpointError as error:
-            # The message of the inner error does not know the path.
-            raise CheckpointError(f"{path}: {error}") from None
+    with as_checkpoint_errors(f"{path / METADATA} cannot be read", prefix=f"{path}: "):
+        return _convert(SafeUnpickler(io.BytesIO((path / METADATA).read_bytes()), _ALLOW_LIST).load())
 
 
 def find_tied_names(tensors: Mapping[str, StoredTensor], names: Iterable[str]) -> dict[str, str]:
@@ -283,10 +274,6 @@ class _MemoryFormat:
             raise CheckpointError(f"its {METADATA} file asks for {member!r} of a memory format: it is refused")
 
 
-def _same(value: Any) -> Any:
-    return value
-
-
 _DTYPE = re.compile(r"[a-z]+[0-9a-z_]*")
 
 
@@ -306,9 +293,9 @@ _ALLOW_LIST = AllowList(
         f"{_METADATA_MODULE}.MetadataIndex": _IndexRecord,
         f"{_METADATA_MODULE}._MEM_FORMAT_ENCODING": _MemoryFormat,
         "torch.distributed.checkpoint.filesystem._StorageInfo": _Record,
-        "torch.serialization._get_layout": _same,
+        "torch.serialization._get_layout": str,
         "torch.Size": tuple,
-        "torch.device": _same,
+        "torch.device": str,
         "collections.OrderedDict": OrderedDict,
     }
     | {f"{_METADATA_MODULE}.{name}": _Record for name in _RECORDS}

@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from zeroengine.checkpoint.failures import as_checkpoint_errors
 from zeroengine.checkpoint.folder_lock import FolderLock, try_lock
 from zeroengine.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from zeroengine.errors import CheckpointError
@@ -76,26 +77,22 @@ class CheckpointFolder:
             raise CheckpointError(f"{self.path} is a file: checkpoints are kept in a folder")
         if not self.path.is_dir():
             return []
-        try:
+        with as_checkpoint_errors(f"{self.path} cannot be read"):
             # Hidden names are checkpoints that are being written or removed, and the lock.
             names = [entry.name for entry in self.path.iterdir() if not entry.name.startswith(".")]
-        except OSError as error:
-            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
         checkpoints = []
         for name in names:
             # Another process may remove a checkpoint between the listing and this read.
             with contextlib.suppress(CheckpointError, OSError):
-                manifest = self.path / name / MANIFEST
-                if manifest.is_file():
-                    checkpoints.append((*self.manifest(name).order, manifest.stat().st_mtime, name))
+                path = self.path / name / MANIFEST
+                if path.is_file():
+                    manifest = self.manifest(name)
+                    checkpoints.append((manifest.sequence, manifest.saved_at, path.stat().st_mtime, name))
         # The sequence comes first in the key, since clocks of different nodes disagree.
         return sorted(checkpoints)
 
-    def latest(self, tags: list[str] | None = None) -> str:
+    def latest(self) -> str:
         """Return the tag of the newest checkpoint.
-
-        Args:
-            tags: What `tags` returned, where the caller has it: reading all manifests takes a while.
 
         Raises:
             CheckpointError: There is none, or the file `latest` names none.
@@ -106,10 +103,8 @@ class CheckpointFolder:
                 # The read is bounded, because a damaged file may be of any size.
                 return check_tag(file.read(2 * MAX_TAG).decode().strip())
         except FileNotFoundError:
-            tags = self.tags() if tags is None else tags
-            if tags:
-                # A writer that died before its first `latest` left whole checkpoints, and the newest of them is the
-                # answer.
+            # A writer that died before its first `latest` left whole checkpoints, and the newest of them is the answer.
+            if tags := self.tags():
                 return tags[-1]
             # Users often pass the checkpoint itself, so the message shows the corrected call.
             if (self.path / MANIFEST).is_file():
@@ -136,12 +131,10 @@ class CheckpointFolder:
             CheckpointError: It does not exist, or is being removed.
         """
         path = self.checkpoint(tag) / MANIFEST
-        try:
-            # The lock belongs to the open file and ends with it, so the file stays open for as long as the checkpoint
-            # is read.
+        # The lock belongs to the open file and ends with it, so the file stays open for as long as the checkpoint is
+        # read.
+        with as_checkpoint_errors(f"{path} cannot be read"):
             file = open(path, "rb")
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
         with file:
             # The remover locks the manifest exclusively before it renames the directory. A failure here means that it
             # came first.
@@ -167,9 +160,10 @@ class CheckpointFolder:
         """
         path = self.path / check_tag(tag)
         # A writer that died between two renames left the checkpoint under the name with `.replaced`. It is whole, so
-        # readers take it.
-        if not path.exists() and (replaced := self._replaced(tag)):
-            path = replaced[-1]
+        # readers take it, the newest where there are several.
+        if not path.exists():
+            replaced = (entry for entry in self.path.glob(".*.replaced") if tag_of(entry.name) == tag)
+            path = max(replaced, key=_modified, default=path)
         # The manifest is written last within a directory. Without it the writer did not finish.
         if not (path / MANIFEST).is_file():
             tags = self.tags()
@@ -289,10 +283,6 @@ class CheckpointFolder:
             # With `keep` 1 the slice must cover the whole list, and `-0` would make it empty.
             for tag in [tag for *_, tag in older if tag != manifest.tag][: -(keep - 1) or None]:
                 self._remove(self.path / tag)
-
-    def _replaced(self, tag: str) -> list[Path]:
-        """Return the directories that another checkpoint of the tag has replaced, or was about to; the newest last."""
-        return sorted((path for path in self.path.glob(".*.replaced") if tag_of(path.name) == tag), key=_modified)
 
     def _remove(self, path: Path) -> None:
         """Remove the directory of a checkpoint, unless somebody reads it: then a later save or job removes it."""

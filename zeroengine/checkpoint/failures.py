@@ -25,12 +25,19 @@ def failure_reason(error: BaseException) -> str:
 
 
 @contextmanager
-def as_checkpoint_errors(problem: str) -> Iterator[None]:
-    """Raise any error within as a CheckpointError: `problem` and the reason."""
+def as_checkpoint_errors(problem: str, prefix: str = "") -> Iterator[None]:
+    """Raise any error within as a CheckpointError: `problem` and the reason.
+
+    Args:
+        problem: What is wrong then.
+        prefix: What to put before the message of a CheckpointError within, which does not know the path.
+    """
     try:
         yield
-    # These errors have the right class and message already.
-    except ZeroEngineError:
-        raise
+    except ZeroEngineError as error:
+        # These errors have the right class and message already.
+        if not prefix:
+            raise
+        raise CheckpointError(f"{prefix}{error}") from None
     except Exception as error:
         raise CheckpointError(f"{problem}: {failure_reason(error)}") from error

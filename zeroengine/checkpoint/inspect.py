@@ -56,7 +56,7 @@ def is_plain(path: Path) -> bool:
     if not (path / METADATA).is_file() or (path / MANIFEST).is_file():
         return False
     # zeroengine stores objects of its own in every checkpoint. Their names show that a missing manifest is a loss.
-    if any(name.startswith(ZEROENGINE_PREFIX) for name in read_metadata(path).names):
+    if any(name.startswith(ZEROENGINE_PREFIX) for name in read_metadata(path).objects):
         raise CheckpointError(
             f"{path} is not whole: zeroengine wrote it, and {MANIFEST} is missing. Copy that file, too; or load "
             "another checkpoint, with tag= or fallback=True."
@@ -155,7 +155,7 @@ def _age(info: CheckpointInfo) -> tuple[int, str, float, str]:
     """Return the key that orders checkpoints as `CheckpointFolder.tags`, those without a manifest first."""
     if info.manifest is None:
         return -1, "", info.modified, info.tag
-    return *info.manifest.order, info.modified, info.tag
+    return info.manifest.sequence, info.manifest.saved_at, info.modified, info.tag
 
 
 def _inspect_entry(path: Path, entry: Path) -> Iterator[CheckpointInfo]:

@@ -116,8 +116,7 @@ class CheckpointManager:
             HalfLoadedError: On every rank; some states are the checkpoint's.
             DivergenceError: On every rank; they name different checkpoints, or ask for different parts of one.
         """
-        arguments: dict[str, object] = {"tag": tag}
-        arguments |= {"weights_only": weights_only, "strict": strict, "fallback": fallback}
+        arguments = {"tag": tag, "weights_only": weights_only, "strict": strict, "fallback": fallback}
         with self._group.collective_errors("to load a checkpoint", arguments) as all_arguments:
             path = checked_path(folder, "load_checkpoint(directory)", CheckpointError)
             arguments["directory"] = os.path.abspath(path)

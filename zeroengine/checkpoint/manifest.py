@@ -62,11 +62,6 @@ class Manifest(BaseModel):
         """The size of all files in bytes."""
         return sum(file.bytes for file in self.files.values())
 
-    @property
-    def order(self) -> tuple[int, str]:
-        """The key that orders the checkpoints of a folder by when they were saved."""
-        return self.sequence, self.saved_at
-
     def to_json(self) -> str:
         """Return the text of the file, with a checksum of the rest in it."""
         # The checksum is taken of the values as JSON gives them back, since the reader compares what it has parsed.
@@ -99,14 +94,14 @@ def _parse(text: str) -> Manifest:
     if not isinstance(tree, dict):
         raise ValueError("it is no JSON object")
     # The format is checked before the checksum and the fields: a newer format may compute or name them differently.
-    number = tree.get("format")
-    if isinstance(number, int) and number > FORMAT:
+    version = tree.get("format")
+    if isinstance(version, int) and version > FORMAT:
         raise CheckpointError(
-            f"has format {number}; this version of zeroengine reads up to {FORMAT}: install a newer one"
+            f"has format {version}; this version of zeroengine reads up to {FORMAT}: install a newer one"
         )
     expected = tree.pop(CHECKSUM_KEY, None)
     # Checkpoints of format 1 have no checksum, and remain readable.
-    if number != 1 and expected != _checksum_of_tree(tree):
+    if version != 1 and expected != _checksum_of_tree(tree):
         raise ValueError("its checksum differs")
     manifest = Manifest.model_validate(tree)
     # A name that leads out of the folder could make a check read any file.

@@ -68,7 +68,7 @@ class SaveOnSignal:
 
     def __init__(self, config: Config, group: Group) -> None:
         self._group, self._received = group, False
-        self._number = signal.Signals[str(config.checkpoint.on_signal)]
+        self._signal = signal.Signals[str(config.checkpoint.on_signal)]
         # The all-reduce under way: the number of ranks that have the signal, and the steps to the next all-reduce.
         self._pending: tuple[dist.Work, torch.Tensor] | None = None
         self._steps_to_reduce = 1
@@ -87,7 +87,7 @@ class SaveOnSignal:
         is_alone = group.world_size == 1 or group.backend == "fake"
         self._gloo_group = None if is_alone else group.new_group("gloo")
         # The handler is installed last, when everything that it needs exists.
-        self._previous_handler = signal.signal(self._number, self._handle)
+        self._previous_handler = signal.signal(self._signal, self._handle)
         SaveOnSignal._listener = self
         # A script may end without closing the engine. Other ranks still wait for this rank's part of the all-reduce.
         atexit.register(self._finish_reduce)
@@ -106,12 +106,12 @@ class SaveOnSignal:
                 'Close that engine first; or write "on_signal": null for both, and save both yourself.'
             )
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
         # The handler only sets a flag. It may interrupt any line, and a collective here would break the ranks' order.
         self._received = True
         # Other code, such as a launcher's own handler, goes on hearing the signal.
         if callable(self._previous_handler):
-            self._previous_handler(number, frame)
+            self._previous_handler(signum, frame)
 
     def is_due(self) -> bool:
         """Return whether the ranks save now, at the end of a step; the same answer on all ranks."""
@@ -159,7 +159,7 @@ class SaveOnSignal:
         if self._group.rank == 0:
             log.warning(
                 "%s: saved after step %d in %s. The ranks end with exit code %d, to be started again",
-                self._number.name,
+                self._signal.name,
                 engine.global_steps,
                 self._directory,
                 RESTART_EXIT_CODE,
@@ -172,8 +172,8 @@ class SaveOnSignal:
         if SaveOnSignal._listener is self:
             SaveOnSignal._listener = None
             # A handler that somebody installed since then stays.
-            if signal.getsignal(self._number) == self._handle:
-                signal.signal(self._number, self._previous_handler)
+            if signal.getsignal(self._signal) == self._handle:
+                signal.signal(self._signal, self._previous_handler)
         self._finish_reduce()
         atexit.unregister(self._finish_reduce)
 

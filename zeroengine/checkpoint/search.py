@@ -132,7 +132,7 @@ class CheckpointSearch:
             tags = all_tags[::-1]
             try:
                 # A tag that comes first is not tried twice.
-                first = self._tag or self._directory.latest(all_tags if self._fallback else None)
+                first = self._tag or self._directory.latest()
                 tags = list(dict.fromkeys([first, *tags]))
             except CheckpointError as error:
                 if not all_tags:

@@ -127,17 +127,14 @@ def _write(
 
     try:
         writer.create()
-        with progress(label, sum(file.nbytes for file in files)) as report:
-            for file in files:
-                file.read(take_values, report)
-        writer.close()
         # The files are synced before the rename, so that a power cut cannot leave a folder with the final name and
         # empty files.
-        writer.sync()
+        with writer.synced(), progress(label, sum(file.nbytes for file in files)) as report:
+            for file in files:
+                file.read(take_values, report)
         output.commit()
     # Also an interrupted export must not leave its partial files on the disk.
     except BaseException:
-        writer.close()
         output.abandon()
         raise
 
@@ -231,12 +228,7 @@ class _CheckpointFile:
     """
 
     def __init__(
-        self,
-        path: Path,
-        pieces: Sequence[StoredPiece],
-        items: Sequence[ByteRange],
-        manifest: Manifest | None,
-        verify: bool,
+        self, path: Path, pieces: list[StoredPiece], items: list[ByteRange], manifest: Manifest | None, verify: bool
     ) -> None:
         self._path = path
         with as_checkpoint_errors(f"{path} cannot be read"):

@@ -16,6 +16,7 @@ files in the page cache), but it maps the files, so a failing disk ends the proc
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -220,16 +221,17 @@ class SafetensorsWriter:
         self._files.move_to_end(name)
         return self._files[name]
 
-    def sync(self) -> None:
-        """Return when everything that this writer has written is on the disk."""
+    @contextlib.contextmanager
+    def synced(self) -> Iterator[None]:
+        """Close the files at the end; where no error was raised, everything that was written is on the disk then."""
+        try:
+            yield
+        finally:
+            while self._files:
+                os.close(self._files.popitem()[1])
         # Files that were closed to stay below the limit are not on the disk yet, so each is opened again to sync it.
         for name in sorted(self._touched):
             sync_path(self._folder / name)
-
-    def close(self) -> None:
-        """Close the files."""
-        while self._files:
-            os.close(self._files.popitem()[1])
 
 
 def runs_of_box(

@@ -18,7 +18,7 @@ from zeroengine.checkpoint.name_mapping import match_names
 from zeroengine.comm.group import check_same
 from zeroengine.disk.mapped_memory import populate
 from zeroengine.errors import CheckpointError
-from zeroengine.partition.boxes import boxes_of_run
+from zeroengine.partition.boxes import Box, boxes_of_run
 from zeroengine.utils.byte_size import parse_byte_size
 from zeroengine.utils.paths import checked_path
 from zeroengine.utils.progress import Report, progress
@@ -83,19 +83,16 @@ def save(parts: CheckpointedParts, directory: str | os.PathLike[str], dtype: Any
         # The block above ends on all ranks before any of them opens a file that rank 0 makes.
         total = sum(entry.nbytes for entry in entries.values())
         with group.collective_errors("to save weights"), _naming_folder(output):
-            with progress("saving", total, group.rank == 0) as report:
-                _write_entries(writer, entries, report)
-            writer.close()
             # Each rank syncs its own writes before rank 0 renames, since a sync on one node does not cover another
             # node's writes on every file system.
-            writer.sync()
+            with writer.synced(), progress("saving", total, group.rank == 0) as report:
+                _write_entries(writer, entries, report)
         with group.collective_errors("to save weights"), _naming_folder(output):
             if group.rank == 0:
                 output.commit()
     except BaseException:
         # An error in a block above is an error of every rank, so no rank writes any more when rank 0 removes
         # the folder.
-        writer.close()
         if group.rank == 0:
             output.abandon()
         raise
@@ -104,13 +101,11 @@ def save(parts: CheckpointedParts, directory: str | os.PathLike[str], dtype: Any
 def _write_entries(writer: SafetensorsWriter, entries: StateEntries, report: Report) -> None:
     for name, entry in entries.items():
         for box, tensor in entry.pieces:
-            flat = tensor.reshape(-1)
-            for first in range(0, box.numel, CHUNK):
+            for i, chunk in enumerate(tensor.reshape(-1).split(CHUNK)):
                 # Reading a state on disk a chunk at a time bounds the memory, and a failing disk raises an error here.
-                populate(flat[first : first + CHUNK])
-                values = flat[first : first + CHUNK].cpu()
-                writer.write(name, box.offsets, box.sizes, first, values)
-                report(values.nbytes)
+                populate(chunk)
+                writer.write(name, box.offsets, box.sizes, i * CHUNK, chunk.cpu())
+                report(chunk.nbytes)
 
 
 def _without_prefix(entries: StateEntries) -> StateEntries:
@@ -219,15 +214,21 @@ def _is_from_rank_0(offers: list[tuple[bool, str] | None]) -> bool:
 
 def _read_entry(entry: StateEntry, source: WeightSource, name: str, report: Report) -> None:
     """Read this rank's boxes of a tensor from a file."""
+    for first in range(0, math.prod(entry.shape), CHUNK):
+        for part, target in _targets(entry, first, first + CHUNK):
+            target.copy_(source.read(name, part))
+            report(target.nbytes)
+
+
+def _targets(entry: StateEntry, first: int, stop: int) -> Iterator[tuple[Box, torch.Tensor]]:
+    """Yield this rank's boxes of a run of the flattened tensor, each with the memory that takes its values."""
     for box, tensor in entry.pieces:
-        for first in range(box.start, box.start + box.numel, CHUNK):
-            for part in boxes_of_run(entry.shape, first, min(first + CHUNK, box.start + box.numel)):
-                target = part_of_box(tensor, box.offsets, part.offsets, part.sizes)
-                # The target may lie in a mapped file, which is brought into memory first so that a failing disk raises
-                # an error.
-                populate(target, write=True)
-                target.copy_(source.read(name, part))
-                report(target.nbytes)
+        for part in boxes_of_run(entry.shape, max(first, box.start), min(stop, box.start + box.numel)):
+            target = part_of_box(tensor, box.offsets, part.offsets, part.sizes)
+            # The target may lie in a mapped file, which is brought into memory first so that a failing disk raises an
+            # error.
+            populate(target, write=True)
+            yield part, target
 
 
 def _receive_entries(
@@ -258,8 +259,5 @@ def _receive_entries(
                     values[part.start - first :][: part.numel].copy_(source.read(stored, part).reshape(-1))
             # Bytes are broadcast, because not every backend knows every dtype.
             parts.group.broadcast(values.view(torch.uint8))
-            for box, tensor in entry.pieces:
-                for part in boxes_of_run(entry.shape, max(first, box.start), min(stop, box.start + box.numel)):
-                    target = part_of_box(tensor, box.offsets, part.offsets, part.sizes)
-                    populate(target, write=True)
-                    target.copy_(values[part.start - first :][: part.numel].view(part.sizes))
+            for part, target in _targets(entry, first, stop):
+                target.copy_(values[part.start - first :][: part.numel].view(part.sizes))

@@ -61,8 +61,8 @@ def of_state_dict(state: Mapping[str, Any], where: str) -> WeightSource:
             "alone, as model.state_dict() gives"
         )
     for name, value in tensors.items():
-        if (what := _unreadable(value)) is not None:
-            raise CheckpointError(f"{where} holds a tensor {what} under {name!r}")
+        if (problem := _unreadable(value)) is not None:
+            raise CheckpointError(f"{where} holds a tensor {problem} under {name!r}")
     specs = {name: TensorSpec(tuple(value.shape), value.dtype) for name, value in tensors.items()}
     return WeightSource(
         where, specs, lambda name, box: part_of_box(tensors[name], [0] * len(box.sizes), box.offsets, box.sizes)
@@ -155,8 +155,8 @@ def _of_file(path: Path) -> WeightSource:
         return _safetensors(path)
     if path.name.endswith(PICKLES):
         return _pickled(path)
-    known = ", ".join((*SAFETENSORS, *PICKLES))
-    raise CheckpointError(f"{path}: weights are read from {known} files, a .json index of such, or a folder with them")
+    kinds = ", ".join((*SAFETENSORS, *PICKLES))
+    raise CheckpointError(f"{path}: weights are read from {kinds} files, a .json index of such, or a folder with them")
 
 
 def _safetensors(path: Path) -> WeightSource:
@@ -171,7 +171,7 @@ def _safetensors(path: Path) -> WeightSource:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
         header.pop("__metadata__", None)
-        specs = {name: TensorSpec(tuple(known["shape"]), DTYPES[known["dtype"]]) for name, known in header.items()}
+        specs = {name: TensorSpec(tuple(info["shape"]), DTYPES[info["dtype"]]) for name, info in header.items()}
     except KeyError as error:
         raise CheckpointError(f"{path} has tensors of dtype {error}: weights are not read from it") from error
     except (OSError, ValueError, SafetensorError) as error:
@@ -198,9 +198,9 @@ def _pickled(path: Path) -> WeightSource:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         match = re.search(r"GLOBAL (\S+)", str(error))
-        what = f"{match[1]}, which is no tensor" if match is not None else "more than tensors"
+        kind = f"{match[1]}, which is no tensor" if match is not None else "more than tensors"
         raise CheckpointError(
-            f"{path} holds {what}: loading it could run code, so it is refused. Where you trust it, load it yourself, "
+            f"{path} holds {kind}: loading it could run code, so it is refused. Where you trust it, load it yourself, "
             "and save its state dict again, best as .safetensors."
         ) from error
     except OSError as error:

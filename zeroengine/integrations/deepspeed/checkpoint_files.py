@@ -109,9 +109,9 @@ def files_of(path: Path) -> DeepSpeedFiles:
     optimizer: dict[int, Path] = {}
     for entry in sorted(path.iterdir()):
         # An unsupported checkpoint is refused by its file names, before gigabytes are read.
-        for pattern, what in UNSUPPORTED:
+        for pattern, kind in UNSUPPORTED:
             if pattern.fullmatch(entry.name):
-                raise CheckpointError(f"{path} is of {what}, which zero-import does not read: it holds {entry.name}")
+                raise CheckpointError(f"{path} is of {kind}, which zero-import does not read: it holds {entry.name}")
         for pattern, files in ((MODEL, model), (OPTIMIZER, optimizer)):
             if (match := pattern.fullmatch(entry.name)) is not None:
                 # At stages 1 and 2 the model's file carries no data-parallel rank.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,11 +13,13 @@ import torch
 
 from zeroengine.checkpoint.dcp_metadata import ZEROENGINE_PREFIX
 from zeroengine.checkpoint.entries import MODEL, OPTIMIZER, StateEntry
+from zeroengine.checkpoint.failures import as_checkpoint_errors
 from zeroengine.checkpoint.snapshot import storable, versions
 from zeroengine.disk.mapped_memory import populate_pages
 from zeroengine.errors import CheckpointError
 from zeroengine.integrations.deepspeed.checkpoint_files import DeepSpeedFiles
 from zeroengine.integrations.deepspeed.optimizer_states import (
+    NOT_DEEPSPEED,
     ParameterSlice,
     RankState,
     cut,
@@ -121,14 +122,14 @@ class ConvertedState:
         self._config = model["ds_config"] if isinstance(model.get("ds_config"), dict) else {}
         # These kinds are partitioned in ways that are not known here. Importing them would mix up weights without an
         # error.
-        for wrong, what in (
+        for is_kind, kind in (
             (model.get("mp_world_size", 1) != 1, "of a tensor-parallel model"),
             (any(model.get(key) for key in EXPERTS), "of a mixture of experts (MoE)"),
             (self._config.get("zero_optimization", {}).get("mics_shard_size", -1) > 0, "partitioned by MiCS"),
             (not model.get("param_shapes"), "of ZeRO stage 0, or without optimizer state"),
         ):
-            if wrong:
-                raise CheckpointError(f"{files.path} is {what}, which zero-import does not read")
+            if is_kind:
+                raise CheckpointError(f"{files.path} is {kind}, which zero-import does not read")
         self._states = read_states(files)
         # At stage 3 each rank's file of the model holds its own part of frozen parameters and further facts.
         if self._states[0].stage == 3:
@@ -136,17 +137,11 @@ class ConvertedState:
             self._models += [load_pickled_file(files.model[rank]) for rank in range(1, len(self._states))]
         self.aliases: dict[str, str] = {}
         self.notes: list[str] = []
-        with self._naming_path():
+        # The errors within do not know the path.
+        with as_checkpoint_errors(f"{files.path} {NOT_DEEPSPEED}", prefix=f"{files.path} "):
             # The fp32 weights are located first, since the positions of the optimizer's state follow from them.
             self._places = locate_parameters(self._states, model["param_shapes"])
         self.tensors = self._collect_tensors()
-
-    @contextlib.contextmanager
-    def _naming_path(self) -> Iterator[None]:
-        try:
-            yield
-        except CheckpointError as error:
-            raise CheckpointError(f"{self._path} {error}") from None
 
     # -- Tensors ----------------------------------------------------------------------------------
 
@@ -169,7 +164,7 @@ class ConvertedState:
         for alias in self.aliases:
             tensors.pop(alias, None)
         for name, shape in shapes.items():
-            with self._naming_path():
+            with as_checkpoint_errors(f"{self._path} {NOT_DEEPSPEED}", prefix=f"{self._path} "):
                 state = states_of_parameter(self._states, name, self._places[name])
             for key, values in state.items():
                 tensor = ScatteredTensor.from_tensor(values[0])
@@ -184,9 +179,9 @@ class ConvertedState:
         shapes = self._model.get("frozen_param_shapes")
         # At stage 1 the frozen parameters are those of the model's state dict that nothing else explains.
         if shapes is None and self._states[0].stage < 3:
-            known = {*self._places, *self._model["buffer_names"], *(self._model.get("shared_params") or {})}
+            explained = {*self._places, *self._model["buffer_names"], *(self._model.get("shared_params") or {})}
             for name, value in self._model["module"].items():
-                if name not in known and isinstance(value, torch.Tensor) and not name.endswith("_extra_state"):
+                if name not in explained and isinstance(value, torch.Tensor) and not name.endswith("_extra_state"):
                     yield name, ScatteredTensor.from_tensor(value)
         for name, shape in (shapes or {}).items():
             # A parameter without elements has nothing to store.
@@ -203,14 +198,14 @@ class ConvertedState:
             yield name, ScatteredTensor.from_slices(tuple(shape), places, [fragments[place.rank] for place in places])
 
     def _buffers(self) -> Iterator[tuple[str, ScatteredTensor]]:
-        first: dict[Any, str] = {}
+        first_names: dict[Any, str] = {}
         for name in self._model["buffer_names"]:
             value = self._model["module"].get(name)
             if not isinstance(value, torch.Tensor):
                 continue
             # Buffers that share memory were one tensor when they were saved.
-            same = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
-            first_name = first.setdefault(same, name) if value.numel() else name
+            memory = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
+            first_name = first_names.setdefault(memory, name) if value.numel() else name
             if first_name == name:
                 yield name, ScatteredTensor.from_tensor(value)
             else:
@@ -274,14 +269,14 @@ class ConvertedState:
         state, config = self._states[0], self._config
         skipped = int(self._model.get("skipped_steps", 0))
         # DeepSpeed's global_steps include the steps that it skipped.
-        taken = int(self._model["global_steps"]) - skipped
+        num_steps = int(self._model["global_steps"]) - skipped
         per_step = config.get("gradient_accumulation_steps")
-        micro_steps = (taken + skipped) * (per_step if isinstance(per_step, int) else 1)
-        counters = {"global_steps": taken, "micro_steps": micro_steps, "skipped_steps": skipped}
+        micro_steps = (num_steps + skipped) * (per_step if isinstance(per_step, int) else 1)
+        counters = {"global_steps": num_steps, "micro_steps": micro_steps, "skipped_steps": skipped}
         if not all(group.get("bias_correction", True) for group in state.groups):
             self.notes.append("bias_correction false: Adam's moments are always corrected here")
         return {
-            "step": taken,
+            "step": num_steps,
             "stage": state.stage,
             "world_size": state.world_size,
             "precision": str(self._dtype()).removeprefix("torch."),

@@ -88,16 +88,13 @@ def read_states(files: DeepSpeedFiles) -> list[RankState]:
 def _read(files: DeepSpeedFiles, rank: int) -> RankState:
     path = files.optimizer[rank]
     tree = load_pickled_file(path)
-    with as_checkpoint_errors(f"{path} {NOT_DEEPSPEED}"):
+    with as_checkpoint_errors(f"{path} {NOT_DEEPSPEED}", prefix=f"{path} "):
         state = tree["optimizer_state_dict"]
         # The scaler is an object of DeepSpeed's, which is read as inert data and never built.
         scaler = state.get("loss_scaler")
         scaler = scaler.state if isinstance(scaler, InertObject) and isinstance(scaler.state, dict) else {}
-        try:
-            # Only stage 3 has this key, whatever the version of DeepSpeed.
-            return (_of_stage_3 if "fp32_flat_groups" in state else _of_row)(state, scaler)
-        except CheckpointError as error:
-            raise CheckpointError(f"{path} {error}") from None
+        # Only stage 3 has this key, whatever the version of DeepSpeed.
+        return (_of_stage_3 if "fp32_flat_groups" in state else _of_row)(state, scaler)
 
 
 def _of_row(state: Mapping[str, Any], scaler: Mapping[str, Any]) -> RankState:
@@ -191,7 +188,15 @@ def locate_parameters(
                 position += numel + gap
             slices_by_name[name] = [ParameterSlice(rank, vector, span) for rank, span in spans]
             for slice_ in slices_by_name[name]:
-                _check_slice(name, slice_, states)
+                # Checking before the import begins turns a missing file into an error without a partial output.
+                weights = states[slice_.rank].weights if slice_.rank < len(states) else []
+                num_held = weights[vector].numel() if weights else 0
+                needed = slice_.span.shard_offset + slice_.span.numel
+                if num_held < needed:
+                    raise CheckpointError(
+                        f"lacks part of {name}: vector {vector} of rank {slice_.rank} has {num_held} elements and "
+                        f"{needed} are needed. Optimizer state that was on NVMe is not in a checkpoint."
+                    )
     return slices_by_name
 
 
@@ -213,17 +218,6 @@ def cut(numel: int, position: int, world_size: int) -> Iterator[tuple[int, Shard
         first, stop = rank * part, min((rank + 1) * part, numel)
         if first < stop:
             yield rank, ShardSpan(0, first, position, stop - first)
-
-
-def _check_slice(name: str, slice_: ParameterSlice, states: Sequence[RankState]) -> None:
-    needed = slice_.span.shard_offset + slice_.span.numel
-    # Checking before the import begins turns a missing file into an error without a partial output.
-    held = states[slice_.rank].weights[slice_.vector].numel() if slice_.rank < len(states) else 0
-    if held < needed:
-        raise CheckpointError(
-            f"lacks part of {name}: vector {slice_.vector} of rank {slice_.rank} has {held} elements and {needed} are "
-            "needed. Optimizer state that was on NVMe is not in a checkpoint."
-        )
 
 
 # -- The optimizer's state ------------------------------------------------------------------------
