@@ -25,23 +25,18 @@ def main(arguments: list[str] | None = None) -> int:
     if options.schema:
         print(json.dumps(reference.json_schema(), indent=2))
     elif options.command == "check":
-        return _check(options.file, options.world_size, options.overrides)
+        try:
+            config = load(options.file, options.overrides)
+            resolved = config.resolve(world_size=options.world_size)
+        except ConfigError as error:
+            print(error, file=sys.stderr)
+            return 1
+        # Notices go to stderr, so that stdout holds the resolved configuration alone.
+        for notice in config.notices:
+            print(f"note: {notice}", file=sys.stderr)
+        print(resolved.describe())
     else:
         parser.print_help()
-    return 0
-
-
-def _check(file: str, world_size: int, overrides: list[str]) -> int:
-    try:
-        config = load(file, overrides)
-        resolved = config.resolve(world_size=world_size)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 1
-    # Notices go to stderr, so that stdout holds the resolved configuration alone.
-    for notice in config.notices:
-        print(f"note: {notice}", file=sys.stderr)
-    print(resolved.describe())
     return 0
 
 

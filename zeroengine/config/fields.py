@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, GroupedMetadata, Gt, Le, Lt
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -113,9 +114,21 @@ MAX_COUNT = 2**63 - 1
 # The largest number that fp32 holds is a little above this.
 MAX_FLOAT = 3e38
 
-INTEGRAL = BeforeValidator(_to_integer)
-Count = Annotated[int, Ge(0), Le(MAX_COUNT), INTEGRAL]
-Positive = Annotated[int, Ge(1), Le(MAX_COUNT), INTEGRAL]
+
+@dataclass(frozen=True)
+class Between(GroupedMetadata):
+    """Marks an integer from `low` to `high`."""
+
+    low: int
+    high: int
+
+    def __iter__(self) -> Iterator[object]:
+        """Yield what pydantic checks."""
+        return iter((Ge(self.low), Le(self.high), BeforeValidator(_to_integer)))
+
+
+Count = Annotated[int, Between(0, MAX_COUNT)]
+Positive = Annotated[int, Between(1, MAX_COUNT)]
 NonNegative = Annotated[float, Ge(0), Le(MAX_FLOAT)]
 AboveZero = Annotated[float, Gt(0), Le(MAX_FLOAT)]
 Folder = Annotated[str, AfterValidator(_without_nul)]

@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import torch
-from annotated_types import Ge, Gt, Le
+from annotated_types import Gt, Le
 from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
 from zeroengine.config import batch
-from zeroengine.config.fields import (
-    AUTO,
-    INTEGRAL,
-    NULL,
-    AboveZero,
-    Auto,
-    Count,
-    Folder,
-    NonNegative,
-    Positive,
-    Section,
-)
+from zeroengine.config.fields import AUTO, NULL, AboveZero, Auto, Between, Count, Folder, NonNegative, Positive, Section
 from zeroengine.config.offload import Aio, OffloadOptimizer, OffloadParam
 from zeroengine.config.optimizers import OptimizerConfig
 from zeroengine.config.schedulers import SchedulerConfig
@@ -51,14 +39,14 @@ def _spelled(*names: str) -> BeforeValidator:
 
 
 FloatName = Annotated[Literal["fp32", "bf16", "fp16"], _spelled("fp32", "bf16", "fp16")]
-BatchSize = Annotated[int, Ge(1), Le(batch.MAX_BATCH), INTEGRAL]
+BatchSize = Annotated[int, Between(1, batch.MAX_BATCH)]
 LowName = Annotated[Literal["bf16", "fp16"], _spelled("bf16", "fp16")]
 
 
 class ZeroOptimization(Section):
     """What is partitioned over the ranks, and how its communication is divided and overlapped."""
 
-    stage: Annotated[int, Ge(0), Le(3), INTEGRAL] = 0
+    stage: Annotated[int, Between(0, 3)] = 0
     """0: nothing is partitioned. 1: the optimizer state. 2: gradients as well. 3: parameters as well."""
     reduce_bucket_size: Annotated[Positive | None, AUTO] = None
     """Units queue up to this many elements before they are reduced. "auto": as many elements as the largest unit."""
@@ -100,7 +88,7 @@ class FP16(Section):
     """Train in fp16. "auto": true if the model's parameters are fp16 and no other precision is enabled."""
     loss_scale: Annotated[NonNegative, AUTO] = 0.0
     """Static loss scale. 0: the scale is dynamic."""
-    initial_scale_power: Annotated[Count, Le(126), AUTO] = 16
+    initial_scale_power: Annotated[int, Between(0, 126), AUTO] = 16
     """The dynamic scale starts at two to this power."""
     loss_scale_window: Annotated[Positive, AUTO] = 1000
     """Number of steps without overflow after which the next one doubles the scale."""
@@ -314,20 +302,18 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_agreement(self) -> Config:
-        if contradictions := list(self._contradictions()):
-            raise ValueError("; and ".join(contradictions))
-        return self
-
-    def _contradictions(self) -> Iterator[str]:
-        """Yield the contradictions between sections, at any world size."""
+        contradictions = []
         # Each of these precisions decides by itself which dtype a module computes in.
         if len(names := self._enabled()) > 1:
-            yield (
+            contradictions.append(
                 f"{' and '.join(names)} are enabled, and one of bf16, fp16 and torch_autocast can be; write "
                 f'"{names[-1]}": {{"enabled": false}}'
             )
         if self.gradient_accumulation_steps == batch.MANUAL and self.train_batch_size is not None:
-            yield batch.manual_with_train(self.train_batch_size)
+            contradictions.append(batch.manual_with_train(self.train_batch_size))
+        if contradictions:
+            raise ValueError("; and ".join(contradictions))
+        return self
 
     def to_dict(self) -> dict[str, Any]:
         """Return the values as JSON types, from which `load` makes an equal configuration."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Le
 from pydantic import model_validator
 
-from zeroengine.config.fields import AUTO, INTEGRAL, NULL, Folder, Fraction, Section
+from zeroengine.config.fields import AUTO, NULL, Between, Folder, Fraction, Section
 
 # Direct I/O needs requests that are multiples of a disk's block, so aio.block_size is a multiple of these bytes.
 BLOCK = 4096
@@ -41,16 +40,16 @@ class OffloadOptimizer(_Offload):
 
     ratio: Annotated[Fraction, AUTO] = 1.0
     """Fraction of the optimizer's states that is offloaded, rounded to whole units. The rest stays on the device."""
-    buffer_count: Annotated[int, Ge(3), Le(MAX_BUFFERS), INTEGRAL, AUTO] = 4
+    buffer_count: Annotated[int, Between(3, MAX_BUFFERS), AUTO] = 4
     """Buffers between disk and update: one is being updated, one written, and the others are read ahead."""
-    buffer_size: Annotated[int, Ge(1), Le(1 << 32), INTEGRAL, AUTO] = 1 << 21
+    buffer_size: Annotated[int, Between(1, 1 << 32), AUTO] = 1 << 21
     """Elements of the optimizer's shard in one buffer."""
 
 
 class OffloadParam(_Offload):
     """Where the parameter shards live, at stage 3."""
 
-    buffer_count: Annotated[int, Ge(2), Le(MAX_BUFFERS), INTEGRAL, AUTO] = 5
+    buffer_count: Annotated[int, Between(2, MAX_BUFFERS), AUTO] = 5
     """Largest number of shards that are on their way from disk to the other ranks."""
 
 
@@ -59,9 +58,9 @@ class Aio(Section):
 
     backend: Annotated[Literal["io_uring", "libaio", "threads"] | None, AUTO] = None
     """The system interface for transfers. "auto": the first of these that works here. "libaio" stands for "auto"."""
-    block_size: Annotated[Annotated[int, Ge(BLOCK), Le(1 << 30), INTEGRAL] | None, AUTO] = None
+    block_size: Annotated[Annotated[int, Between(BLOCK, 1 << 30)] | None, AUTO] = None
     """Bytes in one request to the disk."""
-    queue_depth: Annotated[Annotated[int, Ge(1), Le(1 << 15), INTEGRAL] | None, AUTO] = None
+    queue_depth: Annotated[Annotated[int, Between(1, 1 << 15)] | None, AUTO] = None
     """Largest number of requests under way at once."""
 
     @model_validator(mode="after")

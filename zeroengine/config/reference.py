@@ -66,9 +66,7 @@ def _row_schema(row: deepspeed_keys.DeepSpeedKey) -> Schema:
         # The loader ignores the key where that precision is off, so a schema cannot refuse its values.
         return {"description": f"Refused: {row.reason}."}
     # A refused key may still have a value that asks for nothing.
-    accepted: list[Schema] = [{"enum": ["auto", *(value for value in row.off if not isinstance(value, list))]}]
-    if row.switch:
-        accepted.append({"type": "object", "properties": {row.switch: {"enum": list(deepspeed_keys.SWITCHED_OFF)}}})
-    else:
-        accepted.append({"type": "object", "maxProperties": 0})
-    return {"description": f"Refused: {row.reason}.", "anyOf": accepted}
+    values = {"enum": ["auto", *(value for value in row.off if not isinstance(value, list))]}
+    switched_off = {"properties": {row.switch: {"enum": list(deepspeed_keys.SWITCHED_OFF)}}}
+    block = {"type": "object", **(switched_off if row.switch else {"maxProperties": 0})}
+    return {"description": f"Refused: {row.reason}.", "anyOf": [values, block]}

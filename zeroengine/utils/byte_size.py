@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 
-from pydantic import ByteSize, TypeAdapter, ValidationError
+from pydantic import ByteSize, TypeAdapter
 
-_SIZE = re.compile(r"\s*\d+(\.\d+)?\s*([KMGTP]?B|[KMGTP]iB)?\s*", re.IGNORECASE)
+# pydantic fails on a number of several hundred digits.
+_SIZE = re.compile(r"\s*\d{1,18}(\.\d+)?\s*([KMGTP]?B|[KMGTP]iB)?\s*", re.IGNORECASE)
 
 
 def parse_byte_size(text: str | int, argument: str = "size", error: type[Exception] = ValueError) -> int:
@@ -22,10 +23,7 @@ def parse_byte_size(text: str | int, argument: str = "size", error: type[Excepti
     """
     # ByteSize ignores what follows the first number and word, and takes units of bits, such as "8gbit". It would take
     # "1,5GB" for one byte, so the form is checked first.
-    try:
-        nbytes = TypeAdapter(ByteSize).validate_python(text) if _SIZE.fullmatch(str(text)) else 0
-    except ValidationError:
-        nbytes = 0
+    nbytes = TypeAdapter(ByteSize).validate_python(text) if _SIZE.fullmatch(str(text)) else 0
     if nbytes < 1:
         raise error(f"{argument} {text}: write a size such as 5GB, 500MB or 2GiB")
     return int(nbytes)

@@ -6,7 +6,6 @@ Everything that starts such an operation returns a ``Work``, whether a network, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol, cast
 
 import torch
@@ -34,7 +33,6 @@ class Work(Protocol):
         """Return whether ``wait_host`` would return, or raise, without waiting for anybody else."""
 
 
-@dataclass(frozen=True)
 class Completed:
     """A ``Work`` that has nothing left to do."""
 
