@@ -1,7 +1,7 @@
 """Read files of torch Distributed Checkpoint (DCP) into the entries of an engine.
 
-Torch's own reader needs a planner and a reader of ours around it, unpickles the metadata unsafely, and reads an item
-anew for each box that overlaps with it. Reading the items is less.
+Torch's own reader is not used: it would need a planner and a reader of ours around it, it unpickles the metadata
+unsafely, and it reads an item anew for each box that overlaps with it.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ def load_files(
     for name, entry in entries.items():
         for box, tensor in entry.pieces:
             missing = box.numel
-            # The checkpoint may have been cut for another number of ranks, so a box may lie in several pieces.
-            for piece in metadata.tensors[name].pieces:
+            # The checkpoint may have been cut for another number of ranks, so a box may lie in several pieces. A piece
+            # with another number of dimensions has no part of it.
+            for piece in (piece for piece in metadata.tensors[name].pieces if len(piece.sizes) == len(box.sizes)):
                 ranges = list(zip(box.offsets, box.sizes, piece.offsets, piece.sizes, strict=True))
                 offsets = [max(own, stored) for own, _, stored, _ in ranges]
                 ends = [min(own + size, stored + stored_size) for own, size, stored, stored_size in ranges]
@@ -68,9 +69,8 @@ def load_files(
             if missing:
                 raise CheckpointError(f"the checkpoint lacks part of {name}: it is incomplete")
     values: dict[str, Any] = {}
-    for file_name, pieces in groupby(
-        sorted(parts, key=lambda piece: (piece.file, piece.start)), lambda piece: piece.file
-    ):
+    in_file_order = sorted(parts, key=lambda piece: (piece.file, piece.start))
+    for file_name, pieces in groupby(in_file_order, key=lambda piece: piece.file):
         with as_checkpoint_errors(f"{path} cannot be read"), open(path / file_name, "rb") as file:
             for piece in pieces:
                 value = _load_piece(file, piece)
