@@ -90,7 +90,8 @@ def _load_piece(file: io.BufferedReader, piece: StoredPiece) -> Any:
     """Return the value of one item of a file."""
     stream: Any = FileWindow(file, piece.start, piece.length)
     if piece.transforms:
-        stream = _StorageReaderTransforms().transform_load_stream(None, piece.transforms, stream)  # type: ignore[arg-type]
+        transforms: Any = _StorageReaderTransforms()
+        stream = transforms.transform_load_stream(None, piece.transforms, stream)
         # torch.load has to seek, which a decompressed stream cannot.
         stream = io.BytesIO(stream.read())
     try:
