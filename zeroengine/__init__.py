@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from zeroengine.deferred_init.meta_init import meta_init
     from zeroengine.engine.engine import Engine
     from zeroengine.engine.gathered import gathered
-    from zeroengine.engine.initialize import initialize
+    from zeroengine.engine.initialize import engine_of, initialize
     from zeroengine.engine.memory import Memory
     from zeroengine.engine.parameter_access import (
         full_gradient,
@@ -41,7 +41,7 @@ else:  # Names are imported when they are first used, so the commands that need 
             "set_full_optimizer_state",
         ],
         "zeroengine.engine.gathered": ["gathered"],
-        "zeroengine.engine.initialize": ["initialize"],
+        "zeroengine.engine.initialize": ["engine_of", "initialize"],
         "zeroengine.engine.memory": ["Memory"],
         "zeroengine.errors": [
             "CheckpointError",
@@ -78,6 +78,7 @@ __all__ = [
     "OffloadError",
     "ReleasedParameterError",
     "ZeroEngineError",
+    "engine_of",
     "full_gradient",
     "full_master",
     "full_optimizer_state",

@@ -56,6 +56,7 @@ class Group:
         self.rank, self.world_size = group.rank(), group.size()
         self.device = device
         self._watchdog: Watchdog | None = None
+        self._error_of_all_ranks: Exception | None = None
         self.backend = backend_of(group, device.type)
         # The check goes through the store. A collective would run into NCCL's own error, which is less clear.
         if self.backend == "nccl" and self.world_size > 1:
@@ -112,12 +113,15 @@ class Group:
             error, report = raised, (ZeroEngineError, f"{type(raised).__name__}: {raised}")
         reports_and_facts = self.all_gather_object((report, fact), purpose)
         # The exchange comes first: a rank that raised before it would leave the others waiting.
-        if error is not None:
-            raise error
-        for rank, (other, _) in enumerate(reports_and_facts):
-            if other is not None:
-                raise other[0](f"rank {rank} failed {purpose}: {other[1]}")
+        failures = ((rank, other) for rank, (other, _) in enumerate(reports_and_facts) if other is not None)
+        for rank, other in failures:
+            self._error_of_all_ranks = error or other[0](f"rank {rank} failed {purpose}: {other[1]}")
+            raise self._error_of_all_ranks
         facts += [fact for _, fact in reports_and_facts]  # type: ignore[misc]
+
+    def is_error_of_all_ranks(self, error: BaseException | None) -> bool:
+        """Return whether ``collective_errors`` raised ``error`` last, so that every rank handles one now."""
+        return error is not None and error is self._error_of_all_ranks
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Copy rank ``source``'s values to every rank, in place."""
@@ -216,7 +220,7 @@ class Group:
             # Ranks find one another by the group's name, which torch then makes of the ranks and of how many groups
             # this process belongs to. A rank in fewer groups joins groups of one until the new group is made.
             num_groups = len(dist.distributed_c10d._world.pg_names)
-            for _ in range(max(self.all_gather_object(num_groups, "to make a process group")) - num_groups):
+            for _ in range(self._agree_on_group_number(ranks, num_groups) - num_groups):
                 own_groups.append(dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True))
         limit = None if timeout is None else timedelta(seconds=timeout)
         group = dist.new_group(ranks, timeout=limit, backend=backend, use_local_synchronization=is_subset)
@@ -224,6 +228,21 @@ class Group:
             dist.destroy_process_group(own_group)
         assert isinstance(group, dist.ProcessGroup)
         return group
+
+    def _agree_on_group_number(self, ranks: Sequence[int], num_groups: int) -> int:
+        """Return how many groups every rank is to belong to when the next group of ``ranks`` is made.
+
+        A number is used once: a group of the same name that was destroyed has left its addresses in the store.
+        """
+        store = dist.PrefixStore("zeroengine/groups", dist.distributed_c10d._get_default_store())
+        key = "_".join(map(str, ranks))
+        # Adding 0 reads the counter, and makes it where there is none.
+        last_number = store.add(key, 0) if self.rank == 0 else 0
+        facts = self.all_gather_object((num_groups, last_number), "to make a process group")
+        number = max(max(num, last + 1) for num, last in facts)
+        if self.rank == 0:
+            store.add(key, number - last_number)
+        return number
 
     def _start_watchdog(self, timeout: float) -> Watchdog:
         names, hosts = zip(*self.all_gather_object((uuid.uuid4().hex, host_name())), strict=True)

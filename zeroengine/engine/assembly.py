@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from zeroengine.engine import mixed_precision
 from zeroengine.engine.accumulation import Accumulation
 from zeroengine.engine.duplicate_inputs import InputComparison
 from zeroengine.engine.foreign_parameters import ForeignParameters
+from zeroengine.engine.restoration import Restoration
 from zeroengine.engine.step import StepRunner
 from zeroengine.errors import ZeroEngineError
 from zeroengine.offload.interfaces import Copies
@@ -34,7 +36,7 @@ from zeroengine.runtime.gatherer import Gatherer
 from zeroengine.runtime.outside_writes import OutsideWrites
 from zeroengine.runtime.reducer import Reducer
 from zeroengine.runtime.unit import Unit
-from zeroengine.utils.compiler_disable import disable_compile
+from zeroengine.utils.copies_without_engine import UncopiedHook
 from zeroengine.utils.listed import listed
 from zeroengine.utils.malloc_trim import trim_heap
 from zeroengine.utils.progress import every_64_mib
@@ -57,6 +59,8 @@ class EngineParts:
         lr_scheduler: A schedule over ``base_optimizer``, a callable that makes one, or None.
         without_waiting: Whether a step is issued without waiting for its norm. None decides by the device.
         copies: Moves tensors between the device and the host. None decides by the device.
+        undo: Takes the calls that leave ``model``, ``base_optimizer`` and ``lr_scheduler`` ordinary, with the values
+            that they have at that time, and give back what the engine holds outside of tensors.
         end_step: Called by ``step()`` of either optimizer.
         zero_grad: Called by ``zero_grad()`` of either optimizer.
 
@@ -79,7 +83,11 @@ class EngineParts:
         input_comparison: Warns where ranks train on the same samples.
         state_offloader: Moves states away from the device on request.
         save_on_signal: Saves a checkpoint when a signal arrives; None where the configuration does not ask for it.
+        restoration: Makes the parameters whole and ordinary when the engine ends.
+        undo: The calls that end the engine. ``restoration`` is one of them.
     """
+
+    has_ended = False
 
     def __init__(
         self,
@@ -91,21 +99,28 @@ class EngineParts:
         lr_scheduler: LRSchedulerLike,
         without_waiting: bool | None,
         copies: Copies | None,
+        undo: ExitStack,
         end_step: Callable[[], None],
         zero_grad: Callable[[], None],
     ) -> None:
-        self.model, self.config, self.group = model, config, group
+        self.model, self.config, self.group, self.undo = model, config, group, undo
         comm = config.comm
         self.transport = group.transport(comm.transport, comm.timeout_seconds, bool(comm.register_buffers))
+        undo.callback(self.transport.close)
         degrees = degrees_of_stage(config.zero_optimization.stage, group.world_size)
         # Placing states may create files. If one rank has no space, every rank has to raise: the others would otherwise
         # wait for it in the first broadcast below.
         with group.collective_errors("to initialize"):
             self.placement = place_states(plans, degrees, config, self.transport, group.device, copies)
-        self.units = self._make_units(plans, degrees)
-        _forbid_forward_while_unset(model, self.units)
+        undo.callback(self.placement.close)
+        self.units: list[Unit] = []
+        self.restoration = Restoration(self.units, group, self.placement)
+        undo.push(self.restoration)
+        # Each unit is in the list as soon as it holds parameters, so that an error in a later one restores these.
+        self.units.extend(self._make_units(plans, degrees))
+        _forbid_forward_while_unset(model, self.units, undo)
         # Each unit took rank 0's parameters above. Buffers belong to no unit, so rank 0 broadcasts them here.
-        mixed_precision.prepare_buffers(model, config, group.device, group.broadcast)
+        mixed_precision.prepare_buffers(model, config, group.device, group.broadcast, undo)
         self.scaler = LossScaler(config.fp16 if config.scales_loss else None)
         # Only trainable parameters get gradients, and the first of these marks the beginning of a plain backward.
         trainable = [param for unit in self.units if unit.trainable for param in unit.params]
@@ -119,6 +134,8 @@ class EngineParts:
         collects_copies = group.device.type == "cuda" if without_waiting is None else without_waiting
         stores = self.placement.optimizer_stores
         self.reducer = Reducer(self.units, self.transport, config, self.backward, stores, collects_copies)
+        for handle in (*self.gatherer.hook_handles, *self.reducer.hook_handles):
+            undo.callback(handle.remove)
         # From here on the ranks agree on all values. Later changes of a parameter's version were made outside of the
         # engine.
         self.outside_writes = OutsideWrites(self.units, group)
@@ -137,6 +154,7 @@ class EngineParts:
                 pipeline=self.placement.pipeline,
                 without_waiting=without_waiting,
             )
+            self.restoration.shards = self.optimizer.shards
             schedule = make_scheduler(lr_scheduler, self.optimizer, config)
         self.step_runner = StepRunner(
             config,
@@ -149,29 +167,32 @@ class EngineParts:
             self.transport,
             self.backward,
         )
+        undo.callback(self.step_runner.close)
         # This remembers the model as it is now, so everything that replaces parameters has to be done before.
         self.foreign_parameters = ForeignParameters(model, self.units, base_optimizer, group.rank)
         self.input_comparison = InputComparison(self.transport, group.device)
         # After this the caller's optimizer.step() ends a step of the engine instead of updating the parameters that
         # this rank alone sees.
-        redirect_calls(base_optimizer, end_step, zero_grad)
+        redirect_calls(base_optimizer, end_step, zero_grad, undo)
         # The casts are registered last, for they prepend their hooks: inputs are then cast before the gatherer's hooks
         # run.
-        mixed_precision.install(model, config, group.device)
+        mixed_precision.install(model, config, group.device, undo)
         # Whole parameters were freed in small pieces, which the C allocator would keep for itself.
         trim_heap()
         if group.rank == 0:
             _log_notices(config, group, self.transport)
         self.state_offloader = StateOffloader()
         self.save_on_signal = SaveOnSignal(config, group) if config.checkpoint.on_signal else None
+        if self.save_on_signal is not None:
+            undo.callback(self.save_on_signal.close)
 
-    def _make_units(self, plans: Sequence[UnitPlan], degrees: Degrees) -> list[Unit]:
+    def _make_units(self, plans: Sequence[UnitPlan], degrees: Degrees) -> Iterator[Unit]:
         """Move the model's parameters into units, one after another, and give back the memory that each frees."""
         # The parameters of a small unit stay whole on every rank: gathering them costs more in latency than their
         # partitioning saves in memory.
         threshold = self.config.zero_optimization.param_persistence_threshold
         degrees_of_small_unit = dataclasses.replace(degrees, parameters=1)
-        units, count_freed, master_stores = [], every_64_mib(trim_heap), iter(self.placement.optimizer_stores)
+        count_freed, master_stores = every_64_mib(trim_heap), iter(self.placement.optimizer_stores)
         # One unit at a time frees the old values before the next unit is allocated. The peak is then the model and one
         # unit, rather than two copies of the model.
         for plan, stored in zip(plans, self.placement.parameter_shards, strict=True):
@@ -182,25 +203,23 @@ class EngineParts:
             # Freed are the values that its parameters had before, and the fp32 values from which a unit of lower
             # precision was rounded.
             count_freed(unit.full_buffer.nbytes + (4 * plan.numel if unit.is_mixed_precision else 0))
-            units.append(unit)
-        return units
+            yield unit
 
 
-def _forbid_forward_while_unset(model: nn.Module, units: Sequence[Unit]) -> None:
+def _forbid_forward_while_unset(model: nn.Module, units: Sequence[Unit], undo: ExitStack) -> None:
     """Make a forward of ``model`` raise ``ZeroEngineError`` for as long as some of its parameters have no values.
 
-    The hook that checks this removes itself when all parameters are set.
+    The hook that checks this removes itself when all parameters are set; ``undo`` removes it before that.
     """
     # Almost every model has all its values, and then no hook costs time at every forward.
     if not any(unit.unset_params for unit in units):
         return
 
-    @disable_compile
     def check_all_set(module: nn.Module, args: Any) -> None:
         names = [slot.name for unit in units for slot in unit.layout.slots if slot.name in unit.unset_params]
         if not names:
             handle.remove()
-        # A deep copy of the model takes this hook along. The copy has parameters of its own, which may have values.
+        # A shallow copy of the model takes this hook along.
         elif module is model:
             raise ZeroEngineError(
                 f"these parameters were built under meta_init(values=False) and have no values yet: "
@@ -208,7 +227,8 @@ def _forbid_forward_while_unset(model: nn.Module, units: Sequence[Unit]) -> None
                 "engine.load_checkpoint(directory)."
             )
 
-    handle = model.register_forward_pre_hook(check_all_set, prepend=True)
+    handle = model.register_forward_pre_hook(UncopiedHook(check_all_set), prepend=True)
+    undo.callback(handle.remove)
 
 
 def _log_notices(config: Config, group: Group, transport: Transport) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -15,6 +16,7 @@ from zeroengine.engine.accumulation import ENGINE_STEP, OPTIMIZER_STEP
 from zeroengine.engine.assembly import EngineParts
 from zeroengine.engine.checkpointing import EngineCheckpoints
 from zeroengine.engine.dataloader import ResumableLoader
+from zeroengine.engine.ended_parts import EndedParts
 from zeroengine.engine.gathered import ParameterOwner, collect_state_dict
 from zeroengine.engine.memory import Memory, explain_out_of_memory, measure_memory
 from zeroengine.errors import ZeroEngineError
@@ -60,7 +62,7 @@ class Engine:
         self._parts = parts = make_parts(self._end_step_by_optimizer, self.zero_grad)
         self._checkpoints = EngineCheckpoints(parts)
         # Parameters refer to their owner weakly.
-        self._owner = ParameterOwner(parts)
+        self._owner = ParameterOwner(parts, weakref.ref(self))
         self.module, self.config, self.device = parts.model, parts.config, parts.group.device
         self.rank, self.world_size = parts.group.rank, parts.group.world_size
         self.optimizer, self.gatherer, self.reducer = parts.optimizer, parts.gatherer, parts.reducer
@@ -615,12 +617,49 @@ class Engine:
         """
         return self._checkpoints.load_weights(weights, strict)
 
-    def close(self) -> None:
-        """Give back what the engine holds outside of tensors. The model keeps working where it is not partitioned.
+    def release(self) -> None:
+        """End the engine, and leave ``module`` as an ordinary model that can be moved or initialized again.
 
-        Call it on every rank. On a GPU it also reports an overflow in the last step that nobody has asked about, unless
-        it is called because of an error.
+        Parameters hold their whole, trained values, of the dtypes that they had before ``initialize``. Hooks are gone,
+        and the optimizer and the schedule that were passed in are ordinary ones again. Optimizer state, gradients and
+        counters are dropped: call ``save_checkpoint`` before to keep them. Call it on every rank, between steps.
+
+        Raises:
+            ZeroEngineError: On every rank, where the whole parameters do not fit into the memory of some rank, or it
+                is called inside ``gathered``. The engine is as it was.
         """
+        if self._parts.has_ended:
+            return
+        with self._parts.group.collective_errors("to release the model"):
+            self._check_may_end("release()")
+        self._parts.restoration.check_room()
+        self._end("release()")
+
+    def close(self) -> None:
+        """End the engine: give back threads, files and memory, and leave an ordinary model, as ``release`` does.
+
+        Where whole parameters do not fit into memory, or after an error, parameters that are partitioned stay so, and
+        each use of one raises. Call it on every rank. On a GPU it also reports an overflow in the last step that nobody
+        has asked about. A second call does nothing.
+        """
+        if self._parts.has_ended:
+            return
+        error = sys.exc_info()[1]
+        if error is not None:
+            self._parts.restoration.leave_partitioned(f"the engine was closed after {type(error).__name__}")
+        else:
+            try:
+                self._parts.restoration.check_room()
+            except ZeroEngineError as no_room:
+                self._parts.restoration.leave_partitioned(f"the engine was closed, and {no_room}")
+        self._end("close()")
+
+    def _check_may_end(self, call: str) -> None:
+        if self.gatherer.num_user_gathered:
+            raise ZeroEngineError(f"{call} inside `with zeroengine.gathered(...)`: leave the `with` first")
+        self._parts.state_offloader.check_resident(call)
+
+    def _end(self, call: str) -> None:
         parts = self._parts
         try:
             # Restore the signal handlers first: a signal that comes from here on is no longer the engine's.
@@ -632,8 +671,13 @@ class Engine:
             # After an error the device may never get to the end of the last step.
             if sys.exc_info()[0] is None:
                 parts.step_runner.final_report()
-        # Whatever failed above, threads and files have to be given back.
+        except BaseException as error:
+            # The other ranks may not have failed, and a collective would then wait for what they do not send.
+            parts.restoration.leave_partitioned(f"{call} failed: {error}")
+            raise
+        # Whatever failed above, the model has to be left, and threads and files have to be given back.
         finally:
-            parts.step_runner.close()
-            parts.transport.close()
-            parts.placement.close()
+            ended = EndedParts(call, parts)
+            parts.undo.close()
+            # The states' memory goes with the last references to the parts.
+            self._parts = self._checkpoints = self.optimizer = self.gatherer = self.reducer = ended  # type: ignore

@@ -6,6 +6,8 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,14 +30,20 @@ class ParameterOwner:
 
     Args:
         parts: The parts of the engine.
+        engine: What ``engine_of`` returns for the model.
     """
 
-    def __init__(self, parts: EngineParts) -> None:
-        self.parts = parts
+    def __init__(self, parts: EngineParts, engine: weakref.ref[Any]) -> None:
+        self.parts, self.engine = parts, engine
         self._warned_of_missing_gradient = False
         for unit in parts.units:
             for param in unit.params:
                 param.__dict__[OWNER_ATTRIBUTE] = weakref.ref(self)
+                # Pickle asks the instance for this, and gets a parameter that knows nothing of an engine. Copies have
+                # neither.
+                param.__dict__["__getstate__"] = partial(_state_without_engine, weakref.ref(param))
+                for attribute in (OWNER_ATTRIBUTE, "__getstate__"):
+                    parts.undo.callback(param.__dict__.pop, attribute, None)
 
     def units_of(self, params: Iterable[nn.Parameter]) -> list[Unit]:
         """Return the units that hold any of ``params``, in the order of registration."""
@@ -83,6 +91,12 @@ class ParameterOwner:
                 "engine.clip_grad_norm_(max_norm), or write gradient_clipping in the configuration. "
                 "zeroengine.full_gradient(param) gives the gradient."
             )
+
+
+def _state_without_engine(param_ref: weakref.ref[nn.Parameter]) -> dict[str, Any]:
+    param = param_ref()
+    assert param is not None
+    return {name: value for name, value in vars(param).items() if name not in (OWNER_ATTRIBUTE, "__getstate__")}
 
 
 def owner_of(param: nn.Parameter) -> ParameterOwner | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -28,8 +30,10 @@ from zeroengine.migration.messages import explains_arguments
 from zeroengine.offload.interfaces import Copies
 from zeroengine.optim.factory import OptimizerLike, check_optimizer, make_optimizer
 from zeroengine.optim.lr_schedules import LRSchedulerLike
-from zeroengine.partition.cut import UnitPlan, cut_units
+from zeroengine.partition.cut import UnitPlan, check_has_parameters, cut_units
 from zeroengine.partition.degrees import degrees_of_stage
+
+log = logging.getLogger("zeroengine")
 
 # The call that makes each class, by the class's module and name, so that none of these modules must be imported.
 WRAPPERS = {
@@ -65,7 +69,8 @@ def initialize(
             floating parameters take that dtype, and the fp32 master weights take their values from before.
         optimizer: A ``torch.optim`` optimizer over the model's parameters, a callable that takes parameters, or
             None to build what the configuration says. Adam and AdamW run on the fused kernel; any element-wise
-            optimizer works.
+            optimizer works. Parameters that it leaves out count as frozen, with one notice. A model without trainable
+            parameters, such as a reference or a reward model, needs none and is partitioned all the same.
         config: A JSON or YAML file, a dict, or None for the file that zero-launch names.
         lr_scheduler: A torch scheduler over the optimizer, or a callable that makes one; ``Engine.step`` steps it after
             each update, and its own ``step`` raises until ``Engine.close``.
@@ -89,6 +94,25 @@ def make_engine(
     copies: Copies | None = None,
 ) -> Engine:
     """Make the engine of ``initialize``. Tests choose ``without_waiting`` and ``copies``; see ``EngineParts``."""
+    undo = contextlib.ExitStack()
+    try:
+        return _make_engine(model, optimizer, config, lr_scheduler, process_group, without_waiting, copies, undo)
+    except BaseException:
+        # This leaves an ordinary model, as the end of an engine does.
+        undo.__exit__(*sys.exc_info())
+        raise
+
+
+def _make_engine(
+    model: nn.Module,
+    optimizer: OptimizerLike,
+    config: str | Path | Mapping[str, Any] | Config | None,
+    lr_scheduler: LRSchedulerLike,
+    process_group: dist.ProcessGroup | DeviceMesh | None,
+    without_waiting: bool | None,
+    copies: Copies | None,
+    undo: contextlib.ExitStack,
+) -> Engine:
     # The process group comes first: errors of the checks below are exchanged over it.
     join_launched_ranks()
     ranks = as_process_group(process_group)
@@ -108,6 +132,7 @@ def make_engine(
         if not isinstance(model, nn.Module):
             raise ZeroEngineError(f"initialize() takes a torch.nn.Module, found {type(model).__name__}")
         check_undistributed(model)
+        check_has_parameters(model)
         _check_unowned(model)
         check_one_device(model)
         meta_init.check_not_recording()
@@ -118,23 +143,49 @@ def make_engine(
         for low in (settings.low_precision, settings.autocast_dtype):
             if low is not None:
                 mixed_precision.check_supported(low, group.device)
+        # The optimizer is built over the model's own parameters, which are not partitioned yet. What it leaves out
+        # counts as frozen, which decides how the model is cut.
+        base_optimizer, notice = make_optimizer(optimizer, model, settings, undo)
         plans = cut_units(
             model,
             patterns=settings.units,
             compute_dtype=settings.low_precision,
             keep_fp32={p for module in mixed_precision.fp32_modules(model, settings) for p in module.parameters()},
         )
-        # The optimizer is built over the model's own parameters, which are not partitioned yet.
-        base_optimizer = make_optimizer(optimizer, model, settings)
         check_optimizer(base_optimizer, degrees_of_stage(settings.zero_optimization.stage, group.world_size))
         meta_init.check_optimizer_state(base_optimizer)
         # Deferred parameters get their values last, for this is the step that takes memory and time.
         meta_init.initialize_meta_parameters(model)
     # Until here nothing was partitioned. Ranks that differ would partition differently and exchange wrong values.
     check_agreement(group, settings, model, plans, base_optimizer)
+    if notice is not None and group.rank == 0:
+        log.warning("%s", notice)
     return Engine(
-        partial(EngineParts, model, base_optimizer, settings, group, plans, lr_scheduler, without_waiting, copies)
+        partial(EngineParts, model, base_optimizer, settings, group, plans, lr_scheduler, without_waiting, copies, undo)
     )
+
+
+def engine_of(model: nn.Module) -> Engine | None:
+    """Return the engine that ``model`` was passed to.
+
+    Args:
+        model: The model, a part of it, or a module that contains it, such as a wrapper.
+
+    Returns:
+        None where there is none, or it was closed, released or deleted.
+
+    Raises:
+        ZeroEngineError: The parameters of ``model`` belong to several engines.
+    """
+    if not isinstance(model, nn.Module):
+        raise ZeroEngineError(f"engine_of() takes a torch.nn.Module, found {type(model).__name__}")
+    owners = {owner for param in model.parameters() if (owner := owner_of(param)) is not None}
+    if len(owners) > 1:
+        raise ZeroEngineError(
+            "engine_of(): parts of this module belong to different engines. Pass one of the models that were passed to "
+            "initialize()."
+        )
+    return owners.pop().engine() if owners else None
 
 
 def _device_of(model: nn.Module, process_group: dist.ProcessGroup | None) -> torch.device:

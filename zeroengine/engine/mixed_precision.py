@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -97,58 +99,80 @@ def _is_below(name: str, names: set[str]) -> bool:
     return any(".".join(parts[:n]) in names for n in range(1, len(parts)))
 
 
-def install(model: nn.Module, config: Config, device: torch.device) -> None:
+def install(model: nn.Module, config: Config, device: torch.device, undo: ExitStack) -> None:
     """Register the hooks on ``model`` that make it compute as configured.
 
     On a GPU, tensors in CPU memory among the root's inputs are copied to it. In mixed precision floating inputs of the
     root are cast to its dtype; modules that keep fp32 take fp32 inputs, and their outputs are cast to the lower dtype.
-    ``torch_autocast`` is entered around the root's forward.
+    ``torch_autocast`` is entered around the root's forward. ``undo`` removes the hooks.
     """
     low_precision = config.low_precision
     # Only the root's inputs are cast. Inside, outputs of one module are inputs of the next in the same dtype.
     if low_precision is not None:
         lower = cast_floating(low_precision)
-        _map_inputs(model, lower)
+        _map_inputs(model, lower, undo)
         for module in fp32_modules(model, config):
-            _map_inputs(module, cast_floating(torch.float32))
-            module.register_forward_hook(lambda module, args, output: map_tensors(lower, output))
+            _map_inputs(module, cast_floating(torch.float32), undo)
+            undo.callback(module.register_forward_hook(partial(_replace_outputs, lower)).remove)
     if device.type != "cpu":
         # This hook runs before the cast, since each goes to the front, so the device does the cast.
-        _map_inputs(model, move_to(device))
+        _map_inputs(model, move_to(device), undo)
     autocast = config.autocast_dtype
     if autocast is not None:
-        # The contexts form a stack, for the root may be called within its own forward.
-        contexts: list[Any] = []
-
-        @disable_compile
-        def enter(module: nn.Module, args: Any) -> None:
-            contexts.append(torch.autocast(device.type, autocast))
-            contexts[-1].__enter__()
-
-        @disable_compile
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
-            # A forward that failed before `enter` leaves nothing to exit, although this hook is always called.
-            if contexts:
-                contexts.pop().__exit__(None, None, None)
-
+        hooks = _AutocastHooks(device.type, autocast)
         # Autocast is entered before every other hook, and left even if the forward raises. It would otherwise stay on
         # for the rest of the process.
-        model.register_forward_pre_hook(enter, prepend=True)
-        model.register_forward_hook(leave, always_call=True)
+        undo.callback(model.register_forward_pre_hook(hooks.enter, prepend=True).remove)
+        undo.callback(model.register_forward_hook(hooks.leave, always_call=True).remove)
 
 
-def _map_inputs(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def _map_inputs(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], undo: ExitStack) -> None:
     """Apply ``function`` to every tensor that ``module`` is called with, before the hooks that are there already."""
+    handle = module.register_forward_pre_hook(partial(_replace_inputs, function), prepend=True, with_kwargs=True)
+    undo.callback(handle.remove)
 
-    def replace(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return map_tensors(function, args), map_tensors(function, kwargs)
 
-    module.register_forward_pre_hook(replace, prepend=True, with_kwargs=True)
+# These hooks are functions of this module with their arguments, so that a model that has them can be pickled. Copies of
+# the model go on computing in its precision.
+def _replace_inputs(
+    function: Callable[[torch.Tensor], torch.Tensor], module: nn.Module, args: Any, kwargs: Any
+) -> tuple[Any, Any]:
+    return map_tensors(function, args), map_tensors(function, kwargs)
+
+
+def _replace_outputs(
+    function: Callable[[torch.Tensor], torch.Tensor], module: nn.Module, args: Any, output: Any
+) -> Any:
+    return map_tensors(function, output)
+
+
+class _AutocastHooks:
+    """Enters ``torch.autocast`` before a forward, and leaves it afterwards."""
+
+    def __init__(self, device_type: str, dtype: torch.dtype) -> None:
+        self._device_type, self._dtype = device_type, dtype
+        # The contexts form a stack, for the root may be called within its own forward.
+        self._contexts: list[Any] = []
+
+    @disable_compile
+    def enter(self, module: nn.Module, args: Any) -> None:
+        self._contexts.append(torch.autocast(self._device_type, self._dtype))
+        self._contexts[-1].__enter__()
+
+    @disable_compile
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        # A forward that failed before `enter` leaves nothing to exit, although this hook is always called.
+        if self._contexts:
+            self._contexts.pop().__exit__(None, None, None)
 
 
 def cast_floating(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a function that casts floating tensors to ``dtype``; others stay as they are."""
-    return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
+    return partial(_cast_floating, dtype)
+
+
+def _cast_floating(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def move_to(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -157,11 +181,19 @@ def move_to(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
     The host does not wait for the device: torch stages memory that is not page-locked before the call returns, and
     copies memory that is (``pin_memory=True``) beside the computation.
     """
-    return lambda tensor: tensor.to(device, non_blocking=True) if tensor.device.type == "cpu" else tensor
+    return partial(_move_to, device)
+
+
+def _move_to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(device, non_blocking=True) if tensor.device.type == "cpu" else tensor
 
 
 def prepare_buffers(
-    model: nn.Module, config: Config, device: torch.device, broadcast: Callable[[torch.Tensor], None]
+    model: nn.Module,
+    config: Config,
+    device: torch.device,
+    broadcast: Callable[[torch.Tensor], None],
+    undo: ExitStack,
 ) -> None:
     """Move buffers to the device and give them rank 0's values. Modules that share a buffer go on sharing it.
 
@@ -172,6 +204,7 @@ def prepare_buffers(
         config: The resolved configuration.
         device: The device that the model computes on.
         broadcast: Gives all ranks the values that rank 0 has of a tensor.
+        undo: Casts buffers back to the dtypes that they had.
     """
     name = config.data_types.buffer_dtype
     fp32_buffers = {buffer for module in fp32_modules(model, config) for buffer in module.buffers()}
@@ -187,3 +220,11 @@ def prepare_buffers(
                 broadcast(moved[buffer])
             if buffer is not None:
                 module._buffers[key] = moved[buffer]
+                if moved[buffer].dtype is not buffer.dtype:
+                    undo.callback(_cast_buffer, module, key, buffer.dtype)
+
+
+def _cast_buffer(module: nn.Module, key: str, dtype: torch.dtype) -> None:
+    buffer = module._buffers.get(key)
+    if buffer is not None:
+        module._buffers[key] = buffer.to(dtype)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -31,13 +32,16 @@ _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _MARK = "_zeroengine_step"
 
 
-def redirect_calls(optimizer: torch.optim.Optimizer, step: Callable[[], None], zero_grad: Callable[[], None]) -> None:
+def redirect_calls(
+    optimizer: torch.optim.Optimizer, step: Callable[[], None], zero_grad: Callable[[], None], undo: ExitStack
+) -> None:
     """Make `optimizer.step()` and `optimizer.zero_grad()` call the engine, and nothing else.
 
     Args:
         optimizer: The optimizer that was passed to `initialize`.
         step: A bound method of the engine, which is referred to weakly.
         zero_grad: Likewise.
+        undo: Makes it an ordinary optimizer again.
     """
     # The caller may keep the optimizer for longer than the engine, which holds most of the memory.
     engine_step, engine_zero_grad = weakref.WeakMethod(step), weakref.WeakMethod(zero_grad)
@@ -62,14 +66,20 @@ def redirect_calls(optimizer: torch.optim.Optimizer, step: Callable[[], None], z
             load_hyperparameters(optimizer, state_dict)
 
     setattr(pre_hook, _MARK, True)
-    optimizer.register_step_pre_hook(pre_hook)
-    optimizer.register_state_dict_post_hook(
-        lambda called, state: PartitionedStateDict(state) if called is optimizer_ref() else None
+    undo.callback(optimizer.register_step_pre_hook(pre_hook).remove)
+    undo.callback(
+        optimizer.register_state_dict_post_hook(
+            lambda called, state: PartitionedStateDict(state) if called is optimizer_ref() else None
+        ).remove
     )
-    optimizer.zero_grad = zero  # type: ignore[method-assign]
-    optimizer.load_state_dict = load  # type: ignore[method-assign]
     # GradScaler then calls step() instead of asserting that there are gradients, and `check_step_call` explains.
-    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+    for name, value in (("zero_grad", zero), ("load_state_dict", load), ("_step_supports_amp_scaling", True)):
+        # A wrapper may have put its own attribute on the instance, and gets it back.
+        if name in vars(optimizer):
+            undo.callback(setattr, optimizer, name, vars(optimizer)[name])
+        else:
+            undo.callback(vars(optimizer).pop, name, None)
+        setattr(optimizer, name, value)
 
 
 def _alive(method: Callable[[], None] | None) -> Callable[[], None]:

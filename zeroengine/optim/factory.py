@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -21,19 +22,30 @@ NOT_ELEMENTWISE = {"Adafactor", "Muon", "SparseAdam", "Shampoo", "LAMB", "Lamb",
 OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None
 
 
-def make_optimizer(optimizer: OptimizerLike, model: nn.Module, config: Config) -> torch.optim.Optimizer:
+def make_optimizer(
+    optimizer: OptimizerLike, model: nn.Module, config: Config, undo: ExitStack
+) -> tuple[torch.optim.Optimizer, str | None]:
     """Return an optimizer whose groups hold the model's trainable parameters (frozen ones may be among them).
+
+    Trainable parameters that the optimizer leaves out are frozen. A model without trainable parameters needs no
+    optimizer: it gets one that updates nothing.
 
     Args:
         optimizer: An instance over the model's parameters, a callable that takes them, or None to build the one that
             ``config.optimizer`` names.
         model: The model.
         config: The resolved configuration.
+        undo: Makes the parameters trainable again that are frozen here.
+
+    Returns:
+        The optimizer, and a notice of the parameters that were frozen here.
 
     Raises:
-        ZeroEngineError: There is no optimizer, or it is over other parameters, or it leaves trainable ones out.
+        ZeroEngineError: There is no optimizer, or it is over other parameters, or over no trainable one of several.
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
+    # torch's optimizers refuse an empty list. Frozen parameters get no gradients, so no update changes them.
+    params = trainable or list(model.parameters())
     if isinstance(optimizer, torch.optim.Optimizer):
         base_optimizer = _unwrapped(optimizer)
     elif optimizer is not None:
@@ -41,20 +53,19 @@ def make_optimizer(optimizer: OptimizerLike, model: nn.Module, config: Config) -
             raise ZeroEngineError(
                 f"optimizer is a torch.optim.Optimizer, a callable that takes parameters, or None; found {optimizer!r}"
             )
-        base_optimizer = optimizer(trainable)
+        base_optimizer = optimizer(params)
         if not isinstance(base_optimizer, torch.optim.Optimizer):
             raise ZeroEngineError(f"the optimizer callable returned {base_optimizer!r}, not a torch.optim.Optimizer")
     elif config.optimizer is not None:
-        if not trainable:
-            raise ZeroEngineError("every parameter of the model is frozen (requires_grad is False): nothing to train")
-        base_optimizer = _by_name(config.optimizer.type, trainable, dict(config.optimizer.params))
+        base_optimizer = _by_name(config.optimizer.type, params, dict(config.optimizer.params))
+    elif not trainable:
+        base_optimizer = _by_name("SGD", params, {"lr": 0.0})
     else:
         raise ZeroEngineError(
             "no optimizer: pass one to initialize(model, optimizer, config), or name one in the configuration, such as "
             '"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}'
         )
-    _check_parameters(base_optimizer, model)
-    return base_optimizer
+    return base_optimizer, _freeze_left_out(base_optimizer, model, undo)
 
 
 def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
@@ -101,7 +112,8 @@ _decorated = torch.optim.Optimizer.add_param_group
 add_param_group = getattr(_decorated, "__wrapped__", _decorated)
 
 
-def _check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+def _freeze_left_out(optimizer: torch.optim.Optimizer, model: nn.Module, undo: ExitStack) -> str | None:
+    """Check the optimizer's parameters, freeze the trainable ones that it leaves out, and return a notice of them."""
     # Parameters are compared by identity: an optimizer over a copy of the model would train nothing.
     names = {param: name for name, param in model.named_parameters()}
     kind = type(optimizer).__name__
@@ -116,13 +128,22 @@ def _check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> Non
                 )
             held.add(param)
     # A trainable parameter outside of the optimizer would have its gradients reduced and never be updated.
-    missing = [name for param, name in names.items() if param.requires_grad and param not in held]
-    if missing:
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+    left_out = {param: name for param, name in names.items() if param.requires_grad and param not in held}
+    if not left_out:
+        return None
+    listed = ", ".join(list(left_out.values())[:3]) + (f" and {len(left_out) - 3} more" if len(left_out) > 3 else "")
+    if len(left_out) == sum(param.requires_grad for param in names):
         raise ZeroEngineError(
-            f"{kind} leaves out trainable parameters: {', '.join(missing[:3])}{more}. Add them to a group, or freeze "
-            "them with requires_grad_(False)."
+            f"{kind} has none of the trainable parameters ({listed}), so nothing would be trained. Build it from "
+            "model.parameters(), or freeze the model with model.requires_grad_(False)."
         )
+    for param in left_out:
+        param.requires_grad_(False)
+        undo.callback(param.requires_grad_)
+    return (
+        f"{kind} leaves out trainable parameters, which count as frozen: {listed}. Add them to a group to train them, "
+        "or freeze them with requires_grad_(False)."
+    )
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, degrees: Degrees) -> None:

@@ -51,6 +51,19 @@ class _Group(NamedTuple):
     params: list[tuple[str, nn.Parameter]]
 
 
+def check_has_parameters(model: nn.Module) -> None:
+    """Check that there is something to partition.
+
+    Raises:
+        ZeroEngineError: ``model`` has no parameters.
+    """
+    if next(model.parameters(), None) is None:
+        raise ZeroEngineError(
+            f"the model ({type(model).__name__}) has no parameters: there is nothing to partition. "
+            "Pass the module that holds the weights."
+        )
+
+
 def cut_units(
     model: nn.Module,
     *,

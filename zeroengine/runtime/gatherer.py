@@ -110,7 +110,7 @@ class Gatherer(BackwardListener):
         self._calls = CallTracker(self._units_of, self._pre_backward, self._post_backward)
         # The graph owns this function, so it refers to the gatherer weakly.
         self._restore_view = partial(_restore_view, weakref.ref(self))
-        register_hooks(self, model, self._units_of)
+        self.hook_handles = register_hooks(self, model, self._units_of)
         # Releasable units were built without memory in their full buffers.
         for unit in self._units:
             if unit.is_releasable:

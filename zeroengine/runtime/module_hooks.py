@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -11,7 +11,8 @@ from torch import nn
 
 from zeroengine.errors import ZeroEngineError
 from zeroengine.runtime.unit import Unit
-from zeroengine.utils.compiler_disable import disable_compile, hidden_from_activation_checkpoint
+from zeroengine.utils.compiler_disable import hidden_from_activation_checkpoint
+from zeroengine.utils.copies_without_engine import UncopiedHook
 
 
 class ForwardListener(Protocol):
@@ -33,11 +34,14 @@ class ForwardListener(Protocol):
         """Note that a forward of a module that needs units has ended or raised."""
 
 
-def register_hooks(listener: ForwardListener, model: nn.Module, units_of: Mapping[nn.Module, list[Unit]]) -> None:
+def register_hooks(listener: ForwardListener, model: nn.Module, units_of: Mapping[nn.Module, list[Unit]]) -> list[Any]:
     """Call ``listener`` from the forwards of ``model`` and of the modules that need a unit to be gathered.
 
     Args:
         units_of: The units that each module's forward needs.
+
+    Returns:
+        The handles of the hooks.
 
     Raises:
         ZeroEngineError: A module is a ScriptModule.
@@ -45,16 +49,15 @@ def register_hooks(listener: ForwardListener, model: nn.Module, units_of: Mappin
     # The model owns the hooks. A strong reference would keep the full buffers alive as long as the model.
     listener_ref = weakref.ref(listener)
 
-    def hook_for(method: str) -> Callable[..., None]:
-        @disable_compile
+    def hook_for(method: str) -> UncopiedHook:
         def hook(module: nn.Module, *args: Any) -> None:
             listener = listener_ref()
-            # A deep copy of the model takes the hooks along. They must do nothing there.
+            # A shallow copy of the model takes the hooks along. They must do nothing there.
             if listener is not None and listener.observes(module):
                 with hidden_from_activation_checkpoint():
                     getattr(listener, method)(module, *args)
 
-        return hook
+        return UncopiedHook(hook)
 
     # A unit that is never released is waited for, too, where each rank updates a part of it: the next forward needs the
     # all-gather of the step.
@@ -71,9 +74,12 @@ def register_hooks(listener: ForwardListener, model: nn.Module, units_of: Mappin
             )
     # Pre-forward hooks are prepended, so that those of the user find the parameters gathered. Forward hooks are called
     # even if the forward raised (``always_call``), or its units would never be released.
-    model.register_forward_pre_hook(hook_for("pre_model_forward"), prepend=True)
-    model.register_forward_hook(hook_for("post_model_forward"), always_call=True)
+    handles: list[Any] = [
+        model.register_forward_pre_hook(hook_for("pre_model_forward"), prepend=True),
+        model.register_forward_hook(hook_for("post_model_forward"), always_call=True),
+    ]
     for module, units in units_of_hooked.items():
-        module.register_forward_pre_hook(hook_for("pre_forward"), prepend=True, with_kwargs=True)
+        handles.append(module.register_forward_pre_hook(hook_for("pre_forward"), prepend=True, with_kwargs=True))
         if any(unit.is_releasable for unit in units):
-            module.register_forward_hook(hook_for("post_forward"), with_kwargs=True, always_call=True)
+            handles.append(module.register_forward_hook(hook_for("post_forward"), with_kwargs=True, always_call=True))
+    return handles

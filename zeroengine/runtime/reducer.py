@@ -65,6 +65,7 @@ class Reducer(BackwardListener):
         predivide: The number that gradients are divided by before they are summed, so that the sum of many ranks does
             not overflow. The update multiplies by it again.
         gradients: Those of each trainable unit, in the order of registration.
+        hook_handles: The handles of the hooks on parameters.
         has_late_gradients: A gradient arrived after its unit was reduced in this step, and waits on this rank.
     """
 
@@ -100,11 +101,12 @@ class Reducer(BackwardListener):
         # The buffers that are being filled.
         self._buffer_of: dict[UnitGradients, GradientBuffer] = {}
         self.has_late_gradients = False
-        for unit_index, grads in enumerate(self.gradients):
-            for index, param in enumerate(grads.unit.params):
-                # The parameter owns the hook in C++, so the hook takes indices and nothing that owns the parameter.
-                hook = Hook(self, Reducer._post_accumulate_grad, unit_index, index)
-                param.register_post_accumulate_grad_hook(hook)
+        # The parameter owns its hook in C++, so the hook takes indices and nothing that owns the parameter.
+        self.hook_handles = [
+            param.register_post_accumulate_grad_hook(Hook(self, Reducer._post_accumulate_grad, unit_index, index))
+            for unit_index, grads in enumerate(self.gradients)
+            for index, param in enumerate(grads.unit.params)
+        ]
         backward.subscribe(self)
 
     # -- backward ---------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ stride 0 to the parameter's shape. Its class is swapped, too, so that a use of i
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -33,6 +33,7 @@ from zeroengine.partition.cut import UnitPlan
 from zeroengine.partition.degrees import Degrees
 from zeroengine.partition.layout import FlatLayout
 from zeroengine.runtime.released_parameter import Resolver, is_released_parameter, mark_gathered, mark_released
+from zeroengine.utils.own_storage import with_own_storage
 from zeroengine.utils.work import Work
 
 
@@ -76,6 +77,8 @@ class Unit:
         master_store: OffloadStore | None = None,
     ) -> None:
         self.name, self.dtype, self.trainable = plan.name, plan.dtype, plan.trainable
+        # What ``restore_parameters`` gives back: the parameters take the unit's dtype below.
+        self.original_dtypes = [param.dtype for _, param in plan.params]
         self.params: tuple[nn.Parameter, ...] = tuple(param for _, param in plan.params)
         self.modules = plan.modules
         self.rank, self.degrees = transport.rank, degrees
@@ -158,6 +161,10 @@ class Unit:
 
     def _set_full_buffer(self, full_buffer: torch.Tensor) -> None:
         self.full_buffer, self._views = full_buffer, self.param_views_of(full_buffer)
+        # A full buffer that is never freed needs no common storage. torch.save and safetensors then see parameters that
+        # share nothing, and write each of them with its own bytes.
+        if not self.is_releasable:
+            self._views = [with_own_storage(view) for view in self._views]
         # The address of the storage object in C++, whose owners ``is_aliased`` counts.
         self._storage: int = full_buffer.untyped_storage()._cdata
 
@@ -261,6 +268,43 @@ class Unit:
         self._buffer.detach()
         self._allocate_buffer()
         self.free_full_buffer()
+
+    # -- the end of the engine --------------------------------------------------------------------
+
+    @property
+    def has_wider_master(self) -> bool:
+        """Whether a parameter had a wider dtype before ``initialize``, so that its master alone holds its value."""
+        return self.trainable and any(dtype.itemsize > self.dtype.itemsize for dtype in self.original_dtypes)
+
+    def gather_whole(self) -> None:
+        """Return with the values of all parameters in the full buffer, for ``restore_parameters``. A collective."""
+        if self.is_releasable and not self.gathered_bytes():
+            self.start_gather()
+        if self.gather_work is not None:
+            self.gather_work.wait_stream()
+
+    def restore_parameters(self, values: Sequence[torch.Tensor] | None = None) -> None:
+        """Make the parameters ordinary ones, with memory and dtypes of their own, and give the unit's memory back.
+
+        Args:
+            values: The parameters' values, one tensor each. None: those of the full buffer.
+        """
+        values = self._views if values is None else values
+        for param, value, dtype in zip(self.params, values, self.original_dtypes, strict=True):
+            mark_gathered(param)
+            param.grad = None
+            param.data = value.to(dtype, copy=True)
+        nothing = torch.empty(0, dtype=self.dtype, device=self.full_buffer.device)
+        self._views, self._placeholders = [], []
+        self.full_buffer = self.shard = nothing
+        self.master = self._buffer = self.gather_work = None
+
+    def abandon_parameters(self, resolver: Resolver) -> None:
+        """Leave released parameters as they are, for good: a use of one calls ``resolver``, which raises."""
+        for param, placeholder in zip(self.params, self._placeholders, strict=True):
+            mark_gathered(param)
+            param.data = placeholder
+            mark_released(param, resolver)
 
     def check_parameters(self) -> None:
         """Check that the parameters are still what ``initialize`` made of them.

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from zeroengine.comm.interfaces import Buffer, ChannelName, ResizableBuffer, refill
+from zeroengine.comm.process_groups import destroy_group
 from zeroengine.comm.rank_order_sum import sum_in_rank_order
 from zeroengine.comm.watchdog import Watchdog
 from zeroengine.utils.work import Then, Work
@@ -168,7 +169,7 @@ class GlooTransport:
     def __init__(self, group: dist.ProcessGroup, watchdog: Watchdog, timeout: float) -> None:
         limit = timedelta(seconds=timeout)
         self.rank, self.world_size = group.rank(), group.size()
-        self._watchdog = watchdog
+        self._watchdog, self._group = watchdog, group
         self.gather = GlooChannel("gather", group, watchdog, limit)
         self.reduce = GlooChannel("reduce", group, watchdog, limit)
 
@@ -196,5 +197,6 @@ class GlooTransport:
         """Return at once: no rank reads the memory of another."""
 
     def close(self) -> None:
-        """End the watchdog."""
+        """End the watchdog, and the process group with its threads and connections."""
         self._watchdog.close()
+        destroy_group(self._group)

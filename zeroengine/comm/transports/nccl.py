@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from zeroengine.comm.interfaces import Buffer, ChannelName, ResizableBuffer, refill
+from zeroengine.comm.process_groups import destroy_group
 from zeroengine.comm.watchdog import Watchdog
 from zeroengine.errors import DivergenceError, ZeroEngineError
 from zeroengine.utils.small_transfers import HostCopy, to_device
@@ -99,7 +101,7 @@ class NCCLChannel:
         watchdog: Watchdog | None,
         pool: RegisteredPool | None = None,
     ) -> None:
-        self._group, self._device, self._watchdog, self._pool = group, device, watchdog, pool
+        self.group, self._device, self._watchdog, self._pool = group, device, watchdog, pool
         self._seq = 0
         # A checksum of every operation so far, which the ranks compare at each step.
         self.order = 0
@@ -122,7 +124,7 @@ class NCCLChannel:
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Work:
         """Launch an all-gather."""
         self.record(f"gather {label}")
-        return self.issue(lambda: _all_gather(full, shard, group=self._group, async_op=True))
+        return self.issue(lambda: _all_gather(full, shard, group=self.group, async_op=True))
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool = False) -> Work:
         """Launch a reduce-scatter, into a spare buffer where the sum is cast or accumulated."""
@@ -130,7 +132,7 @@ class NCCLChannel:
         direct = not accumulate and shard.dtype is full.dtype
         target = shard if direct else self.empty(shard.numel(), full.dtype)
         self.record(f"reduce {label}")
-        work = self.issue(lambda: _reduce_scatter(target, full, group=self._group, async_op=True))
+        work = self.issue(lambda: _reduce_scatter(target, full, group=self.group, async_op=True))
         if direct:
             return work
 
@@ -147,7 +149,7 @@ class NCCLChannel:
     def all_reduce(self, full: torch.Tensor, label: str) -> Work:
         """Launch an all-reduce."""
         self.record(f"reduce {label}")
-        return self.issue(lambda: dist.all_reduce(full, group=self._group, async_op=True))
+        return self.issue(lambda: dist.all_reduce(full, group=self.group, async_op=True))
 
     def reusable(self, work: Work, timeout_s: float) -> bool:
         """See ``Channel.reusable``. With a timeout the current stream is ordered behind ``work``: the host goes on."""
@@ -242,8 +244,13 @@ class NCCLTransport:
         """Return at once: no rank reads the memory of another."""
 
     def close(self) -> None:
-        """Deregister the pools, and end the watchdog."""
+        """Deregister the pools, and end the watchdog and the communicators."""
         for pool in self._pools.values():
             pool.close()
+        # Without a watchdog the groups are the caller's, as with the fake backend.
         if self._watchdog is not None:
             self._watchdog.close()
+            # After an error a communicator may be stuck in an operation. The end of the process then ends it.
+            if sys.exc_info()[0] is None:
+                destroy_group(self.gather.group)
+                destroy_group(self.reduce.group)

@@ -1,0 +1,237 @@
+"""The end of an engine: what is left is an ordinary model, and nothing else."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import weakref
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zeroengine
+from tests.distributed.models import TinyLM, batch, build, config
+from tests.distributed.ranks import run_ranks
+from tests.distributed.test_device_step import Log
+from tests.distributed.training import start, take_steps
+from zeroengine import ReleasedParameterError, ZeroEngineError, engine_of
+
+STAGES = (0, 1, 2, 3)
+BF16 = {"bf16": {"enabled": True}}
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def hooks_of(model: nn.Module) -> int:
+    names = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_state_dict_hooks")
+    on_modules = sum(len(getattr(module, name)) for module in model.modules() for name in names)
+    on_params = sum(bool(getattr(param, "_post_accumulate_grad_hooks", None)) for param in model.parameters())
+    return on_modules + on_params
+
+
+def assert_ordinary(model: nn.Module) -> None:
+    assert hooks_of(model) == 0
+    for param in model.parameters():
+        assert type(param) is nn.Parameter and param.dtype is torch.float32
+        assert param.grad is None and not vars(param)
+        assert param.untyped_storage().nbytes() == param.nbytes
+    x, y = batch(0, 0)
+    model(x, y).backward()
+    assert all(param.grad is not None for param in model.parameters())
+    model.to(torch.float64).to(torch.float32).zero_grad()
+
+
+def ended(how: str, more: dict[str, Any]) -> None:
+    start()
+    for stage in STAGES:
+        model = build(TinyLM)
+        before = [(name, param) for name, param in model.named_parameters()]
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+        settings = config(stage, optimizer=None, **more)
+        engine = zeroengine.initialize(model, optimizer, settings, lr_scheduler=schedule)
+        assert engine_of(model) is engine is engine_of(model.blocks[0]) is engine_of(nn.Sequential(model))
+        take_steps(engine, range(2))
+        masters = {name: zeroengine.full_master(param) for name, param in before}
+        getattr(engine, how)()
+        getattr(engine, how)()
+        assert engine_of(model) is None
+        assert [(name, id(param)) for name, param in model.named_parameters()] == [(n, id(p)) for n, p in before]
+        for name, param in before:
+            assert torch.equal(param, masters[name]), name
+        assert_ordinary(model)
+        assert (engine.global_steps, engine.micro_steps, engine.skipped_steps) == (2, 2, 0)
+        for use in (engine.full_state_dict, engine.step, engine.memory, partial(engine, *batch(0, 0))):
+            with pytest.raises(ZeroEngineError, match=rf"this engine has ended, by engine.{how}\(\)"):
+                use()
+        # The optimizer and the schedule are the caller's again.
+        model(*batch(0, 0)).backward()
+        optimizer.step()
+        schedule.step()
+        assert not torch.equal(before[0][1], masters[before[0][0]])
+
+
+@pytest.mark.parametrize("more", [{}, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("how", ["release", "close"])
+def test_an_ended_engine_leaves_an_ordinary_model_with_the_trained_values(how: str, more: dict[str, Any]) -> None:
+    run_ranks(2, ended, how, more)
+
+
+def trained_in_parts(stages: tuple[int, ...], more: dict[str, Any]) -> dict[str, torch.Tensor]:
+    start()
+    model = build(TinyLM)
+    for stage in stages:
+        engine = zeroengine.initialize(model, sgd, config(stage, optimizer=None, **more))
+        take_steps(engine, range(2))
+        engine.release()
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("more", [{}, BF16], ids=["fp32", "bf16"])
+def test_a_released_model_goes_on_at_another_stage_with_the_same_bits(more: dict[str, Any]) -> None:
+    (expected, _) = run_ranks(2, trained_in_parts, (0, 0, 0), more)
+    for found in run_ranks(2, trained_in_parts, (3, 1, 2), more):
+        for name, value in found.items():
+            assert torch.equal(value, expected[name]), name
+
+
+def leftovers(transport: str) -> list[tuple[int, int, int]]:
+    start()
+    model = build(TinyLM)
+    found = []
+    for _ in range(20):
+        engine = zeroengine.initialize(model, None, config(3, comm={"transport": transport}))
+        take_steps(engine, range(1))
+        engine.release()
+        parts = weakref.ref(engine)
+        del engine
+        gc.collect()
+        assert parts() is None
+        found.append((len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), threading.active_count()))
+    return found
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_twenty_engines_on_one_model_leak_no_thread_and_no_descriptor(transport: str) -> None:
+    for found in run_ranks(2, leftovers, transport):
+        assert found[-1] == found[2], found
+
+
+class Reference(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).relu()).sum()
+
+
+def no_schedule(optimizer: torch.optim.Optimizer) -> Any:
+    raise ZeroDivisionError
+
+
+def failed_initialize(where: str, stage: int) -> None:
+    start()
+    model = build(Reference)
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    schedule: Any = None
+    more: dict[str, Any] = {"optimizer": None}
+    if where == "schedule":
+        schedule = no_schedule
+    elif where == "optimizer":
+        # Only Adam keeps its state in bf16.
+        more["optimizer_state_dtype"] = "bf16"
+    with pytest.raises((ZeroEngineError, ZeroDivisionError)):
+        zeroengine.initialize(model, sgd, config(stage, **more), lr_scheduler=schedule)
+    assert hooks_of(model) == 0
+    for name, param in model.named_parameters():
+        assert torch.equal(param, before[name])
+        assert type(param) is nn.Parameter and not vars(param)
+    model(torch.ones(2, 8)).backward()
+    model.zero_grad()
+    engine = zeroengine.initialize(model, None, config(stage))
+    engine.backward(engine(torch.ones(2, 8)))
+    assert engine.step()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("where", ["schedule", "optimizer"])
+def test_a_failed_initialize_leaves_the_model_as_it_was(where: str, stage: int) -> None:
+    run_ranks(2, failed_initialize, where, stage)
+
+
+def closed_after_an_error() -> None:
+    rank = start()
+    engine = zeroengine.initialize(build(TinyLM), None, config(3))
+    take_steps(engine, range(1))
+    if rank == 1:
+        return
+    try:
+        raise RuntimeError("the training failed")
+    except RuntimeError:
+        engine.close()
+    with pytest.raises(ReleasedParameterError, match="the engine was closed after RuntimeError"):
+        engine.module.head.weight.sum()
+    assert engine.module.head.weight.shape
+
+
+def test_closing_after_an_error_of_one_rank_waits_for_no_other() -> None:
+    run_ranks(2, closed_after_an_error, timeout=40)
+
+
+# -- models without trainable parameters, and optimizers over a part ----------------------------------
+
+
+def evaluate_frozen(stage: int, optimizer: dict[str, Any] | None) -> tuple[float, float, int]:
+    start()
+    plain = build(TinyLM)
+    expected = float(plain(*batch(0, 0)))
+    model = build(TinyLM).requires_grad_(False)
+    settings = config(stage, optimizer=optimizer)
+    engine = zeroengine.initialize(model, None, settings)
+    with torch.no_grad():
+        loss = float(engine(*batch(0, 0)))
+    with pytest.raises(ZeroEngineError, match="the loss is detached"):
+        engine.backward(engine(*batch(0, 0)))
+    parameters = engine.memory().parameters
+    state = engine.full_state_dict()
+    assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
+    assert engine.memory().optimizer == engine.memory().master == 0
+    engine.release()
+    assert not any(param.requires_grad for param in model.parameters())
+    return loss, expected, parameters
+
+
+@pytest.mark.parametrize("optimizer", [None, {"type": "AdamW", "params": {"lr": 1e-3}}], ids=["none", "adamw"])
+def test_a_model_without_trainable_parameters_is_partitioned_and_needs_no_optimizer(
+    optimizer: dict[str, Any] | None,
+) -> None:
+    whole, part = (run_ranks(2, evaluate_frozen, stage, optimizer)[0] for stage in (0, 3))
+    assert whole[0] == whole[1] == part[0]
+    assert part[2] < 0.6 * whole[2]
+
+
+def train_the_head() -> tuple[list[str], bool]:
+    rank = start()
+    model = build(TinyLM)
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    log = Log()
+    engine = zeroengine.initialize(model, torch.optim.AdamW(model.head.parameters(), lr=0.1), config(2, optimizer=None))
+    notices = [line for line in log.messages if "count as frozen: blocks.0.norm.weight" in line]
+    assert len(notices) == (rank == 0)
+    assert [name for name, param in model.named_parameters() if param.requires_grad] == ["tok.weight"]
+    take_steps(engine, range(2))
+    engine.release()
+    assert all(param.requires_grad for param in model.parameters())
+    return [name for name, param in model.named_parameters() if not torch.equal(param, before[name])], rank == 0
+
+
+def test_parameters_that_the_optimizer_leaves_out_are_frozen_until_release() -> None:
+    for changed, _ in run_ranks(2, train_the_head):
+        assert changed == ["tok.weight"]

@@ -1,0 +1,46 @@
+"""What is left of an engine after ``close`` or ``release``."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, NoReturn
+
+from zeroengine.errors import ZeroEngineError
+
+if TYPE_CHECKING:
+    from zeroengine.engine.assembly import EngineParts
+
+
+class EndedParts:
+    """Takes the place of ``EngineParts``: counters keep their last values, and everything else raises.
+
+    Args:
+        call: The public call that ended the engine.
+        parts: The parts until then. None of them is kept, so their memory is freed.
+    """
+
+    has_ended = True
+
+    def __init__(self, call: str, parts: EngineParts) -> None:
+        runner = parts.step_runner
+        self._call = call
+        self.accumulation = SimpleNamespace(micro_steps=parts.accumulation.micro_steps)
+        self.scaler = SimpleNamespace(scale=parts.scaler.scale)
+        self.step_runner = SimpleNamespace(
+            sync_step=lambda: None,
+            num_updates=runner.num_updates,
+            num_skipped=runner.num_skipped,
+            grad_norm=runner.grad_norm,
+            schedule=runner.schedule,
+            gradient_clipping=runner.gradient_clipping,
+        )
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Raise ZeroEngineError: only counters can be read."""
+        # Python's own protocols, such as copy and pickle, look for names like these and expect AttributeError.
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise ZeroEngineError(
+            f"this engine has ended, by engine.{self._call}. Its model is an ordinary one now: use engine.module, or "
+            "pass that to zeroengine.initialize() for a new engine."
+        )

@@ -1,0 +1,125 @@
+"""Leave an ordinary model where an engine ends, or where ``initialize`` fails half way."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+
+import torch
+from torch import nn
+
+from zeroengine.comm.group import Group
+from zeroengine.disk.mapped_memory import populate
+from zeroengine.errors import ReleasedParameterError, ZeroEngineError
+from zeroengine.offload.host_memory import available_memory
+from zeroengine.offload.placement import Placement
+from zeroengine.optim.optimizer_shard import OptimizerShard
+from zeroengine.runtime.unit import Unit
+from zeroengine.utils.malloc_trim import trim_heap
+
+
+class Restoration:
+    """Makes all parameters whole and ordinary, with the values that they have at that time.
+
+    It is the exit function of a ``contextlib.ExitStack``. Partitioned parameters take a collective, so after an error
+    they are restored only if every rank has it. Otherwise each use of one raises.
+
+    Args:
+        units: The units that have been made. The list may grow until the end.
+        group: The ranks that parameters are partitioned over.
+        placement: Holds the stores of offloaded states.
+
+    Attributes:
+        shards: Holds the fp32 master weights, which parameters of a lower precision were rounded from.
+    """
+
+    def __init__(self, units: Sequence[Unit], group: Group, placement: Placement) -> None:
+        self._units, self._group, self._placement = units, group, placement
+        self.shards: Sequence[OptimizerShard] = ()
+        self._reason_not_whole = ""
+
+    def check_room(self) -> None:
+        """Check that whole parameters fit into the memory of every rank. A collective.
+
+        Raises:
+            ZeroEngineError: They do not, on some rank. Raised on every rank.
+        """
+        nbytes = sum(
+            slot.numel * dtype.itemsize
+            for unit in self._units
+            if unit.is_releasable
+            for slot, dtype in zip(unit.layout.slots, unit.original_dtypes, strict=True)
+        )
+        device = self._group.device
+        with self._group.collective_errors("to make the parameters whole"):
+            if device.type == "cpu":
+                # Every rank of this machine takes as much.
+                free = available_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            else:
+                cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+                free = torch.cuda.mem_get_info(device)[0] + cached
+            if nbytes > free:
+                raise ZeroEngineError(
+                    f"whole parameters take {nbytes / 2**30:,.1f} GiB on this rank, and {free / 2**30:,.1f} GiB are "
+                    "left. Write them with engine.save_weights(directory), a part on each rank, and load them into a "
+                    "model elsewhere."
+                )
+
+    def leave_partitioned(self, reason: str) -> None:
+        """Let ``__exit__`` restore only what takes no collective. ``reason`` is what a use of the others raises."""
+        self._reason_not_whole = reason
+
+    def __call__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Restore the parameters. A collective, unless ``error`` is of this rank alone."""
+        reason = self._reason_not_whole
+        alone = self._group.world_size == 1
+        if not (alone or error is None or self._group.is_error_of_all_ranks(error)):
+            reason = f"initialize() failed on some rank ({type(error).__name__}: {error})"
+        # Copies between the device and the host may still be under way.
+        self._placement.finish_copies()
+        shard_of = {shard.unit: shard for shard in self.shards}
+        with torch.no_grad():
+            for unit in self._units:
+                if not reason and unit.has_wider_master:
+                    unit.restore_parameters(list(self._master_values(unit, shard_of.get(unit))))
+                elif not (reason and unit.is_releasable):
+                    unit.gather_whole()
+                    unit.restore_parameters()
+                else:
+                    unit.abandon_parameters(_refusal(reason))
+        trim_heap()
+
+    def _master_values(self, unit: Unit, shard: OptimizerShard | None) -> Iterator[torch.Tensor]:
+        """Yield the whole fp32 values of each parameter of ``unit``."""
+        if shard is not None and shard.may_be_written:
+            shard.reload_master()
+        master = unit.master if shard is None else shard.master
+        assert master is not None
+        for index, slot in enumerate(unit.layout.slots):
+            value = torch.zeros(slot.numel, dtype=torch.float32, device=self._group.device)
+            # Several ranks hold each shard where the degree is below the number of ranks. The first of them counts.
+            if unit.rank < unit.degrees.optimizer:
+                for span in unit.layout.spans(unit.rank, unit.degrees.optimizer):
+                    if span.param_index == index:
+                        values = master[span.shard_offset : span.shard_offset + span.numel]
+                        # A failing disk is an error here, where a plain read would end the process.
+                        populate(values)
+                        value[span.param_offset : span.param_offset + span.numel] = values.to(value.device)
+            self._group.all_reduce(value)
+            yield value.view(slot.shape)
+
+
+class _refusal:
+    """A resolver of released parameters that always raises."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def __call__(self, param: nn.Parameter, operation: str) -> None:
+        raise ReleasedParameterError(
+            f"`{operation}` of a partitioned parameter of shape {tuple(param.shape)}: its values are not here, for "
+            f"{self._reason}. Build the model anew, and load its weights."
+        )
