@@ -7,6 +7,7 @@ which they share over Gloo: one that there is, or one that the CPU plays (``test
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,6 +15,9 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from tests.emulated import emulate_gpu, load, wanted
+
+# A test that fails shows where.
+os.environ.setdefault("ZEROENGINE_FULL_TRACEBACK", "1")
 
 if wanted() == "emulated":
     load()  # before torch is imported

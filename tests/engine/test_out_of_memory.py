@@ -59,3 +59,38 @@ def test_out_of_memory_says_what_is_held_and_what_would_take_less() -> None:
     (messages, _), _ = run_ranks(2, runs_out, 3, {"bf16": {"enabled": True}})
     assert "What takes less: a smaller micro-batch" in messages[0], "nothing that is on already"
     assert '"offload_param": {"device": "nvme"' in messages[0]
+
+
+class Enormous(nn.Module):
+    """Asks for more of the host's memory than there is, in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).sum() + torch.empty(2**52, device="cpu")[0]
+
+
+def test_the_host_s_memory_is_explained_as_a_gpu_s_is() -> None:
+    engine = zeroengine.initialize(build(Enormous), config=config(0))
+    with pytest.raises(
+        RuntimeError, match=r"can't allocate memory(.|\n)*zeroengine holds, on cpu(.|\n)*What takes less"
+    ):
+        engine(torch.ones(2, 64))
+    engine.close()
+
+
+def test_initialize_says_what_would_take_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    def allocate(self: Any, *args: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    model = build(Exhausting)
+    with monkeypatch.context() as patch:
+        patch.setattr("zeroengine.runtime.unit.Unit._set_full_buffer", allocate)
+        with pytest.raises(torch.OutOfMemoryError, match=r"4,160 parameters over 1 ranks\. What takes less: .bf16"):
+            zeroengine.initialize(model, config=config(0))
+    engine = zeroengine.initialize(model, config=config(0))
+    engine.backward(engine(torch.ones(2, 64)))
+    assert engine.step()
+    engine.close()

@@ -99,8 +99,8 @@ class Engine:
     forward = __call__
 
     @disable_compile
-    @explain_out_of_memory
     @explains_arguments
+    @explain_out_of_memory
     def backward(
         self,
         loss: torch.Tensor,
@@ -292,8 +292,8 @@ class Engine:
         return self._parts.step_runner.clip(max_norm)
 
     @disable_compile
-    @explain_out_of_memory
     @explains_arguments
+    @explain_out_of_memory
     def step(self) -> bool | StepResult:
         """End a micro-step; at the accumulation boundary clip, update and step the LR schedule.
 

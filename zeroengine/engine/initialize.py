@@ -25,6 +25,7 @@ from zeroengine.engine import mixed_precision
 from zeroengine.engine.assembly import EngineParts
 from zeroengine.engine.engine import Engine
 from zeroengine.engine.gathered import owner_of
+from zeroengine.engine.memory import add_advice, is_out_of_memory
 from zeroengine.errors import DivergenceError, ZeroEngineError
 from zeroengine.migration.messages import explains_arguments
 from zeroengine.offload.interfaces import Copies
@@ -160,9 +161,19 @@ def _make_engine(
     check_agreement(group, settings, model, plans, base_optimizer)
     if notice is not None and group.rank == 0:
         log.warning("%s", notice)
-    return Engine(
-        partial(EngineParts, model, base_optimizer, settings, group, plans, lr_scheduler, without_waiting, copies, undo)
-    )
+    # Modules still hold the parameters here, which are counted before units take them.
+    num_parameters = sum(plan.numel for plan in plans)
+    try:
+        return Engine(
+            partial(
+                EngineParts, model, base_optimizer, settings, group, plans, lr_scheduler, without_waiting, copies, undo
+            )
+        )
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            holds = f"initialize() was partitioning {num_parameters:,} parameters over {group.world_size} ranks."
+            add_advice(error, settings, group.device, group.world_size, holds)
+        raise
 
 
 def engine_of(model: nn.Module) -> Engine | None:

@@ -124,23 +124,38 @@ def _bytes_of_states(parts: EngineParts, medium: Medium | None) -> dict[str, int
 
 
 def explain_out_of_memory(method: METHOD) -> METHOD:
-    """Return a method of an engine whose ``torch.OutOfMemoryError`` says what the engine holds and what to change."""
+    """Return a method of an engine whose out-of-memory errors say what the engine holds and what to change."""
 
     @functools.wraps(method)
     def run(engine: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return method(engine, *args, **kwargs)
-        except torch.OutOfMemoryError as error:
-            # The error keeps its type, so that callers which catch it and retry still work.
-            _explain(error, engine.config, engine.device, engine.world_size, engine.memory())
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                rest = "The rest are activations, temporaries and what else runs there."
+                holds = f"zeroengine holds, {engine.memory()}\n\n{rest}"
+                add_advice(error, engine.config, engine.device, engine.world_size, holds)
             raise
 
     return run  # type: ignore[return-value]
 
 
-def _explain(
-    error: torch.OutOfMemoryError, config: Config, device: torch.device, world_size: int, memory: Memory
-) -> None:
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Return whether ``error`` says that a tensor did not fit into memory, the device's or the host's."""
+    # For the host's memory torch has no class of errors.
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: " in str(error)
+
+
+def add_advice(error: RuntimeError, config: Config, device: torch.device, world_size: int, holds: str) -> None:
+    """Add to the message of an out-of-memory error what to change. It keeps its type, for callers that catch it.
+
+    Args:
+        error: The error.
+        config: The resolved configuration.
+        device: The device that the model computes on.
+        world_size: The number of ranks.
+        holds: What takes the memory, in sentences.
+    """
     zero, computes_on_cpu = config.zero_optimization, device.type == "cpu"
     # The remedies are listed with the cheapest first. Offloading costs most time, so it comes last.
     remedies = []
@@ -155,7 +170,4 @@ def _explain(
         if zero.stage >= lowest_stage and (place == "none" or (place == "cpu" and computes_on_cpu)):
             remedies.append(f'"zero_optimization": {{"{key}": {{"device": {target}}}}}')
     # The message of torch stays first: it says how many bytes were asked for.
-    error.args = (
-        f"{error}\n\nzeroengine holds, {memory}\n\nThe rest are activations, temporaries and what else runs "
-        f"there. What takes less: {', or '.join(remedies)}.",
-    )
+    error.args = (f"{error}\n\n{holds} What takes less: {', or '.join(remedies)}.",)

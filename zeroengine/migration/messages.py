@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import os
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -14,6 +15,9 @@ from zeroengine.migration.names import ARGUMENTS, DEEPSPEED, ENGINE, ENGINE_PREF
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+# The files of zeroengine lie below this folder.
+_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 
 
 def engine_attribute(name: str, engine: object) -> str:
@@ -68,7 +72,8 @@ def comm_attribute(name: str) -> str:
 def explains_arguments(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function in ``ARGUMENTS`` so that another library's keyword argument says what to write instead.
 
-    Other unknown arguments raise Python's own TypeError.
+    Other unknown arguments raise Python's own TypeError. The traceback of a ``ZeroEngineError`` ends in the caller's
+    code, for the sentence is about that; with ``ZEROENGINE_FULL_TRACEBACK=1`` it goes on into the package.
     """
     name = function.__name__
     table = ARGUMENTS[name]
@@ -79,9 +84,27 @@ def explains_arguments(function: Callable[P, R]) -> Callable[P, R]:
         if foreign:
             lines = (f"{argument}= is {row.origin}'s. {row.advice}" for argument, row in foreign.items())
             raise ZeroEngineError(f"{name}(): {' '.join(lines)}")
-        return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except ZeroEngineError as error:
+            _end_traceback_in_callers_code(error)
+            raise
 
     return checked
+
+
+def _end_traceback_in_callers_code(error: ZeroEngineError) -> None:
+    if os.environ.get("ZEROENGINE_FULL_TRACEBACK", "0") not in ("", "0"):
+        return
+    entry = last_of_caller = error.__traceback__
+    # Frames of the model and of torch may follow this one, such as those of a forward. Only what comes after the last
+    # of them is left out.
+    while entry is not None:
+        if not entry.tb_frame.f_code.co_filename.startswith(_PACKAGE):
+            last_of_caller = entry
+        entry = entry.tb_next
+    if last_of_caller is not None:
+        last_of_caller.tb_next = None
 
 
 def refuses_unpacking(function: Callable[P, R]) -> Callable[P, R]:

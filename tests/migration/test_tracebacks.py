@@ -1,0 +1,46 @@
+"""The traceback of an error about the user's code ends in the user's code."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import zeroengine
+from tests.distributed.models import build, config
+
+
+def files_of(error: BaseException) -> list[str]:
+    return [Path(frame.filename).name for frame in traceback.extract_tb(error.__traceback__)]
+
+
+class Careless(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.engine: list[zeroengine.Engine] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.engine:
+            self.engine[0].set_gradient_accumulation_boundary(True)
+        return self.linear(x).sum()
+
+
+def test_a_traceback_ends_in_the_caller_s_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ZEROENGINE_FULL_TRACEBACK")
+    with pytest.raises(zeroengine.ConfigError) as wrong_key:
+        zeroengine.initialize(build(Careless), config=config(0, gradient_cliping=1.0))
+    assert files_of(wrong_key.value) == ["test_tracebacks.py", "messages.py"]
+    model = build(Careless)
+    engine = zeroengine.initialize(model, config=config(0))
+    with pytest.raises(zeroengine.ZeroEngineError) as no_backward:
+        engine.step()
+    assert "accumulation.py" not in files_of(no_backward.value)
+    monkeypatch.setenv("ZEROENGINE_FULL_TRACEBACK", "1")
+    with pytest.raises(zeroengine.ZeroEngineError) as no_backward:
+        engine.step()
+    assert files_of(no_backward.value)[-1] == "accumulation.py"
+    engine.close()
