@@ -48,6 +48,18 @@ def frozen_block() -> nn.Module:
     return model
 
 
+def with_buffer(values: torch.Tensor) -> nn.Module:
+    model = build()
+    model.register_buffer("extra", values)
+    return model
+
+
+def with_parameter(values: torch.Tensor) -> nn.Module:
+    model = build()
+    model.extra = nn.Parameter(values, requires_grad=False)
+    return model
+
+
 def second_initialize() -> None:
     model = build()
     engine = initialize(model)
@@ -151,6 +163,34 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "model without parameters": (
         lambda: initialize(nn.Sequential(nn.ReLU())),
         r"the model \(Sequential\) has no parameters: .* Pass the module that holds the weights",
+    ),
+    "a parameter without a shape": (
+        lambda: initialize(nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3))),
+        r"parameter 1.weight has no shape yet: .* lazy .* Run one on a batch before initialize\(\), such as `with",
+    ),
+    "a buffer without a shape": (
+        lambda: initialize(nn.Sequential(nn.Linear(2, 2), nn.LazyBatchNorm1d(affine=False))),
+        "buffer 1.running_mean has no shape yet",
+    ),
+    "a sparse buffer": (
+        lambda: initialize(with_buffer(torch.eye(3).to_sparse())),
+        r"buffer extra has the layout torch.sparse_coo: .* Keep it dense \(.to_dense\(\)\), keep its indices",
+    ),
+    "a quantized buffer": (
+        lambda: initialize(with_buffer(torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8))),
+        r"buffer extra is a quantized tensor \(torch.qint8\), .* Keep its integers \(.int_repr\(\)\) and its scale",
+    ),
+    "a buffer of nested tensors": (
+        lambda: initialize(with_buffer(torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged))),
+        "buffer extra is a NestedTensor, which wraps other tensors .* Keep the tensors that it wraps",
+    ),
+    "a frozen weight of four bits": (
+        lambda: initialize(with_parameter(torch.ones(3, dtype=torch.uint8).view(torch.uint4))),
+        r"parameter extra has the dtype torch.uint4, which .* cannot copy. Keep its bytes as torch.uint8",
+    ),
+    "a trainable weight of eight bits": (
+        lambda: initialize(with_parameter(torch.ones(3).to(torch.float8_e5m2)).requires_grad_()),
+        r"parameter extra is torch.float8_e5m2 and trainable, .* Freeze it, cast it .* write \"bf16\": \{\"enabled\"",
     ),
     "no model": (lambda: initialize(TinyLM), r"initialize\(\) takes a torch.nn.Module, found type"),
     "parameters as model": (lambda: initialize(build().parameters()), r"takes a torch.nn.Module, found generator"),

@@ -124,10 +124,16 @@ class Group:
         return error is not None and error is self._error_of_all_ranks
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
-        """Copy rank ``source``'s values to every rank, in place."""
+        """Copy rank ``source``'s values to every rank, in place.
+
+        Args:
+            tensor: Contiguous, of any dtype.
+            source: The rank whose values count.
+        """
         if self.world_size > 1:
             with self.long_wait("broadcast"), self._on_backend_device(tensor) as values:
-                dist.broadcast(values, group_src=source, group=self.process_group)
+                # The backends know few dtypes. No arithmetic is done, so the bytes can travel instead.
+                dist.broadcast(values.view(-1).view(torch.uint8), group_src=source, group=self.process_group)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum over ranks, in place. For rare use: a ``Transport`` is faster."""

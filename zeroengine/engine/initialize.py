@@ -26,12 +26,13 @@ from zeroengine.engine.assembly import EngineParts
 from zeroengine.engine.engine import Engine
 from zeroengine.engine.gathered import owner_of
 from zeroengine.engine.memory import add_advice, is_out_of_memory
+from zeroengine.engine.tensor_kinds import check_tensor_kinds
 from zeroengine.errors import DivergenceError, ZeroEngineError
 from zeroengine.migration.messages import explains_arguments
 from zeroengine.offload.interfaces import Copies
 from zeroengine.optim.factory import OptimizerLike, check_optimizer, make_optimizer
 from zeroengine.optim.lr_schedules import LRSchedulerLike
-from zeroengine.partition.cut import UnitPlan, check_has_parameters, cut_units
+from zeroengine.partition.cut import UnitPlan, check_has_parameters, cut_units, is_wide_float
 from zeroengine.partition.degrees import degrees_of_stage
 
 log = logging.getLogger("zeroengine")
@@ -134,12 +135,13 @@ def _make_engine(
             raise ZeroEngineError(f"initialize() takes a torch.nn.Module, found {type(model).__name__}")
         check_undistributed(model)
         check_has_parameters(model)
+        check_tensor_kinds(model)
         _check_unowned(model)
         check_one_device(model)
         meta_init.check_not_recording()
         settings = config if isinstance(config, Config) else load(config)
         # Some settings follow the model's own dtype or the number of ranks, so they are resolved here.
-        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+        dtype = next((p.dtype for p in model.parameters() if is_wide_float(p)), None)
         settings = settings.resolve(world_size=group.world_size, model_dtype=dtype)
         for low in (settings.low_precision, settings.autocast_dtype):
             if low is not None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from zeroengine.config import FLOATS, Config
 from zeroengine.errors import ZeroEngineError
-from zeroengine.partition.cut import plain_name
+from zeroengine.partition.cut import is_wide_float, plain_name
 from zeroengine.utils.compiler_disable import disable_compile
 from zeroengine.utils.tensor_tree import map_tensors
 
@@ -167,12 +167,12 @@ class _AutocastHooks:
 
 
 def cast_floating(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function that casts floating tensors to ``dtype``; others stay as they are."""
+    """Return a function that casts floating tensors to ``dtype``; others, and floats of 8 bits, stay as they are."""
     return partial(_cast_floating, dtype)
 
 
 def _cast_floating(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+    return tensor.to(dtype) if is_wide_float(tensor) else tensor
 
 
 def move_to(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -216,7 +216,7 @@ def prepare_buffers(
                 dtype = FLOATS[name] if name is not None else buffer.dtype
                 dtype = torch.float32 if buffer in fp32_buffers else dtype
                 # An expanded buffer has less memory than elements, which a broadcast could not write.
-                moved[buffer] = cast_floating(dtype)(buffer.to(device)).contiguous()
+                moved[buffer] = cast_floating(dtype)(buffer.to(device)).contiguous().resolve_conj().resolve_neg()
                 broadcast(moved[buffer])
             if buffer is not None:
                 module._buffers[key] = moved[buffer]

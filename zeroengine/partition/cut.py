@@ -84,7 +84,8 @@ def cut_units(
         keep_fp32: Parameters that take fp32 instead.
 
     Raises:
-        ZeroEngineError: The model has no parameters, or a pattern matches no module with parameters.
+        ZeroEngineError: The model has no parameters, or a trainable one that keeps a dtype of eight bits, or a pattern
+            matches no module with parameters.
     """
     names = {param: plain_name(name) for name, param in model.named_parameters()}
     if not names:
@@ -108,7 +109,16 @@ def cut_units(
     owners = _owners(model)
 
     def dtype_of(param: nn.Parameter) -> torch.dtype:
-        if compute_dtype is None or not param.is_floating_point():
+        if not is_wide_float(param) and not (param.is_floating_point() and param.requires_grad):
+            return param.dtype
+        if compute_dtype is None:
+            # torch does not add gradients of eight bits.
+            if not is_wide_float(param):
+                raise ZeroEngineError(
+                    f"parameter {names[param]} is {param.dtype} and trainable, and torch computes no gradients in that "
+                    "dtype. Freeze it, cast it (`param.data = param.data.bfloat16()`) before initialize(), or write "
+                    '"bf16": {"enabled": true}.'
+                )
             return param.dtype
         return torch.float32 if param in keep_fp32 else compute_dtype
 
@@ -118,6 +128,15 @@ def cut_units(
 def plain_name(name: str) -> str:
     """Return ``name`` without the parts that torch.compile adds where it wraps a module."""
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
+def is_wide_float(tensor: torch.Tensor) -> bool:
+    """Return whether ``tensor`` is floating and wider than eight bits, so that mixed precision may cast it.
+
+    Floats of eight bits are quantized weights. Their modules choose kernels by this dtype, and without the scale that
+    belongs to them a cast copy would be a wrong weight.
+    """
+    return tensor.is_floating_point() and tensor.element_size() > 1
 
 
 def _has_params(module: nn.Module) -> bool:
