@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -38,7 +39,7 @@ def test_malformed_json_shows_the_line_with_a_caret(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "hint"),
     [
-        ('{"dump_state": true // on\n}', "JSON has no comments"),
+        ('{"dump_state": true // on\n}', "rename the file to .hjson, which has them (pip install hjson)"),
         ("{'dump_state': true}", "double quotes"),
         ('{"dump_state": True}', "true, false and null"),
         ('{"zero_optimization": {"stage": 1}', "not closed"),
@@ -136,3 +137,45 @@ def test_the_line_of_every_key_is_known(tree: dict[str, Any], indent: int | str 
             check(value, (*above, key))
 
     check(tree, ())
+
+
+HJSON = """{
+  # HJSON has comments,
+  zero_optimization: {stage: 2}   // of both kinds,
+  optimizer: {
+    type: AdamW
+    params: {lr: 1e-4, "betas": [0.9, 0.95]}
+  }
+  train_batch_size: auto
+}"""
+
+
+@pytest.mark.parametrize("text", [HJSON, HJSON.strip("{}")], ids=["with braces", "without braces"])
+def test_hjson_means_what_the_same_json_means(tmp_path: Path, text: str) -> None:
+    pytest.importorskip("hjson")
+    path = tmp_path / "a.hjson"
+    path.write_text(text)
+    params = {"lr": 1e-4, "betas": [0.9, 0.95]}
+    same = {"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW", "params": params}}
+    assert load(path).to_dict() == load(same).to_dict()
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("{\n  dump_state: true\n  units: [a,\n", "line 4, column 1"),
+        ("bf16: {enabled: true\n enabled: false}", "enabled is written twice in one object. Keep one."),
+        ("train_batch_size: 1e999", "not HJSON that a configuration can hold"),
+        ("train_batch_size: 8x", 'train_batch_size: found "8x" (a string); write an integer'),
+        ("[1]", "the top level is [1] (a list)"),
+        ("a: {" * 3000, "more than 10000 values"),
+    ],
+)
+def test_malformed_hjson(tmp_path: Path, text: str, part: str) -> None:
+    pytest.importorskip("hjson")
+    assert part in complaint(tmp_path / "a.hjson", text)
+
+
+def test_hjson_without_its_package_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "hjson", None)
+    assert "Write pip install hjson, or write the file as JSON or YAML." in complaint(tmp_path / "a.hjson", "{}")

@@ -58,7 +58,7 @@ def parser() -> CommandParser:
     nproc = "processes a node: a number, or auto (its slots, else its GPUs, else 2)"
     add("--nproc", metavar="N", default="auto", help=nproc)
     add("--cpu", action="store_true", help="use no GPU, even where there are some")
-    add("--config", metavar="FILE", help="the configuration that zeroengine.initialize reads, JSON or YAML")
+    add("--config", metavar="FILE", help="the configuration that zeroengine.initialize reads: JSON, YAML or HJSON")
     add("--set", metavar="KEY=VALUE", **repeated, help="replace one value of it; may be repeated")
     add("--env", metavar="NAME=VALUE", **repeated, help="a variable for every rank; NAME for its value here")
     add("--bind", choices=BIND_KINDS, help="give each rank cores of its own, or those of one NUMA node")

@@ -17,7 +17,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--schema", action="store_true", help="print the JSON Schema of the file")
     commands = parser.add_subparsers(dest="command")
     check = commands.add_parser("check", help="check a file and print what it resolves to")
-    check.add_argument("file", metavar="FILE", help="a JSON or YAML file")
+    check.add_argument("file", metavar="FILE", help="a JSON, YAML or HJSON file")
     check.add_argument("--world-size", type=int, default=1, metavar="N", help="number of ranks (default: 1)")
     check.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="override")
     options = parser.parse_args(arguments)

@@ -43,7 +43,8 @@ def load(config: str | Path | Mapping[str, Any] | Config | None = None, override
     """Load and check a configuration.
 
     Args:
-        config: A JSON or YAML file, a dict, or None for the file that ZEROENGINE_CONFIG names (zero-launch sets it).
+        config: A JSON, YAML or HJSON file, a dict, or None for the file that ZEROENGINE_CONFIG names (zero-launch sets
+            it).
         overrides: Values to set, as in "key.path=value". Those in ZEROENGINE_OVERRIDES (a JSON list) come before them.
 
     Returns:
@@ -88,7 +89,7 @@ def _read(config: str | Path | Mapping[str, Any] | None, has_overrides: bool) ->
         if has_overrides:
             return ConfigSource("the overrides", {})
         raise ConfigError(
-            'no configuration was given. Pass config="ds.json" (a JSON or YAML file) or a dict such as '
+            'no configuration was given. Pass config="ds.json" (a JSON, YAML or HJSON file) or a dict such as '
             '{"zero_optimization": {"stage": 1}}, or start the script with zero-launch --config ds.json.'
         )
     if isinstance(config, Mapping):
@@ -98,7 +99,7 @@ def _read(config: str | Path | Mapping[str, Any] | None, has_overrides: bool) ->
         if str(config).lstrip().startswith("{"):
             raise ConfigError("config is JSON text, not a file name. Pass a file or a dict: config=json.loads(text).")
         return read_file(Path(config))
-    raise ConfigError(f"config is {describe(config)}; pass a JSON or YAML file, a dict, or None.")
+    raise ConfigError(f"config is {describe(config)}; pass a JSON, YAML or HJSON file, a dict, or None.")
 
 
 def _canonicalize(source: ConfigSource) -> None:

@@ -1,4 +1,4 @@
-"""Read a configuration: a JSON or YAML file or a dict, and overrides.
+"""Read a configuration: a JSON, YAML or HJSON file or a dict, and overrides.
 
 Every reader returns a `ConfigSource`: a plain tree of bounded size, and the place where each key was written.
 
@@ -63,7 +63,7 @@ class ConfigSource:
 
 
 def read_file(path: Path) -> ConfigSource:
-    """Read a JSON or YAML file.
+    """Read a JSON, YAML or HJSON file.
 
     Raises:
         ConfigError: The file cannot be read or is malformed. The message says in which line and column.
@@ -72,7 +72,7 @@ def read_file(path: Path) -> ConfigSource:
         mode = path.stat().st_mode
         # Opening a directory raises the right error. Everything else is checked first, since a pipe might block.
         if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-            raise ConfigError(f"{path}: this is a device or a pipe. Give a JSON or YAML file.")
+            raise ConfigError(f"{path}: this is a device or a pipe. Give a JSON, YAML or HJSON file.")
         with path.open("rb") as file:
             # One byte more than allowed tells a file that is too long from one that just fits.
             data = file.read(MAX_FILE_BYTES + 1)
@@ -82,7 +82,7 @@ def read_file(path: Path) -> ConfigSource:
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file (looked for {path.absolute()}). Check the path.") from None
     except IsADirectoryError:
-        raise ConfigError(f"{path}: this is a directory. Give a JSON or YAML file in it.") from None
+        raise ConfigError(f"{path}: this is a directory. Give a JSON, YAML or HJSON file in it.") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text (byte {error.start}). Save the file as UTF-8.") from None
     except OSError as error:
@@ -96,7 +96,8 @@ def read_file(path: Path) -> ConfigSource:
         raise ConfigError(f'{path}: the file is empty. Write at least {{"zero_optimization": {{"stage": 1}}}}.')
     # A file without a known suffix is JSON where it begins like JSON.
     is_yaml = path.suffix in (".yaml", ".yml") or (path.suffix != ".json" and not text.lstrip().startswith("{"))
-    tree, lines = _parse_yaml(text, str(path)) if is_yaml else _parse_json(text, str(path))
+    parse = _parse_hjson if path.suffix == ".hjson" else _parse_yaml if is_yaml else _parse_json
+    tree, lines = parse(text, str(path))
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: the top level is {describe(tree)}; write an object, {{...}}, of keys and values.")
     return ConfigSource(str(path), copy_tree(tree, str(path)), {key: f"line {line}" for key, line in lines.items()})
@@ -227,7 +228,7 @@ def _parse_json(text: str, name: str) -> tuple[Any, dict[KeyPath, int]]:
 def _json_hint(text: str, position: int) -> str:
     before, rest = text[:position].rstrip(), text[position:].lstrip()
     if rest.startswith(("//", "#", "/*")):
-        return " JSON has no comments; remove it, or write the file as YAML."
+        return " JSON has no comments; remove it, or rename the file to .hjson, which has them (pip install hjson)."
     if rest.startswith("'"):
         return " JSON strings stand in double quotes."
     if before.endswith(",") and rest[:1] in ("}", "]", ""):
@@ -284,6 +285,33 @@ def _note_line(lines: dict[KeyPath, int], path: KeyPath, line: int, column: int,
         problem = f"{'.'.join(path)} is written twice, first on line {lines[path]}"
         raise _syntax_error(name, text, line, column, problem, " Keep one.")
     lines[path] = line
+
+
+def _parse_hjson(text: str, name: str) -> tuple[Any, dict[KeyPath, int]]:
+    try:
+        import hjson
+    except ImportError:
+        raise ConfigError(
+            f"{name}: HJSON needs the package hjson. Write pip install hjson, or write the file as JSON or YAML."
+        ) from None
+
+    def object_without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        values = dict(pairs)
+        if len(values) < len(pairs):
+            repeated = next(key for index, (key, _) in enumerate(pairs) if key in dict(pairs[:index]))
+            raise ConfigError(f"{name}: {printable(repeated)} is written twice in one object. Keep one.")
+        return values
+
+    try:
+        # The parser does not tell where keys are, so messages about values have no lines.
+        return hjson.loads(text, object_pairs_hook=object_without_repetition), {}
+    except hjson.HjsonDecodeError as error:
+        raise _syntax_error(name, text, error.lineno, error.colno, error.msg) from None
+    except RecursionError:
+        raise too_large(name) from None
+    except (ValueError, ArithmeticError) as error:
+        # Python limits the digits of an integer, and the parser cannot represent a number such as 1e999.
+        raise ConfigError(f"{name}: not HJSON that a configuration can hold: {error}.") from None
 
 
 def _parse_yaml(text: str, name: str) -> tuple[Any, dict[KeyPath, int]]:

@@ -73,7 +73,7 @@ def initialize(
             None to build what the configuration says. Adam and AdamW run on the fused kernel; any element-wise
             optimizer works. Parameters that it leaves out count as frozen, with one notice. A model without trainable
             parameters, such as a reference or a reward model, needs none and is partitioned all the same.
-        config: A JSON or YAML file, a dict, or None for the file that zero-launch names.
+        config: A JSON, YAML or HJSON file, a dict, or None for the file that zero-launch names.
         lr_scheduler: A torch scheduler over the optimizer, or a callable that makes one; ``Engine.step`` steps it after
             each update, and its own ``step`` raises until ``Engine.close``.
         process_group: The ranks to partition over, as a process group or a ``DeviceMesh`` of one dimension, such as
