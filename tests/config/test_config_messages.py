@@ -105,7 +105,6 @@ def test_contradictions_between_values_are_listed_beside_wrong_values() -> None:
         {"scheduler": {"type": "FooBar"}},
         {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": 5}}},
         {"zero_optimization": {"stage": "3", "offload_param": {"device": "cpu"}}},
-        {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}},
     ],
 )
 def test_one_mistake_is_one_problem(tree: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -112,11 +111,14 @@ def test_the_zero3_file_of_transformers_with_auto_everywhere() -> None:
 
 
 def test_the_zero2_file_of_transformers_with_offload_lacks_the_number_of_steps_alone() -> None:
-    told = refusals("hf_zero2_offload.json")
-    assert told.startswith(f"{FILES / 'hf_zero2_offload.json'}: scheduler.params.total_num_steps (line 21)")
-    tree = json.loads((FILES / "hf_zero2_offload.json").read_text())
-    tree["scheduler"]["params"]["total_num_steps"] = 1000
-    assert load(tree).zero_optimization.offload_optimizer.device == "cpu"
+    config = load(FILES / "hf_zero2_offload.json")
+    with pytest.raises(ConfigError) as caught:
+        config.resolve(world_size=1)
+    assert str(caught.value).startswith(
+        f"{FILES / 'hf_zero2_offload.json'}: scheduler.params.total_num_steps (line 21)"
+    )
+    filled = config.fill_auto({"scheduler.params.total_num_steps": 1000}).resolve(world_size=1)
+    assert filled.zero_optimization.offload_optimizer.device == "cpu"
 
 
 def test_the_file_that_accelerate_writes() -> None:

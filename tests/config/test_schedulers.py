@@ -42,7 +42,7 @@ def test_auto_takes_the_rate_of_the_optimizer() -> None:
 
 def test_auto_without_a_default_says_what_to_write() -> None:
     with pytest.raises(ConfigError, match=r'found "auto", which has no default here; write the number of steps'):
-        load({"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}})
+        load({"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}}).resolve(world_size=1)
 
 
 @pytest.mark.parametrize(

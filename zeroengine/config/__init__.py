@@ -5,6 +5,7 @@
 - `optimizers.py`, `schedulers.py`, `offload.py`: the models of those sections.
 - `fields.py`: types of fields, and `"auto"`.
 - `batch.py`: the batch sizes, of which two give the third.
+- `filling.py`: values of a framework in the place of `"auto"`.
 - `source.py`: reading JSON, YAML and HJSON, with the line of every key of the first two.
 - `deepspeed_keys.py`: DeepSpeed's keys that no model has, and what is said of each.
 - `keys.py`: known key paths, and the nearest to an unknown one.

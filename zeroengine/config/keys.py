@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
 from typing import Any, get_args, get_origin
@@ -95,6 +95,29 @@ def _types(section: str) -> dict[str, type[BaseModel]]:
     """Return the models of the section, by type."""
     models = _models(Config.model_fields[section].annotation)
     return {(get_args(model.model_fields["type"].annotation) or (IMPORTED_TAG,))[0]: model for model in models}
+
+
+def field_of(path: KeyPath, tree: Mapping[str, Any]) -> FieldInfo | None:
+    """Return the field of the models that holds a key, or None if no model in use has it.
+
+    Args:
+        path: The key's path.
+        tree: The configuration, whose `type` values choose among the models of a section.
+    """
+    model: type[BaseModel] = Config
+    info = None
+    for name in path:
+        info = next((info for field, info in model.model_fields.items() if name == (info.alias or field)), None)
+        if info is None:
+            return None
+        models = checked_models(info)
+        if name in ("optimizer", "scheduler"):
+            section = tree.get(name)
+            kind = section.get("type") if isinstance(section, Mapping) else None
+            models = [known for known_kind, known in _types(name).items() if known_kind == kind]
+        # A value that is no section has no keys below it.
+        model = models[0] if models else BaseModel
+    return info
 
 
 def nearest(path: KeyPath, siblings: Sequence[str]) -> str | None:

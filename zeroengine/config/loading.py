@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from zeroengine.config.deepspeed_keys import ALIASES, KeySorter, is_disabled_precision
+from zeroengine.config.filling import filled_source
 from zeroengine.config.keys import most_similar
 from zeroengine.config.messages import TYPES, Problem, explain, unknown_keys
 from zeroengine.config.model import Config
@@ -145,12 +146,20 @@ def _check(source: ConfigSource) -> Config:
     if problems or config is None:
         # All problems are listed in one error, so that a file is corrected once and not once for each mistake.
         raise ConfigError(_report(source, problems))
-    config._source = source.name
+    config._source, config._written, config._fill = source.name, source, _fill_auto
     written = {".".join(path) for path, _ in walk(tree)}
     # A file without any sign of DeepSpeed gets no notices about differences from it.
     may_be_deepspeeds = bool(sorter.notices) or (bool(DEEPSPEED_REQUIRES & written) and not ZEROENGINE_ONLY & written)
     config._notices = (*sorter.comments, *sorter.notices, *_default_notices(source, tree, config, may_be_deepspeeds))
     return config
+
+
+def _fill_auto(source: ConfigSource, values: Mapping[str, Any], framework: str, must_match: bool) -> Config:
+    """Return the configuration of `source` with the values of a framework; see `Config.fill_auto`."""
+    filled, problems = filled_source(source, values, framework, must_match)
+    if problems:
+        raise ConfigError(_report(filled, problems))
+    return _check(filled)
 
 
 def _validate(tree: dict[str, Any]) -> tuple[Config | None, list[Problem]]:

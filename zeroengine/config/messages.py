@@ -13,15 +13,13 @@ from pydantic import ValidationError
 
 from zeroengine.config import keys
 from zeroengine.config.optimizers import OPTIMIZER_TYPES, UNAVAILABLE_TYPES
-from zeroengine.config.schedulers import SCHEDULER_TYPES
+from zeroengine.config.schedulers import NEEDED_PARAMS, SCHEDULER_TYPES
 from zeroengine.config.source import KeyPath, describe
 
 TYPES = {"optimizer": OPTIMIZER_TYPES, "scheduler": SCHEDULER_TYPES}
 _JSON_NUMBER = r"-?(0|[1-9]\d{0,20})(\.\d{1,20})?([eE][-+]?\d{1,3})?"
 _EXAMPLES = {
-    "total_num_steps": "the number of steps (updates) of the whole run, such as 10000",
-    "cycle_min_lr": "the lowest learning rate, such as 0.0001",
-    "cycle_max_lr": "the highest learning rate, such as 0.001",
+    **NEEDED_PARAMS,
     "params": "an object, {...}, with the parameters of this type",
 }
 # What to write, by the kind of pydantic's error.
@@ -140,8 +138,7 @@ def _problem(item: Any, path: KeyPath, value: Any) -> Problem:
     if kind == "invalid_key":
         return Problem(path, "keys are strings; put it in double quotes.")
     if kind == "missing":
-        state = 'found "auto", which has no default here' if value == "auto" else "missing"
-        return Problem(path, f"{state}; write {_EXAMPLES.get(path[-1], 'a value')}.", missing=True)
+        return Problem(path, f"missing; write {_EXAMPLES.get(path[-1], 'a value')}.", missing=True)
     if kind in ("union_tag_not_found", "union_tag_invalid") and isinstance(value, dict):
         # A misspelt "type" key makes the whole section unknown, so the message names the key and not the section.
         typo = None if "type" in value else keys.most_similar("type", [str(k) for k in value if k != "params"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
 import torch
@@ -13,8 +14,9 @@ from zeroengine.config import batch
 from zeroengine.config.fields import AUTO, NULL, AboveZero, Auto, Between, Count, Folder, NonNegative, Positive, Section
 from zeroengine.config.offload import Aio, OffloadOptimizer, OffloadParam
 from zeroengine.config.optimizers import OptimizerConfig
-from zeroengine.config.schedulers import SchedulerConfig
-from zeroengine.config.source import walk
+from zeroengine.config.schedulers import NEEDED_PARAMS, SchedulerConfig
+from zeroengine.config.source import ConfigSource, walk
+from zeroengine.errors import ConfigError
 
 # The default of the numbers that `Config.resolve` fills in. They are never None afterwards, and their types say so.
 UNRESOLVED: Any = None
@@ -213,6 +215,9 @@ class Config(Section):
 
     _notices: tuple[str, ...] = PrivateAttr(default=())
     _source: str = PrivateAttr(default="the configuration")
+    # `load` sets these two: the keys as they were written, and the function that fills in more and checks the result.
+    _written: ConfigSource | None = PrivateAttr(default=None)
+    _fill: Callable[[ConfigSource, Mapping[str, Any], str, bool], Config] | None = PrivateAttr(default=None)
 
     @property
     def notices(self) -> tuple[str, ...]:
@@ -266,6 +271,31 @@ class Config(Section):
             return torch.float32 if several else dtype
         return FLOATS[name]
 
+    def fill_auto(
+        self, values: Mapping[str, Any], *, framework: str = "the framework", must_match: bool = True
+    ) -> Config:
+        """Return the configuration with the keys filled in that the file leaves to a framework.
+
+        A key is filled in if it is `"auto"` or null in the file, or if it is absent and `"auto"` stands for its
+        default. Keys of an optimizer or schedule that the file does not name are left out. Fill in before `resolve`.
+
+        Args:
+            values: Values by dotted key, such as `{"optimizer.params.lr": 3e-4, "bf16.enabled": True}`. None: the
+                framework says nothing of the key. Second spellings of DeepSpeed are accepted.
+            framework: The name that messages give to the origin of the values, such as "TrainingArguments".
+            must_match: Whether a value in the file that differs is an error. False: it stays.
+
+        Returns:
+            A new configuration, checked as if the file had these values.
+
+        Raises:
+            ConfigError: A key is unknown, a value is wrong, or values in the file differ. The message lists all of
+                them, with the values of both sides and what to write.
+        """
+        if self._written is None or self._fill is None:
+            raise ConfigError("fill_auto needs a configuration that was loaded; write zeroengine.config.load(file).")
+        return self._fill(self._written, values, framework, must_match)
+
     def resolve(self, *, world_size: int, model_dtype: torch.dtype | None = None) -> Config:
         """Return the configuration with the batch sizes and the precision filled in.
 
@@ -274,8 +304,9 @@ class Config(Section):
             model_dtype: The dtype of the model's parameters, which decides `"enabled": "auto"` of bf16 and fp16.
 
         Raises:
-            ConfigError: The batch sizes contradict one another.
+            ConfigError: The batch sizes contradict one another, or the schedule lacks a number that nothing filled in.
         """
+        self._check_schedule()
         sizes = batch.resolve(
             self.train_batch_size,
             self.train_micro_batch_size_per_gpu,
@@ -296,6 +327,17 @@ class Config(Section):
         if model_dtype is torch.float16 and not resolved._enabled() and UNSCALED not in self._notices:
             resolved._notices = (*self._notices, UNSCALED)
         return resolved
+
+    def _check_schedule(self) -> None:
+        """Refuse "auto" where it has no default and no framework has filled in a value."""
+        for name, value in self.scheduler.params.items() if self.scheduler is not None else ():
+            if value is None and name in NEEDED_PARAMS:
+                path = f"scheduler.params.{name}"
+                label = self._written.label(tuple(path.split("."))) if self._written is not None else path
+                raise ConfigError(
+                    f'{self._source}: {label}: found "auto", which has no default here; write {NEEDED_PARAMS[name]}, '
+                    f'or fill it in: config.fill_auto({{"{path}": ...}}).'
+                )
 
     def _enabled(self) -> list[str]:
         return [name for name in ("bf16", "fp16", "torch_autocast") if getattr(self, name).enabled]

@@ -33,8 +33,8 @@ class WarmupLRParams(_Warmup):
 class WarmupDecayLRParams(WarmupLRParams):
     """Parameters of WarmupDecayLR."""
 
-    total_num_steps: Annotated[Positive, AUTO]
-    """Step at which the learning rate reaches 0."""
+    total_num_steps: Annotated[Positive | None, Auto(None)]
+    """Step at which the learning rate reaches 0. "auto": a framework fills it in."""
     warmup_max_lr: Annotated[NonNegative | None, Auto(None)] = 0.001
     """Learning rate after warm-up. "auto": the rate of each param group."""
 
@@ -42,8 +42,8 @@ class WarmupDecayLRParams(WarmupLRParams):
 class WarmupCosineLRParams(_Warmup):
     """Parameters of WarmupCosineLR."""
 
-    total_num_steps: Annotated[Positive, AUTO]
-    """Step at which the cosine ends."""
+    total_num_steps: Annotated[Positive | None, Auto(None)]
+    """Step at which the cosine ends. "auto": a framework fills it in."""
     warmup_min_ratio: Annotated[Fraction, AUTO] = 0.0
     """Learning rate at the first step, as a fraction of the rate of each param group."""
     cos_min_ratio: Annotated[Fraction, AUTO] = 0.0001
@@ -53,10 +53,10 @@ class WarmupCosineLRParams(_Warmup):
 class OneCycleParams(Section):
     """Parameters of OneCycle."""
 
-    cycle_min_lr: Annotated[NonNegative, AUTO]
-    """Learning rate at the start and end of the cycle."""
-    cycle_max_lr: Annotated[NonNegative, AUTO]
-    """Learning rate at the peak."""
+    cycle_min_lr: Annotated[NonNegative | None, Auto(None)]
+    """Learning rate at the start and end of the cycle. "auto": a framework fills it in."""
+    cycle_max_lr: Annotated[NonNegative | None, Auto(None)]
+    """Learning rate at the peak. "auto": a framework fills it in."""
     decay_lr_rate: Annotated[NonNegative, AUTO] = 0.0
     """Decay rate of the learning rate after the cycle."""
     cycle_first_step_size: Annotated[Positive, AUTO] = 2000
@@ -141,4 +141,10 @@ SchedulerConfig = Annotated[
     WarmupLRConfig | WarmupDecayLRConfig | WarmupCosineLRConfig | OneCycleConfig | LRRangeTestConfig,
     Field(discriminator="type"),
 ]
+# Parameters without a default, and what to write for them.
+NEEDED_PARAMS = {
+    "total_num_steps": "the number of steps (updates) of the whole run, such as 10000",
+    "cycle_min_lr": "the lowest learning rate, such as 0.0001",
+    "cycle_max_lr": "the highest learning rate, such as 0.001",
+}
 SCHEDULER_TYPES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")

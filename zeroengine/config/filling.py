@@ -1,0 +1,112 @@
+"""Fill in the keys that a configuration leaves to a framework: `Config.fill_auto`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from zeroengine.config.deepspeed_keys import ALIASES, TABLE
+from zeroengine.config.fields import ABSENT, Auto
+from zeroengine.config.keys import field_of, known_paths
+from zeroengine.config.messages import TYPES, Problem, unknown_keys
+from zeroengine.config.model import SPELLINGS
+from zeroengine.config.optimizers import is_import_path
+from zeroengine.config.source import ConfigSource, KeyPath, as_json, copy_tree, describe
+from zeroengine.errors import ConfigError
+
+
+def filled_source(
+    source: ConfigSource, values: Mapping[str, Any], framework: str, must_match: bool
+) -> tuple[ConfigSource, list[Problem]]:
+    """Fill in the keys that a file leaves open.
+
+    Args:
+        source: The keys as they were written, in their canonical spelling. It stays as it is.
+        values: The framework's values by dotted key.
+        framework: The framework's name in messages.
+        must_match: Whether a value in the file that differs is a problem.
+
+    Returns:
+        A copy with the values, and the problems of unknown keys and of values that differ.
+    """
+    if not isinstance(values, Mapping):
+        raise ConfigError(
+            f"fill_auto takes values by dotted key, such as {{'optimizer.params.lr': 3e-4}}; found {describe(values)}."
+        )
+    source = copy.deepcopy(source)
+    problems: list[Problem] = []
+    unknown: list[KeyPath] = []
+    for key, value in values.items():
+        path = _canonical_path(str(key))
+        if not _is_known(path, source.tree):
+            unknown.append(path)
+        elif value is not None:
+            problem = _fill_key(source, path, copy_tree(value, framework), framework, must_match)
+            problems += [problem] if problem else []
+    # All problems are listed in one error, so that the file is corrected once.
+    return source, [*unknown_keys((path, None) for path in unknown), *problems]
+
+
+def _canonical_path(key: str) -> KeyPath:
+    for written, canonical in ALIASES.items():
+        if key == written or key.startswith(f"{written}."):
+            key = canonical + key.removeprefix(written)
+    return tuple(key.split("."))
+
+
+def _is_known(path: KeyPath, tree: dict[str, Any]) -> bool:
+    # Keys within a block of DeepSpeed are no paths of their own, and an imported class may have any parameters.
+    return ".".join(path) in known_paths() or ".".join(path[:-1]) in TABLE or _is_imported_param(path, tree)
+
+
+def _is_imported_param(path: KeyPath, tree: dict[str, Any]) -> bool:
+    """Tell whether the key is a parameter of an optimizer that is named by its import path, which may be any."""
+    optimizer = tree.get("optimizer")
+    return path[:2] == ("optimizer", "params") and isinstance(optimizer, dict) and is_import_path(optimizer.get("type"))
+
+
+def _fill_key(source: ConfigSource, path: KeyPath, value: Any, framework: str, must_match: bool) -> Problem | None:
+    """Write `value` into `source` where the key is left open, or return the problem of a value that differs."""
+    section = source.get(path[:-1])
+    is_written = isinstance(section, dict) and path[-1] in section
+    field = field_of(path, source.tree)
+    marker = next((item for item in field.metadata if isinstance(item, Auto)), None) if field else None
+    # Keys that no model has are DeepSpeed's, or parameters of an imported class: there only "auto" is left open.
+    words = marker.words if marker else () if field else ("auto",)
+    if is_written:
+        current = source.get(path)
+        is_open = any(current == word for word in words)
+    elif path[0] in TYPES and (field is None or source.get(path[:1]) is None):
+        # The file names no optimizer or schedule, or one that does not take this key.
+        return None
+    else:
+        current = field.default if field else None
+        # "auto" stands for the default, and so does the absence of the key.
+        is_open = field is None or (marker is not None and marker.value in (ABSENT, field.default))
+    if is_open:
+        _write(source, path, value, framework)
+    elif must_match and _plain(current) != _plain(value):
+        found = f"found {as_json(current)}" if is_written else f"absent, which means {as_json(current)}"
+        choices = [*(['"auto"'] if "auto" in words else []), as_json(value)]
+        remedy = f"write {' or '.join(choices)}, or give {framework} {as_json(current)}"
+        return Problem(path, f"{found}, and {framework} has {as_json(value)}; {remedy}.")
+    return None
+
+
+def _write(source: ConfigSource, path: KeyPath, value: Any, framework: str) -> None:
+    node = source.tree
+    for name in path[:-1]:
+        # A section may be absent or null.
+        if not isinstance(node.get(name), dict):
+            node[name] = {}
+        node = node[name]
+    node[path[-1]] = value
+    source.places[path] = f"from {framework}"
+
+
+def _plain(value: Any) -> Any:
+    """Return the value in the one spelling by which values are compared."""
+    if isinstance(value, str):
+        return SPELLINGS.get(value, value)
+    return list(value) if isinstance(value, tuple) else value
