@@ -98,9 +98,8 @@ class TensorGroup:
                 results = self._run(names, values)
             # Operations of transformers raise errors of many kinds where tensors are missing or of another shape.
             except Exception as error:
-                raise CheckpointError(
-                    f"{target} cannot be made of {', '.join(self._specs)}: {str(error).splitlines()[0]}"
-                ) from error
+                counts = " and ".join(f"{len(some_names)} tensors *{pattern}" for pattern, some_names in names.items())
+                raise CheckpointError(f"{target} cannot be made of {counts} ({error})") from error
         self.targets = {rename(name): TensorSpec(tuple(value.shape), value.dtype) for name, value in results.items()}
         # One side's rows of the first dimension are the other side's tensors.
         self._has_rows_of_sources = self._has_rows_of_targets = False
