@@ -147,6 +147,11 @@ class Trace:
         """Whether the values will be loaded."""
         return self._ref is None
 
+    @property
+    def device(self) -> torch.device:
+        """The device of an ordinary build."""
+        return torch.get_default_device() if self._ref is None else self._ref.device
+
     def write(self, target: torch.Tensor) -> None:
         """Compute the values into ``target``, of the same shape."""
         ref = self._ref

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeroengine.deferred_init.temporary_values import temporary_values
 from zeroengine.engine.assembly import EngineParts
 from zeroengine.errors import ZeroEngineError
 from zeroengine.migration.messages import explains_arguments
-from zeroengine.runtime.released_parameter import OWNER_ATTRIBUTE
+from zeroengine.runtime.released_parameter import OWNER_ATTRIBUTE, is_released_parameter
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.checksum import checksum
 
@@ -62,14 +63,22 @@ class ParameterOwner:
         flat = self.parts.transport.all_reduce_scalars(flags.flatten().to(group.device), "gathered")
         return [next((rank for rank, flag in enumerate(row) if flag), -1) for row in flat.view_as(flags).tolist()]
 
-    def apply_writes(self, unit: Unit, writer: int) -> None:
-        """Give all ranks the values of ``unit`` that rank ``writer`` holds, masters included. A collective."""
-        # Whole values travel, since the writer is the only rank that holds them all.
-        self.parts.group.broadcast(unit.full_buffer, writer)
-        # Autograd then refuses a backward through a graph that saved the old values.
-        torch.autograd.graph.increment_version(unit.params)
+    def apply_writes(self, unit: Unit, writers: Sequence[int]) -> None:
+        """Give all ranks the values that were written to ``unit``, masters included. A collective.
+
+        Args:
+            unit: The unit.
+            writers: For each parameter the rank that wrote it, or -1.
+        """
+        views = unit.param_views_of(unit.full_buffer)
+        for param, view, slot, writer in zip(unit.params, views, unit.layout.slots, writers, strict=True):
+            if writer >= 0:
+                # Whole values travel, since the writer is the only rank that holds them all.
+                self.parts.group.broadcast(view, writer)
+                # Autograd then refuses a backward through a graph that saved the old values.
+                torch.autograd.graph.increment_version(param)
+                unit.unset_params.discard(slot.name)
         unit.copy_full_to_shard()
-        unit.unset_params.clear()
         # These values are the same on every rank now, so the next comparison must not take them for a divergence.
         self.parts.outside_writes.reset_baseline(unit)
         for shard in self.parts.optimizer.shards:
@@ -111,14 +120,18 @@ def gathered(module_or_params: nn.Module | nn.Parameter | Iterable[nn.Parameter]
     """Gather whole parameters inside the ``with``, at every stage, and keep what is written to them.
 
     Enter and leave it on every rank, with the same parameters. Where ranks wrote different values, all ranks take
-    those of the lowest rank that wrote. Inside, ranks may run different numbers of forwards. Parameters still
-    require gradients there: to write in place enter ``torch.no_grad()`` as well, as for any parameter.
+    those of the lowest rank that wrote a parameter. Inside, ranks may run different numbers of forwards. Parameters
+    still require gradients there: to write in place enter ``torch.no_grad()`` as well, as for any parameter.
+
+    Before ``initialize``, parameters from ``meta_init`` have their values inside, and what is written stays in memory.
+    Ranks exchange nothing then: ``initialize`` takes the values of rank 0. Ordinary parameters are left as they are.
 
     Args:
         module_or_params: A module (all parameters below it), one parameter, or several.
 
     Raises:
-        ZeroEngineError: The parameters belong to no engine, or were given another shape inside.
+        ZeroEngineError: The parameters belong to different engines, or some to one and others to none, or to an engine
+            that is gone; or they were given another shape inside.
     """
     if isinstance(module_or_params, nn.Parameter):
         params = [module_or_params]
@@ -128,12 +141,16 @@ def gathered(module_or_params: nn.Module | nn.Parameter | Iterable[nn.Parameter]
     if not params:
         yield
         return
+    if not any(OWNER_ATTRIBUTE in param.__dict__ or is_released_parameter(param) for param in params):
+        with temporary_values(params):
+            yield
+        return
     # Several engines would gather over several groups of ranks, and no order of their collectives is agreed on.
     owner, *others = {owner_of(param) for param in params}
     if owner is None or others:
         raise ZeroEngineError(
             "gathered() takes a module or parameters of one model that was passed to zeroengine.initialize(); "
-            "some of these belong to none, or to different engines"
+            "some of these belong to none, or to different engines, or their engine is gone"
         )
     units, gatherer = owner.units_of(params), owner.parts.gatherer
     # If gathering one unit raises, those that were pinned before it are released again.
@@ -142,7 +159,7 @@ def gathered(module_or_params: nn.Module | nn.Parameter | Iterable[nn.Parameter]
             gatherer.pin(unit)
             undo.callback(gatherer.unpin, unit)
         # Writes through `.data` change no version counter of torch, so the values themselves are compared.
-        before = [checksum(unit.full_buffer) for unit in units]
+        before = [_contents(unit) for unit in units]
         # From here on the `finally` below unpins the units, after it has taken over what was written.
         undo.pop_all()
     try:
@@ -152,18 +169,29 @@ def gathered(module_or_params: nn.Module | nn.Parameter | Iterable[nn.Parameter]
         # A parameter whose `.data` was replaced no longer views the full buffer. Values of the same shape are copied
         # back.
         refusals = [name for unit in units for name in unit.readopt_data()]
-        changed = [checksum(unit.full_buffer) != seen for unit, seen in zip(units, before, strict=True)]
-        # The lowest rank that wrote wins, so that all ranks agree without a second exchange.
-        for unit, writer in zip(units, owner.first_writers(changed), strict=True):
+        after = [_contents(unit) for unit in units]
+        changed = [now != then for now, then in zip(after, before, strict=True)]
+        for index, writer in enumerate(owner.first_writers(changed)):
             if writer >= 0:
-                owner.apply_writes(unit, writer)
-            gatherer.unpin(unit)
+                # Few units are written, so the ranks exchange flags of parameters for those alone.
+                flags = [now != then for now, then in zip(after[index], before[index], strict=True)]
+                owner.apply_writes(units[index], owner.first_writers(flags))
+            gatherer.unpin(units[index])
     # This error comes last, after every rank has taken part in the collectives above.
     if refusals:
         raise ZeroEngineError(
             f"gathered(): the shape of a parameter cannot change, but .data was replaced: {', '.join(refusals)}. "
             "Change the model before initialize()."
         )
+
+
+def _contents(unit: Unit) -> list[object]:
+    """Return for each parameter of a gathered unit what shows whether it was written."""
+    # Zeros may be the first values that a parameter gets, and a checksum would not show them. Its version does.
+    return [
+        (checksum(view.view(-1)), param._version if slot.name in unit.unset_params else 0)
+        for param, view, slot in zip(unit.params, unit.param_views_of(unit.full_buffer), unit.layout.slots, strict=True)
+    ]
 
 
 def collect_state_dict(parts: EngineParts, rank0_only: bool) -> dict[str, torch.Tensor]:
