@@ -63,11 +63,16 @@ class CheckpointedParts:
                     aliases[name] = first
         return aliases
 
-    def model_entries(self, *, once: bool) -> StateEntries:
-        """Return the masters, frozen parameters and persistent buffers."""
+    def frozen_names(self) -> list[str]:
+        """Return the names of the parameters that were frozen at ``initialize``, tied ones by each of their names."""
+        frozen = {slot.name: None for unit in self.units if not unit.trainable for slot in unit.layout.slots}
+        return [*frozen, *(alias for alias, name in self.aliases().items() if name in frozen)]
+
+    def model_entries(self, *, once: bool, frozen: bool = True) -> StateEntries:
+        """Return the masters, persistent buffers and, where ``frozen``, the frozen parameters."""
         entries: StateEntries = {}
         shards = {shard.unit: shard for shard in self.optimizer.shards}
-        for unit in self.units:
+        for unit in self.units if frozen else shards:
             # A frozen unit has no master, so its own shard is stored. It may be cut by another degree than the masters.
             values, degree = unit.shard, unit.degrees.parameters
             if unit in shards:

@@ -101,7 +101,7 @@ class CheckpointInfo:
         tree["saved_at"] = self.saved_at
         if self.manifest is not None:
             fields = self.manifest.model_dump(exclude={"config", "param_groups", "loss_scaler", "tag", "saved_at"})
-            tree |= fields | {"files": len(fields["files"])}
+            tree |= fields | {"files": len(fields["files"]), "left_out": len(fields["left_out"])}
         return tree
 
 

@@ -47,7 +47,7 @@ class CheckpointManager:
         # same as at the save.
         self._unclaimed_states: dict[str, tuple[Any, bool]] = {}
 
-    def save(self, folder: str | os.PathLike[str], tag: str, client_state: Any) -> None:
+    def save(self, folder: str | os.PathLike[str], tag: str, client_state: Any, *, frozen: bool) -> None:
         """Write the engine's state as checkpoint `tag` of `folder`, beside training once it is copied.
 
         States on disk are never copied: they may be larger than memory.
@@ -59,12 +59,12 @@ class CheckpointManager:
         # Only one save is under way at a time: both would use the same copy and the same process group.
         self.wait()
         # The dict is filled inside, because the checks may raise, and the exchange happens at the end of the block.
-        arguments: dict[str, object] = {}
+        arguments: dict[str, object] = {"frozen": frozen}
         with self._group.collective_errors("to save a checkpoint", arguments) as all_arguments:
             path = checked_path(folder, "save_checkpoint(directory)", CheckpointError)
             arguments |= {"directory": os.path.abspath(path), "tag": check_tag(tag)}
             self.check_not_half_loaded("save_checkpoint()")
-            snapshot = take_snapshot(self._parts, client_state)
+            snapshot = take_snapshot(self._parts, client_state, frozen=frozen)
         # Ranks that name different folders would write parts of two checkpoints, and neither would be whole.
         check_same("save_checkpoint()", all_arguments)
         # Creating a group is a collective and takes a while, so it is made at the first save and kept.
@@ -107,7 +107,14 @@ class CheckpointManager:
         return self._copy_memory.nbytes
 
     def load(
-        self, folder: str | os.PathLike[str], tag: str | None, *, weights_only: bool, strict: bool, fallback: bool
+        self,
+        folder: str | os.PathLike[str],
+        tag: str | None,
+        *,
+        weights_only: bool,
+        optimizer: bool,
+        strict: bool,
+        fallback: bool,
     ) -> RestoreResult:
         """Put a checkpoint into the engine, and return the rest of it.
 
@@ -116,7 +123,8 @@ class CheckpointManager:
             HalfLoadedError: On every rank; some states are the checkpoint's.
             DivergenceError: On every rank; they name different checkpoints, or ask for different parts of one.
         """
-        arguments = {"tag": tag, "weights_only": weights_only, "strict": strict, "fallback": fallback}
+        parts_to_load = {"weights_only": weights_only, "optimizer": optimizer, "strict": strict}
+        arguments = {"tag": tag, "fallback": fallback, **parts_to_load}
         with self._group.collective_errors("to load a checkpoint", arguments) as all_arguments:
             path = checked_path(folder, "load_checkpoint(directory)", CheckpointError)
             arguments["directory"] = os.path.abspath(path)
@@ -127,7 +135,7 @@ class CheckpointManager:
         self.wait()
         try:
             with CheckpointSearch(self._group, Path(folder), tag, fallback=fallback).open() as (checkpoint, manifest):
-                restored = restore(self._parts, checkpoint, manifest, weights_only=weights_only, strict=strict)
+                restored = restore(self._parts, checkpoint, manifest, **parts_to_load)
         except HalfLoadedError:
             # From here on the engine's states belong to no checkpoint, and saving them or training on is refused.
             self._is_half_loaded = True

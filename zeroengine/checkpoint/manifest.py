@@ -36,6 +36,7 @@ class Manifest(BaseModel):
 
     Attributes:
         sequence: A number above those of all checkpoints that were in the folder at the save; 0 in format 1.
+        left_out: The frozen parameters that are not in it, where it was saved with `frozen=False`.
     """
 
     # A later version may add fields, and an older reader ignores them. Infinities occur among hyperparameters.
@@ -55,6 +56,7 @@ class Manifest(BaseModel):
     param_groups: list[dict[str, Any]]
     loss_scaler: dict[str, Any]
     config: dict[str, Any]
+    left_out: list[str] = []
     files: Annotated[dict[str, FileRecord], MinLen(1)]
 
     @property

@@ -13,9 +13,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +27,24 @@ from zeroengine.checkpoint.dcp_metadata import METADATA, ZEROENGINE_PREFIX, DcpM
 from zeroengine.checkpoint.entries import MODEL, OPTIMIZER, StateEntries
 from zeroengine.checkpoint.failures import as_checkpoint_errors
 from zeroengine.checkpoint.manifest import MANIFEST, Manifest
-from zeroengine.checkpoint.name_mapping import CheckpointNames
+from zeroengine.checkpoint.name_mapping import CheckpointNames, NameMatch
 from zeroengine.checkpoint.snapshot import named_param_groups, random_states, set_random_states, stateful_name
 from zeroengine.comm.group import Group
 from zeroengine.errors import CheckpointError, ZeroEngineError
 from zeroengine.optim.backends.interface import StateKeys
 from zeroengine.optim.optimizer_shard import OptimizerShard
+from zeroengine.partition.cut import plain_name
 from zeroengine.partition.layout import ShardSpan
+from zeroengine.runtime.named_tensors import named_state
+from zeroengine.utils.listed import listed
 from zeroengine.utils.progress import evicting, ignore_progress, progress
 
 # A negative value of these can only be damage, and it would ruin the training without an error.
 NEVER_NEGATIVE = {"lr", "initial_lr", "max_lr", "min_lr", "eps", "weight_decay", "momentum"}
+# The hyperparameters that an LR schedule writes and reads.
+LEARNING_RATES = ("lr", "initial_lr")
+# The parameters that an error names.
+NUM_SHOWN = 5
 
 
 class HalfLoadedError(CheckpointError):
@@ -64,7 +71,13 @@ class RestoreResult:
 
 
 def restore(
-    parts: CheckpointedParts, path: Path, manifest: Manifest | None, *, weights_only: bool, strict: bool
+    parts: CheckpointedParts,
+    path: Path,
+    manifest: Manifest | None,
+    *,
+    weights_only: bool,
+    optimizer: bool,
+    strict: bool,
 ) -> RestoreResult:
     """Put a checkpoint's state into the engine. A collective. See "All or nothing".
 
@@ -73,6 +86,7 @@ def restore(
         path: The checkpoint's directory.
         manifest: Its manifest; None where plain PyTorch wrote the checkpoint.
         weights_only: Load parameters and buffers alone.
+        optimizer: Load the optimizer's state and hyperparameters, too; otherwise its state starts anew.
         strict: Checkpoint and model must have the same parameters.
 
     Raises:
@@ -82,7 +96,7 @@ def restore(
     # All planning and all objects, which are small, are done with on every rank before any change: a checkpoint that
     # does not fit or cannot be read changes nothing.
     with parts.group.collective_errors("to load a checkpoint"):
-        plan = _make_plan(parts, path, manifest, weights_only=weights_only, strict=strict)
+        plan = _make_plan(parts, path, manifest, weights_only=weights_only, optimizer=optimizer, strict=strict)
         objects = load_files(path, plan.metadata, {}, plan.objects, ignore_progress)
         # Without checksums, nothing but reading can tell whether the tensors can be read, as far as the optimizer has
         # memory for its state already.
@@ -96,7 +110,7 @@ def restore(
                 # The undo actions exist before the first change, so that a failure halfway through the changes is
                 # undone as well.
                 _record_undo(parts, undo)
-                _apply_objects(parts, manifest, objects)
+                _apply_objects(parts, manifest, plan, objects)
         try:
             with loading_errors(parts.group):
                 _read_tensors(parts, path, plan)
@@ -119,8 +133,10 @@ def restore(
     client_state, missing = objects.get(f"{ZEROENGINE_PREFIX}client_state"), plan.names.model.missing
     if weights_only:
         return RestoreResult(client_state, {}, {}, plan.same_world, missing)
+    counters = parts.counters() if manifest is None else manifest.counters
     # Plain PyTorch saves no counters. The step count of the optimizer is the closest that there is.
-    counters = manifest.counters if manifest is not None else {"global_steps": _largest_step_count(parts)}
+    if manifest is None and optimizer:
+        counters = {"global_steps": _largest_step_count(parts)}
     prefix = plan.stateful_prefix
     stateful = {name.removeprefix(prefix): state for name, state in objects.items() if name.startswith(prefix)}
     return RestoreResult(client_state, counters, stateful, plan.same_world, missing)
@@ -177,6 +193,8 @@ class _LoadPlan:
         optimizer: For each of this rank's spans, the keys that the checkpoint has of its state.
         objects: The names of the objects to read.
         stateful_prefix: Begins the names of the registered objects' states that are for this rank.
+        reads_optimizer: Whether the optimizer's state is read; otherwise spans without keys start theirs anew.
+        group_keys: The hyperparameters to take over; None takes all.
     """
 
     metadata: DcpMetadata
@@ -186,11 +204,18 @@ class _LoadPlan:
     objects: list[str]
     stateful_prefix: str
     same_world: bool
-    weights_only: bool
+    reads_optimizer: bool
+    group_keys: Collection[str] | None
 
 
 def _make_plan(
-    parts: CheckpointedParts, path: Path, manifest: Manifest | None, *, weights_only: bool, strict: bool
+    parts: CheckpointedParts,
+    path: Path,
+    manifest: Manifest | None,
+    *,
+    weights_only: bool,
+    optimizer: bool,
+    strict: bool,
 ) -> _LoadPlan:
     """Return what is to be read.
 
@@ -207,20 +232,30 @@ def _make_plan(
     # A load fills every element that this rank holds, also the copies that another rank saved.
     model = parts.model_entries(once=False)
     names = CheckpointNames(metadata, model, parts.aliases())
+    match = names.model
+    if strict and manifest is not None and manifest.left_out:
+        match = _without_left_out(parts, match, manifest.left_out, path)
     # Without `strict` a checkpoint may hold the optimizer's state alone.
-    if names.model.stored_names or strict:
-        names.model.check(str(path), strict=strict)
+    if match.stored_names or strict:
+        match.check(str(path), strict=strict)
     same_world = manifest is not None and manifest.world_size == group.world_size
     # On another number of ranks no state belongs to this rank in particular, so every rank gets the one that rank 0
     # saved.
     stateful_prefix = stateful_name("", group.rank if same_world else 0)
-    optimizer: list[tuple[OptimizerShard, ShardSpan, StateKeys]] = []
-    wanted = [f"{ZEROENGINE_PREFIX}client_state"]
+    spans: list[tuple[OptimizerShard, ShardSpan, StateKeys]] = []
+    wanted, schedule = [f"{ZEROENGINE_PREFIX}client_state"], f"{ZEROENGINE_PREFIX}lr_scheduler"
+    group_keys: Collection[str] | None = None
     if not weights_only:
-        optimizer = _plan_optimizer(parts, names, manifest, path)
+        if optimizer:
+            spans = _plan_optimizer(parts, names, manifest, path)
+        else:
+            spans = [(shard, span, {}) for shard in parts.optimizer.shards for span in shard.spans()]
+            # Many schedules compute a learning rate from the one before, so the rates come with the schedule.
+            loads_schedule = parts.lr_scheduler() is not None and schedule in metadata.objects
+            group_keys = LEARNING_RATES if loads_schedule else ()
         if manifest is not None:
-            _check_param_groups(parts, manifest, path)
-        wanted.append(f"{ZEROENGINE_PREFIX}lr_scheduler")
+            _check_param_groups(parts, manifest, path, group_keys)
+        wanted.append(schedule)
         wanted += [name for name in metadata.objects if name.startswith(stateful_prefix)]
         # The generators of each rank go on only where each rank finds its own. A changed number of ranks starts new
         # ones.
@@ -229,7 +264,42 @@ def _make_plan(
     stored_model = {stored: model[MODEL + name] for name, stored in names.model.stored_names.items()}
     # Older or foreign checkpoints lack some objects, and the engine then keeps what it has.
     objects = [name for name in wanted if name in metadata.objects]
-    return _LoadPlan(metadata, names, stored_model, optimizer, objects, stateful_prefix, same_world, weights_only)
+    reads_optimizer = optimizer and not weights_only
+    return _LoadPlan(
+        metadata, names, stored_model, spans, objects, stateful_prefix, same_world, reads_optimizer, group_keys
+    )
+
+
+def _without_left_out(parts: CheckpointedParts, match: NameMatch, left_out: Sequence[str], path: Path) -> NameMatch:
+    """Return a match that expects no value of the frozen parameters which the save left out.
+
+    Args:
+        parts: The engine.
+        match: Of the names in the checkpoint with those of the model.
+        left_out: The names that the save left out.
+        path: The checkpoint's directory.
+
+    Raises:
+        CheckpointError: Such a parameter is trained here, or has no values that it could keep.
+    """
+    absent = set(left_out).intersection(match.missing)
+    trainable = {slot.name for shard in parts.optimizer.shards for slot in shard.unit.layout.slots}
+    unset = {name for unit in parts.units for name in unit.unset_params}
+    for names, state, advice in (
+        (trainable, "are trained here", "Load them first, then this checkpoint with strict=False; or freeze them"),
+        (unset, "have no values here", "Load them first, such as by engine.load_weights(base, strict=False)"),
+    ):
+        if problems := sorted(absent & names):
+            raise CheckpointError(
+                f"{path} was saved with frozen=False, without parameters that {state}: "
+                f"{listed(problems, NUM_SHOWN)}. {advice}."
+            )
+    own_names = {plain_name(name) for name, _ in named_state(parts.module)}
+    return replace(
+        match,
+        missing=[name for name in match.missing if name not in absent],
+        unexpected=match.unexpected + [name for name in left_out if name not in own_names],
+    )
 
 
 def _plan_optimizer(
@@ -279,7 +349,7 @@ def _read_tensors(parts: CheckpointedParts, path: Path, plan: _LoadPlan) -> None
 
 def _load_entries(parts: CheckpointedParts, path: Path, plan: _LoadPlan, *, check_only: bool = False) -> StateEntries:
     """Read the tensors, or check that they can be read. Return the entries of the optimizer's present state."""
-    state = {} if plan.weights_only else parts.optimizer_entries(once=False)
+    state = parts.optimizer_entries(once=False) if plan.reads_optimizer else {}
     # Entries without a stored name keep their values. A load that is not strict allows this.
     stored_names = plan.names.state_names
     entries = plan.model | {stored_names[name]: entry for name, entry in state.items() if name in stored_names}
@@ -290,10 +360,12 @@ def _load_entries(parts: CheckpointedParts, path: Path, plan: _LoadPlan, *, chec
     return state
 
 
-def _apply_objects(parts: CheckpointedParts, manifest: Manifest | None, objects: Mapping[str, Any]) -> None:
+def _apply_objects(
+    parts: CheckpointedParts, manifest: Manifest | None, plan: _LoadPlan, objects: Mapping[str, Any]
+) -> None:
     """Put hyperparameters, schedule, loss scale and random generators back."""
     if manifest is not None:
-        _apply_param_groups(parts, manifest)
+        _apply_param_groups(parts, manifest, plan.group_keys)
         # The scale of an fp16 run means nothing in other precisions.
         if manifest.loss_scaler and parts.config.scales_loss:
             parts.scaler.load_state_dict(manifest.loss_scaler)
@@ -316,43 +388,65 @@ def _largest_step_count(parts: CheckpointedParts) -> int:
 # -- The optimizer's parameter groups -------------------------------------------------------------
 
 
-def _check_param_groups(parts: CheckpointedParts, manifest: Manifest, path: Path) -> None:
+def _check_param_groups(parts: CheckpointedParts, manifest: Manifest, path: Path, keys: Collection[str] | None) -> None:
     """Check that a checkpoint's groups can be put into the optimizer.
+
+    Args:
+        parts: The engine.
+        manifest: The checkpoint's manifest.
+        path: Its directory.
+        keys: The hyperparameters to take over; None takes all.
 
     Raises:
         CheckpointError: They hold other parameters, or a hyperparameter has no sensible value.
     """
+    if keys == ():
+        return
     both = (named_param_groups(parts), manifest.param_groups)
     own, saved = ([group["params"] for group in groups] for groups in both)
+    if keys is not None and len(own) != len(saved):
+        raise CheckpointError(
+            f"{path}: its LR schedule has rates for {len(saved)} groups of parameters, and the optimizer here has "
+            f"{len(own)}. Make as many groups, or load with weights_only=True."
+        )
     # A frozen parameter may be in a group at one time and left out at another, and this changes nothing.
     trainable = {slot.name for shard in parts.optimizer.shards for slot in shard.unit.layout.slots}
-    if [trainable.intersection(names) for names in own] != [trainable.intersection(names) for names in saved]:
+    if keys is None and [trainable & set(names) for names in own] != [trainable & set(names) for names in saved]:
         sizes = f"{list(map(len, saved))} parameters there, {list(map(len, own))} here"
         raise CheckpointError(
             f"{path}: the optimizer's groups hold other parameters ({sizes}). Make the same groups, or load with "
             "weights_only=True."
         )
     # Only the manifest of format 1 has no checksum, yet a check of values is cheap for all of them.
-    for group, saved_group in zip(parts.optimizer.param_groups, manifest.param_groups, strict=True):
-        for key, value in saved_group.items():
-            if key != "params" and not _is_acceptable(key, value, group.get(key)):
-                raise CheckpointError(
-                    f"{path} is damaged: its {MANIFEST} has {value!r} for the optimizer's {key}, which is "
-                    f"{group.get(key)!r} here"
-                )
+    for group, key, value in _saved_hyperparameters(parts, manifest, keys):
+        if not _is_acceptable(key, value, group.get(key)):
+            raise CheckpointError(
+                f"{path} is damaged: its {MANIFEST} has {value!r} for the optimizer's {key}, which is "
+                f"{group.get(key)!r} here"
+            )
 
 
-def _apply_param_groups(parts: CheckpointedParts, manifest: Manifest) -> None:
+def _apply_param_groups(parts: CheckpointedParts, manifest: Manifest, keys: Collection[str] | None) -> None:
     """Set the hyperparameters to those of a checkpoint, as `torch.optim.Optimizer.load_state_dict` does."""
-    for group, saved_group in zip(parts.optimizer.param_groups, manifest.param_groups, strict=True):
+    for group, key, value in _saved_hyperparameters(parts, manifest, keys):
+        present = group.get(key)
+        if isinstance(present, torch.Tensor):
+            # A captured step reads the tensor, so the tensor has to stay the same object.
+            present.copy_(torch.as_tensor(value))
+        else:
+            # JSON has no tuples, and some optimizers require them.
+            group[key] = tuple(value) if isinstance(present, tuple) else value
+
+
+def _saved_hyperparameters(
+    parts: CheckpointedParts, manifest: Manifest, keys: Collection[str] | None
+) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Yield each group of the optimizer with the key and the value of each of its hyperparameters in a checkpoint."""
+    # Without hyperparameters to take over, another optimizer may have other groups.
+    for group, saved_group in zip(parts.optimizer.param_groups, manifest.param_groups, strict=keys != ()):
         for key, value in saved_group.items():
-            present = group.get(key)
-            if isinstance(present, torch.Tensor) and key != "params":
-                # A captured step reads the tensor, so the tensor has to stay the same object.
-                present.copy_(torch.as_tensor(value))
-            elif key != "params":
-                # JSON has no tuples, and some optimizers require them.
-                group[key] = tuple(value) if isinstance(present, tuple) else value
+            if key != "params" and (keys is None or key in keys):
+                yield group, key, value
 
 
 def _is_acceptable(key: str, saved: Any, present: Any) -> bool:

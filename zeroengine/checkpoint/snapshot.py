@@ -70,10 +70,15 @@ class Snapshot:
         return sum(entry.nbytes for entry in self.entries.values())
 
 
-def take_snapshot(parts: CheckpointedParts, client_state: Any) -> Snapshot:
+def take_snapshot(parts: CheckpointedParts, client_state: Any, *, frozen: bool) -> Snapshot:
     """Return what a checkpoint of the engine holds.
 
     Tensors are views of the engine's states, which must not change until they are saved or copied.
+
+    Args:
+        parts: The engine.
+        client_state: What the user wants to save.
+        frozen: Whether frozen parameters are part of it.
 
     Raises:
         CheckpointError: `client_state`, the schedule or a registered object holds objects that no checkpoint may.
@@ -106,9 +111,10 @@ def take_snapshot(parts: CheckpointedParts, client_state: Any) -> Snapshot:
         "param_groups": json.loads(json.dumps(groups, default=_as_plain)),
         "loss_scaler": parts.scaler.state_dict() if parts.config.scales_loss else {},
         "config": parts.config.to_dict(),
+        "left_out": [] if frozen else parts.frozen_names(),
     }
     # Each element is stored by one rank, even where several ranks hold a copy of it.
-    entries = parts.model_entries(once=True) | parts.optimizer_entries(once=True)
+    entries = parts.model_entries(once=True, frozen=frozen) | parts.optimizer_entries(once=True)
     aliases = {MODEL + alias: MODEL + name for alias, name in parts.aliases().items()}
     return Snapshot(entries, objects, aliases, about)
 

@@ -186,8 +186,9 @@ def _checkpoints(folder: FolderInfo) -> Table:
             versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
         # All times are in UTC, so the offset would only widen the column.
         when = checkpoint.saved_at.removesuffix("+00:00").replace("T", " ")
+        without_frozen = ", without frozen parameters" if manifest is not None and manifest.left_out else ""
         state = Text(checkpoint.verdict, COLORS.get(checkpoint.verdict, "")) + Text(
-            ", latest" if checkpoint.latest else ""
+            without_frozen + (", latest" if checkpoint.latest else "")
         )
         # Text is passed rather than strings: rich would take brackets in a name for markup.
         table.add_row(*map(Text, [checkpoint.tag, *facts, format_byte_size(checkpoint.nbytes), when, versions]), state)

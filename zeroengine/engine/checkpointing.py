@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,7 +71,7 @@ class EngineCheckpoints:
 
     # -- checkpoints ------------------------------------------------------------------------------
 
-    def save(self, directory: str | os.PathLike[str], tag: str | None, client_state: Any) -> None:
+    def save(self, directory: str | os.PathLike[str], tag: str | None, client_state: Any, frozen: bool) -> None:
         """Write a checkpoint. See ``Engine.save_checkpoint``."""
         parts = self._parts
         # A plain loss.backward() may not have been ended yet, and its gradients would be missed below.
@@ -92,10 +92,17 @@ class EngineCheckpoints:
         # Masters take over the values that the user wrote into the model since the last step, so that these are saved.
         self._settle_parameters()
         default_tag = f"step-{parts.step_runner.num_updates}"
-        self._get_manager().save(directory, default_tag if tag is None else tag, client_state)
+        self._get_manager().save(directory, default_tag if tag is None else tag, client_state, frozen=frozen)
 
     def load(
-        self, directory: str | os.PathLike[str], tag: str | None, *, weights_only: bool, strict: bool, fallback: bool
+        self,
+        directory: str | os.PathLike[str],
+        tag: str | None,
+        *,
+        weights_only: bool,
+        optimizer: bool,
+        strict: bool,
+        fallback: bool,
     ) -> Any:
         """Load a checkpoint and return its client state. See ``Engine.load_checkpoint``."""
         parts = self._parts
@@ -106,7 +113,9 @@ class EngineCheckpoints:
         parts.step_runner.sync_and_report()
         parts.backward.finish()
         self._settle_parameters()
-        restored = self._get_manager().load(directory, tag, weights_only=weights_only, strict=strict, fallback=fallback)
+        restored = self._get_manager().load(
+            directory, tag, weights_only=weights_only, optimizer=optimizer, strict=strict, fallback=fallback
+        )
         self._mark_loaded(restored.missing)
         # Without counters only the weights were loaded, and the step in progress goes on.
         if restored.counters:
@@ -129,7 +138,12 @@ class EngineCheckpoints:
     # -- weights ----------------------------------------------------------------------------------
 
     def save_weights(
-        self, directory: str | os.PathLike[str], dtype: str | torch.dtype | None, shard_size: str | int
+        self,
+        directory: str | os.PathLike[str],
+        dtype: str | torch.dtype | None,
+        shard_size: str | int,
+        names: str | Iterable[str] | None,
+        trainable_only: bool,
     ) -> None:
         """Write safetensors. See ``Engine.save_weights``."""
         # This module imports safetensors and much of the checkpoint code, so it is imported at its first use.
@@ -140,7 +154,7 @@ class EngineCheckpoints:
             # A load that failed halfway left some parameters of the checkpoint and some from before it.
             self.check_not_half_loaded("save_weights()")
         self._settle_parameters()
-        save(self._stateful_parts(), directory, dtype, shard_size)
+        save(self._stateful_parts(), directory, dtype, shard_size, names, trainable_only)
 
     def load_weights(self, weights: Weights, strict: bool) -> LoadResult:
         """Load parameters and buffers. See ``Engine.load_weights``."""

@@ -6,11 +6,12 @@ import contextlib
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 
+from zeroengine.comm.group import check_same
 from zeroengine.engine import temporary_offload
 from zeroengine.engine.accumulation import ENGINE_STEP, OPTIMIZER_STEP
 from zeroengine.engine.assembly import EngineParts
@@ -23,6 +24,7 @@ from zeroengine.errors import ZeroEngineError
 from zeroengine.migration.messages import engine_attribute, explains_arguments, refuses_unpacking
 from zeroengine.migration.names import UNPACKED_ENGINE
 from zeroengine.optim.step_result import StepResult
+from zeroengine.runtime.named_tensors import choose_names, sorted_patterns
 from zeroengine.utils.compiler_disable import disable_compile
 
 if TYPE_CHECKING:
@@ -452,19 +454,35 @@ class Engine:
         """Return the bytes that each state holds on this rank now."""
         return measure_memory(self._parts, self._checkpoints.copy_bytes)
 
-    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
+    def full_state_dict(
+        self, *, names: str | Iterable[str] | None = None, trainable_only: bool = False, rank0_only: bool = False
+    ) -> dict[str, torch.Tensor]:
         """Return what ``model.state_dict()`` would be without partitioning, on the CPU. Call it on every rank.
 
+        Units that hold nothing of what is asked for are not gathered.
+
         Args:
+            names: Names, or patterns such as ``"*.lora_A.*"`` (as of ``fnmatch``), of the parameters and buffers to
+                return, the same on every rank. None returns all.
+            trainable_only: Whether to leave out buffers, and parameters that were frozen at ``initialize``.
             rank0_only: Whether the other ranks return an empty dict. They hold one unit at a time then.
 
         Raises:
-            ZeroEngineError: On every rank, where the model has parameters that ``initialize`` was not given.
+            ZeroEngineError: On every rank, where the model has parameters that ``initialize`` was not given, or one of
+                ``names`` matches nothing.
+            DivergenceError: On every rank, where they ask for different names.
         """
-        # A foreign parameter would be missing from the result without a word.
-        with self._parts.group.collective_errors("to collect the state dict"):
-            self._parts.foreign_parameters.check()
-        return collect_state_dict(self._parts, rank0_only)
+        parts = self._parts
+        arguments: dict[str, object] = {"trainable_only": trainable_only}
+        with parts.group.collective_errors("to collect the state dict", arguments) as all_arguments:
+            # A foreign parameter would be missing from the result without a word.
+            parts.foreign_parameters.check()
+            call = "full_state_dict()"
+            arguments["names"] = patterns = sorted_patterns(names, call)
+            chosen = choose_names(parts.model, parts.units, patterns, trainable_only=trainable_only, call=call)
+        # Ranks that ask for other names would gather other units.
+        check_same(call, all_arguments)
+        return collect_state_dict(parts, chosen, rank0_only)
 
     # -- data -------------------------------------------------------------------------------------
 
@@ -512,7 +530,12 @@ class Engine:
 
     @explains_arguments
     def save_checkpoint(
-        self, directory: str | os.PathLike[str], tag: str | None = None, client_state: Any = None
+        self,
+        directory: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: Any = None,
+        *,
+        frozen: bool = True,
     ) -> None:
         """Write a checkpoint, ``directory/tag``, that loads at any stage, world size and precision.
 
@@ -525,12 +548,14 @@ class Engine:
             tag: The checkpoint's name; ``step-<global_steps>`` where None.
             client_state: Whatever else is to be saved: tensors, numbers, strings, and lists, tuples and dicts of them.
                 That of rank 0 counts. Its tensors come back on the CPU.
+            frozen: Whether parameters that were frozen at ``initialize`` are in it. A checkpoint without them loads
+                into a model that has their values already, such as an adapter's into its base.
 
         Raises:
             ZeroEngineError: On every rank; there is no such checkpoint then.
             DivergenceError: On every rank, where they name different folders or tags.
         """
-        self._checkpoints.save(directory, tag, client_state)
+        self._checkpoints.save(directory, tag, client_state, frozen)
 
     @refuses_unpacking
     @explains_arguments
@@ -540,6 +565,7 @@ class Engine:
         tag: str | None = None,
         *,
         weights_only: bool = False,
+        optimizer: bool = True,
         strict: bool = True,
         fallback: bool = False,
     ) -> Any:
@@ -553,7 +579,10 @@ class Engine:
             directory: The folder of checkpoints, the same for all ranks.
             tag: The checkpoint's name; the newest where None.
             weights_only: Whether parameters and buffers alone are loaded; optimizer, schedule and counters stay.
+            optimizer: Whether the optimizer's state and hyperparameters are loaded. False starts its state anew, so
+                that another optimizer may go on; learning rates are those of the schedule that is loaded.
             strict: Whether the checkpoint's model must have the names of this one. Else what both have is loaded.
+                Frozen parameters that were left out at the save keep their values either way.
             fallback: Whether the newest undamaged checkpoint is loaded where the one asked for is damaged.
 
         Returns:
@@ -564,7 +593,9 @@ class Engine:
             CheckpointError: On every rank; the engine is as it was.
             DivergenceError: On every rank, where they name different folders or tags; the engine is as it was.
         """
-        return self._checkpoints.load(directory, tag, weights_only=weights_only, strict=strict, fallback=fallback)
+        return self._checkpoints.load(
+            directory, tag, weights_only=weights_only, optimizer=optimizer, strict=strict, fallback=fallback
+        )
 
     def wait_for_checkpoint(self) -> None:
         """Return when no checkpoint is being saved in the background any more. Call it on every rank.
@@ -579,30 +610,36 @@ class Engine:
         directory: str | os.PathLike[str],
         dtype: str | torch.dtype | None = None,
         shard_size: str | int = "5GB",
+        *,
+        names: str | Iterable[str] | None = None,
+        trainable_only: bool = False,
     ) -> None:
         """Write parameters and buffers as safetensors with an index, which Hugging Face loads, as zero-export does.
 
-        Each rank writes what it owns, so no rank ever holds the model. Weights that are in ``directory`` already are
-        replaced as a whole; other files there stay. A model of transformers is written in the names and the layout of
-        its ``save_pretrained``. Call it on every rank.
+        Each rank writes what it owns, so nothing is gathered and no rank ever holds the model. Weights that are in
+        ``directory`` already are replaced as a whole, so write an adapter to another folder than its base; other files
+        there stay. Call it on every rank.
 
         Args:
             directory: A folder, the same for all ranks, on a disk that they share.
             dtype: The dtype that floating tensors are cast to: fp32, bf16 or fp16. None writes the fp32 master weights.
             shard_size: The largest size of a file's values in bytes, or a text such as ``5GB``.
+            names: Names, or patterns such as ``"*.lora_A.*"`` (as of ``fnmatch``), of the parameters and buffers to
+                write. None writes all.
+            trainable_only: Whether to leave out buffers, and parameters that were frozen at ``initialize``.
 
         Raises:
+            ZeroEngineError: On every rank, where one of ``names`` matches nothing.
             CheckpointError: On every rank; what was in ``directory`` is as it was.
             DivergenceError: On every rank, where they pass different arguments.
         """
-        self._checkpoints.save_weights(directory, dtype, shard_size)
+        self._checkpoints.save_weights(directory, dtype, shard_size, names, trainable_only)
 
     def load_weights(self, weights: Weights, *, strict: bool = True) -> LoadResult:
         """Load parameters and buffers from files or a state dict; optimizer, schedule and counters stay.
 
         Each rank reads the parts that it owns, cast to its own dtypes. Master weights and low-precision parameters
-        both take the values. A tied parameter may have any of its names. Where transformers keeps its model in another
-        layout than the files, such as Mixtral's merged experts, either layout is read. Call it on every rank.
+        both take the values. A tied parameter may have any of its names. Call it on every rank.
 
         Args:
             weights: A ``.safetensors``, ``.bin`` or ``.pt`` file (of tensors alone: pickled code is refused), an index

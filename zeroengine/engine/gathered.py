@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,8 @@ from zeroengine.deferred_init.temporary_values import temporary_values
 from zeroengine.engine.assembly import EngineParts
 from zeroengine.errors import ZeroEngineError
 from zeroengine.migration.messages import explains_arguments
+from zeroengine.partition.cut import plain_name
+from zeroengine.runtime.named_tensors import named_state
 from zeroengine.runtime.released_parameter import OWNER_ATTRIBUTE, is_released_parameter
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.checksum import checksum
@@ -194,24 +196,30 @@ def _contents(unit: Unit) -> list[object]:
     ]
 
 
-def collect_state_dict(parts: EngineParts, rank0_only: bool) -> dict[str, torch.Tensor]:
-    """Return copies of all parameters and persistent buffers. See ``Engine.full_state_dict``. A collective."""
+def collect_state_dict(parts: EngineParts, chosen: Collection[str], rank0_only: bool) -> dict[str, torch.Tensor]:
+    """Return copies of parameters and persistent buffers. See ``Engine.full_state_dict``. A collective.
+
+    Args:
+        parts: The parts of the engine.
+        chosen: The names to return, as ``choose_names`` gives them. Units without any of them are not gathered.
+        rank0_only: Whether the other ranks return an empty dict.
+    """
     returns_values = parts.group.rank == 0 or not rank0_only
-    values: dict[nn.Parameter, torch.Tensor] = {}
+    wanted = {name: tensor for name, tensor in named_state(parts.model) if plain_name(name) in chosen}
+    tensors = set(wanted.values())
+    values: dict[torch.Tensor, torch.Tensor] = {}
     # One unit after another, so that a rank that returns nothing never holds more than one.
     for unit in parts.units:
-        parts.gatherer.pin(unit)
-        if returns_values:
-            values |= {param: param.detach().to("cpu", copy=True) for param in unit.params}
-        parts.gatherer.unpin(unit)
+        params = [param for param in unit.params if param in tensors]
+        if params:
+            parts.gatherer.pin(unit)
+            if returns_values:
+                values |= {param: param.detach().to("cpu", copy=True) for param in params}
+            parts.gatherer.unpin(unit)
     if not returns_values:
         return {}
-    # Duplicates are kept, for `model.state_dict()` lists a tied parameter under each of its names.
-    state: dict[str, torch.Tensor] = {}
-    for prefix, module in parts.model.named_modules(remove_duplicate=False):
-        dot = f"{prefix}." if prefix else ""
-        state |= {f"{dot}{name}": values[p] for name, p in module._parameters.items() if p is not None}
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                state[f"{dot}{name}"] = buffer.detach().to("cpu", copy=True)
-    return state
+    # A tensor that no unit holds is a buffer.
+    return {
+        name: values[tensor] if tensor in values else tensor.detach().to("cpu", copy=True)
+        for name, tensor in wanted.items()
+    }

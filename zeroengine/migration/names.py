@@ -89,7 +89,7 @@ _ENGINE = {
         "global_samples": "`engine.global_steps * engine.config.train_batch_size`",
         "save_16bit_model": '`engine.save_weights(directory, dtype="bf16")`; safetensors, as Hugging Face loads them',
         "save_fp16_model": '`engine.save_weights(directory, dtype="fp16")`; safetensors, as Hugging Face loads them',
-        "module_state_dict": "`engine.full_state_dict()`; on every rank",
+        "module_state_dict": "`engine.full_state_dict()`; on every rank; takes trainable_only=True, too",
         "load_module_state_dict": "`engine.load_weights(state_dict)`; on every rank",
         "empty_partition_cache": "Leave it out: a unit's parameters are released after each use",
         "destroy": "`engine.close()`",
@@ -188,15 +188,14 @@ _ARGUMENTS = {
         "save_checkpoint": {
             "save_dir": "`directory=...`",
             "save_latest": "Leave it out: a checkpoint is whole, and `latest` names the newest",
-            "exclude_frozen_parameters": "Leave it out: a checkpoint holds frozen parameters, too",
+            "exclude_frozen_parameters": "`frozen=False`; where it is True",
         },
         "load_checkpoint": {
             "load_dir": "`directory=...`",
             "load_module_strict": "`strict=...`",
             "load_module_only": "`weights_only=...`",
-            "load_optimizer_states load_lr_scheduler_states": (
-                "`weights_only=True`; for the weights alone; otherwise everything is loaded"
-            ),
+            "load_optimizer_states": "`optimizer=...`",
+            "load_lr_scheduler_states": "`weights_only=True`; for the weights alone; otherwise the schedule is loaded",
             "custom_load_fn": "`engine.load_weights(state_dict)`; with a state dict that you made",
         },
         "offload_states": {

@@ -95,6 +95,12 @@ def export(
     path, manifest = find_checkpoint(folder, tag)
     # The lock keeps a training job that goes on from removing the checkpoint in the middle of the export.
     with CheckpointFolder(path.parent).held(tag_of(path.name)) if manifest is not None else nullcontext():
+        if manifest is not None and manifest.left_out:
+            raise CheckpointError(
+                f"{path} was saved with frozen=False, without {len(manifest.left_out)} frozen parameters such as "
+                f"{manifest.left_out[0]}: it is no whole model. Load it into a model that has their values, and call "
+                "engine.save_weights(directory), with trainable_only=True for an adapter alone."
+            )
         output = OutputFolder(out)
         output.check(force=force, apart_from=[path])
         if manifest is not None and verify:

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from zeroengine.comm.group import check_same
 from zeroengine.disk.mapped_memory import populate
 from zeroengine.errors import CheckpointError
 from zeroengine.partition.boxes import Box, boxes_of_run
+from zeroengine.runtime.named_tensors import choose_names, sorted_patterns
 from zeroengine.utils.byte_size import parse_byte_size
 from zeroengine.utils.paths import checked_path
 from zeroengine.utils.progress import Report, progress
@@ -26,7 +27,6 @@ from zeroengine.weights import sources
 from zeroengine.weights.huggingface_format import SafetensorsWriter, TensorSpec, plan_files
 from zeroengine.weights.output_folder import OutputFolder, parse_dtype
 from zeroengine.weights.sources import WeightSource
-from zeroengine.weights.transformers_conversion import TensorGroup, as_model_names, plan_for_files
 
 # So many elements are read or written at a time.
 CHUNK = 1 << 22
@@ -44,7 +44,14 @@ class LoadResult(NamedTuple):
 # -- Saving ---------------------------------------------------------------------------------------
 
 
-def save(parts: CheckpointedParts, directory: str | os.PathLike[str], dtype: Any, shard_size: str | int) -> None:
+def save(
+    parts: CheckpointedParts,
+    directory: str | os.PathLike[str],
+    dtype: Any,
+    shard_size: str | int,
+    names: str | Iterable[str] | None = None,
+    trainable_only: bool = False,
+) -> None:
     """Write the weights as `zero-export` does. A collective: every rank writes the boxes that it owns.
 
     Args:
@@ -52,32 +59,30 @@ def save(parts: CheckpointedParts, directory: str | os.PathLike[str], dtype: Any
         directory: The folder to write, on a disk that all ranks share.
         dtype: The dtype that floating tensors are cast to; None keeps each tensor's own.
         shard_size: The bytes of values in a file at most, such as "5GB".
+        names: The names to write, or patterns of names; None writes all.
+        trainable_only: Whether to leave out buffers and frozen parameters.
 
     Raises:
         CheckpointError: On every rank; what was in `directory` is as it was.
         DivergenceError: On every rank; they pass different arguments.
     """
-    group = parts.group
-    arguments: dict[str, object] = {}
+    group, call = parts.group, "save_weights()"
+    arguments: dict[str, object] = {"trainable_only": trainable_only}
     with group.collective_errors("to save weights", arguments) as all_arguments:
         dtype_name, max_bytes = parse_dtype(dtype), parse_byte_size(shard_size, "shard size", CheckpointError)
         path = checked_path(directory, "save_weights(directory)", CheckpointError)
         arguments |= {"directory": os.path.abspath(path), "dtype": dtype_name, "shard_size": max_bytes}
+        arguments["names"] = patterns = sorted_patterns(names, call)
+        chosen = choose_names(parts.module, parts.units, patterns, trainable_only=trainable_only, call=call)
     # Ranks with other arguments would compute other positions and overwrite each other's values.
-    check_same("save_weights()", all_arguments)
+    check_same(call, all_arguments)
     with group.collective_errors("to save weights"):
         output = OutputFolder(directory)
         target_dtype = None if dtype_name is None else getattr(torch, dtype_name)
         # Each element is written by exactly one rank, although several may hold it.
-        entries = _without_prefix(parts.model_entries(once=True))
-        own_specs = {name: TensorSpec(entry.shape, entry.dtype) for name, entry in entries.items()}
-        plan = plan_for_files(parts.module, own_specs)
-        specs = {name: own_specs[own_name] for name, own_name in plan.old_names.items()}
-        specs |= {name: spec for tensors in plan.groups for name, spec in tensors.targets.items()}
-        stored_names = {own_name: name for name, own_name in plan.old_names.items()}
-        aliases = parts.aliases().items()
-        tied = {plan.rename(alias): stored_names[name] for alias, name in aliases if name in stored_names}
-        layout = plan_files({name: spec.cast(target_dtype) for name, spec in specs.items()}, tied, max_bytes)
+        entries, tied = _chosen_entries(parts, chosen)
+        specs = {name: TensorSpec(entry.shape, entry.dtype).cast(target_dtype) for name, entry in entries.items()}
+        layout = plan_files(specs, tied, max_bytes)
         writer = SafetensorsWriter(output.writing, layout)
     try:
         # Rank 0 makes the files before any rank writes into them, and renames the folder after all have.
@@ -92,9 +97,7 @@ def save(parts: CheckpointedParts, directory: str | os.PathLike[str], dtype: Any
             # Each rank syncs its own writes before rank 0 renames, since a sync on one node does not cover another
             # node's writes on every file system.
             with writer.synced(), progress("saving", total, group.rank == 0) as report:
-                # An error of one rank is raised after the exchanges in the first call, so that no rank waits in one.
-                _write_groups(parts, writer, entries, plan.groups, report)
-                _write_entries(writer, {name: entries[own] for name, own in plan.old_names.items()}, report)
+                _write_entries(writer, entries, report)
         with group.collective_errors("to save weights"), _naming_folder(output):
             if group.rank == 0:
                 output.commit()
@@ -106,107 +109,26 @@ def save(parts: CheckpointedParts, directory: str | os.PathLike[str], dtype: Any
         raise
 
 
+def _chosen_entries(parts: CheckpointedParts, chosen: Collection[str]) -> tuple[StateEntries, dict[str, str]]:
+    """Return the entries to write, each under the first of its names in `chosen`, and its further names."""
+    stored, aliases = _without_prefix(parts.model_entries(once=True)), parts.aliases()
+    first_names: dict[str, str] = {}
+    tied: dict[str, str] = {}
+    for name in (*stored, *aliases):
+        stored_name = aliases.get(name, name)
+        if name in chosen and first_names.setdefault(stored_name, name) != name:
+            tied[name] = first_names[stored_name]
+    return {first_names[name]: entry for name, entry in stored.items() if name in first_names}, tied
+
+
 def _write_entries(writer: SafetensorsWriter, entries: StateEntries, report: Report) -> None:
     for name, entry in entries.items():
         for box, tensor in entry.pieces:
-            _write_box(writer, name, box, tensor, report)
-
-
-def _write_box(writer: SafetensorsWriter, name: str, box: Box, values: torch.Tensor, report: Report) -> None:
-    for i, chunk in enumerate(values.reshape(-1).split(CHUNK)):
-        # Reading a state on disk a chunk at a time bounds the memory, and a failing disk raises an error here.
-        populate(chunk)
-        writer.write(name, box.offsets, box.sizes, i * CHUNK, chunk.cpu())
-        report(chunk.nbytes)
-
-
-def _write_groups(
-    parts: CheckpointedParts,
-    writer: SafetensorsWriter,
-    entries: StateEntries,
-    groups: Sequence[TensorGroup],
-    report: Report,
-) -> None:
-    """Write tensors that are computed from others. A collective.
-
-    The ranks take turns: one receives what a part of a group is computed from, computes it and writes it.
-    """
-    names = [name for group in groups for name in group.sources]
-    if not names:
-        return
-    own_runs = {name: [(box.start, box.numel) for box, _ in entries[name].pieces] for name in names}
-    runs_of_ranks = parts.group.all_gather_object(own_runs)
-    buffer = torch.empty(CHUNK * max(entries[name].dtype.itemsize for name in names), dtype=torch.uint8)
-    buffer = buffer.to(parts.group.device)
-    errors: list[Exception] = []
-    turn = 0
-    for group in groups:
-        for part in range(group.num_parts):
-            boxes = group.boxes(part)
-            writer_rank, turn = turn % parts.group.world_size, turn + 1
-            received: list[torch.Tensor] = []
-            for name, box in boxes:
-                runs = [runs_of_rank[name] for runs_of_rank in runs_of_ranks]
-                values = _receive_box(parts, entries[name], box, runs, writer_rank, buffer, errors)
-                received += [] if values is None else [values]
-            if parts.group.rank == writer_rank and not errors:
-                with _postponed(errors):
-                    for name, (box, values) in group.convert(part, received).items():
-                        _write_box(writer, name, box, values, report)
-    if errors:
-        raise errors[0]
-
-
-def _receive_box(
-    parts: CheckpointedParts,
-    entry: StateEntry,
-    box: Box,
-    runs_of_ranks: Sequence[Sequence[tuple[int, int]]],
-    receiver: int,
-    buffer: torch.Tensor,
-    errors: list[Exception],
-) -> torch.Tensor | None:
-    """Give one rank all values of a box of a tensor. A collective.
-
-    Args:
-        parts: The engine.
-        entry: The tensor, each element on one rank.
-        box: The box, whose elements are contiguous in the flattened tensor.
-        runs_of_ranks: Of each rank's boxes, the first element within the flattened tensor and the number of elements.
-        receiver: The rank that returns the values.
-        buffer: The memory that values travel through, of the bytes of a chunk.
-        errors: Takes errors of this rank.
-
-    Returns:
-        The values, on the CPU; None on the other ranks.
-    """
-    rank = parts.group.rank
-    whole = torch.empty(box.numel, dtype=entry.dtype, device="cpu") if rank == receiver else None
-    for owner, runs in enumerate(runs_of_ranks):
-        for index, (start, numel) in enumerate(runs):
-            stop = min(start + numel, box.start + box.numel)
-            for first in range(max(start, box.start), stop, CHUNK):
-                last = min(first + CHUNK, stop)
-                values = buffer[: (last - first) * entry.dtype.itemsize].view(entry.dtype)
-                if rank == owner:
-                    with _postponed(errors):
-                        chunk = entry.pieces[index][1].reshape(-1)[first - start : last - start]
-                        populate(chunk)
-                        values.copy_(chunk)
-                # Bytes are broadcast, because not every backend knows every dtype.
-                parts.group.broadcast(values.view(torch.uint8), owner)
-                if whole is not None:
-                    whole[first - box.start : last - box.start].copy_(values)
-    return None if whole is None else whole.view(box.sizes)
-
-
-@contextlib.contextmanager
-def _postponed(errors: list[Exception]) -> Iterator[None]:
-    """Keep an error for later, since the other ranks would wait for this one in the next exchange."""
-    try:
-        yield
-    except Exception as error:
-        errors.append(error)
+            for i, chunk in enumerate(tensor.reshape(-1).split(CHUNK)):
+                # Reading a state on disk a chunk at a time bounds the memory, and a failing disk raises an error here.
+                populate(chunk)
+                writer.write(name, box.offsets, box.sizes, i * CHUNK, chunk.cpu())
+                report(chunk.nbytes)
 
 
 def _without_prefix(entries: StateEntries) -> StateEntries:
@@ -241,10 +163,6 @@ def load(parts: CheckpointedParts, weights: Weights, strict: bool) -> LoadResult
     arguments: dict[str, object] = {"strict": strict}
     with group.collective_errors("to load weights", arguments) as all_arguments:
         source = _open_source(weights)
-        entries = _without_prefix(parts.model_entries(once=False))
-        aliases = parts.aliases()
-        if source is not None:
-            source = as_model_names(source, parts.module, [*entries, *aliases])
         if isinstance(weights, (str, os.PathLike)):
             arguments["weights"] = os.path.abspath(weights)
     # Where not all ranks name files, only `strict` is compared: rank 0 has a state dict, or `_is_from_rank_0` reports
@@ -262,8 +180,9 @@ def load(parts: CheckpointedParts, weights: Weights, strict: bool) -> LoadResult
     )[0]
     assert content is not None
     where, specs = content
+    entries = _without_prefix(parts.model_entries(once=False))
     shapes, own_shapes = ({name: side[name].shape for name in side} for side in (specs, entries))
-    match = match_names(shapes, own_shapes, aliases)
+    match = match_names(shapes, own_shapes, parts.aliases())
     # The check is computed from the same facts on every rank, so all raise or none does.
     match.check(where, strict=strict)
     with group.collective_errors("to load weights"):
