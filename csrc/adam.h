@@ -29,14 +29,14 @@ struct AdamArrays {
 
 // The factors that an element needs, computed from ze_adam_args.
 struct AdamFactors {
-  float grad_scale;   // negative to maximize
-  float decay;        // decoupled: 1 - lr * weight_decay; else weight_decay
-  float rest1;        // 1 - beta1
+  float grad_scale;  // negative to maximize
+  float decay;       // decoupled: 1 - lr * weight_decay; else weight_decay
+  float one_minus_beta1;
   float beta2;
-  float rest2;        // 1 - beta2
-  float inv_root;     // 1 / sqrt(1 - beta2^step)
+  float one_minus_beta2;
+  float inv_root;    // 1 / sqrt(1 - beta2^step)
   float eps;
-  float step_size;    // lr / (1 - beta1^step)
+  float step_size;   // lr / (1 - beta1^step)
 };
 
 // The input of the hash that gives the random bits: a counter, which is `first` at element 0, and a key.
@@ -44,7 +44,7 @@ struct Random {
   uint32_t first, key;
 };
 
-// The namespace has no name, so that the linker does not merge copies of a function: a merged one could carry one
+// The namespace is anonymous, so that the linker does not merge copies of a function: a merged copy could carry one
 // instruction set's code to a CPU that lacks it.
 namespace {
 

@@ -43,7 +43,7 @@ ZE_API int ze_cuda_adam(int device, void* stream, float* param, const void* grad
  * not wait for them. ze_cuda_adam_prepare counts the step and computes the factors of any number of segments, also of
  * several buffers. Then one ze_cuda_adam_runs per buffer updates all of that buffer's segments. */
 
-/* Neighbouring elements of one buffer with the same hyperparameters and step count. A buffer's segments ascend and do
+/* Neighboring elements of one buffer with the same hyperparameters and step count. A buffer's segments ascend and do
  * not overlap; elements between them are not changed. */
 struct ze_cuda_segment {
   int64_t begin, end;  /* in the buffer */

@@ -3,8 +3,8 @@
 
 namespace {
 
-// A low-precision parameter of more bytes than this leaves the caches before it is read, so it is written past them.
-constexpr int64_t kStreamBytes = 4 << 20;
+// A low-precision parameter of more bytes than this leaves the caches before it is read, so its stores bypass them.
+constexpr int64_t kBypassCacheBytes = 4 << 20;
 
 bool known(int dtype) { return dtype >= ZE_F32 && dtype <= ZE_F16; }
 
@@ -20,13 +20,13 @@ int ze_adam(float* param, const void* grad, int grad_dtype, void* exp_avg, void*
   const uint64_t seed = ze::mix_seed(args->seed);
   const ze::AdamArrays arrays = {param, grad, exp_avg, exp_avg_sq, low_precision_param, args->reload_written};
   const auto adam = ze::kernels().adam[moments_dtype][grad_dtype][low_precision_dtype][args->decoupled != 0];
-  const bool stream = n * 2 > kStreamBytes;
+  const bool bypass_cache = n * 2 > kBypassCacheBytes;
   ze::parallel_for(n, ze::kBlock, num_threads, [&](int64_t begin, int64_t end) {
     // Each round goes as far as the upper half of the index stays the same.
     while (begin < end) {
       const uint64_t index = uint64_t(args->offset) + uint64_t(begin);
       const int64_t same = (int64_t(1) << 32) - uint32_t(index), stop = same < end - begin ? begin + same : end;
-      adam(arrays, begin, stop, factors, ze::random_of(seed, index >> 32, uint32_t(args->offset)), stream);
+      adam(arrays, begin, stop, factors, ze::random_of(seed, index >> 32, uint32_t(args->offset)), bypass_cache);
       begin = stop;
     }
   });

@@ -17,13 +17,16 @@ struct none {};
 // Elements that a kernel handles at a time: two cache lines of float, one of bf16 or fp16.
 constexpr int64_t kBlock = 32;
 
+// The arrays of ze_stream.
 struct StreamArrays {
   float *a, *b, *c;
   const void* grad;
   void* low_precision_param;
 };
 
-using Adam = void (*)(const AdamArrays&, int64_t begin, int64_t end, const AdamFactors&, const Random&, bool stream);
+// With `bypass_cache` the low-precision parameter is written by non-temporal stores.
+using Adam = void (*)(const AdamArrays&, int64_t begin, int64_t end, const AdamFactors&, const Random&,
+                      bool bypass_cache);
 
 // Functions on the elements [begin, end). Tables are indexed by ze_dtype; for low_precision_param, 0 means none. The
 // table of adam is indexed by the dtypes of moments, gradient and low_precision_param, and last by whether weight decay

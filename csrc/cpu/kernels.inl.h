@@ -27,12 +27,13 @@ __attribute__((always_inline)) inline void prefetch(const T*... arrays) {
 
 // The factors, each repeated in every lane.
 struct AdamVecs {
-  Vec grad_scale, decay, rest1, beta2, rest2, inv_root, eps, step_size;
+  Vec grad_scale, decay, one_minus_beta1, beta2, one_minus_beta2, inv_root, eps, step_size;
 
   explicit AdamVecs(const AdamFactors& k)
       : grad_scale(Vec::fill(k.grad_scale)), decay(Vec::fill(k.decay)),
-        rest1(Vec::fill(k.rest1)), beta2(Vec::fill(k.beta2)), rest2(Vec::fill(k.rest2)),
-        inv_root(Vec::fill(k.inv_root)), eps(Vec::fill(k.eps)), step_size(Vec::fill(k.step_size)) {}
+        one_minus_beta1(Vec::fill(k.one_minus_beta1)), beta2(Vec::fill(k.beta2)),
+        one_minus_beta2(Vec::fill(k.one_minus_beta2)), inv_root(Vec::fill(k.inv_root)),
+        eps(Vec::fill(k.eps)), step_size(Vec::fill(k.step_size)) {}
 };
 
 // [Note: Stochastic rounding] The upper half of a float is a bf16, rounded towards zero, and the lower half is the
@@ -61,12 +62,11 @@ struct RandomVecs {
   }
 };
 
-// Buffer for a block's new moments in float, until the parameter is updated. Moments in float stay in their arrays
-// instead.
-using Beside = float[2][kBlock];
+// Holds a block's new bf16 moments in float until the parameter is updated. Moments in float stay in their arrays.
+using MomentBuffer = float[2][kBlock];
 
-inline float* in_float(float* array, Beside&, int64_t i) { return array + i; }
-inline float* in_float(bf16*, Beside& beside, int64_t i) { return beside[i / kBlock % 2]; }
+inline float* in_float(float* array, MomentBuffer&, int64_t i) { return array + i; }
+inline float* in_float(bf16*, MomentBuffer& buffer, int64_t i) { return buffer[i / kBlock % 2]; }
 
 // [Note: Values written from outside] `low_precision_param` is `param` rounded, unless the user has written it since
 // the last step. Such an element of param takes its value. The comparison finds every write, however it was done, and
@@ -74,23 +74,24 @@ inline float* in_float(bf16*, Beside& beside, int64_t i) { return beside[i / kBl
 // element by element.
 //
 // The first comparison of bf16 does not round, which would take more instructions. As integers, a float and the bf16
-// that it rounds to are at most 2^15 apart, half the distance of two bf16. Values that are exactly so far apart are
-// left to the second comparison.
-inline Bits distance(const float* param, const bf16* low_precision_param) {
+// that it rounds to are at most 2^15 apart, half the distance of two bf16. Values exactly 2^15 apart are left to the
+// second comparison.
+inline Bits rounding_distance(const float* param, const bf16* low_precision_param) {
   return Vec::load(param).bits() - Vec::load(low_precision_param).bits() + Bits::fill(0x7fff);
 }
-inline Bits distance(const float* param, const fp16* low_precision_param) {
+inline Bits rounding_distance(const float* param, const fp16* low_precision_param) {
   return Vec::load(param).rounded(low_precision_param).bits() ^ Vec::load(low_precision_param).bits();
 }
-constexpr uint32_t close(const bf16*) { return 0xfffe; }
-constexpr uint32_t close(const fp16*) { return 0; }
+// Only an element above this rounding_distance can have been written from outside.
+constexpr uint32_t max_rounding_distance(const bf16*) { return 0xfffe; }
+constexpr uint32_t max_rounding_distance(const fp16*) { return 0; }
 
 template <class C>
 inline void reload_written(float* param, const C* low_precision_param) {
   Bits furthest = Bits::fill(0);
   for (int64_t i = 0; i < kBlock; i += Vec::kWidth)
-    furthest = larger(furthest, distance(param + i, low_precision_param + i));
-  if (__builtin_expect(!any_above(furthest, close(low_precision_param)), 1)) return;
+    furthest = larger(furthest, rounding_distance(param + i, low_precision_param + i));
+  if (__builtin_expect(!any_above(furthest, max_rounding_distance(low_precision_param)), 1)) return;
   for (int64_t i = 0; i < kBlock; ++i) {
     C rounded;
     from_float(param[i], &rounded);
@@ -110,8 +111,8 @@ inline void adam_moments(const float* param, const G* grad, M* exp_avg, M* exp_a
     Vec g = Vec::load(grad + i) * k.grad_scale;
     if constexpr (!kDecoupled) g = g + k.decay * Vec::load(param + i);
     Vec m = Vec::load(exp_avg + i), v = Vec::load(exp_avg_sq + i);
-    m = m + k.rest1 * (g - m);
-    v = k.beta2 * v + k.rest2 * g * g;
+    m = m + k.one_minus_beta1 * (g - m);
+    v = k.beta2 * v + k.one_minus_beta2 * g * g;
     m.store(new_avg + i);
     v.store(new_avg_sq + i);
     if constexpr (std::is_same_v<M, bf16>) {
@@ -132,11 +133,11 @@ inline void adam_param(float* param, const float* exp_avg, const float* exp_avg_
   }
 }
 
-template <bool kStream, class C>
+template <bool kBypassCache, class C>
 inline void write_low_precision(const float* param, C* low_precision_param) {
   if constexpr (!std::is_same_v<C, none>) {
     for (int64_t i = 0; i < kBlock; i += Vec::kWidth) {
-      if constexpr (kStream) Vec::load(param + i).stream(low_precision_param + i);
+      if constexpr (kBypassCache) Vec::load(param + i).store_bypassing_cache(low_precision_param + i);
       else Vec::load(param + i).store(low_precision_param + i);
     }
   }
@@ -149,7 +150,7 @@ void adam_partial(float* param, const G* grad, M* exp_avg, M* exp_avg_sq, C* low
   G g[kBlock] = {};
   M m[kBlock] = {}, v[kBlock] = {};
   C c[kBlock] = {};
-  Beside new_avg, new_avg_sq;
+  MomentBuffer new_avg, new_avg_sq;
   memcpy(p, param, n * sizeof(float));
   memcpy(m, exp_avg, n * sizeof(M));
   memcpy(v, exp_avg_sq, n * sizeof(M));
@@ -168,14 +169,14 @@ void adam_partial(float* param, const G* grad, M* exp_avg, M* exp_avg_sq, C* low
   if constexpr (!std::is_same_v<C, none>) memcpy(low_precision_param, c, n * sizeof(C));
 }
 
-template <bool kStream, bool kDecoupled, class G, class M, class C>
+template <bool kBypassCache, bool kDecoupled, class G, class M, class C>
 void adam_range(float* param, const G* grad, M* exp_avg, M* exp_avg_sq, C* low_precision_param, int64_t n,
                 const AdamFactors& factors, const RandomVecs& random, bool reload) {
   const AdamVecs k(factors);
-  Beside new_avg, new_avg_sq;
+  MomentBuffer new_avg, new_avg_sq;
   int64_t first = 0;
-  if constexpr (kStream) {
-    // Streaming stores need whole, aligned cache lines.
+  if constexpr (kBypassCache) {
+    // Non-temporal stores need whole, aligned cache lines.
     first = int64_t(-uintptr_t(low_precision_param) % 64 / sizeof(C));
     if (first > n) first = n;
     if (first)
@@ -195,16 +196,17 @@ void adam_range(float* param, const G* grad, M* exp_avg, M* exp_avg_sq, C* low_p
     const int64_t j = i - kBlock, h = j - kBlock;
     if (first <= j && j < last)
       adam_param<kDecoupled>(param + j, in_float(exp_avg, new_avg, j), in_float(exp_avg_sq, new_avg_sq, j), k);
-    if (first <= h) write_low_precision<kStream>(param + h, low_precision_param + h);
+    if (first <= h) write_low_precision<kBypassCache>(param + h, low_precision_param + h);
   }
   if (last < n)
     adam_partial<kDecoupled>(param + last, grad + last, exp_avg + last, exp_avg_sq + last, low_precision_param + last,
                              n - last, k, random, last, reload);
-  if constexpr (kStream) finish_streams();
+  if constexpr (kBypassCache) order_bypassing_stores();
 }
 
 template <class M, class G, class C, bool kDecoupled>
-void adam(const AdamArrays& a, int64_t begin, int64_t end, const AdamFactors& k, const Random& r, bool stream) {
+void adam(const AdamArrays& a, int64_t begin, int64_t end, const AdamFactors& k, const Random& r,
+          bool bypass_cache) {
   float* param = a.param + begin;
   const G* grad = (const G*)a.grad + begin;
   M *exp_avg = (M*)a.exp_avg + begin, *exp_avg_sq = (M*)a.exp_avg_sq + begin;
@@ -212,7 +214,7 @@ void adam(const AdamArrays& a, int64_t begin, int64_t end, const AdamFactors& k,
   const RandomVecs random(r, begin);
   const bool reload = a.reload_written && !std::is_same_v<C, none>;
   if constexpr (!std::is_same_v<C, none>) {
-    if (stream)
+    if (bypass_cache)
       return adam_range<true, kDecoupled>(param, grad, exp_avg, exp_avg_sq, low_precision_param, end - begin, k, random,
                                           reload);
   }
@@ -251,7 +253,7 @@ double squared_norm(const void* data, int64_t begin, int64_t end) {
   return total;
 }
 
-// Single operations that round once, so vector and scalar code agree.
+// Each operation rounds once, so vector and scalar code agree.
 template <class T>
 void accumulate(float* acc, const void* data, int64_t n, bool init) {
   const T* src = (const T*)data;
@@ -273,7 +275,8 @@ void cast(const float* src, void* data, int64_t n) {
   for (; i < n; ++i) from_float(src[i], dst + i);
 }
 
-// Only Adam's memory traffic. `a`, `b` and `c` change, so that the compiler drops no store.
+// Adam's memory traffic without its arithmetic: see ze_stream. `a`, `b` and `c` change, so that the compiler drops no
+// store.
 template <class G, bool kCopy>
 void stream(const StreamArrays& s, int64_t begin, int64_t end) {
   const G* grad = (const G*)s.grad;
@@ -286,10 +289,10 @@ void stream(const StreamArrays& s, int64_t begin, int64_t end) {
       update(s.a + j, g);
       update(s.b + j, g);
       update(s.c + j, g);
-      if constexpr (kCopy) g.stream(low_precision_param + j);
+      if constexpr (kCopy) g.store_bypassing_cache(low_precision_param + j);
     }
   }
-  if constexpr (kCopy) finish_streams();
+  if constexpr (kCopy) order_bypassing_stores();
 }
 
 template <class M, class G, class C>

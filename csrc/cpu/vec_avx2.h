@@ -46,7 +46,7 @@ struct Vec {
   template <class T>
   void store(T* y) const { _mm_storeu_si128((__m128i*)y, narrow(y)); }
   template <class T>
-  void stream(T* y) const { _mm_stream_si128((__m128i*)y, narrow(y)); }
+  void store_bypassing_cache(T* y) const { _mm_stream_si128((__m128i*)y, narrow(y)); }
   void store(bf16* y, Bits random) const {  // [Note: Stochastic rounding]
     const __m256i sum = _mm256_add_epi32(_mm256_castps_si256(v), random.v);
     _mm_storeu_si128((__m128i*)y, pack(_mm256_srli_epi32(sum, 16)));
@@ -88,7 +88,7 @@ struct Squares {
   }
 };
 
-inline void finish_streams() { _mm_sfence(); }
+inline void order_bypassing_stores() { _mm_sfence(); }
 
 }  // namespace
 }  // namespace ze

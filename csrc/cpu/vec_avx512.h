@@ -43,7 +43,7 @@ struct Vec {
   template <class T>
   void store(T* y) const { _mm256_storeu_si256((__m256i*)y, narrow(y)); }
   template <class T>
-  void stream(T* y) const { _mm256_stream_si256((__m256i*)y, narrow(y)); }
+  void store_bypassing_cache(T* y) const { _mm256_stream_si256((__m256i*)y, narrow(y)); }
   void store(bf16* y, Bits random) const {
     const __m512i sum = _mm512_add_epi32(_mm512_castps_si512(v), random.v);
     _mm256_storeu_si256((__m256i*)y, _mm512_cvtepi32_epi16(_mm512_srli_epi32(sum, 16)));
@@ -81,7 +81,7 @@ struct Squares {
   }
 };
 
-inline void finish_streams() { _mm_sfence(); }
+inline void order_bypassing_stores() { _mm_sfence(); }
 
 }  // namespace
 }  // namespace ze

@@ -51,7 +51,7 @@ struct Vec {
     for (int i = 0; i < kWidth; ++i) from_float(v[i], y + i);
   }
   template <class T>
-  void stream(T* y) const { store(y); }
+  void store_bypassing_cache(T* y) const { store(y); }
   void store(bf16* y, Bits random) const {
     const Bits::Lanes sum = (Bits::Lanes)v + random.v;
     for (int i = 0; i < kWidth; ++i) y[i].bits = uint16_t(sum[i] >> 16);
@@ -77,7 +77,7 @@ struct Squares {
   void store(double* y) const { memcpy(y, sums, sizeof sums); }
 };
 
-inline void finish_streams() {}
+inline void order_bypassing_stores() {}
 
 }  // namespace
 }  // namespace ze

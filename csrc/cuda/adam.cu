@@ -5,7 +5,7 @@
 namespace ze {
 namespace {
 
-// A tile is the range that a block updates at one time. A thread takes four neighbours at a time: 16 bytes of float or
+// A tile is the range that a block updates at one time. A thread takes four neighbors at a time: 16 bytes of float or
 // 8 of bf16 or fp16, and a warp's access is one contiguous range. Wider accesses of 16-bit types would make those of
 // float strided.
 constexpr int kPack = 4, kPacks = 2;
@@ -49,8 +49,8 @@ __device__ inline void update(float& param, G grad, M& exp_avg, M& exp_avg_sq, c
   float p = param, g = to_float(grad) * k.grad_scale;
   if (!run.decoupled) g = g + k.decay * p;
   float m = to_float(exp_avg), v = to_float(exp_avg_sq);
-  m = m + k.rest1 * (g - m);
-  v = k.beta2 * v + k.rest2 * g * g;
+  m = m + k.one_minus_beta1 * (g - m);
+  v = k.beta2 * v + k.one_minus_beta2 * g * g;
   keep_moments(m, v, &exp_avg, &exp_avg_sq, random, i);
   const float denominator = sqrtf(v) * k.inv_root + k.eps;
   if (run.decoupled) p = p * k.decay;

@@ -66,14 +66,14 @@ __global__ void __launch_bounds__(kThreads) cast(Copies copies, int64_t num_tile
 }
 
 // Bytes that travel as an argument of one launch.
-constexpr int64_t kLetter = 2048;
+constexpr int64_t kArgumentBytes = 2048;
 
-struct Letter {
-  char bytes[kLetter];
+struct BytesArgument {
+  char bytes[kArgumentBytes];
 };
 
-__global__ void __launch_bounds__(kThreads) write(Letter letter, char* dst, int64_t bytes) {
-  for (int64_t i = threadIdx.x; i < bytes; i += kThreads) dst[i] = letter.bytes[i];
+__global__ void __launch_bounds__(kThreads) write(BytesArgument argument, char* dst, int64_t bytes) {
+  for (int64_t i = threadIdx.x; i < bytes; i += kThreads) dst[i] = argument.bytes[i];
 }
 
 }  // namespace
@@ -104,11 +104,11 @@ int ze_cuda_cast(int device, void* stream, const ze_cuda_copy* copies, int64_t n
 
 int ze_cuda_write(int device, void* stream, void* dst, const void* src, int64_t bytes) {
   ZE_RETURN_IF(cudaSetDevice(device));
-  for (int64_t done = 0; done < bytes; done += ze::kLetter) {
-    const int64_t some = bytes - done < ze::kLetter ? bytes - done : ze::kLetter;
-    ze::Letter letter;
-    memcpy(letter.bytes, static_cast<const char*>(src) + done, size_t(some));
-    ZE_RETURN_IF(ze::launch(ze::write, 1, ze::kThreads, stream, letter, static_cast<char*>(dst) + done, some));
+  for (int64_t done = 0; done < bytes; done += ze::kArgumentBytes) {
+    const int64_t some = bytes - done < ze::kArgumentBytes ? bytes - done : ze::kArgumentBytes;
+    ze::BytesArgument argument;
+    memcpy(argument.bytes, static_cast<const char*>(src) + done, size_t(some));
+    ZE_RETURN_IF(ze::launch(ze::write, 1, ze::kThreads, stream, argument, static_cast<char*>(dst) + done, some));
   }
   return ZE_OK;
 }
