@@ -57,7 +57,7 @@ def on_gpu(number: int, rank: int) -> tuple[torch.Tensor, ...]:
 
 def steps_without_waiting(stage: int, more: dict[str, Any]) -> tuple[int, int, bool]:
     engine = engine_at(stage, **more)
-    assert engine.optimizer.backend.issues_without_waiting
+    assert engine.optimizer.backend.is_async
     data = [on_gpu(number, engine.rank) for number in range(6)]
     for number in range(6):
         loss = engine(*data[number])
@@ -202,7 +202,7 @@ def test_an_overflow_changes_nothing() -> None:
 
 def losses(device_path: bool) -> list[float]:
     torch.use_deterministic_algorithms(True, warn_only=True)
-    engine = make_engine(build(untied).cuda(), None, config(2), decaying, without_waiting=device_path)
+    engine = make_engine(build(untied).cuda(), None, config(2), decaying, async_step=device_path)
     found = []
     for number in range(8):
         loss = engine(*on_gpu(number, 0))
@@ -246,7 +246,7 @@ def offloaded(which: dict[str, Any], folder: str, more: dict[str, Any]) -> tuple
     torch.use_deterministic_algorithms(True, warn_only=True)
     zero = {key: of | ({"nvme_path": folder} if of["device"] == "nvme" else {}) for key, of in which.items()}
     settings = config(3, zero_optimization={"stage": 3, **zero}, **more)
-    engine = make_engine(build(untied), None, settings, decaying, without_waiting=None if which else False)
+    engine = make_engine(build(untied), None, settings, decaying, async_step=None if which else False)
     data, found = [on_gpu(number, engine.rank) for number in range(8)], []
     on_disk = any(of["device"] == "nvme" for of in which.values())
     for number in range(8):

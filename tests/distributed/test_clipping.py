@@ -55,7 +55,7 @@ def clipped(on_device: bool | None) -> list[list[Trained]]:
         for stage in STAGES:
             task = Task(steps=3, micro_steps=micro_steps, clip=0.0)
             model = build(task.factory)
-            engine = make_engine_on(model, adamw(model), settings(task, stage), without_waiting=on_device)
+            engine = make_engine_on(model, adamw(model), settings(task, stage), async_step=on_device)
             found[-1].append(by_the_loop(task, engine, engine.optimizer.step))
             engine.close()
     return found

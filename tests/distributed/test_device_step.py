@@ -103,8 +103,8 @@ def train(case: Case, stage: int, on_device: bool) -> dict[str, Any]:
     """Everything that five steps leave behind, by name."""
     rank, model, given = start(), build(Branching), {"optimizer": None, **case.more}
     settings = config(stage, gradient_accumulation_steps=case.micro_steps, **given)
-    engine = make_engine(model, case.optimizer(model), settings, case.schedule, without_waiting=on_device)
-    assert engine.optimizer.backend.issues_without_waiting == on_device
+    engine = make_engine(model, case.optimizer(model), settings, case.schedule, async_step=on_device)
+    assert engine.optimizer.backend.is_async == on_device
     found: dict[str, Any] = {"losses": [], "norms": [], "results": [], "rates": [], "scales": []}
     for micro_step in range(5 * case.micro_steps):
         step = micro_step // case.micro_steps
@@ -181,7 +181,7 @@ def spoilt_step(engine: zeroengine.Engine, number: int, value: float) -> Any:
 def asked_by_one_rank(stage: int) -> tuple[list[str], list[float], int]:
     start()
     log, model = Log(), build(Branching)
-    engine = make_engine(model, grouped(model), config(stage, optimizer=None), decaying, without_waiting=True)
+    engine = make_engine(model, grouped(model), config(stage, optimizer=None), decaying, async_step=True)
     spoilt_step(engine, 0, 1.0)
     before = [group["lr"] for group in engine.optimizer.param_groups]
     spoilt_step(engine, 1, INF)
@@ -214,7 +214,7 @@ def surgery() -> list[Any]:
     found = []
     for on_device in (False, True):
         model = build(Branching)
-        engine = make_engine(model, grouped(model), config(3, optimizer=None), without_waiting=on_device)
+        engine = make_engine(model, grouped(model), config(3, optimizer=None), async_step=on_device)
         param = model.blocks[0].up.weight
         for step in range(3):
             spoilt_step(engine, step, NAN if step == 1 else 1.0)
@@ -239,7 +239,7 @@ def resumed(folder: str) -> list[str]:
 
         def make(on_device: bool = on_device) -> zeroengine.Engine:
             model = build(Branching)
-            return make_engine(model, grouped(model), config(2, optimizer=None), decaying, without_waiting=on_device)
+            return make_engine(model, grouped(model), config(2, optimizer=None), decaying, async_step=on_device)
 
         engine = make()
         for step in range(3):
@@ -264,7 +264,7 @@ def test_a_checkpoint_after_a_skipped_step_has_its_counts_and_its_schedule(tmp_p
 def exhausted() -> tuple[str, int, int]:
     start()
     model, fp16 = build(Branching), {"enabled": True, "initial_scale_power": 2, "min_loss_scale": 4, "hysteresis": 1}
-    engine = make_engine(model, grouped(model), config(2, optimizer=None, fp16=fp16), decaying, without_waiting=True)
+    engine = make_engine(model, grouped(model), config(2, optimizer=None, fp16=fp16), decaying, async_step=True)
     rates = [group["lr"] for group in engine.optimizer.param_groups]
     with pytest.raises(ZeroEngineError) as error:
         spoilt_step(engine, 0, INF)
@@ -283,7 +283,7 @@ def progress() -> list[str]:
     start()
     model = build(Branching)
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        engine = make_engine(model, grouped(model), config(2, optimizer=None, steps_per_print=2), without_waiting=True)
+        engine = make_engine(model, grouped(model), config(2, optimizer=None, steps_per_print=2), async_step=True)
         for step in range(5):
             spoilt_step(engine, step, NAN if step == 1 else 1.0)
     return [line.split(":")[0] for line in out.getvalue().splitlines()]
@@ -297,9 +297,7 @@ def ended(how: str) -> tuple[list[str], list[str], float]:
     """What is said at the end of a run whose last step was skipped, and the rate that is left."""
     start()
     log, model = Log(), build(Branching)
-    engine = make_engine(
-        model, grouped(model), config(2, optimizer=None, steps_per_print=1), decaying, without_waiting=True
-    )
+    engine = make_engine(model, grouped(model), config(2, optimizer=None, steps_per_print=1), decaying, async_step=True)
     with contextlib.redirect_stdout(io.StringIO()) as out:
         for step in range(2):
             result = spoilt_step(engine, step, INF if step == 1 else 1.0)

@@ -62,7 +62,7 @@ def optimizer_loop(
     for stage in stages:
         model = build(task.factory)
         optimizer = task.optimizer(model)
-        engine = make_engine_on(model, optimizer, settings(task, stage), without_waiting=on_device)
+        engine = make_engine_on(model, optimizer, settings(task, stage), async_step=on_device)
         stepped = engine.optimizer if use_engine_optimizer else optimizer
         losses, norms = [], []
         for micro_step in range(task.steps * task.micro_steps):

@@ -96,7 +96,7 @@ def engine_at(stage: int, more: dict[str, Any], on_device: bool | None = True) -
     if not dist.is_initialized():
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     model = build(functools.partial(TinyLM, tied=False))
-    return make_engine(model, None, config(stage, units=UNITS, **more), decaying, without_waiting=on_device)
+    return make_engine(model, None, config(stage, units=UNITS, **more), decaying, async_step=on_device)
 
 
 # -- nobody looks -------------------------------------------------------------------------------------

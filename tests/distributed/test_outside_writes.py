@@ -127,8 +127,8 @@ def optimizer_on(device: str, path: str) -> dict[str, Any]:
     ids=["fp32", "bf16", "bf16, issued at once", "fp16", "bf16, an optimizer on shards"],
 )
 def test_the_next_update_starts_from_outside_writes(task: Task, more: dict[str, Any], on_device: bool) -> None:
-    cases = [(stage, FP32, {"without_waiting": on_device}) for stage in (0, 1, 2)]
-    cases.append((3, stay_whole(10**9), {"without_waiting": on_device}))
+    cases = [(stage, FP32, {"async_step": on_device}) for stage in (0, 1, 2)]
+    cases.append((3, stay_whole(10**9), {"async_step": on_device}))
     run_ranks(2, compare_with_gathered, task, more, cases)
 
 
@@ -157,9 +157,7 @@ def write_unused(task: Task, on_device: bool) -> None:
     start()
     for stage in (0, 1, 2):
         model: Any = build(task.factory)
-        engine = make_engine_with(
-            model, task.optimizer(model), settings(task, stage, **BF16), without_waiting=on_device
-        )
+        engine = make_engine_with(model, task.optimizer(model), settings(task, stage, **BF16), async_step=on_device)
         take_steps(engine, range(1))
         model.side.weight.data.fill_(0.75)
         take_steps(engine, range(1, 3))
@@ -302,7 +300,7 @@ def write_differently_ahead_of_the_verdict() -> list[str]:
     messages = []
     for stage in (0, 1, 2):
         model: Any = untied()
-        engine = make_engine_with(model, adamw(model), settings(Task(), stage, **BF16), without_waiting=True)
+        engine = make_engine_with(model, adamw(model), settings(Task(), stage, **BF16), async_step=True)
         take_steps(engine, range(1))
         with torch.no_grad():
             model.norm.bias.fill_(float(rank))

@@ -15,7 +15,7 @@ from tests.distributed.ranks import run_ranks
 from tests.distributed.training import Task, adamw, check_every_stage, make_engine, ordinary_loop, settings, start
 from tests.emulated import a_real_gpu
 from tests.parametrization import EVERY_TRANSPORT, SHARED_MEMORY_AND_SLOW_GLOO
-from zeroengine.optim.backends.host_adam import SEGMENT_TABLES
+from zeroengine.optim.backends.blocking_adam import MAX_CACHED_LISTS
 
 
 def features(step: int, rank: int) -> tuple[torch.Tensor]:
@@ -155,7 +155,7 @@ def skipping_at_random(step: int, rank: int) -> tuple[torch.Tensor, bool]:
 def count_remembered(task: Task, engine: zeroengine.Engine) -> tuple[list[float], list[float]]:
     found = ordinary_loop(task, engine)
     sizes = [segments.cache_info().currsize for segments in engine.optimizer.backend.segments_of_shard]
-    assert max(sizes) <= SEGMENT_TABLES < task.steps
+    assert max(sizes) <= MAX_CACHED_LISTS < task.steps
     return found
 
 

@@ -14,12 +14,12 @@ from tests.ops.test_adam import State, assert_same_bits
 from tests.ops.test_cuda_kernels import GROUPS
 from zeroengine import ops
 from zeroengine.errors import ZeroEngineError
-from zeroengine.ops import AdamBuffer, AdamSegment, AdamTable, _cuda_library
+from zeroengine.ops import AdamSegment, AdamTable, SegmentList, _cuda_library
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
 N = 300_000
-BUFFER = AdamBuffer([AdamSegment(0, 1001, 0, 0), AdamSegment(1001, 200_000, 1, 1), AdamSegment(200_007, N, 2, 0)])
+BUFFER = SegmentList([AdamSegment(0, 1001, 0, 0), AdamSegment(1001, 200_000, 1, 1), AdamSegment(200_007, N, 2, 0)])
 
 
 @pytest.fixture(autouse=True)

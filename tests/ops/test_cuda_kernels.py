@@ -24,7 +24,7 @@ from tests.ops import cuda
 from tests.ops.test_adam import COPIES, DTYPES, MOMENTS, State
 from zeroengine import ops
 from zeroengine.errors import ZeroEngineError
-from zeroengine.ops import AdamBuffer, AdamSegment, AdamTable, _cuda_library
+from zeroengine.ops import AdamSegment, AdamTable, SegmentList, _cuda_library
 
 pytestmark = pytest.mark.gpu
 
@@ -198,7 +198,7 @@ def check_table(
             if i % 4 != 2:  # the others are gaps
                 segments.append(AdamSegment(start, stop, i % len(GROUPS), slots + i % 2))
         slots += 2
-        buffers.append(AdamBuffer(segments, seed=number << 32, offset=2**32 - 900 - number))
+        buffers.append(SegmentList(segments, seed=number << 32, offset=2**32 - 900 - number))
     want = [State(max(places, default=0) + 7, grad, copy, moments, seed=i) for i, places in enumerate(cuts)]
     got = [gpu.state(state, [skew] * 5) for state in want]
     tables = []
@@ -238,7 +238,7 @@ def test_an_overflow_changes_nothing(gpu: Gpu) -> None:
     before = State(3 * TILE, torch.float32, torch.bfloat16, torch.bfloat16)
     state = gpu.state(before)
     with gpu.serving():
-        table = AdamTable([AdamBuffer([AdamSegment(0, 3 * TILE, 0, 0)])], 1, 1, gpu.device)
+        table = AdamTable([SegmentList([AdamSegment(0, 3 * TILE, 0, 0)])], 1, 1, gpu.device)
         table.set_groups(GROUPS[:1])
         table.prepare(ops.gradient_factor(torch.tensor(math.nan, dtype=torch.float64, device=gpu.device)))
         table.update(0, state.param, state.grad, state.exp_avg, state.exp_avg_sq, state.copy)
@@ -264,8 +264,8 @@ def test_wrong_tables_are_refused() -> None:
         ([AdamSegment(0, 5, 1, 0)], "of group 1 and slot 0; there are 1 groups and 1 slots"),
     ]:
         with pytest.raises(ZeroEngineError, match=message):
-            AdamTable([AdamBuffer(segments)], 1, 1, "cpu")
-    table = AdamTable([AdamBuffer([AdamSegment(0, 5, 0, 0)])], 1, 1, "cpu")
+            AdamTable([SegmentList(segments)], 1, 1, "cpu")
+    table = AdamTable([SegmentList([AdamSegment(0, 5, 0, 0)])], 1, 1, "cpu")
     with pytest.raises(ZeroEngineError, match=r"factor is torch\.float32 of shape"):
         table.prepare(torch.ones(3))
     with pytest.raises(ZeroEngineError, match="2 groups, but the table has 1"):

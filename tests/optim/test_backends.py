@@ -31,7 +31,7 @@ def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
 def backend_after_a_step(name: str, on_device: bool) -> tuple[str, bool, list[str], bool]:
     start()
     model = build(TinyLM)
-    engine = make_engine(model, make_optimizer(name, model), config(2, optimizer=None), without_waiting=on_device)
+    engine = make_engine(model, make_optimizer(name, model), config(2, optimizer=None), async_step=on_device)
     engine.backward(engine(*batch(0, engine.rank)))
     assert engine.step()
     optimizer, names, complete = engine.optimizer, set(), True
@@ -41,7 +41,7 @@ def backend_after_a_step(name: str, on_device: bool) -> tuple[str, bool, list[st
             names |= {*state.elements, *state.numbers}
             complete &= all(values.shape == (span.numel,) for values in state.elements.values())
             complete &= optimizer.shard_state.keys in (None, {*state.elements, *state.numbers})
-    found = type(optimizer.backend).__name__, optimizer.backend.issues_without_waiting, sorted(names), complete
+    found = type(optimizer.backend).__name__, optimizer.backend.is_async, sorted(names), complete
     engine.close()
     return found
 
@@ -49,8 +49,8 @@ def backend_after_a_step(name: str, on_device: bool) -> tuple[str, bool, list[st
 @pytest.mark.parametrize(
     ("name", "on_device", "backend", "state"),
     [
-        ("AdamW", False, "HostAdam", ["exp_avg", "exp_avg_sq", "step"]),
-        ("AdamW", True, "DeviceAdam", ["exp_avg", "exp_avg_sq", "step"]),
+        ("AdamW", False, "BlockingAdam", ["exp_avg", "exp_avg_sq", "step"]),
+        ("AdamW", True, "AsyncAdam", ["exp_avg", "exp_avg_sq", "step"]),
         ("CustomAdam", True, "TorchOptimizer", ["exp_avg", "exp_avg_sq", "step"]),
         ("AMSGrad", False, "TorchOptimizer", ["exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"]),
         ("Lion", False, "TorchOptimizer", ["exp_avg"]),
@@ -59,5 +59,5 @@ def backend_after_a_step(name: str, on_device: bool) -> tuple[str, bool, list[st
 def test_the_first_backend_that_serves_an_optimizer_runs_it(
     name: str, on_device: bool, backend: str, state: list[str]
 ) -> None:
-    expected = (backend, backend == "DeviceAdam", state, True)
+    expected = (backend, backend == "AsyncAdam", state, True)
     assert run_ranks(2, backend_after_a_step, name, on_device) == [expected, expected]

@@ -57,7 +57,7 @@ class EngineParts:
         group: The ranks to partition over.
         plans: How the model is cut into units.
         lr_scheduler: A schedule over ``base_optimizer``, a callable that makes one, or None.
-        without_waiting: Whether a step is issued without waiting for its norm. None decides by the device.
+        async_step: Whether a step is issued without waiting for its norm. None decides by the device.
         copies: Moves tensors between the device and the host. None decides by the device.
         undo: Takes the calls that leave ``model``, ``base_optimizer`` and ``lr_scheduler`` ordinary, with the values
             that they have at that time, and give back what the engine holds outside of tensors.
@@ -97,7 +97,7 @@ class EngineParts:
         group: Group,
         plans: Sequence[UnitPlan],
         lr_scheduler: LRSchedulerLike,
-        without_waiting: bool | None,
+        async_step: bool | None,
         copies: Copies | None,
         undo: ExitStack,
         end_step: Callable[[], None],
@@ -131,7 +131,7 @@ class EngineParts:
         # matters.
         self.accumulation = Accumulation(micro_steps_per_step, group.rank, self.backward)
         self.gatherer = Gatherer(model, self.units, self.transport, config, self.backward)
-        collects_copies = group.device.type == "cuda" if without_waiting is None else without_waiting
+        collects_copies = group.device.type == "cuda" if async_step is None else async_step
         stores = self.placement.optimizer_stores
         self.reducer = Reducer(self.units, self.transport, config, self.backward, stores, collects_copies)
         for handle in (*self.gatherer.hook_handles, *self.reducer.hook_handles):
@@ -152,7 +152,7 @@ class EngineParts:
                 moments_dtype=FLOATS[config.optimizer_state_dtype],
                 stores=stores,
                 pipeline=self.placement.pipeline,
-                without_waiting=without_waiting,
+                async_step=async_step,
             )
             self.restoration.shards = self.optimizer.shards
             schedule = make_scheduler(lr_scheduler, self.optimizer, config)

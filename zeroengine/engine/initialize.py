@@ -92,13 +92,13 @@ def make_engine(
     lr_scheduler: LRSchedulerLike = None,
     process_group: dist.ProcessGroup | DeviceMesh | None = None,
     *,
-    without_waiting: bool | None = None,
+    async_step: bool | None = None,
     copies: Copies | None = None,
 ) -> Engine:
-    """Make the engine of ``initialize``. Tests choose ``without_waiting`` and ``copies``; see ``EngineParts``."""
+    """Make the engine of ``initialize``. Tests choose ``async_step`` and ``copies``; see ``EngineParts``."""
     undo = contextlib.ExitStack()
     try:
-        return _make_engine(model, optimizer, config, lr_scheduler, process_group, without_waiting, copies, undo)
+        return _make_engine(model, optimizer, config, lr_scheduler, process_group, async_step, copies, undo)
     except BaseException:
         # This leaves an ordinary model, as the end of an engine does.
         undo.__exit__(*sys.exc_info())
@@ -111,7 +111,7 @@ def _make_engine(
     config: str | Path | Mapping[str, Any] | Config | None,
     lr_scheduler: LRSchedulerLike,
     process_group: dist.ProcessGroup | DeviceMesh | None,
-    without_waiting: bool | None,
+    async_step: bool | None,
     copies: Copies | None,
     undo: contextlib.ExitStack,
 ) -> Engine:
@@ -167,9 +167,7 @@ def _make_engine(
     num_parameters = sum(plan.numel for plan in plans)
     try:
         return Engine(
-            partial(
-                EngineParts, model, base_optimizer, settings, group, plans, lr_scheduler, without_waiting, copies, undo
-            )
+            partial(EngineParts, model, base_optimizer, settings, group, plans, lr_scheduler, async_step, copies, undo)
         )
     except RuntimeError as error:
         if is_out_of_memory(error):

@@ -1,8 +1,8 @@
 """The end of a step: clipping, the update, the LR schedule, and the counters.
 
 [Note: Steps whose result is known late]
-With ``DeviceAdam`` (Adam on a GPU, nothing offloaded) ``Engine.step`` issues a step and returns: see "A step without
-waiting" in ``optim/backends/device_adam.py``.
+With ``AsyncAdam`` (Adam on a GPU, nothing offloaded) ``Engine.step`` issues a step and returns: see "A step without
+waiting" in ``optim/backends/async_adam.py``.
 The host learns the result where somebody asks for it (``global_steps`` and the like, the truth value of what ``step``
 returned), when the next backward begins, before checkpoints, and at the end. In each of these places the device still
 has the update before it, and at the next backward the forward, too, so it does not run out of work.
@@ -198,7 +198,7 @@ class StepRunner(BackwardListener):
         schedule = self.schedule
         reversible = schedule is None or all(hasattr(schedule, name) for name in ("state_dict", "load_state_dict"))
         # With a loss scale the next backward needs the result, and a schedule that cannot be reverted needs it, too.
-        known_late = self._optimizer.backend.issues_without_waiting and not self._config.scales_loss and reversible
+        known_late = self._optimizer.backend.is_async and not self._config.scales_loss and reversible
         revert_schedule = None
         if known_late:
             # The schedule is stepped before the result is known, as if the step had updated.
@@ -299,7 +299,7 @@ class StepRunner(BackwardListener):
 
     def _report(self, step: int, skipped: bool) -> None:
         """Say which gradient was not finite. Raise on every rank where no smaller loss scale is left. A collective."""
-        name = self._optimizer.gradient_norm.first_not_finite() or "none alone: their sum of squares"
+        name = self._optimizer.reduction.first_not_finite() or "none alone: their sum of squares"
         what = f"the gradient of {name} is not finite"
         # The loss scale is the same on every rank, so either all ranks raise or none does.
         if self._config.scales_loss and self._scaler.exhausted:

@@ -16,13 +16,13 @@ from zeroengine.ops.adam import adam_step
 from zeroengine.ops.cast import cast_copy
 from zeroengine.ops.factor import gradient_factor
 from zeroengine.ops.norm import squared_norm, squared_norms
-from zeroengine.ops.table import AdamBuffer, AdamSegment, AdamTable
+from zeroengine.ops.table import AdamSegment, AdamTable, SegmentList
 
 __all__ = [
     "DTYPE_CODES",
-    "AdamBuffer",
     "AdamSegment",
     "AdamTable",
+    "SegmentList",
     "adam_step",
     "advise_huge_pages",
     "cast_copy",

@@ -18,7 +18,7 @@ from zeroengine.ops.adam import AdamArrays, adam_step
 
 @dataclass(frozen=True)
 class AdamSegment:
-    """Neighbouring elements of a buffer that share hyperparameters and a step count.
+    """Neighboring elements of a buffer that share hyperparameters and a step count.
 
     Attributes:
         start: The first element within the buffer.
@@ -34,8 +34,8 @@ class AdamSegment:
 
 
 @dataclass(frozen=True)
-class AdamBuffer:
-    """The segments of one flat buffer.
+class SegmentList:
+    """The segments of one flat buffer, and what its stochastic rounding depends on.
 
     Attributes:
         segments: Ascending. The elements between them are never updated.
@@ -52,10 +52,10 @@ class AdamTable:
     """Updates a fixed set of buffers by Adam.
 
     [Note: Adam with its scalars on the device]
-    On CUDA everything that a step depends on stays on the device. ``prepare`` counts the step and folds every segment's
-    hyperparameters in one small launch. Then one launch updates a buffer, whatever its number of segments. So the host
-    runs ahead, and a CUDA graph may capture ``prepare`` and ``update`` together: a replay uses the values that
-    ``groups``, ``steps`` and the factor have then. On overflow nothing is written, and no step is counted.
+    On CUDA everything that a step depends on stays on the device. ``prepare`` counts the step and computes every
+    segment's factors in one small launch. Then one launch updates a buffer, whatever its number of segments. So the
+    host runs ahead, and a CUDA graph may capture ``prepare`` and ``update`` together: a replay reads ``groups``,
+    ``steps`` and the factor anew. On overflow nothing is written, and no step is counted.
 
     On the CPU, and where the CUDA library is missing, `adam_step` does the same for each segment.
 
@@ -75,16 +75,16 @@ class AdamTable:
     """
 
     def __init__(
-        self, buffers: Sequence[AdamBuffer], num_groups: int, num_slots: int, device: torch.device | str
+        self, buffers: Sequence[SegmentList], num_groups: int, num_slots: int, device: torch.device | str
     ) -> None:
         self.device = torch.device(device)
         # "cuda" means the current device, which may be another one at a later call.
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self._cuda = _cuda_library.cuda_library(self.device)
-        self._buffers = tuple(buffers)
-        for i, buffer in enumerate(self._buffers):
-            _check(i, buffer, num_groups, num_slots)
+        self._segment_lists = tuple(buffers)
+        for i, segment_list in enumerate(self._segment_lists):
+            _check(i, segment_list, num_groups, num_slots)
         self.groups = torch.zeros(num_groups, len(GROUP_FIELDS), dtype=torch.float64, device=self.device)
         self.steps = torch.zeros(num_slots, dtype=torch.int64, device=self.device)
         # The rows that ``set_groups`` wrote last.
@@ -94,13 +94,13 @@ class AdamTable:
 
     def _lay_out(self, cuda: ctypes.CDLL) -> None:
         rows = []
-        # A tile is what a block of threads updates at a stretch. Tiles are numbered through a buffer's segments, so
-        # that one launch covers them all, whatever their sizes.
+        # A tile is the range that a block of threads updates at one time. Tiles are numbered through a buffer's
+        # segments, so that one launch covers them all, whatever their sizes.
         self._first_run, self._num_tiles = [0], []
-        for buffer in self._buffers:
-            tiles = 0
-            for s in buffer.segments:
-                rows.append(CudaSegment(s.start, s.stop, tiles, buffer.seed, buffer.offset, s.group, s.slot))
+        for segment_list in self._segment_lists:
+            seed, offset, tiles = segment_list.seed, segment_list.offset, 0
+            for s in segment_list.segments:
+                rows.append(CudaSegment(s.start, s.stop, tiles, seed, offset, s.group, s.slot))
                 tiles += cuda.ze_cuda_tiles(s.start, s.stop)
             self._first_run.append(len(rows))
             self._num_tiles.append(tiles)
@@ -118,7 +118,7 @@ class AdamTable:
         """
         if len(groups) != len(self.groups):
             raise ZeroEngineError(f"set_groups: {len(groups)} groups, but the table has {len(self.groups)}")
-        # A rate on the device, as a captured schedule writes it, must not be read here: that would wait.
+        # A captured schedule writes the rate on the device. Reading it here would make the host wait.
         rates = {i: g["lr"] for i, g in enumerate(groups) if isinstance(g["lr"], Tensor) and not g["lr"].is_cpu}
         rows = [_row(group, 0.0 if i in rates else float(group["lr"])) for i, group in enumerate(groups)]
         # Hyperparameters seldom change, and writing them costs a launch.
@@ -127,8 +127,8 @@ class AdamTable:
             if self._cuda is None:
                 self.groups.copy_(values.view_as(self.groups))
             else:
-                # The library passes the values as arguments of a kernel, where a copy from ordinary host memory would
-                # make the host wait.
+                # The library passes the values as arguments of a kernel. A copy from ordinary host memory would make
+                # the host wait.
                 _cuda_library.call(
                     self._cuda, "ze_cuda_write", self.device, self.groups.data_ptr(), values.data_ptr(), values.nbytes
                 )
@@ -138,12 +138,12 @@ class AdamTable:
             self.groups[i, 0].copy_(rate.view(()))
 
     def prepare(self, factor: Tensor, used: Tensor | None = None) -> None:
-        """Count a step, which the next ``update`` of each buffer takes.
+        """Count a step. The next ``update`` of each buffer takes it.
 
         Args:
             factor: The result of `gradient_factor`.
-            used: float64, a value for each slot: where it is 0 no step is counted and nothing is updated. None: every
-                slot is used.
+            used: float64, a value for each slot. A slot with 0 counts no step and updates nothing. None: every slot
+                is used.
 
         Raises:
             ZeroEngineError: A tensor has another shape, dtype or device.
@@ -174,10 +174,10 @@ class AdamTable:
         )
 
     def _prepare_on_host(self, factor: Tensor, used: Tensor | None) -> None:
-        # This waits where the table is on a GPU without the CUDA library. On the CPU there is nothing to wait for.
+        # This waits if the table is on a GPU without the CUDA library.
         self._factor, _, overflow = factor.tolist()
         active = torch.ones_like(self.steps) if used is None else (used > 0).long()
-        # As on the device: an overflow counts no step, and `update` writes nothing.
+        # As on the device, an overflow counts no step, and `update` writes nothing.
         if overflow:
             active.zero_()
         self.steps += active
@@ -193,7 +193,7 @@ class AdamTable:
         low_precision_param: Tensor | None = None,
         reload_written: bool = False,
     ) -> None:
-        """Take the step that was prepared for one buffer. Nothing is written between its segments.
+        """Take the prepared step for one buffer. Nothing is written between its segments.
 
         Args:
             buffer: The buffer's index.
@@ -204,15 +204,15 @@ class AdamTable:
         """
         arrays = AdamArrays(param, grad, exp_avg, exp_avg_sq, low_precision_param)
         arrays.check("update")
-        segments = self._buffers[buffer].segments
+        segments = self._segment_lists[buffer].segments
         if segments and segments[-1].stop > param.numel():
             raise ZeroEngineError(
                 f"update: buffer {buffer} has {param.numel()} elements, but its segments end at {segments[-1].stop}"
             )
         if self._cuda is None:
-            self._update_on_host(self._buffers[buffer], arrays, reload_written)
+            self._update_on_host(self._segment_lists[buffer], arrays, reload_written)
             return
-        # The runs of all buffers lie one after the other.
+        # The array holds the runs of one buffer after those of another.
         first, last = self._first_run[buffer : buffer + 2]
         _cuda_library.call(
             self._cuda,
@@ -225,9 +225,9 @@ class AdamTable:
             self._num_tiles[buffer],
         )
 
-    def _update_on_host(self, buffer: AdamBuffer, arrays: AdamArrays, reload_written: bool) -> None:
+    def _update_on_host(self, segment_list: SegmentList, arrays: AdamArrays, reload_written: bool) -> None:
         groups, steps, active = self._host
-        for s in buffer.segments:
+        for s in segment_list.segments:
             # Without a gradient on any rank, or on overflow, the segment keeps its values and its step count.
             if not active[s.slot]:
                 continue
@@ -241,8 +241,8 @@ class AdamTable:
                 grad_scale=self._factor,
                 reload_written=reload_written,
                 step=steps[s.slot],
-                seed=buffer.seed + steps[s.slot],
-                offset=buffer.offset + s.start,
+                seed=segment_list.seed + steps[s.slot],
+                offset=segment_list.offset + s.start,
             )
 
 
@@ -253,9 +253,9 @@ def _row(group: Mapping[str, Any], lr: float) -> list[float]:
     return [lr, beta1, beta2, float(group["eps"]), float(group["weight_decay"]), *flags]
 
 
-def _check(i: int, buffer: AdamBuffer, num_groups: int, num_slots: int) -> None:
-    last = 0
-    for s in buffer.segments:
+def _check(i: int, segment_list: SegmentList, num_groups: int, num_slots: int) -> None:
+    last, seed, offset = 0, segment_list.seed, segment_list.offset
+    for s in segment_list.segments:
         # Overlapping segments would be updated twice, by several blocks at once on a GPU.
         if not last <= s.start <= s.stop:
             raise ZeroEngineError(
@@ -267,7 +267,7 @@ def _check(i: int, buffer: AdamBuffer, num_groups: int, num_slots: int) -> None:
                 f"are {num_groups} groups and {num_slots} slots"
             )
         last = s.stop
-    if not 0 <= buffer.seed < 1 << 62 or not 0 <= buffer.offset < 1 << 62:
+    if not 0 <= seed < 1 << 62 or not 0 <= offset < 1 << 62:
         raise ZeroEngineError(
-            f"AdamTable: buffer {i} has seed {buffer.seed} and offset {buffer.offset}; they must be from 0 to 2**62 - 1"
+            f"AdamTable: buffer {i} has seed {seed} and offset {offset}; they must be from 0 to 2**62 - 1"
         )

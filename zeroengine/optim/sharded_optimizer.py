@@ -14,20 +14,20 @@ from zeroengine.errors import ZeroEngineError
 from zeroengine.offload.interfaces import Medium, OffloadStore
 from zeroengine.offload.pipeline import Pipeline
 from zeroengine.offload.state_offloader import resident_bytes
-from zeroengine.optim.backends.device_adam import DeviceAdam
-from zeroengine.optim.backends.host_adam import HostAdam
+from zeroengine.optim.backends.async_adam import AsyncAdam
+from zeroengine.optim.backends.blocking_adam import BlockingAdam
 from zeroengine.optim.backends.interface import BackendParts, ShardState, SpanState, UpdateBackend
 from zeroengine.optim.backends.torch_optimizer import TorchOptimizer
 from zeroengine.optim.caller_optimizer import PartitionedStateDict, check_step_call, load_hyperparameters
 from zeroengine.optim.factory import add_param_group
-from zeroengine.optim.gradient_norm import GradientNorm, GradientSource
 from zeroengine.optim.optimizer_shard import OptimizerShard
+from zeroengine.optim.step_reduction import GradientReducer, StepReduction
 from zeroengine.partition.layout import ShardSpan
 from zeroengine.runtime.outside_writes import OutsideWrites
 from zeroengine.runtime.unit import Unit
 
 # The first backend that serves an optimizer runs it; the last one serves any.
-BACKENDS: tuple[type[UpdateBackend], ...] = (DeviceAdam, HostAdam, TorchOptimizer)
+BACKENDS: tuple[type[UpdateBackend], ...] = (AsyncAdam, BlockingAdam, TorchOptimizer)
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -38,22 +38,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     Args:
         base_optimizer: The caller's optimizer. Its class says how to update.
-        source: Owns the gradients: the reducer.
+        reducer: Owns the gradients.
         transport: Sums the norm over the ranks.
-        after_update: Is called with a unit right after the update of its shard: this rank's part of the unit's
+        after_update: Called with a unit right after the update of its shard: this rank's part of the unit's
             parameters has new values.
-        step: Is called by ``step()``, and ends the step of the engine.
-        zero_grad: Is called by ``zero_grad()``, and drops the gradients since the last step.
-        writes: Tells which parameters were written beside the updates.
+        step: Called by ``step()``. Ends the step of the engine.
+        zero_grad: Called by ``zero_grad()``. Drops the gradients since the last step.
+        writes: Knows which parameters were written from outside.
         moments_dtype: The dtype of Adam's moments; bf16 is rounded stochastically.
         stores: For each unit, where its masters and optimizer state live. None: on the device.
         pipeline: Brings offloaded states to the update.
-        without_waiting: See ``BackendParts``.
+        async_step: See ``BackendParts``.
 
     Attributes:
         shards: The optimizer shard of every trainable unit, in the order of registration.
         backend: Computes norms and runs the updates.
-        gradient_norm: Sums norms and flags over the ranks.
+        reduction: Sums norms and flags over the ranks.
         base_optimizer_name: The class of the caller's optimizer.
 
     Raises:
@@ -63,7 +63,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         base_optimizer: torch.optim.Optimizer,
-        source: GradientSource,
+        reducer: GradientReducer,
         transport: Transport,
         *,
         after_update: Callable[[Unit], None],
@@ -73,34 +73,34 @@ class ShardedOptimizer(torch.optim.Optimizer):
         moments_dtype: torch.dtype = torch.float32,
         stores: Sequence[OffloadStore | None] = (),
         pipeline: Pipeline | None = None,
-        without_waiting: bool | None = None,
+        async_step: bool | None = None,
     ) -> None:
         self._step, self._zero_grad = step, zero_grad
         self.base_optimizer_name = type(base_optimizer).__name__
         self.shards = [
             OptimizerShard(index, grads, store)
-            for index, (grads, store) in enumerate(zip_longest(source.gradients, stores))
+            for index, (grads, store) in enumerate(zip_longest(reducer.gradients, stores))
         ]
         # torch's constructor adds the groups through `add_param_group`, which is refused from then on.
         self._constructed = False
         super().__init__(base_optimizer.param_groups, base_optimizer.defaults)
         self._constructed = True
-        # The very same list and dicts, so that schedulers and users of either optimizer change both.
+        # The two optimizers share these objects, so that schedulers and users of either one change both.
         self.param_groups = base_optimizer.param_groups
-        self.gradient_norm = GradientNorm(self.shards, source, transport, writes)
+        self.reduction = StepReduction(self.shards, reducer, transport, writes)
         parts = BackendParts(
             optimizer=self,
             base_optimizer=base_optimizer,
             group_of_param={p: i for i, group in enumerate(self.param_groups) for p in group["params"]},
             shards=self.shards,
-            gradient_norm=self.gradient_norm,
+            reduction=self.reduction,
             writes=writes,
             after_update=after_update,
             moments_dtype=moments_dtype,
             pipeline=pipeline,
-            without_waiting=without_waiting,
+            async_step=async_step,
         )
-        # Refuse before the constructor allocates the state, which may be most of the memory.
+        # These checks come before the backend allocates the state, which may be most of the memory.
         backend = next(backend for backend in BACKENDS if backend.serves(parts))
         name = self.base_optimizer_name
         if moments_dtype is not torch.float32 and not backend.supports_bf16_moments:
@@ -135,8 +135,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """End the step: reduce, clip and update, as ``engine.step()`` does after the last micro-step.
 
         Raises:
-            ZeroEngineError: A closure was given, or fewer than ``gradient_accumulation_steps`` backwards have come, or
-                ``engine.step()`` ends steps in this loop.
+            ZeroEngineError: A closure was given, or fewer than ``gradient_accumulation_steps`` backwards have run, or
+                this loop ends steps by ``engine.step()``.
         """
         check_step_call(self, closure)
         self._step()
@@ -146,7 +146,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the groups' hyperparameters. Saving or copying the dict raises, for the state is not in it."""
+        """Return the groups' hyperparameters. Saving or copying the dict raises, because it lacks the state."""
         return PartitionedStateDict(super().state_dict())
 
     def load_state_dict(self, state_dict: Any) -> None:
@@ -160,19 +160,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # -- the optimizer's state --------------------------------------------------------------------
 
     def reload_masters(self) -> None:
-        """Copy into masters what was written into low-precision parameters since the last step."""
+        """Copy into the masters the values written into low-precision parameters since the last step."""
         for shard in self.shards:
             if shard.may_be_written:
                 shard.reload_master()
 
     @property
     def shard_state(self) -> ShardState:
-        """The state of this rank's shards by spans, with the last step's counts. May wait for the device."""
+        """The state of this rank's shards by spans. It includes the last step, so it may wait for the device."""
         self.backend.sync_step_counts()
         return self.backend.state
 
     def state_shapes(self, shard: OptimizerShard, param_index: int) -> dict[str, tuple[int, ...] | None]:
-        """Return the state of a parameter on this rank: by name its shape, or None for a value of each element."""
+        """Return the shape of each state of a parameter on this rank; None for a state with a value per element."""
         shapes: dict[str, tuple[int, ...] | None] = {}
         for _, state in self._states_of_param(shard, param_index):
             shapes |= dict.fromkeys(state.elements) | {key: tuple(n.shape) for key, n in state.numbers.items()}
@@ -184,7 +184,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for span, state in self._states_of_param(shard, param_index):
             value = state.elements.get(key, state.numbers.get(key))
             if value is not None:
-                # States on a disk are mapped, and this is a use of their values in place.
+                # The state may be a mapped file, which this caller reads in place.
                 populate(value)
                 values.append((span, value))
         return values
@@ -193,7 +193,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Set the state ``key`` of a parameter. Call it on every rank.
 
         Args:
-            value: Of the parameter's shape if the state has a value of each element, else the value itself.
+            value: A tensor of the parameter's shape if the state has a value per element, else the number.
         """
         # The shard may hold no part of the parameter. Other ranks set theirs.
         for span, state in self._states_of_param(shard, param_index):
@@ -211,10 +211,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return ((span, state.of(shard, span)) for span in shard.spans() if span.param_index == param_index)
 
     def bytes_in(self, medium: Medium | None) -> dict[str, int]:
-        """Return the bytes of masters and of optimizer state on this rank in one kind of memory; None: the device's."""
+        """Return the bytes of masters and optimizer state on this rank in one medium; None: device memory."""
         shards = [shard for shard in self.shards if shard.medium == medium]
         state = (tensor for shard in shards for tensor in self.backend.state.tensors(shard))
-        # Where a master is the parameter shard it takes no memory of its own.
+        # A master that is the parameter shard takes no memory of its own.
         masters = (shard.master for shard in shards if shard.mixed)
         return {"master": sum(map(resident_bytes, masters)), "optimizer": sum(map(resident_bytes, state))}
 

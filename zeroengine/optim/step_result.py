@@ -5,11 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from zeroengine import ops
+
+
+class GradientFactor(NamedTuple):
+    """The three values of ``ops.gradient_factor``, in their order.
+
+    Attributes:
+        factor: Multiplies the summed gradient: the clip factor over the divisor.
+        grad_norm: The norm of the mean gradient, before clipping.
+        overflow: 1 if the step is skipped, else 0.
+    """
+
+    factor: float
+    grad_norm: float
+    overflow: float
 
 
 @dataclass(frozen=True)
@@ -20,7 +34,7 @@ class StepSettings:
         divisor: Divides the summed gradient: ranks, micro-steps and loss scale.
         limit: The largest norm of the gradient; 0 for no clipping.
         skip: Whether a gradient that is not finite updates nothing.
-        label: Names the norm's collective; ranks that differ in it are refused.
+        label: Names the norm's collective. Ranks with different labels get an error.
     """
 
     divisor: float
@@ -29,20 +43,20 @@ class StepSettings:
     label: str
 
     def factor(self, squared_norm: torch.Tensor) -> torch.Tensor:
-        """Return the gradient's factor, its norm, and whether the step is skipped. See ``ops.gradient_factor``."""
+        """Return the three values of ``GradientFactor``, in float64 on the device of ``squared_norm``."""
         return ops.gradient_factor(squared_norm, divisor=self.divisor, limit=self.limit, skip=self.skip)
 
 
 class StepResult:
-    """The result of a step, true if the step updated parameters. Reading it waits for the norm, not for the update.
+    """The result of a step: true if the step updated parameters. Reading it waits for the norm, not for the update.
 
-    It is equal to the bool that it stands for, and is pickled as that bool.
+    It compares equal to that bool and is pickled as it.
 
     Args:
         read: Returns the gradient norm and whether parameters were updated. It may wait for the device.
 
     Attributes:
-        on_query: Is called once, when the result is first used as a bool.
+        on_query: Called once, when the result is first used as a bool.
     """
 
     def __init__(self, read: Callable[[], tuple[float, bool]]) -> None:
@@ -63,7 +77,7 @@ class StepResult:
         return hash(bool(self))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The result refers to the engine and to memory of a device, so the pickle holds the answer alone.
+        # The result refers to the engine and to device memory, so the pickle holds only the bool.
         return bool, (bool(self),)
 
     def __repr__(self) -> str:

@@ -26,7 +26,7 @@ A parameter that several of them use gets a gradient from each. So a unit is com
 parameter have arrived as in the backward before. The first time, gradients may arrive after their unit was reduced.
 Such *late* gradients wait on this rank and are reduced with the next micro-step's, or before the update
 (``Reducer.reduce_late_gradients``). No other rank knows of them. The backends on the host ask all ranks before a
-step; ``DeviceAdam`` cannot without waiting, so there all ranks must have late gradients or none.
+step; ``AsyncAdam`` cannot without waiting, so there all ranks must have late gradients or none.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The update backends of the sharded optimizer.
 
 interface          the protocol, and how to add a fused optimizer
-host_adam          fused Adam with the step's scalars on the host, over states wherever they live
-device_adam        fused Adam issued to a GPU without waiting for the norm
+blocking_adam      fused Adam that waits for the norm; states may be offloaded
+async_adam         fused Adam that issues a step without waiting for the norm
 torch_optimizer    any element-wise torch optimizer, run on the shards
 adam_state         moments and step counts, which both Adam backends keep
+host_step          the course of a step whose backend waits for the norm
 """

@@ -1,4 +1,4 @@
-"""Adam's state of every shard: two moments for each element and a step count for each parameter."""
+"""The state of Adam for every shard: two moments for each element and a step count for each parameter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zeroengine.partition.layout import ShardSpan
 def runs_fused_adam(optimizer: torch.optim.Optimizer, shards: Sequence[OptimizerShard]) -> bool:
     """Return whether the fused Adam kernels update as ``optimizer`` does.
 
-    A subclass with a ``step`` of its own may update otherwise, and the kernels have no AMSGrad.
+    A subclass that overrides ``step`` may update differently, and the kernels have no AMSGrad.
     """
     # torch wraps every class's `step` in a profiling hook, so compare what is inside.
     adam_steps = {inspect.unwrap(cls.step) for cls in (torch.optim.Adam, torch.optim.AdamW)}
@@ -40,15 +40,14 @@ class AdamState:
         moments_dtype: fp32, or bf16, which the kernels round stochastically.
 
     Attributes:
-        moments: For each shard, by its number, the first and the second moment.
-        steps: For each shard, by its number, the step count of every parameter of its unit.
+        moments: For each shard, by its index, the first and the second moment.
+        steps: For each shard, by its index, the step count of every parameter of its unit.
     """
 
     keys = frozenset({"exp_avg", "exp_avg_sq", "step"})
 
     def __init__(self, shards: Sequence[OptimizerShard], moments_dtype: torch.dtype) -> None:
-        # Moments exist from the start, so that memory which is too little fails at ``initialize`` and not at the first
-        # step.
+        # Moments exist from the start, so that too little memory fails in ``initialize`` and not in the first step.
         self.moments = [(shard.zeros(moments_dtype), shard.zeros(moments_dtype)) for shard in shards]
         self.steps = [[0] * len(shard.unit.params) for shard in shards]
 
@@ -64,7 +63,7 @@ class AdamState:
 
     def set_numbers(self, shard: OptimizerShard, span: ShardSpan, numbers: Mapping[str, torch.Tensor]) -> None:
         """See ``ShardState``."""
-        # Without a step count the parameter starts as one that was never updated.
+        # A parameter without a step count starts as if it was never updated.
         self.steps[shard.index][span.param_index] = int(numbers["step"].item()) if "step" in numbers else 0
 
     def clear(self, shard: OptimizerShard, span: ShardSpan) -> None:

@@ -1,33 +1,33 @@
-"""The protocol of an update backend: what the sharded optimizer needs of the code that updates shards.
+"""The protocol of an update backend, which updates the shards for the sharded optimizer.
 
 There are three backends, and the first one that serves an optimizer runs it (`BACKENDS` in `sharded_optimizer.py`):
 
-    DeviceAdam       Adam and AdamW where every state is on a GPU; a step is issued without waiting
-    HostAdam         Adam and AdamW with the step's scalars on the host; states may be offloaded
+    AsyncAdam        Adam and AdamW, issued without waiting for the norm; every state is on the device
+    BlockingAdam     Adam and AdamW, after the host knows the norm; states may be offloaded
     TorchOptimizer   any element-wise torch optimizer, run over parameters that are views of the shards
 
 [Note: How to add a fused optimizer]
-Take Lion in C++ as an example. `optim/lion.py` runs today through `TorchOptimizer`, in several passes over memory.
+Take Lion in C++ as an example. Today `optim/lion.py` runs through `TorchOptimizer`, in several passes over memory.
 
 1. The kernel. Declare `ze_lion_args` (lr, beta1, beta2, weight_decay, grad_scale, reload_written) and `ze_lion` in
-   `csrc/zeroengine.h`, with the arrays of `ze_adam` less `exp_avg_sq`, and raise `ZE_ABI_VERSION`. Write the update of
-   one block as a template in `csrc/cpu/kernels.inl.h`, which is compiled once for each instruction set. Add its
-   functions to the table in `csrc/cpu/kernels.h`, and write `csrc/cpu/lion.cpp` after `csrc/cpu/adam.cpp`: it checks
+   `csrc/zeroengine.h`, with the arrays of `ze_adam` except `exp_avg_sq`, and raise `ZE_ABI_VERSION`. Write the update
+   of one block as a template in `csrc/cpu/kernels.inl.h`, which is compiled once for each instruction set. Add its
+   functions to the table in `csrc/cpu/kernels.h`, and model `csrc/cpu/lion.cpp` on `csrc/cpu/adam.cpp`: it checks
    the dtype codes and splits the range over the threads. An element's result may depend on nothing but that element's
    values, the arguments and its index, or the losses would differ between stages. `setup.py` compiles every source in
    the folder. A CUDA kernel goes into `csrc/cuda/lion.cu`, declared as `ze_cuda_lion` in `csrc/zeroengine_cuda.h`.
 2. The binding. Raise `ABI_VERSION` and add the argument structure and the signature in `ops/_library.py` (for CUDA in
    `ops/_cuda_library.py`). Write `ops/lion.py` with `lion_step(param, grad, exp_avg, *, lr, ...,
-   low_precision_param=None)` after `ops/adam.py`: it checks the tensors and calls CUDA, the CPU library, or a function
-   of the same name in `ops/_fallback.py`. Export it from `ops/__init__.py`, and test it in `tests/ops` against the
-   formula in float64.
-3. The state. Write a class after `AdamState` (`backends/adam_state.py`) with `keys = {"exp_avg"}` and one tensor for
+   low_precision_param=None)` on the model of `ops/adam.py`: it checks the tensors and calls CUDA, the CPU library, or
+   a function of the same name in `ops/_fallback.py`. Export it from `ops/__init__.py`, and test it in `tests/ops`
+   against the formula in float64.
+3. The state. Write a class like `AdamState` (`backends/adam_state.py`) with `keys = {"exp_avg"}` and one tensor for
    each shard. Its names are those of the torch optimizer's `state`, so checkpoints stay interchangeable.
-4. The backend. Write `backends/host_lion.py` with the methods of `UpdateBackend`. `serves` returns whether
-   the `step` of `base_optimizer` is that of `optim.lion.Lion`, as `runs_fused_adam` finds out for Adam (the factory may
-   have made a subclass), and every master is fp32. `step` is one call of `step_on_host` with a
-   function that calls `lion_step` for each segment of each shard and `after_update` behind each shard. Set
-   `supports_offload` to False, or bring offloaded states to the kernel with `Pipeline` as `HostAdam` does.
+4. The backend. Write `backends/blocking_lion.py` with the methods of `UpdateBackend`. `serves` returns whether the
+   `step` of `base_optimizer` is that of `optim.lion.Lion`, as `runs_fused_adam` does for Adam (the factory may have
+   made a subclass), and every master is fp32. `step` is one call of `step_on_host` with a function that calls
+   `lion_step` for each segment of each shard, and `after_update` after each shard. Set `supports_offload` to False, or
+   bring offloaded states to the kernel with `Pipeline` as `BlockingAdam` does.
 5. The choice. Put the class before `TorchOptimizer` in `BACKENDS`. Norm, clipping, loss scaling, checkpoints,
    `full_optimizer_state` and memory reports use this protocol alone. With `supports_offload`, change the bytes of two
    moments that `offload/placement.py` counts, and two messages in `sharded_optimizer.py` that name Adam alone. The test
@@ -43,8 +43,8 @@ from typing import ClassVar, NamedTuple, Protocol
 import torch
 
 from zeroengine.offload.pipeline import Pipeline
-from zeroengine.optim.gradient_norm import GradientNorm
 from zeroengine.optim.optimizer_shard import OptimizerShard
+from zeroengine.optim.step_reduction import StepReduction
 from zeroengine.optim.step_result import StepResult, StepSettings
 from zeroengine.partition.layout import ShardSpan
 from zeroengine.runtime.outside_writes import OutsideWrites
@@ -83,7 +83,7 @@ class ShardState(Protocol):
         """Set states of a span that are numbers."""
 
     def clear(self, shard: OptimizerShard, span: ShardSpan) -> None:
-        """Reset the state of a span to that before the first step."""
+        """Reset the state of a span to its value before the first step."""
 
     def tensors(self, shard: OptimizerShard) -> list[torch.Tensor]:
         """Return every tensor that holds state of a shard. Where it lives is the shard's ``store``."""
@@ -98,39 +98,38 @@ class BackendParts:
         base_optimizer: The caller's optimizer, whose class says how to update.
         group_of_param: The index of each parameter's group.
         shards: The optimizer shard of every trainable unit, in the order of registration.
-        gradient_norm: Sums norms and flags over the ranks.
-        writes: Tells which parameters were written beside the updates.
-        after_update: Is called with a unit right after the update of its shard.
+        reduction: Sums norms and flags over the ranks.
+        writes: Knows which parameters were written from outside.
+        after_update: Called with a unit right after the update of its shard.
         moments_dtype: The dtype of Adam's moments.
         pipeline: Brings offloaded states to the update. None: no state needs it.
-        without_waiting: Whether to issue a step without waiting for its norm, where the backend can and every state is
-            on the device. None: on a GPU that zeroengine's kernels serve.
+        async_step: Whether to choose ``AsyncAdam`` where it can run. None: on a GPU that zeroengine's kernels serve.
     """
 
     optimizer: torch.optim.Optimizer
     base_optimizer: torch.optim.Optimizer
     group_of_param: Mapping[torch.Tensor, int]
     shards: Sequence[OptimizerShard]
-    gradient_norm: GradientNorm
+    reduction: StepReduction
     writes: OutsideWrites
     after_update: Callable[[Unit], None]
     moments_dtype: torch.dtype
     pipeline: Pipeline | None
-    without_waiting: bool | None
+    async_step: bool | None
 
 
 class UpdateBackend(Protocol):
-    """Updates this rank's shards from their gradients, and keeps the optimizer's state of them.
+    """Updates this rank's shards from their gradients, and keeps their optimizer state.
 
     Attributes:
         supports_offload: Whether parameters and states may live outside the device's memory.
         supports_bf16_moments: Whether the state may be kept in bf16.
-        issues_without_waiting: Whether ``step`` returns before its result is known.
+        is_async: Whether ``step`` returns before its result is known.
     """
 
     supports_offload: ClassVar[bool]
     supports_bf16_moments: ClassVar[bool]
-    issues_without_waiting: ClassVar[bool]
+    is_async: ClassVar[bool]
 
     @classmethod
     def serves(cls, parts: BackendParts) -> bool:
@@ -144,7 +143,7 @@ class UpdateBackend(Protocol):
         """The optimizer's state by spans. Call ``sync_step_counts`` before reading or setting its numbers."""
 
     def norm(self, divisor: float, label: str) -> torch.Tensor:
-        """Return the gradient norm that ``step`` would find, before clipping. A collective.
+        """Return the gradient norm that ``step`` would compute, before clipping. A collective.
 
         Args:
             divisor: Divides the summed gradient.
@@ -155,7 +154,7 @@ class UpdateBackend(Protocol):
         """
 
     def step(self, settings: StepSettings) -> StepResult:
-        """Compute the norm, clip, and update every shard, calling ``after_update`` behind each one. A collective.
+        """Compute the norm, clip, and update every shard, calling ``after_update`` after each one. A collective.
 
         A parameter that got no gradient on any rank keeps its value, state and step count, as in torch.
 

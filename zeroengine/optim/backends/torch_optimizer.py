@@ -8,39 +8,38 @@ from typing import Any, ClassVar
 
 import torch
 
+from zeroengine.optim.backends.host_step import step_on_host
 from zeroengine.optim.backends.interface import BackendParts, SpanState, StateKeys
 from zeroengine.optim.caller_optimizer import copy_without_parameters
-from zeroengine.optim.gradient_norm import step_on_host
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.optim.step_result import StepResult, StepSettings
 from zeroengine.partition.layout import ShardSpan
 
 
 class TorchOptimizer:
-    """See ``UpdateBackend``. It is its own ``ShardState``: the state is that of a copy of the caller's optimizer."""
+    """See ``UpdateBackend`` and ``ShardState``. The state is that of a copy of the caller's optimizer."""
 
     supports_offload: ClassVar[bool] = False
     supports_bf16_moments: ClassVar[bool] = False
-    issues_without_waiting: ClassVar[bool] = False
+    is_async: ClassVar[bool] = False
     keys = None
 
     @classmethod
     def serves(cls, parts: BackendParts) -> bool:
-        """Return True: what an optimizer must not do is refused by ``check_optimizer``."""
+        """Return True: ``check_optimizer`` refuses optimizers that cannot run on shards."""
         return True
 
     def __init__(self, parts: BackendParts) -> None:
         self._parts = parts
-        # For each shard by the index of a parameter, its span, and the parameter that the optimizer on shards updates.
+        # For each shard, by the index of a parameter: its span, and the parameter that the optimizer on shards updates.
         self._params: list[dict[int, tuple[ShardSpan, torch.nn.Parameter]]] = [{} for _ in parts.shards]
         self._on_shards = copy_without_parameters(parts.base_optimizer)
         caller_state = parts.base_optimizer.state
         for shard in parts.shards:
             for span in shard.spans():
                 param = shard.unit.params[span.param_index]
-                # A parameter that lies wholly in this shard keeps its shape, which some optimizers look at.
+                # A parameter that lies wholly in this shard keeps its shape, because some optimizers use it.
                 shape = param.shape if span.numel == param.numel() else (span.numel,)
-                # A view of the master, so that the optimizer updates the shard itself.
                 on_shard = torch.nn.Parameter(shard.master[span.shard_slice].view(shape))
                 self._on_shards.param_groups[parts.group_of_param[param]]["params"].append(on_shard)
                 self._params[shard.index][span.param_index] = (span, on_shard)
@@ -48,7 +47,7 @@ class TorchOptimizer:
                     self._on_shards.state[on_shard] = {
                         key: _initial_state(value, param, span, on_shard) for key, value in caller_state[param].items()
                     }
-        # The caller's copy of the whole state would only take memory, and could be mistaken for the present one.
+        # The caller's unsharded state would only take memory, and could be mistaken for the current state.
         caller_state.clear()
 
     @property
@@ -58,40 +57,40 @@ class TorchOptimizer:
 
     def norm(self, divisor: float, label: str) -> torch.Tensor:
         """See ``UpdateBackend``."""
-        return self._parts.gradient_norm.norm_on_host(divisor, label)
+        return self._parts.reduction.norm_on_host(divisor, label)
 
     def step(self, settings: StepSettings) -> StepResult:
         """See ``UpdateBackend``."""
-        return step_on_host(self._parts.gradient_norm, settings, self._update)
+        return step_on_host(self._parts.reduction, settings, self._update)
 
     def sync_step_counts(self) -> None:
         """Do nothing: step counts are on the host."""
 
     def _update(self, factor: float, has_grad: Sequence[Sequence[bool]]) -> None:
-        # The update starts from the master, and parameters may have been written beside it since the last step.
+        # The update starts from the masters, which lack values written into the parameters since the last step.
         for shard in self._parts.shards:
             if shard.may_be_written:
                 shard.reload_master()
         caller_groups, groups = self._parts.optimizer.param_groups, self._on_shards.param_groups
-        # Schedules and users change the caller's groups.
+        # Schedules and users change the caller's groups, not those of the copy.
         for group, caller_group in zip(groups, caller_groups, strict=True):
             group.update(_hyperparameters(caller_group))
         for shard, flags in zip(self._parts.shards, has_grad, strict=True):
             for span, param in self._params[shard.index].values():
-                # A parameter without a gradient gets none here, so that the optimizer skips it, as in plain torch.
+                # The optimizer skips a parameter without a gradient, as in plain torch.
                 if flags[span.param_index]:
                     gradient = shard.gradient[span.shard_slice]
                     param.grad = gradient.to(param.dtype, copy=True).mul_(factor).view_as(param)
         self._on_shards.step()
         # The copies of the gradients would take memory until the next step.
         self._on_shards.zero_grad(set_to_none=True)
-        # Some optimizers keep state in their groups, which checkpoints take from the caller's.
+        # Some optimizers keep state in their groups, and checkpoints save the caller's groups.
         for group, caller_group in zip(groups, caller_groups, strict=True):
             caller_group.update(_hyperparameters(group))
         for shard in self._parts.shards:
             if shard.low_precision_param is not None:
-                # All values are rounded anew, also of parameters without a gradient. Their masters were reloaded above,
-                # so they keep what was written.
+                # This also rounds parameters without a gradient. Their masters were reloaded above, so they keep values
+                # that were written into them.
                 shard.low_precision_param.copy_(shard.master)
             self._parts.after_update(shard.unit)
 
@@ -100,11 +99,11 @@ class TorchOptimizer:
     def of(self, shard: OptimizerShard, span: ShardSpan) -> SpanState:
         """See ``ShardState``."""
         whole_span, param = self._params[shard.index][span.param_index]
-        # ``span`` may be a part of the rank's span, as where a checkpoint of another number of ranks is read.
+        # ``span`` may be a part of the rank's span, as when reading a checkpoint of another number of ranks.
         start = span.param_offset - whole_span.param_offset
         state = SpanState({}, {})
         for key, value in self._on_shards.state.get(param, {}).items():
-            # Of a parameter without dimensions a step count has the parameter's shape, too.
+            # The step count has the shape of the parameter, too, if that is 0-d.
             if isinstance(value, torch.Tensor) and value.shape == param.shape and key != "step":
                 state.elements[key] = value.view(-1)[start : start + span.numel]
             elif isinstance(value, (torch.Tensor, float, int)):
@@ -118,7 +117,7 @@ class TorchOptimizer:
         _, param = self._params[shard.index][span.param_index]
         state = self._on_shards.state[param]
         for key in [key for key in state if key not in keys]:
-            # States that the checkpoint lacks would keep the values of before.
+            # A state that the checkpoint lacks would keep its previous value.
             del state[key]
         for key, (dtype, is_number) in keys.items():
             if key not in state:
@@ -146,8 +145,8 @@ def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _initial_state(value: Any, param: torch.Tensor, span: ShardSpan, on_shard: torch.Tensor) -> Any:
-    """Return the part for a span of a state that the optimizer has before its first step, as Adagrad does."""
-    # Numbers belong to the whole parameter. Each span has a copy of its own, since the optimizer changes them in place.
+    """Return a span's part of a state that exists before the first step, as in Adagrad."""
+    # A number belongs to the whole parameter. Each span copies it, because the optimizer changes it in place.
     if not isinstance(value, torch.Tensor) or value.shape != param.shape or not value.dim():
         return copy.deepcopy(value)
     return value.flatten()[span.param_offset :][: span.numel].to(on_shard.dtype, copy=True).view_as(on_shard)

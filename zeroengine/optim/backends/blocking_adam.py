@@ -1,9 +1,9 @@
-"""Adam's update by the fused kernel with the step's scalars on the host, over states wherever they live.
+"""Fused Adam that waits for the norm, and then updates states wherever they live.
 
-[Note: Three ways to an offloaded state]
-- Everything is on the device: one kernel call for each segment of the shard.
+[Note: Where the kernel runs]
+- Everything is on the device: one kernel call there for each segment of the shard.
 - Only the parameter shard is offloaded, to CPU memory of a GPU: it is copied to the device, updated there with the rest
-  of its shard, and copied back, while the next shards are updated.
+  of its shard, and copied back while the next shards are updated.
 - Anything else is offloaded: the pipeline brings the states in chunks to host buffers, and the kernel runs on the CPU.
 """
 
@@ -20,27 +20,27 @@ from zeroengine import ops
 from zeroengine.offload.interfaces import OffloadStore, padded_nbytes, poison_on_error
 from zeroengine.offload.pipeline import Operand, PipelineTask
 from zeroengine.optim.backends.adam_state import AdamState, has_decoupled_decay, runs_fused_adam
+from zeroengine.optim.backends.host_step import step_on_host
 from zeroengine.optim.backends.interface import BackendParts
-from zeroengine.optim.gradient_norm import step_on_host
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.optim.segments import Segment, segments_of
 from zeroengine.optim.step_result import StepResult, StepSettings
 from zeroengine.utils.profiling import profile_range
 from zeroengine.utils.work import Work
 
-# The tables of segments that are remembered for each shard, one for each set of parameters that got a gradient. A model
-# whose branches vary without end would fill the memory.
-SEGMENT_TABLES = 16
-# The parameter shards that are on their way from the device at once. Each of them takes a staging buffer.
-MAX_SHARDS_LEAVING = 3
+# The lists of segments that are cached for each shard: one for each set of parameters that had a gradient. Without a
+# limit, a model whose branches keep varying would fill the memory.
+MAX_CACHED_LISTS = 16
+# The parameter shards that are copied from the device at the same time. Each of them takes a staging buffer.
+MAX_WRITEBACKS = 3
 
 
-class HostAdam:
+class BlockingAdam:
     """See ``UpdateBackend``. Runs Adam (Kingma and Ba, algorithm 1) and AdamW."""
 
     supports_offload: ClassVar[bool] = True
     supports_bf16_moments: ClassVar[bool] = True
-    issues_without_waiting: ClassVar[bool] = False
+    is_async: ClassVar[bool] = False
 
     @classmethod
     def serves(cls, parts: BackendParts) -> bool:
@@ -50,10 +50,10 @@ class HostAdam:
     def __init__(self, parts: BackendParts) -> None:
         self.state = AdamState(parts.shards, parts.moments_dtype)
         self._parts = parts
-        # For each shard a function of the parameters that have a gradient, and of how far each is behind the unit's
-        # largest step count. So its results serve every step.
+        # For each shard a function of which parameters have a gradient, and of how far each is behind the unit's
+        # largest step count. Neither depends on the step itself, so results are reused from step to step.
         self.segments_of_shard = [
-            lru_cache(SEGMENT_TABLES)(
+            lru_cache(MAX_CACHED_LISTS)(
                 partial(segments_of, unit.layout, unit.rank, [parts.group_of_param[param] for param in unit.params])
             )
             for unit in (shard.unit for shard in parts.shards)
@@ -61,11 +61,11 @@ class HostAdam:
 
     def norm(self, divisor: float, label: str) -> torch.Tensor:
         """See ``UpdateBackend``."""
-        return self._parts.gradient_norm.norm_on_host(divisor, label)
+        return self._parts.reduction.norm_on_host(divisor, label)
 
     def step(self, settings: StepSettings) -> StepResult:
         """See ``UpdateBackend``."""
-        return step_on_host(self._parts.gradient_norm, settings, self._update)
+        return step_on_host(self._parts.reduction, settings, self._update)
 
     def sync_step_counts(self) -> None:
         """Do nothing: step counts are on the host."""
@@ -75,7 +75,7 @@ class HostAdam:
         writebacks: deque[tuple[OffloadStore, Work]] = deque()
         offloaded = []
         for shard, flags in zip(self._parts.shards, has_grad, strict=True):
-            # Steps are counted before the update, since Adam's bias correction counts from 1.
+            # Steps are counted before the update, because Adam's bias correction counts from 1.
             steps = [step + flag for step, flag in zip(self.state.steps[shard.index], flags, strict=True)]
             self.state.steps[shard.index] = steps
             last_step = max(steps, default=0)
@@ -85,16 +85,16 @@ class HostAdam:
                 self._update_on_device(shard, segments, factor, self._tensors(shard))
                 self._parts.after_update(shard.unit)
             elif (store := shard.store_if_only_param_offloaded) is not None:
-                # An update that raises half way leaves a shard whose old values are gone.
+                # An update that fails half way leaves the shard without its old values.
                 with poison_on_error(store):
                     writeback = self._update_with_offloaded_param(shard, store, segments, factor, all(flags))
                 writebacks.append((store, writeback))
-                if len(writebacks) >= MAX_SHARDS_LEAVING:
+                if len(writebacks) >= MAX_WRITEBACKS:
                     _wait_for_first(writebacks)
                 self._parts.after_update(shard.unit)
             else:
                 offloaded.append((shard, segments))
-        # The pipeline may read and write the same stores, and the next gather reads the shards that left.
+        # The pipeline may use the same stores, and the next gather reads the shards that were written back.
         while writebacks:
             _wait_for_first(writebacks)
         if offloaded:
@@ -104,7 +104,7 @@ class HostAdam:
             )
 
     def _tensors(self, shard: OptimizerShard) -> list[torch.Tensor]:
-        """Return master, gradient, both moments, and where there are some the low-precision parameters of a shard."""
+        """Return master, gradient, both moments, and the low-precision parameters of a shard if it has them."""
         tensors = [shard.master, shard.gradient, *self.state.moments[shard.index]]
         return tensors if shard.low_precision_param is None else [*tensors, shard.low_precision_param]
 
@@ -122,7 +122,7 @@ class HostAdam:
         factor: float,
         all_elements: bool,
     ) -> Work:
-        """Update a shard whose parameters alone are offloaded, and start to write them back.
+        """Update a shard of which only the parameters are offloaded, and start to write them back.
 
         Args:
             all_elements: Whether every parameter has a gradient.
@@ -131,7 +131,7 @@ class HostAdam:
         assert store.copies is not None
         on_device = store.copies.device_memory(padded_nbytes(param.nbytes))[: param.nbytes].view(param.dtype)
         if shard.mixed and all_elements:
-            # The update writes every parameter, and the padding between them must stay zero.
+            # The update writes every parameter, so only the padding between them has to be set.
             on_device.zero_()
         else:
             store.read(param, on_device).wait_stream()
@@ -148,13 +148,10 @@ class HostAdam:
             stop = min(start + chunk_numel, numel)
             # Chunks have a fixed length, so a segment may lie in several of them.
             inside = [segment for segment in segments if segment.start < stop and start < segment.stop]
-            # A piece without any parameter that got a gradient stays where it is.
             if not inside:
                 continue
-            # Elements that no segment covers keep their values. They must be read if the chunk is written back as a
-            # whole.
+            # The chunk is written back as a whole, so elements that no segment covers must be read first.
             all_written = sum(min(s.stop, stop) - max(s.start, start) for s in inside) == stop - start
-            # The kernel reads all but the low-precision parameters, and writes all but the gradient.
             reads_param = not all_written or shard.may_be_written
             operands = [
                 Operand(
@@ -165,7 +162,7 @@ class HostAdam:
                 for tensor in tensors
             ]
             yield PipelineTask(operands, partial(self._run_kernel, shard, inside, factor, start, stop))
-        # This task runs in the order of the units, since it may launch a collective.
+        # This task runs in the order of the units, because it may launch a collective.
         yield PipelineTask((), partial(self._finish_offloaded, shard))
 
     def _finish_offloaded(self, shard: OptimizerShard) -> None:
@@ -183,7 +180,7 @@ class HostAdam:
         stop: int,
         *tensors: torch.Tensor,
     ) -> None:
-        """Update elements ``start`` to ``stop`` of a shard, whose values are in ``tensors``. See ``_tensors``."""
+        """Update elements ``start`` to ``stop`` of a shard. ``tensors`` hold their values, as in ``_tensors``."""
         last_step = max(self.state.steps[shard.index], default=0)
         for segment in segments:
             step = last_step - segment.steps_behind
@@ -207,8 +204,8 @@ class HostAdam:
                 maximize=bool(group.get("maximize", False)),
                 low_precision_param=low_precision[0] if low_precision else None,
                 reload_written=shard.may_be_written,
-                # Stochastic rounding depends on the unit, the step and the element's place in the unit alone, so it
-                # is the same at every stage and in pieces of any size.
+                # Stochastic rounding depends only on the unit, the step and the element's place in the unit, so it is
+                # the same at every stage and in chunks of any size.
                 seed=shard.index << 32 | step,
                 offset=shard.offset + first,
             )
