@@ -22,6 +22,7 @@ from tests.emulated import wanted
 from tests.ops.cuda import need_library, no_waiting
 from zeroengine.comm.group import Group
 from zeroengine.comm.interfaces import ResizableBuffer
+from zeroengine.comm.transports.choose import open_nccl
 from zeroengine.engine.duplicate_inputs import InputComparison
 from zeroengine.engine.initialize import make_engine
 from zeroengine.engine.memory import REPORTED_STATES
@@ -317,14 +318,14 @@ def test_registered_memory_changes_no_number_over_nccl() -> None:
 def registering() -> list[float]:
     """NCCL with one rank."""
     dist.init_process_group("nccl")
-    transport = Group(None, torch.device("cuda", 0))._nccl_transport(60.0, True)
+    transport = open_nccl(Group(None, torch.device("cuda", 0)), 60.0, True)
     shard = transport.empty(1 << 20, torch.float32, "gather").fill_(3.0)
     found = []
     for buffer in [transport.buffer(1 << 20, torch.float32) for _ in range(6)]:
         transport.gather.all_gather(buffer.tensor, shard, "unit").wait_stream()
         found.append(buffer.tensor.double().mean().item())
         buffer.free()
-        buffer.prepare()
+        buffer.allocate()
     kept, bucket = (transport.empty(1 << 20, torch.float32, "reduce").fill_(value) for value in (0.0, 3.0))
     for _ in range(2):
         transport.reduce.reduce_scatter(kept, bucket, "unit", accumulate=True).wait_stream()
@@ -381,7 +382,7 @@ def test_released_memory_is_taken_again_behind_those_who_read_it(side_by_side: b
 def stalling() -> str:
     """A gather behind a GPU that does not get on, over NCCL."""
     dist.init_process_group("nccl")
-    transport = Group(None, torch.device("cuda", 0))._nccl_transport(1.0, registered=False)
+    transport = open_nccl(Group(None, torch.device("cuda", 0)), 1.0, registered=False)
     full, shard = (transport.empty(2, torch.float32, "gather") for _ in range(2))
     for _ in range(3):
         transport.gather.all_gather(full, shard, "blocks.0").wait_stream()

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from zeroengine import ZeroEngineError
 from zeroengine.comm.group import Group, check_gpus
+from zeroengine.comm.transports.choose import open_transport
 
 
 def told(gpus: list[str]) -> list[str]:
@@ -40,4 +41,4 @@ def test_a_backend_without_a_transport_is_refused_with_the_names_of_those_that_h
     group = object.__new__(Group)
     group.world_size, group.backend, group.device = 2, "mpi", torch.device("cpu")
     with pytest.raises(ZeroEngineError, match=r"'mpi' for cpu tensors, .* \"nccl\" on GPUs and \"gloo\" on CPUs"):
-        group.transport("auto", 1.0)
+        open_transport(group, "auto", 1.0)

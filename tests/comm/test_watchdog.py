@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from zeroengine.comm.alarm_board import AlarmBoard, RankPosition, describe
+from zeroengine.comm.alarm_board import AlarmBoard, RankPosition, describe_positions
 from zeroengine.comm.watchdog import POLL_INTERVAL_S, RAISE_TIMEOUT_S, Watchdog
 from zeroengine.errors import DivergenceError
 
@@ -53,7 +53,7 @@ HOSTS = ["node-a", "node-a", "node-b", "node-b"]
 def test_the_smallest_group_of_ranks_is_named_first_and_the_rest_are_the_others(
     places: list[RankPosition | None], hosts: list[str], sentence: str
 ) -> None:
-    assert describe(dict(enumerate(places)), hosts) == sentence
+    assert describe_positions(dict(enumerate(places)), hosts) == sentence
 
 
 # -- alarms -------------------------------------------------------------------------------------------

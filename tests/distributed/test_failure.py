@@ -27,6 +27,8 @@ from tests.emulated import cpu_alone, need_transport
 from tests.parametrization import EVERY_TRANSPORT, SHARED_MEMORY_AND_SLOW_GLOO
 from zeroengine import DivergenceError
 from zeroengine.comm.group import Group
+from zeroengine.comm.transports.choose import open_nccl, open_transport
+from zeroengine.engine import assembly
 
 UNIT = r"(blocks\.\d|rest|norm|compare inputs)"  # where the ranks meet, of whose inputs the first three are compared
 PATIENCE = 3.0  # seconds: comm.timeout_seconds where the test waits for it
@@ -228,7 +230,7 @@ def test_a_rank_that_stops_is_an_error_after_the_timeout(stage: int, where: str,
 def stall_as_on_a_device(folder: Path) -> None:
     """The transport is NCCL's, whose collectives Gloo stands in for. Whoever waits in one cannot be woken."""
     rank = start()
-    with mock.patch.object(Group, "transport", lambda group, _, *arguments: group._nccl_transport(*arguments)):
+    with mock.patch.object(assembly, "open_transport", lambda group, _, *arguments: open_nccl(group, *arguments)):
         engine = initialize(TinyLM, 0, "auto", PATIENCE)
     engine.backward(engine(*batch(0, rank)))
     engine.step()
@@ -265,7 +267,7 @@ def meet(folder: Path, suspended: bool) -> tuple[list[int], list[str]] | None:
     """Rank 1 comes late to an exchange, or never."""
     start()
     group = Group(None, torch.device("cpu"))
-    transport = group.transport("gloo", 1.0)
+    transport = open_transport(group, "gloo", 1.0)
     said: list[str] = []
     logging.getLogger("zeroengine").addFilter(lambda record: said.append(record.getMessage()) or True)
     if group.rank == 1:

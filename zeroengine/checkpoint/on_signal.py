@@ -28,7 +28,7 @@ from zeroengine.checkpoint.failures import as_checkpoint_errors
 from zeroengine.comm.group import Group
 from zeroengine.config import Config
 from zeroengine.errors import ZeroEngineError
-from zeroengine.utils.launcher_environment import RESTART_EXIT_CODE
+from zeroengine.utils.launcher_reports import RESTART_EXIT_CODE
 from zeroengine.utils.paths import checked_path
 
 log = logging.getLogger("zeroengine")

@@ -334,7 +334,7 @@ def _read_tensors(parts: CheckpointedParts, path: Path, plan: _LoadPlan) -> None
     shard_state = parts.optimizer.shard_state
     for shard, span, keys in plan.optimizer:
         if keys:
-            shard_state.prepare(shard, span, keys)
+            shard_state.create(shard, span, keys)
         else:
             # A parameter that had no state at the save must start without one, as it did in the saved run.
             shard_state.clear(shard, span)

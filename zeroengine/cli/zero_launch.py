@@ -23,7 +23,7 @@ from zeroengine.launch.local import job
 from zeroengine.launch.local.core_binding import cores_by_rank
 from zeroengine.launch.local.masking import is_secret, masked
 from zeroengine.launch.local.worker import BIND_VARIABLE
-from zeroengine.utils.launcher_environment import RESTART_EXIT_CODE
+from zeroengine.utils.launcher_reports import RESTART_EXIT_CODE
 
 
 @command("zero-launch")

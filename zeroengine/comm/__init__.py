@@ -1,12 +1,12 @@
-"""Process groups, the transports between ranks, and the watchdog that tells when ranks diverge.
+"""Process groups, the transports between ranks, and the watchdog that reports ranks that diverge.
 
-- ``group``: finds or starts the process group, compares what the ranks bring, and chooses a transport.
+- ``group``: finds or starts the process group, and exchanges facts and errors between the ranks.
 - ``launched_ranks``: joins the ranks that mpirun or srun started.
 - ``interfaces``: the contract of a transport, and how to add one.
-- ``transports``: one file for each way of moving bytes.
+- ``transports``: one file for each way of moving bytes, and ``choose``, which opens the fastest one.
 - ``rank_order_sum``: sums that have the same bits on every transport.
 - ``watchdog``: notices operations that stall, and turns failures into errors that name units and ranks.
-- ``alarm_board``: asks every rank where it is, through the process group's store.
+- ``alarm_board``: asks every rank for its position, through the process group's store.
 """
 
 from typing import TYPE_CHECKING, NoReturn

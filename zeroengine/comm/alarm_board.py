@@ -159,11 +159,11 @@ class AlarmBoard:
     def describe(self, places: Mapping[int, RankPosition | None] | None, own: RankPosition) -> str:
         """Say where the ranks are, in one sentence."""
         if places is None:
-            return f"{describe({self.rank: own}, self.hosts)}; the store (hosted by rank 0) does not answer"
-        return describe(places, self.hosts)
+            return f"{describe_positions({self.rank: own}, self.hosts)}; the store (hosted by rank 0) does not answer"
+        return describe_positions(places, self.hosts)
 
 
-def describe(places: Mapping[int, RankPosition | None], hosts: Sequence[str]) -> str:
+def describe_positions(places: Mapping[int, RankPosition | None], hosts: Sequence[str]) -> str:
     """Say where the ranks are, in one sentence.
 
     Ranks at one position are named together, the smallest group first: it is most likely to be the cause.

@@ -1,4 +1,4 @@
-"""The process group: found or started, agreed upon, and given a transport."""
+"""The process group: find or start it, and exchange facts and errors between its ranks."""
 
 from __future__ import annotations
 
@@ -15,30 +15,20 @@ import torch
 import torch.distributed as dist
 
 from zeroengine.comm.alarm_board import ranks_by_value
-from zeroengine.comm.interfaces import ChannelName, Transport
 from zeroengine.comm.launched_ranks import has_peers
-from zeroengine.comm.transports import shared_memory_file
-from zeroengine.comm.transports.gloo import GlooTransport
-from zeroengine.comm.transports.host_staged import HostStagedTransport
-from zeroengine.comm.transports.nccl import NCCLTransport, RegisteredPool
-from zeroengine.comm.transports.shared_memory import SharedMemoryTransport
-from zeroengine.comm.transports.shared_memory_file import SharedMemory
-from zeroengine.comm.transports.single_process import SingleProcessTransport
 from zeroengine.comm.watchdog import Watchdog, host_name
 from zeroengine.errors import DivergenceError, ZeroEngineError
 
 T = TypeVar("T")
-# The values, and the ranks of each, that a message about ranks that differ shows.
+# A message about ranks that differ shows at most this many values, and this many ranks of each.
 MAX_SHOWN = 3
-# NCCL's own watchdog ends the process without saying which rank stalled. So it comes so many seconds after ours.
-NCCL_EXTRA_TIMEOUT_S = 30.0
 
 
 class Group:
     """The data-parallel ranks of one engine.
 
-    Starts torch.distributed where nobody has: NCCL on CUDA, Gloo on CPU, and a group of one process where
-    ``RANK`` and ``WORLD_SIZE`` are not set. ``join_launched_ranks`` sets them under mpirun and srun.
+    Starts torch.distributed if it is not running: NCCL on CUDA, Gloo on CPU, and a group of one process if ``RANK`` and
+    ``WORLD_SIZE`` are not set. ``join_launched_ranks`` sets them under mpirun and srun.
 
     Args:
         process_group: The ranks to partition over; None for the default group.
@@ -58,13 +48,16 @@ class Group:
         self._watchdog: Watchdog | None = None
         self._error_of_all_ranks: Exception | None = None
         self.backend = backend_of(group, device.type)
-        # The check goes through the store. A collective would run into NCCL's own error, which is less clear.
+        # The check uses the store, because a collective would fail with NCCL's own error, which is less clear.
         if self.backend == "nccl" and self.world_size > 1:
             store = dist.PrefixStore(f"zeroengine/gpus/{group.group_name}", dist.distributed_c10d._get_default_store())
             check_gpus(store, self.rank, self.world_size, str(torch.cuda.get_device_properties(device).uuid))
 
     def long_wait(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Surround a wait for other ranks that may be long. See ``Watchdog.long_wait``; the transport starts one."""
+        """Surround a wait for other ranks that may be long. See ``Watchdog.long_wait``.
+
+        Nothing watches the wait before ``start_watchdog``.
+        """
         return contextlib.nullcontext() if self._watchdog is None else self._watchdog.long_wait(what)
 
     def all_gather_object(self, value: T, purpose: str = "of facts") -> list[T]:
@@ -77,7 +70,7 @@ class Group:
         Raises:
             DivergenceError: Another rank has ended or cannot be reached.
         """
-        # The fake backend has no peers. Its ranks are taken to pass what this one passes.
+        # The fake backend has no peers, so this rank's value stands for those of all ranks.
         if self.world_size == 1 or self.backend == "fake":
             return [value] * self.world_size
         values: list[T | None] = [None] * self.world_size
@@ -112,7 +105,7 @@ class Group:
             # The other ranks may lack the class of an error that is not zeroengine's own.
             error, report = raised, (ZeroEngineError, f"{type(raised).__name__}: {raised}")
         reports_and_facts = self.all_gather_object((report, fact), purpose)
-        # The exchange comes first: a rank that raised before it would leave the others waiting.
+        # Every rank takes part in the exchange before it raises, or the others would wait for it.
         failures = ((rank, other) for rank, (other, _) in enumerate(reports_and_facts) if other is not None)
         for rank, other in failures:
             self._error_of_all_ranks = error or other[0](f"rank {rank} failed {purpose}: {other[1]}")
@@ -120,7 +113,7 @@ class Group:
         facts += [fact for _, fact in reports_and_facts]  # type: ignore[misc]
 
     def is_error_of_all_ranks(self, error: BaseException | None) -> bool:
-        """Return whether ``collective_errors`` raised ``error`` last, so that every rank handles one now."""
+        """Return whether ``error`` is the last one of ``collective_errors``, so that every rank handles one now."""
         return error is not None and error is self._error_of_all_ranks
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
@@ -143,73 +136,13 @@ class Group:
 
     @contextlib.contextmanager
     def _on_backend_device(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield memory that the backend reaches: the tensor, or a CPU copy for Gloo, which is copied back."""
+        """Yield the tensor, or for Gloo a CPU copy, which is copied back."""
         if self.backend != "gloo" or tensor.device.type == "cpu":
             yield tensor
             return
         values = tensor.cpu()
         yield values
         tensor.copy_(values)
-
-    def transport(self, kind: str, timeout: float, registered: bool = False) -> Transport:
-        """Return the fastest transport that all ranks can use.
-
-        Args:
-            kind: ``auto``, ``shm`` or ``gloo``: the configuration's ``comm.transport``.
-            timeout: Seconds after which a stalled operation is an error.
-            registered: Whether NCCL is to register the memory that it moves.
-
-        Raises:
-            ZeroEngineError: ``shm`` (on CPUs) or registration was asked for and some rank cannot use it.
-        """
-        if self.world_size == 1:
-            return SingleProcessTransport(self.device)
-        if self.backend in ("nccl", "fake"):
-            return self._nccl_transport(timeout, registered)
-        if self.backend != "gloo":
-            raise ZeroEngineError(
-                f"torch.distributed runs with the backend {self.backend!r} for {self.device.type} tensors, and "
-                'zeroengine trains with "nccl" on GPUs and "gloo" on CPUs: write one of these in init_process_group(), '
-                "or leave that call out"
-            )
-        if self.device.type != "cpu":
-            # Gloo moves host memory only, and shared memory is for tensors of the CPU.
-            return HostStagedTransport(self._gloo_transport(timeout), self.device)
-        if kind != "gloo":
-            memory = self._shared_memory()
-            # All ranks have compared their results, so all of them take shared memory or none does.
-            if not isinstance(memory, str):
-                return SharedMemoryTransport(memory, timeout)
-            if kind == "shm":
-                raise ZeroEngineError(f'comm.transport "shm" cannot be used: {memory}. Write "auto" or "gloo".')
-        return self._gloo_transport(timeout)
-
-    def _gloo_transport(self, timeout: float) -> GlooTransport:
-        return GlooTransport(self.new_group(self.backend, timeout), self._start_watchdog(timeout), timeout)
-
-    def _shared_memory(self) -> SharedMemory | str:
-        """Return the ranks' memory files, or why some rank cannot use them: the same on all ranks."""
-        addresses = self.all_gather_object(shared_memory_file.offer())
-        memory = shared_memory_file.open_memory(self.rank, addresses)
-        # A rank that cannot open a peer's memory must keep all others from using it.
-        reasons = self.all_gather_object(memory if isinstance(memory, str) else None)
-        return next((reason for reason in reasons if reason is not None), memory)
-
-    def _nccl_transport(self, timeout: float, registered: bool) -> NCCLTransport:
-        if self.backend == "fake":
-            return NCCLTransport(self.process_group, self.process_group, self.device, self.backend, None)
-        nccl_timeout = timeout + NCCL_EXTRA_TIMEOUT_S
-        # Each channel has a communicator of its own. Operations of one communicator run in order, which would keep a
-        # gather behind the reduce of another unit.
-        gather, reduce = self.new_group(self.backend, nccl_timeout), self.new_group(self.backend, nccl_timeout)
-        pools: dict[ChannelName, RegisteredPool] = {}
-        if registered:
-            for group in (gather, reduce):
-                # NCCL makes the communicator at its first collective, and memory is registered with a communicator.
-                dist.all_reduce(torch.zeros((), device=self.device), group=group)
-            with self.collective_errors("to register memory with NCCL"):
-                pools = {"gather": RegisteredPool(gather, self.device), "reduce": RegisteredPool(reduce, self.device)}
-        return NCCLTransport(gather, reduce, self.device, self.backend, self._start_watchdog(timeout), pools)
 
     def new_group(self, backend: str, timeout: float | None = None) -> dist.ProcessGroup:
         """Return another process group of the same ranks.
@@ -219,12 +152,12 @@ class Group:
             timeout: Seconds that its collectives may take; None for torch's default.
         """
         ranks = dist.get_process_group_ranks(self.process_group)
-        # The ranks outside of a subset do not take part in this call, so torch must not wait for them.
+        # Ranks outside of a subset do not make this call, so torch must not wait for them.
         is_subset = len(ranks) < dist.get_world_size()
         own_groups: list[dist.ProcessGroup | None] = []
         if is_subset:
-            # Ranks find one another by the group's name, which torch then makes of the ranks and of how many groups
-            # this process belongs to. A rank in fewer groups joins groups of one until the new group is made.
+            # Ranks find one another by the group's name, which torch derives from the ranks and from the number of
+            # groups that this process belongs to. A rank in fewer groups first joins groups of one to make up for it.
             num_groups = len(dist.distributed_c10d._world.pg_names)
             for _ in range(self._agree_on_group_number(ranks, num_groups) - num_groups):
                 own_groups.append(dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True))
@@ -236,13 +169,13 @@ class Group:
         return group
 
     def _agree_on_group_number(self, ranks: Sequence[int], num_groups: int) -> int:
-        """Return how many groups every rank is to belong to when the next group of ``ranks`` is made.
+        """Return the number of groups that every rank must belong to when it makes the next group of ``ranks``.
 
-        A number is used once: a group of the same name that was destroyed has left its addresses in the store.
+        No number is used twice, because a destroyed group of the same name leaves its addresses in the store.
         """
         store = dist.PrefixStore("zeroengine/groups", dist.distributed_c10d._get_default_store())
         key = "_".join(map(str, ranks))
-        # Adding 0 reads the counter, and makes it where there is none.
+        # Adding 0 reads the counter, and creates it if there is none.
         last_number = store.add(key, 0) if self.rank == 0 else 0
         facts = self.all_gather_object((num_groups, last_number), "to make a process group")
         number = max(max(num, last + 1) for num, last in facts)
@@ -250,11 +183,15 @@ class Group:
             store.add(key, number - last_number)
         return number
 
-    def _start_watchdog(self, timeout: float) -> Watchdog:
+    def start_watchdog(self, timeout: float) -> Watchdog:
+        """Start the watchdog of this group's operations. A collective.
+
+        Args:
+            timeout: Seconds after which an operation has stalled.
+        """
         names, hosts = zip(*self.all_gather_object((uuid.uuid4().hex, host_name())), strict=True)
-        # The store is the default one, through a connection of its own where it can be cloned: a request of the
-        # watchdog's thread must not wait behind one that torch makes. The random name of rank 0 keeps the keys of
-        # several engines apart.
+        # A clone of the store has a connection of its own, so that a request of the watchdog's thread does not wait
+        # behind one of torch's. The random name of rank 0 keeps the keys of several engines apart.
         store = dist.distributed_c10d._get_default_store()
         clone: Callable[[], dist.Store] = getattr(store, "clone", lambda: store)
         store = dist.PrefixStore(f"zeroengine/{names[0]}", clone())
@@ -274,7 +211,7 @@ def check_same(call: str, arguments: Sequence[Mapping[str, object]]) -> None:
     """
     differences = []
     for name in arguments[0]:
-        # Values are compared by their text, since not all of them can be compared or hashed.
+        # Values are compared by their text, because not all of them can be compared or hashed.
         ranks_with = ranks_by_value({rank: repr(row[name]) for rank, row in enumerate(arguments)})
         if len(ranks_with) > 1:
             values = (f"{value} on {_ranks(ranks)}" for value, ranks in list(ranks_with.items())[:MAX_SHOWN])
@@ -292,7 +229,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def check_gpus(store: dist.Store, rank: int, world_size: int, gpu: str) -> None:
-    """Check that each rank has a GPU of its own. NCCL's own error says so less clearly.
+    """Check that each rank has a GPU of its own. NCCL's own error is less clear.
 
     Args:
         store: A store of this check alone.
@@ -341,7 +278,7 @@ def as_process_group(value: object) -> dist.ProcessGroup | None:
         if value.get_coordinate() is None:
             raise ZeroEngineError(outside)
         return value.get_group()
-    # ``new_group`` returns this to the ranks that are not in the group.
+    # ``new_group`` returns this value on ranks outside of the group.
     if value == dist.GroupMember.NON_GROUP_MEMBER:
         raise ZeroEngineError(outside)
     raise ZeroEngineError(
@@ -351,17 +288,17 @@ def as_process_group(value: object) -> dist.ProcessGroup | None:
 
 
 def backend_of(group: dist.ProcessGroup | None, device_type: str) -> str:
-    """Return the backend for tensors of that device: a group may have one for each (``cpu:gloo,cuda:nccl``)."""
+    """Return the backend for tensors of that device type: a group may have several (``cpu:gloo,cuda:nccl``)."""
     pairs = (pair.split(":", 1) for pair in dist.get_backend_config(group).split(",") if ":" in pair)
     return dict(pairs).get(device_type, dist.get_backend(group))
 
 
 def default_device() -> torch.device:
-    """Return this rank's GPU if there is any (by ``LOCAL_RANK``, else torch's current one), otherwise the CPU."""
+    """Return this rank's GPU (by ``LOCAL_RANK``, else torch's current one), or the CPU if there is no GPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     local_rank = os.environ.get("LOCAL_RANK")
-    # Each rank may see one GPU alone (CUDA_VISIBLE_DEVICES), so the number is taken modulo the GPUs that are visible.
+    # Each rank may see only one GPU (CUDA_VISIBLE_DEVICES), so the number is taken modulo the visible GPUs.
     index = torch.cuda.current_device() if local_rank is None else int(local_rank) % torch.cuda.device_count()
     return torch.device("cuda", index)
 
@@ -370,7 +307,7 @@ def _start(backend: str) -> None:
     if has_peers():
         dist.init_process_group(backend)
     else:
-        # A store in memory opens no port, so that several single processes of a machine do not collide.
+        # A store in memory opens no port, so single processes on one machine do not collide.
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     if backend == "gloo":
         # Gloo's threads must not outlive the interpreter.

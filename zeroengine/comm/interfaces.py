@@ -42,9 +42,13 @@ stream that uses a unit behind the first.
    before it to wait for, as ``GlooChannel.reduce_scatter`` does.
 3. Report stalls and divergence: ``Watchdog.record`` or ``Watchdog.issue`` for what is issued, ``Watchdog.guard`` around
    what may fail.
-4. Choose it in ``group.Group.transport``, where all ranks must agree: exchange whether it can be used
-   (``Group.all_gather_object``) before any rank uses it.
-5. Add it to the list of transports in tests/comm/transports/test_transports.py, whose tests compare bits, and the
+4. Choose it in ``transports/choose.py``, where all ranks must agree: exchange whether each rank can use it
+   (``Group.all_gather_object``) before any rank does.
+5. If users can ask for it by name, add the name to ``Comm.transport`` in ``config/model.py``.
+6. Two places compare ``Transport.name``: ``engine/assembly.py`` warns if ``comm.register_buffers`` has no effect, and
+   ``engine/duplicate_inputs.py`` compares no inputs over ``fake``. Change them if the new transport registers memory or
+   has no peers.
+7. Add it to the list of transports in tests/comm/transports/test_transports.py, whose tests compare bits, and the
    behavior of ranks that diverge, stall or end.
 """
 
@@ -73,7 +77,7 @@ class Buffer(Protocol):
 
     tensor: torch.Tensor
 
-    def prepare(self) -> None:
+    def allocate(self) -> None:
         """Get memory before a gather into ``tensor``."""
 
     def free(self) -> None:
@@ -107,7 +111,7 @@ class ResizableBuffer:
     def _current_stream(self) -> torch.cuda.Stream | None:
         return torch.cuda.current_stream(self.tensor.device) if self.tensor.is_cuda else None
 
-    def prepare(self) -> None:
+    def allocate(self) -> None:
         """Allocate memory on the current stream, if there is none."""
         if self.tensor.untyped_storage().size() == 0:
             self._fill(self.tensor)
@@ -140,7 +144,7 @@ class PagedBuffer:
         self.tensor = torch.frombuffer(self._memory, dtype=dtype)[:numel]
         self._holds_memory = True
 
-    def prepare(self) -> None:
+    def allocate(self) -> None:
         """Count the pages that the next write takes."""
         self._holds_memory = True
 

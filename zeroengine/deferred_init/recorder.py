@@ -45,7 +45,7 @@ from zeroengine.utils.malloc_trim import trim_heap
 # A trace may hold copies of tensors up to this size, and may itself have this size.
 SMALL_BYTES = 1 << 16
 # A larger trace takes at most this fraction (a quarter) of its values' bytes, or keeping the values would be cheaper.
-MAX_TRACE_FRACTION = 4
+MAX_TRACE_FRACTION = 0.25
 
 # The attribute of a storage that holds its ``TrackedStorage``. It lives and dies with the storage.
 _TRACKED_ATTRIBUTE = "_zeroengine_tracked"
@@ -334,7 +334,7 @@ class Recorder:
             self._cache.touch(tracked)
 
     def _set_version(self, tracked: TrackedStorage, version: StorageVersion) -> None:
-        max_bytes = max(SMALL_BYTES, tracked.nbytes // MAX_TRACE_FRACTION)
+        max_bytes = max(SMALL_BYTES, int(tracked.nbytes * MAX_TRACE_FRACTION))
         # The cost counts shared records several times. The exact cost takes a walk, so it is computed only where it
         # matters.
         if version.cost_bytes > max_bytes:

@@ -14,6 +14,7 @@ from torch import nn
 from zeroengine.checkpoint.on_signal import SaveOnSignal
 from zeroengine.comm.group import Group
 from zeroengine.comm.interfaces import Transport
+from zeroengine.comm.transports.choose import open_transport
 from zeroengine.config import FLOATS, Config
 from zeroengine.engine import mixed_precision
 from zeroengine.engine.accumulation import Accumulation
@@ -35,16 +36,18 @@ from zeroengine.runtime.backward_tracker import BackwardTracker
 from zeroengine.runtime.gatherer import Gatherer
 from zeroengine.runtime.outside_writes import OutsideWrites
 from zeroengine.runtime.reducer import Reducer
+from zeroengine.runtime.uncopied_hook import UncopiedHook
 from zeroengine.runtime.unit import Unit
-from zeroengine.utils.copies_without_engine import UncopiedHook
+from zeroengine.utils.byte_counter import call_every
 from zeroengine.utils.listed import listed
 from zeroengine.utils.malloc_trim import trim_heap
-from zeroengine.utils.progress import every_64_mib
 
 log = logging.getLogger("zeroengine")
 
 # The parameters without values that an error names.
 NUM_SHOWN = 5
+# The freed bytes after which the C allocator is told to give memory back.
+TRIM_INTERVAL_BYTES = 64 << 20
 
 
 class EngineParts:
@@ -105,7 +108,7 @@ class EngineParts:
     ) -> None:
         self.model, self.config, self.group, self.undo = model, config, group, undo
         comm = config.comm
-        self.transport = group.transport(comm.transport, comm.timeout_seconds, bool(comm.register_buffers))
+        self.transport = open_transport(group, comm.transport, comm.timeout_seconds, bool(comm.register_buffers))
         undo.callback(self.transport.close)
         degrees = degrees_of_stage(config.zero_optimization.stage, group.world_size)
         # Placing states may create files. If one rank has no space, every rank has to raise: the others would otherwise
@@ -192,7 +195,7 @@ class EngineParts:
         # partitioning saves in memory.
         threshold = self.config.zero_optimization.param_persistence_threshold
         degrees_of_small_unit = dataclasses.replace(degrees, parameters=1)
-        count_freed, master_stores = every_64_mib(trim_heap), iter(self.placement.optimizer_stores)
+        count_freed, master_stores = call_every(TRIM_INTERVAL_BYTES, trim_heap), iter(self.placement.optimizer_stores)
         # One unit at a time frees the old values before the next unit is allocated. The peak is then the model and one
         # unit, rather than two copies of the model.
         for plan, stored in zip(plans, self.placement.parameter_shards, strict=True):

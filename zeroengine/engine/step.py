@@ -38,7 +38,7 @@ from zeroengine.optim.step_result import StepResult, StepSettings
 from zeroengine.runtime.backward_tracker import BackwardListener, BackwardTracker
 from zeroengine.runtime.gatherer import Gatherer
 from zeroengine.runtime.reducer import Reducer
-from zeroengine.utils.launcher_environment import report_step
+from zeroengine.utils.launcher_reports import report_step
 
 log = logging.getLogger("zeroengine")
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from zeroengine.errors import ZeroEngineError
+from zeroengine.runtime.uncopied_hook import UncopiedHook
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.compiler_disable import hidden_from_activation_checkpoint
-from zeroengine.utils.copies_without_engine import UncopiedHook
 
 
 class ForwardListener(Protocol):

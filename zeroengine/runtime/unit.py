@@ -219,7 +219,7 @@ class Unit:
     def start_gather(self) -> None:
         """Launch the all-gather of the full buffer. The parameters stay placeholders until ``finish_gather``."""
         assert self._buffer is not None
-        self._buffer.prepare()
+        self._buffer.allocate()
         self.state = GatherState.GATHERING
         self.gather_work = self._source.all_gather(self.full_buffer, self.shard, self.name)
 

@@ -1,4 +1,4 @@
-"""Read the rank that mpirun or srun gave this process, and other facts that launchers pass by the environment.
+"""Read the rank that mpirun or srun gave this process from its environment variables.
 
 mpirun and srun start many processes, and tell each of them its rank in variables of their own. torch.distributed reads
 RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT instead. This file needs no torch.
@@ -6,7 +6,6 @@ RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT instead. This file needs no torch.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import re
@@ -31,11 +30,6 @@ LOCAL_RANK_NAMES = (
 # All of these are set in a task of a step. The shell of an allocation has some SLURM_* variables, but not all of these.
 SLURM_NAMES = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_ID")
 JOB_ID_NAMES = ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "PMI_JOBID")
-# The exit code (EX_TEMPFAIL of sysexits.h) of ranks that have saved a checkpoint and ended because their time is over.
-# Whoever limits the time should start them again. See `checkpoint/on_signal.py`.
-RESTART_EXIT_CODE = 75
-# This variable names the file by which a rank reports its first step.
-STEP_FILE = "ZEROENGINE_STEP_FILE"
 # These ports lie below those that Linux gives to outgoing connections.
 FIRST_PORT, NUM_PORTS = 20000, 12000
 
@@ -49,16 +43,6 @@ class LaunchedRank:
     world_size: int
     local_rank: int | None = None  # on this node; None if the launcher does not say
     local_world_size: int | None = None
-
-
-def report_step() -> None:
-    """Report to zero-launch, if it started this process, that a step was taken. Only the first call does anything."""
-    # The variable is removed, so that later steps cost one lookup and child processes do not report.
-    path = os.environ.pop(STEP_FILE, None)
-    if path is not None:
-        # The folder no longer exists if the round is being ended.
-        with contextlib.suppress(OSError):
-            open(path, "w").close()
 
 
 def launched_rank(environ: Mapping[str, str]) -> LaunchedRank | None:

@@ -1,4 +1,4 @@
-"""Show a progress bar, where there is a terminal to show it."""
+"""Show a progress bar if there is a terminal."""
 
 from __future__ import annotations
 
@@ -6,31 +6,20 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 
-# A report takes the amount done since its last call, in bytes where nothing else is said.
+from zeroengine.utils.byte_counter import call_every
+
+# A report takes the amount done since its last call, in bytes unless it says otherwise.
 Report = Callable[[int], None]
+EVICTION_INTERVAL_BYTES = 64 << 20
 
 
 def ignore_progress(amount: int) -> None:
-    """Ignore what is reported."""
-
-
-def every_64_mib(action: Callable[[], None]) -> Report:
-    """Return a function that counts bytes, and calls `action` whenever another 64 MiB have come together."""
-    pending_bytes = 0
-
-    def count(nbytes: int) -> None:
-        nonlocal pending_bytes
-        pending_bytes += nbytes
-        if pending_bytes >= 64 << 20:
-            pending_bytes = 0
-            action()
-
-    return count
+    """Ignore the amount."""
 
 
 def evicting(report: Report, evict: Callable[[], None]) -> Report:
-    """Return a `report` that also calls `evict` every 64 MiB, so that states on disk do not fill the memory."""
-    count = every_64_mib(evict)
+    """Return a `report` that also calls `evict` at intervals, so that states on disk do not fill the memory."""
+    count = call_every(EVICTION_INTERVAL_BYTES, evict)
 
     def report_and_evict(nbytes: int) -> None:
         report(nbytes)

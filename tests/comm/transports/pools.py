@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zeroengine.comm.group import Group
 from zeroengine.comm.transports import nccl
+from zeroengine.comm.transports.choose import open_nccl
+from zeroengine.engine import assembly
 
 SEGMENT = 1 << 12  # bytes that segments are a multiple of
 Place = tuple[int, int]  # a segment, and a byte of it
@@ -168,6 +169,6 @@ def pretended(backend: type[Backend] = Backend) -> Iterator[None]:
         patch.setattr(torch.cuda, "synchronize", lambda device: None)
         patch.setattr(torch.UntypedStorage, "resize_", resized)
         patch.setattr(dist.ProcessGroup, "_get_backend", backend_of)
-        patch.setattr(Group, "transport", lambda group, kind, timeout, how: group._nccl_transport(timeout, how))
+        patch.setattr(assembly, "open_transport", lambda group, kind, timeout, how: open_nccl(group, timeout, how))
         with Allocations():
             yield

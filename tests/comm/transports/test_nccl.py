@@ -12,6 +12,7 @@ import torch.distributed as dist
 from tests.distributed.ranks import run_ranks
 from zeroengine.comm.group import Group
 from zeroengine.comm.interfaces import Transport
+from zeroengine.comm.transports.choose import open_nccl
 from zeroengine.comm.transports.nccl import NCCLTransport
 from zeroengine.errors import DivergenceError
 
@@ -102,7 +103,7 @@ def test_a_sum_is_added_once_in_the_dtype_of_what_is_kept() -> None:
 
 def stalls() -> tuple[str, float]:
     """Rank 1 stays away; the hosts of the others run ahead, and wait for nothing."""
-    transport = Group(None, CPU)._nccl_transport(2.0, registered=False)
+    transport = open_nccl(Group(None, CPU), 2.0, registered=False)
     rank, store, began = transport.rank, dist.distributed_c10d._get_default_store(), time.monotonic()
     transport.gather.all_gather(transport.empty(6, torch.float32, "gather"), torch.ones(2), "blocks.4").wait_stream()
     message, labels = "", iter(["blocks.7", "blocks.6", "blocks.5"])

@@ -12,6 +12,7 @@ from tests.comm.transports.pools import Backend, Pool, RefusingBackend, pretende
 from tests.distributed.ranks import run_ranks
 from tests.emulated import cpu_alone
 from zeroengine.comm.group import Group
+from zeroengine.comm.transports.choose import open_nccl
 from zeroengine.comm.transports.nccl import NCCLTransport, RegisteredPool
 from zeroengine.errors import ZeroEngineError
 
@@ -20,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def start() -> NCCLTransport:
-    transport = Group(None, CPU).transport("auto", 30.0, True)
+    transport = open_nccl(Group(None, CPU), 30.0, True)
     assert isinstance(transport, NCCLTransport)
     return transport
 
@@ -54,7 +55,7 @@ def allocating() -> list[list[int]]:
         note()
         buffer = transport.buffer(2048, torch.float32)
         buffer.free()
-        buffer.prepare()
+        buffer.allocate()
         note()
         shard, full = torch.ones(512), transport.empty(1024, torch.float32, "reduce").zero_()
         note()

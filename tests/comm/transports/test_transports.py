@@ -16,6 +16,7 @@ from zeroengine import ops
 from zeroengine.comm.group import Group
 from zeroengine.comm.interfaces import ChannelName, Transport
 from zeroengine.comm.rank_order_sum import sum_in_rank_order
+from zeroengine.comm.transports.choose import open_transport
 from zeroengine.comm.transports.host_staged import HostStagedTransport
 from zeroengine.comm.transports.shared_memory_file import MAX_POSTED
 from zeroengine.comm.transports.single_process import SingleProcessTransport
@@ -29,8 +30,8 @@ KINDS = pytest.mark.parametrize("kind", ["shm", "gloo", "staged"])
 def transport_of(kind: str, timeout: float = 60.0) -> Transport:
     dist.init_process_group("gloo")
     if kind == "staged":  # as for a GPU, on a second place in the CPU's memory
-        return HostStagedTransport(Group(None, CPU).transport("gloo", timeout), CPU)
-    return Group(None, CPU).transport(kind, timeout)
+        return HostStagedTransport(open_transport(Group(None, CPU), "gloo", timeout), CPU)
+    return open_transport(Group(None, CPU), kind, timeout)
 
 
 def values(seed: int, rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -187,7 +188,7 @@ def gather_again(kind: str) -> None:
         for step in range(3):
             assert buffer.nbytes() == 0
             shard.copy_(values(step, transport.rank, numel, dtype))
-            buffer.prepare()
+            buffer.allocate()
             transport.gather.all_gather(buffer.tensor, shard, "unit").wait_stream()
             assert buffer.nbytes() == buffer.tensor.nbytes
             for rank, view in enumerate(views):
@@ -271,8 +272,8 @@ def ask_for_shm() -> None:
         else mock.patch("os.getppid")
     ):
         group = Group(None, CPU)
-        assert group.transport("auto", 30.0).name == "gloo"
-        group.transport("shm", 30.0)
+        assert open_transport(group, "auto", 30.0).name == "gloo"
+        open_transport(group, "shm", 30.0)
 
 
 def test_all_ranks_use_gloo_where_one_cannot_share_memory_and_asking_for_it_is_an_error() -> None:

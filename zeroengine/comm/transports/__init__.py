@@ -6,4 +6,5 @@
 - ``gloo``: CPU ranks of several hosts.
 - ``host_staged``: ranks on GPUs, through host memory.
 - ``nccl``: ranks on GPUs, over NCCL.
+- ``choose``: opens the fastest transport that all ranks can use.
 """

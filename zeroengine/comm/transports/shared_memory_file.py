@@ -77,7 +77,7 @@ class MappedBuffer:
         self.tensor = _private_pages(numel, dtype)
         self._holds_memory = True
 
-    def prepare(self) -> None:
+    def allocate(self) -> None:
         """Count the memory that the next gather maps."""
         self._holds_memory = True
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from zeroengine.comm.group import Group
 from zeroengine.comm.interfaces import Transport
+from zeroengine.comm.transports.choose import open_transport
 from zeroengine.errors import ZeroEngineError
 
 REPEATS = 5
@@ -22,7 +23,7 @@ def main() -> None:
     group = Group(None, torch.device("cpu"))
     for kind in ("shm", "gloo"):
         try:
-            transport = group.transport(kind, 60.0)
+            transport = open_transport(group, kind, 60.0)
         except ZeroEngineError as error:
             line = f"{kind}: {error}"
         else:

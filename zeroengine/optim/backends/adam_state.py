@@ -58,7 +58,7 @@ class AdamState:
         step = torch.tensor(float(self.steps[shard.index][span.param_index]), device="cpu")
         return SpanState({"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}, {"step": step})
 
-    def prepare(self, shard: OptimizerShard, span: ShardSpan, keys: StateKeys) -> None:
+    def create(self, shard: OptimizerShard, span: ShardSpan, keys: StateKeys) -> None:
         """Do nothing: moments and step counts exist from the start."""
 
     def set_numbers(self, shard: OptimizerShard, span: ShardSpan, numbers: Mapping[str, torch.Tensor]) -> None:

@@ -76,7 +76,7 @@ class ShardState(Protocol):
     def of(self, shard: OptimizerShard, span: ShardSpan) -> SpanState:
         """Return the state of a span, or of part of one, of this rank's shard."""
 
-    def prepare(self, shard: OptimizerShard, span: ShardSpan, keys: StateKeys) -> None:
+    def create(self, shard: OptimizerShard, span: ShardSpan, keys: StateKeys) -> None:
         """Create the states ``keys`` of a whole span, and no others, so that values can be loaded into them."""
 
     def set_numbers(self, shard: OptimizerShard, span: ShardSpan, numbers: Mapping[str, torch.Tensor]) -> None:

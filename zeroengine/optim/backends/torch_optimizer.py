@@ -112,7 +112,7 @@ class TorchOptimizer:
                 state.numbers[key] = tensor.detach().clone()
         return state
 
-    def prepare(self, shard: OptimizerShard, span: ShardSpan, keys: StateKeys) -> None:
+    def create(self, shard: OptimizerShard, span: ShardSpan, keys: StateKeys) -> None:
         """See ``ShardState``."""
         _, param = self._params[shard.index][span.param_index]
         state = self._on_shards.state[param]

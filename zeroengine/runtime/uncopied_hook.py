@@ -1,4 +1,4 @@
-"""What copies and pickles of a model take along of the engine: nothing that needs it."""
+"""A hook that copies and pickles of a model leave behind, because they have no engine."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from zeroengine.utils.compiler_disable import disable_compile
 
 
 class UncopiedHook:
-    """A hook of the engine on a module. A copy or a pickle of the module has one in its place that does nothing.
+    """A hook of the engine on a module. In a copy or pickle of the module it becomes a hook that does nothing.
 
     torch.compile breaks its graph at the hook.
 
     Args:
-        function: What the hook calls.
+        function: Called by the hook with its own arguments.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -30,4 +30,4 @@ class UncopiedHook:
 
 
 def do_nothing(*args: Any, **kwargs: Any) -> None:
-    """Return None, which leaves the inputs and outputs of a module as they are."""
+    """Return None, which leaves the inputs and outputs of a module unchanged."""

@@ -1,0 +1,22 @@
+"""What a rank reports to the launcher that started it. This file needs no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+# The exit code (EX_TEMPFAIL of sysexits.h) of a rank that saved a checkpoint and ended because its time was over. The
+# launcher should start it again. See `checkpoint/on_signal.py`.
+RESTART_EXIT_CODE = 75
+# This variable names the file by which a rank reports its first step.
+STEP_FILE = "ZEROENGINE_STEP_FILE"
+
+
+def report_step() -> None:
+    """Report to zero-launch, if it started this process, that a step was taken. Only the first call does anything."""
+    # The variable is removed, so that later steps cost one lookup and child processes do not report.
+    path = os.environ.pop(STEP_FILE, None)
+    if path is not None:
+        # The folder no longer exists if zero-launch is ending this round.
+        with contextlib.suppress(OSError):
+            open(path, "w").close()
