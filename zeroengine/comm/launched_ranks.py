@@ -17,7 +17,7 @@ def has_peers() -> bool:
     """Return whether torch.distributed's variables say that this process is one rank of several.
 
     Raises:
-        ZeroEngineError: some of the variables are missing.
+        ZeroEngineError: Some of the variables are missing.
     """
     # A rank without a world size, or a world size without a rank, is a mistake that training alone would hide.
     present = [name for name in ("RANK", "WORLD_SIZE") if os.environ.get(name)]
@@ -37,17 +37,17 @@ def has_peers() -> bool:
 def join_launched_ranks() -> None:
     """Set torch.distributed's variables from mpirun's or srun's, where they started several processes.
 
-    Without this each process would train a copy of its own. Nothing is done where torch.distributed runs already or
-    has its variables. The shell of a Slurm allocation is no rank: only the tasks of a step are.
+    Otherwise each process would train a copy of its own. This does nothing if torch.distributed is running or its
+    variables are set. The shell of a Slurm allocation is no rank: only the tasks of a step are.
 
     Raises:
-        ZeroEngineError: nothing says where rank 0 is, or some of torch.distributed's variables are missing.
+        ZeroEngineError: Nothing says where rank 0 is, or some of torch.distributed's variables are missing.
     """
     # WORLD_SIZE=1 is how a user asks for a run of its own in each process.
     if dist.is_initialized() or has_peers() or os.environ.get("WORLD_SIZE"):
         return
     launched = launched_rank(os.environ)
-    # A single task needs no peers, and no address of rank 0.
+    # A single task needs no address of rank 0.
     if launched is None or launched.world_size == 1:
         return
     variables = torch_variables(launched, os.environ)
@@ -59,7 +59,7 @@ def join_launched_ranks() -> None:
             "process set RANK=0 and WORLD_SIZE=1."
         )
     os.environ.update(variables)
-    # The processes may have been meant as independent runs, so one rank says that they are joined.
+    # The user may have meant independent runs, so one rank logs that they are joined.
     if launched.rank == 0:
         log.warning(
             "training on the %d processes that %s started, as one run, through %s:%s. For a run of its own in each "

@@ -1,4 +1,4 @@
-"""End process groups that an engine has made for itself."""
+"""Destroy process groups that an engine made for itself."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ import torch.distributed as dist
 
 def destroy_group(group: dist.ProcessGroup) -> None:
     """Destroy ``group``, unless torch.distributed was shut down before, which destroys all groups."""
-    # torch raises ValueError for a group that it does not know any more.
+    # torch raises these for a group that it no longer knows.
     with contextlib.suppress(ValueError, AssertionError):
         dist.destroy_process_group(group)

@@ -1,4 +1,4 @@
-"""Sums in rank order: the same bits whichever transport brought the summands."""
+"""Sums in rank order, which give the same bits on every transport."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from zeroengine import ops
 
 
 def sum_in_rank_order(target: torch.Tensor, pieces: Sequence[torch.Tensor], accumulate: bool) -> None:
-    """Write ``pieces[0] + pieces[1] + ...`` to ``target``, or add it there.
+    """Write ``pieces[0] + pieces[1] + ...`` to ``target``, or add it to ``target``.
 
-    Low precision is added up in fp32 and rounded once.
+    Low-precision values are added in fp32, and the sum is rounded once.
 
     Args:
         target: 1-D. It may be one of the pieces.
@@ -22,9 +22,9 @@ def sum_in_rank_order(target: torch.Tensor, pieces: Sequence[torch.Tensor], accu
     """
     lib = ops.library()
     source = pieces[0].dtype
-    # The kernel reads each piece once and rounds once. It works on addresses, and so on the CPU alone.
+    # The kernel reads each piece once and rounds once. It takes addresses, so it works only on the CPU.
     if lib is not None and target.device.type == "cpu" and {target.dtype, source} <= ops.DTYPE_CODES.keys():
-        # The kernel can also read pieces from files of other ranks. Here all of them are in memory, so there are none.
+        # The kernel can also read pieces from files of other ranks. Here all pieces are in memory.
         local = (ctypes.c_void_p * len(pieces))(*(p.data_ptr() for p in pieces))
         none = ctypes.c_void_p()
         lib.ze_sum(

@@ -1,1 +1,1 @@
-"""Hold helpers that several packages use and that belong to none of them."""
+"""Helpers that several packages use and that belong to none of them."""

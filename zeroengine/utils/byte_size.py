@@ -15,14 +15,14 @@ def parse_byte_size(text: str | int, argument: str = "size", error: type[Excepti
 
     Args:
         text: The size as the user wrote it.
-        argument: What the user calls it, for the message.
+        argument: The name of the argument, for the message.
         error: The class of the error.
 
     Raises:
         Exception: `error`, if `text` is no size of at least one byte.
     """
-    # ByteSize ignores what follows the first number and word, and takes units of bits, such as "8gbit". It would take
-    # "1,5GB" for one byte, so the form is checked first.
+    # The form is checked first, because ByteSize takes units of bits, such as "8gbit", and ignores all text after the
+    # first number and word: it would read "1,5GB" as one byte.
     nbytes = TypeAdapter(ByteSize).validate_python(text) if _SIZE.fullmatch(str(text)) else 0
     if nbytes < 1:
         raise error(f"{argument} {text}: write a size such as 5GB, 500MB or 2GiB")

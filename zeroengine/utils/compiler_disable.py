@@ -1,4 +1,4 @@
-"""Keep torch.compile, torch.func and selective checkpoints away from the engine's own code."""
+"""Contexts and decorators that keep torch.compile, torch.func and selective checkpoints out of the engine's code."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ _NO_CHANGE = nullcontext()
 def disable_compile(function: F) -> F:
     """Make torch.compile break its graph at ``function`` and compile nothing inside.
 
-    This does what ``torch.compiler.disable`` does. That one imports ``torch._dynamo``, which costs every start 70 MB
-    and a second.
+    ``torch.compiler.disable`` does the same, but imports ``torch._dynamo``, which costs every start 70 MB and a second.
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -36,7 +35,7 @@ def disable_compile(function: F) -> F:
         "zeroengine gathers and releases parameters here. With fullgraph=True compile block by block: "
         "`for block in model.blocks: block.compile(fullgraph=True)`"
     )
-    # The compiler must skip the wrapper itself, and treat the functions that it calls as usual.
+    # The compiler must skip the wrapper itself, but treat the functions that it calls as usual.
     skip = _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, _dynamo._FrameAction.DEFAULT)
     _dynamo.set_code_exec_strategy(run.__code__, skip)
     return functools.wraps(function)(run)  # type: ignore[return-value]
@@ -46,9 +45,9 @@ def hidden_from_activation_checkpoint() -> AbstractContextManager[Any]:
     """Return a context whose operations a selective checkpoint does not count.
 
     Such a checkpoint compares the operations of the forward with those of the recomputation. Gathers and hooks are not
-    the model's operations and need not be the same in both.
+    operations of the model, and may differ between the two.
     """
-    # The check of the stack's length is cheap, and almost always ends here.
+    # This check is cheap, and the stack is almost always empty.
     if torch._C._len_torch_dispatch_stack():
         # This module is imported here because it is slow to import, and few programs need it.
         from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
@@ -59,7 +58,7 @@ def hidden_from_activation_checkpoint() -> AbstractContextManager[Any]:
 
 
 def outside_torch_func() -> AbstractContextManager[Any]:
-    """Return a context outside of torch.func's transforms, which forbid writing to tensors from outside of them."""
+    """Return a context outside of torch.func's transforms, which forbid writes to tensors that existed before them."""
     # The import is needed only inside of torch.func, where the module has been imported already.
     if torch._C._are_functorch_transforms_active():
         from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# The names that Open MPI, MVAPICH2, MPICH (also Intel MPI) and Cray give to rank and world size, in the whole job and
-# on this node.
+# The variables with the rank and the world size, in the whole job and on this node, of Open MPI, MVAPICH2, MPICH (also
+# Intel MPI) and Cray.
 RANK_NAMES = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
@@ -27,10 +27,10 @@ LOCAL_RANK_NAMES = (
     ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     ("PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
 )
-# All of these are set in a task of a step. The shell of an allocation has some SLURM_* variables, but not all of these.
+# A task of a step has all of these. The shell of an allocation has only some of them.
 SLURM_NAMES = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_ID")
 JOB_ID_NAMES = ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "PMI_JOBID")
-# These ports lie below those that Linux gives to outgoing connections.
+# These ports lie below the range that Linux uses for outgoing connections.
 FIRST_PORT, NUM_PORTS = 20000, 12000
 
 
@@ -46,10 +46,10 @@ class LaunchedRank:
 
 
 def launched_rank(environ: Mapping[str, str]) -> LaunchedRank | None:
-    """Return this process's rank, or None if neither mpirun nor srun has started it."""
+    """Return this process's rank, or None if neither mpirun nor srun started it."""
     by_mpi, by_slurm = _numbers(environ, RANK_NAMES), _rank_of_slurm(environ)
-    # srun sets MPI's variables as well, and its own say more. mpirun under Slurm starts its ranks below a step of its
-    # daemons, whose variables then describe the daemon and not the rank.
+    # srun also sets MPI's variables, but its own hold more. Under Slurm, mpirun starts its daemons as a step, whose
+    # variables describe the daemon instead of the rank.
     if by_mpi is None or (by_slurm is not None and (by_slurm.rank, by_slurm.world_size) == by_mpi):
         return by_slurm
     return LaunchedRank("mpirun", *by_mpi, *(_numbers(environ, LOCAL_RANK_NAMES) or ()))
@@ -62,7 +62,6 @@ def _numbers(environ: Mapping[str, str], names: Sequence[tuple[str, str]]) -> tu
 
 
 def _rank_of_slurm(environ: Mapping[str, str]) -> LaunchedRank | None:
-    # A login shell within an allocation has some of these variables, and a process there is no rank.
     if not all(environ.get(name, "").isdecimal() for name in SLURM_NAMES):
         return None
     rank, world_size, local_rank = (int(environ[name]) for name in SLURM_NAMES[:3])
@@ -81,10 +80,10 @@ def torch_variables(
         environ: The environment that the launcher has set.
         address: The address of rank 0's node. By default MASTER_ADDR, this node if all ranks are on it, or the first
             node that Slurm names.
-        port: The port of the store there. By default (0) MASTER_PORT, or one that is derived from the job's id.
+        port: The port of the store there. By default (0) MASTER_PORT, or a port derived from the job's id.
     """
-    # All ranks have to find the same port without talking to each other, and jobs on one node should differ. The id of
-    # the job gives both.
+    # All ranks must choose the same port without communicating, and jobs on one node should choose different ones. So
+    # the port is a hash of the job's id.
     port_of_job = FIRST_PORT + zlib.crc32(_job(launched, environ).encode()) % NUM_PORTS
     variables = {
         "RANK": launched.rank,
@@ -101,13 +100,13 @@ def _address(launched: LaunchedRank, environ: Mapping[str, str]) -> str | None:
     if launched.local_world_size == launched.world_size:
         # All ranks are on this node, so the address needs no name resolution and no network.
         return "127.0.0.1"
-    # Under mpirun the step's nodes are those of its daemons, which need not include the first node.
+    # Under mpirun the step's nodes are those of its daemons, which may lack the first node.
     nodes = environ.get("SLURM_STEP_NODELIST" if launched.launcher == "srun" else "SLURM_JOB_NODELIST")
     return next(expand_nodes(nodes)) if nodes else None
 
 
 def _job(launched: LaunchedRank, environ: Mapping[str, str]) -> str:
-    """Return a text that all ranks of the job share and, as far as the launcher says, no other job on these nodes."""
+    """Return a string that all ranks of the job share and, if possible, no other job on these nodes."""
     job_id = next((environ[name] for name in JOB_ID_NAMES if name in environ), None)
     if job_id is not None:
         return job_id
@@ -117,7 +116,7 @@ def _job(launched: LaunchedRank, environ: Mapping[str, str]) -> str:
     if control_port:
         return f"hydra {control_port}"
     if proxy and launched.local_world_size == launched.world_size:
-        # On another node the proxy would have another pid.
+        # Each node has a proxy of its own, so its pid identifies the job only on one node.
         return f"hydra {proxy}"
     return environ.get("SLURM_JOB_ID") or f"user {os.getuid()}"
 
@@ -154,7 +153,7 @@ def expand_nodes(nodes: str) -> Iterator[str]:
             continue
         for part in match[1].split(","):
             first, _, last = part.partition("-")
-            # Slurm pads the numbers with zeros, and the width of the first one tells how far.
+            # Slurm pads the numbers with zeros to the width of the first one.
             for index in range(int(first), int(last or first) + 1):
                 yield from expand_nodes(f"{item[: match.start()]}{index:0{len(first)}}{item[match.end() :]}")
 

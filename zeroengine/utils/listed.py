@@ -1,4 +1,4 @@
-"""Texts of lists in messages."""
+"""Lists in messages."""
 
 from __future__ import annotations
 

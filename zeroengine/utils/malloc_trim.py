@@ -1,4 +1,4 @@
-"""Return memory that was freed, and that glibc's allocator would keep, to the system."""
+"""Give freed memory that glibc's allocator would keep back to the system."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ def trim_heap() -> None:
 
     Do nothing where the C library has none.
     """
-    # Only glibc has this function. Other C libraries and systems go without it.
+    # Only glibc has this function.
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,4 +1,4 @@
-"""Tensors over a part of the memory of another one that have a storage of their own."""
+"""Tensors with a storage of their own over a part of another tensor's memory."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
     Args:
         tensor: Contiguous.
     """
-    # DLPack shares memory between libraries. It does not know all dtypes, so bytes are passed. Devices other than these
-    # two may not support it.
+    # DLPack does not support all dtypes, so bytes are passed. Other devices than these two may not support it.
     if tensor.device.type not in ("cpu", "cuda") or not tensor.numel():
         return tensor
     return torch.from_dlpack(tensor.view(-1).view(torch.uint8)).view(tensor.dtype).view(tensor.shape)

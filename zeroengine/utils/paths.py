@@ -27,5 +27,5 @@ def checked_path(path: object, argument: str, error: type[ZeroEngineError] = Zer
 
 
 def is_file_name(name: object) -> bool:
-    """Return whether `name` names something within a folder, and leads nowhere else."""
+    """Return whether `name` stays within the folder that it is joined to."""
     return isinstance(name, str) and os.path.basename(name) == name and name not in ("", ".", "..")

@@ -15,7 +15,7 @@ def profile_range(label: str, unit: str = "") -> AbstractContextManager[Any]:
 
     While neither records it does nothing.
     """
-    # Recording a range costs microseconds even where no profiler runs, so it is left out then.
+    # Recording a range costs microseconds even without a profiler.
     if not torch.autograd._profiler_enabled():
         return _NOTHING
     return torch.profiler.record_function(f"zeroengine: {label} {unit}".rstrip())

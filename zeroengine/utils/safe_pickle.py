@@ -1,6 +1,6 @@
 """Read pickles without running anything in them. Needs no torch.
 
-A pickle is a program: it can call whatever Python can import. So each reader of pickles has an `AllowList` of the
+A pickle is a program: it can call anything that Python can import. So each reader of pickles has an `AllowList` of the
 classes and functions that its files name, with a harmless object to use for each, and `SafeUnpickler` refuses the rest.
 """
 
@@ -20,10 +20,10 @@ class AllowList:
     """The classes and functions that the pickles of one kind may name.
 
     Attributes:
-        objects: What is used for a class or function, by its "module.name".
-        find_other: Return what is used for a module and name that `objects` lacks, or None to refuse it.
-        enums: The stand-ins for enumerations, as a base class: only these have members. () allows none.
-        subject: What holds the pickle, as the refusal calls it.
+        objects: The object to use for each class or function, by its "module.name".
+        find_other: Returns the object to use for a module and name that `objects` lacks, or None to refuse it.
+        enums: The base class of the objects that stand for enumerations. () allows no enumerations.
+        subject: The name of the file in the refusal.
     """
 
     objects: Mapping[str, Any]
@@ -40,7 +40,7 @@ class SafeUnpickler(pickle.Unpickler):
         self._allow_list = allow_list
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what the allow-list has for a class or function.
+        """Return the allow-list's object for a class or function.
 
         Raises:
             CheckpointError: The allow-list does not have it.

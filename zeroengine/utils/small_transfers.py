@@ -8,12 +8,12 @@ import torch
 
 
 class HostCopy:
-    """The values of a small tensor, as they are when the current stream gets here, for the host to read later.
+    """The values of a small tensor at this point of the current stream, for the host to read later.
 
-    On CUDA they are copied into pinned memory, with an event behind the copy. On the CPU nothing is copied.
+    On CUDA they are copied into pinned memory. On the CPU nothing is copied.
 
     Args:
-        values: A tensor that must not be written again.
+        values: A tensor that must not be written afterwards.
     """
 
     def __init__(self, values: torch.Tensor) -> None:
@@ -23,7 +23,7 @@ class HostCopy:
             # A copy into ordinary memory would make the host wait for the stream, so the target is pinned.
             self._values = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
             self._values.copy_(values, non_blocking=True)
-            # The event marks the end of this copy, so reading does not wait for kernels that were issued later.
+            # Reading waits for this event, and not for kernels that were issued after the copy.
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(values.device))
 

@@ -1,4 +1,4 @@
-"""Walk over the tensors inside whatever a module takes or returns: tuples, lists, mappings and dataclasses."""
+"""Walk over the tensors in the inputs or outputs of a module: nested tuples, lists, mappings and dataclasses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 
 def leaves_in(tree: Any) -> Iterator[Any]:
-    """Yield every object in nested tuples, lists, mappings and dataclasses that is none of these itself."""
+    """Yield every object in nested tuples, lists, mappings and dataclasses that is not one of these itself."""
     if isinstance(tree, Mapping):
         for value in tree.values():
             yield from leaves_in(value)
@@ -34,22 +34,21 @@ def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
     """Return ``tree`` with ``function`` applied to each tensor.
 
-    Containers keep their type. A container in which nothing changes is returned itself, so that a module may still fill
-    a list or dict of its caller's. The batch sizes of a ``PackedSequence``, which torch wants on the CPU, are left
-    alone.
+    Containers keep their type. A container in which nothing changes is returned itself, so that a module can still fill
+    a list or dict of its caller. The batch sizes of a ``PackedSequence``, which torch needs on the CPU, do not change.
     """
     if isinstance(tree, torch.Tensor):
         return function(tree)
     if isinstance(tree, MutableMapping):
         items = {key: map_tensors(function, value) for key, value in tree.items()}
-        # Returning the same object keeps its identity for modules that write into their argument.
+        # Modules may write into their argument, so an unchanged one must be the same object.
         if all(items[key] is value for key, value in tree.items()):
             return tree
-        # torch.compile cannot look into copy.copy, so the most common case goes without.
+        # torch.compile cannot trace copy.copy, so the most common case avoids it.
         if type(tree) is dict:
             return items
         mapped: Any = copy.copy(tree)
-        # `update` is not used, since transformers' ModelOutput forbids it.
+        # transformers' ModelOutput forbids `update`.
         for key, value in items.items():
             mapped[key] = value
         return mapped
@@ -59,7 +58,7 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> 
         if values is fields:
             return tree
         mapped = copy.copy(tree)
-        # `dataclasses.replace` is not used: a frozen dataclass may compute its fields when it is made.
+        # `dataclasses.replace` would call the constructor, which may compute fields.
         for name, value in values.items():
             object.__setattr__(mapped, name, value)
         return mapped
@@ -72,5 +71,5 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> 
         return tree
     if all(new is old for new, old in zip(parts, tree, strict=True)):
         return tree
-    # A named tuple takes its fields one by one, and other sequences take one iterable.
+    # The constructor of a named tuple takes its fields, that of other sequences takes one iterable.
     return type(tree)(*parts) if isinstance(tree, tuple) and hasattr(tree, "_fields") else type(tree)(parts)

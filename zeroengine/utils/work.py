@@ -1,6 +1,8 @@
-"""Define operations under way: collectives, copies, reads and writes.
+"""The handle of an operation under way: a collective, a copy, a read or a write.
 
-Everything that starts such an operation returns a ``Work``, whether a network, a GPU or a disk carries it out.
+Everything that starts such an operation returns a ``Work``, whether a network, a GPU or a disk carries it out. There
+are two ways to wait for one: ``wait_stream`` makes only the current CUDA stream wait, and ``wait_host`` blocks the
+host. On CPUs both block the host.
 """
 
 from __future__ import annotations
@@ -15,22 +17,21 @@ class Work(Protocol):
     """An operation under way.
 
     Each method may be called any number of times, and the works of one channel, queue or store may be awaited in any
-    order: an operation that builds on an earlier one waits for that one itself. The waiting methods belong to the
-    thread that uses the result; ``done`` may be called from any thread. An operation that failed raises where it is
-    awaited.
+    order: an operation that builds on an earlier one waits for that one itself. Only the thread that uses the result
+    may wait; any thread may call ``done``. A failed operation raises its error in the methods that wait.
     """
 
     def wait_stream(self) -> None:
         """Order later kernels of the current CUDA stream behind the result, without blocking the host.
 
-        Where no stream carries the operation, as on CPUs and disks, this is ``wait_host``.
+        Blocks the host, as ``wait_host`` does, if no stream carries the operation: on CPUs and disks.
         """
 
     def wait_host(self) -> None:
-        """Return when the result is there for the host to use."""
+        """Block until the host can use the result."""
 
     def done(self) -> bool:
-        """Return whether ``wait_host`` would return, or raise, without waiting for anybody else."""
+        """Return whether ``wait_host`` would return, or raise, without waiting."""
 
 
 class Completed:
@@ -48,18 +49,17 @@ class Completed:
 
 
 class Then:
-    """A ``Work`` followed by what this rank has to do with its result.
+    """A ``Work`` followed by a function of this rank that uses its result.
 
     Args:
         work: The operation under way.
-        finish: Called once, by the first wait, when later kernels are ordered behind ``work``. A wait for ``work``
-            that fails leaves ``finish`` to the next one.
-        after: A work that has to finish before ``finish`` runs, such as an earlier accumulation into the same memory.
+        finish: Called once, by the first wait, after ``work.wait_stream()``. If that raises, the next wait calls it.
+        after: A work that must finish before ``finish`` runs, such as an earlier accumulation into the same memory.
         returns_work: Whether ``finish`` starts another operation and returns it. Each wait then waits for that one as
             well, until one wait succeeds.
 
     Attributes:
-        work: The operation under way, also after ``finish`` has run.
+        work: The first operation, even after ``finish`` has run.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Then:
 
     @property
     def finished(self) -> bool:
-        """Whether ``finish`` has run, and what it started has been waited for."""
+        """Whether ``finish`` has run, and the operation that it started has been awaited."""
         return self._finish is None and self._second is None
 
     def wait_stream(self) -> None:
@@ -80,10 +80,10 @@ class Then:
             self.work.wait_stream()
             if self._after is not None:
                 self._after.wait_stream()
-                # A finished work would otherwise keep all those before it alive.
+                # Otherwise each finished work would keep the previous one alive.
                 self._after = None
-            # The function is cleared before it runs, so that neither a wait within it nor one after an interrupted wait
-            # runs it again: it may start a collective.
+            # The function is cleared before it runs, because it may start a collective: neither a wait inside it nor a
+            # wait after an interrupted one may run it again.
             finish, self._finish = self._finish, None
             result = finish()
             self._second = cast(Work, result) if self._returns_work else None
@@ -97,11 +97,11 @@ class Then:
         synchronize_stream()
 
     def done(self) -> bool:
-        """Return whether ``work`` is done. ``finish`` may still have to run, and may wait in turn."""
+        """Return whether ``work`` is done. ``finish`` may still have to run, and may itself wait."""
         return self.finished or self.work.done()
 
 
 def synchronize_stream() -> None:
-    """Block the host until the current CUDA stream has run everything so far. On CPUs nothing is outstanding."""
+    """Block the host until the current CUDA stream has run everything so far. On CPUs return at once."""
     if torch.cuda.is_initialized():
         torch.cuda.current_stream().synchronize()

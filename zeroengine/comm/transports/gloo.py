@@ -1,7 +1,7 @@
 """The transport over Gloo: direct exchange of slices, and local sums in rank order.
 
-Gloo's own reduce-scatter moves twice the bytes it needs; sending each peer its slice and adding what
-arrives was two to three times faster than Gloo's native collectives at 4 to 128 MiB on 2 and 4 ranks.
+Gloo's own reduce-scatter moves twice the bytes it needs. Sending each peer its slice and adding the received slices
+was two to three times faster than Gloo's native collectives at 4 to 128 MiB on 2 and 4 ranks.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from zeroengine.utils.work import Then, Work
 class GlooWork:
     """Sends and receives under way.
 
-    Gloo cannot tell whether one is done, and a wait that times out ends its process group. So a wait with a timeout is
-    left to a thread, which goes on waiting.
+    Gloo cannot test whether one is done, and a wait that times out ends its process group. So a thread runs each wait
+    with a timeout, and goes on waiting after it.
     """
 
     def __init__(self, channel: GlooChannel, what: str, works: list[dist.Work]) -> None:
@@ -46,11 +46,11 @@ class GlooWork:
     wait_stream = wait_host
 
     def done(self) -> bool:
-        """Return whether somebody has waited for everything."""
+        """Return whether a wait has finished."""
         return not self._works
 
     def done_within(self, seconds: float) -> bool:
-        """Return whether it is done, after waiting for at most so long."""
+        """Return whether it is done, after waiting for at most ``seconds``."""
         if seconds > 0 and self._works and self._waiter is None:
             self._waiter = threading.Thread(target=self._wait_for_works, name="zeroengine-gloo", daemon=True)
             self._waiter.start()
@@ -64,7 +64,7 @@ class GlooWork:
                 work.wait(self._channel.timeout)
         except RuntimeError as error:
             self._error = error
-        # The list is emptied by an error, too: the operation is over, and ``wait_host`` raises the error.
+        # An error also ends the operation, and ``wait_host`` raises it.
         self._works = []
 
 
@@ -75,11 +75,11 @@ class GlooChannel:
         self._name, self._group = name, group
         self.watchdog, self.timeout = watchdog, timeout
         self._rank, self._size = group.rank(), group.size()
-        # The number of the last operation. All ranks issue the same ones, so they count alike.
+        # The number of the last operation. All ranks issue the same operations, so their numbers are equal.
         self._seq = 0
-        # Memory to receive into, by its length and dtype. It is used again once the sum was made.
+        # Receive buffers that are free again, by length and dtype.
         self._spare: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
-        # By the address of a sum, the operation that writes it last.
+        # For each sum, by its address, the last operation that writes it.
         self._writers: dict[int, Work] = {}
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Work:
@@ -91,13 +91,13 @@ class GlooChannel:
         return self._exchange("gather", label, [shard] * self._size, slices)
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool = False) -> Work:
-        """Send every peer its slice; add what arrives when the work is awaited."""
+        """Send every peer its slice; add the received slices when the work is awaited."""
         sent = list(full.chunk(self._size))
         key = (shard.numel(), full.dtype)
         spare = self._spare.setdefault(key, [])
         arrived = spare.pop() if spare else full.new_empty((self._size - 1) * shard.numel())
         pieces = list(arrived.chunk(self._size - 1))
-        # This rank's own slice takes its place among the others, so that the sum is in rank order.
+        # This rank's own slice is inserted at its rank, so that the sum is in rank order.
         pieces.insert(self._rank, sent[self._rank])
 
         def finish() -> None:
@@ -111,9 +111,9 @@ class GlooChannel:
         return work
 
     def all_reduce(self, full: torch.Tensor, label: str) -> Work:
-        """Reduce-scatter, and gather the sums once those have arrived."""
+        """Reduce-scatter, then all-gather the sums."""
         own_slice = full.chunk(self._size)[self._rank]
-        # The second half gets its number now, since works may be awaited in another order on each rank.
+        # The all-gather gets its number now, because each rank may await works in another order.
         self._seq += 1
         second_seq = self._seq
         first = self.reduce_scatter(own_slice, full, label)
@@ -122,9 +122,9 @@ class GlooChannel:
         return Then(first, gather, returns_work=True)
 
     def reusable(self, work: Work, timeout_s: float) -> bool:
-        """See ``interfaces.Channel``. A wait is left to a thread, which goes on after the timeout."""
+        """See ``interfaces.Channel``. A thread waits, and goes on after the timeout."""
         sending = work.work if isinstance(work, Then) else work
-        # The second half of an all-reduce begins when that is awaited.
+        # The second half of an all-reduce begins when the first is awaited.
         if not isinstance(sending, GlooWork):
             return isinstance(work, Then) and work.finished
         if not sending.done_within(timeout_s):
@@ -137,8 +137,8 @@ class GlooChannel:
     ) -> GlooWork:
         """Send ``sent[r]`` to each peer r and receive ``received[r]`` from it.
 
-        The tag holds the operation's number and name. So different operations never match one another: they stall, and
-        the watchdog reports them.
+        The tag holds the operation's number and name, so different operations never match: they stall, and the watchdog
+        reports them.
         """
         if not seq:
             self._seq += 1
@@ -149,8 +149,8 @@ class GlooChannel:
         tag = zlib.crc32(f"{self._name} {what}".encode()) & 0x3FFFFFFF
         works: list[dist.Work] = []
         with self.watchdog.guard(what):
-            # Each rank starts with its next neighbor, so that the ranks do not all send to the same one. Receives come
-            # before sends, so that data finds its place when it arrives.
+            # Each rank starts with its next neighbor, so that not all ranks send to the same one. Receives are posted
+            # before sends, so that arriving data finds its buffer.
             for step in range(1, self._size):
                 to, source = (self._rank + step) % self._size, (self._rank - step) % self._size
                 works.append(self._group.recv([received[source]], source, tag))
@@ -174,7 +174,7 @@ class GlooTransport:
         self.reduce = GlooChannel("reduce", group, watchdog, limit)
 
     def empty(self, numel: int, dtype: torch.dtype, channel: ChannelName, *, sent: bool = True) -> torch.Tensor:
-        """Return torch's own memory: Gloo sends from any."""
+        """Return torch's own memory: Gloo can send from any memory."""
         return torch.empty(numel, dtype=dtype, device="cpu")
 
     def buffer(self, numel: int, dtype: torch.dtype, *, copied: bool = False) -> Buffer:
@@ -183,7 +183,6 @@ class GlooTransport:
 
     def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
         """Gather the vectors of all ranks, and add them in rank order."""
-        # Every rank adds all vectors in the same order, so that the sums are the same bits everywhere.
         arrived = torch.empty(self.world_size * values.numel(), dtype=values.dtype, device="cpu")
         out = torch.empty_like(values)
         self.reduce.all_gather(arrived, values, label).wait_host()

@@ -1,7 +1,7 @@
-"""The transport for a GPU's tensors where the process group is for CPUs: through host memory.
+"""The transport for tensors on a GPU over a process group for CPUs: through host memory.
 
-Each operation waits for the GPU, so it is slow. It lets ranks share a GPU, which NCCL refuses, and gives the bits of
-the transport that it goes through.
+It is slow, because each operation waits for the GPU. It lets ranks share a GPU, which NCCL refuses, and gives the same
+bits as the transport that moves the host memory.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ class HostStagedChannel:
 
     def __init__(self, inner: Channel) -> None:
         self._inner = inner
-        # By the address of a sum, the operation that writes it last.
+        # For each sum, by its address, the last operation that writes it.
         self._writers: dict[int, Work] = {}
-        # Gathers whose sent tensor was copied to the host, and which write elsewhere.
+        # Gathers that write to other memory than the shard that they sent.
         self._sent_by_copy: WeakSet[Work] = WeakSet()
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Work:
         """Gather in host memory; the result goes to the device when it is awaited."""
         on_host = _host_empty(full, full.dtype)
         inner = self._inner.all_gather(on_host, _copy_to_host(shard), label)
-        # Where the shard is a slice of the full buffer, the copy of the result writes it, too.
+        # If the shard is a slice of the full buffer, the copy of the result overwrites it.
         is_separate = shard.untyped_storage().data_ptr() != full.untyped_storage().data_ptr()
         work = Then(inner, partial(full.copy_, on_host))
         if is_separate:
@@ -38,7 +38,7 @@ class HostStagedChannel:
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool = False) -> Work:
         """Reduce in host memory; the sum goes to the device, or is added there, when it is awaited."""
-        # A sum that is added to another is not rounded before: it stays in fp32 until the total is rounded.
+        # A sum that is accumulated stays in fp32, so that only the total is rounded.
         summed = _host_empty(shard, torch.promote_types(shard.dtype, torch.float32) if accumulate else shard.dtype)
         inner = self._inner.reduce_scatter(summed, _copy_to_host(full), label)
 
@@ -54,15 +54,15 @@ class HostStagedChannel:
 
     def all_reduce(self, full: torch.Tensor, label: str) -> Work:
         """Sum in host memory; the result goes to the device when it is awaited."""
-        # The copy waits for the GPU, so the host's memory holds the values when the operation is issued.
+        # The copy waits for the GPU, so host memory holds the values when the operation is issued.
         on_host = _copy_to_host(full)
         return Then(self._inner.all_reduce(on_host, label), partial(full.copy_, on_host))
 
     def reusable(self, work: Work, timeout_s: float) -> bool:
         """See ``interfaces.Channel``.
 
-        What is sent is a copy in host memory. The original still counts as unread until the operation has finished, so
-        that no more copies exist than there are buckets.
+        The operation sends a copy in host memory. The original still counts as in use until the operation has finished,
+        so that there are no more copies than buckets.
         """
         assert isinstance(work, Then)
         if work.finished or work in self._sent_by_copy:

@@ -1,4 +1,4 @@
-"""The transport over a backend's own collectives: NCCL, and torch's ``fake`` for counting."""
+"""The transport over a backend's own collectives: NCCL, and torch's ``fake``, with which tests count."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Collective:
     """A collective of torch.distributed under way."""
 
     def __init__(self, work: dist.Work | None) -> None:
-        # None where the backend has nothing to do.
+        # None if the backend has nothing to do.
         self._work = work
 
     def wait_stream(self) -> None:
@@ -49,11 +49,11 @@ class RegisteredPool:
     """A pool of torch's allocator whose memory is registered with the communicator of ``group``.
 
     NCCL sends from registered memory and receives into it without copies of its own. See "User Buffer Registration" in
-    its documentation. A collective needs what it sends and what it receives into registered with its communicator, on
-    all ranks or on none. So each channel has a pool of its own, which no other communicator knows.
+    its documentation. The memory that a collective sends from and receives into must be registered with its
+    communicator on all ranks or on none. So each channel has a pool of its own, which no other communicator uses.
 
-    Memory that was freed returns to the pool, so that in the long run the same segments serve every unit. torch
-    registers the segments that the pool takes later when it takes them.
+    Freed memory returns to the pool, so in the long run the same segments serve every unit. torch registers each
+    segment when the pool allocates it.
 
     Raises:
         ZeroEngineError: This torch or its NCCL cannot register memory.
@@ -65,8 +65,7 @@ class RegisteredPool:
             backend: Any = group._get_backend(device)
             self._pool: Any = torch.cuda.MemPool(backend.mem_allocator)
             backend.register_mem_pool(self._pool)
-        # These are what a torch or an NCCL without registration raises. Too little memory is another matter and keeps
-        # its error.
+        # A torch or an NCCL without registration raises these. Out-of-memory errors are raised as they are.
         except (AttributeError, RuntimeError, TypeError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
@@ -92,7 +91,7 @@ class RegisteredPool:
 
 
 class NCCLChannel:
-    """See ``interfaces.Channel``. ``pool`` is where its memory comes from, if not from torch's own."""
+    """See ``interfaces.Channel``. Its memory comes from ``pool`` if there is one, else from torch's own allocator."""
 
     def __init__(
         self,
@@ -114,7 +113,7 @@ class NCCLChannel:
 
     def refill(self, tensor: torch.Tensor) -> None:
         """Give such memory to a tensor whose storage was emptied."""
-        # The storage keeps its identity, so all views of it are valid again. Its address may be another one.
+        # The storage keeps its identity, so all views of it are valid again, although its address may change.
         with self._allocations():
             refill(tensor)
 
@@ -127,8 +126,8 @@ class NCCLChannel:
         return self.issue(lambda: _all_gather(full, shard, group=self.group, async_op=True))
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool = False) -> Work:
-        """Launch a reduce-scatter, into a spare buffer where the sum is cast or accumulated."""
-        # NCCL neither casts nor adds to its target.
+        """Launch a reduce-scatter. A sum that must be cast or accumulated goes through a temporary buffer."""
+        # NCCL can neither cast the sum nor add it to its target.
         direct = not accumulate and shard.dtype is full.dtype
         target = shard if direct else self.empty(shard.numel(), full.dtype)
         self.record(f"reduce {label}")
@@ -141,7 +140,7 @@ class NCCLChannel:
                 shard.add_(target)
             else:
                 shard.copy_(target)
-            # The watchdog still holds the work, and so the tensor. Its memory goes now, in the order of the stream.
+            # The watchdog still holds the work, and so the tensor. This frees its memory now, in stream order.
             target.untyped_storage().resize_(0)
 
         return Then(work, take_over)
@@ -152,7 +151,7 @@ class NCCLChannel:
         return self.issue(lambda: dist.all_reduce(full, group=self.group, async_op=True))
 
     def reusable(self, work: Work, timeout_s: float) -> bool:
-        """See ``Channel.reusable``. With a timeout the current stream is ordered behind ``work``: the host goes on."""
+        """See ``Channel.reusable``. With a timeout the current stream waits for ``work``, and the host goes on."""
         if not timeout_s:
             return work.done()
         work.wait_stream()
@@ -162,7 +161,7 @@ class NCCLChannel:
         """Add the operation that is issued next to the order that the ranks compare."""
         self._seq += 1
         self.last = f"{what} (number {self._seq})"
-        # The checksum depends on all operations before, so ranks that have once differed stay different.
+        # The checksum covers all operations so far, so ranks that have differed once stay different.
         self.order = zlib.crc32(what.encode(), self.order)
 
     def issue(self, run: Callable[[], dist.Work | None]) -> Work:
@@ -173,10 +172,10 @@ class NCCLChannel:
 
 
 class NCCLTransport:
-    """See ``interfaces.Transport``. ``pools`` are where memory for collectives comes from, if not from torch's own.
+    """See ``interfaces.Transport``. Collectives use memory of ``pools`` if there are any, else torch's own.
 
-    The orders of all ranks travel with ``all_reduce_scalars``. They are compared later, by ``check_order`` or when the
-    ranks next meet, so that nobody waits for a device.
+    ``all_reduce_scalars`` also sums the checksums of the ranks' orders. They are compared later, by ``check_order`` or
+    in the next ``all_reduce_scalars``, so that the host does not wait for the device.
     """
 
     overlaps = True
@@ -197,7 +196,7 @@ class NCCLTransport:
         self._device, self._group, self._watchdog = device, reduce, watchdog
         self.gather = NCCLChannel(gather, device, watchdog, self._pools.get("gather"))
         self.reduce = NCCLChannel(reduce, device, watchdog, self._pools.get("reduce"))
-        # The orders that were summed and not compared yet: the sums over ranks of the two channels' checksums, this
+        # The orders that were summed but not yet compared: the sums over ranks of the two channels' checksums, this
         # rank's checksums, and its last operations for people.
         self._orders: tuple[HostCopy, list[float], str] | None = None
 
@@ -216,7 +215,7 @@ class NCCLTransport:
 
     def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
         """Sum, together with checksums of the ranks' orders so far."""
-        # The sums of the last step have usually arrived by now, so that reading them does not wait for the device.
+        # The sums of the last step have usually arrived by now, so reading them does not wait for the device.
         self.check_order()
         self.reduce.record(label)
         # Checksums are below 2**32, so float64 holds their sums over two million ranks exactly.
@@ -229,7 +228,7 @@ class NCCLTransport:
         return sent[:-2]
 
     def check_order(self) -> None:
-        """Compare the checksums that the last ``all_reduce_scalars`` has summed."""
+        """Compare the checksums that the last ``all_reduce_scalars`` summed."""
         if self._orders is None:
             return
         summed, own, last = self._orders
@@ -247,10 +246,10 @@ class NCCLTransport:
         """Deregister the pools, and end the watchdog and the communicators."""
         for pool in self._pools.values():
             pool.close()
-        # Without a watchdog the groups are the caller's, as with the fake backend.
+        # Without a watchdog, as with the fake backend, the groups belong to the caller.
         if self._watchdog is not None:
             self._watchdog.close()
-            # After an error a communicator may be stuck in an operation. The end of the process then ends it.
+            # After an error a communicator may be stuck in an operation, and ends with the process.
             if sys.exc_info()[0] is None:
                 destroy_group(self.gather.group)
                 destroy_group(self.reduce.group)

@@ -1,13 +1,13 @@
 """The transport between CPU ranks of one host: each rank's memory is a file that its peers read.
 
-Gloo would send the bytes through sockets, four kernel copies a byte on cores that are busy with compute.
-Here a rank *posts* an operation (a counter in a shared page, and what the operation is) and each peer
-reads what it needs straight into its destination, or maps it.
+Gloo would send the bytes through sockets, with four kernel copies of each byte on cores that are busy with compute.
+Here a rank *posts* an operation (a record of it and a counter, in shared pages), and each peer reads the bytes that it
+needs straight into their destination, or maps them.
 
 [Note: Lifetimes]
-Memory that was posted may be written again once every peer has executed the operation (``executed`` of
-each peer is past it). ``all_reduce_scalars`` is posted on the reduce channel after the gather channel is
-drained, and a rank posts it only after executing everything before it, so it closes all lifetimes at once.
+Memory that was posted may be written again once every peer has executed the operation (the ``executed`` counter of each
+peer is past it). A rank posts ``all_reduce_scalars`` only after it has executed everything before it on both channels,
+so when that returns all memory posted earlier may be written again.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ class SharedMemoryTransport:
     def __init__(self, memory: SharedMemory, timeout: float) -> None:
         self.rank, self.world_size = memory.rank, memory.world_size
         self._memory = memory
-        # The channels refer to this list, which is complete only after both are made: a rank that waits on one moves
-        # both on.
+        # Both channels refer to this list, because a rank that waits on one executes operations of both. The list is
+        # complete once both exist.
         channels: list[SharedMemoryChannel] = []
         channels += [SharedMemoryChannel(memory, name, timeout, channels) for name in CHANNELS]
         self.gather, self.reduce = channels
         self._scalars: list[torch.Tensor] = []
 
     def empty(self, numel: int, dtype: torch.dtype, channel: ChannelName, *, sent: bool = True) -> torch.Tensor:
-        """Return memory of this rank's file, or torch's own for what is not sent."""
+        """Return memory of this rank's file if operations send from it, else torch's own."""
         return self._memory.empty(numel, dtype) if sent else torch.empty(numel, dtype=dtype, device="cpu")
 
     def buffer(self, numel: int, dtype: torch.dtype, *, copied: bool = False) -> Buffer:
         """Return a buffer that shards are mapped into, or one that they are copied into."""
-        # A mapped shard shows what its owner writes next. Offloaded shards are sent from buffers that soon hold another
+        # A mapped shard shows its owner's later writes. Offloaded shards are sent from buffers that soon hold another
         # shard, so their values must be copied.
         return PagedBuffer(numel, dtype) if copied else self._memory.mapped_buffer(numel, dtype)
 
     def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
         """See ``interfaces.Transport``, and "Lifetimes" above."""
-        # Two vectors in turn: a rank is at most one such operation ahead of the slowest reader.
+        # Two vectors alternate, because a rank is at most one such operation ahead of the slowest reader.
         if not self._scalars or self._scalars[0].numel() < values.numel():
             self._scalars = [self.empty(values.numel(), torch.float64, "reduce") for _ in range(2)]
         self._scalars.reverse()
@@ -62,11 +62,11 @@ class SharedMemoryTransport:
         return self.reduce.all_reduce_scalars(sent, label)
 
     def check_order(self) -> None:
-        """Return at once: operations are compared as they are executed."""
+        """Return at once: operations are compared when they are executed."""
 
     def fence(self) -> None:
-        """Return when every peer has executed all that this rank has posted."""
-        # This rank first does its own part on both channels. Otherwise two ranks could wait for each other.
+        """Return when every peer has executed everything that this rank posted."""
+        # This rank first executes its own operations. Otherwise two ranks could wait for each other.
         for channel in (self.gather, self.reduce):
             channel.drain()
         for channel in (self.gather, self.reduce):

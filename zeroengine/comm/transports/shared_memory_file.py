@@ -23,8 +23,8 @@ MAX_POSTED = 256
 # Sequence number, kind, bytes, offset and label.
 RECORD = struct.Struct("<QIQQ100s")
 CACHE_LINE = 64
-# The counters posted, summed and executed. Each has a cache line of its own: a core that raises one must not take the
-# others from the cores that poll them.
+# The counters posted, summed and executed. Each has a cache line of its own, so that raising one does not slow down
+# cores that poll the others.
 COUNTERS_BYTES = 3 * CACHE_LINE
 CHANNEL_BYTES = COUNTERS_BYTES + MAX_POSTED * RECORD.size
 CONTROL_BYTES = len(CHANNELS) * CHANNEL_BYTES
@@ -32,9 +32,9 @@ CONTROL_BYTES = len(CHANNELS) * CHANNEL_BYTES
 
 @dataclass(frozen=True)
 class RankAddress:
-    """The facts by which peers find a rank's memory file."""
+    """How peers find a rank's memory file."""
 
-    host: str  # differs between hosts and between containers, of which network namespaces are a sign
+    host: str  # see ``_host``
     pid: int
     fd: int
     inode: int
@@ -60,15 +60,15 @@ class SharedMemoryPeer:
 
 
 def check_result(result: int, action: str) -> None:
-    """Raise the OSError of a function of the library that has returned a negated ``errno``."""
+    """Raise ``OSError`` if a function of the library returned a negated ``errno``."""
     if result < 0:
         raise OSError(-result, action)
 
 
 class MappedBuffer:
-    """A ``Buffer`` that shows the ranks' shards side by side: a gather maps their pages, and copies nothing.
+    """A ``Buffer`` into which a gather maps the pages of the ranks' shards, and copies nothing.
 
-    Writes stay private to this process, as they would in a copy.
+    Writes stay private to this process.
     """
 
     def __init__(self, lib: ctypes.CDLL, numel: int, dtype: torch.dtype) -> None:
@@ -88,8 +88,7 @@ class MappedBuffer:
 
     def detach(self) -> None:
         """Replace the mapped pages by private copies."""
-        # A private mapping has pages of its own once they are written. The kernel makes them at the first write, so
-        # writing the same values back is enough.
+        # The kernel copies a page of a private mapping at its first write, so writing the same values is enough.
         self.tensor.copy_(self.tensor.clone())
 
     def nbytes(self) -> int:
@@ -103,12 +102,12 @@ class SharedMemory:
     Attributes:
         peers: Every rank, in rank order.
         others: Every rank but this one.
-        closed: Whether the engine is closed. Nothing may be posted then.
+        closed: Whether the engine is closed, so that nothing may be posted.
     """
 
     def __init__(self, rank: int, fd: int, peers: list[SharedMemoryPeer]) -> None:
         lib = ops.library()
-        # ``offer`` returns no address where there is no library.
+        # Without the library ``offer`` returns no address.
         assert lib is not None
         self.rank, self.world_size, self.lib = rank, len(peers), lib
         self.peers, self.others = peers, [p for p in peers if p.rank != rank]
@@ -131,12 +130,12 @@ class SharedMemory:
         offset = round_up(self._end, mmap.ALLOCATIONGRANULARITY)
         self._end = offset + nbytes
         os.ftruncate(self._fd, self._end)
-        # Python's own mapping of the file would keep a descriptor for each tensor. So the pages are reserved first, and
-        # the file is mapped over them.
+        # Python's mmap of the file would keep a descriptor open for each tensor. So this reserves the pages first, and
+        # maps the file over them.
         tensor = _private_pages(numel, dtype)
         start = tensor.data_ptr()
         check_result(self.lib.ze_map(start, nbytes, self._fd, offset, True), "mapping shared memory")
-        # The system uses the addresses of memory that is gone again, so regions at these addresses are out of date.
+        # The system reuses addresses of freed memory, so older regions at these addresses are stale.
         self._regions = [r for r in self._regions if r[0] + r[1] <= start or start + nbytes <= r[0]]
         self._regions.append((start, nbytes, offset))
         return tensor
@@ -153,27 +152,27 @@ class SharedMemory:
         """Return a new buffer that gathers map shards into."""
         buffer = MappedBuffer(self.lib, numel, dtype)
         self._mapped.add(buffer.tensor.data_ptr())
-        # Memory that the system later puts at this address is no mapped buffer.
+        # The system may reuse the address for memory that is no mapped buffer.
         weakref.finalize(buffer, self._mapped.discard, buffer.tensor.data_ptr())
         return buffer
 
     def is_mapped(self, full: torch.Tensor) -> bool:
-        """Return whether ``full`` is that of a ``mapped_buffer``."""
+        """Return whether ``full`` belongs to a ``mapped_buffer``."""
         return full.data_ptr() in self._mapped
 
     def close(self) -> None:
-        """Close every file. Memory that is mapped stays until its tensors go."""
+        """Close every file. Mapped memory lives as long as its tensors."""
         self.closed = True
         self._finalizer()
 
 
 def offer() -> RankAddress | None:
-    """Make this rank's memory file. Return None where the system or the build cannot."""
+    """Create this rank's memory file. Return None if the system or the build cannot."""
     if ops.library() is None or not hasattr(os, "memfd_create"):
         return None
     with contextlib.ExitStack() as undo, contextlib.suppress(OSError):
         # The file has no name: the kernel frees it with the last process that has it open, however the processes end.
-        # Programs that this one starts must not keep it open.
+        # MFD_CLOEXEC keeps it from child programs.
         fd = os.memfd_create("zeroengine", os.MFD_CLOEXEC)
         undo.callback(os.close, fd)
         os.ftruncate(fd, CONTROL_BYTES)
@@ -187,7 +186,7 @@ def open_memory(rank: int, addresses: Sequence[RankAddress | None]) -> SharedMem
     """Open the memory file of every rank.
 
     Returns:
-        The memory; or why it cannot be used, with everything closed.
+        The memory; or the reason why it cannot be used, and then everything is closed.
     """
     own_address = addresses[rank]
     if own_address is None:
@@ -201,15 +200,13 @@ def open_memory(rank: int, addresses: Sequence[RankAddress | None]) -> SharedMem
             try:
                 fd, pidfd = own_address.fd, -1
                 if r != rank:
-                    # The peer's descriptor is opened through /proc, which works for processes of one user without a
-                    # socket between them.
+                    # /proc gives access to the peer's descriptor without a socket, if both run as one user.
                     fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDWR | os.O_CLOEXEC)
                     undo.callback(os.close, fd)
                     if hasattr(os, "pidfd_open"):
                         pidfd = os.pidfd_open(address.pid)
                         undo.callback(os.close, pidfd)
-                # The number may be another process's where ranks are in different containers, or the peer may have
-                # closed the file.
+                # In different containers the pid may belong to another process, and the peer may have closed the file.
                 if os.fstat(fd).st_ino != address.inode:
                     return f"rank {r}'s memory is not visible from rank {rank}"
                 peers.append(SharedMemoryPeer(r, fd, pidfd, mmap.mmap(fd, CONTROL_BYTES)))
@@ -220,7 +217,7 @@ def open_memory(rank: int, addresses: Sequence[RankAddress | None]) -> SharedMem
 
 
 def _private_pages(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return private memory of its own pages, unmapped when the tensor goes."""
+    """Return private memory in pages of its own, which are unmapped with the tensor."""
     size = max(numel, 1) * dtype.itemsize
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=dtype, count=numel)
@@ -228,8 +225,8 @@ def _private_pages(numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 def _host() -> str:
     with open("/proc/sys/kernel/random/boot_id") as f:
-        # The boot id tells hosts apart. Process numbers mean the same only within one namespace, and a network
-        # namespace tells containers apart that share the others.
+        # The boot id differs between hosts. Pids are valid only within one pid namespace, and containers that share it
+        # differ in their network namespace.
         return "/".join([f.read().strip(), os.readlink("/proc/self/ns/pid"), os.readlink("/proc/self/ns/net")])
 
 

@@ -1,4 +1,4 @@
-"""The transport of one rank: nothing to move, only copies where the memory differs."""
+"""The transport of one rank: nothing to move, only copies if source and target differ."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from zeroengine.utils.work import Completed, Work
 
 
 class SingleProcessChannel:
-    """See ``interfaces.Channel``. Everything is done when it is issued."""
+    """See ``interfaces.Channel``. Every operation is complete when it returns."""
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Work:
         """Copy the shard, unless it is the full buffer."""
@@ -19,7 +19,7 @@ class SingleProcessChannel:
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, label: str, accumulate: bool = False) -> Work:
         """Copy or add the only slice."""
-        # The one slice is all of the sum. Both operations cast it to the shard's dtype.
+        # The only slice is the whole sum. Both operations cast it to the shard's dtype.
         if accumulate:
             shard.add_(full)
         elif full.data_ptr() != shard.data_ptr():
