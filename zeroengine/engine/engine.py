@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import torch
 
 from zeroengine.comm.group import check_same
-from zeroengine.engine import temporary_offload
+from zeroengine.engine import mixed_precision, temporary_offload
 from zeroengine.engine.accumulation import ENGINE_STEP, OPTIMIZER_STEP
 from zeroengine.engine.assembly import EngineParts
 from zeroengine.engine.checkpointing import EngineCheckpoints
@@ -95,8 +95,12 @@ class Engine:
         # Inside `gathered` ranks may run different numbers of forwards, which belong to no micro-step.
         if self.module.training and not self.gatherer.num_user_gathered:
             self._parts.input_comparison.observe((args, kwargs))
-        with self.gatherer.model_forward():
-            return self.module(*args, **kwargs)
+        try:
+            with self.gatherer.model_forward():
+                return self.module(*args, **kwargs)
+        except RuntimeError as error:
+            mixed_precision.note_buffers(error, self.module, self.config)
+            raise
 
     forward = __call__
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -15,7 +16,11 @@ from zeroengine.config import FLOATS, Config
 from zeroengine.errors import ZeroEngineError
 from zeroengine.partition.cut import is_wide_float, plain_name
 from zeroengine.utils.compiler_disable import disable_compile
+from zeroengine.utils.listed import listed
 from zeroengine.utils.tensor_tree import map_tensors
+
+# The buffers that a note names.
+NUM_SHOWN = 5
 
 
 def check_supported(dtype: torch.dtype, device: torch.device) -> None:
@@ -164,6 +169,45 @@ class _AutocastHooks:
         # A forward that failed before `enter` leaves nothing to exit, although this hook is always called.
         if self._contexts:
             self._contexts.pop().__exit__(None, None, None)
+
+
+def note_buffers(error: RuntimeError, model: nn.Module, config: Config) -> None:
+    """Add a note to an error about dtypes in a forward: which buffers may be its cause, and the keys that cast them.
+
+    Args:
+        error: What the forward of ``model`` raised.
+        model: The model.
+        config: The resolved configuration.
+    """
+    low_precision = config.low_precision
+    # torch has no class for these errors. Their texts speak of a dtype, a scalar type, or a type.
+    if low_precision is None or "type" not in str(error):
+        return
+    fp32_buffers = {buffer for module in fp32_modules(model, config) for buffer in module.buffers()}
+    names = {
+        buffer: plain_name(name)
+        for name, buffer in model.named_buffers()
+        if is_wide_float(buffer) and buffer.dtype is not low_precision and buffer not in fp32_buffers
+    }
+    # The innermost module that was running and has such buffers is the likely cause.
+    frames = traceback.walk_tb(error.__traceback__)
+    running = [frame.f_locals.get("self") for frame, _ in frames]
+    for module in [*reversed([m for m in running if isinstance(m, nn.Module)]), model]:
+        suspects = [buffer for buffer in module.buffers() if buffer in names]
+        if suspects:
+            break
+    else:
+        return
+    listing = listed([f"{names[buffer]} ({str(buffer.dtype)[6:]})" for buffer in suspects], NUM_SHOWN)
+    # A parametrization computes a weight of the module that it lies in.
+    owner = names[suspects[0]].rpartition(".")[0].partition(".parametrizations.")[0]
+    low = "bf16" if low_precision is torch.bfloat16 else "fp16"
+    in_fp32 = f', or "keep_fp32_modules": ["{owner}"], which computes that module in fp32' if owner else ""
+    error.add_note(
+        f"The model computes in {low}, and buffers keep their dtype: {listing}. If one met a {low} tensor here, write "
+        f'"data_types": {{"buffer_dtype": "{low}"}}, which casts all floating buffers of the model, as DeepSpeed does'
+        f"{in_fp32}."
+    )
 
 
 def cast_floating(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
