@@ -56,6 +56,14 @@ def test_the_smallest_group_of_ranks_is_named_first_and_the_rest_are_the_others(
     assert describe_positions(dict(enumerate(places)), hosts) == sentence
 
 
+def test_ranks_that_wait_for_different_units_are_told_about_units() -> None:
+    """Only where all wait: a rank that is elsewhere may be the cause, and its peers may wait at different units."""
+    waits, other = RankPosition(True, GATHER), RankPosition(True, "gather blocks.5")
+    assert '"units": ["layers.*"]' in describe_positions({0: waits, 1: other}, ["", ""])
+    for third in (None, RankPosition(False, GATHER), RankPosition(True, REDUCE)):
+        assert "units" not in describe_positions({0: waits, 1: other, 2: third}, ["", "", ""])
+
+
 # -- alarms -------------------------------------------------------------------------------------------
 
 

@@ -78,6 +78,7 @@ def test_editor_and_loader_agree_on_deepspeeds_files(path: Path, validator: Any)
         {"optimizer": {"type": "Lion", "params": {"betas": [0.9, 0.99]}}},
         {"communication_data_type": "float32", "data_types": {"grad_accum_dtype": "auto", "buffer_dtype": "bfloat16"}},
         {"torch_autocast": {"enabled": True, "dtype": "float16", "lower_precision_safe_modules": ["a"]}},
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": [0, 0.1], "warmup_max_lr": "auto"}}},
         {"keep_fp32_modules": "auto", "prescale_gradients": True, "check_grad_overflow": False},
         {"zero_optimization": {"offload_optimizer": None, "offload_param": {"device": None}}},
     ],

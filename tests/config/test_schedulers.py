@@ -57,6 +57,13 @@ def test_auto_without_a_default_says_what_to_write() -> None:
             "total_num_steps: WarmupLR does not take it; WarmupDecayLR and WarmupCosineLR do",
         ),
         ({"type": "LRRangeTest", "params": {"lr_range_test_step_size": 0}}, "at least 1"),
+        ({"type": "WarmupLR", "params": {"warmup_max_lr": []}}, r"found \[\] \(a list\); write at least 1 value"),
+        (
+            {"type": "WarmupLR", "params": {"warmup_max_lr": [0.1, -1]}},
+            r"warmup_max_lr.1: found -1 .*; write a value of at least 0",
+        ),
+        ({"type": "WarmupLR", "params": {"warmup_max_lr": "fast"}}, r'warmup_max_lr: found "fast" .*; write a number'),
+        ({"type": "OneCycle", "params": {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_max_mom": [1]}}, "below 1"),
         ({"type": "WarmupLR", "params": {"last_batch_iteration": 5}}, "refused; a schedule starts at 0"),
     ],
 )

@@ -131,9 +131,47 @@ def test_ranks_that_run_different_units_are_told_which(transport: str, timeout: 
         assert seconds < SOON
         assert "blocks.0" in message and "blocks.2" in message, message
         assert "rank 0" in message and "rank 1" in message, message
+        assert '"units": ["layers.*"]' in message, message
         if transport == "shm":
             assert message.startswith(f"the ranks run different units: rank {rank} is at gather blocks.{2 * rank} ")
-            assert "with zeroengine.gathered(module):" in message
+
+
+class Experts(Net):
+    """Each rank's data choose one of the blocks, inside a module that every rank calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixture = Mixture(self.blocks)
+        del self.blocks
+
+    def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:  # type: ignore[override]
+        return self.loss(self.mixture(self.stem(x), which))
+
+
+class Mixture(nn.Module):
+    def __init__(self, experts: nn.ModuleList) -> None:
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
+        return self.experts[which](x)  # type: ignore[no-any-return]
+
+
+def route(stage: int) -> list[float]:
+    rank = start()
+    comm = {"transport": "gloo", "timeout_seconds": PATIENCE}
+    engine = zeroengine.initialize(build(Experts), config=config(stage, comm=comm, units=["mixture"]))
+    losses = []
+    for step in range(4):
+        loss = engine(*features(step, rank), (step + 2 * rank) % 3)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_experts_of_one_unit_may_differ_between_ranks_and_train_as_without_partitioning() -> None:
+    assert run_ranks(2, route, 3) == run_ranks(2, route, 0)
 
 
 def scale_differently(transport: str, timeout: float) -> tuple[str, float]:

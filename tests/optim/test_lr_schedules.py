@@ -75,6 +75,78 @@ def test_one_cycle_moves_the_momentum_against_the_rate() -> None:
     assert {group["betas"][1] for group in groups} == {0.999}
 
 
+def rates_of_two_groups(kind: str, steps: int, params: dict[str, Any]) -> list[list[float]]:
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (1e-2, 1e-3)]
+    optimizer = torch.optim.AdamW(groups)
+    schedule = make_scheduler(None, optimizer, load({"scheduler": {"type": kind, "params": params}}))
+    rates = []
+    for _ in range(steps):
+        rates.append([group["lr"] for group in optimizer.param_groups])
+        optimizer.step()
+        schedule.step()
+    return rates
+
+
+WARMUPS = {"warmup_min_lr": [1e-4, 0.0], "warmup_max_lr": [1e-3, 2e-3], "warmup_type": "linear"}
+CYCLES = {"cycle_min_lr": [1e-3, 2e-3], "cycle_max_lr": [5e-3, 6e-3], "cycle_first_step_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "first", "second"),
+    [
+        (
+            "WarmupLR",
+            WARMUPS | {"warmup_num_steps": 4},
+            [1e-4, 1e-4, 3.25e-4, 5.5e-4, 7.75e-4, 1e-3],
+            [0, 0, 5e-4, 1e-3, 1.5e-3, 2e-3],
+        ),
+        (
+            "WarmupLR",
+            {"warmup_min_lr": 1e-4, "warmup_max_lr": [1e-3, 2e-3], "warmup_num_steps": 4},
+            [1e-4, 1e-4, 5.5e-4, 8.132331253e-4, 1e-3],
+            [1e-4, 1e-4, 1.05e-3, 1.605714376e-3, 2e-3],
+        ),
+        (
+            "WarmupDecayLR",
+            WARMUPS | {"warmup_num_steps": 2, "total_num_steps": 6},
+            [1e-4, 1e-4, 5.5e-4, 1e-3, 7.75e-4, 5.5e-4, 3.25e-4],
+            [0, 0, 1e-3, 2e-3, 1.5e-3, 1e-3, 5e-4],
+        ),
+        (
+            "LRRangeTest",
+            {"lr_range_test_min_lr": [1e-3, 1e-2], "lr_range_test_step_size": 2},
+            [1e-3, 1.5e-3, 2e-3, 2.5e-3],
+            [1e-2, 1.5e-2, 2e-2, 2.5e-2],
+        ),
+        ("OneCycle", CYCLES, [1e-3, 3e-3, 5e-3, 3e-3, 1e-3], [2e-3, 4e-3, 6e-3, 4e-3, 2e-3]),
+    ],
+)
+def test_lists_give_each_param_group_deepspeeds_rates(
+    kind: str, params: dict[str, Any], first: list[float], second: list[float]
+) -> None:
+    rates = rates_of_two_groups(kind, len(first), params)
+    assert [list(group) for group in zip(*rates, strict=True)] == [pytest.approx(first), pytest.approx(second)]
+
+
+def test_one_cycle_moves_the_momentum_of_each_group_by_its_own_list() -> None:
+    params = CYCLES | {"cycle_min_mom": [0.8, 0.5], "cycle_max_mom": [0.9, 0.7]}
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))]} for _ in range(2)]
+    optimizer = torch.optim.AdamW(groups)
+    schedule = make_scheduler(None, optimizer, load({"scheduler": {"type": "OneCycle", "params": params}}))
+    momenta = []
+    for _ in range(3):
+        momenta.append([group["betas"][0] for group in optimizer.param_groups])
+        optimizer.step()
+        schedule.step()
+    assert momenta == [pytest.approx(pair) for pair in ([0.9, 0.7], [0.85, 0.6], [0.8, 0.5])]
+
+
+def test_a_list_of_another_length_than_the_param_groups_is_refused() -> None:
+    message = "scheduler.params.warmup_max_lr: found 3 values, and the optimizer has 2 param groups; write a list of 2"
+    with pytest.raises(zeroengine.ConfigError, match=message):
+        rates_of_two_groups("WarmupLR", 1, {"warmup_max_lr": [0.1, 0.2, 0.3]})
+
+
 @pytest.mark.parametrize("lr", [0.0, 1e-5, 3.0])
 def test_a_schedule_that_names_rates_does_not_depend_on_the_optimizers_own(lr: float) -> None:
     groups = groups_over_steps("WarmupLR", 6, WARMUP | {"warmup_type": "linear"}, lr=lr)

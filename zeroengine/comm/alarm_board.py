@@ -24,6 +24,13 @@ PUBLISH_TIMEOUT_S = 1.0
 # A rank that has answered an alarm within this time may have ended because of it. Its answer still counts then.
 RECENT_ANSWER_S = 20.0
 STORE_LINGER_S = 1.0
+# Leaving ``gathered`` before the backward would not help: the backward gathers the unit again, on some ranks alone.
+DIFFERENT_UNITS_ADVICE = (
+    "Every rank must run the same modules in the same order. Where each rank's data choose the modules, as in a "
+    "mixture of experts, put them into one unit, which every rank gathers as a whole: name a module that contains them "
+    'all and that every rank calls under "units" in the configuration, such as "units": ["layers.*"]. Where there is '
+    "no backward, as in generation, wrap the forwards in `with zeroengine.gathered(module):`"
+)
 
 
 class RankPosition(NamedTuple):
@@ -166,7 +173,8 @@ class AlarmBoard:
 def describe_positions(places: Mapping[int, RankPosition | None], hosts: Sequence[str]) -> str:
     """Say where the ranks are, in one sentence.
 
-    Ranks at one position are named together, the smallest group first: it is most likely to be the cause.
+    Ranks at one position are named together, the smallest group first: it is most likely to be the cause. Where all
+    wait for gathers of different units, advice follows.
 
     Args:
         places: Each rank's position; None where it does not answer.
@@ -178,7 +186,11 @@ def describe_positions(places: Mapping[int, RankPosition | None], hosts: Sequenc
     parts = [_sentence(_names(groups[place], hosts), len(groups[place]) > 1, place) for place in few]
     several = len(groups[most]) > 1
     names = "the others" if several and few else _names(groups[most], hosts)
-    return ", ".join([*parts, _sentence(names, several, most)])
+    sentence = ", ".join([*parts, _sentence(names, several, most)])
+    # No rank can go on where each waits for a gather and these differ.
+    if len(groups) > 1 and all(place and place.waits and place.what.startswith("gather ") for place in groups):
+        return f"{sentence}. {DIFFERENT_UNITS_ADVICE}"
+    return sentence
 
 
 def ranks_by_value(values: Mapping[int, T]) -> dict[T, list[int]]:

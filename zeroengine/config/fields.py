@@ -6,15 +6,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from annotated_types import Ge, GroupedMetadata, Gt, Le, Lt
+from annotated_types import Ge, GroupedMetadata, Gt, Le, Lt, MinLen
 from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     Strict,
+    Tag,
     model_validator,
 )
 from pydantic_core import CoreSchema, core_schema
@@ -136,3 +138,13 @@ Fraction = Annotated[float, Ge(0), Le(1)]
 Decay = Annotated[float, Ge(0), Lt(1)]
 # A file has no tuples, so the strict type alone would refuse every pair.
 Betas = Annotated[tuple[Decay, Decay], Strict(False)]
+# The discriminator makes an error speak of a number or of a list, and not of both.
+_by_kind = Discriminator(lambda value: "list" if isinstance(value, (list, tuple)) else "number")
+# One number for all param groups, or a list with one for each.
+NonNegatives = Annotated[
+    Annotated[NonNegative, Tag("number")] | Annotated[list[NonNegative], Strict(False), MinLen(1), Tag("list")],
+    _by_kind,
+]
+Decays = Annotated[
+    Annotated[Decay, Tag("number")] | Annotated[list[Decay], Strict(False), MinLen(1), Tag("list")], _by_kind
+]

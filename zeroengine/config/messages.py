@@ -37,6 +37,7 @@ _EXPECTED = {
     "list_type": "a list, [...]",
     "tuple_type": "a list, [...]",
     "too_long": "{max_length} values",
+    "too_short": "at least {min_length} value",
 }
 
 # The number of unknown keys for which the nearest known key is searched, and the length of the longest such key.
@@ -123,8 +124,8 @@ def _locate(location: tuple[int | str, ...], tree: Any) -> tuple[KeyPath, Any]:
             node = node[part]
         elif isinstance(node, (list, tuple)) and isinstance(part, int) and part < len(node):
             node = node[part]
-        elif depth == len(location) - 1:
-            # The location ends in a missing key.
+        elif depth == len(location) - 1 and (isinstance(node, dict) or isinstance(part, int)):
+            # The location ends in a missing key, or in the missing item of a pair.
             node = None
         else:
             # This part is the name of a union's member, which is no key.

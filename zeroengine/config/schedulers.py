@@ -1,6 +1,7 @@
 """The `scheduler` section: DeepSpeed's five learning-rate schedules and their parameters.
 
-Steps are optimizer updates, not micro-steps. The engine builds the schedules themselves.
+Steps are optimizer updates, not micro-steps. The engine builds the schedules themselves. A list has a value for each
+param group of the optimizer, whose number is known when the schedule is built.
 """
 
 from __future__ import annotations
@@ -9,7 +10,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from zeroengine.config.fields import AUTO, Auto, CheckedBy, Count, Decay, Fraction, NonNegative, Positive, Section
+from zeroengine.config.fields import (
+    AUTO,
+    Auto,
+    CheckedBy,
+    Count,
+    Decays,
+    Fraction,
+    NonNegative,
+    NonNegatives,
+    Positive,
+    Section,
+)
 
 
 class _Warmup(Section):
@@ -24,10 +36,11 @@ class _Warmup(Section):
 class WarmupLRParams(_Warmup):
     """Parameters of WarmupLR."""
 
-    warmup_min_lr: Annotated[NonNegative, AUTO] = 0.0
-    """Learning rate at the first step."""
-    warmup_max_lr: Annotated[NonNegative | None, AUTO] = None
-    """Learning rate after warm-up. null or "auto": the rate of each param group."""
+    warmup_min_lr: Annotated[NonNegatives, AUTO] = 0.0
+    """Learning rate at the first step, or a list of one for each param group."""
+    warmup_max_lr: Annotated[NonNegatives | None, AUTO] = None
+    """Learning rate after warm-up, or a list of one for each param group. null or "auto": the rate of each param
+    group."""
 
 
 class WarmupDecayLRParams(WarmupLRParams):
@@ -35,8 +48,8 @@ class WarmupDecayLRParams(WarmupLRParams):
 
     total_num_steps: Annotated[Positive | None, Auto(None)]
     """Step at which the learning rate reaches 0. "auto": a framework fills it in."""
-    warmup_max_lr: Annotated[NonNegative | None, Auto(None)] = 0.001
-    """Learning rate after warm-up. "auto": the rate of each param group."""
+    warmup_max_lr: Annotated[NonNegatives | None, Auto(None)] = 0.001
+    """Learning rate after warm-up, or a list of one for each param group. "auto": the rate of each param group."""
 
 
 class WarmupCosineLRParams(_Warmup):
@@ -53,10 +66,11 @@ class WarmupCosineLRParams(_Warmup):
 class OneCycleParams(Section):
     """Parameters of OneCycle."""
 
-    cycle_min_lr: Annotated[NonNegative | None, Auto(None)]
-    """Learning rate at the start and end of the cycle. "auto": a framework fills it in."""
-    cycle_max_lr: Annotated[NonNegative | None, Auto(None)]
-    """Learning rate at the peak. "auto": a framework fills it in."""
+    cycle_min_lr: Annotated[NonNegatives | None, Auto(None)]
+    """Learning rate at the start and end of the cycle, or a list of one for each param group. "auto": a framework
+    fills it in."""
+    cycle_max_lr: Annotated[NonNegatives | None, Auto(None)]
+    """Learning rate at the peak, or a list of one for each param group. "auto": a framework fills it in."""
     decay_lr_rate: Annotated[NonNegative, AUTO] = 0.0
     """Decay rate of the learning rate after the cycle."""
     cycle_first_step_size: Annotated[Positive, AUTO] = 2000
@@ -71,10 +85,10 @@ class OneCycleParams(Section):
     """Steps per decay after the cycle. 0: no decay."""
     cycle_momentum: bool = True
     """Cycle the momentum (Adam: the first beta) against the learning rate."""
-    cycle_min_mom: Annotated[Decay, AUTO] = 0.8
-    """Momentum at the peak."""
-    cycle_max_mom: Annotated[Decay, AUTO] = 0.9
-    """Momentum at the start and end of the cycle."""
+    cycle_min_mom: Annotated[Decays, AUTO] = 0.8
+    """Momentum at the peak, or a list of one for each param group."""
+    cycle_max_mom: Annotated[Decays, AUTO] = 0.9
+    """Momentum at the start and end of the cycle, or a list of one for each param group."""
     decay_mom_rate: Annotated[NonNegative, AUTO] = 0.0
     """Decay rate of the momentum after the cycle."""
 
@@ -82,8 +96,8 @@ class OneCycleParams(Section):
 class LRRangeTestParams(Section):
     """Parameters of LRRangeTest."""
 
-    lr_range_test_min_lr: Annotated[NonNegative, AUTO] = 0.001
-    """Learning rate at the first step."""
+    lr_range_test_min_lr: Annotated[NonNegatives, AUTO] = 0.001
+    """Learning rate at the first step, or a list of one for each param group."""
     lr_range_test_step_size: Annotated[Positive, AUTO] = 2000
     """Steps between increases."""
     lr_range_test_step_rate: Annotated[NonNegative, AUTO] = 1.0

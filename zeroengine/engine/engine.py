@@ -622,7 +622,8 @@ class Engine:
 
         Each rank writes what it owns, so nothing is gathered and no rank ever holds the model. Weights that are in
         ``directory`` already are replaced as a whole, so write an adapter to another folder than its base; other files
-        there stay. Call it on every rank.
+        there stay. A model of transformers is written in the names and the layout of its ``save_pretrained``. Call it
+        on every rank.
 
         Args:
             directory: A folder, the same for all ranks, on a disk that they share.
@@ -643,7 +644,8 @@ class Engine:
         """Load parameters and buffers from files or a state dict; optimizer, schedule and counters stay.
 
         Each rank reads the parts that it owns, cast to its own dtypes. Master weights and low-precision parameters
-        both take the values. A tied parameter may have any of its names. Call it on every rank.
+        both take the values. A tied parameter may have any of its names. Where transformers keeps its model in another
+        layout than the files, such as Mixtral's merged experts, either layout is read. Call it on every rank.
 
         Args:
             weights: A ``.safetensors``, ``.bin`` or ``.pt`` file (of tensors alone: pickled code is refused), an index

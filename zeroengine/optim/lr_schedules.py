@@ -16,7 +16,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from zeroengine.config import Config
-from zeroengine.errors import ZeroEngineError
+from zeroengine.errors import ConfigError, ZeroEngineError
 
 LRSchedulerLike = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None
 
@@ -30,13 +30,15 @@ def make_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer, config: Con
         config: The resolved configuration.
 
     Raises:
-        ZeroEngineError: ``scheduler`` is something else, or drives another optimizer, or needs a metric.
+        ZeroEngineError: ``scheduler`` is something else, or drives another optimizer, or needs a metric; or the
+            configuration lists parameters of another number of param groups.
     """
     if scheduler is not None:
         return _checked_scheduler(scheduler, optimizer)
     if config.scheduler is None:
         return None
-    kind, params = config.scheduler.type, config.scheduler.params
+    kind = config.scheduler.type
+    params = _params_of_groups(config.scheduler.params, len(optimizer.param_groups))
     # OneCycle also moves the momentum, which a LambdaLR cannot.
     if kind == "OneCycle":
         return _OneCycle(optimizer, params)
@@ -50,7 +52,22 @@ def make_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer, config: Con
     # LambdaLR multiplies the base rate, and these schedules name rates: so divide by it, where it is not 0.
     for group, base in zip(optimizer.param_groups, bases, strict=True):
         group["initial_lr"] = base or 1.0
-    return LambdaLR(optimizer, [_relative(rate, params, base) for base in bases])
+    return LambdaLR(optimizer, [_relative(rate, *pair) for pair in zip(params, bases, strict=True)])
+
+
+def _params_of_groups(params: dict[str, Any], num_groups: int) -> list[dict[str, Any]]:
+    """Return the schedule's parameters for each param group; a number counts for all of them."""
+    for name, value in params.items():
+        if isinstance(value, list) and len(value) != num_groups:
+            groups = "1 param group" if num_groups == 1 else f"{num_groups} param groups"
+            raise ConfigError(
+                f"scheduler.params.{name}: found {len(value)} values, and the optimizer has {groups}; write a list of "
+                f"{num_groups}, in the order of optimizer.param_groups, or one number for all of them"
+            )
+    return [
+        {name: value[index] if isinstance(value, list) else value for name, value in params.items()}
+        for index in range(num_groups)
+    ]
 
 
 def _checked_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> Any:
@@ -192,39 +209,44 @@ def _range_test(params: dict[str, Any], base: float, step: int) -> float:
 class _OneCycle(LRScheduler):
     """Rate up and down, momentum down and up, then decay (arXiv 1803.09820, DeepSpeed's OneCycle)."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, params: dict[str, Any]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, params: list[dict[str, Any]]) -> None:
         self._params = params
-        self._rising = params["cycle_first_step_size"]
-        second = params["cycle_second_step_size"]
+        # The groups differ in rates and momenta, and not in steps.
+        self._rising = params[0]["cycle_first_step_size"]
+        second = params[0]["cycle_second_step_size"]
         self._falling = self._rising if second is None else second
         super().__init__(optimizer)
 
     def get_lr(self) -> list[float | torch.Tensor]:
-        p, step = self._params, self.last_epoch
-        lr = self._cycle(p["cycle_min_lr"], p["cycle_max_lr"], step)
+        return [self._advance(*pair) for pair in zip(self.optimizer.param_groups, self._params, strict=True)]
+
+    def _advance(self, group: dict[str, Any], p: dict[str, Any]) -> float:
+        """Set the momentum of a group, and return its rate."""
+        step = self.last_epoch
+        lr = self._cycle(p, p["cycle_min_lr"], p["cycle_max_lr"])
         # The decay intervals since the cycle ended.
         size = p["decay_step_size"]
         after = max(0, step - self._rising - self._falling) / size if size else 0.0
         if after > 0:
             lr = p["cycle_min_lr"] / (1 + p["decay_lr_rate"] * after)
         if p["cycle_momentum"]:
-            momentum = self._cycle(p["cycle_max_mom"], p["cycle_min_mom"], step)
+            momentum = self._cycle(p, p["cycle_max_mom"], p["cycle_min_mom"])
             if after > 0:
                 # A momentum of 1 or more would diverge.
                 momentum = min(0.999, p["cycle_max_mom"] * (1 + p["decay_mom_rate"] * after))
-            for group in self.optimizer.param_groups:
-                if "betas" in group:
-                    group["betas"] = (momentum, group["betas"][1])
-                elif "momentum" in group:
-                    group["momentum"] = momentum
-        return [lr] * len(self.optimizer.param_groups)
+            if "betas" in group:
+                group["betas"] = (momentum, group["betas"][1])
+            elif "momentum" in group:
+                group["momentum"] = momentum
+        return lr
 
-    def _cycle(self, ends: float, peak: float, step: int) -> float:
+    def _cycle(self, p: dict[str, Any], ends: float, peak: float) -> float:
+        step = self.last_epoch
         if step <= self._rising:
-            stairs, done, length = self._params["cycle_first_stair_count"], step, self._rising
+            stairs, done, length = p["cycle_first_stair_count"], step, self._rising
         else:
-            second = self._params["cycle_second_stair_count"]
-            stairs = self._params["cycle_first_stair_count"] if second is None else second
+            second = p["cycle_second_stair_count"]
+            stairs = p["cycle_first_stair_count"] if second is None else second
             done, length = max(0, self._rising + self._falling - step), max(1, self._falling)
         # With stairs the rate moves in that many equal steps, otherwise without steps.
         part = math.floor(done * stairs / length) / stairs if stairs else done / length

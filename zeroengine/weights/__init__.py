@@ -2,5 +2,6 @@
 
 - `export`: a checkpoint's weights as safetensors. `chunked_reads`: reads its files in bounded memory.
 - `live_weights`: the same out of, and into, a live engine. `sources`: the files and state dicts that it loads.
+- `transformers_conversion`: between the layout of a transformers model and that of its files.
 - `huggingface_format`: sharded safetensors with an index. `output_folder`: a folder that appears as a whole.
 """

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import math
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ from zeroengine.weights import sources
 from zeroengine.weights.huggingface_format import SafetensorsWriter, TensorSpec, plan_files
 from zeroengine.weights.output_folder import OutputFolder, parse_dtype
 from zeroengine.weights.sources import WeightSource
+from zeroengine.weights.transformers_conversion import TensorGroup, as_model_names, plan_for_files
 
 # So many elements are read or written at a time.
 CHUNK = 1 << 22
@@ -80,9 +81,14 @@ def save(
         output = OutputFolder(directory)
         target_dtype = None if dtype_name is None else getattr(torch, dtype_name)
         # Each element is written by exactly one rank, although several may hold it.
-        entries, tied = _chosen_entries(parts, chosen)
-        specs = {name: TensorSpec(entry.shape, entry.dtype).cast(target_dtype) for name, entry in entries.items()}
-        layout = plan_files(specs, tied, max_bytes)
+        entries, own_tied = _chosen_entries(parts, chosen)
+        own_specs = {name: TensorSpec(entry.shape, entry.dtype) for name, entry in entries.items()}
+        plan = plan_for_files(parts.module, own_specs)
+        specs = {name: own_specs[own_name] for name, own_name in plan.old_names.items()}
+        specs |= {name: spec for tensors in plan.groups for name, spec in tensors.targets.items()}
+        stored_names = {own_name: name for name, own_name in plan.old_names.items()}
+        tied = {plan.rename(alias): stored_names[name] for alias, name in own_tied.items() if name in stored_names}
+        layout = plan_files({name: spec.cast(target_dtype) for name, spec in specs.items()}, tied, max_bytes)
         writer = SafetensorsWriter(output.writing, layout)
     try:
         # Rank 0 makes the files before any rank writes into them, and renames the folder after all have.
@@ -97,7 +103,9 @@ def save(
             # Each rank syncs its own writes before rank 0 renames, since a sync on one node does not cover another
             # node's writes on every file system.
             with writer.synced(), progress("saving", total, group.rank == 0) as report:
-                _write_entries(writer, entries, report)
+                # An error of one rank is raised after the exchanges in the first call, so that no rank waits in one.
+                _write_groups(parts, writer, entries, plan.groups, report)
+                _write_entries(writer, {name: entries[own] for name, own in plan.old_names.items()}, report)
         with group.collective_errors("to save weights"), _naming_folder(output):
             if group.rank == 0:
                 output.commit()
@@ -124,11 +132,104 @@ def _chosen_entries(parts: CheckpointedParts, chosen: Collection[str]) -> tuple[
 def _write_entries(writer: SafetensorsWriter, entries: StateEntries, report: Report) -> None:
     for name, entry in entries.items():
         for box, tensor in entry.pieces:
-            for i, chunk in enumerate(tensor.reshape(-1).split(CHUNK)):
-                # Reading a state on disk a chunk at a time bounds the memory, and a failing disk raises an error here.
-                populate(chunk)
-                writer.write(name, box.offsets, box.sizes, i * CHUNK, chunk.cpu())
-                report(chunk.nbytes)
+            _write_box(writer, name, box, tensor, report)
+
+
+def _write_box(writer: SafetensorsWriter, name: str, box: Box, values: torch.Tensor, report: Report) -> None:
+    for i, chunk in enumerate(values.reshape(-1).split(CHUNK)):
+        # Reading a state on disk a chunk at a time bounds the memory, and a failing disk raises an error here.
+        populate(chunk)
+        writer.write(name, box.offsets, box.sizes, i * CHUNK, chunk.cpu())
+        report(chunk.nbytes)
+
+
+def _write_groups(
+    parts: CheckpointedParts,
+    writer: SafetensorsWriter,
+    entries: StateEntries,
+    groups: Sequence[TensorGroup],
+    report: Report,
+) -> None:
+    """Write tensors that are computed from others. A collective.
+
+    The ranks take turns: one receives what a part of a group is computed from, computes it and writes it.
+    """
+    names = [name for group in groups for name in group.sources]
+    if not names:
+        return
+    own_runs = {name: [(box.start, box.numel) for box, _ in entries[name].pieces] for name in names}
+    runs_of_ranks = parts.group.all_gather_object(own_runs)
+    buffer = torch.empty(CHUNK * max(entries[name].dtype.itemsize for name in names), dtype=torch.uint8)
+    buffer = buffer.to(parts.group.device)
+    errors: list[Exception] = []
+    turn = 0
+    for group in groups:
+        for part in range(group.num_parts):
+            boxes = group.boxes(part)
+            writer_rank, turn = turn % parts.group.world_size, turn + 1
+            received: list[torch.Tensor] = []
+            for name, box in boxes:
+                runs = [runs_of_rank[name] for runs_of_rank in runs_of_ranks]
+                values = _receive_box(parts, entries[name], box, runs, writer_rank, buffer, errors)
+                received += [] if values is None else [values]
+            if parts.group.rank == writer_rank and not errors:
+                with _postponed(errors):
+                    for name, (box, values) in group.convert(part, received).items():
+                        _write_box(writer, name, box, values, report)
+    if errors:
+        raise errors[0]
+
+
+def _receive_box(
+    parts: CheckpointedParts,
+    entry: StateEntry,
+    box: Box,
+    runs_of_ranks: Sequence[Sequence[tuple[int, int]]],
+    receiver: int,
+    buffer: torch.Tensor,
+    errors: list[Exception],
+) -> torch.Tensor | None:
+    """Give one rank all values of a box of a tensor. A collective.
+
+    Args:
+        parts: The engine.
+        entry: The tensor, each element on one rank.
+        box: The box, whose elements are contiguous in the flattened tensor.
+        runs_of_ranks: Of each rank's boxes, the first element within the flattened tensor and the number of elements.
+        receiver: The rank that returns the values.
+        buffer: The memory that values travel through, of the bytes of a chunk.
+        errors: Takes errors of this rank.
+
+    Returns:
+        The values, on the CPU; None on the other ranks.
+    """
+    rank = parts.group.rank
+    whole = torch.empty(box.numel, dtype=entry.dtype, device="cpu") if rank == receiver else None
+    for owner, runs in enumerate(runs_of_ranks):
+        for index, (start, numel) in enumerate(runs):
+            stop = min(start + numel, box.start + box.numel)
+            for first in range(max(start, box.start), stop, CHUNK):
+                last = min(first + CHUNK, stop)
+                values = buffer[: (last - first) * entry.dtype.itemsize].view(entry.dtype)
+                if rank == owner:
+                    with _postponed(errors):
+                        chunk = entry.pieces[index][1].reshape(-1)[first - start : last - start]
+                        populate(chunk)
+                        values.copy_(chunk)
+                # Bytes are broadcast, because not every backend knows every dtype.
+                parts.group.broadcast(values.view(torch.uint8), owner)
+                if whole is not None:
+                    whole[first - box.start : last - box.start].copy_(values)
+    return None if whole is None else whole.view(box.sizes)
+
+
+@contextlib.contextmanager
+def _postponed(errors: list[Exception]) -> Iterator[None]:
+    """Keep an error for later, since the other ranks would wait for this one in the next exchange."""
+    try:
+        yield
+    except Exception as error:
+        errors.append(error)
 
 
 def _without_prefix(entries: StateEntries) -> StateEntries:
@@ -163,6 +264,10 @@ def load(parts: CheckpointedParts, weights: Weights, strict: bool) -> LoadResult
     arguments: dict[str, object] = {"strict": strict}
     with group.collective_errors("to load weights", arguments) as all_arguments:
         source = _open_source(weights)
+        entries = _without_prefix(parts.model_entries(once=False))
+        aliases = parts.aliases()
+        if source is not None:
+            source = as_model_names(source, parts.module, [*entries, *aliases])
         if isinstance(weights, (str, os.PathLike)):
             arguments["weights"] = os.path.abspath(weights)
     # Where not all ranks name files, only `strict` is compared: rank 0 has a state dict, or `_is_from_rank_0` reports
@@ -180,9 +285,8 @@ def load(parts: CheckpointedParts, weights: Weights, strict: bool) -> LoadResult
     )[0]
     assert content is not None
     where, specs = content
-    entries = _without_prefix(parts.model_entries(once=False))
     shapes, own_shapes = ({name: side[name].shape for name in side} for side in (specs, entries))
-    match = match_names(shapes, own_shapes, parts.aliases())
+    match = match_names(shapes, own_shapes, aliases)
     # The check is computed from the same facts on every rank, so all raise or none does.
     match.check(where, strict=strict)
     with group.collective_errors("to load weights"):

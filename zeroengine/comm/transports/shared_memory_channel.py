@@ -27,6 +27,7 @@ from typing import NamedTuple
 import torch
 
 from zeroengine import ops
+from zeroengine.comm.alarm_board import DIFFERENT_UNITS_ADVICE
 from zeroengine.comm.rank_order_sum import sum_in_rank_order
 from zeroengine.comm.transports.shared_memory_file import (
     CACHE_LINE,
@@ -307,9 +308,8 @@ class SharedMemoryChannel:
         if (number, kind, nbytes, label) != (own_number, own_kind, own_nbytes, own_label):
             raise DivergenceError(
                 f"the ranks run different units: rank {self._memory.rank} is at {KINDS[own_kind]} {own_label} "
-                f"({own_nbytes} bytes), rank {peer.rank} at {KINDS[kind]} {label} ({nbytes} bytes). Every rank must "
-                "run the same modules in the same order; a module that only some ranks need belongs under "
-                "`with zeroengine.gathered(module):`."
+                f"({own_nbytes} bytes), rank {peer.rank} at {KINDS[kind]} {label} ({nbytes} bytes). "
+                f"{DIFFERENT_UNITS_ADVICE}."
             )
         return offset
 
