@@ -196,7 +196,7 @@ def gathers_per_step(tasks: list[Task], transport: str, more: dict[str, Any]) ->
     for task in tasks:
         engine = make_engine(task, 3, comm={"transport": transport}, **more)
         issued: list[str] = []
-        record(engine.gatherer._channel, ["all_gather"], issued)
+        record(engine.gatherer._transport.gather, ["all_gather"], issued)
         for step in range(3):
             issued.clear()
             engine.backward(engine(*task.data(step, engine.rank)))
@@ -219,7 +219,7 @@ def gathers_of_evaluations(transport: str) -> list[tuple[list[str], int]]:
     start()
     engine = make_engine(Task(), 3, comm={"transport": transport})
     issued: list[str] = []
-    record(engine.gatherer._channel, ["all_gather"], issued)
+    record(engine.gatherer._transport.gather, ["all_gather"], issued)
     found = []
     for _ in range(3):
         issued.clear()

@@ -413,7 +413,6 @@ def lifetimes() -> None:
     alive = weakref.ref(engine)
     backward(engine)
     optimizer.step()
-    engine.close()
     del engine
     gc.collect()
     assert alive() is None, "the optimizer that was passed in does not keep the engine"

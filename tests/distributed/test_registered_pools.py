@@ -70,9 +70,9 @@ def trained(stage: int, how: bool, more: dict[str, Any], folder: Path) -> Seen:
                 leave_and_come_back(engine, folder)
                 check_pools(engine)
         log = Pool.all[1].log if how else []
+        back = sum(grads.channel is not None for grads in engine.reducer.gradients)
         engine.close()
     came = sum(size > 0 for size, _ in log[built:])
-    back = sum(grads.channel is not None for grads in engine.reducer.gradients)
     return Seen(losses, came - back - (len(buffers) - made))
 
 

@@ -7,6 +7,7 @@ import os
 import threading
 import weakref
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -101,7 +102,7 @@ def test_a_released_model_goes_on_at_another_stage_with_the_same_bits(more: dict
             assert torch.equal(value, expected[name]), name
 
 
-def leftovers(transport: str) -> list[tuple[int, int, int]]:
+def leftovers(transport: str) -> list[tuple[int, ...]]:
     start()
     model = build(TinyLM)
     found = []
@@ -113,12 +114,14 @@ def leftovers(transport: str) -> list[tuple[int, int, int]]:
         del engine
         gc.collect()
         assert parts() is None
-        found.append((len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), threading.active_count()))
+        threads, files = len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+        tensors = sum(isinstance(item, torch.Tensor) for item in gc.get_objects())
+        found.append((threads, files, threading.active_count(), tensors))
     return found
 
 
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
-def test_twenty_engines_on_one_model_leak_no_thread_and_no_descriptor(transport: str) -> None:
+def test_twenty_engines_on_one_model_leak_no_thread_no_descriptor_and_no_tensor(transport: str) -> None:
     for found in run_ranks(2, leftovers, transport):
         assert found[-1] == found[2], found
 
@@ -235,3 +238,28 @@ def train_the_head() -> tuple[list[str], bool]:
 def test_parameters_that_the_optimizer_leaves_out_are_frozen_until_release() -> None:
     for changed, _ in run_ranks(2, train_the_head):
         assert changed == ["tok.weight"]
+
+
+# -- parameters that are away for a while -------------------------------------------------------------
+
+
+def offload_and_use(stage: int, folder: str) -> tuple[list[float], list[float]]:
+    start()
+    losses = []
+    for goes_away in (False, True):
+        engine = zeroengine.initialize(build(TinyLM), None, config(stage, comm={"transport": "gloo"}))
+        trained = take_steps(engine, range(2))
+        if goes_away:
+            engine.offload_states(["parameters"], device="nvme", nvme_path=folder)
+            with pytest.raises(ReleasedParameterError, match=r"offloaded: call engine.reload_states\(\) before"):
+                engine.module.norm.weight.sum()
+            engine.reload_states()
+        losses.append(trained + take_steps(engine, range(2, 4)))
+        engine.close()
+    return losses[0], losses[1]
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_whole_parameters_that_are_away_raise_and_come_back(stage: int, tmp_path: Path) -> None:
+    for expected, found in run_ranks(2, offload_and_use, stage, str(tmp_path)):
+        assert found == expected

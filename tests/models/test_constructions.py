@@ -226,7 +226,7 @@ def gathers(names: Sequence[str], transport: str) -> list[list[str]]:
         task = Task(construction.factory, construction.data, construction.optimizer)
         engine = make_engine(task, 3, comm={"transport": transport})
         issued: list[str] = []
-        record(engine.gatherer._channel, ["all_gather"], issued)
+        record(engine.gatherer._transport.gather, ["all_gather"], issued)
         for step in range(3):
             issued.clear()
             engine.backward(loss_of(engine(*construction.data(step, engine.rank))))

@@ -51,6 +51,9 @@ class Restoration:
             if unit.is_releasable
             for slot, dtype in zip(unit.layout.slots, unit.original_dtypes, strict=True)
         )
+        # Where all parameters are whole already, the ranks need not meet.
+        if not nbytes:
+            return
         device = self._group.device
         with self._group.collective_errors("to make the parameters whole"):
             if device.type == "cpu":

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+from torch import nn
+
 from zeroengine.comm.group import check_same
 from zeroengine.comm.interfaces import ChannelName
 from zeroengine.engine.assembly import EngineParts
+from zeroengine.errors import ReleasedParameterError
 from zeroengine.offload import state_offloader
 from zeroengine.utils.malloc_trim import trim_heap
 
@@ -45,6 +48,10 @@ def offload(
         tensors = {name: [t for t in state if t.untyped_storage().resizable()] for name, state in tensors.items()}
     with group.collective_errors("to offload states"):
         parts.state_offloader.offload({name: tensors[name] for name in include}, path, parts.config, group.rank)
+    if "parameters" in include:
+        for unit in parts.units:
+            if not unit.is_releasable:
+                unit.abandon_parameters(_raise_offloaded)
     # The freed memory of temporaries goes back to the system, for the user asked for memory.
     trim_heap()
 
@@ -55,4 +62,16 @@ def reload(parts: EngineParts) -> None:
     # it.
     channels: dict[int, ChannelName | None] = {id(unit.shard): "gather" for unit in parts.units}
     channels |= {id(grads.flat_grads): grads.channel for grads in parts.reducer.gradients}
+    parameters_were_away = parts.state_offloader.holds("parameters")
     parts.state_offloader.reload(lambda tensor: parts.transport.refill(tensor, channels.get(id(tensor))))
+    if parameters_were_away:
+        for unit in parts.units:
+            if not unit.is_releasable:
+                unit.reattach_parameters()
+
+
+def _raise_offloaded(param: nn.Parameter, operation: str) -> None:
+    raise ReleasedParameterError(
+        f"`{operation}` of a parameter of shape {tuple(param.shape)} while the parameters are offloaded: call "
+        "engine.reload_states() before"
+    )

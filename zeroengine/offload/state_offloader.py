@@ -33,6 +33,10 @@ class StateOffloader:
         """Return whether any states are away."""
         return bool(self._offloaded)
 
+    def holds(self, name: str) -> bool:
+        """Return whether the state ``name`` is away."""
+        return name in self._offloaded
+
     def check_request(
         self,
         include: Iterable[str] | None,

@@ -300,11 +300,19 @@ class Unit:
         self.master = self._buffer = self.gather_work = None
 
     def abandon_parameters(self, resolver: Resolver) -> None:
-        """Leave released parameters as they are, for good: a use of one calls ``resolver``, which raises."""
+        """Take the values from the parameters: a use of one calls ``resolver``, which raises."""
         for param, placeholder in zip(self.params, self._placeholders, strict=True):
             mark_gathered(param)
             param.data = placeholder
             mark_released(param, resolver)
+
+    def reattach_parameters(self) -> None:
+        """Take ``abandon_parameters`` back, after the full buffer was given memory again."""
+        # The old views still show the memory that the full buffer had before.
+        self._set_full_buffer(self.full_buffer)
+        for param, view in zip(self.params, self._views, strict=True):
+            mark_gathered(param)
+            param.data = view
 
     def check_parameters(self) -> None:
         """Check that the parameters are still what ``initialize`` made of them.
