@@ -192,7 +192,10 @@ def _converted_model(module: nn.Module) -> Any | None:
     except ImportError:
         # Before transformers 5 models and files have one layout.
         return None
-    return module if all(hasattr(library, name) for name in FUNCTIONS) else None
+    is_known = all(hasattr(library, name) for name in FUNCTIONS) and hasattr(
+        module, "_adjust_missing_and_unexpected_keys"
+    )
+    return module if is_known else None
 
 
 def plan_for_model(
