@@ -23,8 +23,9 @@ from tests.models.test_transformers import HEADS, TOKENS, VOCAB, WIDTH, quietly
 from zeroengine.errors import CheckpointError
 from zeroengine.partition.boxes import boxes_of_run
 from zeroengine.weights import huggingface_format
+from zeroengine.weights.huggingface_format import TensorSpec
 from zeroengine.weights.sources import of_path, of_state_dict
-from zeroengine.weights.transformers_conversion import as_model_names
+from zeroengine.weights.transformers_conversion import as_model_names, plan_for_files
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
@@ -244,3 +245,11 @@ def test_names_that_transformers_passes_over_are_no_error() -> None:
     old = {"decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight": torch.ones(1)}
     source = of_state_dict({"shared.weight": torch.ones(2), **old}, "the state dict")
     assert list(as_model_names(source, model, model.state_dict()).tensors) == ["shared.weight"]
+
+
+def test_half_of_what_the_files_merge_is_saved_under_the_models_own_name() -> None:
+    model = build(dinov2)
+    gates = {n: TensorSpec(tuple(v.shape), v.dtype) for n, v in model.state_dict().items() if "gate_proj" in n}
+    plan = plan_for_files(model, gates)
+    assert plan.groups == []
+    assert plan.old_names == {name: name for name in gates} != {}

@@ -255,7 +255,7 @@ def plan_for_files(module: nn.Module, tensors: Mapping[str, TensorSpec]) -> Conv
 
     Args:
         module: The model.
-        tensors: Its tensors, each once.
+        tensors: Its tensors, or some of them, each once.
     """
     model = _converted_model(module)
     if model is None:
@@ -277,10 +277,14 @@ def plan_for_files(module: nn.Module, tensors: Mapping[str, TensorSpec]) -> Conv
             old_names[rename(name)] = name
         else:
             sources.setdefault(target, {}).setdefault(pattern, []).append(name)
-    groups = [
-        TensorGroup(model, converter_of[next(iter(names))], target, names, tensors, rename)
-        for target, names in sources.items()
-    ]
+    groups = []
+    for target, names in sources.items():
+        converter = converter_of[next(iter(names))]
+        if len(names) == len(converter.source_patterns):
+            groups.append(TensorGroup(model, converter, target, names, tensors, rename))
+        else:
+            # A part of what the files hold as one tensor, such as one of two merged projections, keeps its own name.
+            old_names |= {name: name for some_names in names.values() for name in some_names}
     return ConversionPlan(old_names, groups, rename)
 
 
