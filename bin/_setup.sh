@@ -3,6 +3,8 @@
 #   find_python      sets $python: $ZEROENGINE_PYTHON, else the checkout's .venv, else python3
 #   run_python "MODULES" ARGUMENTS
 #                    runs that Python with the arguments, if it has the modules
+#   help_or_version "$@"
+#                    prints the help or the version and exits, if the first argument asks for it
 #   prepare [test]   makes .venv where there is none, installs this checkout in it, then as above;
 #                    with $ZEROENGINE_PYTHON set it installs nothing
 
@@ -12,6 +14,14 @@ torch_version=2.13.0  # what is tested; installed where no usable torch is there
 
 say() { echo "${0##*/}: $*" >&2; }
 die() { say "$*"; exit 1; }
+
+# With -h or --help: the text at the head of the command, and exit code 0. With --version: that of this checkout.
+help_or_version() {
+    case "${1:-}" in
+        -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[1]}"; exit ;;
+        --version) sed -n 's/^__version__ = "\(.*\)"/zeroengine \1/p' "$root/zeroengine/__init__.py"; exit ;;
+    esac
+}
 
 find_python() {
     if [[ -n "${ZEROENGINE_PYTHON:-}" ]]; then

@@ -12,10 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import get_args_parser
 
 from tests.launch.conftest import COMMAND, Script
+from zeroengine.cli.launch_options import parser
 from zeroengine.cli.zero_launch import main
 from zeroengine.launch.local import job
+from zeroengine.migration.launch_options import SWITCHES, advice_of
 
 Refuse = Callable[..., str]
 
@@ -66,6 +69,62 @@ def test_wrong_requests_are_refused_with_the_remedy(refuse: Refuse, arguments: l
 def test_wrong_usage_shows_the_right_one(refuse: Refuse, arguments: list[str]) -> None:
     message = refuse(*arguments)
     assert "zero-launch [options] script.py" in message and "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "advice"),
+    [
+        (["--nproc_per_node", "4"], "--nproc_per_node 4: write --nproc 4"),
+        (["--nproc-per-node=gpu"], "--nproc-per-node gpu: write --nproc auto"),
+        (["--num_gpus", "8"], "--num_gpus 8: write --nproc 8"),
+        (["--num_processes", "8"], "write --nproc 8, and count the processes of one node, not of all nodes"),
+        (["--num_machines", "2"], "write --nnodes 2, and --hostfile FILE with their names"),
+        (["--node_rank", "0"], "leave it out: zero-launch is started once"),
+        (["--machine_rank", "0"], "leave it out: zero-launch is started once"),
+        (["--master_addr", "10.0.0.1"], "write --master-addr 10.0.0.1"),
+        (["--master_port=29501"], "write --master-port 29501"),
+        (["--main_process_port", "29501"], "write --port 29501"),
+        (["--rdzv_endpoint", "a:29400"], "leave it out: zero-launch opens the store on the first node"),
+        (["--standalone"], "leave it out: zero-launch brings the ranks together itself"),
+        (["-H", "hosts"], "-H hosts: write --hostfile hosts"),
+        (["--mixed_precision", "bf16"], "write --set bf16.enabled=true"),
+        (["--mixed_precision", "no"], "leave it out: without bf16 or fp16 in the configuration"),
+        (["--zero_stage", "3"], "write --set zero_optimization.stage=3"),
+        (["--deepspeed_config_file", "ds.json"], "write --config ds.json"),
+        (["--max_restarts", "3"], "write --max-restarts 3"),
+        (["--fsdp_sharding_strategy", "1"], "leave it out: --set zero_optimization.stage=N"),
+        (["--launcher", "pdsh"], "--launcher pdsh: write --launcher ssh"),
+        (["--launcher=openmpi"], "let mpirun start it"),
+        (["--nporc", "2"], "--nporc 2: there is no such option. Did you mean --nproc?"),
+    ],
+)
+def test_an_option_of_another_launcher_says_what_to_write(refuse: Refuse, arguments: list[str], advice: str) -> None:
+    assert advice in refuse("--nproc", "1", *arguments, "train.py")
+
+
+def test_options_of_another_launcher_are_listed_together(refuse: Refuse) -> None:
+    assert refuse("--nproc_per_node=2", "--nnodes", "1", "--rdzv_backend", "c10d", "--standalone", "train.py") == (
+        "there are no such options here:\n  --nproc_per_node 2: write --nproc 2\n"
+        "  --rdzv_backend c10d: leave it out: zero-launch brings the ranks together itself, and every run has a store "
+        "of its own\n  --standalone: leave it out: zero-launch brings the ranks together itself, and every run has a "
+        "store of its own"
+    )
+
+
+def test_every_option_of_torchrun_is_known() -> None:
+    own = {name for action in parser()._actions for name in action.option_strings}
+    for action in get_args_parser()._actions:
+        for option in set(action.option_strings) - own:
+            name = option.lstrip("-").replace("_", "-")
+            assert f"--{name}" in own or advice_of(name, "1"), option
+            assert (action.nargs is None) == (name not in SWITCHES) or f"--{name}" in own, option
+
+
+def test_options_after_the_script_are_the_scripts(capfd: pytest.CaptureFixture[str], script: Script) -> None:
+    arguments = ["--nproc_per_node", "2", "--deepspeed_config", "ds.json"]
+    name = script("import sys; print(sys.argv[1:])")
+    assert main(["--nproc", "1", "--cpu", "--dry-run", name, *arguments]) == 0
+    assert shlex.join(arguments) in capfd.readouterr().out
 
 
 def test_a_port_in_use_is_refused(refuse: Refuse) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from zeroengine.cli.parser import CommandParser
 from zeroengine.errors import LaunchError
 from zeroengine.launch.cluster import protocol
 from zeroengine.launch.local.core_binding import BIND_KINDS
+from zeroengine.migration.launch_options import SWITCHES, VALUES, advice_of
 
 LAUNCHERS = ("local", "ssh", "slurm", "mpi", "k8s", "ray")
 # The launchers under which an option has an effect. Options that are not listed have one under all launchers.
@@ -102,6 +104,7 @@ def parser() -> CommandParser:
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Return the options, with `script` (None if there is none), its `arguments`, and the whole `argv`."""
     launch_parser = parser()
+    refuse_other_options(argv, launch_parser)
     argv = _join_sbatch_value(argv, launch_parser)
     options = launch_parser.parse_args(argv)
     # A leading "--" only separates the script from the options, and is no argument of the script.
@@ -110,6 +113,40 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     # A batch script repeats the command line, so the words are kept as they were written.
     options.argv = list(argv)
     return options
+
+
+def refuse_other_options(argv: Sequence[str], launch_parser: CommandParser) -> None:
+    """Refuse options of torchrun, deepspeed and accelerate launch, and misspelt ones.
+
+    Raises:
+        LaunchError: There are some before the script. The message has what to write instead of each.
+    """
+    own = {name: action for action in launch_parser._actions for name in action.option_strings}
+    problems, rest = [], list(argv)
+    # The script ends the options, and what comes after it belongs to the script.
+    while rest and rest[0].startswith("-") and rest[0] != "--":
+        option, equals, text = rest.pop(0).partition("=")
+        name = option.lstrip("-").replace("_", "-")
+        action, advice = own.get(option, own.get(f"--{name}")), None
+        if action is None and advice_of(name, None) is None:
+            near = get_close_matches(option, own, n=1, cutoff=0.75)
+            if not near:
+                # argparse reports an option that nobody knows.
+                break
+            action, advice = own[near[0]], f"there is no such option. Did you mean {near[0]}?"
+        takes_value = name not in SWITCHES if action is None else action.nargs is None
+        value = text if equals else rest.pop(0) if takes_value and rest else None
+        if option in own:
+            advice = VALUES.get((name, value or ""))
+        elif advice is None:
+            advice = f"write --{name} {value or ''}".rstrip() if action is not None else advice_of(name, value)
+        if advice is not None:
+            problems.append(f"{option}{'' if value is None else f' {value}'}: {advice}")
+    if len(problems) > 1:
+        raise LaunchError("\n  ".join(["there are no such options here:", *problems]))
+    if problems:
+        end = "" if problems[0].endswith("?") else "."
+        raise LaunchError(f"{problems[0]}{end} Usage: {USAGE}")
 
 
 def _join_sbatch_value(argv: Sequence[str], launch_parser: CommandParser) -> list[str]:

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 
+from zeroengine import __version__
 from zeroengine.config import reference
 from zeroengine.config.loading import load
 from zeroengine.errors import ConfigError
@@ -14,6 +15,7 @@ from zeroengine.errors import ConfigError
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m zeroengine.config", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"zeroengine {__version__}")
     parser.add_argument("--schema", action="store_true", help="print the JSON Schema of the file")
     commands = parser.add_subparsers(dest="command")
     check = commands.add_parser("check", help="check a file and print what it resolves to")

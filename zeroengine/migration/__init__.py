@@ -5,4 +5,5 @@ says what to write. Nothing here needs torch.
 
 - `names.py`: the tables.
 - `messages.py`: the messages of the errors.
+- `launch_options.py`: options of other launchers.
 """
