@@ -1,7 +1,7 @@
 """Asynchronous direct I/O, which offload and checkpoints use.
 
-Nothing here knows of models, shards or the configuration's schema. What goes in and out are paths, tensors of the CPU
-and byte offsets. From the bottom up:
+This package knows nothing of models, shards or the configuration. It takes paths, CPU tensors and byte offsets. From
+the bottom up:
 
 - ``mounts``: The file system that a path lies on.
 - ``aligned_memory``: CPU memory that direct I/O can use without a copy.

@@ -22,16 +22,15 @@ HUGE_PAGE_BYTES = 2 << 20
 
 
 # [Note: Memory and forked children]
-# A private mapping is copied on write after a fork. Memory that is page-locked must not be: the kernel would copy all
-# of it at the fork. It is therefore marked MADV_DONTFORK, and the child has nothing at its address, or something else.
-# Python's object for the mapping exists in the child all the same, and its destructor would unmap that something else.
-# ``Pages.owner`` tells the child to keep the object for ever instead.
+# A fork would copy all page-locked memory at once. It is therefore marked MADV_DONTFORK, and the child has nothing at
+# its address, or a mapping of its own. Python's object for the memory still exists in the child, and its destructor
+# would unmap the child's own mapping. ``Pages.owner`` tells the child never to destroy the object.
 class Pages(mmap.mmap):
     """Anonymous memory of this process alone. See the note on forked children above.
 
     Attributes:
         before_unmap: Called before the memory is unmapped, to unlock it.
-        owner: The process that has the memory, where its forked children do not.
+        owner: The process that has the memory, if its forked children do not; else None.
     """
 
     before_unmap: Callable[[], None] | None = None
@@ -42,7 +41,7 @@ class Pages(mmap.mmap):
         return super().__new__(cls, -1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
     def __del__(self) -> None:
-        """Unlock the memory before it goes, or keep the object where the memory is another process's."""
+        """Unlock the memory before it is unmapped, or keep the object if the memory belongs to another process."""
         if self.owner not in (None, os.getpid()):
             _pages_of_parent.append(self)
         elif self.before_unmap is not None:
@@ -52,8 +51,8 @@ class Pages(mmap.mmap):
 # Objects that a forked child must never destroy: see the note above.
 _pages_of_parent: list[Pages] = []
 
-# The pages behind each ``aligned_zeros``, by the address of its storage. The tensor keeps them alive, and an entry goes
-# with them, so that an address that is used again cannot be mistaken.
+# The pages behind each ``aligned_zeros``, by the address of its storage. The tensor keeps them alive. An entry vanishes
+# with its pages, so a reused address never finds stale ones.
 _pages_by_address: weakref.WeakValueDictionary[int, Pages] = weakref.WeakValueDictionary()
 
 
@@ -72,7 +71,7 @@ def aligned_zeros(numel: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(0, dtype=dtype, device="cpu")
     padded = round_up_to_block(nbytes)
     large = padded >= HUGE_PAGE_BYTES
-    # mmap aligns to small pages only. One huge page more leaves room to begin at a boundary of huge pages.
+    # mmap aligns only to small pages. An extra huge page leaves room to begin at the boundary of one.
     pages = Pages(padded + HUGE_PAGE_BYTES * large)
     offset = 0
     if large:
@@ -81,7 +80,7 @@ def aligned_zeros(numel: int, dtype: torch.dtype) -> Tensor:
         # The kernel can only back a range by a huge page that begins at a multiple of its size.
         offset = -address_of(pages) % HUGE_PAGE_BYTES
     tensor = torch.frombuffer(pages, dtype=dtype, count=numel, offset=offset)
-    # The tensor begins at its storage's address here, which is the key that views of it find.
+    # The tensor begins at its storage's address, by which views find the pages.
     _pages_by_address[tensor.data_ptr()] = pages
     return tensor
 
@@ -94,12 +93,11 @@ def pages_of(tensor: Tensor) -> Pages:
 def owns_last_page(tensor: Tensor) -> bool:
     """Return whether the rest of the tensor's last page belongs to it, so that direct I/O may move the whole page.
 
-    This is so for an ``aligned_zeros`` and for a view of its end.
+    This is true for an ``aligned_zeros`` and for a view of its end.
     """
     storage = tensor.untyped_storage()
     end = tensor.data_ptr() + tensor.nbytes
-    # A view that ends before its storage shares the page with other elements, which a read of the whole page would
-    # overwrite.
+    # If a view ends before its storage does, a read of the whole page would overwrite other elements.
     return storage.data_ptr() in _pages_by_address and end == storage.data_ptr() + storage.nbytes()
 
 

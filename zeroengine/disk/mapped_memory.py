@@ -1,6 +1,6 @@
-"""Tensors that are part of a mapped file: read into memory before they are used, evicted after it.
+"""Tensors that are part of a mapped file: populated before they are used, evicted afterwards.
 
-Guarantee: after ``populate`` a disk that fails has raised an error, and does not end the process by SIGBUS.
+Guarantee: a failing disk raises an error in ``populate``, and does not end the process by SIGBUS.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from zeroengine.disk.aligned_memory import address_of
 from zeroengine.errors import OffloadError
 
 # [Note: SIGBUS]
-# A page of a mapped file is read when it is touched first. Where the disk fails, the kernel cannot return an error from
-# a load or a store; it ends the process by SIGBUS. ``populate`` asks for the pages by ``madvise`` (MADV_POPULATE_READ
-# and MADV_POPULATE_WRITE, Linux 5.14), which does return an error. So whoever is about to use a mapped tensor populates
-# it first. On an older kernel ``madvise`` says EINVAL, nothing is populated, and SIGBUS remains possible.
+# The first access to a page of a mapped file reads it. If the disk fails, the kernel cannot return an error from a load
+# or a store; it ends the process by SIGBUS. ``populate`` requests the pages by ``madvise`` (MADV_POPULATE_READ and
+# MADV_POPULATE_WRITE, Linux 5.14), which does return an error. So populate a mapped tensor before using it. On an older
+# kernel ``madvise`` returns EINVAL, nothing is populated, and SIGBUS remains possible.
 #
 # Python's mmap has no names for these values.
 MADV_POPULATE_READ, MADV_POPULATE_WRITE = 22, 23
@@ -31,7 +31,7 @@ _mapping_by_address: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakV
 
 
 def register(tensor: Tensor, mapping: mmap.mmap) -> None:
-    """Make ``tensor``, a view of ``mapping``, and its views known to ``populate`` and ``release_mapped``."""
+    """Register ``tensor``, a view of ``mapping``, for ``populate`` and ``release_mapped``. They also take its views."""
     _mapping_by_address[tensor.untyped_storage().data_ptr()] = mapping
 
 
@@ -58,21 +58,21 @@ def populate(tensor: Tensor, *, write: bool = False) -> None:
 
 
 def populate_pages(tensor: Tensor, *, write: bool = False) -> None:
-    """Bring the pages that any CPU tensor lies in into memory. Those of a mapped file are read now.
+    """Bring the pages of any CPU tensor into memory. Pages of a mapped file are read now.
 
     Args:
         write: Whether the values are going to be written.
 
     Raises:
-        OSError: They cannot be read. See the note above for kernels that cannot say so.
+        OSError: They cannot be read. Old kernels do not report this: see the note above.
     """
     if not tensor.numel():
         return
-    # ``madvise`` wants an address at the beginning of a page. It rounds the length up by itself.
+    # ``madvise`` needs the address of a page. It rounds the length up itself.
     start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     stop = tensor.data_ptr() + _extent_bytes(tensor)
     advice = MADV_POPULATE_WRITE if write else MADV_POPULATE_READ
-    # The interpreter's lock is released meanwhile: a disk may take long, and other threads go on.
+    # ctypes releases the interpreter's lock, so other threads run while the disk reads.
     failed = _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), advice)
     if failed and ctypes.get_errno() != errno.EINVAL:
         raise OSError(errno.EIO, os.strerror(errno.EIO))

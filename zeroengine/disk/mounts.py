@@ -32,23 +32,23 @@ class Mount:
 def mount_of(path: str | os.PathLike[str]) -> Mount:
     """Return the file system of a path that exists.
 
-    Where the kernel does not list it, type and device are "unknown".
+    Type and device are "unknown" if the kernel does not list it.
     """
     real_path = os.path.realpath(path)
     mount = Mount("/", "unknown", "unknown")
-    # A system without /proc tells nothing, and the caller treats the unknown file system as any other.
+    # Without /proc the file system is unknown, and the caller treats it as any other.
     with contextlib.suppress(OSError), open("/proc/self/mountinfo") as lines:
         for line in lines:
-            # The number of fields before the hyphen varies. Behind it come the type and the device.
+            # The number of fields before the hyphen varies. After it come the type and the device.
             before, _, after = line.partition(" - ")
             mount_point, (filesystem, device) = _unescape(before.split()[4]), after.split()[:2]
             is_above = os.path.commonpath((real_path, mount_point)) == mount_point
-            # Of two mounts on one point the later hides the earlier, so equal lengths replace.
+            # Of two mounts on one folder the later hides the earlier, so `>=` lets it replace the earlier.
             if is_above and len(mount_point) >= len(mount.path):
                 mount = Mount(mount_point, filesystem, _unescape(device))
     return mount
 
 
 def _unescape(text: str) -> str:
-    """Return a field of mountinfo, which writes spaces and the like as octal numbers, as plain text."""
+    """Return a field of mountinfo as plain text. mountinfo writes special characters as octal numbers."""
     return text.encode("latin-1", "backslashreplace").decode("unicode_escape") if "\\" in text else text

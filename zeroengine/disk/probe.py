@@ -28,7 +28,7 @@ TUNING_FILE_BYTES, TUNING_FILL_SECONDS = 64 * MIB, 0.3
 # Settings within this factor of the fastest count as equally fast. Repeated trials differ by about as much.
 EQUAL_SPEED = 0.95
 
-# What a trial does: reads (False), writes (True), or both at once.
+# The kinds of transfers in a trial: reads (False), writes (True), or both at once.
 READ, WRITE, READ_AND_WRITE = (False,), (True,), (False, True)
 
 _tuned_by_device: dict[int, DiskSettings] = {}
@@ -83,7 +83,7 @@ class DiskInfo:
         path: The folder.
         filesystem: The type of its file system.
         device: The device that is mounted there.
-        rotational: Whether the disk rotates, as the kernel says, which guesses in virtual machines. None: unknown.
+        rotational: Whether the disk rotates, by the kernel, which guesses in virtual machines. None: unknown.
         block_size: Bytes of a logical block of the device. None: unknown.
         direct: Whether direct I/O works.
         free_bytes: Bytes that this process may still write.
@@ -99,7 +99,7 @@ class DiskInfo:
 
 
 def describe_disk(folder: SwapFolder) -> DiskInfo:
-    """Return what the kernel tells about the disk that a folder lies on."""
+    """Return the kernel's facts about the disk that a folder lies on."""
     mount = mount_of(folder.path)
     device_numbers = [os.stat(folder.path).st_dev]
     # Some file systems (btrfs, overlay) have a device number of their own; the mounted device has the disk's.
@@ -125,7 +125,7 @@ def describe_disk(folder: SwapFolder) -> DiskInfo:
 
 
 class Probe:
-    """A file full of data on the disk in question, and the buffers to move it with.
+    """A file full of data on the measured disk, and the buffers for its transfers.
 
     Args:
         folder: A folder on the disk.
@@ -148,7 +148,7 @@ class Probe:
         """Write the file transfer by transfer, so that there is something to read, and yield the bytes of each.
 
         Args:
-            seconds: The time after which trials use what is written so far.
+            seconds: The time after which to stop. Trials use the part that is written.
         """
         start = time.perf_counter()
         with DiskQueue() as queue:
@@ -168,7 +168,7 @@ class Probe:
             seconds: The length of the trial.
         """
         moved_bytes = 0
-        # One more than fills the queue, which must stay full while one of them is waited for.
+        # One transfer more than fills the queue, so that it stays full while the oldest is awaited.
         num_buffers = -(-settings.queue_depth * settings.block_size // TRANSFER_BYTES) + 1
         # Reads and writes at once begin half a file apart, so that they do not meet.
         position = {kind: index * self._num_filled // 2 for index, kind in enumerate(kinds)}
@@ -186,7 +186,7 @@ class Probe:
                 kind, buffer, transfer = under_way.popleft()
                 transfer.wait_host()
                 moved_bytes += buffer.nbytes
-                # What is under way at the end is awaited, and counts with the time that it takes.
+                # Transfers under way at the end are awaited, and their bytes and time count.
                 if time.perf_counter() - start < seconds:
                     under_way.append(start_transfer(kind, buffer))
             return moved_bytes / (time.perf_counter() - start)
@@ -194,13 +194,13 @@ class Probe:
     def _buffer(self, write: bool, index: int) -> Tensor:
         buffers = self._buffers[write]
         while len(buffers) <= index:
-            # Random bytes, because disks of virtual machines may leave zeros out.
+            # The bytes are random, because disks of virtual machines may not store zeros.
             buffers.append(aligned_zeros(TRANSFER_BYTES // 8, torch.int64).random_())
         return buffers[index]
 
 
 def candidate_settings() -> list[DiskSettings]:
-    """Return what ``zero-io`` tries: every backend of this machine with every depth and block size."""
+    """Return the settings that ``zero-io`` tries: every backend of this machine with every depth and block size."""
     return [
         DiskSettings(backend, depth, block_size)
         for backend in _aio.available()
@@ -215,8 +215,7 @@ def measure(
 ) -> list[DiskSpeed]:
     """Try all candidates in turn, reading, writing and both at once, and return the mean speeds of each.
 
-    There are two rounds, so that slow and fast moments of the disk fall on all candidates alike, unless the first took
-    long.
+    There are two rounds, unless the first took long, so that slow phases of the disk affect all candidates alike.
 
     Args:
         probe: A filled probe.
@@ -237,7 +236,7 @@ def measure(
 
 
 def fastest(speeds: Sequence[DiskSpeed]) -> DiskSpeed:
-    """Return the fastest. Of those about as fast, the one that asks least: by backend, then by bytes in flight."""
+    """Return the fastest. Among about equal ones prefer the better backend, then fewer bytes in flight."""
     top_score = max(speed.score for speed in speeds)
     # The backends are listed best first.
     rank = list(_aio.BACKENDS).index
@@ -260,7 +259,7 @@ def tune(path: str | os.PathLike[str]) -> DiskSettings:
         for _ in probe.fill(seconds=TUNING_FILL_SECONDS):
             pass
         backend = _aio.available()[0]
-        # Ascending by bytes in flight: the first that is fast enough asks least.
+        # They ascend by bytes in flight, so the first that is fast enough needs the fewest.
         candidates = [DiskSettings(backend, *numbers) for numbers in ((16, 256 * KIB), (8, MIB), (32, MIB))]
         speeds = {settings: probe.speed(settings, READ_AND_WRITE, TRIAL_SECONDS) for settings in candidates}
         enough = EQUAL_SPEED * max(speeds.values())

@@ -1,10 +1,9 @@
 """Asynchronous reads and writes of tensors: a queue over io_uring or threads.
 
-Guarantees: A transfer between a file opened with O_DIRECT and an ``aligned_zeros`` passes by the page cache and copies
-nothing; every other one works too, through the page cache. The kernel refuses O_DIRECT unless file offset, memory
-address and size are multiples of ``ALIGNMENT``: the library cuts the ragged end of a transfer off into a block of its
-own, and moves the last page of an ``aligned_zeros`` as a whole. What is written is not synced: it lasts as long as the
-machine runs, no longer.
+Guarantees: A transfer between a file opened with O_DIRECT and an ``aligned_zeros`` bypasses the page cache and copies
+nothing. Every other transfer works too, through the page cache. The kernel refuses O_DIRECT unless file offset, memory
+address and size are multiples of ``ALIGNMENT``: the library moves the unaligned end of a transfer as a block of its
+own, and the last page of an ``aligned_zeros`` as a whole. Writes are not synced: a crash of the machine loses them.
 """
 
 from __future__ import annotations
@@ -35,9 +34,8 @@ SIGNAL_POLL_MS = 200
 class Descriptors:
     """The open descriptors of one file.
 
-    They are closed with the last reference to this object. The file holds one and each of its transfers another, so a
-    file may be closed while transfers are under way: the kernel gives their descriptor numbers to nobody else before
-    they are done.
+    They are closed with the last reference to this object. The file and each of its transfers hold a reference, so a
+    file may be closed while transfers are under way: no other file gets the descriptor numbers before they are done.
 
     Attributes:
         buffered: The descriptor that goes through the page cache.
@@ -86,15 +84,15 @@ class Transfer:
         self._error_raised = False
 
     def wait_host(self) -> None:
-        """Return once the data is in the tensor (a read), or in the file for whoever reads it next (a write).
+        """Return once the data is in the tensor (a read), or later reads of the file see it (a write).
 
         Raises:
             OffloadError: The transfer failed. The message names the operation, the path, the offset in bytes and the
                 system's reason.
         """
         self._check_process()
-        # The library's wait runs without the interpreter's lock but also without its signal handlers: it returns every
-        # SIGNAL_POLL_MS so that Ctrl-C and others are handled.
+        # Python runs no signal handlers during the library's wait, so it returns every SIGNAL_POLL_MS to let Ctrl-C
+        # and others be handled.
         with self._lock:
             while not self._poll(SIGNAL_POLL_MS):
                 pass
@@ -148,8 +146,8 @@ class Transfer:
         return f"{failure}: {os.strerror(error)} ({name}){hint}"
 
     def __del__(self) -> None:
-        """Release the library's side, and log an error that nobody has seen."""
-        # In a forked child the library's transfer belongs to threads that are the parent's.
+        """Release the library's part, and log an error that was never raised."""
+        # In a forked child the library's transfer belongs to threads of the parent.
         if self._process != os.getpid():
             return
         if self._error is not None and not self._error_raised:
@@ -158,21 +156,21 @@ class Transfer:
 
 
 # [Note: Order of transfers]
-# Transfers overtake each other. Of two that overlap, in a file or in memory, the second must be started after the first
-# was waited for. No other order is kept.
+# Transfers overtake each other. If two overlap, in a file or in memory, wait for the first before starting the second.
+# No other order is guaranteed.
 #
 # [Note: Fork and exit]
 # A queue belongs to the process that made it, because a fork copies no threads: in a forked child every use is an
 # error, and nothing is closed there. A queue that is garbage-collected, or alive when the interpreter exits, first
-# waits for its transfers: its threads write into tensors that would otherwise be unmapped under them.
+# waits for its transfers: otherwise its threads would write into unmapped memory.
 class DiskQueue:
     """A queue of reads and writes that overlap the computation, any number at once, from any thread.
 
-    A transfer is split into blocks, of which ``depth`` are in flight. The library's own threads keep them so, and a
-    transfer proceeds while Python computes. Reads and writes take turns.
+    A transfer is split into blocks. The library's own threads keep ``depth`` of them in flight, so a transfer proceeds
+    while Python computes. Reads and writes take turns.
 
-    Transfers overtake each other: of two that overlap, start the second after the first was waited for. A forked child
-    cannot use the queue. See the notes above.
+    Transfers overtake each other: if two overlap, wait for the first before starting the second. A forked child cannot
+    use the queue. See the notes above.
 
     Args:
         depth: Blocks in flight, 1 to 4096.
@@ -220,7 +218,7 @@ class DiskQueue:
         self._close = weakref.finalize(self, _close_queue, library, queue.value, self._under_way, self._process)
 
     def read(self, file: DiskFile, offset_bytes: int, into: Tensor) -> Transfer:
-        """Start to fill ``into`` from ``file``. Nothing may use the tensor until the transfer was waited for.
+        """Start to fill ``into`` from ``file``. Nothing may use the tensor until the transfer has been awaited.
 
         Args:
             file: The file to read.
@@ -233,9 +231,9 @@ class DiskQueue:
         return self._start(False, file, offset_bytes, into)
 
     def write(self, file: DiskFile, offset_bytes: int, source: Tensor) -> Transfer:
-        """Start to write ``source`` to ``file``. Nothing may change the tensor until the transfer was waited for.
+        """Start to write ``source`` to ``file``. Nothing may change the tensor until the transfer has been awaited.
 
-        Where a tensor of ``aligned_zeros`` is written to its end, the file is overwritten to the next multiple of 4096.
+        If an ``aligned_zeros`` is written to its end, the file is overwritten to the next multiple of 4096.
 
         Args:
             file: The file to write.
@@ -248,7 +246,7 @@ class DiskQueue:
         return self._start(True, file, offset_bytes, source)
 
     def close(self) -> None:
-        """Wait for what is under way, and end; ``wait_host`` of each transfer still raises its error."""
+        """Wait for the transfers under way, and end. ``wait_host`` of each transfer still raises its error."""
         if self._process == os.getpid():
             with self._lock:
                 self._close()
@@ -273,8 +271,8 @@ class DiskQueue:
         with self._lock:
             if not self._close.alive:
                 raise OffloadError(f"the disk queue is closed: make another for {file.path}")
-            # The queue refers to its transfers, so that their tensors live until they are done. Finished ones are
-            # dropped here, from the oldest on.
+            # The queue keeps its transfers, and so their tensors, alive until they are done. Finished ones are dropped
+            # here, oldest first.
             while self._under_way and self._under_way[0].done():
                 self._under_way.popleft()
             handle = self._library.ze_aio_submit(
@@ -300,13 +298,13 @@ class DiskQueue:
 
 
 def _close_queue(library: Any, queue: int, under_way: deque[Transfer], process: int) -> None:
-    """End a queue. A function and no method: it runs after the queue object has gone."""
-    # The threads that would finish the transfers are the parent's; closing in a forked child would never return.
+    """Close a queue. This is no method, because it runs after the queue object is gone."""
+    # Closing would wait for the parent's threads, so in a forked child it would never return.
     if process != os.getpid():
         return
     library.ze_aio_close(queue)
     while under_way:
-        # Takes the result, so that an error that nobody waited for is logged.
+        # Polling fetches the result, so that an error that was never raised is logged.
         under_way.popleft().done()
 
 

@@ -2,13 +2,12 @@
 
 Guarantees:
 
-- *A file has no name.* It is unlinked as soon as it is open, so its space belongs to the open descriptors alone.
-  However the process ends, the kernel takes the space back. There is nothing to clean up and nothing that another run
-  could mistake for its own.
-- *A file's space is taken when it is made*, by ``posix_fallocate``. A full disk is an error at the start, not a SIGBUS
-  or a failed write in the middle of a step.
-- *Direct I/O* where the file system has it, which a trial at the start finds out. See ``queue`` for the alignment.
-- *No file is ever synced.* They are scratch, and nothing reads them after the process.
+- *A file has no name.* It is unlinked as soon as it is open, so only the open descriptors hold its space. However
+  the process ends, the kernel takes the space back. Nothing remains to clean up or to confuse another run.
+- *A file's space is allocated when it is made*, by ``posix_fallocate``. A full disk is an error at the start, not a
+  SIGBUS or a failed write in the middle of a step.
+- *Direct I/O* if the file system supports it, which a trial at the start shows. See ``queue`` for the alignment.
+- *No file is ever synced*, because nothing reads it after the process ends.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ log = logging.getLogger("zeroengine")
 
 
 class SwapFolder:
-    """A folder of a disk that this process keeps states in. Runs and ranks may share it: their files have no names.
+    """A folder on a disk in which this process keeps states. Runs and ranks may share it: their files have no names.
 
     Args:
         nvme_path: A folder on a local disk.
@@ -49,14 +48,14 @@ class SwapFolder:
         direct: Whether its files are read and written past the page cache.
 
     Raises:
-        OffloadError: There is no such folder, it cannot be written, lies in memory, or has less room than that.
+        OffloadError: There is no such folder, it cannot be written, it lies in memory, or it lacks room.
     """
 
     def __init__(
         self, nvme_path: str | os.PathLike[str], *, label: str = "states", min_free_bytes: int = 0, direct: bool = True
     ) -> None:
         self.path, self._label = os.path.realpath(checked_path(nvme_path, "nvme_path", OffloadError)), label
-        # Weak, so that a file that nobody uses any more gives its space back without ``close``.
+        # The references are weak, so that an unused file gives its space back without ``close``.
         self._files: weakref.WeakSet[SwapFile] = weakref.WeakSet()
         if not os.path.isdir(self.path):
             problem = "is a file" if os.path.exists(self.path) else "does not exist"
@@ -82,7 +81,7 @@ class SwapFolder:
             )
 
     def file(self, name: str, nbytes: int) -> SwapFile:
-        """Return a new file of this process's own, whose space is taken at once.
+        """Return a new file of this process. Its space is allocated at once.
 
         Args:
             name: Its name in messages.
@@ -96,7 +95,7 @@ class SwapFolder:
         descriptors = self._open(path, self.direct)
         free_bytes = self.free_bytes()
         try:
-            # Compared first, because posix_fallocate would fill the disk for everybody before it failed.
+            # This check comes first, because posix_fallocate would fill the disk before it fails.
             if nbytes > free_bytes:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             if nbytes:
@@ -127,8 +126,8 @@ class SwapFolder:
         """Open a new file and unlink it.
 
         Args:
-            path: The start of its name, which is random for the moment that it exists.
-            direct: Whether to open it with O_DIRECT as well, if the file system lets it be opened so.
+            path: The start of its name. A random part follows.
+            direct: Whether to open it with O_DIRECT as well, if the file system allows it.
 
         Raises:
             OffloadError: Files cannot be made here.
@@ -138,7 +137,7 @@ class SwapFolder:
         flags = os.O_RDWR | os.O_CLOEXEC
         try:
             descriptors = Descriptors(os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600))
-            # The second descriptor needs the name; after that nothing does.
+            # Only the second descriptor still needs the name.
             try:
                 if direct and hasattr(os, "O_DIRECT"):
                     with contextlib.suppress(OSError):
@@ -165,11 +164,11 @@ class SwapFolder:
         Raises:
             OffloadError: Files cannot be made here at all.
         """
-        # The trial file is gone with its descriptors, when this method returns.
+        # The trial file vanishes with its descriptors when this method returns.
         descriptors = self._open(self._path_of("try"), direct)
         if descriptors.direct < 0:
             return False
-        # A page of its own is aligned as O_DIRECT wants it.
+        # A mapped page has the alignment that O_DIRECT needs.
         with mmap.mmap(-1, ALIGNMENT, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as page:
             try:
                 written, read = (move(descriptors.direct, [page], 0) for move in (os.pwritev, os.preadv))
@@ -181,7 +180,7 @@ class SwapFolder:
 
 
 class SwapFile:
-    """A file of a ``SwapFolder``. Its space is free again when nothing uses it.
+    """A file of a ``SwapFolder``. Its space is freed when nothing uses it any more.
 
     Attributes:
         path: Its name in messages; ``ls`` does not show it.
@@ -205,7 +204,7 @@ class SwapFile:
         return self._descriptors
 
     def mapped(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a 1-D tensor that is a part of the file: its values come from the disk and go there.
+        """Return a 1-D tensor that is a mapped part of the file.
 
         The kernel keeps the mapping and direct transfers coherent as long as the two do not overlap in time. Pages that
         are touched count as this process's memory until ``release_mapped``. Use ``populate`` first: see the note on

@@ -178,8 +178,7 @@ def place_states(
     send_buffer_bytes = zero.offload_param.buffer_count * max(shard_bytes) if param_location in disks else 0
     # Masters and buffers are allocated later; a machine that runs out then would kill processes without a message.
     check_host_memory(
-        bytes_by_location[CPU_MEMORY] + pipeline_bytes + send_buffer_bytes,
-        on_disk=CPU_MEMORY not in bytes_by_location,
+        bytes_by_location[CPU_MEMORY] + pipeline_bytes + send_buffer_bytes, on_disk=CPU_MEMORY not in bytes_by_location
     )
     return Placement(
         tuple(disks.values()),
@@ -208,9 +207,7 @@ def open_disk(path: str, nbytes: int, config: Config, rank: int) -> DiskStore:
     # Configurations may name "libaio", as DeepSpeed's do: it is accepted with a notice, and stands for "auto".
     backend = None if config.aio.backend == "libaio" else config.aio.backend
     queue = DiskQueue(
-        config.aio.queue_depth or tuned.queue_depth,
-        config.aio.block_size or tuned.block_size,
-        backend or tuned.backend,
+        config.aio.queue_depth or tuned.queue_depth, config.aio.block_size or tuned.block_size, backend or tuned.backend
     )
     return DiskStore(folder, queue, nbytes)
 

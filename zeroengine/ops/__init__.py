@@ -1,4 +1,4 @@
-"""Bindings to the kernels of csrc, each one pass over memory. torch's own kernels serve where there is no compiler.
+"""Bindings to the kernels of csrc, each one pass over memory. Without a compiler torch's own kernels serve.
 
 adam             one Adam step of one flat buffer
 table            Adam steps of many buffers whose scalars stay on the device
@@ -6,7 +6,7 @@ norm             the squared norm of one or many tensors
 factor           from the squared norm to the factor of the gradient
 cast             many tensors copied and cast into a buffer
 _library         the CPU library, and loading with ctypes; `_cuda_library` and `_aio_library` are csrc/cuda and csrc/aio
-_fallback        the same operations on torch's kernels; masters that follow values written into their copies
+_fallback        the same operations on torch's kernels, and `reload_written`
 """
 
 from zeroengine.ops._cuda_library import cuda_architectures, cuda_library

@@ -10,12 +10,12 @@ from pathlib import Path
 from zeroengine.errors import OffloadError
 from zeroengine.ops._library import Signatures, open_library
 
-# The version of the C interface that this file declares. It rises with every change of a signature or a struct.
+# The version of the C interface that this file declares. Every change of a signature or a struct raises it.
 ABI_VERSION = 1
 PATH = Path(__file__).with_name("_aio.so")
-# O_DIRECT wants file offsets, addresses and sizes that are multiples of this many bytes, on every usual disk.
+# O_DIRECT needs file offsets, addresses and sizes that are multiples of this many bytes. It suits every usual disk.
 ALIGNMENT = 4096
-# The numbers of csrc/zeroengine_aio.h, the best backend first behind "auto".
+# The codes of csrc/zeroengine_aio.h: after "auto", the best backend first.
 BACKENDS = {"auto": 0, "io_uring": 1, "threads": 3}
 # The error of a transfer that the kernel accepts without moving a byte. An errno is positive.
 NO_PROGRESS = -1
@@ -45,7 +45,7 @@ def library() -> ctypes.CDLL:
     """Return the disk library, which is loaded once.
 
     Raises:
-        OffloadError: It is missing, or another version's.
+        OffloadError: It is missing, or belongs to another version.
     """
     try:
         return open_library(PATH, _SIGNATURES, "ze_aio_abi_version", ABI_VERSION)

@@ -1,6 +1,6 @@
 """Load the CUDA library built from csrc/cuda, and declare its C interface.
 
-A machine may have the library without a GPU, and a GPU without the library: `cuda_library` tells.
+A machine may have the library without a GPU, or a GPU without the library: see `cuda_library`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,7 @@ class CudaSegment(ctypes.Structure):
     """The struct `ze_cuda_segment` of csrc/zeroengine_cuda.h."""
 
     _fields_ = (
-        ("begin", c_int64),
-        ("end", c_int64),
-        ("first_tile", c_int64),
+        *((name, c_int64) for name in ("begin", "end", "first_tile")),
         ("seed", c_uint64),
         ("offset", c_int64),
         ("group", c_int32),
@@ -62,10 +60,7 @@ _SIGNATURES: Signatures = {
     "ze_cuda_probe": (c_int, [c_int]),
     "ze_cuda_adam": (c_int, [*_ON_STREAM, *_ADAM, c_int64, POINTER(AdamArgs)]),
     "ze_cuda_tiles": (c_int64, [c_int64, c_int64]),
-    "ze_cuda_adam_prepare": (
-        c_int,
-        [*_ON_STREAM, c_void_p, c_int64, *[c_void_p] * 3, c_int64, *[c_void_p] * 2],
-    ),
+    "ze_cuda_adam_prepare": (c_int, [*_ON_STREAM, c_void_p, c_int64, *[c_void_p] * 3, c_int64, *[c_void_p] * 2]),
     "ze_cuda_adam_runs": (c_int, [*_ON_STREAM, *_ADAM, c_int, c_void_p, c_int64, c_int64]),
     "ze_cuda_squared_norm_workspace": (c_int64, [POINTER(CudaArray), c_int64]),
     "ze_cuda_squared_norm": (c_int, [*_ON_STREAM, POINTER(CudaArray), c_int64, *[c_void_p] * 2]),
@@ -93,13 +88,13 @@ def _loaded() -> ctypes.CDLL | str:
 
 @functools.cache
 def _usable(device: int) -> ctypes.CDLL | None:
-    # A library that loads may still have no code for this GPU, or find no driver. The probe asks the device itself.
+    # A library that loads may still lack code for this GPU, or a driver. The probe tries the device itself.
     reason = loaded = _loaded()
     if isinstance(loaded, ctypes.CDLL):
         if not (result := loaded.ze_cuda_probe(device)):
             return loaded
         reason = loaded.ze_cuda_message(result).decode()
-    # The cache of this function makes it one warning for each device.
+    # This function is cached, so each device gives one warning.
     warnings.warn(
         f"zeroengine runs without its CUDA kernels on cuda:{device}: {reason}. torch's own, slower kernels "
         "serve instead, and some of them wait for the GPU.",
@@ -109,7 +104,7 @@ def _usable(device: int) -> ctypes.CDLL | None:
 
 
 def cuda_library(device: torch.device) -> ctypes.CDLL | None:
-    """Return the CUDA library for tensors on `device`; None on the CPU and, with one warning, where it cannot serve."""
+    """Return the CUDA library for tensors on `device`; None on the CPU or, with one warning, if it cannot run there."""
     if device.type != "cuda":
         return None
     return _usable(torch.cuda.current_device() if device.index is None else device.index)
@@ -125,7 +120,7 @@ def call(handle: ctypes.CDLL, name: str, device: torch.device, *arguments: Any) 
     """Launch one of the library's functions on the device's current stream.
 
     Raises:
-        ZeroEngineError: CUDA reports an error. It may be that of earlier work on the device.
+        ZeroEngineError: CUDA reports an error, perhaps of earlier work on the device.
     """
     # The library launches on the CUDA runtime's current device, which must be the tensors' device.
     with torch.cuda.device(device):

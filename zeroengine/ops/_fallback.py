@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from zeroengine.ops._library import AdamArgs
 
-# Elements of a temporary, and of one that stays in a CPU's cache.
+# The elements of a temporary tensor, and of one that stays in a CPU's cache.
 _CHUNK = 1 << 24
 _CACHED_CHUNK = 1 << 16
 # torch sums this many elements on one thread, in a fixed order.
 _SERIAL = 1 << 15
-# No vector of torch's CPU kernels is longer. The elements behind a tensor's last vector are rounded differently.
+# No vector of torch's CPU kernels is longer. Elements after a tensor's last whole vector are rounded differently.
 _VECTOR = 64
 
 
@@ -21,17 +23,17 @@ def adam_step(
     param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, low_precision_param: Tensor | None, args: AdamArgs
 ) -> None:
     """Run `zeroengine.ops.adam_step` by torch's fused kernel."""
-    # The master takes over what was written before the update, as in the kernels.
+    # As in the kernels, the master takes over written values before the update.
     if args.reload_written and low_precision_param is not None:
         reload_written(param, low_precision_param)
-    # Chunks bound the fp32 copies of gradient and moments, which may be as large as the model otherwise.
+    # Chunks bound the fp32 copies of gradient and moments, which could otherwise be as large as the model.
     for begin in range(0, param.numel(), _CHUNK):
         chunk = slice(begin, begin + _CHUNK)
-        # These are the moments themselves where they are float32, and are then updated in place.
+        # float32 moments are not copied here, and are updated in place.
         moments = [exp_avg[chunk].float(), exp_avg_sq[chunk].float()]
         arrays = [param[chunk], grad[chunk].float() * args.grad_scale, *moments]
         numel = arrays[0].numel()
-        # The rest is padded to a vector, so that an element gets the same bits wherever its piece begins and ends.
+        # The rest is padded to a whole vector, so that an element's bits do not depend on where its piece ends.
         rest = numel % _VECTOR if param.device.type == "cpu" else 0
         if rest < numel:
             _fused([x[: numel - rest] for x in arrays], args)
@@ -42,7 +44,7 @@ def adam_step(
                 x[numel - rest :] = y[:rest]
         if exp_avg.dtype is torch.bfloat16:
             random = _random_bits(args.seed, args.offset + begin, numel, param.device)
-            # Where the second moment overflows bf16 both are rounded down, so that a finite moment stays finite.
+            # If the second moment overflows bf16 both are rounded down, so that a finite moment stays finite.
             random.mul_(moments[1] < torch.finfo(torch.bfloat16).max)
             exp_avg[chunk] = _round(moments[0], random & 0xFFFF)
             exp_avg_sq[chunk] = _round(moments[1], random >> 16 & 0xFFFF)
@@ -52,11 +54,10 @@ def adam_step(
 
 
 def reload_written(param: Tensor, low_precision_param: Tensor) -> None:
-    """Copy the values into `param` that were written into `low_precision_param` since it was `param` rounded.
+    """Copy into `param` the values that were written into `low_precision_param` after `param` was rounded into it.
 
-    An element of `param` whose rounded value has the bits of `low_precision_param` keeps its own bits. `adam_step` does
-    the same before its update, with `reload_written=True`; its kernels do so without a pass of its own. This function
-    is for rare use.
+    An element of `param` whose rounded value has the bits of `low_precision_param` keeps its own bits. With
+    `reload_written=True` the kernels of `adam_step` do the same without another pass. This function is for rare use.
 
     Args:
         param: float32, 1-D. Updated in place.
@@ -65,47 +66,34 @@ def reload_written(param: Tensor, low_precision_param: Tensor) -> None:
     size = _CACHED_CHUNK if param.device.type == "cpu" else _CHUNK
     for wide, narrow in zip(torch.split(param, size), torch.split(low_precision_param, size), strict=True):
         written = wide.to(narrow.dtype).view(torch.int16) != narrow.view(torch.int16)
-        # On a GPU the question whether any was written would make the host wait.
+        # On a GPU, testing whether any was written would make the host wait.
         if wide.device.type != "cpu" or written.any():
             wide.copy_(torch.where(written, narrow.float(), wide))
 
 
 def _fused(arrays: list[Tensor], args: AdamArgs) -> None:
-    param, grad, exp_avg, exp_avg_sq = arrays
-    # These are the kernels behind ``torch.optim.Adam(fused=True)``, without the class around them.
-    kernel = torch._fused_adamw_ if args.decoupled else torch._fused_adam_
-    kernel(
-        [param],
-        [grad],
-        [exp_avg],
-        [exp_avg_sq],
-        [],
-        [torch.full((), float(args.step), device=param.device)],
-        lr=args.lr,
-        beta1=args.beta1,
-        beta2=args.beta2,
-        weight_decay=args.weight_decay,
-        eps=args.eps,
-        amsgrad=False,
-        maximize=bool(args.maximize),
-    )
+    """Update param, grad, exp_avg and exp_avg_sq by the kernels behind ``torch.optim.Adam(fused=True)``."""
+    kernel: Any = torch._fused_adamw_ if args.decoupled else torch._fused_adam_
+    step = torch.full((), float(args.step), device=arrays[0].device)
+    factors = {name: getattr(args, name) for name in ("lr", "beta1", "beta2", "weight_decay", "eps")}
+    kernel(*([x] for x in arrays), [], [step], amsgrad=False, maximize=bool(args.maximize), **factors)
 
 
 def _round(x: Tensor, random: Tensor) -> Tensor:
     """Round float32 to bfloat16, up or down by 16 random bits. See "Stochastic rounding" in csrc/cpu/kernels.inl.h."""
-    # The random bits are added below the half that is kept. A carry rounds the magnitude up, without a carry it stays.
+    # The random bits are added to the lower half, which is then dropped. A carry rounds the magnitude up.
     return (random.add_(x.view(torch.int32)) >> 16).to(torch.int16).view(torch.bfloat16)
 
 
 def _random_bits(seed: int, index: int, numel: int, device: torch.device) -> Tensor:
-    """Return the random bits that the kernels use for the elements from `index` on, 32 for each element, as int32."""
+    """Return the random bits that the kernels use for the elements from `index` on: one int32 for each element."""
     upper, lower = divmod(index, 1 << 32)
-    # The bits depend on the upper half of an index through the key, which one call has only one of.
+    # The key depends on the upper half of the index, and one pass uses one key.
     if numel > (same_half := (1 << 32) - lower):
         first_part = _random_bits(seed, index, same_half, device)
         return torch.cat([first_part, _random_bits(seed, index + same_half, numel - same_half, device)])
     key, first = divmod(_mix(_mix(seed + 0x9E3779B97F4A7C15) + upper), 1 << 32)
-    # torch has no unsigned 32-bit arithmetic on all devices. In int32 sums and products wrap to the same bits.
+    # torch has no unsigned 32-bit arithmetic on some devices. int32 sums and products wrap to the same bits.
     x = torch.arange(numel, dtype=torch.int32, device=device).add_(_int32(first + lower))
     x.bitwise_xor_(_shift(x, 16)).mul_(_int32(0x7FEB352D)).bitwise_xor_(_int32(key))
     x.bitwise_xor_(_shift(x, 15)).mul_(_int32(0x846CA68B))
@@ -121,13 +109,13 @@ def _mix(x: int) -> int:
 
 
 def _int32(x: int) -> int:
-    """Return the lower 32 bits as int32 reads them."""
+    """Return the lower 32 bits of `x`, read as an int32."""
     return ((x & (1 << 32) - 1) ^ 1 << 31) - (1 << 31)
 
 
 def _shift(x: Tensor, n: int) -> Tensor:
     """Shift to the right, with zeros coming in."""
-    # torch shifts a negative int32 with its sign, so the upper bits are cleared.
+    # torch extends the sign of a negative int32, so the upper bits are cleared.
     return (x >> n).bitwise_and_((1 << 32 - n) - 1)
 
 

@@ -1,6 +1,6 @@
-"""Load libraries built from csrc with ctypes; and the one of csrc/cpu, with its C interface.
+"""Load libraries built from csrc with ctypes, and declare the C interface of csrc/cpu.
 
-torch is imported first, so that the library runs on the OpenMP that torch runs on.
+torch is imported first, so that the library uses torch's OpenMP runtime.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch
 
 from zeroengine.errors import ZeroEngineError
 
-# The version of the C interface that this file declares. It rises with every change of a signature or a struct.
+# The version of the C interface that this file declares. Every change of a signature or a struct raises it.
 ABI_VERSION = 4
 PATH = Path(__file__).with_name("_cpu.so")
-# The numbers of csrc/zeroengine.h.
+# The codes of csrc/zeroengine.h.
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ISAS = ("avx512", "avx2", "portable")
 
@@ -38,9 +38,7 @@ class AdamArgs(ctypes.Structure):
         ("step", c_int64),
         ("seed", c_uint64),
         ("offset", c_int64),
-        ("decoupled", c_int32),
-        ("maximize", c_int32),
-        ("reload_written", c_int32),
+        *((name, c_int32) for name in ("decoupled", "maximize", "reload_written")),
     )
 
 
@@ -81,8 +79,7 @@ def open_library(path: Path, signatures: Signatures, version_function: str, vers
         AttributeError: A function is missing.
     """
     handle = ctypes.CDLL(str(path))
-    # The version is compared before any function is declared: another version may lack functions or take other
-    # arguments.
+    # The version is compared first, because another version may lack functions or take other arguments.
     if (loaded_version := getattr(handle, version_function)()) != version:
         raise OSError(f"it has interface version {loaded_version}, this zeroengine needs {version}")
     for name, (result, arguments) in signatures.items():
@@ -93,7 +90,7 @@ def open_library(path: Path, signatures: Signatures, version_function: str, vers
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """Return the CPU library, which is loaded once; None, with one warning, where it is missing.
+    """Return the CPU library, which is loaded once. Return None, with one warning, if it is missing.
 
     The environment variable ZEROENGINE_CPU_ISA chooses its instruction set: avx512, avx2 or portable.
 
@@ -140,7 +137,7 @@ def set_cpu_isa(name: str) -> None:
 def _set_isa(handle: ctypes.CDLL, name: str, where: str) -> None:
     if handle.ze_cpu_set_isa(name.encode()) == 0:
         return
-    # The library tells which names it accepts only by trying them, so the present one is set again afterwards.
+    # Trying a name is the only way to learn whether the library accepts it, so the current one is restored.
     current = handle.ze_cpu_isa()
     offered = [isa for isa in ISAS if handle.ze_cpu_set_isa(isa.encode()) == 0]
     handle.ze_cpu_set_isa(current)
@@ -153,6 +150,6 @@ def advise_huge_pages(x: torch.Tensor) -> None:
     It is a hint, without effect on other devices. Call it before the memory is first written.
     """
     if x.device.type == "cpu" and (handle := library()) is not None:
-        # Huge pages concern memory as a whole, so the advice is for all of the storage and not for a view of it.
+        # The advice covers the whole storage, because a huge page may span several views.
         storage = x.untyped_storage()
         handle.ze_advise_huge(storage.data_ptr(), storage.nbytes())

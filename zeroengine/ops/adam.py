@@ -44,7 +44,7 @@ class AdamArrays(NamedTuple):
             if x.dtype not in _DTYPES[name]:
                 choices = " or ".join(map(str, _DTYPES[name]))
                 raise ZeroEngineError(f"{where}: {name} has dtype {x.dtype}; it must be {choices}")
-            # The kernels take an address and a length, and would read other memory where strides leave gaps.
+            # The kernels take only an address and a length, so strides must leave no gaps.
             if x.dim() != 1 or not x.is_contiguous():
                 raise ZeroEngineError(
                     f"{where}: {name} has shape {tuple(x.shape)} and strides {x.stride()}; pass a 1-D contiguous tensor"
@@ -62,7 +62,7 @@ class AdamArrays(NamedTuple):
     def pointers(self) -> tuple[int | None, ...]:
         """Return the arrays as the C interfaces take them: addresses, and the codes of dtypes that vary.
 
-        Addresses are enough, because `check` has established the strides.
+        Call `check` first.
         """
         param, grad, exp_avg, exp_avg_sq, low_precision_param = self
         moments = (exp_avg.data_ptr(), exp_avg_sq.data_ptr(), DTYPE_CODES[exp_avg.dtype])
@@ -111,10 +111,10 @@ def adam_step(
         grad_scale: Multiplies the gradient first. It holds 1/world, 1/loss-scale and the clip factor.
         maximize: Whether to ascend.
         low_precision_param: bfloat16 or float16, as long. Receives the updated param, rounded to nearest even.
-        reload_written: Whether to compare ``low_precision_param`` with param rounded first. An element that differs was
-            written from outside since the last step: param takes its value, and is updated from there. Reads 2 more
-            bytes an element.
-        seed: The seed of the random bits that round bfloat16 moments, 0 to 2**63 - 1; another one at each step.
+        reload_written: Whether to compare ``low_precision_param`` with the rounded param first. An element that differs
+            was written from outside since the last step: param takes its value before the update. This reads 2 more
+            bytes per element.
+        seed: The seed of the random bits that round bfloat16 moments, 0 to 2**63 - 1. Pass a new one at each step.
         offset: The index of element 0 among those that share the seed, not negative. The bits are a pure function of
             seed and index, so a piece that begins at element i of a buffer takes offset i.
 
@@ -136,7 +136,6 @@ def adam_step(
     device, numel = param.device, param.numel()
     if (cuda := _cuda_library.cuda_library(device)) is not None:
         _cuda_library.call(cuda, "ze_cuda_adam", device, *arrays.pointers(), numel, ctypes.byref(args))
-    # On a GPU without the CUDA library torch's kernels serve.
     elif device.type == "cpu" and (cpu := library()) is not None:
         cpu.ze_adam(*arrays.pointers(), numel, ctypes.byref(args), torch.get_num_threads())
     else:

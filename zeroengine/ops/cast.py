@@ -1,4 +1,4 @@
-"""Copies many tensors into their places in a gradient buffer, and casts them on the way."""
+"""Copy many tensors into their places in a gradient buffer, and cast them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def cast_copy(
 ) -> None:
     """Set each target to its source times `scale`, computed in float32 and rounded once, to nearest even.
 
-    On CUDA it takes a launch for every 64 tensors, and the host does not wait.
+    On CUDA every 64 tensors take one launch, and the host does not wait.
 
     Args:
         sources: float32, bfloat16 or float16, of any strides.
-        targets: One for each source and as large, all in one of these dtypes, contiguous. They must not overlap one
-            another or a source.
+        targets: One for each source, of as many elements, contiguous, all in one of these dtypes. They must not overlap
+            one another or a source.
         scale: Multiplies every source.
         accumulate: Whether to add to the targets instead.
 
@@ -49,9 +49,9 @@ def cast_copy(
         arguments = (copies, len(targets), DTYPE_CODES[targets[0].dtype], scale, accumulate)
         return _cuda_library.call(cuda, "ze_cuda_cast", device, *arguments)
     for source, target in zip(sources, targets, strict=True):
-        # A source may have another shape, as long as it has as many elements.
+        # A source may have another shape with as many elements.
         source = source.reshape(target.shape)
-        # As in the kernel the scale is rounded to fp32 before it multiplies.
+        # As in the kernel, the scale is rounded to fp32 first.
         if scale != 1:
             source = source.float() * torch.tensor(scale, dtype=torch.float32, device="cpu")
         target.copy_(target.float() + source.float() if accumulate else source)

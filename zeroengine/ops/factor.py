@@ -1,4 +1,4 @@
-"""From the gradient's squared norm to the factor that the update multiplies it by, on the norm's device."""
+"""The factor by which the update multiplies the gradient, from the gradient's squared norm and on its device."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def gradient_factor(
     loss_scale: Tensor | None = None,
     skip: bool = True,
 ) -> Tensor:
-    """Unscale, clip and test for overflow where the norm is. With the CUDA library the host does not wait for a GPU.
+    """Unscale, clip and test for overflow on the norm's device. With the CUDA library the host does not wait.
 
     Args:
-        squared_norm: 0-d float64: that of the summed gradient, before any division.
+        squared_norm: The squared norm of the summed gradient, before any division. 0-d float64.
         divisor: Divides the gradient: the number of summed ranks and micro-steps.
         limit: The largest norm, as in `torch.nn.utils.clip_grad_norm_`; 0 for no clipping.
         loss_scale: 0-d float64 on the same device. Divides the gradient as well.
-        skip: Whether a norm that is not finite is an overflow. Otherwise the factor is computed from it.
+        skip: Whether a norm that is not finite is an overflow.
 
     Returns:
         Three float64 values on the same device: the factor of the gradient, the norm of the divided gradient before
@@ -48,10 +48,10 @@ def gradient_factor(
         arguments = (squared_norm.data_ptr(), scale, divisor, limit, skip, result.data_ptr())
         _cuda_library.call(cuda, "ze_cuda_gradient_factor", device, *arguments)
         return result
-    # Python computes it, as torch's square root may be off by a bit. On a GPU without the library this waits for it.
+    # Python computes this, because torch's square root may be off by a bit. Without the library this waits for the GPU.
     total, divisor = squared_norm.item(), divisor if loss_scale is None else divisor * loss_scale.item()
     grad_norm = math.sqrt(total) / divisor
-    # The added 1e-6 is that of ``clip_grad_norm_``.
+    # ``clip_grad_norm_`` adds the same 1e-6.
     clip = limit / (grad_norm + 1e-6) if limit > 0 else 1.0
     values = ((1.0 if clip > 1 else clip) / divisor, grad_norm, float(skip and not math.isfinite(total)))
     return torch.tensor(values, dtype=torch.float64, device=device)

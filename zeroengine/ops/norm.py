@@ -1,4 +1,4 @@
-"""The squared norm of gradients, for clipping and, where it is not finite, for the overflow test."""
+"""The squared norm of gradients, for clipping and for the overflow test."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zeroengine.ops._library import DTYPE_CODES, library
 
 
 def squared_norm(x: Tensor) -> Tensor:
-    """Return the sum of the squares of `x`, accumulated in float64 in an order that no number of threads changes.
+    """Return the sum of the squares of `x`, in float64 and in an order that does not depend on the number of threads.
 
     It is finite exactly if every element of `x` is: squares of finite float32 cannot overflow a float64.
 
@@ -32,7 +32,7 @@ def squared_norm(x: Tensor) -> Tensor:
 
 
 def squared_norms(tensors: Sequence[Tensor], device: torch.device | None = None) -> Tensor:
-    """Return the sum of `squared_norm` over several tensors of one device; on CUDA in one pass and without waiting.
+    """Return the sum of `squared_norm` over several tensors of one device. On CUDA this does not wait.
 
     Args:
         tensors: As `squared_norm` takes them, all on one device.
@@ -59,10 +59,7 @@ def squared_norms(tensors: Sequence[Tensor], device: torch.device | None = None)
     if (cuda := _cuda_library.cuda_library(tensors[0].device)) is not None:
         return _on_cuda(cuda, tensors)
     # The sum is in the order of the tensors, which fixes its bits.
-    total = _without_cuda(tensors[0])
-    for x in tensors[1:]:
-        total = total + _without_cuda(x)
-    return total
+    return sum(map(_without_cuda, tensors[1:]), _without_cuda(tensors[0]))
 
 
 def _without_cuda(x: Tensor) -> Tensor:
@@ -70,7 +67,7 @@ def _without_cuda(x: Tensor) -> Tensor:
     if handle is None:
         return _fallback.squared_norm(x.view(-1))
     result = ctypes.c_double()
-    # The kernel uses torch's number of threads, which changes no bit of its result.
+    # The number of threads changes no bit of the result.
     if handle.ze_squared_norm(
         x.data_ptr(), DTYPE_CODES[x.dtype], x.numel(), ctypes.byref(result), torch.get_num_threads()
     ):
@@ -81,7 +78,7 @@ def _without_cuda(x: Tensor) -> Tensor:
 def _on_cuda(handle: ctypes.CDLL, tensors: Sequence[Tensor]) -> Tensor:
     device = tensors[0].device
     arrays = (CudaArray * len(tensors))(*(CudaArray(x.data_ptr(), x.numel(), DTYPE_CODES[x.dtype]) for x in tensors))
-    # The kernel sums in stages of a fixed shape, so that the result does not depend on which block ends first.
+    # The kernel sums in stages of a fixed shape, so the result does not depend on which block ends first.
     numel = handle.ze_cuda_squared_norm_workspace(arrays, len(tensors))
     # The partial sums of each stage. The caching allocator keeps them alive in stream order.
     workspace = torch.empty(numel, dtype=torch.float64, device=device)

@@ -1,16 +1,16 @@
-"""The optimizer object that the caller passed to `initialize` and keeps in the training loop.
+"""Redirect the optimizer object that the caller passed to `initialize` and keeps in the training loop.
 
 [Note: Calls of the caller's optimizer]
-The engine updates shards as the optimizer would. The object itself must not update anything any more: its `step()` and
-`zero_grad()` are the engine's, whatever has wrapped the object before `initialize` or since (LR schedulers, GradScaler,
+The engine updates shards as the optimizer would. The object itself must not update anything: its `step()` and
+`zero_grad()` call the engine, whatever wrapped the object before `initialize` or since (LR schedulers, GradScaler,
 accelerate).
 
-- `step` is redirected by a step pre-hook, which torch runs even for a bound method that somebody took earlier. torch
-  lets a pre-hook replace the arguments, `self` among them, but not leave the update out: so the update then runs over
-  a copy of the optimizer that has no parameters.
+- `step` is redirected by a step pre-hook, which torch runs even for a bound method that was taken earlier. torch lets
+  a pre-hook replace the arguments, including `self`, but not skip the update: so the update runs on a copy of the
+  optimizer that has no parameters.
 - `zero_grad` and `load_state_dict` have no such hook and are replaced on the instance.
 
-All of it refers to the engine and the optimizer weakly.
+All references to the engine and the optimizer are weak.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def redirect_calls(
 
     Args:
         optimizer: The optimizer that was passed to `initialize`.
-        step: A bound method of the engine, which is referred to weakly.
+        step: A bound method of the engine. Only a weak reference to it is kept.
         zero_grad: Likewise.
         undo: Makes it an ordinary optimizer again.
     """
-    # The caller may keep the optimizer for longer than the engine, which holds most of the memory.
+    # The caller may keep the optimizer longer than the engine, which holds most of the memory.
     engine_step, engine_zero_grad = weakref.WeakMethod(step), weakref.WeakMethod(zero_grad)
     optimizer_ref = weakref.ref(optimizer)
 
@@ -53,8 +53,7 @@ def redirect_calls(
             return None
         check_step_call(called, *args[1:], **kwargs)
         _alive(engine_step())()
-        # torch now calls the optimizer's own ``step`` with this copy in place of ``self``. It finds no parameters and
-        # returns.
+        # torch now calls the optimizer's own ``step`` on this copy, which has no parameters to update.
         return (copy_without_parameters(called),), {}
 
     def zero(set_to_none: bool = True) -> None:
@@ -74,7 +73,7 @@ def redirect_calls(
     )
     # GradScaler then calls step() instead of asserting that there are gradients, and `check_step_call` explains.
     for name, value in (("zero_grad", zero), ("load_state_dict", load), ("_step_supports_amp_scaling", True)):
-        # A wrapper may have put its own attribute on the instance, and gets it back.
+        # ``undo`` restores an attribute that a wrapper put on the instance.
         if name in vars(optimizer):
             undo.callback(setattr, optimizer, name, vars(optimizer)[name])
         else:
@@ -94,11 +93,11 @@ def check_step_call(optimizer: torch.optim.Optimizer, closure: Any = None, **kwa
     """Refuse the arguments of `optimizer.step()` that the engine cannot honor.
 
     Raises:
-        ZeroEngineError: There is a closure, or a GradScaler that scales the loss beside the engine.
+        ZeroEngineError: There is a closure, or a GradScaler that scales the loss in addition to the engine.
     """
-    # GradScaler passes its scale by an attribute, since the optimizer says that it supports scaling.
+    # GradScaler passes its scale by an attribute, because the optimizer declares that it supports scaling.
     scaled = "grad_scale" in vars(optimizer)
-    # GradScaler sets these attributes, and leaves them there after an error.
+    # After an error GradScaler does not remove its attributes.
     for name in ("grad_scale", "found_inf"):
         vars(optimizer).pop(name, None)
     if scaled:
@@ -121,8 +120,7 @@ def copy_without_parameters(optimizer: torch.optim.Optimizer) -> torch.optim.Opt
     # copy.copy would use torch's __getstate__, which leaves attributes out.
     clone = object.__new__(type(optimizer))
     clone.__dict__.update({name: value for name, value in vars(optimizer).items() if name not in REPLACED})
-    # The copy must not run the hooks: ``redirect_calls`` would call the engine again, and the caller's hooks would run
-    # twice.
+    # With the hooks, the copy would call the engine again and run the caller's hooks twice.
     for hooks in _STEP_HOOKS:
         setattr(clone, hooks, OrderedDict())
     clone.state = defaultdict(dict)
@@ -136,7 +134,7 @@ def has_own_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class PartitionedStateDict(dict[str, Any]):
-    """The `state_dict()` of an optimizer whose state is partitioned: hyperparameters, to be read but not saved."""
+    """The `state_dict()` of an optimizer with partitioned state: hyperparameters that can be read but not saved."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ZeroEngineError(
@@ -156,7 +154,7 @@ def load_hyperparameters(optimizer: torch.optim.Optimizer, state_dict: Mapping[s
             "the optimizer's state is partitioned over the ranks: it cannot be loaded from one dict. Use "
             "engine.load_checkpoint(), and see docs/checkpoints.md for what other libraries wrote."
         )
-    # The numbers of parameters are compared before any group changes, so that an error leaves all of them as they were.
+    # All checks come before any change, so that an error leaves the groups unchanged.
     groups, loaded_groups = optimizer.param_groups, state_dict["param_groups"]
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in loaded_groups]:
         raise ZeroEngineError(

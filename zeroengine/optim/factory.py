@@ -1,4 +1,4 @@
-"""Makes the base optimizer that the caller or the configuration asks for, and checks that it can be sharded."""
+"""Make the base optimizer that the caller or the configuration asks for, and check that it can be sharded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zeroengine.errors import ZeroEngineError
 from zeroengine.optim.lion import Lion
 from zeroengine.partition.degrees import Degrees
 
-# The update of an element looks at other elements, so these optimizers are wrong on a shard.
+# The update of an element depends on other elements, so these optimizers are wrong on a shard.
 NOT_ELEMENTWISE = {"Adafactor", "Muon", "SparseAdam", "Shampoo", "LAMB", "Lamb", "LARS"}
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None
@@ -31,17 +31,17 @@ def make_optimizer(
     optimizer: it gets one that updates nothing.
 
     Args:
-        optimizer: An instance over the model's parameters, a callable that takes them, or None to build the one that
-            ``config.optimizer`` names.
+        optimizer: An instance over the model's parameters, a callable that takes them, or None for
+            ``config.optimizer``.
         model: The model.
         config: The resolved configuration.
-        undo: Makes the parameters trainable again that are frozen here.
+        undo: Makes parameters that are frozen here trainable again.
 
     Returns:
         The optimizer, and a notice of the parameters that were frozen here.
 
     Raises:
-        ZeroEngineError: There is no optimizer, or it is over other parameters, or over no trainable one of several.
+        ZeroEngineError: There is no optimizer, or it has parameters of another model, or no trainable parameter.
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
     # torch's optimizers refuse an empty list. Frozen parameters get no gradients, so no update changes them.
@@ -82,8 +82,7 @@ def _by_name(kind: str, params: list[nn.Parameter], hyperparameters: dict[str, A
     # The decorated add_param_group imports torch._dynamo, which costs 70 MB and a second or two at every start.
     undecorated = {"add_param_group": add_param_group} if cls.add_param_group is _decorated else {}
     try:
-        # A subclass carries the undecorated method, because torch's own class must not change for other code of the
-        # process.
+        # A subclass carries the undecorated method, because torch's class must not change for other code.
         built: torch.optim.Optimizer = type(cls.__name__, (cls,), undecorated)(params, **hyperparameters)
     except Exception as error:
         raise ZeroEngineError(
@@ -127,7 +126,7 @@ def _freeze_left_out(optimizer: torch.optim.Optimizer, model: nn.Module, undo: E
                     "initialize(), after any change of its modules."
                 )
             held.add(param)
-    # A trainable parameter outside of the optimizer would have its gradients reduced and never be updated.
+    # The gradients of a trainable parameter that the optimizer lacks would be reduced for nothing.
     left_out = {param: name for param, name in names.items() if param.requires_grad and param not in held}
     if not left_out:
         return None

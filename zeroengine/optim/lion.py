@@ -39,8 +39,7 @@ class Lion(torch.optim.Optimizer):
                     continue
                 if "exp_avg" not in self.state[param]:
                     self.state[param]["exp_avg"] = torch.zeros_like(param)
-                # The direction comes from the old momentum. The new one uses another factor, so it is computed after
-                # the update.
+                # The direction uses the old momentum, so the momentum changes only after the update.
                 momentum = self.state[param]["exp_avg"]
                 direction = momentum.lerp(param.grad, 1 - beta1).sign_()
                 param.mul_(1 - lr * group["weight_decay"]).add_(direction, alpha=-lr)

@@ -25,7 +25,7 @@ class LossScaler:
     Attributes:
         scale: Multiplies the loss.
         dynamic: Whether overflows halve the scale, and steps without overflow double it.
-        hysteresis_left: Overflows that are left before the scale halves.
+        hysteresis_left: The number of overflows until the scale halves.
         steps: Steps so far, skipped ones included.
         last_overflow: The number of the last step that overflowed; -1 before the first.
     """
@@ -40,27 +40,26 @@ class LossScaler:
         self.hysteresis_left, self.steps, self.last_overflow = config.hysteresis, 0, -1
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return ``loss`` times the scale, at least in fp32, for the product may be beyond the range of fp16."""
+        """Return ``loss`` times the scale, at least in fp32, because the product may overflow fp16."""
         return loss.to(torch.promote_types(loss.dtype, torch.float32)) * self.scale
 
     @property
     def exhausted(self) -> bool:
-        """Whether the next overflow cannot be answered by a smaller scale."""
+        """Whether the next overflow cannot lower the scale any more."""
         return self.dynamic and self.scale <= self._config.min_loss_scale and self.hysteresis_left <= 1
 
     def update(self, overflow: bool) -> None:
         """Count a step, and adapt the scale to whether it overflowed."""
         if self.dynamic and overflow:
-            # A single overflow may be an accident, so the first ones only count down. The count is not refilled by
-            # halving.
+            # A single overflow may be an outlier, so the first overflows only count down. Halving the scale does not
+            # reset the count.
             if self.hysteresis_left <= 1:
                 self.scale = max(self.scale / FACTOR, self._config.min_loss_scale)
             else:
                 self.hysteresis_left -= 1
             self.last_overflow = self.steps
         elif self.dynamic:
-            # As in DeepSpeed, the step after `loss_scale_window` steps without overflow doubles the scale, not the last
-            # of them.
+            # As in DeepSpeed, the scale doubles one step after `loss_scale_window` steps without overflow.
             steps_without_overflow = self.steps - self.last_overflow - 1
             grows = steps_without_overflow > 0 and steps_without_overflow % self._config.loss_scale_window == 0
             if self._config.consecutive_hysteresis or grows:
@@ -71,7 +70,7 @@ class LossScaler:
         self.steps += 1
 
     def set(self, scale: float) -> None:
-        """Set the scale; a dynamic one goes on from there.
+        """Set the scale. A dynamic scale continues from it.
 
         Raises:
             ZeroEngineError: The scale is not a positive finite number, or is below the minimum of a dynamic scale.

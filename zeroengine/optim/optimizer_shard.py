@@ -1,4 +1,4 @@
-"""One unit's shard at the optimizer's degree: what an update reads and writes, besides the optimizer's state."""
+"""One unit's shard at the optimizer's degree: the tensors of an update, except for the optimizer's state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class OptimizerShard:
     """This rank's part of one unit's parameters, masters and gradients, all 1-D and of one length.
 
     Args:
-        index: The unit's place among the trainable units.
+        index: The unit's index among the trainable units.
         grads: The unit's gradients.
         store: The store of masters and optimizer state. None: they are on the device.
 
@@ -27,11 +27,11 @@ class OptimizerShard:
         mixed: Whether there is a master besides the parameters.
         gradient: The summed gradients.
         offset: The index of the shard's first element within the unit's flat buffer.
-        low_precision_param: The bf16 or fp16 copy that an update writes beside the master; None where the master is
+        low_precision_param: The bf16 or fp16 parameters that an update writes with the master; None if the master is
             the parameter.
         medium: The kind of memory that masters and optimizer state live in; None for the device's.
         on_device: Whether parameters, gradients, masters and optimizer state are all on the device.
-        may_be_written: Whether low-precision parameters can be written from outside, other than inside ``gathered``.
+        may_be_written: Whether code outside of ``gathered`` can write the low-precision parameters.
             See "Values written into the model" in ``runtime/outside_writes.py``.
     """
 
@@ -50,8 +50,8 @@ class OptimizerShard:
         self.may_be_written = self.mixed and not unit.is_releasable
 
     def _take_master(self) -> torch.Tensor:
-        """Return the master. The unit has one already where its parameters were built in a wider dtype."""
-        # The unit forgets its master, or a copy to another place would leave the first one in memory.
+        """Return the master. The unit already has one if its parameters were built in a wider dtype."""
+        # The unit drops its reference, so that a master that is copied to a store is freed.
         master_of_unit, self.unit.master = self.unit.master, None
         if master_of_unit is not None and self.store is not None and self.store.holds(master_of_unit):
             return master_of_unit
@@ -60,12 +60,12 @@ class OptimizerShard:
         populate(master, write=True)
         master.copy_(self.param if master_of_unit is None else master_of_unit)
         if self.store is not None:
-            # All masters together may be larger than memory. This one is not read before the update.
+            # All masters together may exceed memory, and this one is not read before the update.
             self.store.evict(master)
         return master
 
     def empty(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return new memory for a value of each element, in the store (then zeros) or on the device (uninitialized)."""
+        """Return memory for one value per element: zeros in the store, or uninitialized memory on the device."""
         numel = self.param.numel()
         if self.store is not None:
             return self.store.empty(numel, dtype)
@@ -74,28 +74,27 @@ class OptimizerShard:
         return tensor
 
     def zeros(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return new zeros, one for each element, in the store or on the device."""
+        """Return one zero per element, in the store or on the device."""
         tensor = self.empty(dtype)
-        # Memory of a store reads as zeros until it is written, and writing it would load it from disk.
+        # New memory of a store reads as zeros, and writing it would load it from disk.
         return tensor if self.store is not None else tensor.zero_()
 
     def spans(self) -> Iterator[ShardSpan]:
-        """Return the parts of parameters that lie in this shard, at most one of each parameter."""
+        """Return the spans of parameters in this shard, at most one for each parameter."""
         return self.unit.layout.spans(self.unit.rank, self.unit.degrees.optimizer)
 
     @property
     def store_if_only_param_offloaded(self) -> OffloadStore | None:
-        """The store of the parameter shard if nothing else is offloaded: the update then brings it to the device."""
+        """The store of the parameter shard if nothing else is offloaded: the update then runs on the device."""
         shards = self.unit.offloaded_shards
         if shards is None or self.store is not None or self.grads.store is not None:
             return None
-        # The store's transfers must be in the order of the device's stream, for the update is issued between them.
+        # The update is issued between the store's transfers, so they must be ordered by the device's streams.
         return shards.store if shards.store.copies is not None else None
 
     def gradient_for_norm(self, world_size: int) -> torch.Tensor:
         """Return this rank's 1/``world_size`` of the summed gradients: the same elements at every stage."""
-        # A gradient shard is 1/world of the elements already. Of unsharded gradients at least this rank's slice is
-        # summed.
+        # A sharded gradient has 1/world of the elements already. Of an unsharded one at least this slice is summed.
         gradient = self.grads.flat_grads
         if not self.grads.unsharded:
             return gradient
@@ -103,7 +102,7 @@ class OptimizerShard:
         return gradient[self.unit.rank * size : (self.unit.rank + 1) * size]
 
     def reload_master(self) -> None:
-        """Copy into the master the parameters that were written from outside. All others keep their master's bits."""
+        """Copy parameters that were written from outside into the master. Other elements keep the master's bits."""
         if self.mixed:
             # The master may be a mapped part of a file. See "SIGBUS" in ``disk/mapped_memory.py``.
             populate(self.master, write=True)

@@ -1,4 +1,4 @@
-"""The runs of a shard that one kernel call can update: neighbors of one param group and one step count."""
+"""Runs of a shard that one kernel call can update: neighbors with the same param group and step count."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ def segments_of(
         layout: The flat layout of the unit.
         rank: The rank whose shard it is.
         groups: For each parameter of the layout, the index of its group.
-        has_grad: For each parameter, whether it is updated.
+        has_grad: For each parameter, whether it has a gradient and is updated.
         steps_behind: For each parameter, the steps by which it is behind the unit's largest step count.
     """
     segments: list[Segment] = []
-    # True if no parameter was left out since the last segment. One call must not run over a parameter that has no
-    # gradient and lies between two that have one.
+    # Whether the next parameter may join the last segment. A segment must not include a parameter without a gradient
+    # between two parameters with one.
     joins = False
     for span in layout.spans(rank, layout.degrees.optimizer):
         i, stop = span.param_index, span.shard_offset + span.numel
         if not has_grad[i]:
             joins = False
             continue
-        # Neighbors with equal scalars are one kernel call, the padding between them included.
+        # The segment then includes the padding between the two parameters.
         last = segments[-1] if segments else None
         if joins and last is not None and (last.group, last.steps_behind) == (groups[i], steps_behind[i]):
             segments[-1] = replace(last, stop=stop)

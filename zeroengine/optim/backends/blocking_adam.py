@@ -115,12 +115,7 @@ class BlockingAdam:
             self._run_kernel(shard, segments, factor, 0, shard.param.numel(), *tensors)
 
     def _update_with_offloaded_param(
-        self,
-        shard: OptimizerShard,
-        store: OffloadStore,
-        segments: Sequence[Segment],
-        factor: float,
-        all_elements: bool,
+        self, shard: OptimizerShard, store: OffloadStore, segments: Sequence[Segment], factor: float, all_elements: bool
     ) -> Work:
         """Update a shard of which only the parameters are offloaded, and start to write them back.
 
