@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zeroengine.comm.alarm_board import DIFFERENT_UNITS_ADVICE
 from zeroengine.comm.interfaces import Buffer, ChannelName, ResizableBuffer, refill
 from zeroengine.comm.process_groups import destroy_group
 from zeroengine.comm.watchdog import Watchdog
@@ -234,8 +235,8 @@ class NCCLTransport:
         summed, own, last = self._orders
         if summed.read() != [self.world_size * order for order in own]:
             raise DivergenceError(
-                f"the ranks have run different units since the start: rank {self.rank} was at {last}. Every "
-                "rank must run the same modules in the same order."
+                f"the ranks have run different units since the start: rank {self.rank} was at {last}. "
+                f"{DIFFERENT_UNITS_ADVICE}."
             )
         self._orders = None
 
