@@ -263,3 +263,114 @@ def offload_and_use(stage: int, folder: str) -> tuple[list[float], list[float]]:
 def test_whole_parameters_that_are_away_raise_and_come_back(stage: int, tmp_path: Path) -> None:
     for expected, found in run_ranks(2, offload_and_use, stage, str(tmp_path)):
         assert found == expected
+
+
+# -- ends in unusual places ---------------------------------------------------------------------------
+
+
+def end_with_states_away(stage: int, folder: str) -> None:
+    start()
+    engine = zeroengine.initialize(build(TinyLM), None, config(stage, comm={"transport": "gloo"}, **BF16))
+    take_steps(engine, range(2))
+    masters = {name: zeroengine.full_master(param) for name, param in engine.module.named_parameters()}
+    engine.offload_states(["parameters", "optimizer"], device="nvme", nvme_path=folder)
+    with pytest.raises(ZeroEngineError, match=r"call engine\.reload_states\(\)"):
+        engine.release()
+    engine.close()
+    for name, param in engine.module.named_parameters():
+        assert torch.equal(param, masters[name])
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_close_brings_back_states_that_are_away(stage: int, tmp_path: Path) -> None:
+    run_ranks(2, end_with_states_away, stage, str(tmp_path))
+
+
+def retry_after_an_error() -> None:
+    start()
+    try:
+        raise torch.OutOfMemoryError("the first attempt")
+    except torch.OutOfMemoryError:
+        engine = zeroengine.initialize(build(TinyLM), None, config(3))
+        take_steps(engine, range(1))
+        engine.close()
+    assert_ordinary(engine.module)
+
+
+def test_a_retry_inside_an_except_keeps_its_model() -> None:
+    run_ranks(2, retry_after_an_error)
+
+
+def peak_rates(stage: int) -> list[float]:
+    start()
+    model = build(TinyLM)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 1, "total_num_steps": 4}}
+    settings = config(stage, optimizer=None, scheduler=schedule)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("zeroengine.engine.assembly.ForeignParameters", interrupt)
+        zeroengine.initialize(model, optimizer, settings)
+    assert optimizer.param_groups[0]["lr"] == 1e-2
+    peaks = []
+    for _ in range(3):
+        engine = zeroengine.initialize(model, optimizer, settings)
+        rates = []
+        for step in range(4):
+            take_steps(engine, range(step, step + 1))
+            rates.append(optimizer.param_groups[0]["lr"])
+        peaks.append(max(rates))
+        engine.release()
+    return peaks
+
+
+def test_a_schedule_starts_from_the_same_rate_in_each_engine_of_an_optimizer() -> None:
+    for peaks in run_ranks(2, peak_rates, 2):
+        assert peaks[0] == peaks[1] == peaks[2] > 1e-3
+
+
+def interrupted() -> None:
+    start()
+    model = build(TinyLM)
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zeroengine.comm.group.Group.broadcast", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            zeroengine.initialize(model, None, config(3, **BF16))
+    for name, param in model.named_parameters():
+        assert param.dtype is torch.float32 and torch.equal(param, before[name])
+
+
+def interrupt(*args: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_an_interrupted_initialize_leaves_the_parameters() -> None:
+    run_ranks(2, interrupted)
+
+
+def end_in_the_wrong_place() -> None:
+    start()
+    with (
+        torch.inference_mode(),
+        pytest.raises(ZeroEngineError, match=r"initialize\(\) inside torch.inference_mode\(\)"),
+    ):
+        zeroengine.initialize(build(TinyLM), None, config(3))
+    engine = zeroengine.initialize(build(TinyLM), None, config(3))
+    with zeroengine.gathered(engine.module):
+        for end in (engine.release, engine.close):
+            with pytest.raises(ZeroEngineError, match="leave the `with` first"):
+                end()
+    model, loss = engine.module, engine(*batch(0, 0))
+    loss.register_hook(lambda _: engine.release())
+    with pytest.raises(ZeroEngineError, match=r"release\(\) inside of a backward"):
+        engine.backward(loss)
+    engine.zero_grad()
+    take_steps(engine, range(1))
+    with torch.inference_mode():
+        engine.release()
+    assert not hasattr(engine.optimizer, "param_groups")
+    assert_ordinary(model)
+
+
+def test_an_engine_is_not_ended_in_the_midst_of_its_work() -> None:
+    run_ranks(2, end_in_the_wrong_place)

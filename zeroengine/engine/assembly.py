@@ -117,7 +117,7 @@ class EngineParts:
             self.placement = place_states(plans, degrees, config, self.transport, group.device, copies)
         undo.callback(self.placement.close)
         self.units: list[Unit] = []
-        self.restoration = Restoration(self.units, group, self.placement)
+        self.restoration = Restoration(self.units, group, self.transport, self.placement)
         undo.push(self.restoration)
         # Each unit is in the list as soon as it holds parameters, so that an error in a later one restores these.
         self.units.extend(self._make_units(plans, degrees))

@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from zeroengine.engine.assembly import EngineParts
 
 
+class EndedEngineError(ZeroEngineError, AttributeError):
+    """An engine, or its optimizer, was used after its end. ``hasattr`` and ``getattr`` with a default work as ever."""
+
+
 class EndedParts:
     """Takes the place of ``EngineParts``: counters keep their last values, and everything else raises.
 
@@ -36,11 +40,11 @@ class EndedParts:
         )
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Raise ZeroEngineError: only counters can be read."""
+        """Raise EndedEngineError: only counters can be read."""
         # Python's own protocols, such as copy and pickle, look for names like these and expect AttributeError.
         if name.startswith("__"):
             raise AttributeError(name)
-        raise ZeroEngineError(
+        raise EndedEngineError(
             f"this engine has ended, by engine.{self._call}. Its model is an ordinary one now: use engine.module, or "
             "pass that to zeroengine.initialize() for a new engine."
         )

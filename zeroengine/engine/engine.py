@@ -20,12 +20,13 @@ from zeroengine.engine.dataloader import ResumableLoader
 from zeroengine.engine.ended_parts import EndedParts
 from zeroengine.engine.gathered import ParameterOwner, collect_state_dict
 from zeroengine.engine.memory import Memory, explain_out_of_memory, measure_memory
-from zeroengine.errors import ZeroEngineError
+from zeroengine.errors import CheckpointError, ZeroEngineError
 from zeroengine.migration.messages import engine_attribute, explains_arguments, refuses_unpacking
 from zeroengine.migration.names import UNPACKED_ENGINE
 from zeroengine.optim.step_result import StepResult
 from zeroengine.runtime.named_tensors import choose_names, sorted_patterns
 from zeroengine.utils.compiler_disable import disable_compile
+from zeroengine.utils.malloc_trim import trim_heap
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
@@ -64,7 +65,9 @@ class Engine:
         self._parts = parts = make_parts(self._end_step_by_optimizer, self.zero_grad)
         self._checkpoints = EngineCheckpoints(parts)
         # Parameters refer to their owner weakly.
-        self._owner = ParameterOwner(parts, weakref.ref(self))
+        self._owner: ParameterOwner | None = ParameterOwner(parts, weakref.ref(self))
+        # An error that is being handled as the engine begins. See ``close``.
+        self._error_at_start = sys.exc_info()[1]
         self.module, self.config, self.device = parts.model, parts.config, parts.group.device
         self.rank, self.world_size = parts.group.rank, parts.group.world_size
         self.optimizer, self.gatherer, self.reducer = parts.optimizer, parts.gatherer, parts.reducer
@@ -671,10 +674,13 @@ class Engine:
 
         Raises:
             ZeroEngineError: On every rank, where the whole parameters do not fit into the memory of some rank, or it
-                is called inside ``gathered``. The engine is as it was.
+                is called inside ``gathered`` or a backward. The engine is as it was.
+            CheckpointError: On every rank, where a save in the background has failed. The engine is as it was.
         """
         if self._parts.has_ended:
             return
+        # A save that failed in the background is an error while the engine can still save again.
+        self._checkpoints.wait()
         with self._parts.group.collective_errors("to release the model"):
             self._check_may_end("release()")
         self._parts.restoration.check_room()
@@ -687,35 +693,45 @@ class Engine:
         each use of one raises. Call it on every rank. On a GPU it also reports an overflow in the last step that nobody
         has asked about. A second call does nothing.
         """
-        if self._parts.has_ended:
+        parts = self._parts
+        if parts.has_ended:
             return
         error = sys.exc_info()[1]
-        if error is not None:
-            self._parts.restoration.leave_partitioned(f"the engine was closed after {type(error).__name__}")
+        # A training may run inside of an `except`, as a retry does. That error is not one of this training.
+        if error is not None and error is not self._error_at_start:
+            parts.restoration.leave_partitioned(f"the engine was closed after {type(error).__name__}")
         else:
+            self._check_may_end("close()", states_may_be_away=True)
             try:
-                self._parts.restoration.check_room()
+                parts.restoration.check_room()
             except ZeroEngineError as no_room:
-                self._parts.restoration.leave_partitioned(f"the engine was closed, and {no_room}")
+                parts.restoration.leave_partitioned(f"the engine was closed, and {no_room}")
         self._end("close()")
 
-    def _check_may_end(self, call: str) -> None:
+    def _check_may_end(self, call: str, *, states_may_be_away: bool = False) -> None:
         if self.gatherer.num_user_gathered:
             raise ZeroEngineError(f"{call} inside `with zeroengine.gathered(...)`: leave the `with` first")
-        self._parts.state_offloader.check_resident(call)
+        if torch._C._current_graph_task_id() >= 0:
+            raise ZeroEngineError(f"{call} inside of a backward, such as in a hook: call it after the backward")
+        if not states_may_be_away:
+            self._parts.state_offloader.check_resident(call)
 
     def _end(self, call: str) -> None:
         parts = self._parts
         try:
+            if parts.state_offloader.has_offloaded_states:
+                temporary_offload.reload(parts)
             # Restore the signal handlers first: a signal that comes from here on is no longer the engine's.
             if parts.save_on_signal is not None:
                 parts.save_on_signal.close()
             # A save in the background still reads states and exchanges messages, so it has to end before these go away.
+            # All ranks learn of its failure, and restore the parameters all the same.
             self._checkpoints.close()
-            self.gatherer.finish_gathers_and_release()
             # After an error the device may never get to the end of the last step.
             if sys.exc_info()[0] is None:
                 parts.step_runner.final_report()
+        except CheckpointError:
+            raise
         except BaseException as error:
             # The other ranks may not have failed, and a collective would then wait for what they do not send.
             parts.restoration.leave_partitioned(f"{call} failed: {error}")
@@ -726,3 +742,6 @@ class Engine:
             parts.undo.close()
             # The states' memory goes with the last references to the parts.
             self._parts = self._checkpoints = self.optimizer = self.gatherer = self.reducer = ended  # type: ignore
+            self._owner = None
+            del parts
+            trim_heap()

@@ -133,6 +133,11 @@ def _make_engine(
             )
         if not isinstance(model, nn.Module):
             raise ZeroEngineError(f"initialize() takes a torch.nn.Module, found {type(model).__name__}")
+        if torch.is_inference_mode_enabled():
+            raise ZeroEngineError(
+                "initialize() inside torch.inference_mode(): parameters that are made there can never be trained. Call "
+                "it outside; forwards of the engine may run inside."
+            )
         check_undistributed(model)
         check_has_parameters(model)
         check_tensor_kinds(model)
@@ -149,6 +154,7 @@ def _make_engine(
         # The optimizer is built over the model's own parameters, which are not partitioned yet. What it leaves out
         # counts as frozen, which decides how the model is cut.
         base_optimizer, notice = make_optimizer(optimizer, model, settings, undo)
+        undo.push(partial(_restore_hyperparameters, base_optimizer, [dict(g) for g in base_optimizer.param_groups]))
         plans = cut_units(
             model,
             patterns=settings.units,
@@ -174,6 +180,16 @@ def _make_engine(
             holds = f"initialize() was partitioning {num_parameters:,} parameters over {group.world_size} ranks."
             add_advice(error, settings, group.device, group.world_size, holds)
         raise
+
+
+def _restore_hyperparameters(
+    optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]], kind: object, error: object, trace: object
+) -> None:
+    """Undo what a schedule did to the groups, such as a learning rate of 0, where ``initialize`` failed after it."""
+    if error is not None:
+        for group, values in zip(optimizer.param_groups, groups, strict=True):
+            group.clear()
+            group.update(values)
 
 
 def engine_of(model: nn.Module) -> Engine | None:
@@ -242,7 +258,7 @@ def _check_unowned(model: nn.Module) -> None:
         if owner_of(param) is not None:
             raise ZeroEngineError(
                 f"parameter {name} already belongs to an engine: initialize() takes a model once. Use the engine that "
-                "the first call returned, or build the model anew."
+                "the first call returned, or end that one before, by engine.release() on every rank."
             )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -264,11 +264,14 @@ def prepare_buffers(
                 broadcast(moved[buffer])
             if buffer is not None:
                 module._buffers[key] = moved[buffer]
-                if moved[buffer].dtype is not buffer.dtype:
-                    undo.callback(_cast_buffer, module, key, buffer.dtype)
+    dtypes = {copy: buffer.dtype for buffer, copy in moved.items() if copy.dtype is not buffer.dtype}
+    if dtypes:
+        undo.callback(_cast_buffers, model, dtypes)
 
 
-def _cast_buffer(module: nn.Module, key: str, dtype: torch.dtype) -> None:
-    buffer = module._buffers.get(key)
-    if buffer is not None:
-        module._buffers[key] = buffer.to(dtype)
+def _cast_buffers(model: nn.Module, dtypes: Mapping[torch.Tensor, torch.dtype]) -> None:
+    cast = {buffer: buffer.to(dtype) for buffer, dtype in dtypes.items()}
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            if buffer in cast:
+                module._buffers[key] = cast[buffer]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from types import TracebackType
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from zeroengine.comm.group import Group
+from zeroengine.comm.interfaces import Transport
 from zeroengine.disk.mapped_memory import populate
 from zeroengine.errors import ReleasedParameterError, ZeroEngineError
 from zeroengine.offload.host_memory import available_memory
@@ -17,6 +19,8 @@ from zeroengine.offload.placement import Placement
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.malloc_trim import trim_heap
+
+log = logging.getLogger("zeroengine")
 
 
 class Restoration:
@@ -28,14 +32,15 @@ class Restoration:
     Args:
         units: The units that have been made. The list may grow until the end.
         group: The ranks that parameters are partitioned over.
+        transport: Moves bytes between these ranks.
         placement: Holds the stores of offloaded states.
 
     Attributes:
         shards: Holds the fp32 master weights, which parameters of a lower precision were rounded from.
     """
 
-    def __init__(self, units: Sequence[Unit], group: Group, placement: Placement) -> None:
-        self._units, self._group, self._placement = units, group, placement
+    def __init__(self, units: Sequence[Unit], group: Group, transport: Transport, placement: Placement) -> None:
+        self._units, self._group, self._transport, self._placement = units, group, transport, placement
         self.shards: Sequence[OptimizerShard] = ()
         self._reason_not_whole = ""
 
@@ -70,8 +75,12 @@ class Restoration:
                 )
 
     def leave_partitioned(self, reason: str) -> None:
-        """Let ``__exit__`` restore only what takes no collective. ``reason`` is what a use of the others raises."""
-        self._reason_not_whole = reason
+        """Restore only what takes no collective. ``reason`` is part of the error of each use of the others."""
+        # A single process takes no collective.
+        if self._group.world_size > 1:
+            self._reason_not_whole = reason
+            if any(unit.is_releasable for unit in self._units):
+                log.warning("partitioned parameters have no values any more: %s", reason)
 
     def __call__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -84,7 +93,8 @@ class Restoration:
         # Copies between the device and the host may still be under way.
         self._placement.finish_copies()
         shard_of = {shard.unit: shard for shard in self.shards}
-        with torch.no_grad():
+        # Parameters that were made in inference mode could never be trained.
+        with torch.inference_mode(False), torch.no_grad():
             for unit in self._units:
                 if not reason and unit.has_wider_master:
                     unit.restore_parameters(list(self._master_values(unit, shard_of.get(unit))))
@@ -92,7 +102,10 @@ class Restoration:
                     unit.gather_whole()
                     unit.restore_parameters()
                 else:
-                    unit.abandon_parameters(_refusal(reason))
+                    unit.abandon_parameters(_Refusal(reason))
+        if not reason:
+            # A peer may still read the last parameters from this rank's memory, which is about to go.
+            self._transport.fence()
         trim_heap()
 
     def _master_values(self, unit: Unit, shard: OptimizerShard | None) -> Iterator[torch.Tensor]:
@@ -115,7 +128,7 @@ class Restoration:
             yield value.view(slot.shape)
 
 
-class _refusal:
+class _Refusal:
     """A resolver of released parameters that always raises."""
 
     def __init__(self, reason: str) -> None:

@@ -121,6 +121,9 @@ class StepRunner(BackwardListener):
     def close(self) -> None:
         """Leave the schedule to the caller: no step will follow."""
         self._guard.release()
+        # A schedule that the configuration made drives the engine's optimizer, which would keep all states in memory.
+        if getattr(self.schedule, "optimizer", None) is self._optimizer:
+            self.schedule.optimizer = self._base_optimizer
 
     def warn_of_unused_hooks(self) -> None:
         """Say once that the step hooks of the optimizer that was passed in are not called by ``engine.step()``."""

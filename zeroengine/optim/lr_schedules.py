@@ -48,7 +48,8 @@ def make_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer, config: Con
         "WarmupCosineLR": _warmup_cosine,
         "LRRangeTest": _range_test,
     }[kind]
-    bases = [float(group["lr"]) for group in optimizer.param_groups]
+    # As in torch, a rate that an earlier schedule of this optimizer has moved is not the base.
+    bases = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
     # LambdaLR multiplies the base rate, and these schedules name rates: so divide by it, where it is not 0.
     for group, base in zip(optimizer.param_groups, bases, strict=True):
         group["initial_lr"] = base or 1.0

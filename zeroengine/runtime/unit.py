@@ -17,6 +17,7 @@ stride 0 to the parameter's shape. Its class is swapped, too, so that a use of i
 
 from __future__ import annotations
 
+import contextlib
 import enum
 from collections.abc import Callable, Sequence
 
@@ -126,11 +127,13 @@ class Unit:
         # Wider values go through an fp32 buffer first, from which the master is cut before they are rounded.
         wide = self.trainable and self.is_mixed_precision and any(p.dtype is not self.dtype for p in self.params)
         source = torch.zeros_like(self.full_buffer, dtype=torch.float32) if wide else self.full_buffer
-        with torch.no_grad():
+        with torch.no_grad(), contextlib.ExitStack() as undo:
             targets = self.param_views_of(source)
             for param, view, target, slot in zip(self.params, self._views, targets, self.layout.slots, strict=True):
                 if not param.is_meta:
                     target.copy_(param.detach())
+                    # If an error ends this constructor, the parameter has its own dtype and values again.
+                    undo.callback(_set_data, param, target, param.dtype)
                     param.data = view
                     continue
                 trace = take_trace(param)
@@ -143,6 +146,7 @@ class Unit:
                 # A parameter on the meta device refuses ``data`` of another device.
                 swap_data(param, view)
             broadcast(source)
+            undo.pop_all()
             if not wide:
                 return None
             self.full_buffer.copy_(source)
@@ -274,7 +278,7 @@ class Unit:
     @property
     def has_wider_master(self) -> bool:
         """Whether a parameter had a wider dtype before ``initialize``, so that its master alone holds its value."""
-        return self.trainable and any(dtype.itemsize > self.dtype.itemsize for dtype in self.original_dtypes)
+        return self.trainable and self.is_mixed_precision and any(d is not self.dtype for d in self.original_dtypes)
 
     def gather_whole(self) -> None:
         """Return with the values of all parameters in the full buffer, for ``restore_parameters``. A collective."""
@@ -360,6 +364,10 @@ class Unit:
             self.shard.copy_(self.full_buffer[start:stop])
         else:
             self.offloaded_shards.fill(self.shard, self.full_buffer[start:stop])
+
+
+def _set_data(param: nn.Parameter, values: torch.Tensor, dtype: torch.dtype) -> None:
+    param.data = values.to(dtype, copy=True)
 
 
 def _placeholder(view: torch.Tensor) -> torch.Tensor:
