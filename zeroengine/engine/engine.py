@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 import weakref
@@ -744,4 +745,6 @@ class Engine:
             self._parts = self._checkpoints = self.optimizer = self.gatherer = self.reducer = ended  # type: ignore
             self._owner = None
             del parts
+            # The parts refer to one another in cycles.
+            gc.collect()
             trim_heap()
