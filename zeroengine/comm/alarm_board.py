@@ -14,12 +14,12 @@ from typing import NamedTuple, TypeVar
 import torch.distributed as dist
 
 T = TypeVar("T")
-# A rank's watchdog answers within half a second. The rest is for a store that many ranks ask at once.
+# A rank's watchdog answers within half a second. The rest allows for many ranks that use the store at once.
 ANSWER_TIMEOUT_S = 4.0
 READER_POLL_INTERVAL_S = 0.1
-# The reader waits for answers during this part of the timeout. The rest is for the report to reach all ranks.
+# The reader waits for answers during this part of the timeout. In the rest the report reaches all ranks.
 READER_SHARE = 0.75
-# Where a reader has ended without a report, the next one gets this time in addition.
+# If a reader ended without a report, the next reader gets this additional time.
 PUBLISH_TIMEOUT_S = 1.0
 # A rank that has answered an alarm within this time may have ended because of it. Its answer still counts then.
 RECENT_ANSWER_S = 20.0
@@ -56,8 +56,8 @@ class AlarmBoard:
     number of requests grows with the number of ranks and not with its square. The keys, for alarm n:
 
     - ``alarm``: the number of alarms so far;
-    - ``reader/n``: how many ranks wanted to read the answers; the first to add to it does. Where it has ended before it
-      has published them, the first to add to ``reader/n/1`` does, and so on;
+    - ``reader/n``: the number of ranks that wanted to read the answers; the first to add to it does. If it ends before
+      it has published them, the first to add to ``reader/n/1`` reads, and so on;
     - ``answers/n``: a line for each rank that has answered;
     - ``report/n``: all answers, published by the reader. A later question begins the next alarm.
     """
@@ -79,7 +79,7 @@ class AlarmBoard:
     def ask(
         self, own: RankPosition, timeout_s: float = ANSWER_TIMEOUT_S, again: bool = False
     ) -> dict[int, RankPosition | None] | None:
-        """Ask every rank where it is.
+        """Ask every rank for its position.
 
         Args:
             own: The position of this rank.
@@ -88,7 +88,7 @@ class AlarmBoard:
                 not answer again: the report of that alarm may have ended it.
 
         Returns:
-            Each rank's position, None for a rank that does not answer in time. None where the store does not answer.
+            Each rank's position, or None for a rank that does not answer in time. None if the store does not answer.
         """
         try:
             with self._lock:
@@ -108,7 +108,7 @@ class AlarmBoard:
         oldest = alarm if again else earlier or alarm
         places: dict[int, RankPosition | None] = dict.fromkeys(range(len(self.hosts)))
         places |= {rank: place for rank, (number, place) in answers.items() if number >= oldest}
-        # The rank knows best where it is itself, whatever it answered to an earlier alarm.
+        # This rank's own position is current, whatever it answered to an earlier alarm.
         return {**places, self.rank: own}
 
     def _answer_alarm(self, alarm: int, place: Callable[[], RankPosition]) -> None:
@@ -135,11 +135,11 @@ class AlarmBoard:
         return answers
 
     def _await_report(self, alarm: int, earlier: int, timeout_s: float) -> Answers:
-        """Return what the reader has published. Where the reader has ended before that, read instead of it."""
+        """Return the reader's report. If the reader has ended without one, read the answers instead."""
         key = f"report/{alarm}"
         for attempt in itertools.count(1):
-            # A wait is one request, where asking again and again would be dozens from each rank. It raises where the
-            # key does not come, and so does the check where the store is gone.
+            # A wait is one request, but polling would be dozens from each rank. The wait raises if the key does not
+            # appear, and the check raises if the store is gone.
             with contextlib.suppress(RuntimeError):
                 self._store.wait([key], datetime.timedelta(seconds=timeout_s))
             if self._store.check([key]):
@@ -150,13 +150,13 @@ class AlarmBoard:
             # The first wait covered all of the reader's time. Each further reader only has to publish.
             timeout_s = PUBLISH_TIMEOUT_S
             if self._store.add(f"reader/{alarm}/{attempt}", 1) == 1:
-                # The reader before may have ended before it raised the alarm.
+                # The previous reader may have ended before it raised the alarm.
                 self._store.set("alarm", str(alarm))
                 break
         return self._read(alarm, earlier, PUBLISH_TIMEOUT_S)
 
     def report(self, own: RankPosition) -> str:
-        """Ask where each rank is, and say so in one sentence. Waits a few seconds for the answers."""
+        """Describe the positions of all ranks in one sentence. Waits a few seconds for their answers."""
         sentence = self.describe(self.ask(own), own)
         if self.rank == 0:
             # The others ask at about the same time, and the store ends with this rank.
@@ -164,7 +164,7 @@ class AlarmBoard:
         return sentence
 
     def describe(self, places: Mapping[int, RankPosition | None] | None, own: RankPosition) -> str:
-        """Say where the ranks are, in one sentence."""
+        """Describe the answers of ``ask`` in one sentence. ``own`` is this rank's position."""
         if places is None:
             return f"{describe_positions({self.rank: own}, self.hosts)}; the store (hosted by rank 0) does not answer"
         return describe_positions(places, self.hosts)

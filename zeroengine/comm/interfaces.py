@@ -7,41 +7,40 @@ on one channel while another is under way on the other.
 [Note: Memory and streams]
 On CUDA the caching allocator gives freed memory to whoever next allocates on the stream that it was allocated on, at
 once. Kernels and collectives that still use the memory must be ahead of that stream's next work. They are:
-- A collective starts behind the stream that issued it, and keeps its tensors. Whoever frees memory that a collective
-  reads or writes has awaited it before, which puts the awaiting stream behind it.
-- A full buffer may be gathered ahead of its use, on another stream than it is used on and released on. The first stream
-  then waits for the last (``ResizableBuffer.free``), by an event, never by ``record_stream``.
-- A gradient buffer is written again once its reduce is through, or on a stream that has awaited it
-  (``Channel.reusable``).
-As everywhere in torch, whoever computes on several streams orders them: a forward behind the step before it, a second
-stream that uses a unit behind the first.
+- A collective starts behind the stream that issued it, and keeps its tensors alive. Code that frees memory of a
+  collective awaits it first, which orders the awaiting stream behind it.
+- A full buffer may be gathered ahead of its use, on one stream, and be used and released on another. The first stream
+  then waits for the other (``ResizableBuffer.free``), by an event, never by ``record_stream``.
+- A gradient buffer is written again once its reduce is done, or on a stream that has awaited it (``Channel.reusable``).
+As everywhere in torch, code that computes on several streams must order them: a forward behind the previous step, and
+a second stream that uses a unit behind the first.
 
 [Note: What a transport promises]
-- Waiting. Every operation returns a ``Work``, which may be awaited twice, late, or in another order than it was issued
-  in; see ``utils.work.Work``. Two reduces that accumulate into one shard add in the order in which they were issued,
-  whichever is awaited first. On NCCL a sum that needs a cast is added when it is awaited: await these in the order of
-  issue, as the reducer does. A transport may begin part of an operation only when it is awaited, so every rank awaits
-  all of its works before the next ``all_reduce_scalars``.
+- Waiting. Every operation returns a ``Work``, which may be awaited twice, late, or out of order; see
+  ``utils.work.Work``. Two reduces that accumulate into one shard add in the order of issue, whichever is awaited first.
+  On NCCL a sum that needs a cast is added when it is awaited: await these in the order of issue, as the reducer does. A
+  transport may begin part of an operation only when it is awaited, so every rank awaits all of its works before the
+  next ``all_reduce_scalars``.
 - Dtypes. Gathers move bytes of any dtype. Sums take any floating dtype: float32, bfloat16 and float16 have kernels, and
   other dtypes go through torch. The shard and the full buffer of a reduce-scatter may differ in dtype.
-- Rounding. Sums of bfloat16 and float16 are added up in float32 and rounded once, to the dtype of the target, and in
-  rank order, on every transport but NCCL's, so that equal inputs give equal bits. NCCL adds in an order and with a
-  rounding of its own. Nothing here divides: see "SUM only" in docs/design.md.
+- Rounding. Every transport except NCCL's adds bfloat16 and float16 in float32, in rank order, and rounds once, to the
+  dtype of the target, so that equal inputs give equal bits. NCCL has its own order and rounding. Nothing here divides:
+  see "SUM only" in docs/design.md.
 - Divergence. Ranks that issue different operations get a ``DivergenceError`` that names units and ranks. Shared memory
   compares the records of each operation when it is executed. Gloo tags each message with the operation's number and
   name, so that different operations stall and the watchdog reports them. NCCL compares a checksum of all operations so
   far in ``all_reduce_scalars`` and ``check_order``, and its watchdog notices collectives that do not end.
-- Memory. What an operation sends (``shard`` of a gather, ``full`` of a reduce) must come from ``Transport.empty`` for
-  that channel. What is only received into may be any memory; ``Transport.buffer`` makes what is gathered into.
+- Memory. Tensors that an operation sends (``shard`` of a gather, ``full`` of a reduce) must come from
+  ``Transport.empty`` for that channel. It may receive into any memory. ``Transport.buffer`` makes full buffers.
 
 [Note: How to add a transport]
 1. Write ``transports/<name>.py`` with a class that has the attributes and methods of ``Transport``, and a channel class
    that has those of ``Channel``. Neither inherits anything: the protocols are checked by mypy.
-2. Return a ``Work`` from each operation; where this rank has something to do with the result, ``Then(work, finish)``.
-   Use ``rank_order_sum.sum_in_rank_order`` where the transport adds on the CPU, and give each accumulation the one
-   before it to wait for, as ``GlooChannel.reduce_scatter`` does.
-3. Report stalls and divergence: ``Watchdog.record`` or ``Watchdog.issue`` for what is issued, ``Watchdog.guard`` around
-   what may fail.
+2. Return a ``Work`` from each operation. If this rank must still process the result, return ``Then(work, finish)``. Use
+   ``rank_order_sum.sum_in_rank_order`` to add on the CPU, and make each accumulation wait for the previous one, as
+   ``GlooChannel.reduce_scatter`` does.
+3. Report stalls and divergence: call ``Watchdog.record`` or ``Watchdog.issue`` for each operation, and put calls that
+   may fail inside ``Watchdog.guard``.
 4. Choose it in ``transports/choose.py``, where all ranks must agree: exchange whether each rank can use it
    (``Group.all_gather_object``) before any rank does.
 5. If users can ask for it by name, add the name to ``Comm.transport`` in ``config/model.py``.
@@ -64,7 +63,7 @@ from zeroengine.utils.rounding import round_up
 from zeroengine.utils.work import Work
 
 ChannelName = Literal["gather", "reduce"]
-# How long to wait for peers to read what was sent from a buffer (``Channel.reusable``) before another buffer is made.
+# The seconds to wait until peers have read a buffer (``Channel.reusable``), before another buffer is made.
 REUSE_TIMEOUT_S = 1.0
 
 
@@ -78,20 +77,20 @@ class Buffer(Protocol):
     tensor: torch.Tensor
 
     def allocate(self) -> None:
-        """Get memory before a gather into ``tensor``."""
+        """Allocate the memory before a gather into ``tensor``."""
 
     def free(self) -> None:
-        """Give the memory back. ``tensor`` and its views must not be read until the next gather."""
+        """Free the memory. ``tensor`` and its views must not be read until the next gather."""
 
     def detach(self) -> None:
         """Stop showing memory of other ranks, before this buffer is dropped while others share its memory."""
 
     def nbytes(self) -> int:
-        """Return the bytes that it holds now."""
+        """Return the bytes of memory that it holds now."""
 
 
 def refill(tensor: torch.Tensor, channel: ChannelName | None = None) -> None:
-    """Give memory of torch's own to a tensor whose storage was emptied. ``Transport.refill`` of most transports."""
+    """Give torch's own memory to a tensor whose storage was emptied: ``Transport.refill`` of most transports."""
     tensor.untyped_storage().resize_(tensor.nbytes)
 
 
@@ -118,9 +117,9 @@ class ResizableBuffer:
             self._stream = self._current_stream()
 
     def free(self) -> None:
-        """Give the memory back, behind the current stream."""
-        # The allocator gives freed memory to the next allocation on the stream that it came from. That stream must
-        # therefore wait for the kernels of this stream, which may still read the memory.
+        """Free the memory, behind the current stream."""
+        # The allocator reuses freed memory at once on the stream that it was allocated on. That stream must therefore
+        # wait for kernels of this stream, which may still read the memory.
         current = self._current_stream()
         if self._stream is not None and current is not None and self._stream != current:
             self._stream.wait_stream(current)
@@ -135,10 +134,10 @@ class ResizableBuffer:
 
 
 class PagedBuffer:
-    """A ``Buffer`` of CPU pages of its own, which a disk can read straight into. Holds memory at first."""
+    """A ``Buffer`` of CPU pages of its own, into which a disk can read directly. Holds memory at first."""
 
     def __init__(self, numel: int, dtype: torch.dtype) -> None:
-        # Whole pages, because ``free`` gives pages back, and a disk reads whole blocks.
+        # The size is whole pages, because ``free`` frees pages and a disk reads whole blocks.
         size = round_up(max(numel, 1) * dtype.itemsize, mmap.PAGESIZE)
         self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.tensor = torch.frombuffer(self._memory, dtype=dtype)[:numel]
@@ -149,8 +148,7 @@ class PagedBuffer:
         self._holds_memory = True
 
     def free(self) -> None:
-        """Give the pages back to the system. The addresses stay reserved."""
-        # A private mapping that is dropped like this reads as zeros when it is touched again.
+        """Give the pages back to the system. The addresses stay reserved, and read as zeros."""
         self._memory.madvise(mmap.MADV_DONTNEED)
         self._holds_memory = False
 
@@ -234,7 +232,7 @@ class Transport(Protocol):
             numel: Elements.
             dtype: Their dtype.
             channel: The channel that moves the memory.
-            sent: Whether operations send from it. False: they only receive into it.
+            sent: Whether operations send from it. Otherwise they only receive into it.
         """
 
     def refill(self, tensor: torch.Tensor, channel: ChannelName | None) -> None:
@@ -251,14 +249,14 @@ class Transport(Protocol):
         Args:
             numel: Elements.
             dtype: Their dtype.
-            copied: Whether gathered values must stay when the shards that they came from are overwritten.
+            copied: Whether gathered values must survive overwriting the shards that they came from.
         """
 
     def all_reduce_scalars(self, values: torch.Tensor, label: str) -> torch.Tensor:
         """Return the sum over ranks of a small float64 vector. Issue it with no other operation under way."""
 
     def check_order(self) -> None:
-        """Wait for what the last ``all_reduce_scalars`` found out about the ranks' order, if that is outstanding.
+        """Wait for the comparison of the ranks' orders that the last ``all_reduce_scalars`` started, if any.
 
         Raises:
             DivergenceError: The ranks have run different operations.
@@ -268,4 +266,4 @@ class Transport(Protocol):
         """Return when no rank reads this rank's memory any more. Every rank calls it at the same place."""
 
     def close(self) -> None:
-        """Free what the transport holds. No operation may be issued afterwards."""
+        """Free the transport's resources. No operation may be issued afterwards."""

@@ -1,19 +1,20 @@
 """Report the position of every rank when one of them fails or stalls.
 
-Each rank records the operation it issued last, and the one it waits for. A rank whose operation fails or times out
-raises an alarm in the process group's store; a thread on every rank answers it with that rank's record,
-even while the rank itself is stuck. Whoever raised the alarm puts the answers into its error.
+Each rank records the operation that it issued last, and the operation that it waits for. A rank whose operation fails
+or times out raises an alarm in the process group's store. A thread on every rank answers with that rank's record, even
+while the rank itself is stuck. The rank that raised the alarm puts the answers into its error.
 
 [Note: Stalls on a device]
-On CUDA nobody on the host waits for a collective, and the host runs ahead of the device: that an operation was issued
-last says nothing about a stall. So the thread looks after what was issued (``Watchdog.issue``). An operation that is
-not done ``timeout`` seconds later has stalled, and a rank waits at the first of those that are not done. The
-error is raised where the rank next issues an operation. A rank that does not come that far, because its host waits for
-the device by now, cannot be woken: then the thread says what there is to say, and ends the process.
+On CUDA the host does not wait for collectives and runs ahead of the device, so the last issued operation says nothing
+about a stall. The thread therefore watches all issued operations (``Watchdog.issue``). An operation that is not done
+after ``timeout`` seconds has stalled, and the rank waits at the first operation that is not done. The rank raises the
+error when it next issues an operation. If its host waits for the device and issues nothing more, it cannot be woken:
+then the thread prints the error and ends the process.
 
 [Note: Waits that may be long]
 When ranks exchange facts, or save together, one of them may be busy with its disk for longer than any timeout. So
-after the timeout a rank asks where the others are, and goes on waiting as long as all of them answer (``long_wait``).
+after the timeout a rank asks for the positions of the others, and goes on waiting as long as all of them answer
+(``long_wait``).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from zeroengine.utils.work import Work
 log = logging.getLogger("zeroengine")
 
 POLL_INTERVAL_S = 0.5
-# The time that a rank has to raise the error of a stall by itself before its process is ended.
+# The time in which a rank can raise the error of a stall before the thread ends its process.
 RAISE_TIMEOUT_S = 2.0
 # The variable with this node's name as the launcher calls it.
 HOST_VARIABLE = "ZEROENGINE_HOST"
@@ -48,12 +49,12 @@ HOST_VARIABLE = "ZEROENGINE_HOST"
 
 @dataclass(eq=False)
 class IssuedOperation:
-    """An operation that the thread looks after.
+    """An operation that the thread watches.
 
     Attributes:
         what: The operation, for people.
         issued_at: The time at which it was issued, by ``time.monotonic``.
-        work: The operation; None while it is being issued, where a first one waits for the other ranks.
+        work: The operation. None while it is being issued: the first one of a communicator waits for the other ranks.
         patient: Whether it may take long. See "Waits that may be long".
         has_warned: Whether a warning has said that it takes long.
     """
@@ -66,19 +67,19 @@ class IssuedOperation:
 
 
 class OperationRecord:
-    """The operations that this rank has issued, for itself and for the watchdog's thread."""
+    """The operations that this rank has issued. The rank and the watchdog's thread share it."""
 
     def __init__(self) -> None:
         self.position = RankPosition(False, "its start")
         # The thread sets the error, and the rank raises it when it next issues an operation.
         self.error: DivergenceError | None = None
         self.error_raised = threading.Event()
-        # In the order in which the operations were issued. The rank appends, and both threads remove what is done.
+        # In the order of issue. The rank appends operations, and both threads remove those that are done.
         self._under_way: deque[IssuedOperation] = deque()
         self._lock = threading.Lock()
 
     def place(self) -> RankPosition:
-        """Return where the rank is: at the first operation that is not done, else past the last."""
+        """Return the rank's position: at the first operation that is not done, else past the last."""
         first = self._first()
         return self.position if first is None else RankPosition(True, first.what)
 
@@ -87,7 +88,7 @@ class OperationRecord:
         if self.error is not None:
             self.error_raised.set()
             raise self.error
-        # Operations that are done are forgotten here, or the queue would grow between two calls of ``place``.
+        # This drops finished operations. Otherwise the queue would grow between two calls of ``place``.
         self._first()
         issued = IssuedOperation(what, time.monotonic(), patient=patient)
         with self._lock:
@@ -137,7 +138,7 @@ class Watchdog:
     def __init__(self, store: dist.Store, rank: int, hosts: Sequence[str], timeout: float) -> None:
         self._board, self._record = AlarmBoard(store, rank, hosts), OperationRecord()
         self._closed = threading.Event()
-        # The thread holds no reference to this object, so that it ends with it.
+        # The thread holds no reference to this object, so that the thread ends with the object.
         arguments = (self._board, self._record, timeout, self._closed)
         thread = threading.Thread(target=_watch, args=arguments, name="zeroengine-watchdog", daemon=True)
         thread.start()
@@ -152,14 +153,14 @@ class Watchdog:
         self._finalizer()
 
     def issue(self, what: str, run: Callable[[], Work]) -> Work:
-        """Issue an operation, which the thread looks after from now on. See "Stalls on a device" above.
+        """Issue an operation, which the thread then watches. See "Stalls on a device" above.
 
         Args:
             what: The operation, for people.
             run: Issues it.
 
         Returns:
-            What ``run`` returns.
+            The result of ``run``.
 
         Raises:
             DivergenceError: An earlier operation has stalled.
@@ -187,7 +188,7 @@ class Watchdog:
     @contextmanager
     def guard(self, what: str) -> Iterator[None]:
         """Turn a failure of the operation that is issued or awaited inside into an error that names units and ranks."""
-        # A plain assignment is enough for the other thread to see either the old position or the new one.
+        # The other thread sees either the old position or the new one, because an assignment is atomic.
         before, self._record.position = self._record.position, RankPosition(True, what)
         try:
             yield
@@ -197,7 +198,7 @@ class Watchdog:
             cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             where = self._board.report(self._record.position)
             raise DivergenceError(f"rank {self._board.rank} could not finish {what} ({cause}): {where}.") from error
-        # Only a success restores the position: after a failure the other ranks are told where this one waited.
+        # Only success restores the position: after a failure the other ranks learn where this rank waited.
         self._record.position = before
 
 

@@ -19,8 +19,7 @@ from zeroengine.utils.work import Work
 class RecordedEvent:
     """A ``Work`` that is done when the device reaches an event.
 
-    Its tensors stay alive as long as it does, or until the host has waited: a copy that is under way must not lose its
-    memory.
+    It keeps its tensors alive until the host has waited, because a copy under way must not lose its memory.
     """
 
     def __init__(self, event: torch.cuda.Event, device: torch.device, *tensors: torch.Tensor) -> None:
@@ -29,7 +28,7 @@ class RecordedEvent:
     def wait_host(self) -> None:
         """Block the host until the device has reached the event."""
         self._event.synchronize()
-        # The copy is over, so its tensors need not be kept alive.
+        # The copy is done, so its tensors may be freed.
         self._tensors = ()
 
     def wait_stream(self) -> None:
@@ -46,7 +45,7 @@ class GPUCopies:
 
     Args:
         device: The GPU.
-        pin: Whether host memory is page-locked, without which copies are slower and the host waits for them.
+        pin: Whether host memory is page-locked. Otherwise copies are slower and the host waits for them.
     """
 
     def __init__(self, device: torch.device, pin: bool = True) -> None:
@@ -58,8 +57,8 @@ class GPUCopies:
         """Start a copy on the stream of its direction."""
         # A GPU has a copy engine for each direction, so a copy in never waits behind a copy out.
         stream, current = self._in if target.is_cuda else self._out, torch.cuda.current_stream(self._device)
-        # Inside ``on_copy_stream`` copies of both directions stay on that stream, in order. Otherwise a gradient that
-        # is read back to be added to would make every later shard on the "in" stream wait for the sum.
+        # Inside ``on_copy_stream`` copies of both directions stay on that stream, in order. Otherwise reading back a
+        # gradient to accumulate into it would make all later shards on the "in" stream wait for the sum.
         if after is None and current in (self._in, self._out):
             stream = current
         with torch.cuda.stream(stream):
@@ -67,21 +66,20 @@ class GPUCopies:
                 after.wait_stream()
             elif stream != current:
                 stream.wait_stream(current)
-            # Only page-locked host memory lets the host go on. With other memory torch waits here, which is right but
-            # slower.
+            # The host goes on only if its memory is page-locked. Otherwise torch waits here.
             target.copy_(source, non_blocking=True)
             return self.record_event(target, source)
 
     def record_event(self, *tensors: torch.Tensor) -> Work:
         """Record an event on the current stream, which keeps ``tensors`` alive."""
-        # A blocking event lets a host thread that waits for it sleep, where others spin on a core.
+        # A thread that waits for a blocking event sleeps instead of spinning on a core.
         event = torch.cuda.Event(blocking=True)
         event.record(torch.cuda.current_stream(self._device))
         return RecordedEvent(event, self._device, *tensors)
 
     @contextlib.contextmanager
     def on_copy_stream(self, direction: Direction) -> Iterator[None]:
-        """Make a copy stream current, ordered behind the one that was current."""
+        """Make a copy stream current, ordered behind the previous current stream."""
         stream = self._in if direction == "in" else self._out
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
@@ -113,7 +111,7 @@ class GPUCopies:
 def _pin(pages: Pages, memory: torch.Tensor) -> None:
     """Page-lock ``memory`` until its pages are unmapped.
 
-    torch's own pinned memory comes in powers of two, which would nearly double what large states take. For the part of
+    torch rounds its own pinned memory up to powers of two, which could nearly double the memory of large states. For
     forked children see the note above ``Pages``.
 
     Raises:
@@ -135,5 +133,5 @@ def _pin(pages: Pages, memory: torch.Tensor) -> None:
         with contextlib.suppress(Exception):
             cudart.cudaHostUnregister(address)
 
-    # The pages stay locked until they are unmapped, whichever tensor over them is the last.
+    # The pages stay locked until their last tensor is gone and they are unmapped.
     pages.before_unmap, pages.owner = unpin, process

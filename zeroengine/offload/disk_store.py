@@ -14,7 +14,7 @@ from zeroengine.offload.interfaces import Medium, padded_nbytes
 from zeroengine.utils.work import Work
 
 MIN_EXTRA_FILE_BYTES = 1 << 26
-# How much of a mapped state is in memory at once while it is filled, in bytes.
+# The bytes of a mapped state that are in memory at once while it is filled.
 FILL_CHUNK_BYTES = 1 << 22
 
 
@@ -33,14 +33,13 @@ class _FileRegion(NamedTuple):
 
 
 # [Note: Two ways to the disk]
-# The loops that read or write whole states (the update, gathers, gradients) move blocks between the files and buffers
-# of their own, past the page cache and overlapping the computation. Everything rare (checkpoints, inspection, changes
-# by the user) uses the tensor that ``empty`` returned, which is a mapped part of a file. It calls ``populate`` first,
-# so that a disk that fails is an error and not a signal (see the note in ``disk/mapped_memory.py``). The kernel keeps
-# both ways coherent as long as they do not touch one place at one time: transfers under way are awaited before a
-# mapped tensor is used.
+# Loops over whole states (the update, gathers, gradients) move blocks between the files and their own buffers, past the
+# page cache and overlapping the computation. Rare uses (checkpoints, inspection, changes by the user) take the tensor
+# that ``empty`` returned, which is a mapped part of a file. They call ``populate`` first, so that a failing disk is an
+# error and not a signal (see the note in ``disk/mapped_memory.py``). The kernel keeps both ways coherent as long as
+# they do not touch the same bytes at the same time, so await transfers before using a mapped tensor.
 class DiskStore:
-    """An ``OffloadStore`` in this rank's files on a disk, for states that the CPU works on.
+    """An ``OffloadStore`` in this rank's files on a disk, for states that the CPU computes with.
 
     Args:
         folder: The folder of the files.
@@ -56,16 +55,16 @@ class DiskStore:
 
     def __init__(self, folder: SwapFolder, queue: DiskQueue, expected_bytes: int) -> None:
         self._folder, self._queue = folder, queue
-        # The file takes its space here, so that a full disk is an error before training begins.
+        # The file's space is allocated here, so that a full disk is an error before training begins.
         self._file = folder.file("states", padded_nbytes(expected_bytes))
         self._end = 0
-        # By the address of the state's storage, which is that of all parts of the state.
+        # By the address of the state's storage, which all parts of the state share.
         self._regions: dict[int, _FileRegion] = {}
         self._error: BaseException | None = None
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a new state that is a mapped part of a file: see the note above."""
-        # Every state begins at a block of the file, as direct I/O wants it.
+        # Direct I/O needs every state to begin at a block of the file.
         nbytes = padded_nbytes(numel * dtype.itemsize)
         if self._end + nbytes > self._file.nbytes:
             self._file, self._end = self._folder.file("more states", max(nbytes, MIN_EXTRA_FILE_BYTES)), 0
@@ -76,7 +75,7 @@ class DiskStore:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` is a mapped state of this store, or a part of one."""
-        # Addresses of a GPU's memory may be equal to some of the host's, so the device is compared first.
+        # An address on a GPU may equal one on the host, so the device is compared first.
         return tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() in self._regions
 
     def fill(self, state: torch.Tensor, values: torch.Tensor) -> None:
@@ -85,14 +84,13 @@ class DiskStore:
         for start in range(0, state.numel(), numel):
             chunk = state[start : start + numel]
             populate(chunk, write=True)
-            # The pages were populated for writing, so a disk that fails has raised by now.
             chunk.copy_(values[start : start + numel])
-            # A state may be larger than memory, so no more than a chunk of it stays.
+            # A state may be larger than memory, so each chunk is evicted.
             self.evict(chunk)
 
     def read(self, state: torch.Tensor, into: torch.Tensor) -> Work:
         """Start to read a state from its file. The last block of ``into`` is overwritten to its end."""
-        # A read goes past the mapping, to the file. ``state`` only says which part of the file is meant.
+        # The read bypasses the mapping. ``state`` only tells which part of the file to read.
         file, offset = self._locate(state)
         return self._queue.read(file, offset, _whole_blocks(into))
 
@@ -112,11 +110,10 @@ class DiskStore:
         return self._queue.bytes_read, self._queue.bytes_written
 
     def evict(self, *states: torch.Tensor) -> None:
-        """Give back the memory that mapped states took when they were used; the values stay in the files.
+        """Free the memory that mapped states took when they were used. The values stay in the files.
 
         Args:
-            states: States, or parts of them; those of other stores are left alone. Without any, all states of
-                this store.
+            states: States, or parts of them. States of other stores are ignored. By default all states of this store.
         """
         for state in states or [region.mapped for region in self._regions.values()]:
             if self.holds(state):
@@ -124,8 +121,7 @@ class DiskStore:
 
     def poison(self, error: BaseException) -> None:
         """Make ``check_intact`` raise from now on."""
-        # The first half of an update cannot be taken back, so the states stay unusable until a checkpoint replaces
-        # them.
+        # A partial update cannot be undone, so the states stay unusable until a checkpoint replaces them.
         self._error = error
 
     def check_intact(self) -> None:
@@ -150,7 +146,7 @@ class DiskStore:
 def _whole_blocks(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of ``tensor`` to the end of its last block, so that O_DIRECT can move all of them."""
     start = tensor.storage_offset() * tensor.element_size()
-    # A buffer of whole blocks contains the rest of the block. In any other the range ends with the buffer's memory, and
+    # A buffer of whole blocks contains the rest of the block. Otherwise the range ends with the buffer, and
     # ``DiskQueue`` decides how to move its last bytes.
     stop = min(start + padded_nbytes(tensor.nbytes), tensor.untyped_storage().nbytes())
     return torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage(), start, (stop - start,), (1,))

@@ -1,4 +1,4 @@
-"""Find the CPU memory that this process may still take, and check that offload fits into it."""
+"""Find the CPU memory that is available to this process, and check that offload fits into it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from zeroengine.errors import OffloadError
 
 
 def available_memory() -> float:
-    """Return the bytes of CPU memory that this process may still take, as far as Linux and a container say."""
+    """Return the bytes of CPU memory available to this process, by Linux and by the container's limit."""
     available = re.search(r"^MemAvailable:\s+(\d+) kB", _read_text("/proc/meminfo"), re.MULTILINE)
     nbytes = int(available[1]) << 10 if available is not None else math.inf
-    # In a container the machine's free memory is not this process's to take.
+    # A container may limit this process to less than the machine's free memory.
     cgroup = Path("/sys/fs/cgroup")
     limit, usage = _read_text(cgroup / "memory.max").strip(), _read_text(cgroup / "memory.current").strip()
     if limit.isdigit() and usage.isdigit():
-        # The page cache of files counts as used, and the kernel drops it when memory is short.
+        # The usage includes the page cache of files, which the kernel drops when memory is short.
         inactive = re.search(r"^inactive_file (\d+)$", _read_text(cgroup / "memory.stat"), re.MULTILINE)
         nbytes = min(nbytes, int(limit) - int(usage) + (int(inactive[1]) if inactive is not None else 0))
     return nbytes
@@ -29,7 +29,7 @@ def check_host_memory(nbytes: int, *, on_disk: bool) -> None:
 
     Args:
         nbytes: The bytes that each rank will take.
-        on_disk: Whether the states themselves are on a disk already, so that only buffers take memory.
+        on_disk: Whether the states themselves are on a disk, so that only buffers take memory.
 
     Raises:
         OffloadError: There is less CPU memory left than all ranks of this machine will take.
@@ -47,7 +47,7 @@ def check_host_memory(nbytes: int, *, on_disk: bool) -> None:
 
 
 def _read_text(path: str | Path) -> str:
-    """Return the text of a file; "" where it cannot be read."""
+    """Return the text of a file; "" if it cannot be read."""
     try:
         return Path(path).read_text()
     except OSError:

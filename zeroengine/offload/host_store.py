@@ -1,4 +1,4 @@
-"""States of a GPU that live in CPU memory, or on a disk behind it. The CPU's part of the work uses them in place."""
+"""States of a GPU that live in CPU memory, or on a disk behind it. The CPU uses them in place."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class HostStore:
         self._states: set[int] = set()
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a new state in host memory that copies are fast from and to."""
+        """Return a new state in host memory that can be copied fast."""
         state = self.copies.host_memory(numel, dtype)
         self._states.add(state.untyped_storage().data_ptr())
         return state
@@ -61,7 +61,7 @@ class HostStore:
 
 
 class DeviceStates:
-    """The device as a ``StateStore`` of the host: every state that lives in none of ``others``. For a ``Pipeline``."""
+    """The device as a ``StateStore`` for a ``Pipeline``: it holds every state that none of ``others`` holds."""
 
     def __init__(self, copies: Copies, others: Sequence[OffloadStore]) -> None:
         self._copies, self._others = copies, others
@@ -96,26 +96,25 @@ class _BounceBuffer:
 
 
 # [Note: Two threads]
-# A read is a disk transfer and then a copy to the device; a write is a copy from the device and then a disk transfer. A
-# thread starts the second half when the first is done, so that the caller never waits. Reads and writes have a thread
-# each: a write's copy waits for kernels of the device, which may themselves wait for a read. One thread for both could
-# wait for itself.
+# A read is a disk transfer and then a copy to the device. A write is a copy from the device and then a disk transfer. A
+# thread starts the second half when the first is done, so that the caller never waits. Reads and writes have separate
+# threads: a write's copy waits for kernels of the device, which may wait for a read, so one thread could deadlock.
 class StagedDiskStore:
-    """An ``OffloadStore`` on a disk for states of a GPU, which go through buffers in host memory.
+    """An ``OffloadStore`` on a disk for states of a GPU. Transfers go through buffers in host memory.
 
     Args:
         disk: The store on the disk.
         copies: Between host and device.
-        num_buffers: The number of transfers under way at once, of one size.
+        num_buffers: The number of transfers of one size that may be under way at once.
     """
 
     medium: Medium = "nvme"
 
     def __init__(self, disk: DiskStore, copies: Copies, num_buffers: int) -> None:
         self._disk, self.copies, self._num_buffers = disk, copies, num_buffers
-        # The buffer whose last use began first comes first.
+        # In the order in which their last uses began.
         self._buffers: list[_BounceBuffer] = []
-        # By the state's address. A write that nobody refers to any more, and no buffer either, was awaited.
+        # By the state's address. Buffers keep writes alive until they are awaited.
         self._writes: weakref.WeakValueDictionary[int, _ChainedTransfer] = weakref.WeakValueDictionary()
         # A write's first half waits for the device, and a read's first half for the disk. See the note above.
         self._reader, self._writer = (_TransferThread(f"zeroengine-{name}") for name in ("read", "write"))
@@ -133,7 +132,7 @@ class StagedDiskStore:
         self._disk.fill(state, values)
 
     def evict(self, *states: torch.Tensor) -> None:
-        """Give back the memory that mapped states took when they were used."""
+        """Free the memory that mapped states took when they were used."""
         self._disk.evict(*states)
 
     def poison(self, error: BaseException) -> None:
@@ -147,11 +146,11 @@ class StagedDiskStore:
 
     def read(self, state: torch.Tensor, into: torch.Tensor) -> Work:
         """Start to read a state from the disk to the device."""
-        # The disk may not have what was written last yet.
+        # The last write may not have reached the disk yet.
         self._finish_write(state)
         buffer = self._free_buffer(into.nbytes)
         host = buffer.memory[: into.nbytes].view(into.dtype)
-        # The copy is issued by another thread, whose current stream is not this one's: it is ordered by the event.
+        # Another thread, with another current stream, issues the copy, so an event orders it.
         issued, disk_read = self.copies.record_event(), self._disk.read(state, host)
         buffer.last_use = _ChainedTransfer(self._reader.submit(self._copy_in, disk_read, into, host, issued))
         return buffer.last_use
@@ -165,11 +164,10 @@ class StagedDiskStore:
         self._finish_write(state)
         buffer = self._free_buffer(source.nbytes)
         host = buffer.memory[: source.nbytes].view(source.dtype)
-        # The copy from the device is issued in this thread, behind the kernels of its current stream that made
-        # ``source``.
+        # This thread issues the copy, because its current stream has the kernels that write ``source``.
         copied = self.copies.copy(host, source)
         written = _ChainedTransfer(self._writer.submit(self._write_out, copied, host, state), copied)
-        # The buffer keeps the write alive until it was awaited. The dictionary alone would not.
+        # The dictionary's references are weak, so the buffer keeps the write alive.
         buffer.last_use = self._writes[state.data_ptr()] = written
         return written
 
@@ -178,13 +176,13 @@ class StagedDiskStore:
         return self._disk.write(host, state)
 
     def _finish_write(self, state: torch.Tensor) -> None:
-        """Wait for the last write of a state, because transfers of a disk overtake each other."""
+        """Wait for the last write of a state, because disk transfers overtake each other."""
         write = self._writes.pop(state.data_ptr(), None)
         if write is not None:
             write.wait_host()
 
     def _free_buffer(self, nbytes: int) -> _BounceBuffer:
-        """Return a free buffer of at least ``nbytes`` bytes. Wait for one where there are enough of them."""
+        """Return a free buffer of at least ``nbytes`` bytes. Wait for one if there are ``num_buffers`` of them."""
         fitting = [buffer for buffer in self._buffers if buffer.memory.nbytes >= nbytes]
         free = next((buffer for buffer in fitting if buffer.last_use is None or buffer.last_use.done()), None)
         if free is None and len(fitting) >= self._num_buffers:
@@ -193,17 +191,15 @@ class StagedDiskStore:
             free = _BounceBuffer(self.copies.host_memory(padded_nbytes(nbytes), torch.uint8))
         else:
             self._buffers.remove(free)
-        # The list is in the order of the last uses, so the buffer goes to its end.
         self._buffers.append(free)
-        # The buffer forgets its last use before the wait, so that one that failed raises once and not for ever.
+        # The last use is dropped before the wait, so that a failed one raises only once.
         last_use, free.last_use = free.last_use, None
         if last_use is not None:
             last_use.wait_host()
         return free
 
     def close(self) -> None:
-        """End both threads after what they were given, then close the store on the disk."""
-        # The first halves that are under way come to their end before the disk is closed.
+        """End both threads after their tasks, then close the store on the disk."""
         self._reader.close()
         self._writer.close()
         self._disk.close()
@@ -221,7 +217,7 @@ class _TransferThread:
         self._thread.start()
 
     def submit(self, start: Callable[..., Work], *arguments: Any) -> Future[Work]:
-        """Call ``start`` with ``arguments`` after what was submitted before."""
+        """Call ``start`` with ``arguments`` after all earlier tasks."""
         future: Future[Work] = Future()
         self._tasks.put((future, partial(start, *arguments)))
         return future
@@ -231,24 +227,24 @@ class _TransferThread:
             future, start = task
             try:
                 future.set_result(start())
-            # An error goes to whoever waits for the transfer; the thread goes on with the next.
+            # The error is raised where the transfer is awaited, and the thread goes on.
             except BaseException as error:
                 future.set_exception(error)
-            # Otherwise they would keep the tensors of this transfer alive while the thread waits for the next.
+            # These names would keep the transfer's tensors alive while the thread waits for the next task.
             del task, future, start
 
     def close(self) -> None:
-        """Wait for what was submitted, and end the thread."""
+        """Wait for all tasks, and end the thread."""
         self._tasks.put(None)
         self._thread.join()
 
 
 class _ChainedTransfer:
-    """A ``Work`` of two, of which a thread starts the second when the first is done.
+    """Two works as one: a thread starts the second when the first is done.
 
     Args:
         second: The work that the thread starts.
-        device_work: The one that the device takes part in, for streams to wait for; None: it is the second.
+        device_work: The work of the device, for which streams wait. None: the second.
     """
 
     def __init__(self, second: Future[Work], device_work: Work | None = None) -> None:
@@ -259,13 +255,13 @@ class _ChainedTransfer:
         self._second.result().wait_host()
 
     def wait_stream(self) -> None:
-        """Order the current stream behind the part that the device takes."""
-        # Kernels may overwrite ``source`` of a write as soon as the copy has read it. They need not wait for the disk.
+        """Order the current stream behind the device's work."""
+        # After a write's copy kernels may overwrite its source. They need not wait for the disk.
         (self._second.result() if self._device_work is None else self._device_work).wait_stream()
 
     def done(self) -> bool:
-        """Return whether the second is done, or could not be started."""
+        """Return whether the second is done, or failed to start."""
         if not self._second.done():
             return False
-        # One that could not be started is done: ``wait_host`` raises its error at once.
+        # If it failed to start, ``wait_host`` raises at once.
         return self._second.exception() is not None or self._second.result().done()

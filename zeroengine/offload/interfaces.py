@@ -27,15 +27,15 @@ class Copies(Protocol):
         Args:
             target: The tensor that the values are copied into.
             source: The values, of the same shape and dtype.
-            after: The work that the copy is ordered behind. None: the work of the current stream, which inside
-                ``on_copy_stream`` is the stream of the copy itself.
+            after: The work that the copy is ordered behind. None: everything in the current stream, which inside
+                ``on_copy_stream`` is a copy stream.
         """
 
     def record_event(self) -> Work:
         """Return a work that is done when everything in the current stream so far is."""
 
     def on_copy_stream(self, direction: Direction) -> AbstractContextManager[Any]:
-        """Make the stream of the copies in that direction the current one, ordered behind the one that was current."""
+        """Make the copy stream of a direction current, ordered behind the previous current stream."""
 
     def wait_stream(self) -> None:
         """Order later kernels of the current stream behind every copy so far."""
@@ -44,17 +44,17 @@ class Copies(Protocol):
         """Block the host until every copy so far is done."""
 
     def host_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return new 1-D host memory of zeros, of exactly this size, that copies are fast from and to."""
+        """Return new 1-D host memory of zeros, of exactly this size, that can be copied fast."""
 
     def device_memory(self, nbytes: int) -> torch.Tensor:
         """Return ``nbytes`` new bytes on the device."""
 
 
 class StateStore(Protocol):
-    """A place where states live, for those who work on copies of them."""
+    """A place where states live, for users that work on copies of them."""
 
     def poison(self, error: BaseException) -> None:
-        """Note that an update or a gradient was lost: these states must not be used again."""
+        """Record that an update or a gradient was lost: these states must not be used again."""
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` is a state that lives here, or a part of one."""
@@ -83,20 +83,20 @@ class OffloadStore(StateStore, Protocol):
 
     @property
     def copies(self) -> Copies | None:
-        """Copies between the device and the host, whose streams order the transfers; None where the device is the CPU.
+        """Copies between the device and the host, whose streams order the transfers; None if the device is the CPU.
 
-        With streams a transfer can be issued behind the work that it depends on. Elsewhere the host waits for one
-        before it issues the other.
+        With streams a transfer can be issued behind the work that it depends on. Without them the host first waits for
+        that work.
         """
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a new 1-D state, zeros until written, as a CPU tensor that can be used in place."""
+        """Return a new 1-D state of zeros, as a CPU tensor that can be used in place."""
 
     def fill(self, state: torch.Tensor, values: torch.Tensor) -> None:
-        """Replace the values of a state. This is for rare use, and returns when it is done; ``write`` is faster."""
+        """Replace the values of a state, and return when it is done. For rare use: ``write`` is faster."""
 
     def evict(self, *states: torch.Tensor) -> None:
-        """Give back the memory that using states in place took. Their values stay."""
+        """Free the memory that using states in place took. Their values stay."""
 
     def close(self) -> None:
         """End the transfers under way, and free what the store holds."""
@@ -104,7 +104,7 @@ class OffloadStore(StateStore, Protocol):
 
 @contextmanager
 def poison_on_error(*stores: StateStore) -> Iterator[None]:
-    """Poison ``stores`` when the body raises, because a part of their states may be lost then."""
+    """Poison ``stores`` if the body raises, because a part of their states may be lost."""
     try:
         yield
     except BaseException as error:

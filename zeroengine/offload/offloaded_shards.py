@@ -1,4 +1,4 @@
-"""Parameter shards that are not on the device: read, ahead of use where possible, and all-gathered."""
+"""Parameter shards that are not on the device: read, ahead of use if possible, and all-gathered."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _SendBuffer:
     Attributes:
         memory: Its bytes.
         gather: The last all-gather that was sent from it.
-        busy: Whether a shard is in it, or on its way into it, that was not sent yet.
+        busy: Whether it holds, or is receiving, a shard that was not sent yet.
     """
 
     memory: torch.Tensor
@@ -35,23 +35,23 @@ class OffloadedShards:
     Args:
         store: The store of the shards.
         transport: Gathers them.
-        num_buffers: The number of shards in memory at once; there are more only where a peer is slow to take them.
+        num_buffers: The number of shards in memory at once. There are more only if a peer is slow to receive them.
 
     Attributes:
         store: The store of the shards.
         medium: The kind of memory that the shards are in.
-        can_gather_ahead: Whether a gather may be issued ahead of its use. Elsewhere the host would have to wait for the
-            disk or for its peers first, so only the read is issued ahead.
+        can_gather_ahead: Whether a gather may be issued ahead of its use. Otherwise the host would first have to wait
+            for the disk or for its peers, so only the read is issued ahead.
     """
 
     def __init__(self, store: OffloadStore, transport: Transport, num_buffers: int) -> None:
         self.store, self._transport, self.medium = store, transport, store.medium
         self._num_buffers = num_buffers
         self._single_rank = transport.world_size == 1
-        # A single rank needs no collective. Elsewhere the transport must overlap, and a shard in CPU memory is copied
-        # by a stream. A shard on a disk must have arrived before its collective is issued.
+        # A single rank needs no collective. Otherwise the transport must overlap, and a stream must order the
+        # collective behind the read, as for CPU memory. A shard on a disk must arrive before its collective is issued.
         self.can_gather_ahead = self._single_rank or (transport.overlaps and store.medium == "cpu")
-        # The buffer that was sent from first comes first.
+        # In the order in which they were last sent from.
         self._buffers: list[_SendBuffer] = []
         # By the shard's address.
         self._prefetched: dict[int, tuple[_SendBuffer, Work]] = {}
@@ -62,20 +62,20 @@ class OffloadedShards:
         return sum(buffer.memory.nbytes for buffer in self._buffers)
 
     def fill(self, shard: torch.Tensor, values: torch.Tensor) -> None:
-        """Replace the values of a shard, also of one that was read ahead."""
-        # What was read ahead would be the values of before.
+        """Replace the values of a shard, even of one that was read ahead."""
+        # A shard that was read ahead has the old values.
         self.discard_prefetched(shard)
         self.store.fill(shard, values)
 
     def prefetch(self, shard: torch.Tensor) -> None:
         """Start to read a shard that will soon be gathered, unless all buffers but one are taken."""
-        # One buffer stays free for the shard that is gathered now, or a full set of prefetches would block it.
+        # One buffer stays free for the shard that is gathered next, so that prefetches never block it.
         if shard.data_ptr() not in self._prefetched and len(self._prefetched) < self._num_buffers - 1:
             self._prefetched[shard.data_ptr()] = self._start_read(shard)
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Work:
         """Start to gather all ranks' shards into ``full``. As ``Channel.all_gather``."""
-        # At one rank the shard is all of the full buffer, and is read straight into it.
+        # With one rank the shard is the whole full buffer, and is read straight into it.
         if self._single_rank:
             return self.store.read(shard, full)
         prefetched = self._prefetched.pop(shard.data_ptr(), None)
@@ -86,30 +86,30 @@ class OffloadedShards:
             try:
                 read.wait_stream()
             finally:
-                # Also after a read that failed, or the buffer could never be used again.
+                # A failed read must free the buffer, too.
                 buffer.busy = False
             buffer.gather = self._transport.gather.all_gather(full, arrived, label)
         return buffer.gather
 
     def discard_prefetched(self, shard: torch.Tensor | None = None) -> None:
-        """Drop what was read ahead of one shard, or of all, because its values are going to change.
+        """Drop prefetched values of one shard, or of all, because the shard is going to change.
 
         Waits for the reads, so that the shard may be written afterwards.
         """
         if shard is None:
-            # The shards are forgotten before anything is awaited, so that a read that raises is not found again.
+            # The reads are removed before they are awaited, so that a failed one raises only once.
             discarded, self._prefetched = self._prefetched, {}
         else:
             address = shard.data_ptr()
             discarded = {address: self._prefetched.pop(address)} if address in self._prefetched else {}
-        # All buffers are free again even if a read raises.
+        # All buffers are freed even if a read raises.
         for buffer, _ in discarded.values():
             buffer.busy = False
         for _, read in discarded.values():
             read.wait_host()
 
     def _on_read_stream(self) -> AbstractContextManager[Any]:
-        """Make the stream of the reads current; do nothing where they are in no stream."""
+        """Make the stream of the reads current. Do nothing if they use no stream."""
         return nullcontext() if self.store.copies is None else self.store.copies.on_copy_stream("in")
 
     def _start_read(self, shard: torch.Tensor) -> tuple[_SendBuffer, Work]:
@@ -118,16 +118,16 @@ class OffloadedShards:
         return buffer, self.store.read(shard, buffer.memory[: shard.nbytes].view(shard.dtype))
 
     def _free_buffer(self, nbytes: int) -> _SendBuffer:
-        """Return a buffer of at least ``nbytes`` bytes that peers have taken everything from."""
+        """Return a buffer of at least ``nbytes`` bytes whose last shard all peers have received."""
         size = padded_nbytes(nbytes)
         fitting = [buffer for buffer in self._buffers if not buffer.busy and buffer.memory.nbytes >= size]
         free = next((buffer for buffer in fitting if self._is_reusable(buffer, 0.0)), None)
-        # The wait has a limit, since a peer may itself wait for this rank's next collective. Another buffer is the way
-        # out.
+        # The wait has a limit, because a peer may itself wait for this rank's next collective. Then another buffer is
+        # made.
         if free is None and fitting and len(self._buffers) >= self._num_buffers:
             free = fitting[0] if self._is_reusable(fitting[0], REUSE_TIMEOUT_S) else None
         if free is None:
-            # The transport's memory is what its collectives send fastest from, but has no alignment for direct I/O.
+            # Collectives send from the transport's memory, which is not aligned for direct I/O.
             memory = self._transport.empty(size + ALIGNMENT, torch.uint8, "gather")
             offset = -memory.data_ptr() % ALIGNMENT
             free = _SendBuffer(memory[offset : offset + size])
@@ -137,11 +137,11 @@ class OffloadedShards:
         return free
 
     def _is_reusable(self, buffer: _SendBuffer, timeout_s: float) -> bool:
-        """Return whether all peers have taken what was sent from a buffer, after waiting for at most ``timeout_s``."""
+        """Return whether all peers have received a buffer's last shard, after waiting for at most ``timeout_s``."""
         if buffer.gather is None:
             return True
         if not timeout_s:
             return self._transport.gather.reusable(buffer.gather, 0.0)
-        # A transport may wait by ordering the current stream: that of the next read into this buffer.
+        # A transport may order the current stream instead of waiting: that must be the stream of the next read.
         with self._on_read_stream():
             return self._transport.gather.reusable(buffer.gather, timeout_s)

@@ -1,4 +1,4 @@
-"""States that live elsewhere, brought through a few buffers so that reads, computation and writes overlap.
+"""Move offloaded states through a few buffers, so that reads, computation and writes overlap.
 
 buffer 0   read a . . compute a . . write a . . . . . read d
 buffer 1   . . read b . . . . compute b . . write b
@@ -21,10 +21,10 @@ from zeroengine.utils.work import Work
 
 @dataclass(frozen=True)
 class Operand:
-    """One state's part in a task, and which ways it is moved.
+    """One state's part in a task, and the directions in which it is moved.
 
     Attributes:
-        tensor: 1-D. One that lives in a store of the pipeline is moved; any other is used where it is.
+        tensor: 1-D. A state in a store of the pipeline is moved. Any other tensor is used in place.
         reads: Whether the task needs its values.
         writes: Whether the task changes them.
     """
@@ -36,11 +36,11 @@ class Operand:
 
 @dataclass(frozen=True)
 class PipelineTask:
-    """Equal parts of several states, and what is to be done with them.
+    """Equal parts of several states, and a function of them.
 
     Attributes:
         operands: The parts.
-        compute: Called with a tensor for each operand when all values are there.
+        compute: Called with a tensor for each operand when all reads are done.
     """
 
     operands: Sequence[Operand]
@@ -55,8 +55,8 @@ class _Buffer:
         memory: The memory.
         compute: The task's function.
         tensors: Its arguments.
-        reads: The reads under way, which must arrive before it.
-        results: The writes that follow: for each one its store, its source and the state that it replaces.
+        reads: The reads under way, which ``compute`` waits for.
+        results: The writes that follow ``compute``: for each its store, its source and the state that it replaces.
         writes: The writes under way.
     """
 
@@ -69,15 +69,15 @@ class _Buffer:
 
 
 class Pipeline:
-    """Runs tasks over states, some of which live in stores. Its buffers are kept.
+    """Runs tasks over states, some of which live in stores. It keeps its buffers.
 
     Args:
         stores: The stores whose states are moved.
         num_buffers: At least three: one is computed in, one written, the others are read ahead.
-        chunk_numel: The most elements of an operand. A multiple of 4096, so that every chunk of a state begins at a
-            block of its file, whatever the dtype.
-        element_bytes: The most bytes of one element of all moved operands together.
-        copies: Between host and device, where states are on a GPU.
+        chunk_numel: The largest number of elements of an operand. A multiple of 4096, so that every chunk of a state
+            begins at a block of its file, whatever the dtype.
+        element_bytes: The largest sum of the bytes of one element over all moved operands.
+        copies: Copies between host and device, if states are on a GPU.
 
     Attributes:
         chunk_numel: As given.
@@ -102,7 +102,7 @@ class Pipeline:
         return sum(buffer.memory.nbytes for buffer in self._buffers)
 
     def wait_stream(self) -> None:
-        """Order later kernels of the device's current stream behind what was moved so far."""
+        """Order later kernels of the device's current stream behind all copies so far."""
         if self._copies is not None:
             self._copies.wait_stream()
 
@@ -113,7 +113,7 @@ class Pipeline:
             OffloadError: A read or write failed. Some tasks are done and some are not; the stores are poisoned.
         """
         with poison_on_error(*self._stores):
-            # Copies from states that are now to be written must have read them before.
+            # Earlier copies may still read states that the tasks write.
             if self._copies is not None:
                 self._copies.synchronize()
             self._run(tasks)
@@ -123,7 +123,7 @@ class Pipeline:
         remaining, buffers = iter(tasks), cycle(self._buffers)
         try:
             while True:
-                # Two buffers are left to the task that computes and to the one that is being written.
+                # Two buffers are reserved: for the task that computes and for the task that is being written.
                 for task in islice(remaining, len(self._buffers) - 2 - len(started)):
                     started.append(next(buffers))
                     self._start(task, started[-1])
@@ -131,7 +131,7 @@ class Pipeline:
                     break
                 self._finish(started.popleft())
         finally:
-            # After a failure transfers still use the buffers: the next run must not find them at work.
+            # After a failure transfers may still use the buffers, which the next run needs.
             for buffer in self._buffers:
                 _finish_transfers(buffer.reads)
             errors = [error for buffer in self._buffers if (error := _finish_transfers(buffer.writes)) is not None]
@@ -139,21 +139,21 @@ class Pipeline:
             raise errors[0]
 
     def _start(self, task: PipelineTask, buffer: _Buffer) -> None:
-        """Lay the moved operands out in ``buffer``, each from a block on, and start their reads."""
-        # The buffer's last task may still be on its way to its store.
+        """Place the moved operands in ``buffer``, each at a block, and start their reads."""
+        # The results of the buffer's last task may still be under way.
         while buffer.writes:
             buffer.writes.pop().wait_host()
         buffer.compute, buffer.tensors, buffer.results = task.compute, [], []
         end = 0
         for operand in task.operands:
             state = operand.tensor
-            # An operand that lives in none of the stores is memory that the kernel can use where it is.
+            # The kernel uses an operand that no store holds in place.
             store = next((store for store in self._stores if store.holds(state)), None)
             if store is None:
                 buffer.tensors.append(state)
                 continue
             start, end = end, end + padded_nbytes(state.nbytes)
-            # The store may move whole blocks, so operands share none.
+            # The store may move whole blocks, so operands share no block.
             part = buffer.memory[start : start + state.nbytes].view(state.dtype)
             buffer.tensors.append(part)
             if operand.reads:
@@ -164,15 +164,15 @@ class Pipeline:
     def _finish(self, buffer: _Buffer) -> None:
         """Compute a task once its reads have arrived, and start its writes."""
         while buffer.reads:
-            # Reads are awaited by the host, since the kernel runs on the CPU.
+            # The host waits, because the kernel runs on the CPU.
             buffer.reads.pop(0).wait_host()
         buffer.compute(*buffer.tensors)
-        # Nobody waits for the writes here: the next task in this buffer does, or the end of ``run``.
+        # The next task in this buffer waits for the writes, or the end of ``run`` does.
         buffer.writes += [store.write(part, state) for store, part, state in buffer.results]
 
 
 def _finish_transfers(transfers: list[Work]) -> Exception | None:
-    """Wait for all transfers and empty the list; return the first error that one of them raised."""
+    """Wait for all transfers and empty the list; return the first error."""
     first_error = None
     while transfers:
         try:

@@ -26,23 +26,23 @@ from zeroengine.partition.cut import UnitPlan
 from zeroengine.partition.degrees import Degrees
 from zeroengine.partition.layout import FlatLayout
 
-# The states on one disk from which on a measurement of the disk is worth its time, in bytes.
+# A disk is measured only if it holds more bytes of states than this.
 MIN_TUNED_BYTES = 1 << 28
-# The location of states in CPU memory; that of states on a disk is a folder's name.
+# The location of states in CPU memory. The location of states on a disk is the path of a folder.
 CPU_MEMORY = ""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The places of each unit's states; None stands for the device.
+    """Where each unit's states live. None stands for the device.
 
     Attributes:
         disks: The stores on disks.
-        stores: The stores that the device reads and writes: those on disks, or what leads to them, and CPU memory.
+        stores: The stores that the device reads and writes: CPU memory, and disks, directly or through host buffers.
         parameter_shards: For each unit, where its shard lives.
         optimizer_stores: For each trainable unit, where master weights, moments and summed gradients live.
-        pipeline: Brings states that live elsewhere to the update; None where the update is on the device.
-        copies: Copies between the device and the host; None where the device is the CPU.
+        pipeline: Brings offloaded states to the update. None: the update is on the device.
+        copies: Copies between the device and the host. None: the device is the CPU.
     """
 
     disks: tuple[DiskStore, ...]
@@ -55,7 +55,7 @@ class Placement:
     @property
     def send_buffer_bytes(self) -> int:
         """Bytes of the memory that offloaded shards are sent from."""
-        # Units share one object, whose buffers would otherwise be counted once for each unit.
+        # Units share one object, so the set avoids counting its buffers once per unit.
         return sum(shards.nbytes for shards in set(self.parameter_shards) if shards is not None)
 
     @property
@@ -65,7 +65,7 @@ class Placement:
         return bounce_buffers + (self.pipeline.nbytes if self.pipeline is not None else 0)
 
     def evict(self, *states: torch.Tensor) -> None:
-        """Give back the memory that using states in place took. See ``DiskStore.evict``."""
+        """Free the memory that using states in place took. See ``DiskStore.evict``."""
         for disk in self.disks:
             disk.evict(*states)
 
@@ -79,12 +79,12 @@ class Placement:
             disk.check_intact()
 
     def finish_copies(self) -> None:
-        """Wait for all copies between a GPU and the host, so that states may be used where they are."""
+        """Wait for all copies between a GPU and the host, so that states may be used in place."""
         if self.copies is not None:
             self.copies.synchronize()
 
     def close(self) -> None:
-        """Wait for what is under way, and close all stores."""
+        """Wait for copies under way, and close all stores."""
         self.finish_copies()
         for store in self.stores:
             store.close()
@@ -103,16 +103,16 @@ def place_states(
     Args:
         plans: The units.
         degrees: The number of ranks that each state is partitioned over.
-        config: The configuration, which says where states live.
-        transport: Gathers the parameters, and says how shards are aligned.
+        config: The configuration, with the place of each state.
+        transport: Gathers the parameters, and determines the alignment of shards.
         device: The device that the model computes on.
-        copies: Copies between ``device`` and the host. None: those of a GPU; none on the CPU.
+        copies: Copies between ``device`` and the host. None: ``GPUCopies`` on a GPU, and no copies on the CPU.
 
     Raises:
         ZeroEngineError: A path cannot be used, or there is too little room.
     """
     zero = config.zero_optimization
-    # One pair of streams serves both sections, so memory is page-locked only if neither of them forbids it.
+    # One pair of streams serves both sections, so memory is page-locked only if neither section forbids it.
     if copies is None and device.type == "cuda":
         sections = [section for section in (zero.offload_optimizer, zero.offload_param) if section.device != "none"]
         copies = GPUCopies(device, pin=all(section.pin_memory for section in sections))
@@ -122,11 +122,11 @@ def place_states(
     if param_location is None and optimizer_location is None:
         return Placement((), (), [None] * len(plans), [None] * len(trainable), None)
 
-    # Units that stay gathered between uses gain nothing from a shard that is elsewhere.
+    # Offloading the shard of a unit that stays gathered would free no memory.
     params_offloaded = [param_location is not None and plan.numel > zero.param_persistence_threshold for plan in plans]
     ratio = zero.offload_optimizer.ratio if optimizer_location is not None else 0.0
     optimizer_offloaded = _within_ratio([plan.numel for plan in trainable], ratio)
-    # What each store must hold is known before anything is opened, so that a full disk is an error at the start.
+    # The size of each store is computed before it is opened, so that a full disk is an error at the start.
     shard_bytes = [
         padded_nbytes(_shard_numel(plan, degrees, degrees.parameters, transport) * plan.dtype.itemsize) * offloaded
         for plan, offloaded in zip(plans, params_offloaded, strict=True)
@@ -157,11 +157,11 @@ def place_states(
     if param_store is not None:
         shards = OffloadedShards(param_store, transport, zero.offload_param.buffer_count)
 
-    # The pipeline runs on the CPU: it moves what is on a disk, and on a GPU. Where only parameters are offloaded from a
-    # GPU there is none: the update is on the GPU, and the shards come to it.
+    # The pipeline serves updates on the CPU: it moves states from a disk and from a GPU. If only parameters are
+    # offloaded from a GPU there is no pipeline, because the update runs on the GPU.
     moved_stores: list[StateStore] = list(disks.values())
     if copies is not None:
-        # Gradients and parameters that stay on the GPU are brought to the CPU's update like those on a disk.
+        # Gradients and parameters that stay on the GPU are moved to the CPU's update like states on a disk.
         moved_stores.append(DeviceStates(copies, tuple(stores.values())))
     element_bytes = max(
         (_moved_element_bytes(plan, config, param_location, optimizer_location, copies) for plan in trainable),
@@ -176,7 +176,7 @@ def place_states(
 
     pipeline_bytes = has_pipeline * num_chunks * chunk_numel * element_bytes
     send_buffer_bytes = zero.offload_param.buffer_count * max(shard_bytes) if param_location in disks else 0
-    # Masters and buffers are allocated later; a machine that runs out then would kill processes without a message.
+    # Masters and buffers are allocated later. Running out of memory then would kill processes without a message.
     check_host_memory(
         bytes_by_location[CPU_MEMORY] + pipeline_bytes + send_buffer_bytes, on_disk=CPU_MEMORY not in bytes_by_location
     )
@@ -191,7 +191,7 @@ def place_states(
 
 
 def can_offload_gradients(degrees: Degrees, transport: Transport) -> bool:
-    """Return whether a rank keeps its shard of the summed gradients only, which nothing reads before the step."""
+    """Return whether a rank keeps only its shard of the summed gradients, which nothing reads before the step."""
     return degrees.gradients > 1 or transport.world_size == 1
 
 
@@ -204,7 +204,7 @@ def open_disk(path: str, nbytes: int, config: Config, rank: int) -> DiskStore:
     folder = SwapFolder(path, label=f"rank{rank}", min_free_bytes=nbytes)
     auto = None in (config.aio.block_size, config.aio.queue_depth)
     tuned = tune(path) if auto and nbytes > MIN_TUNED_BYTES else DiskSettings()
-    # Configurations may name "libaio", as DeepSpeed's do: it is accepted with a notice, and stands for "auto".
+    # DeepSpeed's configurations may name "libaio". It is accepted with a notice, and means "auto".
     backend = None if config.aio.backend == "libaio" else config.aio.backend
     queue = DiskQueue(
         config.aio.queue_depth or tuned.queue_depth, config.aio.block_size or tuned.block_size, backend or tuned.backend
@@ -218,8 +218,8 @@ def _location_of(section: OffloadOptimizer | OffloadParam, copies: Copies | None
 
 
 def _within_ratio(sizes: Sequence[int], ratio: float) -> list[bool]:
-    """Return which of the units, in order, are offloaded so that at most ``ratio`` of all elements are."""
-    # The choice depends on sizes alone, so all ranks make the same one.
+    """Return for each unit whether it is offloaded, so that at most ``ratio`` of all elements are."""
+    # The choice depends only on sizes, so all ranks make the same choice.
     remaining, chosen = ratio * sum(sizes), []
     for size in sizes:
         chosen.append(size <= remaining)
@@ -238,7 +238,7 @@ def _optimizer_state_bytes(plan: UnitPlan, degrees: Degrees, config: Config, tra
     """Return the bytes that a unit's master weights, moments and gradients take in a store."""
     numel = _shard_numel(plan, degrees, degrees.optimizer, transport)
     moment_bytes = padded_nbytes(numel * FLOATS[config.optimizer_state_dtype].itemsize)
-    # Each state is padded by itself, because each of them begins at a block of the file.
+    # Each state is padded separately, because each begins at a block of the file.
     nbytes = 2 * moment_bytes + _is_mixed(plan) * padded_nbytes(numel * torch.float32.itemsize)
     if can_offload_gradients(degrees, transport):
         grad_numel = _shard_numel(plan, degrees, degrees.gradients, transport)
@@ -249,7 +249,7 @@ def _optimizer_state_bytes(plan: UnitPlan, degrees: Degrees, config: Config, tra
 def _moved_element_bytes(
     plan: UnitPlan, config: Config, param_location: str | None, optimizer_location: str | None, copies: Copies | None
 ) -> int:
-    """Return the bytes of one element's states that a pipeline moves at most: those on a disk, or on a GPU."""
+    """Return the largest number of bytes per element that a pipeline moves: states on a disk or on a GPU."""
     optimizer_on_disk = optimizer_location not in (None, CPU_MEMORY)
     nbytes = (copies is not None or param_location is not None) * plan.dtype.itemsize
     nbytes += (copies is not None or optimizer_on_disk) * config.accumulation_dtype(plan.dtype).itemsize

@@ -1,4 +1,4 @@
-"""States that leave the device for a while, so that another job can have its memory, and come back."""
+"""Move states off the device for a while, so that another job can use its memory, and back."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEFAULT_STATES = ("optimizer", "gradients")
 
 
 class StateOffloader:
-    """Moves states of one engine away and back. Their tensors stay the same objects, without memory in between."""
+    """Moves states of one engine off the device and back. Tensors stay the same objects, without memory in between."""
 
     def __init__(self) -> None:
         # By state: each tensor, and its values in CPU memory or on a disk.
@@ -30,7 +30,7 @@ class StateOffloader:
 
     @property
     def has_offloaded_states(self) -> bool:
-        """Return whether any states are away."""
+        """Return whether any states are off the device."""
         return bool(self._offloaded)
 
     def holds(self, name: str) -> bool:
@@ -50,10 +50,10 @@ class StateOffloader:
             include: The states, as passed to ``offload_states``.
             device: "cpu" or "nvme", as passed to ``offload_states``.
             nvme_path: As passed to ``offload_states``.
-            configured: The folder of the configuration, for an ``nvme_path`` of None.
+            configured: The folder in the configuration, used if ``nvme_path`` is None.
 
         Raises:
-            ZeroEngineError: The arguments of ``offload_states`` are wrong, or states are away already.
+            ZeroEngineError: The arguments of ``offload_states`` are wrong, or states are already offloaded.
         """
         for name in include or ():
             if name not in OFFLOADABLE_STATES:
@@ -92,9 +92,9 @@ class StateOffloader:
             rank: This process's rank, for messages.
 
         Raises:
-            ZeroEngineError: Memory cannot be given back, or a path cannot be used. Nothing was moved then.
+            ZeroEngineError: Memory cannot be freed, or a path cannot be used. Then nothing was moved.
         """
-        # A tensor without memory has nothing to move, such as the full buffer of a released unit.
+        # A tensor without memory, such as the full buffer of a released unit, has nothing to move.
         moved = {name: [t for t in tensors if t.untyped_storage().nbytes()] for name, tensors in states.items()}
         # All checks come before the first tensor moves, so that an error leaves everything in place.
         for name, tensors in moved.items():
@@ -110,14 +110,14 @@ class StateOffloader:
         for name, tensors in moved.items():
             pairs = self._offloaded.setdefault(name, [])
             for tensor in tensors:
-                # Detached, because autograd must not record the copies.
+                # The tensor is detached, because autograd must not record the copies.
                 flat = tensor.detach().view(-1)
                 values = torch.empty_like(flat, device="cpu") if disk is None else disk.empty(flat.numel(), flat.dtype)
                 pairs.append((tensor, values.copy_(flat)))
                 # The tensor keeps its identity and shape; only its storage is freed.
                 tensor.untyped_storage().resize_(0)
                 if disk is not None:
-                    # The mapped pages are in memory after the copy, which would defeat the purpose.
+                    # The copy left the mapped pages in memory.
                     disk.evict(values)
 
     def reload(self, allocate: Callable[[torch.Tensor], None]) -> None:
@@ -134,15 +134,15 @@ class StateOffloader:
                 ops.advise_huge_pages(tensor)
                 tensor.detach().view(-1).copy_(values)
         if self._disk is not None:
-            # The files are needed for this one time, and their space goes back to the disk.
+            # The files served this one time. Closing them frees their space.
             self._disk.close()
             self._disk = None
 
     def check_resident(self, action: str, required: Iterable[str] = OFFLOADABLE_STATES) -> None:
-        """Check that the states which ``action`` needs are on the device.
+        """Check that the states that ``action`` needs are on the device.
 
         Raises:
-            ZeroEngineError: Some of them are away.
+            ZeroEngineError: Some of them are offloaded.
         """
         missing = [name for name in required if name in self._offloaded]
         if missing:
@@ -152,5 +152,5 @@ class StateOffloader:
 
 
 def resident_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of ``tensor`` that are in memory: none while it is away."""
+    """Return the bytes of ``tensor`` that are in memory: 0 while it is offloaded."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())

@@ -1,15 +1,15 @@
 """One order of operations between the ranks of one host. See ``shared_memory``.
 
 [Note: Progress]
-There is no thread. A rank executes its outstanding operations, in order, whenever it waits, and as many as peers are
-ready for whenever it issues another. A rank that waits for anything moves both channels on, so that two ranks never
-wait for each other.
+There is no thread. A rank executes its outstanding operations, in order, whenever it waits. Whenever it issues an
+operation, it executes those that peers are ready for. A waiting rank executes operations of both channels, so that two
+ranks never wait for each other.
 
 [Note: Counters]
-Each rank has three counters per channel, in its control pages, which peers read: the number of the last operation that
-it has posted, whose sum it has computed, and that it has executed. They count modulo 2^32. Before a counter is raised
-(``ze_post``, with release order) everything that it announces has been written; whoever reads it (``ze_load``, with
-acquire order) may then read that memory.
+Each rank has three counters per channel, in its control pages, which peers read: the numbers of the last operation that
+it has posted, of the last whose sum it has computed, and of the last that it has executed. They count modulo 2^32.
+Before a counter is raised (``ze_post``, with release order) everything that it announces has been written. After
+reading it (``ze_load``, with acquire order) a peer may read that memory.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ POLL_US = 2000
 
 
 def _short_label(label: str) -> bytes:
-    """Return at most 100 bytes that still differ where long labels do."""
+    """Return at most 100 bytes, which differ for different labels."""
     encoded = label.encode()
     return encoded if len(encoded) <= 100 else encoded[:91] + b"~%08x" % zlib.crc32(encoded)
 
@@ -77,7 +77,7 @@ class SharedMemoryWork:
     wait_stream = wait_host
 
     def done(self) -> bool:
-        """Execute what peers are ready for, and return whether this operation was among it."""
+        """Execute operations that peers are ready for, and return whether this one has been executed."""
         return self.channel.execute(self, block=False)
 
 
@@ -88,7 +88,7 @@ class SharedMemoryChannel:
         memory: The memory files of all ranks.
         name: One of ``CHANNELS``.
         timeout: Seconds after which a stalled operation is an error.
-        channels: All channels of this rank, once they are made: a rank that waits moves all of them on.
+        channels: All channels of this rank, once they exist. A waiting rank executes operations of all of them.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class SharedMemoryChannel:
         n = full.numel() // memory.world_size
         work = self._post_sum(full[memory.rank * n : (memory.rank + 1) * n], full, label, False)
         own_counter = self._summed[memory.rank]
-        # Peers read the sum from this rank's memory, so they are told once it is complete.
+        # Peers read the sum from this rank's memory, so the counter is raised when it is complete.
         work.steps.append(PeerRead((), (), lambda: self._lib.ze_post(own_counter, work.seq & 0xFFFFFFFF)))
         for peer in memory.others:
             start = peer.rank * n * full.element_size()
@@ -167,27 +167,27 @@ class SharedMemoryChannel:
         assert isinstance(work, SharedMemoryWork)
         memory = self._memory
         deadline = time.monotonic() + timeout_s
-        # This rank comes last, but it counts too: its sum reads its own memory.
+        # This rank comes last. It counts, too, because its sum reads its own memory.
         peers = (*memory.others, memory.peers[memory.rank])
         return all(self._wait_for_counter(self._executed, work.seq, peer.rank, deadline) for peer in peers)
 
     # -- posting and executing --------------------------------------------------------------------
 
     def _post(self, kind: int, label: str, sent: torch.Tensor) -> SharedMemoryWork:
-        """Tell peers what this rank sends. Wait first where a peer is ``MAX_POSTED`` operations behind."""
+        """Announce an operation to the peers. First wait for peers that are ``MAX_POSTED`` operations behind."""
         memory = self._memory
-        # A closed engine has closed its descriptors, whose numbers may belong to other files by now.
+        # A closed engine has closed its descriptors, whose numbers may now belong to other files.
         if memory.closed:
             raise ZeroEngineError("this engine is closed: it cannot gather or reduce any more")
         self._seq += 1
         for peer in memory.others:
             self._require_counter(self._executed, self._seq - MAX_POSTED, peer.rank, "room")
-        # An operation compares records when it is executed, and this record takes the place of an earlier one.
+        # This record overwrites an earlier one, whose operation still needs it until it is executed.
         while self._pending and self._pending[0].seq <= self._seq - MAX_POSTED:
             self._pending[0].wait_host()
         record = RECORD.pack(self._seq, kind, sent.nbytes, memory.offset_of(sent), _short_label(label))
         start = self._base + COUNTERS_BYTES + self._seq % MAX_POSTED * RECORD.size
-        # The record is complete before the counter says so: ``ze_post`` orders the two for readers on other cores.
+        # ``ze_post`` raises the counter only after the record is visible to other cores.
         memory.control[start : start + RECORD.size] = record
         self._lib.ze_post(self._posted[memory.rank], self._seq & 0xFFFFFFFF)
         return SharedMemoryWork(self, self._seq)
@@ -203,9 +203,9 @@ class SharedMemoryChannel:
             self.execute(self._pending[-1], block=False)
 
     def fence(self) -> None:
-        """Return when every peer has executed all that this rank has posted."""
+        """Return when every peer has executed everything that this rank posted."""
         for peer in self._memory.others:
-            # The ranks are awaited one by one, so that the error names the one that did not come.
+            # The ranks are awaited one by one, so that the error names the stalled rank.
             self._require_counter(self._executed, self._seq, peer.rank, f"rank {peer.rank} to read")
 
     def drain(self) -> None:
@@ -233,9 +233,9 @@ class SharedMemoryChannel:
                             return False
                         waiting_for = self._describe(self._memory.rank, work.seq)
                         self._require_counter(step.counters, work.seq, rank, waiting_for)
-                # Waiting moves this channel on: the step may have been taken meanwhile, or the whole operation.
+                # Waiting also executes operations: this step, or all steps, may have been taken meanwhile.
                 if work.steps and work.steps[0] is step:
-                    # A step is removed after it was taken, so that one that raises is not skipped by a later wait.
+                    # A step is removed after it was taken, so that a later wait repeats a step that raised.
                     step.read()
                     work.steps.popleft()
             if self._pending and self._pending[0] is work:
@@ -244,8 +244,8 @@ class SharedMemoryChannel:
         return True
 
     def _reached(self, address: int, seq: int) -> bool:
-        """Return whether a counter has come to ``seq``, modulo 2^32."""
-        # Counters wrap around, so the comparison is of their distance: less than half of the range is ahead.
+        """Return whether a counter has reached ``seq``, modulo 2^32."""
+        # Counters wrap around, so a counter is ahead if its distance is less than half of the range.
         return bool((self._lib.ze_load(address) - seq) & 0xFFFFFFFF < 1 << 31)
 
     def _require_counter(self, counters: Sequence[int], seq: int, rank: int, waiting_for: str) -> None:
@@ -257,16 +257,16 @@ class SharedMemoryChannel:
             )
 
     def _wait_for_counter(self, counters: Sequence[int], seq: int, rank: int, deadline: float) -> bool:
-        """Return whether ``rank``'s counter reaches ``seq`` by ``deadline``. Moves both channels on meanwhile."""
+        """Return whether ``rank``'s counter reaches ``seq`` by ``deadline``. Execute operations meanwhile."""
         address = counters[rank]
         while not self._reached(address, seq):
             # The peer may itself wait for this rank, on either channel.
             for channel in self._channels:
                 channel.progress()
-            # The wait is short, since operations of the other channel may become ready meanwhile.
+            # The wait is short, because operations of the other channel may become ready.
             if self._lib.ze_wait(address, seq & 0xFFFFFFFF, POLL_US):
                 break
-            # The counter is read again after the process was seen to have ended: it may have been raised just before.
+            # The process may have raised the counter just before it ended, so the counter is read again.
             if self._memory.peers[rank].ended() and not self._reached(address, seq):
                 raise DivergenceError(f"rank {rank} has ended. {self._report()}")
             if time.monotonic() > deadline:
@@ -281,7 +281,7 @@ class SharedMemoryChannel:
         return number, kind, nbytes, offset, label.rstrip(b"\0").decode(errors="replace")
 
     def _report(self) -> str:
-        """Return what each rank issued last on each channel, for people."""
+        """Return a sentence with each rank's last operation on each channel."""
         lines = []
         for peer in self._memory.peers:
             last = ", ".join(f"{channel.name}: {channel._describe(peer.rank)}" for channel in self._channels)
@@ -289,7 +289,7 @@ class SharedMemoryChannel:
         return "; ".join(lines) + "."
 
     def _describe(self, rank: int, seq: int | None = None) -> str:
-        """Return what ``rank`` posted last, or as number ``seq``, such as ``reduce blocks.7 (number 3)``."""
+        """Return the last operation of ``rank``, or its number ``seq``, such as ``reduce blocks.7 (number 3)``."""
         last = self._lib.ze_load(self._posted[rank]) if seq is None else seq
         if last == 0:
             return "nothing yet"
@@ -300,9 +300,9 @@ class SharedMemoryChannel:
         """Return the offset that ``peer`` posted.
 
         Raises:
-            DivergenceError: The peer's operation is another than this rank's.
+            DivergenceError: The peer's operation differs from this rank's.
         """
-        # Offsets differ between ranks by their own allocations, so all but the offset is compared.
+        # Offsets depend on each rank's allocations, so they are not compared.
         number, kind, nbytes, offset, label = self._record(peer.rank, seq)
         own_number, own_kind, own_nbytes, _, own_label = self._record(self._memory.rank, seq)
         if (number, kind, nbytes, label) != (own_number, own_kind, own_nbytes, own_label):
@@ -314,8 +314,7 @@ class SharedMemoryChannel:
         return offset
 
     def _read(self, peer: SharedMemoryPeer, seq: int, address: int, nbytes: int, start: int = 0) -> None:
-        # A peer's memory is read through its file. A failure is then an error, where a load from a mapping would be a
-        # signal.
+        # Reading through the file turns a failure into an error. A load from a mapping would raise a signal.
         result = self._lib.ze_pread(peer.fd, address, nbytes, self._source(peer, seq) + start)
         check_result(result, f"reading the memory of rank {peer.rank}")
 
@@ -345,7 +344,7 @@ class SharedMemoryChannel:
         check_result(result, "reading the memory of a peer rank")
 
     def _sum_copies(self, target: torch.Tensor, own: torch.Tensor, seq: int, accumulate: bool, start: int) -> None:
-        """Do the same for any dtype, over copies of the peers' values."""
+        """Do the same as ``_sum_kernel`` for any dtype, over copies of the peers' values."""
         memory = self._memory
         pieces = [own if peer.rank == memory.rank else torch.empty_like(own) for peer in memory.peers]
         for peer in memory.others:
