@@ -1,8 +1,8 @@
 """The nodes of a run, over ssh or srun.
 
 - ``hosts``, ``environment``: which hosts take part, and which variables reach them.
-- ``request``: what is to run, and the messages that say so.
-- ``shells``, ``bootstrap``: how a command gets onto a node, and the first program that runs there.
+- ``request``: the run that the user asks for, as messages.
+- ``shells``, ``bootstrap``: how a command reaches a node, and the first program that runs there.
 - ``protocol``: the messages between the launcher and its nodes.
 - ``node_server``: the node's end of a connection.
 - ``connections``, ``node_connection``, ``nodes``: the launcher's end: all pipes, one node, all nodes.

@@ -32,7 +32,7 @@ def send(**message: object) -> None:
 
 def main() -> None:
     """Introduce the node to the launcher, and become node_server.py in the folder and environment that it asks for."""
-    # Unbuffered, since what follows the first line belongs to node_server.py.
+    # stdin is unbuffered, because everything after the first line belongs to node_server.py.
     with os.fdopen(0, "rb", 0, closefd=False) as stdin:
         introduction = json.loads(stdin.readline())
     # sshd puts both ends of the connection into this variable: the launcher's address and port, then this node's.

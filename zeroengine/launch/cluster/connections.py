@@ -27,18 +27,18 @@ from zeroengine.errors import LaunchError
 from zeroengine.launch.cluster import protocol
 from zeroengine.launch.cluster.protocol import Message
 
-# So many lines of ssh's stderr are kept.
+# The last lines of ssh's stderr that are kept.
 MAX_ERROR_LINES = 5
 # How long stderr may arrive after the process has ended. A process that ssh leaves behind may keep the pipe open.
 STDERR_TIMEOUT_S = 1.0
-# So many bytes of one node's messages may wait for the launcher before reading stops.
+# The bytes of one node's messages that may wait for the launcher before reading stops.
 MAX_BACKLOG_BYTES = 1 << 18
-# Each message takes so much memory besides its own bytes.
+# The memory of a message in addition to its own bytes.
 MESSAGE_OVERHEAD_BYTES = 100
 POLL_INTERVAL_S = 0.1
 READ_BYTES = 1 << 16
 DESCRIPTORS_PER_CONNECTION = 3
-# So many descriptors stay free for everything else in the launcher.
+# The descriptors that stay free for everything else in the launcher.
 SPARE_DESCRIPTORS = 100
 
 Receive = Callable[[Message, Callable[[], None]], None]
@@ -115,7 +115,7 @@ class ConnectionProcess:
         if self.is_full:
             # More output is waiting to be read, so the node is alive.
             self.last_heard = time.monotonic()
-        # A heartbeat behind data that the node does not read would only add to them.
+        # If the node does not read, a heartbeat would only add to the waiting data.
         if not self._input.get_write_buffer_size():
             self._write(protocol.encode({"do": "beat"}))
 
@@ -185,7 +185,7 @@ class ConnectionProcess:
         self._receive(message, functools.partial(self._acknowledge, nbytes))
 
     def _acknowledge(self, nbytes: int) -> None:
-        # The launcher calls this on its own thread when it has handled a message of so many bytes.
+        # The launcher calls this on its own thread when it has handled the message.
         with self._lock:
             # Reading was stopped at the limit. It starts again only when the backlog falls below it.
             was_full, self._backlog_bytes = self.is_full, self._backlog_bytes - nbytes
@@ -198,7 +198,7 @@ class ConnectionProcess:
             self._input.write(data)
 
     def _abort_input(self) -> None:
-        # asyncio does not allow to abort a pipe whose end is already under way.
+        # asyncio cannot abort a pipe that is already closing.
         if self._input.get_write_buffer_size() or not self._input.is_closing():
             self._input.abort()
 

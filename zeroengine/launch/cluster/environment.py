@@ -68,7 +68,7 @@ def parse_variable(text: str, source: str, environ: Mapping[str, str]) -> tuple[
 
     Args:
         text: The variable as it was written.
-        source: What names it in messages. They never show a value, since it may be secret.
+        source: Its name in messages. They never show a value, because it may be secret.
         environ: The launcher's environment.
 
     Raises:

@@ -14,7 +14,7 @@ from zeroengine.launch.cluster.hosts import Host
 from zeroengine.launch.cluster.protocol import Message, encode
 from zeroengine.launch.cluster.shells import RemoteShell
 
-# So many seconds lie between two attempts to reach a node that was lost.
+# The seconds between two attempts to reach a lost node.
 RETRY_INTERVAL_S = 3.0
 
 
@@ -109,7 +109,7 @@ class NodeConnection:
                 self._connection.end(flush=False)
 
     def retry_after(self, seconds: float) -> None:
-        """Do not connect to the lost node again before so many seconds have passed."""
+        """Do not connect to the lost node again within these seconds."""
         self.retry_at = time.monotonic() + seconds
 
     def close(self) -> None:

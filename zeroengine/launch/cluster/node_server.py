@@ -32,7 +32,7 @@ from zeroengine.launch.local.rendezvous import NodeAssignment, Rendezvous
 from zeroengine.launch.local.signals import FORWARDED_SIGNALS, STOP_SIGNALS, ignore_signals
 from zeroengine.launch.local.worker import BIND_VARIABLE
 
-# The main thread has so many seconds to end everything once the launcher is gone.
+# The seconds in which the main thread must end everything once the launcher is gone.
 ORDERLY_END_TIMEOUT_S = 2 * SIGKILL_TIMEOUT_S + 2.0
 
 
@@ -84,7 +84,7 @@ class LauncherConnection(Coordinator):
     def wait_for_other_nodes(self) -> None:
         """Tell the launcher that all ranks here have succeeded, and wait until it releases this node."""
         self.send({"is": "finished"})
-        # The node may still be told to stop while it waits, for the ranks of another node may fail.
+        # The node may still be told to stop while it waits, because ranks of another node may fail.
         while not self._released.wait(POLL_INTERVAL_S):
             self.check_stop()
 

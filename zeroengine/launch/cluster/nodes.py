@@ -27,9 +27,9 @@ from zeroengine.launch.local.console import Console
 from zeroengine.launch.local.rank import SIGKILL_TIMEOUT_S
 from zeroengine.launch.local.signals import FORWARDED_SIGNALS, STOP_SIGNALS, signal_handlers
 
-# At most so many messages are handled before the condition of a wait is tested again.
+# The most messages that are handled before the condition of a wait is tested again.
 MAX_EVENTS_PER_TURN = 100
-# The answer to a short question may take so many seconds.
+# The seconds that the answer to a short question may take.
 ANSWER_TIMEOUT_S = 20.0
 
 

@@ -12,11 +12,11 @@ from typing import Any
 MESSAGE_PREFIX = b"\x01zero-launch "
 # Heartbeats are sent so often in both directions.
 HEARTBEAT_INTERVAL_S = 2.0
-# After so many seconds of silence one side gives up the other.
+# The seconds of silence after which one side gives up the other.
 NODE_TIMEOUT_S = 10.0
-# A whole connection may take so many seconds, until the node's Python answers.
+# The seconds that a whole connection may take, until the node's Python answers.
 CONNECT_TIMEOUT_S = 30.0
-# That Python has so many seconds to import torch from a cold disk.
+# The seconds that this Python has to import torch from a cold disk.
 IMPORT_TIMEOUT_S = 120.0
 # So many nodes are connected to at the same time.
 FAN_OUT = 64

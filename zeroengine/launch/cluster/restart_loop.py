@@ -28,17 +28,17 @@ from zeroengine.launch.local.console import Console
 from zeroengine.launch.local.failure_report import failure_report
 from zeroengine.launch.local.rank import PEER_FAILURE_TIMEOUT_S, SIGKILL_TIMEOUT_S, RankFailure, RunOutcome
 
-# The ranks of all nodes have so many seconds to end.
+# The seconds that the ranks of all nodes have to end.
 ROUND_END_TIMEOUT_S = 2 * SIGKILL_TIMEOUT_S + 4.0
 # A round is not interrupted earlier than this for a node that is back.
 STEADY_ROUND_S = 60.0
-# A lost node has so many seconds to come back, if the run needs it.
+# The seconds that a lost node has to come back, if the run needs it.
 RETURN_TIMEOUT_S = 60.0
-# A message names at most so many nodes.
+# The most nodes that a message names.
 MAX_NAMED_NODES = 16
 # These are the shortest and the longest pause before the next round, after a round without a step.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-# A node is excluded after so many losses within EXCLUSION_S.
+# The losses within EXCLUSION_S after which a node is excluded.
 LOSSES_TO_EXCLUSION = 2
 EXCLUSION_S = 600.0
 
@@ -83,7 +83,7 @@ class RestartLoop:
             if is_restart and (outcome.is_final or restarts == request.max_restarts):
                 return outcome
             restarts += is_restart
-            # The report is printed at once, since the output of the next round would push the cause out of sight.
+            # The report is printed at once, because the output of the next round would push the cause out of sight.
             if outcome.code:
                 self._console.print_own(failure_report(outcome, self._console))
             if lost and request.elastic:

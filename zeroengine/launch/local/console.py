@@ -24,9 +24,9 @@ COLORS = (36, 35, 33, 32, 34, 31)
 ERASE_LINE = b"\r\x1b[K"
 # This restores plain colors and a visible cursor after an interrupted progress bar.
 RESTORE_TERMINAL = b"\x1b[0m\x1b[?25h"
-# A pipe's unfinished line is printed after so many seconds.
+# The seconds after which a pipe's unfinished line is printed.
 UNFINISHED_LINE_TIMEOUT_S = 10.0
-# At most so many bytes of a terminal's unfinished line are drawn again after another rank's line.
+# The most bytes of a terminal's unfinished line that are drawn again after another rank's line.
 MAX_REDRAWN_BYTES = 65536
 # So many bytes of each rank's stderr are kept for the failure report.
 TAIL_BYTES = 8192
@@ -88,7 +88,7 @@ class RankOutput:
     def with_prefixes(self, data: bytes) -> bytes:
         """Return a terminal's new data with the prefix before the first text of every line.
 
-        Cursor movements and erasures are put before the prefix, since they may erase the prefix itself.
+        Cursor movements and erasures are put before the prefix, because they may erase the prefix itself.
         """
         # A read may end in the middle of a control sequence, which would be torn apart by the prefix.
         data = self.incomplete_control + data

@@ -236,7 +236,7 @@ def main() -> None:
     for number in ignored.split(","):
         signal.signal(int(number), signal.SIG_IGN)
     sweeper = ProcessSweeper(launch_id, set(map(int, spared)))
-    # The pipe becomes readable when the launcher closes it or dies, since nothing is ever written into it.
+    # The pipe becomes readable when the launcher closes it or dies, because nothing is ever written into it.
     while not select.select([0], [], [], SCAN_INTERVAL_S)[0]:
         sweeper.scan()
     remaining = sweeper.sweep()

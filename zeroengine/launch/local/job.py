@@ -20,9 +20,9 @@ from zeroengine.launch.local import worker
 from zeroengine.launch.local.masking import masked
 
 LOOPBACK = "127.0.0.1"
-# `--nproc auto` means so many processes on a machine without a GPU.
+# The number of processes that `--nproc auto` starts on a machine without a GPU.
 CPU_PROCESSES = 2
-# At most so many processes run on a node, since each costs the launcher memory and four file descriptors.
+# The most processes on a node. Each costs the launcher memory and four file descriptors.
 MAX_PROCESSES = 4096
 
 

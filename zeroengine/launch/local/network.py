@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from zeroengine.errors import LaunchError
 
 SIOCGIFADDR = 0x8915
-# A connection to the first node may take so many seconds.
+# The seconds that a connection to the first node may take.
 CONNECT_TIMEOUT_S = 5.0
 
 

@@ -72,7 +72,7 @@ class Pipes:
 
     def __enter__(self) -> Pipes:
         if self._terminals:
-            # The width is set before the ranks start, since many programs ask for it only once.
+            # The width is set before the ranks start, because many programs ask for it only once.
             self._resize_terminals()
             self._handlers.enter_context(signal_handlers((signal.SIGWINCH,), lambda _: self._resize_terminals()))
         self._thread.start()

@@ -16,7 +16,7 @@ STOP_POLL_INTERVAL_S = 0.02
 # Counted from the first signal: a rank that ignores SIGINT is sent SIGTERM, and then SIGKILL.
 SIGTERM_TIMEOUT_S = 1.0
 SIGKILL_TIMEOUT_S = 3.0
-# The other ranks may run on for so many seconds after one has died without a reason.
+# The seconds that the other ranks may run on after one has died without a reason.
 PEER_FAILURE_TIMEOUT_S = 5.0
 
 

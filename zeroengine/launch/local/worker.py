@@ -34,7 +34,7 @@ def main() -> None:
     if failure_file and sys.platform == "linux":
         # The kernel kills this process when its launcher has ended, even by SIGKILL.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # The cores are bound before the script starts any thread, since threads inherit the binding.
+    # The cores are bound before the script starts any thread, because threads inherit the binding.
     if BIND_VARIABLE in os.environ:
         cores = os.environ[BIND_VARIABLE].split(";")[int(os.environ["LOCAL_RANK"])]
         os.sched_setaffinity(0, set(map(int, cores.split(","))))
@@ -116,7 +116,6 @@ def module_code(name: str) -> tuple[ModuleSpec, CodeType]:
 
 def write_failure(path: str, code: int, summary: str, text: str) -> None:
     """Write the failure for the launcher, with the time: all ranks of a node share the clock `time.monotonic`."""
-    # The launcher may look at any moment, so the file appears with its content.
     with open(f"{path}.part", "w") as file:
         json.dump({"time": time.monotonic(), "code": code, "summary": summary, "text": text}, file)
     # The rename makes the file appear with all of its content.

@@ -112,7 +112,7 @@ def job_name(name: str, kind: str, nodes: int) -> tuple[str, list[str]]:
         kind: See `build_manifest`.
         nodes: The number of pods, which number the services.
     """
-    # The name is made valid rather than refused, since it comes from the script's file name.
+    # The name is made valid rather than refused, because it comes from the script's file name.
     label = re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-")
     if not label[:1].isalpha():
         label = f"train-{label}".strip("-")

@@ -13,8 +13,8 @@ def mpi_rank_variables(environ: Mapping[str, str], address: str | None = None, p
 
     Args:
         environ: The environment that mpirun has set.
-        address: The address of rank 0's host. It is found if all ranks are on one host, or if Slurm says it.
-        port: The port of the store there; 0 for one that is derived from the job's id.
+        address: The address of rank 0's host. It is found if all ranks are on one host, or if Slurm names it.
+        port: The port of the store there; 0 for a port derived from the job's id.
 
     Raises:
         LaunchError: MPI has not started this process, or rank 0's address cannot be found.

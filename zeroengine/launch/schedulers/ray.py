@@ -63,7 +63,7 @@ def run_on_ray(
     console.assign([f"rank {rank}" for rank in range(workers)])
     failures = tuple(sorted(worker_failures(error), key=lambda failure: failure.time))
     if not failures:
-        # The workers have not failed, but something that Ray does around them.
+        # The workers have not failed, but Ray has failed around them.
         lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         print("zero-launch: Ray could not run the workers: " + "\n  ".join(lines), file=sys.stderr)
         return 1
