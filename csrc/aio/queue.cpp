@@ -113,7 +113,7 @@ void Queue::complete(Block* block, int64_t result) {
     return;
   }
   if (result <= 0) {
-    // Of several failures the one that is first in the file is reported, whatever order they arrive in.
+    // Of several failures the first in the file is reported, whatever order they arrive in.
     ze_aio_result& reported = transfer->result;
     if (reported.error == 0 || block->offset < reported.error_offset) {
       reported.error = result < 0 ? int32_t(-result) : ZE_AIO_NO_PROGRESS;

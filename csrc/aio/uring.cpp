@@ -86,7 +86,7 @@ class Ring {
     return 0;
   }
 
-  // Puts a request in line. There is always room, for no more are under way than the ring was made for.
+  // Puts a request in line. There is always room: the ring is made for all that are in flight.
   void push(int opcode, int fd, void* address, unsigned bytes, int64_t offset, void* user) {
     const unsigned tail = *sq_tail_, slot = tail & sq_mask_;
     io_uring_sqe& sqe = static_cast<io_uring_sqe*>(sqes_)[slot];

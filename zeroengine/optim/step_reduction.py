@@ -62,7 +62,7 @@ class StepReduction:
         shards: The optimizer shard of every trainable unit, in the order of registration.
         reducer: Owns the gradients.
         transport: Sums over the ranks.
-        writes: Tells which parameters were written beside the updates.
+        writes: Knows which parameters were written from outside.
     """
 
     def __init__(

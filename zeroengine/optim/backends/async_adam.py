@@ -97,7 +97,7 @@ class AsyncAdam:
                     low_precision_param=shard.low_precision_param,
                     reload_written=shard.may_be_written,
                 )
-            # The all-gather of this unit may start now: it runs behind this update and beside the next one.
+            # The all-gather of this unit may start now: it runs after this update and overlaps the next one.
             self._parts.after_update(shard.unit)
 
         def read() -> tuple[float, bool]:
