@@ -161,7 +161,7 @@ def test_a_parameter_frozen_at_initialize_cannot_be_trained_later() -> None:
         for message, counted, plain, late in ranks:
             assert message == (
                 "parameter blocks.1.up.weight was frozen at initialize() and requires a gradient now: it would not be "
-                "trained, for it has no master and no moments. Make it trainable before initialize(); after that "
+                "trained, because it has no master and no moments. Make it trainable before initialize(); after that "
                 "requires_grad may be switched off and on between steps."
             )
             assert counted

@@ -107,7 +107,7 @@ def train(way: str, backend: Any, task: Task, stage: int, more: dict[str, Any]) 
             losses.append(engine(*task.data(99, engine.rank)).item())
         engine.train()
         counts.append(getattr(backend, "compiled", 0))
-    engine.gatherer.finish_gathers_and_release()
+    engine.gatherer.quiesce()
     assert engine.memory().gathered == 0
     state = {name.replace("_orig_mod.", ""): value for name, value in engine.full_state_dict().items()}
     engine.close()

@@ -39,7 +39,7 @@ def train(engine: zeroengine.Engine, construction: Construction, steps: int) -> 
         engine.eval()
         with torch.no_grad():
             losses.append(loss_of(engine(*construction.data(HELD_OUT, engine.rank))).item())
-    engine.gatherer.finish_gathers_and_release()
+    engine.gatherer.quiesce()
     assert engine.memory().gathered == 0
     return Trained(losses, norms, engine.full_state_dict())
 
@@ -199,7 +199,7 @@ def adapters_cost() -> list[tuple[int, zeroengine.Memory, int, int]]:
         engine = make_engine(task, stage, comm={"transport": "gloo"})  # does not round up to pages
         engine.backward(engine(*construction.data(0, engine.rank)))
         engine.step()
-        engine.gatherer.finish_gathers_and_release()
+        engine.gatherer.quiesce()
         params = list(engine.module.parameters())
         trained = sum(param.numel() for param in params if param.requires_grad)
         found.append((stage, engine.memory(), sum(param.numel() for param in params) - trained, trained))

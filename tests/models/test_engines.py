@@ -259,7 +259,7 @@ def play_all(
         engines = players(stages, **more)
         found.append(play(game, *engines))
         for engine in engines:
-            engine.gatherer.finish_gathers_and_release()
+            engine.gatherer.quiesce()
             assert engine.memory().gathered == 0
             engine.close()
     return found, play(game, Plain(build(Generator)), Plain(build(Discriminator, seed=1)))

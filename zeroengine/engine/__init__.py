@@ -1,15 +1,17 @@
 """The Engine and what only the Engine uses.
 
-- ``initialize``: from a model and a configuration to an engine; the checks before anything is changed.
-- ``assembly``: makes the parts of an engine and names them.
+- ``initialize``: makes an engine from a model and a configuration, after checks that change nothing.
+- ``assembly``: builds and lists the parts of an engine.
 - ``engine``: the Engine itself, a thin loop over its parts.
 - ``step``: the end of a step: clipping, the update, the LR schedule, the counters.
-- ``accumulation``: counts micro-steps, and says which call may end a step.
-- ``checkpointing``: what precedes and follows a save or a load of checkpoints and weights.
+- ``accumulation``: counts micro-steps, and decides which call may end a step.
+- ``checkpointing``: the work before and after a save or a load of checkpoints and weights.
+- ``restoration``: makes the model ordinary again when an engine ends or ``initialize`` fails.
+- ``ended_parts``: replaces the parts of an engine that has ended.
 - ``parameter_access``, ``gathered``: whole values of partitioned states for the user.
-- ``memory``: the report of the bytes that each state holds, and the text of out-of-memory errors.
+- ``memory``: reports the bytes that each state holds, and explains out-of-memory errors.
 - ``temporary_offload``: moves states off the device on request, and back.
 - ``mixed_precision``: casts, modules that keep fp32, buffers, autocast.
 - ``dataloader``: a data loader whose position is part of checkpoints.
-- ``duplicate_inputs``, ``foreign_parameters``: find mistakes that would train something else without a word.
+- ``duplicate_inputs``, ``foreign_parameters``: find mistakes that would silently train something else.
 """

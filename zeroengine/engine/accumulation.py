@@ -100,7 +100,7 @@ class Accumulation(BackwardListener):
         if self._forwards_before_backward:
             self._passes += 1
             # Inside `no_sync` gradients add up on purpose.
-            self._local_passes += not self._backward.sync_enabled
+            self._local_passes += not self._backward.reduces_gradients
             self._warn_of_forgotten_step()
         # Gradients are reduced while the last backward of a step computes. A wrong guess costs time and never a
         # gradient, since `reduce_remaining` reduces the rest at the end of the step.

@@ -1,4 +1,4 @@
-"""The parts of an engine, each complete when its constructor returns and using only parts that were made before it."""
+"""The parts of an engine. Each is complete when its constructor returns, and uses only parts that were built before."""
 
 from __future__ import annotations
 
@@ -44,26 +44,26 @@ from zeroengine.utils.malloc_trim import trim_heap
 
 log = logging.getLogger("zeroengine")
 
-# The parameters without values that an error names.
+# The number of parameters without values that an error names.
 NUM_SHOWN = 5
 # The freed bytes after which the C allocator is told to give memory back.
 TRIM_INTERVAL_BYTES = 64 << 20
 
 
 class EngineParts:
-    """The parts of one engine, made on every rank. Making them partitions ``model``.
+    """The parts of one engine, built on every rank. Building them partitions ``model``.
 
     Args:
         model: The model; its parameters keep their objects, shapes and names.
-        base_optimizer: An optimizer over the model's own parameters, whose rule and param groups are taken over.
+        base_optimizer: An optimizer over the model's own parameters, whose rule and param groups are adopted.
         config: The resolved configuration, the same on every rank.
         group: The ranks to partition over.
-        plans: How the model is cut into units.
+        plans: The units that the model is cut into.
         lr_scheduler: A schedule over ``base_optimizer``, a callable that makes one, or None.
-        async_step: Whether a step is issued without waiting for its norm. None decides by the device.
-        copies: Moves tensors between the device and the host. None decides by the device.
-        undo: Takes the calls that leave ``model``, ``base_optimizer`` and ``lr_scheduler`` ordinary, with the values
-            that they have at that time, and give back what the engine holds outside of tensors.
+        async_step: Whether a step is issued without waiting for its norm. None: on a GPU, where possible.
+        copies: Moves tensors between the device and the host. None: as the device requires.
+        undo: Receives the calls that make ``model``, ``base_optimizer`` and ``lr_scheduler`` ordinary again, with their
+            values at that time, and that free the engine's threads, files and other resources.
         end_step: Called by ``step()`` of either optimizer.
         zero_grad: Called by ``zero_grad()`` of either optimizer.
 
@@ -72,20 +72,20 @@ class EngineParts:
         config: The resolved configuration.
         group: The ranks that the states are partitioned over.
         transport: Moves bytes between these ranks.
-        placement: Says which states live in CPU memory or on a disk, and holds the stores that they live in.
+        placement: The states that live in CPU memory or on a disk, and the stores that they live in.
         units: All units of the model, in the order of registration.
         scaler: The loss scale.
-        backward: Tells when backwards begin and end.
-        accumulation: Counts micro-steps, and says which call may end a step.
+        backward: Reports when backwards begin and end.
+        accumulation: Counts micro-steps, and decides which call may end a step.
         gatherer: Gathers parameters before they are used and releases them afterwards.
-        reducer: Collects gradients in buckets and reduces them.
-        outside_writes: Finds values that were written into the model from outside.
+        reducer: Collects gradients in buffers and reduces them.
+        outside_writes: Finds values that user code wrote into the model.
         optimizer: Updates this rank's shards.
         step_runner: Clips, updates, steps the LR schedule, and counts.
         foreign_parameters: Finds parameters that ``initialize`` was not given.
         input_comparison: Warns where ranks train on the same samples.
         state_offloader: Moves states away from the device on request.
-        save_on_signal: Saves a checkpoint when a signal arrives; None where the configuration does not ask for it.
+        save_on_signal: Saves a checkpoint when a signal arrives; None if that is not configured.
         restoration: Makes the parameters whole and ordinary when the engine ends.
         undo: The calls that end the engine. ``restoration`` is one of them.
     """
@@ -111,27 +111,26 @@ class EngineParts:
         self.transport = open_transport(group, comm.transport, comm.timeout_seconds, bool(comm.register_buffers))
         undo.callback(self.transport.close)
         degrees = degrees_of_stage(config.zero_optimization.stage, group.world_size)
-        # Placing states may create files. If one rank has no space, every rank has to raise: the others would otherwise
-        # wait for it in the first broadcast below.
+        # Placing states may create files. If one rank has no space, every rank must raise, because the others would
+        # otherwise wait for it in the first broadcast below.
         with group.collective_errors("to initialize"):
             self.placement = place_states(plans, degrees, config, self.transport, group.device, copies)
         undo.callback(self.placement.close)
         self.units: list[Unit] = []
         self.restoration = Restoration(self.units, group, self.transport, self.placement)
         undo.push(self.restoration)
-        # Each unit is in the list as soon as it holds parameters, so that an error in a later one restores these.
+        # Each unit is in the list as soon as it holds parameters, so that an error in a later unit restores them.
         self.units.extend(self._make_units(plans, degrees))
         _forbid_forward_while_unset(model, self.units, undo)
-        # Each unit took rank 0's parameters above. Buffers belong to no unit, so rank 0 broadcasts them here.
+        # The units have rank 0's parameters. Buffers belong to no unit, so rank 0 broadcasts them here.
         mixed_precision.prepare_buffers(model, config, group.device, group.broadcast, undo)
         self.scaler = LossScaler(config.fp16 if config.scales_loss else None)
         # Only trainable parameters get gradients, and the first of these marks the beginning of a plain backward.
         trainable = [param for unit in self.units if unit.trainable for param in unit.params]
         self.backward = BackwardTracker(trainable, config.scales_loss)
         micro_steps_per_step = None if config.manual_accumulation else int(config.gradient_accumulation_steps)
-        # Listeners are called in the order in which they subscribe, and in the reverse order at the end of a backward.
-        # Accumulation, gatherer, reducer and step runner subscribe in their constructors, so the order of these lines
-        # matters.
+        # Accumulation, gatherer, reducer and step runner subscribe to ``backward`` in their constructors. The order of
+        # these lines matters, because listeners are called in this order, and at the end of a backward in reverse.
         self.accumulation = Accumulation(micro_steps_per_step, group.rank, self.backward)
         self.gatherer = Gatherer(model, self.units, self.transport, config, self.backward)
         collects_copies = group.device.type == "cuda" if async_step is None else async_step
@@ -139,10 +138,9 @@ class EngineParts:
         self.reducer = Reducer(self.units, self.transport, config, self.backward, stores, collects_copies)
         for handle in (*self.gatherer.hook_handles, *self.reducer.hook_handles):
             undo.callback(handle.remove)
-        # From here on the ranks agree on all values. Later changes of a parameter's version were made outside of the
-        # engine.
+        # The ranks agree on all values now. Later changes of a parameter's version come from outside of the engine.
         self.outside_writes = OutsideWrites(self.units, group)
-        # The caller's optimizer and schedule are checked and may raise on one rank alone.
+        # These check the caller's optimizer and schedule, and may raise on one rank alone.
         with group.collective_errors("to initialize"):
             self.optimizer = ShardedOptimizer(
                 base_optimizer,
@@ -171,16 +169,15 @@ class EngineParts:
             self.backward,
         )
         undo.callback(self.step_runner.close)
-        # This remembers the model as it is now, so everything that replaces parameters has to be done before.
+        # This records the present model, so everything that replaces parameters must be done before.
         self.foreign_parameters = ForeignParameters(model, self.units, base_optimizer, group.rank)
         self.input_comparison = InputComparison(self.transport, group.device)
-        # After this the caller's optimizer.step() ends a step of the engine instead of updating the parameters that
-        # this rank alone sees.
+        # From here on the caller's optimizer.step() ends a step of the engine. It would otherwise update parameters on
+        # this rank alone.
         redirect_calls(base_optimizer, end_step, zero_grad, undo)
-        # The casts are registered last, for they prepend their hooks: inputs are then cast before the gatherer's hooks
-        # run.
+        # The casts come last because they prepend their hooks, so inputs are cast before the gatherer's hooks run.
         mixed_precision.install(model, config, group.device, undo)
-        # Whole parameters were freed in small pieces, which the C allocator would keep for itself.
+        # Whole parameters were freed in small pieces, which the C allocator would not return to the system.
         trim_heap()
         if group.rank == 0:
             _log_notices(config, group, self.transport)
@@ -190,9 +187,9 @@ class EngineParts:
             undo.callback(self.save_on_signal.close)
 
     def _make_units(self, plans: Sequence[UnitPlan], degrees: Degrees) -> Iterator[Unit]:
-        """Move the model's parameters into units, one after another, and give back the memory that each frees."""
-        # The parameters of a small unit stay whole on every rank: gathering them costs more in latency than their
-        # partitioning saves in memory.
+        """Move the model's parameters into units, one after another, and return the freed memory to the system."""
+        # The parameters of a small unit stay whole on every rank, because gathering them would cost more time than
+        # partitioning them saves memory.
         threshold = self.config.zero_optimization.param_persistence_threshold
         degrees_of_small_unit = dataclasses.replace(degrees, parameters=1)
         count_freed, master_stores = call_every(TRIM_INTERVAL_BYTES, trim_heap), iter(self.placement.optimizer_stores)
@@ -200,21 +197,21 @@ class EngineParts:
         # unit, rather than two copies of the model.
         for plan, stored in zip(plans, self.placement.parameter_shards, strict=True):
             unit_degrees = degrees_of_small_unit if plan.numel <= threshold else degrees
-            # Frozen units have no masters, so the optimizer's stores are as many as the trainable units.
+            # Frozen units have no masters, so there is one optimizer store for each trainable unit.
             master_store = next(master_stores) if plan.trainable else None
             unit = Unit(plan, unit_degrees, self.transport, self.group.broadcast, stored, master_store)
-            # Freed are the values that its parameters had before, and the fp32 values from which a unit of lower
-            # precision was rounded.
+            # This frees the old values of the parameters, and the fp32 values from which a unit of lower precision was
+            # rounded.
             count_freed(unit.full_buffer.nbytes + (4 * plan.numel if unit.is_mixed_precision else 0))
             yield unit
 
 
 def _forbid_forward_while_unset(model: nn.Module, units: Sequence[Unit], undo: ExitStack) -> None:
-    """Make a forward of ``model`` raise ``ZeroEngineError`` for as long as some of its parameters have no values.
+    """Make a forward of ``model`` raise ``ZeroEngineError`` as long as some of its parameters have no values.
 
     The hook that checks this removes itself when all parameters are set; ``undo`` removes it before that.
     """
-    # Almost every model has all its values, and then no hook costs time at every forward.
+    # A hook costs time at every forward, and almost every model has all its values.
     if not any(unit.unset_params for unit in units):
         return
 
@@ -222,7 +219,7 @@ def _forbid_forward_while_unset(model: nn.Module, units: Sequence[Unit], undo: E
         names = [slot.name for unit in units for slot in unit.layout.slots if slot.name in unit.unset_params]
         if not names:
             handle.remove()
-        # A shallow copy of the model takes this hook along.
+        # A shallow copy of the model has the same hook.
         elif module is model:
             raise ZeroEngineError(
                 f"these parameters were built under meta_init(values=False) and have no values yet: "

@@ -88,7 +88,7 @@ class EngineCheckpoints:
                     f"{MANUAL_MODE} in the configuration and end it with step()."
                 )
         # An overflow may be unreported yet, and the counters that are saved must include the last step.
-        parts.step_runner.sync_and_report()
+        parts.step_runner.await_and_report()
         # Masters take over the values that the user wrote into the model since the last step, so that these are saved.
         self._settle_parameters()
         default_tag = f"step-{parts.step_runner.num_updates}"
@@ -110,7 +110,7 @@ class EngineCheckpoints:
             parts.state_offloader.check_resident("load_checkpoint()")
             parts.foreign_parameters.check()
         # The report reads the gradients of the last step, so it comes before a failed backward drops gradients.
-        parts.step_runner.sync_and_report()
+        parts.step_runner.await_and_report()
         parts.backward.finish()
         self._settle_parameters()
         restored = self._get_manager().load(
@@ -190,7 +190,7 @@ class EngineCheckpoints:
         # The order matters. Gathers and copies that are under way write parameters, so they end first. Then ranks
         # compare what the user wrote, so that masters take over only values that all ranks share. Eviction comes last,
         # for it gives back what reloading the masters brought into memory.
-        parts.gatherer.finish_gathers_and_release()
+        parts.gatherer.quiesce()
         parts.placement.finish_copies()
         parts.outside_writes.compare()
         parts.optimizer.reload_masters()
@@ -208,7 +208,7 @@ class EngineCheckpoints:
         # A load may have written masters through copies that are still under way.
         parts.placement.finish_copies()
         for shard in parts.optimizer.shards:
-            if shard.mixed:
+            if shard.unit.is_mixed_precision:
                 # A state on a disk is read in now, where a failing disk raises an error. A later page fault would end
                 # the process.
                 populate(shard.master)
@@ -220,13 +220,13 @@ class EngineCheckpoints:
             parts.placement.evict(shard.param, shard.master)
         # The load wrote these values on purpose and on every rank, so they are no divergence.
         parts.outside_writes.reset_baseline()
-        parts.gatherer.finish_gathers_and_release()
+        parts.gatherer.quiesce()
         # Ranks that share memory read parameters of each other in place. None may go on while a peer still writes.
         parts.transport.fence()
 
     def _counters(self) -> dict[str, int]:
         runner = self._parts.step_runner
-        runner.sync_step()
+        runner.await_result()
         return {
             "global_steps": runner.num_updates,
             "micro_steps": self._parts.accumulation.micro_steps,

@@ -1,4 +1,4 @@
-"""What is left of an engine after ``close`` or ``release``."""
+"""Replaces the parts of an engine that has ended, by ``close`` or ``release``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class EndedParts:
 
     Args:
         call: The public call that ended the engine.
-        parts: The parts until then. None of them is kept, so their memory is freed.
+        parts: The parts of the engine. None of them is kept, so their memory is freed.
     """
 
     has_ended = True
@@ -31,7 +31,7 @@ class EndedParts:
         self.accumulation = SimpleNamespace(micro_steps=parts.accumulation.micro_steps)
         self.scaler = SimpleNamespace(scale=parts.scaler.scale)
         self.step_runner = SimpleNamespace(
-            sync_step=lambda: None,
+            await_result=lambda: None,
             num_updates=runner.num_updates,
             num_skipped=runner.num_skipped,
             grad_norm=runner.grad_norm,
@@ -41,7 +41,7 @@ class EndedParts:
 
     def __getattr__(self, name: str) -> NoReturn:
         """Raise EndedEngineError: only counters can be read."""
-        # Python's own protocols, such as copy and pickle, look for names like these and expect AttributeError.
+        # Python's own protocols, such as copy and pickle, look up such names and expect AttributeError.
         if name.startswith("__"):
             raise AttributeError(name)
         raise EndedEngineError(

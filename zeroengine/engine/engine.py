@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from zeroengine.weights.live_weights import LoadResult, Weights
 
 
+OptimizerCall = Callable[[], None]
+
+
 class Engine:
     """Trains a partitioned model. ``initialize`` makes one.
 
@@ -54,14 +57,14 @@ class Engine:
         rank: The number of this rank among those that the model is partitioned over.
         world_size: The number of these ranks.
         gatherer: Gathers parameters before they are used and releases them afterwards.
-        reducer: Collects gradients in buckets and reduces them.
+        reducer: Collects gradients in buffers and reduces them.
 
     Args:
-        make_parts: Makes the parts of the engine. It takes the functions that ``step()`` and ``zero_grad()`` of either
+        make_parts: Builds the parts of the engine, from the functions that ``step()`` and ``zero_grad()`` of either
             optimizer call.
     """
 
-    def __init__(self, make_parts: Callable[[Callable[[], None], Callable[[], None]], EngineParts]) -> None:
+    def __init__(self, make_parts: Callable[[OptimizerCall, OptimizerCall], EngineParts]) -> None:
         # The parts keep these two methods for ``step()`` and ``zero_grad()`` of the optimizers.
         self._parts = parts = make_parts(self._end_step_by_optimizer, self.zero_grad)
         self._checkpoints = EngineCheckpoints(parts)
@@ -182,29 +185,29 @@ class Engine:
     def global_steps(self) -> int:
         """The updates taken."""
         # The counters wait for the last step, so that their values include it.
-        self._parts.step_runner.sync_step()
+        self._parts.step_runner.await_result()
         return self._parts.step_runner.num_updates
 
     @global_steps.setter
     def global_steps(self, steps: int) -> None:
-        self._parts.step_runner.sync_step()
+        self._parts.step_runner.await_result()
         self._parts.step_runner.num_updates = steps
 
     @property
     def skipped_steps(self) -> int:
         """The updates left out because the gradient was not finite."""
-        self._parts.step_runner.sync_step()
+        self._parts.step_runner.await_result()
         return self._parts.step_runner.num_skipped
 
     @skipped_steps.setter
     def skipped_steps(self, steps: int) -> None:
-        self._parts.step_runner.sync_step()
+        self._parts.step_runner.await_result()
         self._parts.step_runner.num_skipped = steps
 
     @property
     def grad_norm(self) -> float | None:
         """The global norm of the last step's mean gradient before clipping; None before the first step."""
-        self._parts.step_runner.sync_step()
+        self._parts.step_runner.await_result()
         return self._parts.step_runner.grad_norm
 
     @property
@@ -362,7 +365,7 @@ class Engine:
     def _finish_gradients(self, call: str) -> None:
         """Return with the gradients of this step reduced. If it raises nothing has changed."""
         # Every rank keeps its gradients inside `no_sync`, so a reduction here would contradict what the user asked for.
-        if not self._parts.backward.sync_enabled:
+        if not self._parts.backward.reduces_gradients:
             raise ZeroEngineError(
                 f"{call} inside `with engine.no_sync()`: at the accumulation boundary the gradients are to be reduced. "
                 "Leave the `with` before the last backward of a step."
@@ -381,7 +384,7 @@ class Engine:
         parts = self._parts
         self._finish_gradients(call)
         # If anything up to this line raises, nothing has changed and the step may be called again.
-        self.gatherer.finish_gathers_and_release(before_update=True)
+        self.gatherer.begin_update()
         # The counters and the comparison advance on every rank, whether the update below is skipped or not.
         parts.accumulation.end_step(call)
         # The comparison may run a collective. It comes here because no other collective is under way at this point.
@@ -406,7 +409,7 @@ class Engine:
         backward = self._parts.backward
         # A plain backward before the `with` ends as it began, and so does the last one inside it.
         backward.end_if_over()
-        sync_enabled_before, backward.sync_enabled = backward.sync_enabled, False
+        reduces_before, backward.reduces_gradients = backward.reduces_gradients, False
         try:
             yield
         finally:
@@ -414,7 +417,7 @@ class Engine:
             try:
                 backward.end_if_over()
             finally:
-                backward.sync_enabled = sync_enabled_before
+                backward.reduces_gradients = reduces_before
 
     def train(self, mode: bool = True) -> Engine:
         """Set training mode, as ``nn.Module.train``."""

@@ -24,18 +24,18 @@ class Memory:
     """Bytes that an engine holds on this rank now, by state. ``str`` of it is a table for people.
 
     Attributes:
-        device: The device of the engine, to whose memory all of the following refer but ``cpu`` and ``nvme``.
-        parameters: In the compute dtype: shards, or whole parameters where the parameter degree is 1.
-        gradients: What is kept of them between backwards.
-        master: The fp32 master weights, where the compute dtype is lower.
+        device: The device of the engine. All of the following are bytes of its memory, except ``cpu`` and ``nvme``.
+        parameters: The parameters in the compute dtype: shards, or whole parameters at parameter degree 1.
+        gradients: The summed gradients that are kept between backwards.
+        master: The fp32 master weights, if the compute dtype is lower.
         optimizer: The moments.
-        buckets: Gradients on their way into a reduction.
-        gathered: Full buffers of units that are released between uses, and gathered right now.
-        put_off: Of ``gathered``, by unit: the bytes that a tensor of the user shares, so that they are not freed.
-        staging: Buffers between where states live and the computation.
-        checkpoint: The copy that ``checkpoint.async_save`` writes from, kept for the next one; on a GPU see ``cpu``.
-        cpu: Beside a GPU: the bytes in CPU memory, by the names above.
-        nvme: Of the four states, the bytes that are on a disk and not in memory.
+        buckets: The buffers that gradients are reduced from.
+        gathered: The full buffers of units that are released between uses, and are gathered now.
+        put_off: The part of ``gathered``, by unit, that is not freed because a tensor of the user shares the memory.
+        staging: Buffers between the stores of offloaded states and the computation.
+        checkpoint: The copy that ``checkpoint.async_save`` writes from, kept for the next save; on a GPU see ``cpu``.
+        cpu: If the engine is on a GPU: the bytes in CPU memory, by the names above.
+        nvme: The bytes of the four states that are on a disk and not in memory.
     """
 
     device: str
@@ -58,7 +58,7 @@ class Memory:
 
     @property
     def states(self) -> int:
-        """Return the bytes that the table of ZeRO, section 5, counts: the four states, wherever they are."""
+        """Return the bytes that the table in ZeRO, section 5, counts: the four states, wherever they are."""
         return sum(getattr(self, name) + self.cpu.get(name, 0) + self.nvme.get(name, 0) for name in REPORTED_STATES)
 
     def __str__(self) -> str:
@@ -68,7 +68,7 @@ class Memory:
         heads = "".join(f"{name:>16}" for name in (device_head, *offloaded))
         lines = [f"{f'on {self.device}':<12}{heads}" if offloaded else f"on {self.device}"]
         for name in (*REPORTED_STATES, *WORKING, "checkpoint", "total"):
-            # Staging belongs to offloading, so this row would only distract without it.
+            # Without offloading this row would only distract.
             if name == "staging" and not offloaded:
                 continue
             if name == "checkpoint" and not (self.checkpoint or self.cpu.get(name)):
@@ -91,10 +91,9 @@ def measure_memory(parts: EngineParts, checkpoint_copy_bytes: int) -> Memory:
         parts: The parts of the engine.
         checkpoint_copy_bytes: The bytes of the copy that a checkpoint is written from.
     """
-    # Each state is counted once, by the medium of its store, so the columns of the table add up.
+    # Each state is counted once, by the medium of its store, so that the columns of the table add up.
     on_device, in_cpu, on_disk = (_bytes_of_states(parts, medium) for medium in (None, "cpu", "nvme"))
-    # Host buffers are device memory where the engine computes on the CPU, so they are counted in one place or the
-    # other.
+    # If the engine computes on the CPU, host buffers count as memory of the device.
     host_staging = parts.placement.host_buffer_bytes
     computes_on_cpu = parts.group.device.type == "cpu"
     return Memory(
@@ -111,11 +110,11 @@ def measure_memory(parts: EngineParts, checkpoint_copy_bytes: int) -> Memory:
 
 
 def _bytes_of_states(parts: EngineParts, medium: Medium | None) -> dict[str, int]:
-    """Return the bytes of each state in one kind of memory; None is the device's."""
-    # A shard may be away for a while and then holds no bytes, so resident bytes are counted rather than sizes.
+    """Return the bytes of each state in one kind of memory. None stands for the device."""
+    # A temporarily offloaded shard has no bytes here, so resident bytes are counted rather than sizes.
     sizes = parts.optimizer.bytes_in(medium)
     shards = ((unit.shard, unit.offloaded_shards) for unit in parts.units)
-    gradients = ((grads.flat_grads, grads.store) for grads in parts.reducer.gradients)
+    gradients = ((unit_grads.flat_grads, unit_grads.store) for unit_grads in parts.reducer.gradients)
     for name, tensors in (("parameters", shards), ("gradients", gradients)):
         sizes[name] = sum(
             resident_bytes(tensor) for tensor, store in tensors if (None if store is None else store.medium) == medium
@@ -124,7 +123,7 @@ def _bytes_of_states(parts: EngineParts, medium: Medium | None) -> dict[str, int
 
 
 def explain_out_of_memory(method: METHOD) -> METHOD:
-    """Return a method of an engine whose out-of-memory errors say what the engine holds and what to change."""
+    """Make out-of-memory errors of an engine's method say what the engine holds and what to change."""
 
     @functools.wraps(method)
     def run(engine: Any, *args: Any, **kwargs: Any) -> Any:
@@ -141,23 +140,23 @@ def explain_out_of_memory(method: METHOD) -> METHOD:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Return whether ``error`` says that a tensor did not fit into memory, the device's or the host's."""
-    # For the host's memory torch has no class of errors.
+    """Return whether ``error`` says that a tensor did not fit into the memory of the device or the host."""
+    # Torch has no class of errors for the host's memory.
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: " in str(error)
 
 
 def add_advice(error: RuntimeError, config: Config, device: torch.device, world_size: int, holds: str) -> None:
-    """Add to the message of an out-of-memory error what to change. It keeps its type, for callers that catch it.
+    """Add advice to the message of an out-of-memory error, which keeps its type for callers that catch it.
 
     Args:
         error: The error.
         config: The resolved configuration.
         device: The device that the model computes on.
         world_size: The number of ranks.
-        holds: What takes the memory, in sentences.
+        holds: Sentences that say what takes the memory.
     """
     zero, computes_on_cpu = config.zero_optimization, device.type == "cpu"
-    # The remedies are listed with the cheapest first. Offloading costs most time, so it comes last.
+    # The cheapest remedies come first. Offloading costs the most time, so it comes last.
     remedies = []
     if zero.stage < 3 and world_size > 1:
         remedies.append(f'"zero_optimization": {{"stage": {zero.stage + 1}}}')

@@ -38,11 +38,11 @@ def full_gradient(param: nn.Parameter) -> torch.Tensor | None:
         ZeroEngineError: ``param`` belongs to no engine, or is frozen, or a backward is under way.
     """
     located = LocatedParameter(param)
-    reducer, grads = located.parts.reducer, located.shard.grads if located.shard is not None else None
-    local_gradient = None if grads is None else reducer.unreduced_gradient(grads, located.index)
+    reducer, unit_grads = located.parts.reducer, located.shard.unit_grads if located.shard is not None else None
+    local_gradient = None if unit_grads is None else reducer.unreduced_gradient(unit_grads, located.index)
     # These facts are local, and a rank may have no gradient where others have one. All ranks learn of all of them, so
     # that they decide alike whether to exchange anything.
-    has_gradient = local_gradient is not None or (grads is not None and grads.has_grad[located.index])
+    has_gradient = local_gradient is not None or (unit_grads is not None and unit_grads.has_grad[located.index])
     with located.same_call("full_gradient", has_gradient) as has_gradient_by_rank:
         shard = located.trainable_shard()
         reducer.check_backward_ended()
@@ -51,7 +51,7 @@ def full_gradient(param: nn.Parameter) -> torch.Tensor | None:
     if not any(has_gradient_by_rank):
         return None
     # A gradient may be in two places: earlier micro-steps in the reduced shard, later ones in this rank's own buffers.
-    gradient = located.expand(located.owned_parts(shard.gradient) if shard.grads.is_reduced else ())
+    gradient = located.expand(located.owned_parts(shard.gradient) if shard.unit_grads.launched_in_step else ())
     if local_gradient is not None:
         gradient += local_gradient
     located.parts.group.all_reduce(gradient)
@@ -79,9 +79,9 @@ def set_full_gradient(param: nn.Parameter, value: torch.Tensor) -> None:
     parts.group.broadcast(value)
     # The engine keeps sums rather than means, so the value is multiplied by the divisor of the update.
     summed = value * parts.step_runner.divisor()
-    if shard.grads.is_reduced:
+    if shard.unit_grads.launched_in_step:
         located.write(shard.gradient, summed)
-    parts.reducer.replace_gradient(shard.grads, located.index, summed)
+    parts.reducer.replace_gradient(shard.unit_grads, located.index, summed)
 
 
 def full_optimizer_state(param: nn.Parameter, key: str) -> torch.Tensor:

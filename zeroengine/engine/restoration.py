@@ -1,4 +1,4 @@
-"""Leave an ordinary model where an engine ends, or where ``initialize`` fails half way."""
+"""Makes the model ordinary again when an engine ends, or when ``initialize`` fails halfway."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ log = logging.getLogger("zeroengine")
 
 
 class Restoration:
-    """Makes all parameters whole and ordinary, with the values that they have at that time.
+    """Makes all parameters whole and ordinary, with their current values.
 
-    It is the exit function of a ``contextlib.ExitStack``. Partitioned parameters take a collective, so after an error
-    they are restored only if every rank has it. Otherwise each use of one raises.
+    It is called as an exit callback of a ``contextlib.ExitStack``. Partitioned parameters take a collective, so after
+    an error they are restored only if every rank has that error. Otherwise each use of such a parameter raises.
 
     Args:
         units: The units that have been made. The list may grow until the end.
@@ -36,7 +36,7 @@ class Restoration:
         placement: Holds the stores of offloaded states.
 
     Attributes:
-        shards: Holds the fp32 master weights, which parameters of a lower precision were rounded from.
+        shards: The shards of the optimizer, which hold the fp32 master weights; empty before it is built.
     """
 
     def __init__(self, units: Sequence[Unit], group: Group, transport: Transport, placement: Placement) -> None:
@@ -48,7 +48,7 @@ class Restoration:
         """Check that whole parameters fit into the memory of every rank. A collective.
 
         Raises:
-            ZeroEngineError: They do not, on some rank. Raised on every rank.
+            ZeroEngineError: They do not fit on some rank. Raised on every rank.
         """
         nbytes = sum(
             slot.numel * dtype.itemsize
@@ -62,7 +62,7 @@ class Restoration:
         device = self._group.device
         with self._group.collective_errors("to make the parameters whole"):
             if device.type == "cpu":
-                # Every rank of this machine takes as much.
+                # All ranks of this machine share its memory.
                 free = available_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             else:
                 cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -75,36 +75,36 @@ class Restoration:
                 )
 
     def leave_partitioned(self, reason: str) -> None:
-        """Restore only what takes no collective. ``reason`` is part of the error of each use of the others."""
+        """Restore only parameters that take no collective. The error of each use of the others states ``reason``."""
         # A single process takes no collective.
         if self._group.world_size > 1:
             self._reason_not_whole = reason
             if any(unit.is_releasable for unit in self._units):
-                log.warning("partitioned parameters have no values any more: %s", reason)
+                log.warning("partitioned parameters no longer have values: %s", reason)
 
     def __call__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Restore the parameters. A collective, unless ``error`` is of this rank alone."""
+        """Restore the parameters. This is a collective, unless ``error`` was raised on this rank alone."""
         reason = self._reason_not_whole
         alone = self._group.world_size == 1
         if not (alone or error is None or self._group.is_error_of_all_ranks(error)):
             reason = f"initialize() failed on some rank ({type(error).__name__}: {error})"
-        # Copies between the device and the host may still be under way.
+        # Copies between the device and the host may still be in progress.
         self._placement.finish_copies()
         shard_of = {shard.unit: shard for shard in self.shards}
         # Parameters that were made in inference mode could never be trained.
         with torch.inference_mode(False), torch.no_grad():
             for unit in self._units:
-                if not reason and unit.has_wider_master:
+                if not reason and unit.restores_from_master:
                     unit.restore_parameters(list(self._master_values(unit, shard_of.get(unit))))
                 elif not (reason and unit.is_releasable):
                     unit.gather_whole()
                     unit.restore_parameters()
                 else:
-                    unit.abandon_parameters(_Refusal(reason))
+                    unit.abandon_parameters(_RaisingResolver(reason))
         if not reason:
-            # A peer may still read the last parameters from this rank's memory, which is about to go.
+            # A peer may still read the last parameters from this rank's memory, which is freed next.
             self._transport.fence()
         trim_heap()
 
@@ -112,23 +112,23 @@ class Restoration:
         """Yield the whole fp32 values of each parameter of ``unit``."""
         if shard is not None and shard.may_be_written:
             shard.reload_master()
-        master = unit.master if shard is None else shard.master
+        master = unit.initial_master if shard is None else shard.master
         assert master is not None
         for index, slot in enumerate(unit.layout.slots):
             value = torch.zeros(slot.numel, dtype=torch.float32, device=self._group.device)
-            # Several ranks hold each shard where the degree is below the number of ranks. The first of them counts.
+            # If the degree is below the number of ranks, several ranks hold each shard, and the first one sends it.
             if unit.rank < unit.degrees.optimizer:
                 for span in unit.layout.spans(unit.rank, unit.degrees.optimizer):
                     if span.param_index == index:
                         values = master[span.shard_offset : span.shard_offset + span.numel]
-                        # A failing disk is an error here, where a plain read would end the process.
+                        # If a disk fails this raises, whereas a plain read would end the process.
                         populate(values)
                         value[span.param_offset : span.param_offset + span.numel] = values.to(value.device)
             self._group.all_reduce(value)
             yield value.view(slot.shape)
 
 
-class _Refusal:
+class _RaisingResolver:
     """A resolver of released parameters that always raises."""
 
     def __init__(self, reason: str) -> None:
@@ -136,6 +136,6 @@ class _Refusal:
 
     def __call__(self, param: nn.Parameter, operation: str) -> None:
         raise ReleasedParameterError(
-            f"`{operation}` of a partitioned parameter of shape {tuple(param.shape)}: its values are not here, for "
+            f"`{operation}` of a partitioned parameter of shape {tuple(param.shape)}: its values are not here, because "
             f"{self._reason}. Build the model anew, and load its weights."
         )

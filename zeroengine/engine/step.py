@@ -1,19 +1,20 @@
 """The end of a step: clipping, the update, the LR schedule, and the counters.
 
-[Note: Steps whose result is known late]
-With ``AsyncAdam`` (Adam on a GPU, nothing offloaded) ``Engine.step`` issues a step and returns: see "A step without
-waiting" in ``optim/backends/async_adam.py``.
-The host learns the result where somebody asks for it (``global_steps`` and the like, the truth value of what ``step``
-returned), when the next backward begins, before checkpoints, and at the end. In each of these places the device still
-has the update before it, and at the next backward the forward, too, so it does not run out of work.
+[Note: Asynchronous steps]
+With ``AsyncAdam`` (Adam on a GPU, nothing offloaded) ``Engine.step`` issues a step and returns before its result is
+known: see "A step without waiting" in ``optim/backends/async_adam.py``. The host awaits the result when the user asks
+for it (by ``global_steps`` and other counters, or the truth value of the ``StepResult``), when the next backward
+begins, before checkpoints, and when the engine ends. At these times the device still has to run the update, and when
+the next backward begins also the forward, so it does not run out of work.
 
-- Learning the result takes one rank alone, for a rank may ask alone. Finding the name of the parameter whose gradient
-  was not finite is collective. It happens when the next backward begins: on every rank, and before gradients are
-  overwritten.
+- A rank awaits the result without the others, because the user may ask on one rank. Finding the name of the parameter
+  whose gradient was not finite is a collective. It runs when the next backward begins, because that happens on every
+  rank, and before gradients are overwritten.
 - The LR schedule is stepped at once. If the step turns out to have been skipped, the schedule and the hyperparameters
-  return to what they were before, except for what the user has written since.
-- fp16 waits at the end of the step: the loss scale of the next backward depends on the result, and an overflow at the
-  smallest scale is an error of that very step. A schedule without ``state_dict`` waits too, for it cannot be reverted.
+  are reverted, except for hyperparameters that the user has written since.
+- In fp16 a step is not asynchronous, because the loss scale of the next backward depends on the result, and because an
+  overflow at the smallest scale is an error of that very step. Nor is it with a schedule without ``state_dict``, which
+  cannot be reverted.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ log = logging.getLogger("zeroengine")
 
 
 class StepRunner(BackwardListener):
-    """Take steps from reduced gradients, and count the updates and the skipped steps.
+    """Takes steps from reduced gradients, and counts the updates and the skipped steps.
 
     Args:
         config: The resolved configuration.
@@ -53,13 +54,13 @@ class StepRunner(BackwardListener):
         schedule: The LR schedule, or None.
         scaler: The loss scale, which each step updates.
         reducer: Owns the gradients.
-        gatherer: Lets other ranks read the updated parameters where they wait for them.
-        transport: Names this rank, and tells whether the ranks have run the same collectives.
-        backward: Tells when the next backward begins.
+        gatherer: Publishes the updated parameters.
+        transport: Knows this rank's number, and whether the ranks have run the same collectives.
+        backward: Reports when the next backward begins.
 
     Attributes:
-        num_updates: Updates taken. Like the two below, up to date once ``sync_step`` has returned.
-        num_skipped: Updates left out because the gradient was not finite.
+        num_updates: Number of updates. Like the next two, it is up to date after ``await_result``.
+        num_skipped: Number of steps that were skipped because the gradient was not finite.
         grad_norm: Norm of the last step's mean gradient before clipping, or None before the first step.
         gradient_clipping: The largest norm of the gradient; 0 for no clipping.
     """
@@ -79,22 +80,22 @@ class StepRunner(BackwardListener):
         self.num_updates = self.num_skipped = 0
         self.grad_norm: float | None = None
         self.gradient_clipping = config.gradient_clipping
-        # Hold the limit that clip_grad_norm_ set for the step in progress alone.
+        # The limit that clip_grad_norm_ set for the step in progress.
         self._clip_once: float | None = None
         self._guard = ScheduleGuard(schedule)
         self._warned_of_hooks = False
         self._config, self._optimizer, self._base_optimizer = config, optimizer, base_optimizer
         self._scaler, self._reducer, self._gatherer, self._transport = scaler, reducer, gatherer, transport
-        # The step whose result is not known yet, and the function that reverts the schedule if it was skipped.
+        # The result of the step that is not counted yet, and the function that reverts the schedule, if it was stepped.
         self._issued: tuple[StepResult, Callable[[], None] | None] | None = None
         # An overflow that has not been reported yet: the step's number, and whether the step was skipped.
         self._overflow: tuple[int, bool] | None = None
         backward.subscribe(self)
 
     def check_backward(self, wants_gradients: bool) -> None:
-        """Report on the step before. Refuse a backward after ``clip``, whose norm would lack its gradients."""
-        # This point is collective on every rank, and the gradients of the step before are still as they were.
-        self.sync_and_report()
+        """Report on the previous step. Refuse a backward after ``clip``, whose norm would lack its gradients."""
+        # Every rank comes here, and the gradients of the previous step are still unchanged.
+        self.await_and_report()
         # A backward of frozen parameters adds nothing to the gradient, so clipping before it is no mistake.
         if wants_gradients and self._clip_once is not None:
             raise ZeroEngineError(
@@ -102,33 +103,32 @@ class StepRunner(BackwardListener):
             )
 
     def divisor(self) -> float:
-        """Return what the summed gradient is divided by for the mean over ranks and micro-steps."""
+        """Return the number that the summed gradient is divided by for the mean over ranks and micro-steps."""
         copies = self._transport.world_size * self._config.micro_steps_in_mean
         return copies * self._scaler.scale / self._reducer.predivide
 
     @property
     def schedule(self) -> Any:
-        """The LR schedule that a step steps, or None."""
+        """The LR schedule that each update steps, or None."""
         return self._guard.schedule
 
     def set_schedule(self, schedule: Any) -> None:
-        """Step ``schedule`` from now on, and leave the one before to the caller."""
-        # The result of the last step may still revert the present schedule, so it comes before the change.
-        self.sync_step()
+        """Step ``schedule`` from now on, and leave the previous one to the caller."""
+        # The result of the last step may still revert the previous schedule.
+        self.await_result()
         self._guard.release()
         self._guard = ScheduleGuard(schedule)
 
     def close(self) -> None:
-        """Leave the schedule to the caller: no step will follow."""
+        """Leave the schedule to the caller, because no step will follow."""
         self._guard.release()
         # A schedule that the configuration made drives the engine's optimizer, which would keep all states in memory.
         if getattr(self.schedule, "optimizer", None) is self._optimizer:
             self.schedule.optimizer = self._base_optimizer
 
     def warn_of_unused_hooks(self) -> None:
-        """Say once that the step hooks of the optimizer that was passed in are not called by ``engine.step()``."""
-        # The check is repeated at every step, since hooks may be registered after initialize(). It stops after the
-        # first warning.
+        """Warn once that ``engine.step()`` does not call the step hooks of the optimizer that was passed in."""
+        # Hooks may be registered after initialize(), so every step checks until the first warning.
         if not self._warned_of_hooks and has_own_step_hooks(self._base_optimizer):
             self._warned_of_hooks = True
             if self._transport.rank == 0:
@@ -144,9 +144,9 @@ class StepRunner(BackwardListener):
         """Return ``value`` as a float.
 
         Raises:
-            ZeroEngineError: It is no number, or below 0, or 0 where ``zero`` is false.
+            ZeroEngineError: It is not a number, or is below 0, or is 0 although ``zero`` is false.
         """
-        # bool is an int in Python, and `True` is hardly meant as a norm of 1.
+        # A bool is an int in Python, but ``True`` is hardly meant as a norm of 1.
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not number or not (value >= 0 if zero else value > 0):
             raise ZeroEngineError(
@@ -160,138 +160,135 @@ class StepRunner(BackwardListener):
         self.gradient_clipping = 0.0 if math.isinf(max_norm) else max_norm
 
     def clip(self, max_norm: float) -> torch.Tensor:
-        """Clip the step in progress to ``max_norm``, and return the norm that it finds. Its gradients are reduced.
+        """Clip the step in progress, whose gradients are reduced, to ``max_norm``. Return the norm before clipping.
 
         Returns:
             0-d float64 on the device that the gradients are on.
         """
-        self.sync_step()
+        self.await_result()
         norm = self._optimizer.backend.norm(self.divisor(), self._label())
-        # The gradient is scaled only once, in the update. A second call therefore keeps the smaller limit.
+        # The gradient is scaled only in the update, so a second call keeps the smaller limit.
         self._clip_once = min(max_norm, self._clip_once or math.inf)
         return norm
 
     def drop_gradients(self) -> None:
-        """Undo ``clip``: the limit must not hold for the gradients that follow."""
+        """Undo ``clip``, because its limit must not apply to the gradients that follow."""
         self._clip_once = None
 
     def run_step(self) -> bool | StepResult:
-        """Take a step. Its gradients are reduced.
+        """Take a step, whose gradients are reduced.
 
         Returns:
-            Whether parameters were updated; on a GPU an object that tells when its truth value is asked for.
+            Whether parameters were updated. If the step is asynchronous, an object whose truth value awaits the result.
 
         Raises:
             ZeroEngineError: The gradient overflows at the smallest loss scale.
             DivergenceError: The ranks wrote different values into the parameters.
         """
-        # The limit of `clip` holds for one step, whether it updates or not.
+        # The limit of ``clip`` applies to one step, even if that is skipped.
         limits, self._clip_once = (self.gradient_clipping, self._clip_once or 0.0), None
         limit = min((limit for limit in limits if 0 < limit < math.inf), default=0.0)
         settings = StepSettings(self.divisor(), limit, self._skips, self._label(limit))
         try:
             result = self._optimizer.backend.step(settings)
         except DivergenceError:
-            # The gradients of this step count as used, so that the next backward starts a new step.
+            # The gradients of this step count as used, so the next backward starts a new step.
             self._reducer.end_step()
             raise
-        # The next forward gathers parameters. A transport without overlap lets peers read this rank's memory in place,
-        # so it must not go on before they are done.
-        self._gatherer.wait_for_peer_reads()
+        self._gatherer.end_update()
         schedule = self.schedule
         reversible = schedule is None or all(hasattr(schedule, name) for name in ("state_dict", "load_state_dict"))
-        # With a loss scale the next backward needs the result, and a schedule that cannot be reverted needs it, too.
-        known_late = self._optimizer.backend.is_async and not self._config.scales_loss and reversible
+        # With a loss scale the next backward needs the result, and so does a schedule that cannot be reverted.
+        is_async = self._optimizer.backend.is_async and not self._config.scales_loss and reversible
         revert_schedule = None
-        if known_late:
-            # The schedule is stepped before the result is known, as if the step had updated.
+        if is_async:
+            # The step is expected to update, so the schedule is stepped before the result is known.
             revert_schedule = step_reversibly(self._step_schedule, schedule, self._optimizer.param_groups)
             result.on_query = self._on_query()
         self._issued = (result, revert_schedule)
         self._reducer.end_step()
-        if known_late:
+        if is_async:
             return result
-        self._sync_step(is_collective=True)
+        self._await_result(is_collective=True)
         return bool(result)
 
     def _on_query(self) -> Callable[[StepResult], None]:
-        """Return a function that counts a step when its result is asked for."""
-        # The result may outlive the engine in the user's hands, so it must not keep the engine alive.
+        """Return a function that counts a step when the user asks for its result."""
+        # The user may keep the result for longer than the engine, so the result must not keep the engine alive.
         runner_ref = weakref.ref(self)
 
         def on_query(result: StepResult) -> None:
             runner = runner_ref()
             # A later step may have been issued since. Asking about an old result must not wait for the new step.
             if runner is not None and runner._issued is not None and runner._issued[0] is result:
-                runner.sync_step()
+                runner.await_result()
 
         return on_query
 
-    def sync_step(self) -> None:
-        """Wait for the result of the last step, where it is not known yet, and count it. No other rank takes part."""
-        self._sync_step(is_collective=False)
+    def await_result(self) -> None:
+        """Wait for the result of the last step, if it is not known yet, and count the step. Not a collective."""
+        self._await_result(is_collective=False)
 
-    def _sync_step(self, is_collective: bool) -> None:
-        """Count the last step, as ``sync_step`` does. Report an overflow at once where every rank comes here."""
+    def _await_result(self, is_collective: bool) -> None:
+        """Count the last step, as ``await_result`` does. If every rank comes here, report an overflow at once."""
         if self._issued is None:
             return
-        # A rank may ask alone, so a difference of the ranks' order is reported here, before any number is believed.
+        # If the ranks ran different collectives, the result is meaningless, so that is reported first.
         self._transport.check_order()
-        # The record is cleared before anything can raise or ask again, so a step is counted once.
+        # The record is cleared before anything can raise or ask again, so that a step is counted once.
         (result, revert_schedule), self._issued = self._issued, None
-        self._optimizer.backend.sync_step_counts()
+        self._optimizer.backend.await_step_counts()
         self.grad_norm = result.grad_norm
         updates, finite = bool(result), math.isfinite(result.grad_norm)
-        # The step was skipped, so the schedule has to forget that it was stepped.
         if not updates and revert_schedule is not None:
             revert_schedule()
         if not finite and is_collective:
             self._report(self.num_updates + 1, skipped=not updates)
         elif not finite:
-            # No other rank may be here, so the collective search for the name has to wait for sync_and_report.
+            # The other ranks may not come here, so await_and_report runs the collective search for the name.
             self._overflow = (self.num_updates + 1, not updates)
         self._count(updates, finite, scheduled=revert_schedule is not None)
 
-    def sync_and_report(self) -> None:
+    def await_and_report(self) -> None:
         """Wait for the result of the last step, and report an overflow with the parameter's name. A collective.
 
-        Call it on every rank, while the step's gradients are still as they were.
+        Call it on every rank, while the step's gradients are still unchanged.
         """
-        self.sync_step()
-        # The record is cleared first: the report may raise, and it must not be repeated.
+        self.await_result()
+        # The record is cleared first, because the report may raise, and must not be repeated.
         overflow, self._overflow = self._overflow, None
         if overflow is not None:
             self._report(*overflow)
 
     def final_report(self) -> None:
-        """Wait for the result of the last step, and report an overflow without a name. No other rank takes part."""
-        self.sync_step()
+        """Wait for the result of the last step, and report an overflow without a name. Not a collective."""
+        self.await_result()
         overflow, self._overflow = self._overflow, None
         if overflow is not None and self._transport.rank == 0:
             log.warning("step %d %s: a gradient is not finite", overflow[0], "skipped" if overflow[1] else "updates")
 
     @property
     def _skips(self) -> bool:
-        """Whether a gradient that is not finite updates nothing."""
+        """Whether a step with a gradient that is not finite is skipped."""
         return self._config.scales_loss or self._config.check_grad_overflow
 
     def _label(self, limit: float | None = None) -> str:
-        """Return the label of the norm's collective. Ranks that differ in it, or in what it says, are refused.
+        """Return the label of the norm's collective. It names the settings that all ranks must share.
 
         Args:
-            limit: The largest norm, where the step is taken.
+            limit: The largest norm, if this is the norm of a step.
         """
         label = f"norm at loss scale {self._scaler.scale:g}" if self._config.scales_loss else "norm"
-        # Ranks compare the labels of their collectives, so a limit that differs between ranks is found. The configured
-        # limit was compared at initialize().
+        # Ranks compare the labels of their collectives, so different limits raise an error. initialize() has compared
+        # the configured limit.
         changed = limit is not None and limit != self._config.gradient_clipping
         return f"{label} to clip to {limit:g}" if changed else label
 
     def _count(self, updates: bool, finite: bool, *, scheduled: bool = False) -> None:
-        """Count a step, and step the schedule unless it has been ``scheduled``."""
+        """Count a step. If it updates, step the schedule, unless the step was ``scheduled`` already."""
         if updates:
             self.num_updates += 1
-            # The first update tells zero-launch that this round got as far as training. Later calls do nothing.
+            # The first update tells zero-launch that this round has reached training. Later calls do nothing.
             report_step()
             if not scheduled:
                 self._step_schedule()
@@ -301,7 +298,7 @@ class StepRunner(BackwardListener):
         self._scaler.update(overflow=not finite)
 
     def _report(self, step: int, skipped: bool) -> None:
-        """Say which gradient was not finite. Raise on every rank where no smaller loss scale is left. A collective."""
+        """Log which gradient was not finite, or raise if the loss scale is the smallest. A collective."""
         name = self._optimizer.reduction.first_not_finite() or "none alone: their sum of squares"
         what = f"the gradient of {name} is not finite"
         # The loss scale is the same on every rank, so either all ranks raise or none does.
@@ -331,23 +328,22 @@ class StepRunner(BackwardListener):
 
 
 def step_reversibly(step: Callable[[], None], schedule: Any, groups: Sequence[dict[str, Any]]) -> Callable[[], None]:
-    """Call ``step``, which steps ``schedule`` and so changes ``groups``; return a function that reverts both."""
+    """Call ``step``, which steps ``schedule`` and so changes ``groups``. Return a function that reverts both."""
     if schedule is None:
         step()
         return lambda: None
-    # state_dict may return the schedule's own containers, which a step changes, so they are copied.
+    # A step may change the containers that state_dict returns, so they are copied.
     state, values_before = copy.deepcopy(schedule.state_dict()), _hyperparameters(groups)
     step()
     values_after = _hyperparameters(groups)
 
     def revert() -> None:
         schedule.load_state_dict(state)
-        # The user may have written a hyperparameter since. It is reverted only where it still has the schedule's value.
+        # A hyperparameter that the user has written since does not have the schedule's value, and is not reverted.
         for group, before, after in zip(groups, values_before, values_after, strict=True):
             for key, value in before.items():
                 if isinstance(value, torch.Tensor):
-                    # A schedule writes into a tensor in place, so whoever refers to that tensor has to see the old
-                    # value again.
+                    # A schedule writes into a tensor in place, so every reference to it must see the old value again.
                     group[key].copy_(value)
                 elif group[key] == after[key]:
                     group[key] = value
@@ -357,7 +353,7 @@ def step_reversibly(step: Callable[[], None], schedule: Any, groups: Sequence[di
 
 def _hyperparameters(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [
-        # Tensors are cloned, for the schedule writes into them.
+        # The schedule writes into tensors in place.
         {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
         for group in groups
     ]

@@ -29,9 +29,9 @@ def offload(
     # A plain backward that has not been ended still has reductions to launch.
     parts.backward.end_if_over()
     # The report may ask for the gradients, so it comes before they move.
-    parts.step_runner.sync_and_report()
+    parts.step_runner.await_and_report()
     # No rank may read memory of this rank, or write to it, once its storage is emptied below.
-    parts.gatherer.finish_gathers_and_release()
+    parts.gatherer.quiesce()
     parts.reducer.wait_reduces()
     parts.transport.fence()
     # The states are in CPU memory already. The checks above still ran, so a wrong call is found on a laptop, too.
@@ -39,7 +39,7 @@ def offload(
         return
     tensors = {
         "optimizer": parts.optimizer.tensors(),
-        "gradients": [grads.flat_grads for grads in parts.reducer.gradients if grads.store is None],
+        "gradients": [unit_grads.flat_grads for unit_grads in parts.reducer.gradients if unit_grads.store is None],
         "parameters": [unit.shard for unit in parts.units if unit.offloaded_shards is None],
     }
     # By default only memory that can be given back is moved. An explicit request for other memory raises an error.
@@ -61,7 +61,7 @@ def reload(parts: EngineParts) -> None:
     # Memory that a channel of the transport allocated has to come from that channel again, which may have registered
     # it.
     channels: dict[int, ChannelName | None] = {id(unit.shard): "gather" for unit in parts.units}
-    channels |= {id(grads.flat_grads): grads.channel for grads in parts.reducer.gradients}
+    channels |= {id(unit_grads.flat_grads): unit_grads.channel for unit_grads in parts.reducer.gradients}
     parameters_were_away = parts.state_offloader.holds("parameters")
     parts.state_offloader.reload(lambda tensor: parts.transport.refill(tensor, channels.get(id(tensor))))
     if parameters_were_away:

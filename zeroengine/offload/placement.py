@@ -239,7 +239,7 @@ def _optimizer_state_bytes(plan: UnitPlan, degrees: Degrees, config: Config, tra
     numel = _shard_numel(plan, degrees, degrees.optimizer, transport)
     moment_bytes = padded_nbytes(numel * FLOATS[config.optimizer_state_dtype].itemsize)
     # Each state is padded separately, because each begins at a block of the file.
-    nbytes = 2 * moment_bytes + _is_mixed(plan) * padded_nbytes(numel * torch.float32.itemsize)
+    nbytes = 2 * moment_bytes + plan.is_mixed_precision * padded_nbytes(numel * torch.float32.itemsize)
     if can_offload_gradients(degrees, transport):
         grad_numel = _shard_numel(plan, degrees, degrees.gradients, transport)
         nbytes += padded_nbytes(grad_numel * config.accumulation_dtype(plan.dtype).itemsize)
@@ -253,10 +253,5 @@ def _moved_element_bytes(
     optimizer_on_disk = optimizer_location not in (None, CPU_MEMORY)
     nbytes = (copies is not None or param_location is not None) * plan.dtype.itemsize
     nbytes += (copies is not None or optimizer_on_disk) * config.accumulation_dtype(plan.dtype).itemsize
-    state_bytes = 2 * FLOATS[config.optimizer_state_dtype].itemsize + _is_mixed(plan) * torch.float32.itemsize
+    state_bytes = 2 * FLOATS[config.optimizer_state_dtype].itemsize + plan.is_mixed_precision * torch.float32.itemsize
     return max(nbytes + optimizer_on_disk * state_bytes, 1)
-
-
-def _is_mixed(plan: UnitPlan) -> bool:
-    """Return whether a unit has fp32 master weights in addition to its parameters."""
-    return plan.dtype in (torch.bfloat16, torch.float16)

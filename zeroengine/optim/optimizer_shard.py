@@ -18,13 +18,12 @@ class OptimizerShard:
 
     Args:
         index: The unit's index among the trainable units.
-        grads: The unit's gradients.
+        unit_grads: The unit's gradients.
         store: The store of masters and optimizer state. None: they are on the device.
 
     Attributes:
         param: The parameters that the model computes with.
         master: The fp32 masters. The same tensor as ``param`` where parameters are fp32 already (or wider).
-        mixed: Whether there is a master besides the parameters.
         gradient: The summed gradients.
         offset: The index of the shard's first element within the unit's flat buffer.
         low_precision_param: The bf16 or fp16 parameters that an update writes with the master; None if the master is
@@ -35,30 +34,29 @@ class OptimizerShard:
             See "Values written into the model" in ``runtime/outside_writes.py``.
     """
 
-    def __init__(self, index: int, grads: UnitGradients, store: OffloadStore | None = None) -> None:
-        unit = grads.unit
+    def __init__(self, index: int, unit_grads: UnitGradients, store: OffloadStore | None = None) -> None:
+        unit = unit_grads.unit
         degree = unit.degrees.optimizer
-        self.index, self.store, self.grads, self.unit = index, store, grads, unit
+        self.index, self.store, self.unit_grads, self.unit = index, store, unit_grads, unit
         self.param = unit.shard_of_degree(degree)
-        self.gradient = grads.shard_of_degree(degree)
+        self.gradient = unit_grads.shard_of_degree(degree)
         self.offset, _ = unit.layout.shard_range(unit.rank, degree)
-        self.mixed = unit.is_mixed_precision
-        self.master = self._take_master() if self.mixed else self.param
-        self.low_precision_param = self.param if self.mixed else None
+        self.master = self._take_master() if unit.is_mixed_precision else self.param
+        self.low_precision_param = self.param if unit.is_mixed_precision else None
         self.medium: Medium | None = None if store is None else store.medium
-        self.on_device = store is None and grads.store is None and unit.offloaded_shards is None
-        self.may_be_written = self.mixed and not unit.is_releasable
+        self.on_device = store is None and unit_grads.store is None and unit.offloaded_shards is None
+        self.may_be_written = unit.is_mixed_precision and not unit.is_releasable
 
     def _take_master(self) -> torch.Tensor:
         """Return the master. The unit already has one if its parameters were built in a wider dtype."""
         # The unit drops its reference, so that a master that is copied to a store is freed.
-        master_of_unit, self.unit.master = self.unit.master, None
-        if master_of_unit is not None and self.store is not None and self.store.holds(master_of_unit):
-            return master_of_unit
+        initial_master, self.unit.initial_master = self.unit.initial_master, None
+        if initial_master is not None and self.store is not None and self.store.holds(initial_master):
+            return initial_master
         master = self.empty(torch.float32)
         # Writing a mapped file whose disk fails would end the process by a signal; `populate` raises instead.
         populate(master, write=True)
-        master.copy_(self.param if master_of_unit is None else master_of_unit)
+        master.copy_(self.param if initial_master is None else initial_master)
         if self.store is not None:
             # All masters together may exceed memory, and this one is not read before the update.
             self.store.evict(master)
@@ -87,23 +85,23 @@ class OptimizerShard:
     def store_if_only_param_offloaded(self) -> OffloadStore | None:
         """The store of the parameter shard if nothing else is offloaded: the update then runs on the device."""
         shards = self.unit.offloaded_shards
-        if shards is None or self.store is not None or self.grads.store is not None:
+        if shards is None or self.store is not None or self.unit_grads.store is not None:
             return None
         # The update is issued between the store's transfers, so they must be ordered by the device's streams.
         return shards.store if shards.store.copies is not None else None
 
     def gradient_for_norm(self, world_size: int) -> torch.Tensor:
         """Return this rank's 1/``world_size`` of the summed gradients: the same elements at every stage."""
-        # A sharded gradient has 1/world of the elements already. Of an unsharded one at least this slice is summed.
-        gradient = self.grads.flat_grads
-        if not self.grads.unsharded:
+        # A sharded gradient has 1/world of the elements already. Of others at least this slice is summed.
+        gradient = self.unit_grads.flat_grads
+        if self.unit_grads.is_sharded:
             return gradient
         size = self.unit.layout.numel // world_size
         return gradient[self.unit.rank * size : (self.unit.rank + 1) * size]
 
     def reload_master(self) -> None:
         """Copy parameters that were written from outside into the master. Other elements keep the master's bits."""
-        if self.mixed:
+        if self.unit.is_mixed_precision:
             # The master may be a mapped part of a file. See "SIGBUS" in ``disk/mapped_memory.py``.
             populate(self.master, write=True)
             ops.reload_written(self.master, self.param.to(self.master.device))

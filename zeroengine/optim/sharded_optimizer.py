@@ -78,8 +78,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._step, self._zero_grad = step, zero_grad
         self.base_optimizer_name = type(base_optimizer).__name__
         self.shards = [
-            OptimizerShard(index, grads, store)
-            for index, (grads, store) in enumerate(zip_longest(reducer.gradients, stores))
+            OptimizerShard(index, unit_grads, store)
+            for index, (unit_grads, store) in enumerate(zip_longest(reducer.gradients, stores))
         ]
         # torch's constructor adds the groups through `add_param_group`, which is refused from then on.
         self._constructed = False
@@ -168,7 +168,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @property
     def shard_state(self) -> ShardState:
         """The state of this rank's shards by spans. It includes the last step, so it may wait for the device."""
-        self.backend.sync_step_counts()
+        self.backend.await_step_counts()
         return self.backend.state
 
     def state_shapes(self, shard: OptimizerShard, param_index: int) -> dict[str, tuple[int, ...] | None]:
@@ -215,11 +215,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         shards = [shard for shard in self.shards if shard.medium == medium]
         state = (tensor for shard in shards for tensor in self.backend.state.tensors(shard))
         # A master that is the parameter shard takes no memory of its own.
-        masters = (shard.master for shard in shards if shard.mixed)
+        masters = (shard.master for shard in shards if shard.unit.is_mixed_precision)
         return {"master": sum(map(resident_bytes, masters)), "optimizer": sum(map(resident_bytes, state))}
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the masters and the optimizer state that are on the device."""
         shards = [shard for shard in self.shards if shard.store is None]
-        masters = [shard.master for shard in shards if shard.mixed]
+        masters = [shard.master for shard in shards if shard.unit.is_mixed_precision]
         return masters + [tensor for shard in shards for tensor in self.backend.state.tensors(shard)]

@@ -112,7 +112,7 @@ class StepReduction:
         world_size = self._transport.world_size
         for shard in self._shards:
             # The norm of offloaded gradients was computed before they left the device.
-            squared_norm = shard.grads.squared_norm
+            squared_norm = shard.unit_grads.squared_norm
             if squared_norm is None:
                 squared_norm = _squared_norm(shard.gradient_for_norm(world_size))
             # The norms are added on their device, in the order of the units, which is the same at every stage.
@@ -151,7 +151,7 @@ class StepReduction:
 
     def _local_facts(self) -> list[float]:
         """Return this rank's flag for each parameter, then its checksums of outside writes."""
-        flags = [float(flag) for shard in self._shards for flag in shard.grads.has_grad]
+        flags = [float(flag) for shard in self._shards for flag in shard.unit_grads.has_grad]
         return flags + self._writes.checksums_to_sum()
 
     def first_not_finite(self) -> str | None:

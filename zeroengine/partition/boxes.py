@@ -41,7 +41,7 @@ def boxes_of_run(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
         return
     # The run has elements, so no dimension is 0, and neither is `row`.
     row = math.prod(shape[1:])
-    # The rows [first, last) lie entirely in the run. Parts of rows may come before and after them.
+    # The rows [first, last) lie entirely in the run. Parts of rows may precede and follow them.
     first, last = -(-start // row), stop // row
     # The run begins and ends within one row, so only the inner dimensions are cut.
     if first > last:

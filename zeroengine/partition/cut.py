@@ -3,9 +3,11 @@
 A unit is a set of parameters; hooks sit on modules. The *modules* of a unit are those whose forward needs it, so a tied
 parameter belongs to one unit and that unit has the modules of both its uses.
 
-To add a rule for cutting, write a function that finds the root modules and their names, as ``_repeated_blocks`` and
-``_match`` do, and choose it in ``cut_units``; its key goes beside ``units`` in ``config/model.py``. Everything after
-that (tied parameters, the rest, dtypes) is common to all rules.
+[Note: How to add a rule for cutting]
+1. Write a function that finds the root modules and their names, as ``_repeated_blocks`` and ``_match`` do, and choose
+   it in ``cut_units``. All rules share the code after that (tied parameters, the rest, dtypes).
+2. Add its key next to ``units`` in ``config/model.py``, and to ``ZEROENGINE_ONLY`` in ``config/loading.py``.
+3. Pass its value to ``cut_units`` in ``engine/initialize.py``.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from torch import nn
 
 from zeroengine.errors import ZeroEngineError
 
-# Counted in elements. Outside of the blocks, a parameter of this size, such as an embedding, is a unit of its own.
+# Counted in elements. Outside of the blocks, a parameter of at least this size, such as an embedding, is a unit.
 LARGE_PARAM = 1 << 20
 # Counted in elements. Smaller parameters outside of the blocks are grouped into units of up to this size.
 REST_UNIT = 1 << 22
@@ -34,7 +36,7 @@ class UnitPlan:
     name: str
     params: tuple[tuple[str, nn.Parameter], ...]  # with their names
     modules: tuple[nn.Module, ...]
-    dtype: torch.dtype  # in which the parameters compute
+    dtype: torch.dtype  # that the model computes in
     trainable: bool
 
     @property
@@ -42,9 +44,14 @@ class UnitPlan:
         """Elements of the parameters, without padding."""
         return sum(param.numel() for _, param in self.params)
 
+    @property
+    def is_mixed_precision(self) -> bool:
+        """Whether parameters are bf16 or fp16. If they are trainable, an fp32 master is updated instead of them."""
+        return self.dtype in (torch.bfloat16, torch.float16)
+
 
 class _Group(NamedTuple):
-    """Parameters that become one unit, or one for each of their dtypes."""
+    """Parameters that become one unit, or a unit for each dtype and for frozen and trainable ones."""
 
     name: str
     root: nn.Module | None  # the module that holds all of them, if there is one
@@ -73,38 +80,33 @@ def cut_units(
 ) -> list[UnitPlan]:
     """Cut ``model`` into units, in registration order.
 
-    Each element of a repeated block container (a ``ModuleList``, ``ModuleDict`` or ``Sequential`` of two or more
-    modules of one class, which have modules of their own) is a unit. Of the rest, large parameters are units of their
-    own and the others are grouped. A tied parameter belongs to the unit in which it is registered first. A unit has
-    one dtype and is trainable or frozen as a whole: a block of mixed parameters gives several units.
+    Each block in a repeated container is a unit. Such a container is a ``ModuleList``, ``ModuleDict`` or ``Sequential``
+    of at least two modules of one class that have child modules. Each large parameter of the rest is a unit, and the
+    others are grouped. A tied parameter belongs to the unit in which it is registered first. A unit has one dtype and
+    is trainable or frozen as a whole, so a block of mixed parameters becomes several units.
 
     Args:
         patterns: Module-name patterns (``fnmatch``, such as ``"layers.*"``). The modules that match are the blocks.
-        compute_dtype: The dtype that floating parameters take, or None to keep each one's own.
-        keep_fp32: Parameters that take fp32 instead.
+        compute_dtype: The dtype that floating-point parameters are converted to, or None to keep their dtypes.
+        keep_fp32: Parameters that are converted to fp32 instead.
 
     Raises:
         ZeroEngineError: The model has no parameters, or a trainable one that keeps a dtype of eight bits, or a pattern
             matches no module with parameters.
     """
+    check_has_parameters(model)
     names = {param: plain_name(name) for name, param in model.named_parameters()}
-    if not names:
-        raise ZeroEngineError(
-            f"the model ({type(model).__name__}) has no parameters: there is nothing to partition. "
-            "Pass the module that holds the weights."
-        )
     roots = dict(_repeated_blocks(model)) if patterns is None else _match(model, patterns)
     groups: list[_Group] = []
     taken: set[nn.Parameter] = set()
     for name, root in roots.items():
-        # A tied parameter counts once, in the unit where it is registered first.
         params = [(names[param], param) for param in root.parameters() if param not in taken]
         taken.update(root.parameters())
         if params:
             groups.append(_Group(name, root, params))
     groups += _group_rest([(name, param) for param, name in names.items() if param not in taken])
     order = {param: i for i, param in enumerate(names)}
-    # Blocks and the rest are mixed here. The order of registration is the same on every rank.
+    # The order of registration is the same on every rank.
     groups.sort(key=lambda g: order[g.params[0][1]])
     owners = _owners(model)
 
@@ -145,17 +147,17 @@ def _has_params(module: nn.Module) -> bool:
 
 def _repeated_blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield the elements of the outermost repeated containers, with their names."""
-    # Modules without parameters are not gathered, so they do not count as blocks.
+    # Modules without parameters are not gathered, so they are no blocks.
     children = [(f"{prefix}{name}", child) for name, child in module.named_children() if _has_params(child)]
     if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
         kinds = Counter(type(child) for _, child in children)
-        # Several bare layers, such as an MLP of nn.Linear, are no blocks: as units they would be too small.
+        # Bare layers, such as those of an MLP, are no blocks, because such units would be too small.
         composed = {type(child) for _, child in children if next(child.children(), None) is not None}
         repeated = {kind for kind in composed if kinds[kind] > 1}
     else:
         repeated = set()
     for name, child in children:
-        # Inside of a block no further containers are searched: the outermost repeated modules are the units.
+        # Only the outermost repeated modules are units, so the inside of a block is not searched.
         if type(child) in repeated:
             yield plain_name(name), child
         else:
@@ -167,7 +169,7 @@ def _match(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
     modules: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         if plain_name(name) and _has_params(module):
-            # Where torch.compile wrapped a module both have this name. The wrapper comes first and is the one called.
+            # If torch.compile wrapped a module, both have this name. The wrapper comes first, and is what is called.
             modules.setdefault(plain_name(name), module)
     for pattern in patterns:
         matches = {name: module for name, module in modules.items() if fnmatch.fnmatchcase(name, pattern)}
@@ -177,7 +179,7 @@ def _match(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
                 f"units: the pattern {pattern!r} matches no module with parameters. Modules are named like: {known}"
             )
         roots.update(matches)
-    # "layers.*" also matches "layers.0.attention": the outermost match is the unit.
+    # "layers.*" also matches "layers.0.attention", and only the outermost match is a unit.
     return {name: module for name, module in roots.items() if not any(name.startswith(f"{other}.") for other in roots)}
 
 
@@ -190,7 +192,7 @@ def _group_rest(rest: list[tuple[str, nn.Parameter]]) -> list[_Group]:
             groups.append(_Group(name, None, [(name, param)]))
             continue
         if small is None or small_numel + param.numel() > REST_UNIT:
-            # Later groups are named after their first parameter, since no module contains all of them.
+            # No module contains exactly this group, so it is named after its first parameter.
             groups.append(_Group("rest" if small is None else f"rest.{name}", None, small := []))
             small_numel = 0
         small.append((name, param))
@@ -199,7 +201,7 @@ def _group_rest(rest: list[tuple[str, nn.Parameter]]) -> list[_Group]:
 
 
 def _owners(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
-    """Return the modules that register each parameter directly."""
+    """Return for each parameter the modules that register it directly."""
     owners: dict[nn.Parameter, list[nn.Module]] = {}
     for module in model.modules():
         for param in module.parameters(recurse=False):
@@ -211,7 +213,7 @@ def _split(
     group: _Group, owners: dict[nn.Parameter, list[nn.Module]], dtype_of: Callable[[nn.Parameter], torch.dtype]
 ) -> Iterator[UnitPlan]:
     """Yield one unit for each dtype and trainability in the group, trainable first."""
-    # A flat buffer has one dtype, and it gets gradients as a whole or not at all.
+    # A flat buffer has one dtype, and gets gradients for all of its parameters or for none.
     kinds: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
     for name, param in group.params:
         kinds.setdefault((dtype_of(param), param.requires_grad), []).append((name, param))
@@ -219,7 +221,7 @@ def _split(
     # The main part keeps the plain name, so that a block with one frozen parameter is still found by its name.
     main = next(iter(sorted(kinds, key=lambda kind: not kind[1])))
     for (dtype, trainable), params in sorted(kinds.items(), key=lambda item: not item[0][1]):
-        # A parameter of a block that is tied to a module outside of it is needed there, too.
+        # A parameter of a block that is tied to a module outside of the block is also needed there.
         modules = [group.root] if group.root is not None else []
         for _, param in params:
             modules += [m for m in owners[param] if m not in inside and m not in modules]

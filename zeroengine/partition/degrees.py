@@ -1,4 +1,4 @@
-"""Define the one table behind ZeRO's stages: a stage is three degrees of partitioning."""
+"""The one table behind ZeRO's stages: a stage is three degrees of partitioning."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from zeroengine.errors import ZeroEngineError
 
 @dataclass(frozen=True)
 class Degrees:
-    """Over how many ranks each state of a unit is partitioned.
+    """The number of ranks that each state of a unit is partitioned over.
 
-    ``optimizer >= gradients >= parameters``, each divides the one before it, and the optimizer's divides
-    the world size. Degrees between 1 and the world size would describe hybrid sharding (HSDP) and MiCS;
-    no configuration asks for them yet.
+    ``optimizer >= gradients >= parameters``. Each divides the degree before it, and ``optimizer`` divides the number of
+    ranks.
 
-    Ranks are numbered so that shards nest: a rank's optimizer shard lies inside its gradient shard, and
-    that inside its parameter shard. With 8 ranks and degrees (8, 8, 4), eighths of the flat buffer:
+    Each degree is 1 or the world size today. ``index`` already nests shards for degrees in between, which hybrid
+    sharding (HSDP) and MiCS have, but collectives over subgroups of ranks do not exist.
+
+    Shards are numbered so that they nest: a rank's optimizer shard lies inside its gradient shard, which lies inside
+    its parameter shard. With 8 ranks and degrees (8, 8, 4), in eighths of the flat buffer:
 
         rank        0    1    2    3    4    5    6    7
         parameters  01   23   45   67   01   23   45   67
@@ -39,8 +41,8 @@ class Degrees:
                 )
 
     def index(self, rank: int, degree: int) -> int:
-        """Return which of the ``degree`` equal shards ``rank`` owns. ``degree`` is one of the three."""
-        # Each larger degree cuts the shards of the smaller one, so a rank's index is refined level by level.
+        """Return the number of the shard that ``rank`` owns at ``degree``, which is one of the three degrees."""
+        # Each larger degree cuts the shards of the smaller degree, so the index is refined level by level.
         index, below = 0, 1
         for d in (self.parameters, self.gradients, self.optimizer):
             index = index * (d // below) + (rank % d) // below

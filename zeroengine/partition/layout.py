@@ -1,7 +1,7 @@
 """Where each element of each parameter lies in a unit's flat buffer, and which rank owns it. Integers only.
 
-A unit of parameters a (7 elements), b (12) and c (6) on two ranks. For the picture PARAM_ALIGN is 4, SHARD_ALIGN is 8,
-and ``.`` is padding:
+This is a unit of parameters a (7 elements), b (12) and c (6) on two ranks. In the picture PARAM_ALIGN is 4, SHARD_ALIGN
+is 8, and ``.`` is padding:
 
     offset        0       4       8       12      16      20      24      28      32
     flat buffer   a a a a a a a . b b b b b b b b b b b b c c c c c c . . . . . .
@@ -31,9 +31,9 @@ from zeroengine.errors import ZeroEngineError
 from zeroengine.partition.degrees import Degrees
 from zeroengine.utils.rounding import round_up
 
-# Counted in elements. A parameter starts on a cache line, and where a vector may be loaded, in fp32 and in bf16.
+# Counted in elements. In fp32 and in bf16, a parameter starts on a cache line, aligned for vector loads.
 PARAM_ALIGN = 32
-# Counted in elements. A shard starts on a cache line, too, so that no two ranks write to one line.
+# Counted in elements. A shard also starts on a cache line, so that no two ranks write to one line.
 SHARD_ALIGN = 64
 
 
@@ -78,7 +78,7 @@ class ShardSpan:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """The flat buffer of one unit: where parameters lie, and what each rank owns of it at each degree."""
+    """The flat buffer of one unit: where parameters lie, and which part each rank owns at each degree."""
 
     name: str
     slots: tuple[ParamSlot, ...]
@@ -96,12 +96,12 @@ class FlatLayout:
     ) -> FlatLayout:
         """Lay parameters out in order.
 
-        The buffer is padded for ``world_size`` shards whatever the degrees. This keeps offsets, and so the order of
-        rounding, the same at every stage.
+        The buffer is padded for ``world_size`` shards at all degrees. So offsets, and the order of rounding, are the
+        same at every stage.
 
         Args:
             params: Name and shape of each parameter.
-            align: Elements. Every shard is a multiple of this and of ``SHARD_ALIGN``.
+            align: Counted in elements. The size of every shard is a multiple of this and of ``SHARD_ALIGN``.
 
         Raises:
             ZeroEngineError: The optimizer's degree does not divide ``world_size``.
@@ -113,7 +113,7 @@ class FlatLayout:
             slot = ParamSlot(param_name, tuple(shape), round_up(end, PARAM_ALIGN))
             slots.append(slot)
             end = slot.end
-        # A unit of empty parameters still has a buffer, since collectives of no elements are not allowed everywhere.
+        # A unit of empty parameters still has a buffer, because some collectives refuse empty tensors.
         return cls(name, tuple(slots), round_up(max(end, 1), math.lcm(SHARD_ALIGN, align) * world_size), degrees)
 
     @cached_property
@@ -140,20 +140,20 @@ class FlatLayout:
         Ranks that hold the same shard split it evenly. A sum over these ranges counts every element once.
         """
         start, stop = self.shard_range(rank, degree)
-        # `degree` ranks tile the buffer once, so world_size / degree ranks hold each shard and share it.
+        # ``degree`` ranks tile the buffer once, so world_size / degree ranks hold each shard and split it.
         size = (stop - start) * degree // world_size
         return start + rank // degree * size, start + (rank // degree + 1) * size
 
     def spans(self, rank: int, degree: int, within: tuple[int, int] | None = None) -> Iterator[ShardSpan]:
-        """Yield what ``rank``'s shard at ``degree`` holds of each parameter, in buffer order.
+        """Yield the part of each parameter that lies in ``rank``'s shard at ``degree``, in buffer order.
 
         Args:
-            within: A range of the flat buffer inside the shard, to which the spans are cut.
+            within: A range of the flat buffer inside the shard. Spans are clipped to it.
         """
         base, _ = self.shard_range(rank, degree)
         start, end = within or self.shard_range(rank, degree)
         for i, slot in enumerate(self.slots):
-            # A parameter may lie outside of the range entirely. Such an empty span is left out.
+            # A parameter may lie entirely outside the range.
             low, high = max(slot.offset, start), min(slot.end, end)
             if low < high:
                 yield ShardSpan(i, low - slot.offset, low - base, high - low)

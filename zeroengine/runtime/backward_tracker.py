@@ -1,9 +1,12 @@
 """Tracks the backward in progress: when it begins, when it ends, whether it failed, and whether its loss is scaled.
 
+``module_backwards.py`` tracks the backwards of single modules within it.
+
 [Note: When a backward begins and ends]
-``Engine.backward`` runs a backward and so knows both ends of it. A plain ``loss.backward()`` is noticed when its first
-gradient arrives. Nothing tells when it ends: what is queued with autograd runs at the end of the innermost backward,
-such as that of a reentrant checkpoint. So the tracker ends it where its gradients are needed, or at the next forward.
+``Engine.backward`` runs a backward and so knows when it begins and ends. A plain ``loss.backward()`` is noticed when
+its first gradient arrives. Autograd does not report its end: a queued callback runs at the end of the innermost
+backward, which may be a reentrant checkpoint's. So the tracker ends it when its gradients are needed, or at the next
+forward.
 """
 
 from __future__ import annotations
@@ -17,18 +20,18 @@ import torch
 from torch import nn
 
 from zeroengine.errors import ZeroEngineError
-from zeroengine.runtime.autograd_tracking import Hook, queue_callback
+from zeroengine.runtime.module_backwards import Hook, queue_callback
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.compiler_disable import disable_compile
 
-# The code of the function through which every call of autograd runs a backward. It is looked for on the stack.
+# The code of the function through which Python runs every backward. ``_is_outermost`` counts its frames on the stack.
 _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
-# Stands for the backward of ``run`` where otherwise autograd's number of a backward stands.
+# Stands for the backward of ``run`` in place of autograd's id of a backward.
 _RUN_BY_ENGINE = -1
 
 
 class BackwardListener:
-    """The events of a backward. Override those of interest; the others do nothing.
+    """The events of a backward. Subclasses override the events that concern them; the others do nothing.
 
     Listeners are called in the order in which they subscribed; at the end of a backward in the reverse order.
     """
@@ -40,8 +43,8 @@ class BackwardListener:
         """A backward is about to begin. Raise to refuse it: no listener has seen ``begin_backward`` yet.
 
         Args:
-            wants_gradients: False where all parameters are frozen, as those of a GAN's discriminator while the loss
-                of the generator passes through it. No further event of this backward follows then.
+            wants_gradients: False if all parameters are frozen, such as those of a GAN's discriminator while the
+                loss of the generator passes through it. Then no further event of this backward follows.
         """
 
     def begin_backward(self) -> None:
@@ -54,46 +57,46 @@ class BackwardListener:
         """A backward has ended.
 
         Args:
-            num_calls: The calls of a plain ``loss.backward()`` that it consists of; 0 for ``Engine.backward``.
+            num_calls: The number of plain ``loss.backward()`` calls that it consists of; 0 for ``Engine.backward``.
         """
 
     def fail_backward(self, after_others: bool) -> None:
-        """A backward raised, so part of its gradients is missing: drop all gradients of the step in progress.
+        """A backward raised, so some of its gradients are missing: drop all gradients of the step in progress.
 
         Args:
-            after_others: Whether other backwards brought gradients that ``end_backward`` has not reported yet.
+            after_others: Whether other backwards produced gradients that ``end_backward`` has not reported yet.
         """
 
     def drop_gradients(self) -> None:
-        """Drop the gradients of the step in progress, which starts anew."""
+        """Drop the gradients of the step in progress, which starts again."""
 
 
 class BackwardTracker:
-    """Tells its listeners when a backward begins, ends or fails, whoever began it.
+    """Tells its listeners when a backward begins, ends or fails, whether the engine or the user began it.
 
     Args:
-        params: The trainable parameters; each may be frozen for a while.
+        params: The trainable parameters; any of them may be frozen temporarily.
         requires_scaled_loss: Whether a loss that was not multiplied by the loss scale is refused.
 
     Attributes:
-        in_progress: Whether a backward has begun that wants gradients and has not been ended.
-        sync_enabled: Whether gradients are reduced; False inside ``no_sync``.
-        is_last_microbatch: Whether the backward in progress is the last one before the update, as far as is known.
+        in_progress: Whether a backward that wants gradients has begun and has not been ended.
+        reduces_gradients: Whether gradients are reduced over the ranks; False inside ``no_sync``.
+        is_last_microbatch: Whether the backward in progress is probably the last one before the update.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], requires_scaled_loss: bool) -> None:
         self._params, self._requires_scaled_loss = params, requires_scaled_loss
         self._listeners: list[BackwardListener] = []
         self.in_progress = False
-        self.sync_enabled = True
+        self.reduces_gradients = True
         self.is_last_microbatch = True
         self._run_by_engine = False
         self._run_raised = False
-        # Plain backwards, by autograd's numbers, that have ended since ``_begin``.
+        # Plain backwards, by autograd's ids, that have ended since ``_begin``.
         self._ended_graph_tasks: set[int] = set()
-        # How many of these were within no other backward.
+        # The number of these that were not nested in another backward.
         self._num_calls = 0
-        # Plain backwards that brought gradients and have not ended. Autograd reports no end of one that raised.
+        # Plain backwards that produced gradients and have not ended. Autograd reports no end of one that raised.
         self._graph_tasks: set[int] = set()
         # The backward whose loss is known to be scaled.
         self._scaled_graph_task: int | None = None
@@ -106,7 +109,7 @@ class BackwardTracker:
         self, loss: torch.Tensor, retain_graph: bool, create_graph: bool, inputs: Sequence[torch.Tensor] | None
     ) -> None:
         """Run ``loss.backward``. ``loss`` is scaled already where that is required."""
-        # The end of an earlier plain backward may not have been noticed yet. Its listeners hear of it first.
+        # An earlier plain backward may not have been ended yet.
         self.finish()
         self._begin()
         self._run_by_engine, self._scaled_graph_task = True, _RUN_BY_ENGINE
@@ -122,7 +125,7 @@ class BackwardTracker:
         self._end()
 
     def mark_scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return ``loss``, of which a plain ``backward()`` will be known to be scaled."""
+        """Return ``loss``, marked so that a plain ``backward()`` of it is known to be scaled."""
         if loss.requires_grad:
             loss.register_hook(Hook(self, BackwardTracker._begin_scaled))
         return loss
@@ -130,13 +133,13 @@ class BackwardTracker:
     def _begin_scaled(self) -> None:
         self._scaled_graph_task = torch._C._current_graph_task_id()
         # The mark holds for this backward alone: the next loss must be marked as well. Autograd drops the callback of a
-        # backward that raises, and ``finish`` takes the mark back instead.
+        # backward that raises, and then ``finish`` removes the mark.
         queue_callback(partial(setattr, self, "_scaled_graph_task", None))
 
     # -- events -----------------------------------------------------------------------------------
 
     def enter_forward(self) -> None:
-        """Note a forward of the whole model that begins outside of any backward: the backward before it has ended."""
+        """Note a forward of the whole model that begins outside of any backward: the previous backward has ended."""
         self.finish()
         if torch.is_grad_enabled():
             for listener in self._listeners:
@@ -149,11 +152,10 @@ class BackwardTracker:
             ZeroEngineError: The gradient is of a loss that is not scaled, or a listener refuses the backward.
         """
         if not self._run_by_engine:
-            # Autograd's number tells apart backwards that are within each other, such as those of reentrant
-            # checkpoints.
+            # Nested backwards, such as those of reentrant checkpoints, have different ids.
             graph_task = torch._C._current_graph_task_id()
             if graph_task not in self._graph_tasks:
-                # Noted before anything can refuse the backward below: a refused backward counts as one that failed.
+                # This comes before anything can refuse the backward, because a refused backward counts as failed.
                 self._graph_tasks.add(graph_task)
                 queue_callback(partial(self._end_graph_task, graph_task))
         if not self.in_progress:
@@ -187,52 +189,52 @@ class BackwardTracker:
             self.in_progress = True
 
     def _end(self) -> None:
-        # Where all parameters are frozen, the backward belongs to the loss of another model.
+        # If all parameters are frozen, the backward belongs to the loss of another model.
         if not self.in_progress:
             return
         try:
-            # A forward may end the backward before it, in whatever mode that forward runs.
+            # The next forward may be what ends the backward, and it may run in inference mode.
             with torch.inference_mode(False), torch.no_grad():
                 for listener in reversed(self._listeners):
                     listener.end_backward(self._num_calls)
         except BaseException:
-            # Some listeners have ended the backward and others have not, so the gradients of the step cannot be used.
+            # Only some listeners have ended the backward, so the gradients of the step cannot be used.
             self._run_raised = True
             raise
         self.in_progress = False
 
-    # -- ends that nobody announces ---------------------------------------------------------------
+    # -- ends that autograd does not report --------------------------------------------------------
 
     @property
     def _is_running(self) -> bool:
-        # Outside of a backward autograd's number is -1.
+        # Outside of a backward autograd's id is -1.
         return self._run_by_engine or torch._C._current_graph_task_id() >= 0
 
     @property
     def _raised(self) -> bool:
-        # This is asked while no backward runs. A plain backward whose end was not reported has raised, for autograd
-        # calls no callback of a backward that raised.
+        # Read this only while no backward runs. A plain backward whose end was not reported has raised, because then
+        # autograd drops its callbacks.
         return self._run_raised or bool(self._graph_tasks)
 
     @disable_compile
     def end_if_over(self) -> None:
-        """End the last backward where that has not been done yet, unless it raised or is still running."""
+        """End the last backward if it is over and has not been ended yet, unless it raised."""
         if self.in_progress and not self._is_running and not self._raised:
             self._end()
 
     @disable_compile
     def finish(self) -> None:
-        """End the last backward where that has not been done yet, unless it is still running.
+        """End the last backward if it is over and has not been ended yet.
 
-        If it raised, part of its gradients has come and part has not, so the listeners drop those of the whole step.
+        If it raised, some of its gradients are missing, so the listeners drop all gradients of the step.
         """
         if self._is_running:
             return
         self.end_if_over()
-        # No backward is running. A mark that is left is of one that raised, perhaps before it brought a gradient.
+        # A mark that remains belongs to a backward that raised, perhaps before it produced a gradient.
         self._scaled_graph_task = None
         if self._raised:
-            # Autograd numbers backwards as they begin, so one that ended before is no part of the one that raised.
+            # Ids grow, so a backward with a lower id that has ended was not nested in the one that raised.
             after_others = any(ended < raised for ended in self._ended_graph_tasks for raised in self._graph_tasks)
             self._run_raised = False
             self._graph_tasks.clear()
@@ -241,24 +243,24 @@ class BackwardTracker:
                 listener.fail_backward(after_others)
 
     def drop_gradients(self) -> None:
-        """Drop the gradients of the step in progress, which starts anew."""
+        """Drop the gradients of the step in progress, which starts again."""
         self.in_progress = False
         for listener in self._listeners:
             listener.drop_gradients()
 
 
 def _is_outermost() -> bool:
-    """Return whether the backward of autograd that ends now is within no other. Call it as its last callback.
+    """Return whether the backward that ends now is not nested in another. Call it in a callback of that backward.
 
     A node of the outer backward calls the inner one, in the thread that runs the node. That is either the thread that
-    called the outer backward, whose call is then further up the stack, or a thread of autograd, which Python has not
-    started.
+    called the outer backward, whose call is then further up the stack, or a thread of autograd, which Python did not
+    start.
     """
     frame, num_calls = sys._getframe(), 0
     while frame is not None:
         num_calls += frame.f_code is _RUN_BACKWARD
         frame = frame.f_back  # type: ignore[assignment]
-    # The callback runs inside the call that it belongs to. In the thread of that call one frame is therefore the call's
-    # own, and only a second one is an outer backward. In a thread of autograd's the first one is an outer backward.
+    # In the thread that called the backward, one frame is the call itself, so only a second frame is an outer backward.
+    # In a thread of autograd the first frame is already an outer backward.
     is_autograd_thread = isinstance(threading.current_thread(), threading._DummyThread)
     return num_calls < (1 if is_autograd_thread else 2)

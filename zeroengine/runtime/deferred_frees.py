@@ -1,10 +1,10 @@
-"""Frees full buffers, as soon as no other tensor aliases them.
+"""Frees full buffers as soon as no other tensor aliases them.
 
 [Note: Aliased full buffers]
-A view of a parameter, its ``.detach()`` or a graph that saved it alias the full buffer. Its memory cannot be freed
-below them (``Unit.is_aliased``), so the free is deferred: it is tried again whenever a module or a pass ends. If the
-buffer is still aliased at the next step, the unit takes a new one. The old memory, with its values, is left to the
-aliases.
+A view of a parameter, its ``.detach()`` or a graph that saved it alias the full buffer. Freeing the memory would
+invalidate them (``Unit.is_aliased``), so the free is deferred: it is tried again whenever a module or a pass ends. If
+the buffer is still aliased at the next step, the unit gets a new one, and the aliases keep the old memory with its
+values.
 
 Whether a buffer is aliased concerns this rank alone. The unit counts as released in any case, and its next use gathers
 it again, so that all ranks launch the same collectives.
@@ -29,7 +29,7 @@ class DeferredFrees:
 
     def __init__(self) -> None:
         self._units: dict[Unit, None] = {}
-        # Units of which a graph saved a parameter through the user's hooks. Nothing would tell that backward reads it.
+        # A graph saved parameters of these units through the user's hooks, so a read in the backward goes unnoticed.
         self._saved_by_user_hooks: set[Unit] = set()
         self._warned_of: set[Unit] = set()
 
@@ -52,9 +52,9 @@ class DeferredFrees:
             unit.free_full_buffer()
 
     def retry(self) -> None:
-        """Free the buffers that nothing aliases any more. Units that were gathered again are left alone."""
+        """Free the buffers that are no longer aliased, unless their unit was gathered again."""
         for unit in list(self._units):
-            # A unit that was gathered again is in use. Its next release calls ``free`` again.
+            # A unit that was gathered again is in use, and its next release calls ``free`` again.
             if unit.is_released and unit not in self._saved_by_user_hooks and not unit.is_aliased:
                 del self._units[unit]
                 unit.free_full_buffer()
@@ -71,13 +71,13 @@ class DeferredFrees:
         """Give ``unit`` a new full buffer if its old one is still aliased."""
         if unit in self._units and unit.is_released and unit not in self._saved_by_user_hooks:
             # The next gather would write new values into memory that other tensors still read. They keep the old memory
-            # instead, which costs a buffer, so the user is told.
+            # instead. That costs a buffer, so the user gets a warning.
             self.warn()
             unit.replace_full_buffer()
             del self._units[unit]
 
     def warn(self) -> None:
-        """Warn, once for each unit, of buffers that cannot be freed."""
+        """Warn, once for each unit, about buffers that cannot be freed."""
         units = [unit for unit in self._units if unit not in self._warned_of]
         if not units:
             return

@@ -4,19 +4,19 @@
 Hooks on modules, and on the tensors that go in and come out, say when a unit is about to be needed and when it may be
 released. The results do not depend on them:
 - A use of a released parameter calls ``_gather_for_use`` through its class (see ``released_parameter.py``). A backward
-  that reads what the graph saved of one calls ``_restore_saved_view`` (see ``saved_views.py``). Both gather the unit.
+  that reads a saved view of a parameter calls ``_restore_saved_view`` (see ``saved_views.py``). Both gather the unit.
 - A full buffer that other tensors alias is not freed (see ``deferred_frees.py``).
 
 [Note: When a unit is gathered]
     forward of a module       the pre-forward hook gathers its units and prefetches the next ones; the post-forward hook
                               releases them
     backward of a module      the first gradient of its outputs gathers; the end of its backward releases, which
-                              ``autograd_tracking.py`` notices
+                              ``module_backwards.py`` reports
     use without a hook        gathered on the spot, released when the pass ends
     ``zeroengine.gathered``   ``pin`` and ``unpin``
     not ``is_releasable``     never released; the next pre-forward hook waits for the all-gather of the step
 
-What a backward gathers and does not release, such as units with unused parameters, is released when it ends.
+Units that a backward gathered and did not release, such as units with unused parameters, are released when it ends.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from torch import nn
 from zeroengine.comm.interfaces import Transport
 from zeroengine.config import Config
 from zeroengine.errors import ReleasedParameterError, ZeroEngineError
-from zeroengine.runtime.autograd_tracking import CallTracker, ModuleCall, queue_callback
 from zeroengine.runtime.backward_tracker import BackwardListener, BackwardTracker
 from zeroengine.runtime.deferred_frees import DeferredFrees
+from zeroengine.runtime.module_backwards import CallTracker, ModuleCall, queue_callback
 from zeroengine.runtime.module_hooks import register_hooks
 from zeroengine.runtime.saved_views import SavedView, current_sequence_number, replace_saved_views
 from zeroengine.runtime.unit import GatherState, Unit
@@ -49,21 +49,21 @@ class ModuleForward(NamedTuple):
     """A forward in progress of a module that needs units."""
 
     module: nn.Module
-    units: list[Unit]  # must stay gathered until it ends
+    units: list[Unit]  # stay gathered until the forward ends
     call: ModuleCall | None  # None where no backward will follow
     first_sequence_number: int  # of the nodes that this forward adds to the graph
 
 
 class Gatherer(BackwardListener):
-    """Owns when units are gathered. It knows nothing of gradients.
+    """Decides when units are gathered and released. It knows nothing about gradients.
 
     Args:
         config: The resolved configuration.
-        backward: Tells when a backward fails and when a unit has all its gradients; learns of forwards from here.
+        backward: Reports failed backwards and units whose gradients are complete. The gatherer reports forwards to it.
 
     Attributes:
-        num_user_gathered: The pins of units now, as by ``zeroengine.gathered``; a unit that is pinned twice counts
-            twice. Ranks may run different forwards meanwhile, so no order of units is learnt or followed.
+        num_user_gathered: The number of pins now, such as those of ``zeroengine.gathered``; a unit that is pinned twice
+            counts twice. Ranks may run different forwards meanwhile, so no order of units is learned or followed.
         deferred_frees: The units whose full buffers are not freed yet because other tensors alias them.
     """
 
@@ -82,39 +82,39 @@ class Gatherer(BackwardListener):
         # longer. A read from the host's memory or a disk overlaps on every transport.
         zero = config.zero_optimization
         prefetches = zero.overlap_comm and (transport.overlaps or offloaded)
-        # Elements that may be gathered ahead of use, and elements that prefetching may bring units that are released
-        # between uses to.
+        # Elements that may be gathered ahead of use.
         self._prefetch_numel = zero.prefetch_bucket_size if prefetches else 0
+        # Elements of releasable units up to which prefetching continues.
         self._max_live_numel = zero.max_live_parameters
         # Elements of releasable units that are gathered now.
         self._live_numel = 0
         self._num_pins: dict[Unit, int] = dict.fromkeys(self._units, 0)
         self.num_user_gathered = 0
-        # The forwards of the whole model that are in progress. Several may be within one another.
+        # The forwards of the whole model that are in progress. They may be nested.
         self._num_model_forwards = 0
         # The forwards of modules that are in progress, the innermost last.
         self._module_forwards: list[ModuleForward] = []
-        # Autograd's numbers of the backwards that are in progress, the innermost last.
+        # The ids that autograd gave to the backwards in progress, the innermost last.
         self._graph_tasks: list[int] = []
         # The units that were gathered for a use without a hook. They are released when the pass ends.
         self._unhooked_uses: dict[Unit, None] = {}
         self.deferred_frees = DeferredFrees()
         self._visit_order = VisitOrder()
         self._last_in_forward: Unit | None = None
-        # The number of the first node that the model's forward in progress adds to the graph.
+        # The sequence number of the first node that the model's forward in progress adds to the graph.
         self._first_sequence_number = 0
         self._units_of: dict[nn.Module, list[Unit]] = {}
         for unit in self._units:
             for module in unit.modules:
                 self._units_of.setdefault(module, []).append(unit)
         self._calls = CallTracker(self._units_of, self._pre_backward, self._post_backward)
-        # The graph owns this function, so it refers to the gatherer weakly.
+        # The graph owns this function, so the function refers to the gatherer weakly.
         self._restore_view = partial(_restore_view, weakref.ref(self))
         self.hook_handles = register_hooks(self, model, self._units_of)
-        # Releasable units were built without memory in their full buffers.
+        # The full buffers of releasable units have no memory yet.
         for unit in self._units:
             if unit.is_releasable:
-                unit.release(self._gather_for_use)
+                unit.mark_released(self._gather_for_use)
         backward.subscribe(self)
 
     def observes(self, module: nn.Module) -> bool:
@@ -147,7 +147,7 @@ class Gatherer(BackwardListener):
         self.num_user_gathered += 1
 
     def unpin(self, unit: Unit) -> None:
-        """Take back one ``pin``, and release ``unit`` if it was the last."""
+        """Undo one ``pin``, and release ``unit`` if it has no other."""
         self._num_pins[unit] -= 1
         self.num_user_gathered -= 1
         self._release(unit)
@@ -160,7 +160,7 @@ class Gatherer(BackwardListener):
         if any(unit in forward.units for forward in self._module_forwards):
             return
         self._live_numel -= unit.layout.numel
-        unit.release(self._gather_for_use)
+        unit.mark_released(self._gather_for_use)
         self.deferred_frees.free(unit)
 
     def _release_unhooked_uses(self) -> None:
@@ -171,35 +171,39 @@ class Gatherer(BackwardListener):
 
     # -- step -------------------------------------------------------------------------------------
 
+    def begin_update(self) -> None:
+        """Prepare an update: ``quiesce``, and replace even the buffers that graphs saved through the user's hooks."""
+        # Those graphs belong to the forward before this update.
+        self.deferred_frees.begin_update()
+        self.quiesce()
+
     def publish_update(self, unit: Unit) -> None:
         """Let all ranks compute with the updated parameters of ``unit``. Call it on every rank, in the units' order."""
-        # Autograd then refuses a backward through a graph that saved the values of before.
+        # Autograd then refuses a backward through a graph that saved the previous values.
         torch.autograd.graph.increment_version(unit.params)
-        # At equal degrees this rank has updated all that its full buffer holds, or the unit is released and its next
-        # use gathers the new values.
+        # At equal degrees this rank has updated its whole full buffer, or the unit is released and its next use gathers
+        # the new values.
         if unit.degrees.optimizer > unit.degrees.parameters:
-            # The next use of the unit waits for this all-gather.
-            unit.mark_stale(self._gather_for_use)
-            shard = unit.shard_of_degree(unit.degrees.optimizer)
             with profile_range("gather", unit.name):
-                unit.gather_work = self._transport.gather.all_gather(unit.full_buffer, shard, unit.name)
+                unit.start_gather_of_update(self._gather_for_use)
 
-    def wait_for_peer_reads(self) -> None:
-        """Return when no rank reads the parameters of another one any more, where the transport does not overlap."""
-        # Nothing is gained by not waiting there, and peers read this rank's parameters in place.
+    def end_update(self) -> None:
+        """Complete the update. If peers read this rank's parameters in place, return when all of them have done so."""
+        # On a transport that overlaps, the all-gathers of the update run on, and the next use of each unit waits for
+        # its own. A transport that does not overlap gains nothing from that, and its peers may read in place.
         if not self._transport.overlaps:
-            self.finish_gathers_and_release()
+            self.quiesce()
             self._transport.fence()
 
-    def finish_gathers_and_release(self, *, before_update: bool = False) -> None:
-        """Return with no gather in progress and every unit released that is not pinned.
+    def quiesce(self) -> None:
+        """Return with no gather in progress and every unit released that is not pinned, so that values may change.
 
-        Call this where no forward can be in progress: one that Ctrl-C ended is forgotten. A full buffer that other
-        tensors still alias is left to them, with its present values.
+        Call this where no forward can be in progress: a forward that Ctrl-C ended is forgotten. A full buffer that
+        other tensors still alias is left to them, with its present values, and the unit takes a new one.
+
+        Raises:
+            ZeroEngineError: A parameter is not what ``initialize`` made of it. See ``Unit.check_parameters``.
         """
-        if before_update:
-            # The hooks' graphs belong to the forward before this update, so their buffers may be replaced below.
-            self.deferred_frees.begin_update()
         self.abandon_forward()
         for unit in self._units:
             # A prefetch that was never used still reads the shards of all ranks, which the caller is about to change.
@@ -209,7 +213,7 @@ class Gatherer(BackwardListener):
             self._release(unit)
             self.deferred_frees.replace_buffer(unit)
             if unit.offloaded_shards is not None:
-                # What was read ahead are the values of before the update.
+                # The prefetched values would be outdated.
                 unit.offloaded_shards.discard_prefetched()
 
     # -- uses that no hook announced --------------------------------------------------------------
@@ -218,12 +222,12 @@ class Gatherer(BackwardListener):
         """Gather a parameter that is used while its values are away. Its class calls this.
 
         Raises:
-            ReleasedParameterError: Nothing says that every rank comes here, as they do inside a forward or backward.
+            ReleasedParameterError: The use is outside of a forward or backward, where the other ranks may not gather.
         """
         unit = next(u for u in self._units if any(p is param for p in u.params))
-        # A gather in progress was launched by every rank, so this rank may wait for it anywhere.
+        # Every rank launched a gather that is in progress, so this rank may wait for it anywhere.
         if unit.is_released:
-            in_backward = self._note_backward_in_progress()
+            in_backward = self._enter_backward()
             if not (self._num_model_forwards or in_backward):
                 slot = next(s for p, s in zip(unit.params, unit.layout.slots, strict=True) if p is param)
                 raise ReleasedParameterError(
@@ -238,15 +242,15 @@ class Gatherer(BackwardListener):
 
     @disable_compile
     def _restore_saved_view(self, view: SavedView) -> torch.Tensor:
-        """Return what the graph saved of a parameter. A backward that reads it calls this."""
+        """Return a tensor that the graph saved as a view of a parameter. A backward that reads it calls this."""
         unit = view.unit
         with outside_torch_func():
             if not unit.is_gathered:
-                if not (self._note_backward_in_progress() or self._num_model_forwards):
+                if not (self._enter_backward() or self._num_model_forwards):
                     raise ReleasedParameterError(
-                        f"what the graph saved of a parameter of unit {unit.name} is looked at outside of a backward, "
-                        "where other ranks may not do the same: write `with zeroengine.gathered(module_or_params):` "
-                        "around it"
+                        f"a tensor that the graph saved from a parameter of unit {unit.name} is read outside of a "
+                        "backward, where other ranks may not do the same: write `with "
+                        "zeroengine.gathered(module_or_params):` around it"
                     )
                 self._unhooked_uses[unit] = None
                 self.ensure_gathered(unit)
@@ -257,14 +261,14 @@ class Gatherer(BackwardListener):
     def pre_model_forward(self, module: nn.Module, args: Any) -> None:
         """Begin a pass, if no forward and no backward is in progress."""
         # A forward inside a backward is a recomputation: the pass in progress is the backward.
-        if not self._note_backward_in_progress():
+        if not self._enter_backward():
             if not self._num_model_forwards:
-                # The end of a backward that raised was never announced. Its units are released before this forward
+                # Autograd did not report the end of a backward that raised. Its units are released before this forward
                 # gathers any.
                 self.abandon_backward()
                 self._backward.enter_forward()
                 self.deferred_frees.retry()
-            # Inside ``zeroengine.gathered`` ranks may run different forwards, from which no common order can be learnt.
+            # Inside ``zeroengine.gathered`` ranks may run different forwards, which have no common order to learn.
             if not (self._num_model_forwards or self.num_user_gathered):
                 self._visit_order.start_pass()
         if not self._num_model_forwards:
@@ -280,8 +284,8 @@ class Gatherer(BackwardListener):
         if not (self._graph_tasks or self.num_user_gathered):
             self._last_in_forward = self._visit_order.last
             self._visit_order.end_pass()
-        # The hooks of modules have replaced what their own forwards saved. Units that were gathered without a hook, and
-        # buffers that something aliases, are looked for in the graph of the whole model.
+        # The hooks of modules have replaced the views that their own forwards saved. The graph of the whole model is
+        # searched for views of units that were gathered without a hook, and of buffers that are aliased.
         if not self._graph_tasks:
             unhooked = [unit for unit in self._units if unit in self._unhooked_uses or unit in self.deferred_frees]
             self._replace_saved_views(output, self._first_sequence_number, unhooked)
@@ -291,7 +295,7 @@ class Gatherer(BackwardListener):
 
     @contextmanager
     def model_forward(self) -> Iterator[None]:
-        """Return a context for a forward of the whole model. It cleans up where torch runs no hooks, as on Ctrl-C."""
+        """Return a context for a forward of the whole model. It cleans up if torch runs no hooks, as on Ctrl-C."""
         outermost = not self._num_model_forwards
         try:
             yield
@@ -301,33 +305,33 @@ class Gatherer(BackwardListener):
             raise
 
     def abandon_forward(self) -> None:
-        """Forget forwards whose end no hook announced. Call this where none can be in progress."""
+        """Forget forwards whose end no hook reported. Call this where none can be in progress."""
         self._num_model_forwards = 0
         self._module_forwards.clear()
         self._release_unhooked_uses()
 
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Gather the units that the forward of ``module`` needs, and track the call's backward."""
-        # A checkpoint runs the forward again within a backward.
-        self._note_backward_in_progress()
+        # An activation checkpoint runs the forward again inside a backward.
+        self._enter_backward()
         for unit in self._units_of[module]:
             self._gather_and_prefetch(unit)
         units = [unit for unit in self._units_of[module] if unit.is_releasable]
-        # Units that stay gathered need no tracking: there is nothing to release after the forward or the backward.
+        # Units that stay gathered are never released, so they need no tracking.
         if units:
             tracked = torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
             call = self._calls.watch_inputs(module, (args, kwargs)) if tracked else None
             self._module_forwards.append(ModuleForward(module, units, call, current_sequence_number()))
 
     def post_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Release the units of ``module``, and let the graph keep no memory of theirs."""
+        """Release the units of ``module``, and replace the views of them that the graph saved."""
         forwards = self._module_forwards
         depth = next((i for i in reversed(range(len(forwards))) if forwards[i].module is module), None)
-        # A pre-forward hook of the user's may have raised before ours ran.
+        # A pre-forward hook of the user may have raised before ours ran.
         if depth is None:
             return
         forward = forwards[depth]
-        # Forwards inside this one that have not ended were ended without their hooks.
+        # Forwards inside this one that are still listed ended without their hooks.
         del forwards[depth:]
         has_backward = False
         if forward.call is not None and torch.is_grad_enabled():
@@ -335,8 +339,8 @@ class Gatherer(BackwardListener):
             if has_backward and not self._graph_tasks:
                 self._replace_saved_views(output, forward.first_sequence_number, forward.units)
         for unit in forward.units:
-            # In a backward the gradients of what was recomputed follow at once. The last unit of a forward is the first
-            # that the backward needs. So neither is released here.
+            # The backward of a recomputed module follows at once, and the last unit of a forward is the first unit that
+            # the backward needs. So neither is released here.
             if not self._graph_tasks and not (has_backward and unit is self._last_in_forward):
                 self._release(unit)
         self.deferred_frees.retry()
@@ -348,10 +352,9 @@ class Gatherer(BackwardListener):
         self.deferred_frees.keep_until_update(saved_by_user_hooks)
 
     def _gather_and_prefetch(self, unit: Unit) -> None:
-        """Gather ``unit``, and start what followed it in the last pass."""
+        """Gather ``unit``, and prefetch the units that followed it in the previous pass."""
         self.ensure_gathered(unit)
-        # An order is worth learning only for units that come and go, and only inside a pass, where all ranks visit the
-        # same units.
+        # The order matters only for releasable units, and only inside a pass, where all ranks visit the same units.
         if self.num_user_gathered or not unit.is_releasable or not (self._num_model_forwards or self._graph_tasks):
             return
         self._visit_order.visit(unit, bool(self._graph_tasks))
@@ -359,8 +362,8 @@ class Gatherer(BackwardListener):
             return
         for unit in self._visit_order.to_prefetch(self._prefetch_numel, self._live_numel, self._max_live_numel):
             shards = unit.offloaded_shards
-            # A collective is started where it proceeds by itself. Otherwise at most this rank's own shard is read
-            # ahead, which concerns no other rank.
+            # A collective is started early only if it proceeds by itself. Otherwise at most this rank's own shard is
+            # read ahead, which concerns no other rank.
             if self._transport.overlaps if shards is None else shards.can_gather_ahead:
                 self.start_gather(unit)
             elif shards is not None:
@@ -368,13 +371,13 @@ class Gatherer(BackwardListener):
 
     # -- backward ---------------------------------------------------------------------------------
 
-    def _note_backward_in_progress(self) -> bool:
-        """Return whether a backward is in progress, and register a callback for its end."""
+    def _enter_backward(self) -> bool:
+        """Return whether autograd is running a backward. Begin its pass, and ask for a callback at its end, once."""
         graph_task = torch._C._current_graph_task_id()
         if graph_task < 0:
             return False
         if graph_task not in self._graph_tasks:
-            # The outermost backward is the pass. Those within it belong to it.
+            # The outermost backward is the pass, and nested backwards belong to it.
             if not self._graph_tasks:
                 self._visit_order.start_pass()
             self._graph_tasks.append(graph_task)
@@ -384,7 +387,7 @@ class Gatherer(BackwardListener):
 
     def _end_graph_task(self, graph_task: int) -> None:
         if graph_task in self._graph_tasks:
-            # Backwards within this one that are still listed raised, for autograd did not announce their end.
+            # Backwards inside this one that are still listed have raised, because autograd did not report their end.
             del self._graph_tasks[self._graph_tasks.index(graph_task) :]
             if not self._graph_tasks:
                 self._end_outermost_backward()
@@ -400,8 +403,8 @@ class Gatherer(BackwardListener):
             self._end_outermost_backward()
 
     def _pre_backward(self, module: nn.Module) -> None:
-        """Gather what the backward of a call of ``module`` needs."""
-        self._note_backward_in_progress()
+        """Gather the units that the backward of a call of ``module`` needs."""
+        self._enter_backward()
         for unit in self._units_of[module]:
             if unit.is_releasable:
                 self._gather_and_prefetch(unit)
@@ -414,10 +417,10 @@ class Gatherer(BackwardListener):
     def unit_complete(self, unit: Unit) -> None:
         """Record that the gradients of ``unit`` are complete, so its modules may be finished.
 
-        Release it here if it was gathered for a use that no hook announced.
+        Release it if it was gathered for a use that no hook announced.
         """
         self._calls.complete(unit)
-        # A forward in progress, such as a checkpoint's, may use the unit again before it ends.
+        # A forward in progress, such as a recomputation, may use the unit again before it ends.
         if unit in self._unhooked_uses and not self._num_model_forwards:
             del self._unhooked_uses[unit]
             self._release(unit)
@@ -425,10 +428,10 @@ class Gatherer(BackwardListener):
     def _end_outermost_backward(self) -> None:
         self._visit_order.end_pass()
         self._calls.end_backward()
-        # A backward inside a forward, as of torch.autograd.grad, leaves the rest to the forward.
+        # A backward inside a forward, such as torch.autograd.grad, leaves this to the end of the forward.
         if not self._num_model_forwards:
             self._release_unhooked_uses()
-        # A unit with unused parameters never has all its gradients, so only the end of the backward releases it.
+        # A unit with unused parameters never gets all its gradients, so it is released only here.
         for unit in self._units:
             if unit not in self._unhooked_uses:
                 self._release(unit)

@@ -1,7 +1,7 @@
 """Memory for the gradients of units on their way to a reduce, and the copies that fill it.
 
-Each unit has its own reduce. A ``GradientBuffer`` holds the gradients of one unit. What ``reduce_bucket_size`` calls a
-bucket is a queue of units whose reduces are launched together (see ``reducer.py``).
+Each unit has its own reduce, and a ``GradientBuffer`` holds the gradients of one unit. A bucket, in contrast, is a
+queue of units whose reduces are launched together (see ``reducer.py``).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from zeroengine.partition.layout import FlatLayout
 from zeroengine.runtime.unit_gradients import UnitGradients
 from zeroengine.utils.work import Work
 
-# Gradients that one launch of `ops.cast_copy` takes.
+# The most gradients in one launch of ``ops.cast_copy``.
 MAX_TENSORS_PER_LAUNCH = 64
-# Bytes of gradients that may wait for a launch. Until it runs they occupy memory beside the buffer.
+# Bytes of gradients that may wait for a launch. Until then they occupy memory in addition to the buffer.
 MAX_PENDING_BYTES = 1 << 24
 
 
@@ -27,8 +27,8 @@ MAX_PENDING_BYTES = 1 << 24
 class PaddingLayout:
     """The places of the padding in a unit's buffer. Two units with equal layouts may use one buffer in turn.
 
-    ``numel`` counts although it follows from the parameters for one dtype: a unit of another dtype pads its shards to
-    another length (``Transport.shard_align_bytes``), so equal parameters leave different padding at the end.
+    ``numel`` follows from the parameters and the dtype. It is compared because a unit of another dtype pads its shards
+    to another length (``Transport.shard_align_bytes``), so equal parameters may have different padding at the end.
     """
 
     numel: int  # of the flat buffer, padding included
@@ -45,21 +45,21 @@ class GradientBuffer:
     """The flat buffer that one unit's gradients are copied into and reduced from.
 
     Its padding is zero for units of ``layout``: the buffer is zeroed when it takes on that layout, gradients are
-    written into ``param_views`` alone, and the sum of the ranks' paddings is zero. The norm relies on this, for it
-    reads the padding, too.
+    written into ``param_views`` alone, and the sum of the ranks' paddings is zero. The norm relies on this, because it
+    also reads the padding.
     """
 
     memory: torch.Tensor  # 1-D, at least as long as the unit's flat buffer
     layout: PaddingLayout | None = None
-    param_views: list[torch.Tensor] = field(default_factory=list)  # one for each parameter, in its shape
+    param_views: list[torch.Tensor] = field(default_factory=list)  # of ``memory``, one for each parameter, in its shape
     collective: Work | None = None  # the last collective that reads the memory
-    work: Work | None = None  # done when this rank needs the memory no more: ``collective``, or what follows it
+    work: Work | None = None  # done when this rank no longer needs the memory: ``collective``, or what follows it
     in_use: bool = False  # being filled
     launch_number: int = 0  # counts the launches of the pool; the buffer with the lowest one is free first
 
 
 class GradientBufferPool:
-    """All gradient buffers of one rank. A buffer is reused and never given back.
+    """All gradient buffers of one rank. Buffers are reused and never freed.
 
     Args:
         gradients: The units that the buffers are for.
@@ -67,7 +67,7 @@ class GradientBufferPool:
 
     def __init__(self, transport: Transport, gradients: Sequence[UnitGradients]) -> None:
         self._transport = transport
-        self._largest = max((grads.unit.layout.numel for grads in gradients), default=0)
+        self._largest = max((unit_grads.unit.layout.numel for unit_grads in gradients), default=0)
         self._buffers: list[GradientBuffer] = []
         self._num_launched = 0
 
@@ -82,31 +82,30 @@ class GradientBufferPool:
         self._num_launched += 1
         buffer.launch_number = self._num_launched
 
-    def acquire(self, grads: UnitGradients) -> GradientBuffer:
+    def acquire(self, unit_grads: UnitGradients) -> GradientBuffer:
         """Return a buffer to fill with one unit's gradients, whose padding is zero.
 
-        A buffer whose reduce is done comes first. If there are two or more with reduces in progress, the oldest is
-        awaited for ``REUSE_TIMEOUT_S``. Otherwise a new buffer is allocated.
+        A buffer whose reduce is done is preferred. If there is none, but at least two buffers have reduces in progress,
+        the oldest is awaited for ``REUSE_TIMEOUT_S``. Otherwise a new buffer is allocated.
         """
-        unit = grads.unit
-        # Large units share buffers that fit any unit. A unit of less than a quarter of that has a buffer of its size.
+        unit = unit_grads.unit
+        # Large units share buffers that fit any unit. A unit of at most a quarter of that size has its own size.
         need = self._largest if 4 * unit.layout.numel > self._largest else unit.layout.numel
         fitting = [
             buffer
             for buffer in self._buffers
-            if buffer.memory.numel() == need and buffer.memory.dtype == grads.reduce_dtype and not buffer.in_use
+            if buffer.memory.numel() == need and buffer.memory.dtype == unit_grads.reduce_dtype and not buffer.in_use
         ]
-        # Reduces end about in the order of their launches, so the oldest is the likeliest to be done.
+        # Reduces end roughly in the order of their launches, so the oldest is the most likely to be done.
         fitting.sort(key=lambda buffer: buffer.launch_number)
         buffer = next((candidate for candidate in fitting if self._reusable(candidate, 0.0)), None)
-        # One buffer is filled while the reduce of the other is in progress. With fewer than two, waiting would stop the
-        # overlap.
+        # Two buffers suffice for overlap: one is filled while the other is reduced. With fewer, waiting would stop it.
         if buffer is None and len(fitting) >= 2:
             # A peer may read this buffer only after its own backward, which may need this rank's next gather.
             # Waiting without a limit could therefore deadlock.
             buffer = fitting[0] if self._reusable(fitting[0], REUSE_TIMEOUT_S) else None
         if buffer is None:
-            buffer = GradientBuffer(self._transport.empty(need, grads.reduce_dtype, "reduce"))
+            buffer = GradientBuffer(self._transport.empty(need, unit_grads.reduce_dtype, "reduce"))
             self._buffers.append(buffer)
         layout = PaddingLayout.of_unit(unit.layout)
         if buffer.layout != layout:
@@ -123,24 +122,24 @@ class GradientBufferPool:
         if buffer.work is not buffer.collective:
             if not timeout_s and not buffer.work.done():
                 return False
-            # What follows a collective is a copy at optimizer degree 1, where nothing is gathered and so no peer waits
-            # for this rank meanwhile, or an event of the offload's stream, for which the host does not wait.
+            # What follows is a copy at optimizer degree 1, where nothing is gathered and so no peer waits for this rank
+            # meanwhile, or an event of the offload's stream, for which the host does not wait.
             buffer.work.wait_stream()
         return self._transport.reduce.reusable(buffer.collective, timeout_s)
 
 
 class CastCopies:
-    """Copies and additions of gradients into buffers, collected so that one launch on a GPU serves many.
+    """Copies and additions of gradients into buffers, collected so that one launch on a GPU performs many.
 
-    The results are the bits of copies made one by one.
+    The results have the same bits as separate copies.
 
     Args:
-        collects: Whether copies are collected, where the kernel knows both dtypes.
+        collects: Whether copies are collected, if the kernel supports both dtypes.
     """
 
     def __init__(self, collects: bool = True) -> None:
         self._collects = collects
-        # Pairs of source and target. The key says whether the source is added to the target or written over it.
+        # Pairs of source and target, by whether the source is added to the target or overwrites it.
         self._pairs: dict[bool, list[tuple[torch.Tensor, torch.Tensor]]] = {False: [], True: []}
         self._target_addresses: set[int] = set()
         self._nbytes = 0
@@ -150,7 +149,7 @@ class CastCopies:
         if not self._collects or source.dtype not in ops.DTYPE_CODES or target.dtype not in ops.DTYPE_CODES:
             (target.add_ if accumulate else target.copy_)(source)
             return
-        # One launch gives its copies in no order, so two to one target need two launches.
+        # The copies of one launch have no order, so two copies to one target need two launches.
         if target.data_ptr() in self._target_addresses:
             self.flush()
         self._pairs[accumulate].append((source, target))
@@ -162,7 +161,7 @@ class CastCopies:
     def flush(self) -> None:
         """Launch all pending copies."""
         for accumulate, pairs in self._pairs.items():
-            # One launch has one dtype of targets, while its sources may differ in dtype.
+            # All targets of one launch have one dtype, but the dtypes of its sources may differ.
             for dtype in {target.dtype for _, target in pairs}:
                 sources, targets = zip(*(pair for pair in pairs if pair[1].dtype is dtype), strict=True)
                 ops.cast_copy(sources, targets, accumulate=accumulate)

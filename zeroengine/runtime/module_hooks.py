@@ -16,10 +16,10 @@ from zeroengine.utils.compiler_disable import hidden_from_activation_checkpoint
 
 
 class ForwardListener(Protocol):
-    """Receives the beginnings and ends of forwards. ``args``, ``kwargs`` and ``output`` are those of the module."""
+    """Is notified when forwards begin and end, with the ``args``, ``kwargs`` and ``output`` of the module."""
 
     def observes(self, module: nn.Module) -> bool:
-        """Return whether ``module`` is one that the hooks were registered on, and no copy of it."""
+        """Return whether the hooks were registered on ``module`` itself, rather than on the original of a copy."""
 
     def pre_model_forward(self, module: nn.Module, args: Any) -> None:
         """Note that a forward of the whole model begins."""
@@ -35,7 +35,7 @@ class ForwardListener(Protocol):
 
 
 def register_hooks(listener: ForwardListener, model: nn.Module, units_of: Mapping[nn.Module, list[Unit]]) -> list[Any]:
-    """Call ``listener`` from the forwards of ``model`` and of the modules that need a unit to be gathered.
+    """Notify ``listener`` of the forwards of ``model`` and of the modules that need a unit to be gathered.
 
     Args:
         units_of: The units that each module's forward needs.
@@ -52,15 +52,15 @@ def register_hooks(listener: ForwardListener, model: nn.Module, units_of: Mappin
     def hook_for(method: str) -> UncopiedHook:
         def hook(module: nn.Module, *args: Any) -> None:
             listener = listener_ref()
-            # A shallow copy of the model takes the hooks along. They must do nothing there.
+            # A shallow copy of the model has the same hooks. They must do nothing there.
             if listener is not None and listener.observes(module):
                 with hidden_from_activation_checkpoint():
                     getattr(listener, method)(module, *args)
 
         return UncopiedHook(hook)
 
-    # A unit that is never released is waited for, too, where each rank updates a part of it: the next forward needs the
-    # all-gather of the step.
+    # Where each rank updates a part of a unit that is never released, the next forward must wait for the all-gather of
+    # the step, so these modules need hooks as well.
     units_of_hooked = {
         module: units
         for module, units in units_of.items()
@@ -72,8 +72,8 @@ def register_hooks(listener: ForwardListener, model: nn.Module, units_of: Mappin
                 f"torch allows no hooks on a ScriptModule, such as {module.original_name} here: pass the model as "
                 "it was before torch.jit. torch.compile serves instead."
             )
-    # Pre-forward hooks are prepended, so that those of the user find the parameters gathered. Forward hooks are called
-    # even if the forward raised (``always_call``), or its units would never be released.
+    # Pre-forward hooks are prepended, so that the user's hooks find the parameters gathered. Forward hooks are called
+    # even if the forward raised (``always_call``), because otherwise its units would never be released.
     handles: list[Any] = [
         model.register_forward_pre_hook(hook_for("pre_model_forward"), prepend=True),
         model.register_forward_hook(hook_for("post_model_forward"), always_call=True),

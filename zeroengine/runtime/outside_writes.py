@@ -3,16 +3,16 @@
 [Note: Values written into the model]
 Where the full buffer stays between uses (stages 0 to 2, and small units at stage 3) a user may write a parameter at any
 time: ``load_state_dict``, ``p.copy_``, ``p.data.clamp_``, ``nn.init``. The next update starts from what was written.
-- In fp32 the parameter is its own master, so a write is there already.
+- In fp32 the parameter is its own master, so the write has reached the master already.
 - In bf16 and fp16 the update compares the parameter with its rounded master, bit by bit (``ops.adam_step``,
-  ``reload_written``), which finds every write. What reads masters at other times, such as a checkpoint, has them
-  reloaded first (``OptimizerShard.reload_master``). A parameter without a gradient keeps what was written, for its
+  ``reload_written``), which finds every write. Code that reads masters at other times, such as a checkpoint, reloads
+  them first (``OptimizerShard.reload_master``). A parameter without a gradient keeps the written values, because its
   master is not published.
-- Every rank must write the same. Autograd's version counters say which parameters a rank wrote since the last step, and
-  the step sums a checksum of those with its norm: no further collective, and next to no cost where nobody wrote.
-  ``.data`` hides a write from the counters. If one rank alone writes in that way, its own shard takes the values
-  (stages 1 and 2) or its replica drifts away (stage 0), and that goes unnoticed.
-Released units can be written inside ``gathered`` alone, where the values of one rank count for all.
+- Every rank must write the same values. Autograd's version counters show which parameters a rank wrote since the last
+  step, and the step sums a checksum of these together with its norm. This takes no additional collective, and almost no
+  time if nothing was written. ``.data`` hides a write from the counters. If only one rank writes in that way, its own
+  shard takes the values (stages 1 and 2) or its replica drifts away (stage 0), and nothing detects this.
+Released units can be written only inside ``gathered``, where the values of one rank count for all.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from zeroengine.runtime.unit import Unit
 from zeroengine.utils.checksum import checksum
 from zeroengine.utils.listed import listed
 
-# The parameters that a message names.
+# The number of parameters that a message names.
 NUM_SHOWN = 5
 
-# ``attrgetter`` and ``map`` read thousands of versions at each step without a Python frame for each.
+# With ``map``, an ``attrgetter`` reads thousands of versions at each step without a Python frame for each.
 _version_of = attrgetter("_version")
 
 
@@ -40,12 +40,12 @@ class OutsideWrites:
 
     Args:
         units: All units of the engine.
-        group: The ranks that must agree. A single rank compares nothing.
+        group: The ranks that must agree. A single rank has nothing to compare.
     """
 
     def __init__(self, units: Iterable[Unit], group: Group) -> None:
         self._group = group
-        # Released units can be written inside ``gathered`` alone, where one rank's values count for all.
+        # Released units can be written only inside ``gathered``, where one rank's values count for all.
         never_released = [unit for unit in units if not unit.is_releasable] if group.world_size > 1 else []
         self._params = [param for unit in never_released for param in unit.params]
         self._names = [slot.name for unit in never_released for slot in unit.layout.slots]
@@ -53,7 +53,7 @@ class OutsideWrites:
         self._versions = self._current_versions()
 
     def reset_baseline(self, unit: Unit | None = None) -> None:
-        """Count writes from now on, when the ranks are known to agree.
+        """Count writes from now on. The ranks are known to agree at this point.
 
         Args:
             unit: Forget the earlier writes to this unit's parameters. None forgets those to all parameters.
@@ -62,16 +62,16 @@ class OutsideWrites:
         if unit is None:
             self._versions = versions
             return
-        # Writes to other units since the last step stay to be compared.
+        # Writes to other units since the last step must still be compared.
         params = set(unit.params)
         for index, param in enumerate(self._params):
             if param in params:
                 self._versions[index] = versions[index]
 
     def checksums_to_sum(self) -> list[float]:
-        """Return what the ranks are to sum: a checksum c of each parameter, then c * c of each. It is 0 if unwritten.
+        """Return the numbers to sum over ranks: a checksum c of each parameter (0 if unwritten), then each c * c.
 
-        All ranks have the same c exactly if world_size * sum(c * c) = sum(c) ** 2 (Cauchy-Schwarz). The numbers are
+        All ranks have the same c if and only if world_size * sum(c * c) = sum(c) ** 2 (Cauchy-Schwarz). The numbers are
         small enough to be exact in float64 on up to two million ranks.
         """
         written = self._written()
@@ -94,14 +94,14 @@ class OutsideWrites:
         """
         count, size = len(self._params), self._group.world_size
         pairs = zip(sums[:count], sums[count:], strict=True)
-        # The sums are whole numbers. Python's integers compute with them exactly, where the square of a float may be
-        # rounded.
+        # The sums are whole numbers, so Python's integers are exact, whereas the square of a float may be rounded.
         return [i for i, (c, squares) in enumerate(pairs) if size * int(squares) != int(c) ** 2]
 
     def raise_if_different(self, suspects: Sequence[int]) -> None:
         """Compare the values of ``suspects`` over the ranks. This is a collective if there are any.
 
-        A suspect may turn out equal: a rank may have received what another wrote in a way that no version counter sees.
+        A suspect may turn out to be equal, because a rank may have taken the same values by a write that no version
+        counter shows.
 
         Raises:
             DivergenceError: The values differ. Raised on every rank.
@@ -119,12 +119,12 @@ class OutsideWrites:
         """Check that the ranks wrote the same values since the last step. This is a collective.
 
         Raises:
-            DivergenceError: They did not. Raised on every rank.
+            DivergenceError: They wrote different values. Raised on every rank.
         """
         # All ranks have the same units, so all of them return here or none does.
         if not self._params:
             return
-        # Every rank compares what any rank has written, for the others may lack exactly that write.
+        # Every rank compares the parameters that any rank wrote, because the others may lack exactly that write.
         written = self._group.all_gather_object(self._written(), "of names of written parameters")
         self.raise_if_different(sorted(set().union(*written)))
         self.reset_baseline()
@@ -147,7 +147,7 @@ class OutsideWrites:
         return [i for i, (now, then) in enumerate(zip(versions, self._versions, strict=True)) if now != then]
 
     def _current_versions(self) -> list[int]:
-        # A gather may be in progress. Reading a version must not wait for it, for it reads no value.
+        # Reading a version reads no value, so it must not wait for a gather in progress.
         with torch._C.DisableTorchFunctionSubclass():
             return list(map(_version_of, self._params))
 

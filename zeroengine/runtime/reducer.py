@@ -3,28 +3,28 @@
 [Note: The path of a gradient]
 1. Autograd accumulates a gradient into ``param.grad`` and calls the parameter's hook (``_post_accumulate_grad``).
 2. The hook copies the gradient, cast to the dtype that is sent, into a gradient buffer and drops ``param.grad``
-   (``_copy_to_buffer``). This is the only copy. On a GPU, copies are collected and launched together (``CastCopies``).
+   (``_copy_to_slot``). This is the only copy. On a GPU, copies are collected and launched together (``CastCopies``).
 3. When all gradients of a unit have arrived, and those of all units before it in the fixed order, the unit joins the
-   bucket: a queue of units. When the queue holds ``bucket_numel`` elements the reduce of each of its units is launched,
-   one collective for each unit (``_launch_reduce``).
+   bucket. This is a queue, not memory. When its units have ``reduce_bucket_size`` elements, the reduces of all of them
+   are launched, one collective for each unit (``_launch_reduce``).
 4. A reduce-scatter leaves this rank's shard of the sum in ``UnitGradients.flat_grads``. With gradient accumulation each
    micro-step is reduced and added there.
 5. ``Engine.step`` waits for the reduces (``reduce_remaining``). The optimizer reads the shards for the norm and for the
    update, and ``end_step`` lets the next gradients overwrite them.
 
-At gradient degree 1 (stages 0 and 1) the copy goes to ``flat_grads`` itself, which holds the gradients of the whole
-unit. Micro-steps accumulate there and only the last one is reduced: by an all-reduce at optimizer degree 1, by a
-reduce-scatter of this rank's part otherwise. In one process all degrees are 1, so stage 2 takes the path of stage 0,
-unless its gradients are offloaded: these always pass through a gradient buffer.
+Where gradients are not sharded (stages 0 and 1) the copy goes to ``flat_grads`` itself, which holds the gradients of
+the whole unit. Micro-steps accumulate there and only the last one is reduced: by an all-reduce at optimizer degree 1,
+by a reduce-scatter of this rank's part otherwise. In one process all degrees are 1, so stage 2 takes the path of stage
+0. Offloaded gradients count as sharded at any degree: they always pass through a gradient buffer.
 
-Inside ``no_sync`` partitioned gradients stay in ``param.grad``, or in ``deferred_grads`` where they accumulate in a
-wider dtype. The next micro-step outside of it adds them to the gradient buffer. With offload the sum is reduced into a
-staging buffer and written from there to the store; its norm is computed on the way (``OffloadedGradients``).
+Inside ``no_sync`` sharded gradients stay in ``param.grad``, or in ``deferred_grads`` if they accumulate in another
+dtype. The next micro-step outside of ``no_sync`` adds them to the gradient buffer. With offload the sum is reduced into
+a staging buffer and written from there to the store; its norm is computed on the way (``OffloadedGradients``).
 
 [Note: Units are reduced in one order]
-Every rank reduces the units in reverse order of registration. A unit that is complete early waits for those before it.
-A unit that never completes, for some of its parameters are unused, is reduced when the backward ends, with zeros in
-their place. So ranks that use different parameters still agree on every collective.
+Every rank reduces the units in reverse order of registration. A unit that is complete early waits for the units before
+it. A unit with unused parameters never completes. It is reduced when the backward ends, with zeros for the missing
+gradients. So ranks that use different parameters still agree on every collective.
 
 A unit may get gradients after it was reduced: see "Several gradients of one parameter" in ``unit_gradients.py``.
 """
@@ -33,7 +33,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from itertools import zip_longest
 
 import torch
 
@@ -41,9 +40,9 @@ from zeroengine.comm.interfaces import Transport
 from zeroengine.config import Config
 from zeroengine.errors import ZeroEngineError
 from zeroengine.offload.interfaces import OffloadStore
-from zeroengine.runtime.autograd_tracking import Hook
 from zeroengine.runtime.backward_tracker import BackwardListener, BackwardTracker
 from zeroengine.runtime.gradient_buffers import CastCopies, GradientBuffer, GradientBufferPool
+from zeroengine.runtime.module_backwards import Hook
 from zeroengine.runtime.offloaded_gradients import OffloadedGradients
 from zeroengine.runtime.released_parameter import gradient_of
 from zeroengine.runtime.unit import Unit
@@ -57,16 +56,16 @@ class Reducer(BackwardListener):
 
     Args:
         config: The resolved configuration.
-        backward: Tells when a backward begins and ends, and learns of each gradient and each complete unit from here.
+        backward: Reports when a backward begins and ends. The reducer reports each gradient and complete unit to it.
         stores: For each trainable unit, the store of its summed gradients. None: they stay on the device.
-        collects_copies: Whether copies into buffers are collected and launched together, which pays on a GPU.
+        collects_copies: Whether copies into buffers are collected and launched together, which saves time on a GPU.
 
     Attributes:
         predivide: The number that gradients are divided by before they are summed, so that the sum of many ranks does
             not overflow. The update multiplies by it again.
-        gradients: Those of each trainable unit, in the order of registration.
+        gradients: The gradients of each trainable unit, in the order of registration.
         hook_handles: The handles of the hooks on parameters.
-        has_late_gradients: A gradient arrived after its unit was reduced in this step, and waits on this rank.
+        has_late_gradients: Whether a gradient arrived after its unit was reduced in this step, and waits on this rank.
     """
 
     def __init__(
@@ -79,7 +78,7 @@ class Reducer(BackwardListener):
         collects_copies: bool,
     ) -> None:
         self._transport, self._channel = transport, transport.reduce
-        # Elements that one bucket may hold. A larger unit is a bucket alone; 0 launches unit by unit.
+        # Elements of the units that one bucket holds at most. A larger unit is a bucket alone; 0 launches unit by unit.
         self._bucket_numel = config.zero_optimization.reduce_bucket_size or 0
         self._backward = backward
         self.predivide = config.predivide(transport.world_size)
@@ -87,82 +86,82 @@ class Reducer(BackwardListener):
             UnitGradients(
                 unit, transport, config.accumulation_dtype(unit.dtype), config.reduce_dtype(unit.dtype), store
             )
-            for unit, store in zip_longest((unit for unit in units if unit.trainable), stores)
+            for unit, store in zip((unit for unit in units if unit.trainable), stores, strict=True)
         ]
         self._offloaded = OffloadedGradients()
         self._copies = CastCopies(collects_copies)
         self._reduce_order = self.gradients[::-1]
         # The units of ``_reduce_order`` that have joined a bucket in this backward, or need no reduce.
         self._num_queued = 0
-        # Complete units, which wait for the bucket to fill.
+        # Complete units, whose reduces are launched together.
         self._bucket: list[UnitGradients] = []
         self._works: list[Work] = []
         self._buffer_pool = GradientBufferPool(transport, self.gradients)
-        # The buffers that are being filled.
+        # The gradient buffers that are being filled.
         self._buffer_of: dict[UnitGradients, GradientBuffer] = {}
         self.has_late_gradients = False
         # The parameter owns its hook in C++, so the hook takes indices and nothing that owns the parameter.
         self.hook_handles = [
             param.register_post_accumulate_grad_hook(Hook(self, Reducer._post_accumulate_grad, unit_index, index))
-            for unit_index, grads in enumerate(self.gradients)
-            for index, param in enumerate(grads.unit.params)
+            for unit_index, unit_grads in enumerate(self.gradients)
+            for index, param in enumerate(unit_grads.unit.params)
         ]
         backward.subscribe(self)
 
     # -- backward ---------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
-        """Expect gradients of every unit."""
+        """Wait for the gradients of every unit."""
         self._num_queued = 0
-        for grads in self.gradients:
-            grads.begin_backward()
+        for unit_grads in self.gradients:
+            unit_grads.begin_backward()
 
-    def _is_deferred(self, grads: UnitGradients) -> bool:
-        """Return whether a gradient stays in ``param.grad``: inside no_sync, or because its unit was reduced."""
-        # Unsharded gradients are added to the kept sum also inside no_sync, for they are reduced once, at the end.
-        if grads.unsharded:
-            return grads.is_reduced
-        return grads.reduce_launched or not self._backward.sync_enabled
+    def _is_deferred(self, unit_grads: UnitGradients) -> bool:
+        """Return whether a new gradient must wait: inside no_sync, or because its unit was reduced."""
+        if unit_grads.is_sharded:
+            return unit_grads.launched_in_backward or not self._backward.reduces_gradients
+        # These gradients are reduced once, at the end, so even inside no_sync they are added to the kept sum.
+        return unit_grads.launched_in_step
 
     def _post_accumulate_grad(self, unit_index: int, index: int) -> None:
-        grads = self.gradients[unit_index]
-        param = grads.unit.params[index]
-        # This may begin the backward, which resets the counts of arrived gradients. So it comes first.
+        unit_grads = self.gradients[unit_index]
+        param = unit_grads.unit.params[index]
+        # This comes first because it may begin the backward, which resets the counts of arrived gradients.
         self._backward.note_gradient()
-        grads.count_arrival(index)
-        # Autograd calls the hook without a gradient, too, where a Function returned None for it.
+        unit_grads.count_arrival(index)
+        # Autograd also calls the hook if a Function returned None instead of a gradient.
         if param.grad is not None:
-            if self._is_deferred(grads):
-                # A gradient that waits after its unit was reduced is late. The other ranks do not know of it.
-                self.has_late_gradients = self.has_late_gradients or grads.is_reduced
-                # Where the dtypes are equal, ``param.grad`` itself adds up in the accumulation dtype.
-                if grads.dtype is not param.dtype:
-                    self._accumulate_deferred(grads, index, param.grad.detach())
+            if self._is_deferred(unit_grads):
+                # A gradient that waits after its unit was reduced is late. The other ranks do not know about it.
+                self.has_late_gradients = self.has_late_gradients or unit_grads.launched_in_step
+                # If the dtypes are equal, ``param.grad`` itself accumulates in the accumulation dtype.
+                if unit_grads.dtype is not param.dtype:
+                    self._accumulate_deferred(unit_grads, index, param.grad.detach())
                     param.grad = None
             else:
-                self._copy_to_buffer(grads, index)
-        if not grads.num_pending:
-            self._backward.note_unit_complete(grads.unit)
+                self._copy_to_slot(unit_grads, index)
+        if not unit_grads.num_pending:
+            self._backward.note_unit_complete(unit_grads.unit)
             self._queue_in_order()
 
-    def _copy_to_buffer(self, grads: UnitGradients, index: int) -> None:
-        """Copy a gradient to where it is reduced from, or add it to an earlier one there."""
-        if not grads.unsharded and grads not in self._buffer_of:
-            self._buffer_of[grads] = self._buffer_pool.acquire(grads)
-        views = grads.param_views if grads.unsharded else self._buffer_of[grads].param_views
-        self._copy_to(grads, index, views[index], accumulate=grads.buffer_filled[index])
-        grads.buffer_filled[index] = True
+    def _copy_to_slot(self, unit_grads: UnitGradients, index: int) -> None:
+        """Copy a gradient to where it is reduced from, or add it to an earlier gradient there."""
+        if unit_grads.is_sharded and unit_grads not in self._buffer_of:
+            self._buffer_of[unit_grads] = self._buffer_pool.acquire(unit_grads)
+        views = self._buffer_of[unit_grads].param_views if unit_grads.is_sharded else unit_grads.param_views
+        self._copy_to(unit_grads, index, views[index], accumulate=unit_grads.slot_filled[index])
+        unit_grads.slot_filled[index] = True
 
-    def _copy_to(self, grads: UnitGradients, index: int, target: torch.Tensor, *, accumulate: bool) -> None:
-        """Move a parameter's gradient, with those of earlier micro-steps inside no_sync, into ``target``."""
-        param, gradient = grads.unit.params[index], grads.deferred_grads.pop(index, None)
+    def _copy_to(self, unit_grads: UnitGradients, index: int, target: torch.Tensor, *, accumulate: bool) -> None:
+        """Move a parameter's gradient, with its gradients from earlier micro-steps inside no_sync, into ``target``."""
+        param, gradient = unit_grads.unit.params[index], unit_grads.deferred_grads.pop(index, None)
         latest = gradient_of(param)
         if latest is not None:
             # A backward with create_graph=True gives the gradient a history.
             latest = latest.detach()
             latest = latest.to_dense() if latest.is_sparse else latest
             if latest.shape != target.shape:
-                name = grads.unit.layout.slots[index].name
+                name = unit_grads.unit.layout.slots[index].name
                 raise ZeroEngineError(
                     f"parameter {name} was given another shape after initialize(), {tuple(latest.shape)} where it had "
                     f"{tuple(target.shape)}, as by resize_token_embeddings(). Change the model before initialize()."
@@ -170,35 +169,35 @@ class Reducer(BackwardListener):
             gradient = latest if gradient is None else gradient.add_(latest)
         assert gradient is not None
         if self.predivide != 1:
-            # The division makes a new tensor, because others may hold the gradient, such as the user.
+            # The division makes a new tensor, because the user may hold the gradient.
             gradient = gradient / self.predivide
         self._copies.copy(gradient, target, accumulate=accumulate)
-        grads.has_grad[index] = True
-        # A copy that waits for its launch refers to the gradient itself, so the parameter need not.
+        unit_grads.has_grad[index] = True
+        # A copy that waits for its launch keeps the gradient alive, so the parameter need not.
         param.grad = None
 
-    def _accumulate_deferred(self, grads: UnitGradients, index: int, gradient: torch.Tensor) -> None:
-        """Sum micro-steps inside no_sync in the accumulation dtype, where ``param.grad`` would sum in a lower one."""
-        if index in grads.deferred_grads:
-            grads.deferred_grads[index].add_(gradient)
+    def _accumulate_deferred(self, unit_grads: UnitGradients, index: int, gradient: torch.Tensor) -> None:
+        """Sum micro-steps inside no_sync in the accumulation dtype; ``param.grad`` would sum in the parameter's own."""
+        if index in unit_grads.deferred_grads:
+            unit_grads.deferred_grads[index].add_(gradient)
         else:
             dense = gradient.to_dense() if gradient.is_sparse else gradient
-            grads.deferred_grads[index] = dense.to(grads.dtype)
+            unit_grads.deferred_grads[index] = dense.to(unit_grads.dtype)
 
     @staticmethod
-    def _has_deferred_gradient(grads: UnitGradients, index: int) -> bool:
-        """Return whether a gradient waits outside of the buffers."""
-        return index in grads.deferred_grads or gradient_of(grads.unit.params[index]) is not None
+    def _has_deferred_gradient(unit_grads: UnitGradients, index: int) -> bool:
+        """Return whether a gradient waits outside of its slot."""
+        return index in unit_grads.deferred_grads or gradient_of(unit_grads.unit.params[index]) is not None
 
     def end_backward(self, num_calls: int) -> None:
-        """Launch the reduces that the backward left open, in order."""
-        for grads in self._reduce_order:
-            if not self._is_deferred(grads):
-                for index, count in enumerate(grads.arrived_counts):
-                    # A parameter without a gradient in this backward may have one of an earlier one, inside no_sync.
-                    if not count and self._has_deferred_gradient(grads, index):
-                        self._copy_to_buffer(grads, index)
-            grads.end_backward()
+        """Launch the reduces that were not launched during the backward, in order."""
+        for unit_grads in self._reduce_order:
+            if not self._is_deferred(unit_grads):
+                for index, count in enumerate(unit_grads.arrived_counts):
+                    # A parameter without a gradient now may have one from an earlier backward inside no_sync.
+                    if not count and self._has_deferred_gradient(unit_grads, index):
+                        self._copy_to_slot(unit_grads, index)
+            unit_grads.end_backward()
         self._queue_in_order()
         self._launch_bucket()
         self._copies.flush()
@@ -206,69 +205,69 @@ class Reducer(BackwardListener):
     def _queue_in_order(self) -> None:
         """Move complete units into the bucket, up to the first incomplete one. Launch the bucket when it is full."""
         while self._num_queued < len(self._reduce_order) and not self._reduce_order[self._num_queued].num_pending:
-            grads = self._reduce_order[self._num_queued]
+            unit_grads = self._reduce_order[self._num_queued]
             self._num_queued += 1
-            needs_reduce = self._backward.sync_enabled
-            if grads.unsharded:
-                needs_reduce = needs_reduce and self._backward.is_last_microbatch and not grads.is_reduced
-            # A unit is a bucket's member as a whole. One that does not fit beside those queued launches them first.
+            needs_reduce = self._backward.reduces_gradients
+            if not unit_grads.is_sharded:
+                needs_reduce = needs_reduce and self._backward.is_last_microbatch and not unit_grads.launched_in_step
+            # A bucket holds whole units. If a unit does not fit, the reduces of the queued units are launched first.
             if needs_reduce:
-                if self._bucket and self._queued_numel() + grads.unit.layout.numel > self._bucket_numel:
+                if self._bucket and self._queued_numel() + unit_grads.unit.layout.numel > self._bucket_numel:
                     self._launch_bucket()
-                self._bucket.append(grads)
+                self._bucket.append(unit_grads)
         if self._bucket and self._queued_numel() >= self._bucket_numel:
             self._launch_bucket()
 
     def _queued_numel(self) -> int:
-        return sum(grads.unit.layout.numel for grads in self._bucket)
+        return sum(unit_grads.unit.layout.numel for unit_grads in self._bucket)
 
     def _launch_bucket(self) -> None:
         bucket, self._bucket = self._bucket, []
-        for grads in bucket:
-            with profile_range("reduce", grads.unit.name):
-                self._launch_reduce(grads)
+        for unit_grads in bucket:
+            with profile_range("reduce", unit_grads.unit.name):
+                self._launch_reduce(unit_grads)
 
-    def _launch_reduce(self, grads: UnitGradients) -> None:
+    def _launch_reduce(self, unit_grads: UnitGradients) -> None:
         """Launch the collective of one unit. Parameters without a gradient count as zeros."""
-        unit = grads.unit
-        # From here on no gradient of this unit goes into the buffer that is sent.
-        grads.reduce_launched = True
+        unit = unit_grads.unit
+        # From here on no gradient of this unit goes into the memory that is sent.
+        unit_grads.launched_in_backward = True
         # The collective reads the buffer, into which copies of gradients may still wait for their launch.
         self._copies.flush()
-        # Where no parameter of the unit has a gradient on this rank, another rank may have one. The collective is
-        # launched with zeros then, since all ranks must launch the same ones.
-        if not grads.unsharded:
-            buffer = self._buffer_of.pop(grads) if grads in self._buffer_of else self._buffer_pool.acquire(grads)
-            self._zero_unfilled(grads, buffer.param_views)
-            self._launch_from_buffer(buffer, grads, grads.flat_grads, accumulate=grads.is_reduced)
-            # The next micro-step fills another buffer. The sum of this one accumulates in ``flat_grads``.
-            grads.buffer_filled = [False] * len(unit.params)
-            grads.is_reduced = True
+        # If no parameter of the unit has a gradient on this rank, another rank may have one. All ranks must launch the
+        # same collectives, so this rank sends zeros.
+        if unit_grads.is_sharded:
+            buffer = self._buffer_of.pop(unit_grads, None) or self._buffer_pool.acquire(unit_grads)
+            self._zero_unfilled(unit_grads, buffer.param_views)
+            self._launch_from_buffer(buffer, unit_grads, unit_grads.flat_grads, accumulate=unit_grads.launched_in_step)
+            # The next micro-step fills another buffer. The sums of all micro-steps accumulate in ``flat_grads``.
+            unit_grads.slot_filled = [False] * len(unit.params)
+            unit_grads.launched_in_step = True
             return
-        self._zero_unfilled(grads, grads.param_views)
-        shard = grads.shard_of_degree(unit.degrees.optimizer)
-        if not grads.reduced_in_place:
-            buffer = self._buffer_pool.acquire(grads)
-            # The micro-steps were added up in one dtype and are sent in another: this copy rounds their sum once.
-            buffer.memory[: unit.layout.numel].copy_(grads.flat_grads)
-            self._launch_from_buffer(buffer, grads, shard, accumulate=False)
+        self._zero_unfilled(unit_grads, unit_grads.param_views)
+        shard = unit_grads.shard_of_degree(unit.degrees.optimizer)
+        if not unit_grads.reduced_in_place:
+            buffer = self._buffer_pool.acquire(unit_grads)
+            # The micro-steps accumulated in one dtype and are sent in another: this copy rounds their sum once.
+            buffer.memory[: unit.layout.numel].copy_(unit_grads.flat_grads)
+            self._launch_from_buffer(buffer, unit_grads, shard, accumulate=False)
         elif unit.degrees.optimizer == 1:
-            self._works.append(self._channel.all_reduce(grads.flat_grads, unit.name))
+            self._works.append(self._channel.all_reduce(unit_grads.flat_grads, unit.name))
         else:
-            self._works.append(self._channel.reduce_scatter(shard, grads.flat_grads, unit.name))
-        grads.is_reduced = True
+            self._works.append(self._channel.reduce_scatter(shard, unit_grads.flat_grads, unit.name))
+        unit_grads.launched_in_step = True
 
     def _launch_from_buffer(
-        self, buffer: GradientBuffer, grads: UnitGradients, target: torch.Tensor, accumulate: bool
+        self, buffer: GradientBuffer, unit_grads: UnitGradients, target: torch.Tensor, accumulate: bool
     ) -> None:
-        """Reduce what is in ``buffer`` into ``target`` (1-D): the unit's whole gradient, or this rank's shard of it."""
+        """Reduce ``buffer`` into ``target`` (1-D): the unit's whole gradient, or this rank's shard of it."""
         # A buffer for the largest unit may serve a smaller one.
-        flat = buffer.memory[: grads.unit.layout.numel]
-        if grads.store is not None:
-            reduce = partial(self._launch_collective, buffer, flat=flat, label=grads.unit.name, accumulate=False)
-            buffer.work = self._offloaded.reduce_and_store(grads, reduce, accumulate)
+        flat = buffer.memory[: unit_grads.unit.layout.numel]
+        if unit_grads.store is not None:
+            reduce = partial(self._launch_collective, buffer, flat=flat, label=unit_grads.unit.name, accumulate=False)
+            buffer.work = self._offloaded.reduce_and_store(unit_grads, reduce, accumulate)
         else:
-            buffer.work = self._launch_collective(buffer, target, flat, grads.unit.name, accumulate)
+            buffer.work = self._launch_collective(buffer, target, flat, unit_grads.unit.name, accumulate)
             self._works.append(buffer.work)
         self._buffer_pool.mark_launched(buffer)
 
@@ -278,48 +277,48 @@ class Reducer(BackwardListener):
         if target.numel() < flat.numel():
             buffer.collective = self._channel.reduce_scatter(target, flat, label, accumulate)
             return buffer.collective
-        # An all-reduce leaves the sum in the buffer, from where it is copied to where the gradients are kept.
+        # An all-reduce leaves the sum in the buffer, so it is copied to where the gradients are kept.
         buffer.collective = self._channel.all_reduce(flat, label)
         return Then(buffer.collective, partial(torch.Tensor.add_ if accumulate else torch.Tensor.copy_, target, flat))
 
-    def _zero_unfilled(self, grads: UnitGradients, views: list[torch.Tensor]) -> None:
-        for filled, view in zip(grads.buffer_filled, views, strict=True):
-            # The buffer may hold another unit's gradients, or this unit's of an earlier micro-step.
+    def _zero_unfilled(self, unit_grads: UnitGradients, views: list[torch.Tensor]) -> None:
+        for filled, view in zip(unit_grads.slot_filled, views, strict=True):
+            # The memory may hold gradients of another unit, or of an earlier micro-step of this unit.
             if not filled:
                 view.zero_()
 
     # -- step -------------------------------------------------------------------------------------
 
     def reduce_remaining(self) -> None:
-        """Return with every gradient reduced into ``flat_grads``, except late ones. Call this on every rank."""
-        for grads in self._reduce_order:
+        """Return with every gradient reduced into ``flat_grads``, except late gradients. Call this on every rank."""
+        for unit_grads in self._reduce_order:
             # Units whose micro-steps were all inside no_sync have not been reduced.
-            if not grads.is_reduced:
-                for index in range(len(grads.unit.params)):
-                    if self._has_deferred_gradient(grads, index):
-                        self._copy_to_buffer(grads, index)
-                self._launch_reduce(grads)
+            if not unit_grads.launched_in_step:
+                for index in range(len(unit_grads.unit.params)):
+                    if self._has_deferred_gradient(unit_grads, index):
+                        self._copy_to_slot(unit_grads, index)
+                self._launch_reduce(unit_grads)
         self.wait_reduces()
 
     def reduce_late_gradients(self) -> None:
-        """Reduce the gradients that arrived after their unit was reduced. Call this on every rank if any has some."""
+        """Reduce the gradients that arrived after their unit was reduced. Call it on every rank if any has some."""
         self.wait_reduces()
         # No rank knows which units have late gradients on the others, so all ranks reduce every unit.
-        for grads in self._reduce_order:
-            buffer = self._buffer_pool.acquire(grads)
+        for unit_grads in self._reduce_order:
+            buffer = self._buffer_pool.acquire(unit_grads)
             for index, view in enumerate(buffer.param_views):
-                if self._has_deferred_gradient(grads, index):
-                    self._copy_to(grads, index, view, accumulate=False)
+                if self._has_deferred_gradient(unit_grads, index):
+                    self._copy_to(unit_grads, index, view, accumulate=False)
                 else:
                     view.zero_()
             self._copies.flush()
-            shard = grads.shard_of_degree(grads.unit.degrees.optimizer)
-            self._launch_from_buffer(buffer, grads, shard, accumulate=True)
+            shard = unit_grads.shard_of_degree(unit_grads.unit.degrees.optimizer)
+            self._launch_from_buffer(buffer, unit_grads, shard, accumulate=True)
         self.wait_reduces()
         self.has_late_gradients = False
 
     def wait_reduces(self) -> None:
-        """Order the current stream behind every reduce; on the CPU wait for them. Call it on every rank.
+        """Order the current stream behind every reduce; on the CPU wait for every reduce. Call it on every rank.
 
         Some transports need the host of each rank to finish a reduce.
         """
@@ -329,17 +328,17 @@ class Reducer(BackwardListener):
         self._offloaded.wait_all()
 
     def end_step(self) -> None:
-        """Let the next gradients overwrite those of the step that has ended."""
-        for grads in self.gradients:
-            grads.end_step()
+        """Let the next gradients overwrite those of the step that ended."""
+        for unit_grads in self.gradients:
+            unit_grads.end_step()
 
     def fail_backward(self, after_others: bool) -> None:
-        """Drop every gradient since the last step: some of the backward that raised are missing."""
+        """Drop every gradient since the last step, because some gradients of the failed backward are missing."""
         self.drop_gradients()
 
     def drop_gradients(self) -> None:
         """Drop every gradient since the last step. Reduces that were launched finish first."""
-        # A collective that was launched cannot be taken back, and its peers wait for this rank.
+        # A launched collective cannot be canceled, and its peers wait for this rank.
         self.wait_reduces()
         self._copies.discard()
         for buffer in self._buffer_of.values():
@@ -347,10 +346,10 @@ class Reducer(BackwardListener):
         self._buffer_of.clear()
         self._bucket.clear()
         self.has_late_gradients = False
-        for grads in self.gradients:
-            grads.num_pending = 0
-            grads.deferred_grads.clear()
-            for param in grads.unit.params:
+        for unit_grads in self.gradients:
+            unit_grads.num_pending = 0
+            unit_grads.deferred_grads.clear()
+            for param in unit_grads.unit.params:
                 param.grad = None
         self.end_step()
 
@@ -363,32 +362,32 @@ class Reducer(BackwardListener):
                 "a gradient can be read and replaced after a backward, not during one, nor after one that raised"
             )
 
-    def unreduced_gradient(self, grads: UnitGradients, index: int) -> torch.Tensor | None:
-        """Return what this rank adds to a parameter's gradient in its next reduce, in fp32 or wider."""
-        local = (grads.deferred_grads.get(index), gradient_of(grads.unit.params[index]))
+    def unreduced_gradient(self, unit_grads: UnitGradients, index: int) -> torch.Tensor | None:
+        """Return this rank's contribution to the next reduce of a parameter's gradient, in fp32 or wider."""
+        local = (unit_grads.deferred_grads.get(index), gradient_of(unit_grads.unit.params[index]))
         parts = [part.detach().to_dense() / self.predivide for part in local if part is not None]
-        if grads.unsharded and grads.buffer_filled[index] and not grads.is_reduced:
-            parts.append(grads.param_views[index])
+        if not unit_grads.is_sharded and unit_grads.slot_filled[index] and not unit_grads.launched_in_step:
+            parts.append(unit_grads.param_views[index])
         wide = [part.to(torch.promote_types(part.dtype, torch.float32)) for part in parts]
         return torch.stack(wide).sum(0) if wide else None
 
-    def replace_gradient(self, grads: UnitGradients, index: int, value: torch.Tensor) -> None:
+    def replace_gradient(self, unit_grads: UnitGradients, index: int, value: torch.Tensor) -> None:
         """Make ``value`` the sum over ranks of a parameter's gradient. Call this on every rank.
 
-        Where the unit ``is_reduced`` the caller has written the value into the shard.
+        If the unit was ``launched_in_step``, the caller has written the value into the shard.
         """
-        grads.deferred_grads.pop(index, None)
-        grads.unit.params[index].grad = None
-        grads.has_grad[index] = True
-        if grads.is_reduced:
-            # It belongs to the sum that was replaced. The norm of the step computes it again from the new values.
-            grads.squared_norm = None
+        unit_grads.deferred_grads.pop(index, None)
+        unit_grads.unit.params[index].grad = None
+        unit_grads.has_grad[index] = True
+        if unit_grads.launched_in_step:
+            # The kept norm belongs to the old sum. The norm of the step is then computed from the new values.
+            unit_grads.squared_norm = None
             return
-        grads.buffer_filled[index] = False
+        unit_grads.slot_filled[index] = False
         # The reduce that follows sums over the ranks, so one rank gives the value and the others give nothing.
-        if grads.unit.rank == 0:
-            grads.deferred_grads[index] = (value * self.predivide).to(grads.dtype)
+        if unit_grads.unit.rank == 0:
+            unit_grads.deferred_grads[index] = (value * self.predivide).to(unit_grads.dtype)
 
     def buffer_bytes(self) -> int:
-        """Return the bytes of all buffers that gradients pass through."""
+        """Return the bytes of all gradient buffers and staging buffers."""
         return self._buffer_pool.nbytes + self._offloaded.nbytes

@@ -1,8 +1,8 @@
 """A parameter whose values are not on this rank now, or are still arriving.
 
 The object stays the same ``nn.Parameter``. Its class and its data are swapped while it is released, and its metadata
-(shape, dtype, hooks, ...) works as ever. A use of its values calls a resolver, which waits for a gather in progress,
-gathers the unit where every rank does the same (inside the engine's forward or backward), or raises.
+(shape, dtype, hooks, ...) works as usual. A use of its values calls a resolver. The resolver waits for a gather in
+progress, gathers the unit if every rank does the same (inside the engine's forward or backward), or raises.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _METHODS = (
     "requires_grad_ register_hook register_post_accumulate_grad_hook __hash__ dim_order storage_offset ndimension "
     "__len__ is_inference has_names"
 )
-# Operations that a released parameter allows, for none of them reads a value.
+# Operations that a released parameter allows, because none of them reads a value.
 _METADATA = {
     *(getattr(_T, name).__get__ for name in _PROPERTIES.split() if hasattr(_T, name)),
     *(getattr(_T, name) for name in _METHODS.split() if hasattr(_T, name)),
@@ -46,19 +46,19 @@ _AUTOGRAD = {torch.autograd.grad, torch.autograd.backward}
 
 
 class ReleasedParameter(nn.Parameter):
-    """The class of a parameter while its values are away. It is never built: ``mark_released`` swaps it in."""
+    """The class of a released parameter. It is never constructed: ``mark_released`` swaps it in."""
 
     @classmethod
     @disable_compile
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run a torch function, after its parameters' values were gathered if it needs them."""
+        """Run a torch function. If it needs values of released parameters, gather them first."""
         kwargs = kwargs or {}
-        # These take a parameter only as a place in the graph.
+        # These functions use a parameter only as a place in the graph.
         if func in _AUTOGRAD:
             return func(*map_tensors(_edge_of, args), **map_tensors(_edge_of, kwargs))
-        # torch.compile runs functions on parameters to find out their shapes. That must gather nothing.
+        # torch.compile runs functions on parameters to infer shapes, which must gather nothing.
         if func not in _METADATA and not _tracing():
             for param in tensors_in((args, kwargs)):
                 # Resolving one parameter may have gathered the others of its unit.
@@ -66,7 +66,7 @@ class ReleasedParameter(nn.Parameter):
                     resolver_of(param)(param, _name(func))
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-        # Each access to ``__get__`` makes another wrapper object, so the functions are compared by value.
+        # Each access to ``__get__`` makes another wrapper object, so equality is tested rather than identity.
         if result is None and func == _READ_GRADIENT and not _tracing():
             note_gradient_read(args[0])
         return result
@@ -78,18 +78,18 @@ class ReleasedParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         resolver_of(self)(self, "copy.deepcopy")
-        # The resolver has given the parameter its own class back, so this calls the method of that class.
+        # The resolver has restored the parameter's own class, so this calls the method of that class.
         return self.__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         resolver_of(self)(self, "pickle")
-        # As in ``__deepcopy__``, this is by now the method of the parameter's own class.
+        # As in ``__deepcopy__``, this is the method of the parameter's own class.
         return self.__reduce_ex__(protocol)
 
 
 def _tracing() -> bool:
-    """Return whether torch.compile is tracing, which looks at what tensors are and not at their values."""
-    # Nothing traces in a process that has not imported the module. Importing it here would slow every start down.
+    """Return whether torch.compile is tracing, which reads the metadata of tensors and not their values."""
+    # A process that has not imported this module is not tracing. Importing it here would make every start slower.
     guards = sys.modules.get("torch._guards")
     return guards is not None and guards.TracingContext.try_get() is not None
 
@@ -100,7 +100,7 @@ def _name(func: Any) -> str:
 
 
 def gradient_of(param: nn.Parameter) -> torch.Tensor | None:
-    """Return ``param.grad`` for the engine's own use, without the note that a user's read of it leaves."""
+    """Return ``param.grad`` for the engine's own use, without reporting it as a read by the user."""
     with torch._C.DisableTorchFunctionSubclass():
         return param.grad
 
@@ -114,7 +114,7 @@ def note_gradient_read(param: nn.Parameter) -> None:
 
 
 def _edge_of(tensor: torch.Tensor) -> Any:
-    """Return the edge in the graph of a released parameter, and any other tensor as it is."""
+    """Return the edge in the graph of a released parameter, and any other tensor unchanged."""
     if not is_released_parameter(tensor):
         return tensor
     with torch._C.DisableTorchFunctionSubclass():
@@ -129,19 +129,19 @@ def resolver_of(param: nn.Parameter) -> Resolver:
 
 @cache
 def _released_class(cls: type) -> type:
-    # A subclass keeps its own class as a base, so that ``isinstance`` and its attributes work while it is released.
+    # The parameter's own class stays a base, so that ``isinstance`` and its attributes work while it is released.
     bases = (ReleasedParameter,) if cls is nn.Parameter else (ReleasedParameter, cls)
     return type(f"Released{cls.__name__}", bases, {})
 
 
 def is_released_parameter(param: torch.Tensor) -> bool:
-    """Return whether ``mark_released`` was called last, faster than ``isinstance``, which torch does in Python."""
+    """Return whether ``param`` is released. It is faster than ``isinstance``, which torch implements in Python."""
     return issubclass(type(param), ReleasedParameter)
 
 
 def mark_released(param: nn.Parameter, resolver: Resolver) -> None:
-    """Let every use of ``param``'s values call ``resolver`` first. That gets ``mark_gathered`` called, or raises."""
-    # A second call, with another resolver, must not take the released class for the parameter's own.
+    """Let every use of ``param``'s values call ``resolver`` first, which marks it gathered or raises."""
+    # A second call, with another resolver, must not record the released class as the parameter's own.
     if not is_released_parameter(param):
         param.__dict__["_zeroengine_class"] = type(param)
         param.__class__ = _released_class(type(param))

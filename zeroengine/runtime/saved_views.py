@@ -1,18 +1,18 @@
-"""Replaces what autograd saved of parameters by a description from which the unit can be gathered again.
+"""Replaces views of parameters that autograd saved by descriptions, whose unit can be gathered again.
 
 [Note: Saved views]
-Between forward and backward the graph holds what its operations saved: among it weights, and views of them such as the
-transpose that a matrix product saves. While these share the memory of a full buffer it cannot be freed. So when the
-forward of a module has ended, the graph behind its outputs is walked, as far as that forward made it. Each saved tensor
-that lies in a full buffer is given hooks (``SavedTensor.register_hooks``): the graph keeps a ``SavedView``, which takes
+Between forward and backward the graph holds tensors that its operations saved. Among these are weights, and views of
+them such as the transpose that a matrix product saves. While they share the memory of a full buffer, it cannot be
+freed. So when the forward of a module has ended, the part of the graph that it built is walked from its outputs. Each
+saved tensor in a full buffer gets hooks (``SavedTensor.register_hooks``): the graph keeps a ``SavedView``, which takes
 no memory, and reading it gathers the unit.
 
 The usual way, ``torch.autograd.graph.saved_tensors_hooks`` around the forward, costs the host less (docs/benchmarks.md)
-and sees every tensor that is saved. But torch.func refuses to run inside of it, and it takes autograd's check for
-changes in place from all activations.
+and sees every saved tensor. But torch.func refuses to run inside it, and it disables autograd's check for in-place
+changes of all activations.
 
-What the walk does not meet (graphs behind attributes, in objects of unknown classes, of torch.func) keeps its tensors.
-These share the memory of the full buffer, which is therefore not freed: see ``Unit.is_aliased``.
+Graphs that the walk does not reach (behind attributes, in objects of unknown classes, of torch.func) keep their saved
+tensors. These share the memory of the full buffer, which is therefore not freed: see ``Unit.is_aliased``.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from zeroengine.errors import ZeroEngineError
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.tensor_tree import leaves_in
 
-# The nodes of one graph that are visited. Nodes beyond them keep their tensors, which is right but takes memory.
+# The most nodes of one graph that are visited. Other nodes keep their tensors, which is correct but takes memory.
 MAX_NODES = 20_000
 
 current_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
 class SavedView(NamedTuple):
-    """A tensor inside the full buffer of a unit that autograd has saved.
+    """A description of a tensor in a unit's full buffer that autograd has saved.
 
-    Sizes, strides and the offset count elements. ``version`` is autograd's count of the parameter's changes in place.
+    Sizes, strides and the offset count elements. ``version`` is autograd's count of in-place changes of the parameter.
     """
 
     unit: Unit
@@ -59,7 +59,7 @@ class SavedView(NamedTuple):
                 f"this backward needs parameter {name} as it was in the forward, and it has been changed since: by "
                 "engine.step(), by loading, or in place. Run backward before step(), and the forward again after it."
             )
-        # A detached parameter shares the parameter's version counter, so autograd's own check works on it, too.
+        # A detached parameter shares the parameter's version counter, so autograd's own check also applies to it.
         return param.detach().as_strided(self.size, self.stride, self.offset)
 
 
@@ -69,17 +69,17 @@ def replace_saved_views(
     units: Sequence[Unit],
     read: Callable[[SavedView], torch.Tensor],
 ) -> set[Unit]:
-    """Let the graph behind ``outputs`` keep a ``SavedView`` instead of each tensor that it saved of ``units``.
+    """Replace each tensor of ``units`` that the graph behind ``outputs`` has saved by a ``SavedView``.
 
-    Tensors that were saved through hooks of a checkpoint or of the user stay as they are.
+    Tensors that were saved through hooks, of an activation checkpoint or of the user, are left alone.
 
     Args:
-        first_sequence_number: ``current_sequence_number()`` from before the forward. Older nodes are left alone.
+        first_sequence_number: ``current_sequence_number()`` before the forward. Older nodes are left alone.
         units: Units whose full buffers hold values.
         read: Returns the tensor of a view when backward needs it.
 
     Returns:
-        The units of which the user's hooks keep a parameter itself. Nothing would tell that backward reads it.
+        The units that have a parameter which was saved through hooks, so that a read in the backward goes unnoticed.
     """
     ranges = [
         (unit.full_buffer.data_ptr(), unit.full_buffer.data_ptr() + unit.full_buffer.nbytes, unit) for unit in units
@@ -90,11 +90,11 @@ def replace_saved_views(
     saved_by_user_hooks: set[Unit] = set()
     pending: list[Any] = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     visited = set(pending)
-    # A saved parameter may be released by now. Looking at it must not gather its unit.
+    # A saved parameter may be released by now. Inspecting it must not gather its unit.
     with torch._C.DisableTorchFunctionSubclass():
         while pending and len(visited) < MAX_NODES:
             node = pending.pop()
-            # Autograd numbers nodes as it makes them. Whatever lies behind an older node is older still.
+            # Autograd numbers nodes as it creates them, and all nodes behind an older node are older still.
             if node._sequence_nr() < first_sequence_number:
                 continue
             for name in _names_of_saved(node.__class__):
@@ -106,8 +106,8 @@ def replace_saved_views(
                 for saved in value if type(value) in (tuple, list) else (value,):
                     if saved is None:
                         continue
-                    # A saved tensor can have one pair of hooks. Where a checkpoint or the user has set it, the tensor
-                    # is left alone.
+                    # A saved tensor can have only one pair of hooks, which may be an activation checkpoint's or the
+                    # user's.
                     if saved.unpack_hook is None:
                         unit = _unit_at(saved, ranges)
                         if unit is not None:
@@ -139,8 +139,8 @@ def _unit_at(saved: Any, ranges: Sequence[tuple[int, int, Unit]]) -> Unit | None
         return None
     for start, stop, unit in ranges:
         if start <= address < stop:
-            # ``SavedView.restore`` makes a strided view of the parameter, which can express neither another dtype nor a
-            # conjugate.
+            # ``SavedView.restore`` makes a strided view of the parameter, which has neither another dtype nor a
+            # conjugate bit.
             is_plain = tensor.dtype is unit.dtype and not (tensor.is_conj() or tensor.is_neg())
             return unit if is_plain else None
     return None
@@ -151,11 +151,11 @@ def _replace(saved: Any, unit: Unit, read: Callable[[SavedView], torch.Tensor]) 
     try:
         saved.unpack()
     except RuntimeError:
-        # The tensor was changed in place since it was saved. Backward will say so.
+        # The tensor was changed in place since it was saved. The backward will raise.
         return
     offset = tensor.storage_offset()
     index = unit.layout.param_index_at(offset)
-    # Not the tensor's version, for a `.data` has a counter of its own.
+    # The tensor's own version would not do, because a ``.data`` has a separate counter.
     version = unit.params[index]._version
     view = SavedView(unit, index, tensor.size(), tensor.stride(), offset, version)
     saved.register_hooks(lambda _: view, read)

@@ -1,18 +1,18 @@
-"""A unit on one rank: its full buffer, its shard, and the parameters that are views of the full buffer.
+"""A unit on one rank: its full buffer, its shard, and its parameters, which are views of the full buffer.
 
 [Note: Where a unit's values are]
-Parameter degree 1, not offloaded: the full buffer always holds memory, and it is the shard, too. With an optimizer
-degree above 1 each rank updates a slice of it; otherwise every rank updates all of it.
+Parameter degree 1, not offloaded: the full buffer always has memory, and is also the shard. With an optimizer degree
+above 1 each rank updates a slice of it; otherwise every rank updates all of it.
 
     full buffer   | updated by rank 0 | updated by rank 1 | ...      parameters are views of it
 
-Parameter degree above 1, or an offloaded shard: the shard is memory of its own, and the full buffer holds memory from
-``start_gather`` to ``free_full_buffer``. Between these a parameter's data is a placeholder: one NaN, expanded with
-stride 0 to the parameter's shape. Its class is swapped, too, so that a use of its values is noticed.
+Parameter degree above 1, or an offloaded shard: the shard has memory of its own, and the full buffer has memory from
+``start_gather`` to ``free_full_buffer``. At other times a parameter's data is a placeholder: one NaN, expanded with
+stride 0 to the parameter's shape. Its class is also swapped, so that a use of its values is noticed.
 
-    RELEASED --start_gather--> GATHERING --finish_gather--> GATHERED --release--> RELEASED
+    RELEASED --start_gather--> GATHERING --finish_gather--> GATHERED --mark_released--> RELEASED
                                    ^                            |
-                                   +------- mark_stale ---------+   (the update of a unit that is never released)
+                                   +-- start_gather_of_update --+   (a unit that is never released)
 """
 
 from __future__ import annotations
@@ -50,21 +50,22 @@ class Unit:
     """The parameters of one unit on one rank.
 
     Building a unit copies the parameters into the full buffer, cast to the unit's dtype, and makes them views of it.
-    The model's own memory is freed on the way. Parameters from ``meta_init`` get their values here. A full buffer that
-    is released between uses holds no memory afterwards, and the caller calls ``release`` next.
+    The model's own memory is freed on the way. Parameters from ``meta_init`` get their values here. If the unit is
+    releasable, its full buffer has no memory afterwards, and the caller must call ``mark_released`` next.
 
     Args:
-        broadcast: Overwrites a full buffer with rank 0's, on all ranks.
+        broadcast: Overwrites a tensor with rank 0's values, on all ranks.
         offloaded_shards: The store of the shard. None: it is on the device.
-        master_store: The store of ``master``. None: it is on the device.
+        master_store: The store of ``initial_master``. None: it is on the device.
 
     Attributes:
         modules: The modules whose forward needs this unit.
         full_buffer: 1-D, ``layout.numel`` elements. Its storage stays the same for the life of the unit, unless other
-            tensors alias it when a step comes (``replace_full_buffer``).
+            tensors alias it at a step (``replace_full_buffer``).
         shard: 1-D, the elements that this rank owns at the parameter degree.
-        master: fp32 values of this rank's optimizer shard, as they were before they were rounded to the unit's dtype.
-            The optimizer takes them. None where nothing was rounded.
+        initial_master: The fp32 values of this rank's optimizer shard, from before they were rounded to the unit's
+            dtype. None if nothing was rounded, and once the optimizer has taken them.
+        original_dtypes: The parameters' dtypes before ``initialize``, which ``restore_parameters`` restores.
         unset_params: Names of parameters that are zeros until weights are loaded.
     """
 
@@ -78,7 +79,7 @@ class Unit:
         master_store: OffloadStore | None = None,
     ) -> None:
         self.name, self.dtype, self.trainable = plan.name, plan.dtype, plan.trainable
-        # What ``restore_parameters`` gives back: the parameters take the unit's dtype below.
+        self.is_mixed_precision = plan.is_mixed_precision
         self.original_dtypes = [param.dtype for _, param in plan.params]
         self.params: tuple[nn.Parameter, ...] = tuple(param for _, param in plan.params)
         self.modules = plan.modules
@@ -86,18 +87,16 @@ class Unit:
         shapes = ((name, tuple(param.shape)) for name, param in plan.params)
         align = max(transport.shard_align_bytes // self.dtype.itemsize, 1)
         self.layout = FlatLayout.build(plan.name, shapes, degrees, transport.world_size, align)
-        # The parameters hold their values as this constructor returns. Where the unit is releasable the caller releases
-        # it next.
         self.state = GatherState.GATHERED
         self.gather_work: Work | None = None
 
         self.offloaded_shards = offloaded_shards
-        self._source = offloaded_shards or transport.gather
+        self._gather_channel = offloaded_shards or transport.gather
         self._buffer: Buffer | None = None
         self._transport = transport
         shard: torch.Tensor | None = None
-        # Memory that stays is allocated before memory that comes and goes, which then leaves no holes.
-        # Releasable units have a shard of their own, and their full buffer comes and goes.
+        # The full buffer of a releasable unit comes and goes. The shard stays, so it is allocated first, and the full
+        # buffer then leaves no holes.
         if self.is_releasable:
             numel = self.layout.shard_numel(degrees.parameters)
             if offloaded_shards is None:
@@ -110,12 +109,12 @@ class Unit:
             ops.advise_huge_pages(self.full_buffer)
         self.full_buffer.zero_()
         self.unset_params: set[str] = set()
-        self.master = self._load(broadcast, master_store)
+        self.initial_master = self._load(broadcast, master_store)
         self.shard = self.full_buffer if shard is None else shard
         self.copy_full_to_shard()
         self._placeholders = [_placeholder(view) for view in self._views]
         self._required_grad = [param.requires_grad for param in self.params]
-        # Counted while the parameters are views of the full buffer, as they are when ``is_aliased`` compares with it.
+        # The parameters are views of the full buffer now, as they are when ``is_aliased`` compares with this number.
         self._num_own_tensors = torch._C._storage_Use_Count(self._storage)
         if self._buffer is not None:
             self.free_full_buffer()
@@ -123,12 +122,12 @@ class Unit:
     def _load(
         self, broadcast: Callable[[torch.Tensor], None], master_store: OffloadStore | None
     ) -> torch.Tensor | None:
-        """Move the model's values into the full buffer. Return this rank's fp32 master if that rounded them."""
-        # Wider values go through an fp32 buffer first, from which the master is cut before they are rounded.
+        """Move the model's values into the full buffer. If that rounds them, return this rank's fp32 master."""
+        # Wider values pass through an fp32 buffer, from which the master is copied before they are rounded.
         wide = self.trainable and self.is_mixed_precision and any(p.dtype is not self.dtype for p in self.params)
-        source = torch.zeros_like(self.full_buffer, dtype=torch.float32) if wide else self.full_buffer
+        initial = torch.zeros_like(self.full_buffer, dtype=torch.float32) if wide else self.full_buffer
         with torch.no_grad(), contextlib.ExitStack() as undo:
-            targets = self.param_views_of(source)
+            targets = self.param_views_of(initial)
             for param, view, target, slot in zip(self.params, self._views, targets, self.layout.slots, strict=True):
                 if not param.is_meta:
                     target.copy_(param.detach())
@@ -145,17 +144,17 @@ class Unit:
                     trace.write(target)
                 # A parameter on the meta device refuses ``data`` of another device.
                 swap_data(param, view)
-            broadcast(source)
+            broadcast(initial)
             undo.pop_all()
             if not wide:
                 return None
-            self.full_buffer.copy_(source)
+            self.full_buffer.copy_(initial)
             start, stop = self.layout.shard_range(self.rank, self.degrees.optimizer)
             if master_store is None:
                 # A slice would keep the fp32 values of the whole unit alive.
-                return source[start:stop].clone()
+                return initial[start:stop].clone()
             master = master_store.empty(stop - start, torch.float32)
-            master_store.fill(master, source[start:stop])
+            master_store.fill(master, initial[start:stop])
             return master
 
     def _allocate_buffer(self) -> None:
@@ -165,21 +164,16 @@ class Unit:
 
     def _set_full_buffer(self, full_buffer: torch.Tensor) -> None:
         self.full_buffer, self._views = full_buffer, self.param_views_of(full_buffer)
-        # A full buffer that is never freed needs no common storage. torch.save and safetensors then see parameters that
-        # share nothing, and write each of them with its own bytes.
+        # The views of a full buffer that is never freed need not share its storage object. torch.save and safetensors
+        # then see parameters that share nothing, and write only the bytes of each.
         if not self.is_releasable:
             self._views = [with_own_storage(view) for view in self._views]
-        # The address of the storage object in C++, whose owners ``is_aliased`` counts.
+        # The address of the C++ storage object, whose owners ``is_aliased`` counts.
         self._storage: int = full_buffer.untyped_storage()._cdata
 
     def param_views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the parameters as views into ``flat`` (1-D, of the flat layout), each in its shape."""
         return [flat[slot.offset : slot.end].view(slot.shape) for slot in self.layout.slots]
-
-    @property
-    def is_mixed_precision(self) -> bool:
-        """Whether parameters are fp16 or bf16, and an fp32 master is updated instead of them."""
-        return self.dtype in (torch.bfloat16, torch.float16)
 
     @property
     def is_released(self) -> bool:
@@ -193,16 +187,16 @@ class Unit:
 
     @property
     def is_aliased(self) -> bool:
-        """Whether something besides this unit may still read the full buffer. Ask only while that holds values.
+        """Whether something besides this unit may still read the full buffer, which must have memory now.
 
-        Such are tensors that share its memory, as ``weight.detach()`` and what a graph has saved, and graphs that have
-        saved a parameter itself, which would be a placeholder when backward reads it. A parameter that Python code
-        keeps is no alias, for its class notices every use.
+        Aliases are tensors that share the memory, such as ``weight.detach()`` and tensors that a graph has saved, and
+        graphs that have saved a parameter itself, which would be a placeholder when backward reads it. A parameter that
+        Python code holds is no alias, because its class notices every use.
         """
         if torch._C._storage_Use_Count(self._storage) > self._num_own_tensors:
             return True
-        # In C++ a parameter is owned by its Python object, by the graph's node that accumulates its gradient (if it
-        # required a gradient since it was gathered), and by every graph that has saved it.
+        # In C++ the owners of a parameter are its Python object, the graph's node that accumulates its gradient (if it
+        # has required a gradient since it was gathered), and every graph that has saved it.
         with torch._C.DisableTorchFunctionSubclass():
             return any(
                 param._use_count() > (2 if required and param.requires_grad else 1)  # type: ignore[attr-defined]
@@ -215,7 +209,7 @@ class Unit:
         return self.degrees.parameters > 1 or self.offloaded_shards is not None
 
     def shard_of_degree(self, degree: int) -> torch.Tensor:
-        """Return what this rank owns of the parameters at ``degree`` (1-D), a view of ``shard`` to update in place."""
+        """Return the part of the parameters that this rank owns at ``degree``: a 1-D view of ``shard``."""
         start, stop = self.layout.shard_range(self.rank, degree)
         base, _ = self.layout.shard_range(self.rank, self.degrees.parameters)
         return self.shard[start - base : stop - base]
@@ -225,14 +219,14 @@ class Unit:
         assert self._buffer is not None
         self._buffer.allocate()
         self.state = GatherState.GATHERING
-        self.gather_work = self._source.all_gather(self.full_buffer, self.shard, self.name)
+        self.gather_work = self._gather_channel.all_gather(self.full_buffer, self.shard, self.name)
 
     def gathered_bytes(self) -> int:
-        """Return the bytes that the full buffer holds now beside the shard."""
+        """Return the bytes of the full buffer now; 0 if it is the shard."""
         return 0 if self._buffer is None else self._buffer.nbytes()
 
     def finish_gather(self) -> None:
-        """Make the parameters views of the full buffer, ready for use. ``gather_work`` must have been awaited."""
+        """Make the parameters views of the full buffer, ready for use. The caller has awaited ``gather_work``."""
         for param, view in zip(self.params, self._views, strict=True):
             if is_released_parameter(param):
                 mark_gathered(param)
@@ -240,17 +234,19 @@ class Unit:
         self._required_grad = [param.requires_grad for param in self.params]
         self.state, self.gather_work = GatherState.GATHERED, None
 
-    def mark_stale(self, resolver: Resolver) -> None:
-        """Let a use of a parameter call ``resolver`` first, because an all-gather is about to replace the values."""
+    def start_gather_of_update(self, resolver: Resolver) -> None:
+        """Launch the all-gather of the updated optimizer shards. A use of a parameter calls ``resolver`` first."""
         for param, placeholder in zip(self.params, self._placeholders, strict=True):
-            # ``data`` is assigned while the parameter has its own class: the released class would take it for a use.
+            # The released class would treat an assignment to ``data`` as a use, so it is swapped first.
             mark_gathered(param)
             param.data = placeholder
             mark_released(param, resolver)
         self.state = GatherState.GATHERING
+        shard = self.shard_of_degree(self.degrees.optimizer)
+        self.gather_work = self._transport.gather.all_gather(self.full_buffer, shard, self.name)
 
-    def release(self, resolver: Resolver) -> None:
-        """Let a use of a parameter call ``resolver`` first. The full buffer keeps its values until it is freed."""
+    def mark_released(self, resolver: Resolver) -> None:
+        """Let every use of a parameter call ``resolver`` first. ``free_full_buffer`` frees the memory."""
         for param in self.params:
             mark_released(param, resolver)
         self.state, self.gather_work = GatherState.RELEASED, None
@@ -258,17 +254,17 @@ class Unit:
     def free_full_buffer(self) -> None:
         """Free the memory of a released unit's full buffer."""
         assert self._buffer is not None
-        # A view of the full buffer would read freed memory, where a placeholder's NaN is seen at once. The parameters
-        # may have their released class now, which would take the assignment for a use.
+        # A view of the full buffer would read freed memory, whereas a placeholder's NaN is noticed at once. The
+        # parameters may have their released class now, which would treat the assignment as a use.
         with torch._C.DisableTorchFunctionSubclass():
             for param, placeholder in zip(self.params, self._placeholders, strict=True):
                 param.data = placeholder
         self._buffer.free()
 
     def replace_full_buffer(self) -> None:
-        """Leave the memory of a released unit's full buffer to the tensors that alias it, and take a new buffer."""
+        """Leave the memory of a released unit's full buffer to the tensors that alias it, and allocate a new buffer."""
         assert self._buffer is not None
-        # The aliases must not read memory of another rank that this rank's buffer merely shows.
+        # The buffer may be a view of other ranks' memory, which the aliases must not read.
         self._buffer.detach()
         self._allocate_buffer()
         self.free_full_buffer()
@@ -276,8 +272,8 @@ class Unit:
     # -- the end of the engine --------------------------------------------------------------------
 
     @property
-    def has_wider_master(self) -> bool:
-        """Whether a parameter had a wider dtype before ``initialize``, so that its master alone holds its value."""
+    def restores_from_master(self) -> bool:
+        """Whether ``restore_parameters`` needs the master's values, because a parameter had another dtype before."""
         return self.trainable and self.is_mixed_precision and any(d is not self.dtype for d in self.original_dtypes)
 
     def gather_whole(self) -> None:
@@ -288,10 +284,10 @@ class Unit:
             self.gather_work.wait_stream()
 
     def restore_parameters(self, values: Sequence[torch.Tensor] | None = None) -> None:
-        """Make the parameters ordinary ones, with memory and dtypes of their own, and give the unit's memory back.
+        """Make the parameters ordinary ones, with their own memory and original dtypes, and free the unit's memory.
 
         Args:
-            values: The parameters' values, one tensor each. None: those of the full buffer.
+            values: The value of each parameter. None: the values in the full buffer.
         """
         values = self._views if values is None else values
         for param, value, dtype in zip(self.params, values, self.original_dtypes, strict=True):
@@ -301,10 +297,10 @@ class Unit:
         nothing = torch.empty(0, dtype=self.dtype, device=self.full_buffer.device)
         self._views, self._placeholders = [], []
         self.full_buffer = self.shard = nothing
-        self.master = self._buffer = self.gather_work = None
+        self.initial_master = self._buffer = self.gather_work = None
 
     def abandon_parameters(self, resolver: Resolver) -> None:
-        """Take the values from the parameters: a use of one calls ``resolver``, which raises."""
+        """Leave the parameters without values: every use of one calls ``resolver``, which raises."""
         for param, placeholder in zip(self.params, self._placeholders, strict=True):
             mark_gathered(param)
             param.data = placeholder
@@ -334,8 +330,8 @@ class Unit:
             if not self.trainable and param.requires_grad:
                 raise ZeroEngineError(
                     f"parameter {slot.name} was frozen at initialize() and requires a gradient now: it would not be "
-                    "trained, for it has no master and no moments. Make it trainable before initialize(); after that "
-                    "requires_grad may be switched off and on between steps."
+                    "trained, because it has no master and no moments. Make it trainable before initialize(); after "
+                    "that requires_grad may be switched off and on between steps."
                 )
 
     def readopt_data(self) -> list[str]:

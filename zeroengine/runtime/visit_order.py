@@ -1,4 +1,4 @@
-"""The order in which units are needed, learnt from one forward or backward for the next."""
+"""The order in which units are needed, learned from one forward or backward for the next."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Visit(NamedTuple):
     Attributes:
         in_backward: Whether the pass is a backward.
         unit: The unit that is needed.
-        number: How many times this pass has visited the unit. It tells apart the visits of a unit that is used several
-            times and has another successor each time.
+        number: How many times this pass has visited the unit. A unit that is used several times may have a different
+            successor each time.
     """
 
     in_backward: bool
@@ -24,7 +24,7 @@ class Visit(NamedTuple):
 
 
 class VisitOrder:
-    """Predicts which units come next: those that followed the same visit the last time.
+    """Predicts which units come next: the units that followed the same visit in the previous pass.
 
     A wrong prediction costs time and never correctness.
     """
@@ -42,18 +42,18 @@ class VisitOrder:
 
     def start_pass(self) -> None:
         """Begin a forward or a backward."""
-        # What earlier passes taught about the order stays: this pass is likely to repeat it.
+        # The order learned from earlier passes stays, because this pass is likely to repeat it.
         self._last = None
         self._num_visits.clear()
 
     def end_pass(self) -> None:
         """End a forward or a backward: nothing follows the last visit."""
         if self._last is not None:
-            # A longer pass may have taught that more follows. Prefetching it would hold memory until the next pass.
+            # In a longer earlier pass more may have followed. Prefetching it now would hold memory until the next pass.
             self._next.pop(self._last, None)
 
     def visit(self, unit: Unit, in_backward: bool) -> None:
-        """Record that ``unit`` is needed now. A module inside the one that was visited last changes nothing."""
+        """Record that ``unit`` is needed now. Consecutive visits of one unit count once."""
         if self.last is unit:
             return
         self._num_visits[unit] = self._num_visits.get(unit, 0) + 1
@@ -73,7 +73,7 @@ class VisitOrder:
             yield visit.unit
 
     def to_prefetch(self, prefetch_numel: int, live_numel: int, max_live_numel: int) -> Iterator[Unit]:
-        """Yield the released units among the next ones, up to the limits. The caller starts each before it asks again.
+        """Yield the released units among the next ones, up to the limits. The caller starts each before the next.
 
         Args:
             prefetch_numel: Elements that may be gathered ahead. The very next unit may be larger.

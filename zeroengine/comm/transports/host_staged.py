@@ -62,7 +62,7 @@ class HostStagedChannel:
         """See ``interfaces.Channel``.
 
         The operation sends a copy in host memory. The original still counts as in use until the operation has finished,
-        so that there are no more copies than buckets.
+        so that there are no more copies than gradient buffers.
         """
         assert isinstance(work, Then)
         if work.finished or work in self._sent_by_copy:

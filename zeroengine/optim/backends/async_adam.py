@@ -74,7 +74,7 @@ class AsyncAdam:
     def step(self, settings: StepSettings) -> StepResult:
         """See ``UpdateBackend``."""
         # The last step's result must be known first, because this step continues its counts.
-        self.sync_step_counts()
+        self.await_step_counts()
         counts = self._host_counts()
         if counts != self._device_counts:
             # Something set step counts on the host, such as a checkpoint.
@@ -108,7 +108,7 @@ class AsyncAdam:
         self._pending = result, values
         return result
 
-    def sync_step_counts(self) -> None:
+    def await_step_counts(self) -> None:
         """Wait until the host's step counts are those of the device.
 
         Raises:

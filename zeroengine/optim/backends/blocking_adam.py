@@ -67,7 +67,7 @@ class BlockingAdam:
         """See ``UpdateBackend``."""
         return step_on_host(self._parts.reduction, settings, self._update)
 
-    def sync_step_counts(self) -> None:
+    def await_step_counts(self) -> None:
         """Do nothing: step counts are on the host."""
 
     def _update(self, factor: float, has_grad: Sequence[Sequence[bool]]) -> None:
@@ -125,7 +125,7 @@ class BlockingAdam:
         param = shard.param
         assert store.copies is not None
         on_device = store.copies.device_memory(padded_nbytes(param.nbytes))[: param.nbytes].view(param.dtype)
-        if shard.mixed and all_elements:
+        if shard.unit.is_mixed_precision and all_elements:
             # The update writes every parameter, so only the padding between them has to be set.
             on_device.zero_()
         else:

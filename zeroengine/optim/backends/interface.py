@@ -140,7 +140,7 @@ class UpdateBackend(Protocol):
 
     @property
     def state(self) -> ShardState:
-        """The optimizer's state by spans. Call ``sync_step_counts`` before reading or setting its numbers."""
+        """The optimizer's state by spans. Call ``await_step_counts`` before reading or setting its numbers."""
 
     def norm(self, divisor: float, label: str) -> torch.Tensor:
         """Return the gradient norm that ``step`` would compute, before clipping. A collective.
@@ -162,7 +162,7 @@ class UpdateBackend(Protocol):
             DivergenceError: The ranks wrote different values into the parameters. Nothing has changed.
         """
 
-    def sync_step_counts(self) -> None:
+    def await_step_counts(self) -> None:
         """Wait until the step counts in ``state`` include the last step.
 
         Raises:

@@ -63,7 +63,7 @@ class TorchOptimizer:
         """See ``UpdateBackend``."""
         return step_on_host(self._parts.reduction, settings, self._update)
 
-    def sync_step_counts(self) -> None:
+    def await_step_counts(self) -> None:
         """Do nothing: step counts are on the host."""
 
     def _update(self, factor: float, has_grad: Sequence[Sequence[bool]]) -> None:

@@ -11,8 +11,8 @@ import zeroengine
 from tests.distributed.models import WIDTH, Block
 from tests.distributed.test_parameters import Net, features
 from tests.distributed.training import Task, check_every_stage, ordinary_loop
-from zeroengine.runtime import autograd_tracking
-from zeroengine.runtime.autograd_tracking import last_nodes
+from zeroengine.runtime import module_backwards
+from zeroengine.runtime.module_backwards import last_nodes
 
 
 def names(nodes: Any) -> list[str]:
@@ -37,7 +37,7 @@ def test_last_nodes_are_the_nodes_of_this_call_that_add_to_an_inputs_gradient() 
 
 
 def test_a_graph_with_too_many_nodes_gives_no_last_nodes(monkeypatch: Any) -> None:
-    monkeypatch.setattr(autograd_tracking, "MAX_NODES", 5)
+    monkeypatch.setattr(module_backwards, "MAX_NODES", 5)
     x = torch.ones(3, requires_grad=True).exp()
     assert last_nodes([x], [x.sin().cos()]) != [set()]
     y = x

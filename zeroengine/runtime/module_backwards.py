@@ -1,12 +1,15 @@
-"""Track how far autograd is with the backward of each forward of a module.
+"""Track the backward of each call of a module: when it begins, and when it is over.
+
+``backward_tracker.py`` tracks the backward of the whole model.
 
 [Note: When a module's backward is over]
 A module's outputs carry a hook: when the first of their gradients arrives, the backward of that call begins. It is over
 when every trainable parameter of the module's units has its gradient and the gradients of the module's inputs are
-computed, for until then some operation is likely to read a weight.
+computed, because until then some operation may still read a weight.
 
-An input that several calls took, such as an encoder's output by each decoder block, has its gradient only when all of
-their backwards are over. For such an input the last nodes of the call's own graph are watched instead (``last_nodes``).
+An input that several calls share, such as an encoder's output that each decoder block takes, has its gradient only when
+all of their backwards are over. For such an input the hooks are on the last nodes of the call's own graph instead
+(``last_nodes``).
 """
 
 from __future__ import annotations
@@ -25,39 +28,38 @@ from zeroengine.runtime.unit import Unit
 from zeroengine.utils.compiler_disable import disable_compile
 from zeroengine.utils.tensor_tree import tensors_in
 
-# The nodes of one call's graph that are visited. This bounds the host's time for each call. In a larger graph the hooks
-# on the inputs alone tell when the call's backward is over, which may keep a unit gathered for longer.
+# The most nodes in a call's graph that are visited, which bounds the host's time for each call. In a larger graph only
+# the hooks on the inputs show when the call's backward is over, which may keep a unit gathered for longer.
 MAX_NODES = 5000
 
-# This lets autograd call a function when the innermost backward in progress ends. Autograd does not call it if that
-# backward raises.
+# Autograd calls a queued function when the innermost backward in progress ends, but not if that backward raises.
 queue_callback: Callable[[Callable[[], None]], None]
 queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 
 
 @dataclass
 class ModuleCall:
-    """One forward of a module, and how far its backward is. A retained graph sees several backwards."""
+    """One forward of a module, and how far its backward is. A retained graph has several backwards."""
 
-    num_inputs: int  # that require a gradient
-    input_edges: list[GradientEdge] = field(default_factory=list)  # of the inputs, where other calls share some of them
+    num_inputs: int  # number of inputs that require a gradient
+    input_edges: list[GradientEdge] = field(default_factory=list)  # of the inputs, if other calls share some of them
     num_last_nodes: dict[int, int] = field(default_factory=dict)  # by shared input: nodes that add to its gradient
-    pending_inputs: set[int] = field(default_factory=set)  # whose gradient this call still adds to
+    pending_inputs: set[int] = field(default_factory=set)  # inputs whose gradient this call still adds to
     pending_nodes: dict[int, int] = field(default_factory=dict)  # by shared input: last nodes that have not run
     started: bool = False
 
     def start(self) -> None:
         """Begin a backward: nothing has run yet."""
         self.started = True
-        # A retained graph runs the same call again, so the counts start anew here and not at the forward.
+        # A retained graph runs the backward of one forward several times, so the counts are reset here.
         self.pending_inputs, self.pending_nodes = set(range(self.num_inputs)), dict(self.num_last_nodes)
 
 
 class Hook:
     """A method for autograd to call.
 
-    The graph owns its hooks, and a hook that owned the tracker would close a cycle through C++ that the garbage
-    collector cannot see. So the hook refers to its owner weakly.
+    The graph owns its hooks. A hook that owned the tracker would close a cycle through C++ that the garbage collector
+    cannot see, so the hook refers to its owner weakly.
     """
 
     def __init__(self, owner: object, method: Callable[..., None], *args: Any) -> None:
@@ -65,18 +67,18 @@ class Hook:
 
     @disable_compile
     def __call__(self, *_: Any) -> None:
-        """Call the method, if the owner is still alive. Ignore what autograd passes."""
+        """Call the method, if the owner is still alive. The arguments of autograd are ignored."""
         owner = self._owner()
         if owner is not None:
             self._method(owner, *self._args)
 
 
 class CallTracker:
-    """Reports when the backward of a module's call begins, and when a unit is likely to be read no more.
+    """Reports when the backward of a module's call begins, and when a unit is unlikely to be read again.
 
     Args:
         units_of: The units that each module's forward needs.
-        pre_backward: Called with a module before the backward of a call of it.
+        pre_backward: Called with a module before the backward of one of its calls.
         post_backward: Called with a unit when the backwards of its modules' calls are over.
     """
 
@@ -87,9 +89,9 @@ class CallTracker:
         post_backward: Callable[[Unit], None],
     ) -> None:
         self._units_of, self._pre_backward, self._post_backward = units_of, pre_backward, post_backward
-        # The calls whose backward has begun.
+        # By module: its calls whose backward has begun.
         self._active_calls: dict[nn.Module, list[ModuleCall]] = {}
-        # The tensors that some call has had as an input. The keys are weak, or they would keep activations alive.
+        # The tensors that were inputs of a call. The keys are weak, because strong ones would keep activations alive.
         self._seen_inputs: Any = WeakIdKeyDictionary()
         # The units whose trainable parameters all have their gradients.
         self._complete_units: set[Unit] = set()
@@ -97,16 +99,16 @@ class CallTracker:
     def watch_inputs(self, module: nn.Module, inputs: Any) -> ModuleCall:
         """Put hooks on the inputs of a forward. Call this before the forward, which may change them in place."""
         tensors = [t for t in tensors_in(inputs) if t.requires_grad]
-        # Frozen units have no gradients to wait for. Without an input that requires a gradient, nothing would tell when
-        # their backward is over, so one input that never arrives keeps them until the whole backward ends.
+        # Frozen units have no gradients to wait for. If no input requires a gradient either, nothing would show when
+        # their backward is over, so an imaginary input keeps them gathered until the whole backward ends.
         call = ModuleCall(len(tensors) or any(not unit.trainable for unit in self._units_of[module]))
-        # The forward may change an input in place, after which the tensor's edge is another one. So the edges are taken
-        # now, although the nodes that lead to them exist only after the forward.
+        # The forward may change an input in place, which gives the tensor another edge. So the edges are recorded now,
+        # although the nodes that lead to them exist only after the forward.
         if any(tensor in self._seen_inputs for tensor in tensors):
             call.input_edges = [get_gradient_edge(tensor) for tensor in tensors]
         for index, tensor in enumerate(tensors):
             hook = Hook(self, CallTracker._input_done, module, call, index)
-            # A leaf keeps its own hooks as long as it lives. Those of its node are dropped with the graph.
+            # A leaf keeps its own hooks as long as it lives. The hooks of its node are dropped with the graph.
             if tensor.is_leaf:
                 get_gradient_edge(tensor).node.register_hook(hook)
             else:
@@ -118,9 +120,9 @@ class CallTracker:
         """Put hooks on the outputs of a forward. Return whether a backward can pass through them."""
         outputs = [t for t in tensors_in(output) if t.requires_grad and not t.is_leaf]
         for tensor in outputs:
-            # Any of the outputs may get its gradient first, and some may get none. So each of them carries the hook.
+            # Any of the outputs may get its gradient first, and some may get none. So each output carries the hook.
             tensor.register_hook(Hook(self, CallTracker._start_backward, module, call))
-        # The edges keep the graph alive, so the call drops them here.
+        # The edges would keep the graph alive, so the call drops them here.
         edges, call.input_edges = call.input_edges, []
         for index, nodes in enumerate(last_nodes(edges, outputs) if outputs and edges else []):
             call.num_last_nodes[index] = len(nodes)
@@ -131,7 +133,7 @@ class CallTracker:
     def complete(self, unit: Unit) -> None:
         """Record that every trainable parameter of ``unit`` has its gradient."""
         self._complete_units.add(unit)
-        # The last gradient of a unit may arrive after the gradients of its modules' inputs. Nothing later would then
+        # The last gradient of a unit may arrive after the gradients of its modules' inputs. No later event would then
         # report that these modules are finished.
         for module in unit.modules:
             if module in self._active_calls:
@@ -139,7 +141,7 @@ class CallTracker:
 
     def end_backward(self) -> None:
         """Forget the backward that has ended."""
-        # A retained graph may see another backward, in which the same calls start again.
+        # A retained graph may have another backward, in which the same calls start again.
         for calls in self._active_calls.values():
             for call in calls:
                 call.started = False
@@ -147,19 +149,19 @@ class CallTracker:
         self._complete_units.clear()
 
     def _start_backward(self, module: nn.Module, call: ModuleCall) -> None:
-        # Another output of this call had its gradient before.
+        # Another output of this call has already received its gradient.
         if call.started:
             return
         call.start()
         self._pre_backward(module)
         self._active_calls.setdefault(module, []).append(call)
         for unit in self._units_of[module]:
-            # Parameters may be frozen for the time being. No gradient of theirs will arrive.
+            # All parameters may be frozen at the moment, and then no gradient will arrive.
             if unit.is_releasable and unit.trainable and not any(param.requires_grad for param in unit.params):
                 self._complete_units.add(unit)
 
     def _last_node_ran(self, module: nn.Module, call: ModuleCall, index: int) -> None:
-        # A loss of a tensor that a module keeps may begin inside of a call, whose outputs get no gradient then.
+        # A loss of a tensor inside a call may skip the call's outputs, which then get no gradient.
         if not call.started:
             return
         call.pending_nodes[index] -= 1
@@ -174,14 +176,14 @@ class CallTracker:
 
     def _report_finished_units(self, module: nn.Module) -> None:
         for unit in self._units_of[module]:
-            # Several modules may use one unit, as with tied weights, and each of them that is in this backward must be
-            # finished. A module whose backward has not begun does not count: its backward gathers the unit again.
+            # Several modules may use one unit, as with tied weights, and all of those in this backward must finish.
+            # A module whose backward has not begun does not count, because its backward will gather the unit again.
             active = [user for user in unit.modules if user in self._active_calls]
             if unit.is_releasable and all(self._is_backward_over(user) for user in active):
                 self._post_backward(unit)
 
     def _is_backward_over(self, module: nn.Module) -> bool:
-        """Return whether no operation of ``module``'s backward is likely to read a weight."""
+        """Return whether operations of ``module``'s backward are unlikely to read a weight again."""
         if any(call.pending_inputs for call in self._active_calls[module]):
             return False
         return all(unit in self._complete_units for unit in self._units_of[module] if unit.trainable)
@@ -190,8 +192,8 @@ class CallTracker:
 def last_nodes(inputs: Sequence[torch.Tensor | GradientEdge], outputs: Sequence[torch.Tensor]) -> list[set[Node]]:
     """Return, for each of ``inputs``, the nodes that add to its gradient in a backward from ``outputs``.
 
-    When they have run, so has every node of the call that leads to the input. The set is empty where the call does not
-    read the input, and for all inputs where the call's graph has more than ``MAX_NODES`` nodes.
+    When these have run, every node of the call that leads to the input has run. The set is empty if the call does not
+    read the input, and all sets are empty if the call's graph has more than ``MAX_NODES`` nodes.
     """
     nodes_before: dict[tuple[Node | None, int], set[Node]] = {_edge(tensor): set() for tensor in inputs}
     edges = [_edge(tensor) for tensor in outputs]
