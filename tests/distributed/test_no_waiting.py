@@ -173,7 +173,7 @@ class Trace:
         self.spy(nccl.NCCLChannel, "reduce_scatter", lambda channel, shard, full, label, *_: f"reduce {label}")
         self.spy(nccl.NCCLTransport, "all_reduce_scalars", lambda transport, values, label: f"sum {label}")
         self.spy(Unit, "finish_gather", lambda unit: f"ready {unit.name}")
-        self.spy(Unit, "release", lambda unit, resolver: f"release {unit.name}")
+        self.spy(Unit, "mark_released", lambda unit, resolver: f"release {unit.name}")
         self.spy(ops.AdamTable, "prepare", lambda *_: "prepare")
         self.spy(ops.AdamTable, "update", lambda table, number, *_: f"update {NAMES[number]}")
 

@@ -1,17 +1,17 @@
-"""Count the backwards and micro-steps of the step in progress, and decide which call may end it.
+"""Counts the backwards and micro-steps of the step in progress, and decides which call may end it.
 
 [Note: Who ends a step]
-Two habits end a step, and each keeps its own count:
+A training loop ends its steps in one of two ways, each with its own count:
 
 - `engine.step()` after every micro-step, as in DeepSpeed. The `gradient_accumulation_steps`-th call updates.
 - `optimizer.step()` once, after `gradient_accumulation_steps` backwards, as in plain PyTorch. It always updates.
 
-A step belongs to one of the two; both calls in one step are an error. With `"gradient_accumulation_steps": "manual"`
-nothing is counted: either call updates after any number of backwards, unless the caller has said
-`set_gradient_accumulation_boundary(False)`, after which `engine.step()` ends a micro-step, as in DeepSpeed.
+Both calls in one step are an error. With `"gradient_accumulation_steps": "manual"` nothing is counted: either call
+updates after any number of backwards. But after `set_gradient_accumulation_boundary(False)`, `engine.step()` ends a
+micro-step, as in DeepSpeed.
 
-Until the first update nobody knows which habit the loop has. Nothing but the start of the reduction depends on the
-guess: gradients that were not reduced by a backward are reduced when the step ends.
+Before the first update the engine does not know which way the loop uses. Only the start of the reduction depends on the
+guess: gradients that a backward does not reduce are reduced when the step ends.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from zeroengine.runtime.backward_tracker import BackwardListener, BackwardTracke
 
 ENGINE_STEP, OPTIMIZER_STEP = "engine.step()", "optimizer.step()"
 MANUAL_MODE = '"gradient_accumulation_steps": "manual"'
-# The warning waits for so many forwards and backwards beyond gradient_accumulation_steps. A loop that evaluates or
-# probes gradients now and then stays below it.
+# The warning comes after this many forwards and backwards beyond gradient_accumulation_steps. A loop that occasionally
+# evaluates or probes gradients stays below it.
 FORGOTTEN_AFTER = 8
 
 log = logging.getLogger("zeroengine")
@@ -39,8 +39,8 @@ class Accumulation(BackwardListener):
         backward: Reports forwards and backwards. Its `is_last_microbatch` is set from here.
 
     Attributes:
-        micro_steps: Micro-steps taken in the whole run.
-        backwards: Backwards that produced gradients, since the last update.
+        micro_steps: Number of micro-steps in the whole run.
+        backwards: Number of backwards that produced gradients since the last update.
         incomplete: Whether a backward raised after others of the same step, so that gradients are missing.
     """
 
@@ -48,19 +48,19 @@ class Accumulation(BackwardListener):
         self.micro_steps = self.backwards = 0
         self.incomplete = False
         self._per_step, self._rank = micro_steps_per_step, rank
-        # Count the calls of engine.step() since the last update.
+        # The number of engine.step() calls since the last update.
         self._ended_micro_steps = 0
-        # Count the backwards since the last call of either step(), so that a step() without a backward is refused.
+        # The number of backwards since the last call of either step(). A step() without a backward is refused.
         self._new_backwards = 0
-        # Count the forwards that a backward followed since then, and of these the ones inside `no_sync`.
+        # The number of forwards since then that a backward followed, and the number of these inside `no_sync`.
         self._passes = 0
         self._local_passes = 0
-        # Count the forwards of the whole model since the last backward began, and those between that backward and the
-        # one before it. Together they tell several losses of one forward from several micro-steps.
+        # The number of forwards of the whole model since the last backward began, and between that backward and the
+        # previous one. They distinguish several losses of one forward from several micro-steps.
         self._forwards = 0
         self._forwards_before_backward = 0
         self._last_update_by: str | None = None
-        # Hold the answer that set_gradient_accumulation_boundary gave about this step; None before it is called.
+        # The argument of set_gradient_accumulation_boundary for this step; None before it is called.
         self._boundary: bool | None = None
         self._warned = False
         self._backward = backward
@@ -68,7 +68,7 @@ class Accumulation(BackwardListener):
 
     @property
     def has_new_gradients(self) -> bool:
-        """Whether gradients have come since the last call of either `step()`."""
+        """Whether there were backwards since the last call of either `step()`."""
         return self._new_backwards > 0
 
     @property
@@ -88,9 +88,7 @@ class Accumulation(BackwardListener):
         self._forwards += 1
 
     def begin_backward(self) -> None:
-        """Count a backward that begins, and say whether it is the last one before an update.
-
-        That is a hint: what is not reduced by a backward is reduced at the end of the step.
+        """Count a backward that begins, and guess whether it is the last one before an update.
 
         Raises:
             ZeroEngineError: Gradients of this step are missing.
@@ -102,12 +100,12 @@ class Accumulation(BackwardListener):
             # Inside `no_sync` gradients add up on purpose.
             self._local_passes += not self._backward.reduces_gradients
             self._warn_of_forgotten_step()
-        # Gradients are reduced while the last backward of a step computes. A wrong guess costs time and never a
-        # gradient, since `reduce_remaining` reduces the rest at the end of the step.
+        # Gradients are reduced while the last backward of a step computes. A wrong guess costs only time, because
+        # `reduce_remaining` reduces the rest at the end of the step.
         if self._per_step is None:
             self._backward.is_last_microbatch = self._boundary is True
         elif self._last_update_by == OPTIMIZER_STEP:
-            # Backwards are counted, not calls: optimizer.step() is called once, after the last of them.
+            # Backwards are counted, because optimizer.step() is called only once, after the last of them.
             self._backward.is_last_microbatch = self.backwards + 1 >= self._per_step
         else:
             self._backward.is_last_microbatch = self._ended_micro_steps + 1 == self._per_step
@@ -116,24 +114,23 @@ class Accumulation(BackwardListener):
         """Count a backward that has produced gradients.
 
         Args:
-            num_calls: How many calls of `loss.backward()` it was, with no forward in between. They are as many
-                micro-steps where as many forwards came before them, and several losses of one micro-step otherwise.
+            num_calls: The number of `loss.backward()` calls, with no forward in between. They are separate micro-steps
+                if as many forwards came before them, and otherwise several losses of one micro-step.
         """
-        # A loop may call loss.backward() for several losses of one forward. Autograd reports them as several calls, but
-        # they are one micro-step, so the number of forwards limits the count.
+        # Several losses of one forward are several calls but one micro-step, so the number of forwards is the limit.
         num_backwards = max(1, min(num_calls, self._forwards_before_backward))
         self.backwards += num_backwards
         self._new_backwards += num_backwards
-        # begin_backward has counted the first of these passes already.
+        # begin_backward has already counted the first of these passes.
         self._passes += num_backwards - 1
 
     def fail_backward(self, after_others: bool) -> None:
-        """Note a backward that raised: the step lacks its gradients, and those of earlier backwards were dropped.
+        """Note a backward that raised: the step lacks its gradients, and the gradients before it were dropped.
 
         Args:
-            after_others: Whether others brought gradients that were not counted yet.
+            after_others: Whether other backwards produced gradients that are not counted yet.
         """
-        # A failure in the first backward of a step loses nothing that was counted, so the loop may simply try again.
+        # If the first backward of a step fails, nothing that was counted is lost, so the loop may simply try again.
         self.incomplete = self.incomplete or self.backwards > 0 or after_others
 
     def check_complete(self) -> None:
@@ -149,8 +146,8 @@ class Accumulation(BackwardListener):
             )
 
     def drop_gradients(self) -> None:
-        """Go back to the start of the step in progress: its gradients have been dropped."""
-        # The ended micro-steps will be repeated, and would otherwise be counted twice in the whole run.
+        """Return to the start of the step in progress, because its gradients were dropped."""
+        # The ended micro-steps will be repeated, and must not be counted twice.
         self.micro_steps -= self._ended_micro_steps
         self._start_step()
 
@@ -161,11 +158,11 @@ class Accumulation(BackwardListener):
         self._boundary = None
 
     def _warn_of_forgotten_step(self) -> None:
-        # Gradients add up on purpose inside `no_sync`, so those passes are no sign of a missing step().
+        # Gradients add up on purpose inside `no_sync`, so these passes are no sign of a missing step().
         num_passes = self._passes - self._local_passes
         if self._per_step is None or self._warned or num_passes <= self._per_step + FORGOTTEN_AFTER:
             return
-        # One warning for the whole run is enough: the loop repeats the same mistake in every step.
+        # The loop repeats the same mistake in every step, so one warning is enough.
         self._warned = True
         if self._rank == 0:
             log.warning(
@@ -187,16 +184,16 @@ class Accumulation(BackwardListener):
             return True
         if self._ended_micro_steps or self._last_update_by == ENGINE_STEP:
             return False
-        # Where optimizer.step() ends steps, the micro-step in progress is that of the last forward. Before the first
-        # update two losses of one forward may still be a micro-step that engine.step() is going to end.
+        # If optimizer.step() ends steps, the micro-step in progress is that of the last forward. Before the first
+        # update, two losses of one forward may still be a micro-step that engine.step() will end.
         ended = self.backwards if self._last_update_by == OPTIMIZER_STEP else self._passes
         return ended + bool(self._forwards) >= self._per_step
 
     def set_boundary(self, boundary: bool) -> None:
-        """Say whether the next backward is the last one before an update, in manual accumulation.
+        """Declare whether the next backward is the last one before an update, in manual accumulation.
 
         Raises:
-            ZeroEngineError: Micro-steps are counted.
+            ZeroEngineError: Accumulation is not manual.
         """
         if self._per_step is not None:
             raise ZeroEngineError(
@@ -230,12 +227,11 @@ class Accumulation(BackwardListener):
         """
         self.check_complete()
         if not self.has_new_gradients:
-            # A second update call finds no new gradients, because the first call has taken them. Then name the other
-            # call rather than a missing backward.
+            # If the other call has just used the gradients, the error names that call and not a missing backward.
             self._check_other_call(ENGINE_STEP, OPTIMIZER_STEP)
             raise ZeroEngineError("step() without backward(): call engine.backward(loss) (or loss.backward()) first")
         if self._per_step is None:
-            # Without a call of set_gradient_accumulation_boundary every step() updates, as in plain PyTorch.
+            # If set_gradient_accumulation_boundary was not called, every step() updates, as in plain PyTorch.
             return self._boundary is not False
         return self._ended_micro_steps + 1 >= self._per_step
 
@@ -285,7 +281,7 @@ class Accumulation(BackwardListener):
 
     def end_step(self, call: str) -> None:
         """Count a call of `engine.step()` or `optimizer.step()` that updates."""
-        # In this habit optimizer.step() is called once for all micro-steps of the step, so they are counted here.
+        # optimizer.step() is called once for all micro-steps of a step.
         self.micro_steps += 1 if call == ENGINE_STEP or self._per_step is None else self._per_step
         self._last_update_by = call
         self._start_step()

@@ -1,4 +1,4 @@
-"""Provide a data loader whose position is part of a checkpoint and means the same on any number of ranks."""
+"""A data loader whose position is part of a checkpoint and means the same on any number of ranks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from zeroengine.errors import ZeroEngineError
 
 
 class RankSampler(Sampler[int]):
-    """Yields one rank's share of an epoch: every ``world_size``-th sample from the place where the epoch goes on.
+    """Yields one rank's share of an epoch: every ``world_size``-th sample from the place where the epoch continues.
 
     The order depends on the seed and the epoch alone, so a position in it means the same on any number of ranks.
 
     Args:
-        num_samples: The samples of the data set.
+        num_samples: The number of samples in the data set.
         rank: This rank.
         world_size: The number of ranks.
         shuffle: Whether each epoch has another order.
@@ -25,7 +25,7 @@ class RankSampler(Sampler[int]):
 
     Attributes:
         epoch: The number of the epoch, from 0.
-        start: The samples of the epoch that all ranks together have consumed.
+        start: The number of samples of the epoch that all ranks together have consumed.
     """
 
     def __init__(self, num_samples: int, rank: int, world_size: int, shuffle: bool, seed: int) -> None:
@@ -34,15 +34,15 @@ class RankSampler(Sampler[int]):
         self.epoch = self.start = 0
 
     def __len__(self) -> int:
-        """Return the samples of this rank that are left of the epoch."""
-        # The remainder is dropped, so that every rank has as many batches. A rank with one more would wait in a
-        # collective.
+        """Return the number of remaining samples of this rank in the epoch."""
+        # The remainder is dropped, so that every rank has the same number of batches. A rank with one more would wait
+        # in a collective.
         return max(0, self._num_samples - self.start) // self._world_size
 
     def __iter__(self) -> Iterator[int]:
         """Yield the indices of this rank's samples."""
         if self._shuffle:
-            # A generator of its own leaves the global random state alone, and every rank computes the same order.
+            # A separate generator leaves the global random state alone, and every rank computes the same order.
             generator = torch.Generator().manual_seed(self._seed + self.epoch)
             order = torch.randperm(self._num_samples, generator=generator, device="cpu").tolist()
         else:
@@ -55,8 +55,8 @@ class RankSampler(Sampler[int]):
 class ResumableLoader:
     """Yields batches of this rank's share of a data set. ``Engine.dataloader`` makes one.
 
-    Each ``for batch in loader`` is one epoch. After a checkpoint is loaded, the next loop goes on where it was saved;
-    ``epoch`` says which epoch that is:
+    Each ``for batch in loader`` is one epoch. After a checkpoint is loaded, the next loop continues where it was saved,
+    in the epoch of number ``epoch``:
 
         for epoch in range(loader.epoch, epochs):
             for batch in loader:
@@ -66,7 +66,7 @@ class ResumableLoader:
         dataset: A data set with a length and an index.
         rank: This rank.
         world_size: The number of ranks.
-        batch_size: The samples of one micro-batch on one rank.
+        batch_size: The number of samples of one micro-batch on one rank.
         shuffle: Whether each epoch has another order.
         seed: The seed of these orders.
         options: Further arguments of ``torch.utils.data.DataLoader``.
@@ -94,13 +94,13 @@ class ResumableLoader:
                 f"dataloader() takes a data set with a length and an index; {type(dataset).__name__} has none. For a "
                 "stream use torchdata's StatefulDataLoader and engine.register_stateful(name, loader)."
             )
-        # With drop_last such a loader would yield nothing, and the training loop would end without an error.
+        # With drop_last a loader of too few samples would yield nothing, and training would end without an error.
         if len(dataset) < world_size * batch_size:
             raise ZeroEngineError(
                 f"dataloader(): {len(dataset)} samples are too few for one micro-batch of {batch_size} on each of "
                 f"{world_size} ranks"
             )
-        # Another sampler or batch size would break the position, which counts samples of this sampler in whole steps.
+        # The position counts samples of this sampler in whole steps, so these options would break it.
         conflicts = {"batch_size", "sampler", "batch_sampler", "drop_last"} & options.keys()
         if conflicts:
             raise ZeroEngineError(
@@ -112,39 +112,39 @@ class ResumableLoader:
             dataset, batch_size=batch_size, sampler=self._sampler, drop_last=True, **options
         )
         self._num_samples, self._samples_per_step = len(dataset), batch_size * world_size
-        # This flag says whether the next epoch starts at the position that load_state_dict set.
+        # Whether the next epoch starts at the position that load_state_dict set.
         self._resumes = False
-        # Count the samples of this epoch in the batches that all ranks have yielded. Prefetched batches do not count.
+        # The number of samples of this epoch in the batches that all ranks have yielded, without prefetched batches.
         self._consumed = 0
 
     @property
     def epoch(self) -> int:
-        """The number of the present epoch, or of the next one between epochs."""
+        """The number of the current epoch, or between epochs of the next one."""
         return self._sampler.epoch
 
     def __len__(self) -> int:
-        """Return the batches of a whole epoch."""
+        """Return the number of batches in a whole epoch."""
         return self._num_samples // self._samples_per_step
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the batches of one epoch, or those that are left of the epoch whose position was loaded."""
+        """Yield the batches of one epoch, or the remaining batches of the epoch whose position was loaded."""
         # Breaking out of an epoch and looping again starts the same epoch from its beginning.
         if not self._resumes:
             self._consumed = 0
         self._resumes = False
         self._sampler.start = self._consumed
         for batch in self._loader:
-            # Count before the yield: a checkpoint saved while this batch is used must not repeat it.
+            # This comes before the yield, because a checkpoint saved while this batch is used must not repeat it.
             self._consumed += self._samples_per_step
             yield batch
         self._sampler.epoch += 1
         self._consumed = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position: the epoch and the samples of it that are consumed."""
+        """Return the position: the epoch and the number of its samples that are consumed."""
         return {"epoch": self._sampler.epoch, "consumed": self._consumed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on at the position that ``state_dict`` returned."""
+        """Continue at the position that ``state_dict`` returned."""
         self._sampler.epoch, self._consumed = state["epoch"], state["consumed"]
         self._resumes = True

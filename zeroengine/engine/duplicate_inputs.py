@@ -1,4 +1,4 @@
-"""Warn where ranks train on the same samples, as they do where each has an ordinary ``DataLoader``.
+"""Warns if ranks train on the same samples, as they do if each has an ordinary ``DataLoader``.
 
 Nothing fails in such a run: all ranks compute the same gradient, and the work of all but one is wasted.
 """
@@ -22,28 +22,28 @@ from zeroengine.utils.tensor_tree import leaves_in
 
 log = logging.getLogger("zeroengine")
 
-# The inputs of the first micro-steps of a run are compared.
+# The number of micro-steps, at the start of a run, whose inputs are compared.
 MICRO_STEPS = 3
-# At most so many elements of a tensor are read, spread evenly over a larger tensor.
+# The most elements of a tensor that are read. They are spread evenly over a larger tensor.
 MAX_ELEMENTS = 1 << 20
 MAX_RANKS_SHOWN = 8
-# The sum of two checksums of so many bits is exact in float64.
+# The sum of two checksums of this many bits is exact in float64.
 CHECKSUM_BITS = 51
 CHECKSUM_MASK = (1 << CHECKSUM_BITS) - 1
-# This is the integer dtype that reads elements of so many bytes. Complex numbers of 16 bytes are read in halves.
+# By the bytes of an element, the integer dtype that reads it. Complex numbers of 16 bytes are read in halves.
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 # The constants of splitmix64, odd and below 2**63.
 STRIDE, FACTOR = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9
 
 
 class InputComparison:
-    """Compares the first inputs of training over the ranks, once, and warns where ranks were given the same inputs.
+    """Compares the first inputs of training over the ranks, once, and warns if ranks have the same inputs.
 
     [Note: No rank waits]
-    Checksums of inputs in a device's memory are computed there. The checksums of all ranks travel in one small
-    collective, in the first update that follows ``MICRO_STEPS`` micro-steps. Whether a rank takes part depends on the
-    number of its steps alone, not on what its forwards were given, so all ranks take part. The host reads the result
-    one step later on a GPU, where it has arrived by then, and at once on the CPU.
+    Checksums of inputs in a device's memory are computed there. One small collective exchanges the checksums of all
+    ranks, in the first update after ``MICRO_STEPS`` micro-steps. Only the number of its steps decides whether a rank
+    takes part, not the inputs of its forwards, so all ranks take part. On a GPU the host reads the result one step
+    later, when it has arrived, and on the CPU at once.
 
     Args:
         transport: Moves the checksums between the ranks.
@@ -54,10 +54,10 @@ class InputComparison:
         self._transport, self._device = transport, device
         # With torch's "fake" process group there are no other ranks to compare with.
         self._is_recording = transport.world_size > 1 and transport.name != "fake"
-        # There is one checksum for each micro-step that has ended, and one for the micro-step in progress.
+        # The checksum of each micro-step that has ended, and that of the micro-step in progress.
         self._checksums: list[InputChecksum | None] = []
         self._checksum: InputChecksum | None = None
-        # These are the checksums of all ranks after the exchange, until the host reads them.
+        # The checksums of all ranks, from the exchange until the host reads them.
         self._summed: HostCopy | None = None
 
     @disable_compile
@@ -67,26 +67,25 @@ class InputComparison:
         Args:
             inputs: Tensors in nested containers.
         """
-        # Evaluation may well use the same data on every rank, so forwards without autograd are not compared.
+        # Evaluation may rightly use the same data on every rank, so forwards without autograd are not compared.
         if not self._is_recording or self._checksum is not None or not torch.is_grad_enabled():
             return
         if len(self._checksums) < MICRO_STEPS and not self._is_transformed():
             self._checksum = checksum_inputs(inputs, self._device)
 
     def end_micro_step(self, updates: bool) -> None:
-        """Note the end of a micro-step. Call it on every rank; with ``updates``, with no other collective under way.
+        """Note the end of a micro-step. Call it on every rank; with ``updates``, while no collective is in progress.
 
         Args:
             updates: Whether the micro-step ends with an update.
         """
-        # A micro-step has passed since the exchange, so the result has arrived and reading it does not stall the
-        # device.
+        # The exchange was a micro-step ago, so the result has arrived, and reading it does not stall the device.
         self._report()
         if not self._is_recording:
             return
         self._checksums.append(self._checksum)
         self._checksum = None
-        # The collective runs once in a run. Every rank has counted the same micro-steps, so every rank takes part.
+        # The collective runs once. Every rank has counted the same micro-steps, so every rank takes part.
         if updates and len(self._checksums) >= MICRO_STEPS:
             self._is_recording = False
             self._summed = HostCopy(self._transport.all_reduce_scalars(self._own_row(), "compare inputs"))
@@ -95,7 +94,7 @@ class InputComparison:
 
     def _is_transformed(self) -> bool:
         """Return whether values cannot be read: inside torch.func, or while a CUDA graph is captured."""
-        # Reading values there raises an error, and inside a capture it would break the capture.
+        # Reading values raises an error in torch.func, and breaks a capture.
         if torch._C._are_functorch_transforms_active():
             return True
         return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -103,13 +102,13 @@ class InputComparison:
     def _own_row(self) -> torch.Tensor:
         """Return a float64 vector of ``MICRO_STEPS`` elements for each rank, with this rank's checksums and zeros.
 
-        The sum over ranks holds those of all ranks. A checksum is never 0: that stands for inputs that cannot be
-        compared.
+        The sum over ranks holds the checksums of all ranks. A checksum is never 0, which stands for inputs that cannot
+        be compared.
         """
         checksums, first = self._checksums[:MICRO_STEPS], self._transport.rank * MICRO_STEPS
         row = [0.0] * (self._transport.world_size * MICRO_STEPS)
         row[first : first + MICRO_STEPS] = [float(checksum.on_host) if checksum else 0.0 for checksum in checksums]
-        # The row goes to the device first. Checksums that are there already are added without a wait of the host.
+        # The row goes to the device, where the checksums of the device are added, so that the host need not wait.
         values = to_device(row, self._device)
         for index, checksum in enumerate(checksums, first):
             if checksum and checksum.on_device is not None:
@@ -119,7 +118,7 @@ class InputComparison:
     def _report(self) -> None:
         """Read the sums, if there are any, and warn."""
         summed, self._summed = self._summed, None
-        # One warning is enough, and every rank has the same sums.
+        # Every rank has the same sums, and one warning is enough.
         groups = ranks_with_same_inputs(summed.read()) if summed is not None and self._transport.rank == 0 else []
         if not groups:
             return
@@ -135,11 +134,11 @@ class InputComparison:
 
 @dataclass(frozen=True)
 class InputChecksum:
-    """The checksum of the inputs of one forward, in two parts whose sum counts.
+    """The checksum of the inputs of one forward, as the sum of two parts.
 
     Attributes:
-        on_host: That of shapes, dtypes, numbers and tensors in CPU memory; positive, of ``CHECKSUM_BITS`` bits.
-        on_device: That of tensors in the device's memory, float64, 0-d; None where there are none.
+        on_host: The part of shapes, dtypes, numbers and tensors in CPU memory; positive, of ``CHECKSUM_BITS`` bits.
+        on_device: The part of tensors in the device's memory, float64, 0-d; None if there are none.
     """
 
     on_host: int
@@ -149,16 +148,15 @@ class InputChecksum:
 def checksum_inputs(inputs: Any, device: torch.device) -> InputChecksum | None:
     """Return the checksum of tensors and numbers in nested containers, without waiting for ``device``.
 
-    None where there is nothing to compare: no tensor with a dimension, since one number may well be the same on all
-    ranks; or an object or a tensor whose values cannot be seen.
+    Return None if there is nothing to compare: no tensor with a dimension, because one number may be the same on all
+    ranks by chance; or an object or a tensor whose values cannot be read.
     """
     texts: list[str] = []
     on_host, on_device = 0, None
     has_data = False
     for place, leaf in enumerate(leaves_in(inputs)):
         if isinstance(leaf, torch.Tensor):
-            # A tensor that cannot be read makes the whole input unknown. A checksum of the rest could be equal by
-            # chance.
+            # If a tensor cannot be read, the rest of the input could be equal by chance.
             if not _is_readable(leaf, device):
                 return None
             texts.append(f"{tuple(leaf.shape)} {leaf.dtype}")
@@ -170,20 +168,19 @@ def checksum_inputs(inputs: Any, device: torch.device) -> InputChecksum | None:
             else:
                 on_device = part if on_device is None else on_device + part
         elif isinstance(leaf, (type(None), bool, int, float, str)):
-            # The text of a number stands for its value, and dtypes and shapes of tensors count, too.
             texts.append(repr(leaf))
         else:
             return None
     if not has_data:
         return None
-    # The last bit is set, so that no checksum is 0, which means that inputs cannot be compared.
+    # The last bit is set, so that no checksum is 0, which stands for inputs that cannot be compared.
     on_host = (on_host + zlib.crc32("\n".join(texts).encode())) & CHECKSUM_MASK | 1
     return InputChecksum(on_host, None if on_device is None else (on_device & CHECKSUM_MASK).double())
 
 
 def _is_readable(tensor: torch.Tensor, device: torch.device) -> bool:
     return (
-        # A subclass may compute something else in the operations below, or may itself communicate, as a DTensor does.
+        # The operations below may compute something else in a subclass, or may communicate, as with a DTensor.
         type(tensor) in (torch.Tensor, nn.Parameter)
         and tensor.layout is torch.strided
         and not tensor.is_nested
@@ -193,13 +190,13 @@ def _is_readable(tensor: torch.Tensor, device: torch.device) -> bool:
 
 
 def tensor_checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an int64 of ``CHECKSUM_BITS`` bits, 0-d, where ``tensor`` is.
+    """Return an int64 of ``CHECKSUM_BITS`` bits, 0-d, on the device of ``tensor``.
 
-    It changes, almost surely, with any element that changes and any two that change places. Unlike
+    It changes, almost surely, if any element changes or any two elements change places. Unlike
     ``utils.checksum.checksum`` it reads a sample of a large tensor, and leaves the result on the device.
     """
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
-    # The stride rounds up, so at most MAX_ELEMENTS are read and a large input costs no more than a small one.
+    # The stride is rounded up, so at most MAX_ELEMENTS are read, and a large input costs no more than a small one.
     flat = flat[:: max(1, -(-flat.numel() // MAX_ELEMENTS))].contiguous()
     words = flat.view(INTEGERS[flat.dtype.itemsize]).to(torch.int64)
     # Each word is mixed with its place (as splitmix64 mixes a counter), so that the sum depends on the order.
@@ -209,12 +206,12 @@ def tensor_checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def ranks_with_same_inputs(checksums: Sequence[float]) -> list[list[int]]:
-    """Return the groups of two and more ranks that were given the same inputs, the largest first.
+    """Return the groups of two or more ranks that have the same inputs, the largest first.
 
-    A rank whose inputs are the same in every micro-step is in none: they are constants, or one batch on purpose.
+    A rank whose inputs are the same in every micro-step is in no group: they are constants, or one batch on purpose.
 
     Args:
-        checksums: ``MICRO_STEPS`` of each rank, in rank order; 0 where inputs cannot be compared.
+        checksums: ``MICRO_STEPS`` of each rank, in rank order; 0 for inputs that cannot be compared.
     """
     groups: dict[tuple[float, ...], list[int]] = {}
     for rank in range(len(checksums) // MICRO_STEPS):

@@ -47,14 +47,14 @@ class Engine:
         engine.step()
 
     On a GPU, with Adam, ``global_steps``, ``skipped_steps`` and ``grad_norm`` wait for the norm of the last step;
-    ``micro_steps`` does not. See the note in ``engine/step.py``.
+    ``micro_steps`` does not. See "Asynchronous steps" in ``engine/step.py``.
 
     Attributes:
         module: The model that was passed to ``initialize``.
         optimizer: A ``torch.optim.Optimizer`` over the model's parameters, for LR schedules and hyperparameters.
         config: The resolved configuration.
         device: The device that the model computes on.
-        rank: The number of this rank among those that the model is partitioned over.
+        rank: The number of this rank among the ranks that the model is partitioned over.
         world_size: The number of these ranks.
         gatherer: Gathers parameters before they are used and releases them afterwards.
         reducer: Collects gradients in buffers and reduces them.
@@ -65,7 +65,6 @@ class Engine:
     """
 
     def __init__(self, make_parts: Callable[[OptimizerCall, OptimizerCall], EngineParts]) -> None:
-        # The parts keep these two methods for ``step()`` and ``zero_grad()`` of the optimizers.
         self._parts = parts = make_parts(self._end_step_by_optimizer, self.zero_grad)
         self._checkpoints = EngineCheckpoints(parts)
         # Parameters refer to their owner weakly.
@@ -76,18 +75,18 @@ class Engine:
         self.rank, self.world_size = parts.group.rank, parts.group.world_size
         self.optimizer, self.gatherer, self.reducer = parts.optimizer, parts.gatherer, parts.reducer
 
-    # A type checker refuses unknown attributes and indexing by itself, so it need not see these two.
+    # These two methods are hidden from type checkers, which then report unknown attributes and indexing.
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Raise AttributeError with the name to use instead, where another library's engine has ``name``."""
+            """Raise AttributeError. If another library's engine has ``name``, say which name to use instead."""
             if hasattr(type(self), name):
                 # A property raised AttributeError. Reading it again raises the original error.
                 object.__getattribute__(self, name)
             raise AttributeError(engine_attribute(name, self))
 
         def __getitem__(self, index: object) -> NoReturn:
-            """Raise TypeError where the engine is unpacked: DeepSpeed's ``initialize`` returns four values."""
+            """Raise TypeError, because DeepSpeed's ``initialize`` returns four values and users may unpack them."""
             raise TypeError(UNPACKED_ENGINE)
 
     # -- training ---------------------------------------------------------------------------------
@@ -95,11 +94,10 @@ class Engine:
     @explain_out_of_memory
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward. On a GPU, inputs that are in CPU memory are copied to it first."""
-        # This path runs at every forward. States are rarely away, so the truth value is asked for before the check
-        # itself.
+        # This path runs at every forward. States are rarely offloaded, so a quick test comes before the check itself.
         if self._parts.state_offloader.has_offloaded_states:
             self._parts.state_offloader.check_resident("the forward", ("parameters",))
-        # Inside `gathered` ranks may run different numbers of forwards, which belong to no micro-step.
+        # Inside ``gathered`` ranks may run different numbers of forwards, which belong to no micro-step.
         if self.module.training and not self.gatherer.num_user_gathered:
             self._parts.input_comparison.observe((args, kwargs))
         try:
@@ -122,7 +120,7 @@ class Engine:
         create_graph: bool = False,
         inputs: Sequence[torch.Tensor] | None = None,
     ) -> None:
-        """Compute gradients, and reduce them where this micro-step calls for it.
+        """Compute gradients, and reduce them if this micro-step requires it.
 
         The loss is scaled by ``loss_scale`` first. The mean over ranks and over ``gradient_accumulation_steps``
         micro-steps is taken in the update. Several calls before one ``step`` add up.
@@ -150,7 +148,7 @@ class Engine:
         # Offloaded gradients have no memory that the reduction could write into.
         self._parts.state_offloader.check_resident("backward()")
         scaler = self._parts.scaler
-        # A scale of 1 is not multiplied, for the product would cost a kernel and change nothing.
+        # Multiplying by a scale of 1 would cost a kernel and change nothing.
         scaled = loss if scaler.scale == 1 else scaler.scaled(loss)
         self._parts.backward.run(scaled, retain_graph, create_graph, inputs)
 
@@ -160,7 +158,7 @@ class Engine:
 
     @property
     def loss_scale(self) -> float:
-        """What ``backward`` multiplies the loss by: 1 except where gradients may be fp16.
+        """The factor that ``backward`` multiplies the loss by: 1 unless gradients may be fp16.
 
         Assign to it to start a dynamic scale elsewhere, or to change a static one.
         """
@@ -172,7 +170,7 @@ class Engine:
             raise ZeroEngineError(
                 'loss_scale: only fp16 scales the loss; enable it with "fp16": {"enabled": true} in the configuration'
             )
-        # A plain backward that has not been ended would not be counted in the next check.
+        # The check below does not count a plain backward that has not been ended.
         self._parts.backward.end_if_over()
         if self._parts.accumulation.has_gradients:
             raise ZeroEngineError(
@@ -183,7 +181,7 @@ class Engine:
 
     @property
     def global_steps(self) -> int:
-        """The updates taken."""
+        """The number of updates."""
         # The counters wait for the last step, so that their values include it.
         self._parts.step_runner.await_result()
         return self._parts.step_runner.num_updates
@@ -195,7 +193,7 @@ class Engine:
 
     @property
     def skipped_steps(self) -> int:
-        """The updates left out because the gradient was not finite."""
+        """The number of steps that were skipped because the gradient was not finite."""
         self._parts.step_runner.await_result()
         return self._parts.step_runner.num_skipped
 
@@ -212,7 +210,7 @@ class Engine:
 
     @property
     def micro_steps(self) -> int:
-        """The calls of ``step``; where ``optimizer.step()`` ends a step, ``gradient_accumulation_steps`` at once."""
+        """The number of calls of ``step``. ``optimizer.step()`` counts as ``gradient_accumulation_steps`` calls."""
         return self._parts.accumulation.micro_steps
 
     @micro_steps.setter
@@ -221,7 +219,7 @@ class Engine:
 
     @property
     def lr_scheduler(self) -> Any:
-        """The schedule that ``step`` steps, or None."""
+        """The LR schedule that each update steps, or None."""
         return self._parts.step_runner.schedule
 
     @lr_scheduler.setter
@@ -229,20 +227,20 @@ class Engine:
         self._parts.step_runner.set_schedule(schedule)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients that came since the last ``step``, such as those that another model's loss left here.
+        """Drop the gradients since the last ``step``, such as those that another model's loss left here.
 
-        After a backward that raised in the middle of a step, drop all gradients of the step, which starts anew.
-        Directly after a step it does nothing: a step's first gradients overwrite those of the step before.
+        After a backward that raised in the middle of a step, drop all gradients of the step, which starts again.
+        Directly after a step this does nothing: a step's first gradients overwrite those of the previous step.
 
         Raises:
-            ZeroEngineError: Earlier micro-steps of this step would lose theirs, too.
+            ZeroEngineError: Earlier micro-steps of this step would also lose their gradients.
         """
         # This also ends a backward that raised, whose listeners drop its gradients.
         self._parts.backward.finish()
         accumulation = self._parts.accumulation
         if not accumulation.incomplete:
             if not accumulation.has_new_gradients:
-                # Many loops call zero_grad() directly after a step. There is nothing to drop then.
+                # Many loops call zero_grad() directly after a step, when there is nothing to drop.
                 return
             if accumulation.has_earlier_micro_steps:
                 raise ZeroEngineError(
@@ -257,23 +255,24 @@ class Engine:
         return self._parts.accumulation.is_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say before a backward whether it is the last one of the step, with manual accumulation.
+        """Declare before a backward whether it is the last one of the step, with manual accumulation.
 
         After True the gradients are reduced while that backward computes, rather than in ``step``; they are the same
-        either way. After False ``step`` ends a micro-step and does not update, as in DeepSpeed. Holds until an update.
+        either way. After False ``step`` ends a micro-step and does not update, as in DeepSpeed. This holds until an
+        update.
 
         Args:
             is_boundary: Whether the next backward is the last one before an update.
 
         Raises:
-            ZeroEngineError: ``gradient_accumulation_steps`` is a number, so the engine counts.
+            ZeroEngineError: ``gradient_accumulation_steps`` is a number, so the engine counts micro-steps.
         """
         self._parts.backward.end_if_over()
         self._parts.accumulation.set_boundary(is_boundary)
 
     @property
     def gradient_clipping(self) -> float:
-        """The largest global norm of the gradient; 0 clips nothing. Assign the same value on every rank."""
+        """The largest global norm of the gradient; 0 disables clipping. Assign the same value on every rank."""
         return self._parts.step_runner.gradient_clipping
 
     @gradient_clipping.setter
@@ -282,11 +281,11 @@ class Engine:
 
     @disable_compile
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Clip the gradient of this step to ``max_norm``: what ``torch.nn.utils.clip_grad_norm_`` does elsewhere.
+        """Clip the gradient of this step to ``max_norm``, in place of ``torch.nn.utils.clip_grad_norm_``.
 
-        Reduce what is not reduced yet, return the global norm of the mean gradient before clipping, and let the next
-        ``step`` clip to ``max_norm`` (to ``gradient_clipping``, where that is smaller). Call it on every rank, between
-        the last backward of a step and ``step``.
+        Reduce the gradients that are not reduced yet, return the global norm of the mean gradient before clipping, and
+        make the next ``step`` clip to ``max_norm`` (or to ``gradient_clipping``, if that is smaller). Call it on every
+        rank, between the last backward of a step and ``step``.
 
         Args:
             max_norm: A number above 0. ``math.inf`` clips nothing and returns the norm.
@@ -295,9 +294,9 @@ class Engine:
             The norm, 0-d float64, on the engine's device. Nothing waits for it before its value is read.
 
         Raises:
-            ZeroEngineError: There was no backward, or further backwards of this step are to come.
+            ZeroEngineError: There was no backward, or this step needs further backwards.
         """
-        # A bad argument raises before anything changes, and the step may go on.
+        # A bad argument raises before anything changes, so the step may continue.
         max_norm = self._parts.step_runner.checked_norm(max_norm, "clip_grad_norm_(): max_norm", zero=False)
         self._check_step("clip_grad_norm_()")
         self._parts.accumulation.check_boundary("clip_grad_norm_()")
@@ -310,12 +309,12 @@ class Engine:
     def step(self) -> bool | StepResult:
         """End a micro-step; at the accumulation boundary clip, update and step the LR schedule.
 
-        Call it on every rank. Where the gradient's norm is not finite nothing is changed, and ``skipped_steps`` counts
-        it; a dynamic loss scale falls. With ``check_grad_overflow`` false, bf16 and fp32 update all the same.
+        Call it on every rank. If the gradient's norm is not finite the step is skipped: nothing changes,
+        ``skipped_steps`` counts it, and a dynamic loss scale falls. With ``check_grad_overflow`` false, bf16 and fp32
+        update even so.
 
         Returns:
-            Whether parameters were updated. On a GPU it is an object whose truth value says so; asking it waits for
-            the norm.
+            Whether parameters were updated. On a GPU this is an object, and reading its truth value waits for the norm.
 
         Raises:
             ZeroEngineError: There was no backward since the last call, or ``optimizer.step()`` has ended this step, or
@@ -326,7 +325,7 @@ class Engine:
                 the parameters.
         """
         self._check_step("step()")
-        # Ending a micro-step does not communicate, so no rank waits here. Every rank counts to the same number.
+        # Every rank counts the same micro-steps, so all ranks take the same branch.
         if not self._parts.accumulation.engine_step_updates():
             self._parts.accumulation.end_micro_step()
             self._parts.input_comparison.end_micro_step(False)
@@ -342,7 +341,7 @@ class Engine:
         self._update(OPTIMIZER_STEP)
 
     def _check_step(self, call: str) -> None:
-        """Refuse ``call`` where a step cannot end.
+        """Raise if a step cannot end here.
 
         Raises:
             ZeroEngineError: States are offloaded or half loaded, or ``call`` is inside a CUDA graph or a backward.
@@ -356,15 +355,15 @@ class Engine:
                 "gradients are overwritten) would not be done again at a replay. Leave it outside of the graph; what "
                 "can be captured is the update itself, zeroengine.ops.AdamTable."
             )
-        # A backward is still running, and ending it here would reduce half of its gradients.
+        # Ending a backward that is still running would reduce only some of its gradients.
         if torch._C._current_graph_task_id() >= 0:
             raise ZeroEngineError(f"{call} inside of a backward, such as in a hook: call it after the backward")
-        # If the last backward raised, its gradients are incomplete and are dropped here.
+        # If the last backward raised, this drops its gradients, which are incomplete.
         self._parts.backward.finish()
 
     def _finish_gradients(self, call: str) -> None:
-        """Return with the gradients of this step reduced. If it raises nothing has changed."""
-        # Every rank keeps its gradients inside `no_sync`, so a reduction here would contradict what the user asked for.
+        """Return with the gradients of this step reduced. If this raises, nothing has changed."""
+        # Inside ``no_sync`` the user asked to keep gradients unreduced.
         if not self._parts.backward.reduces_gradients:
             raise ZeroEngineError(
                 f"{call} inside `with engine.no_sync()`: at the accumulation boundary the gradients are to be reduced. "
@@ -375,45 +374,45 @@ class Engine:
                 f"{call} inside `with zeroengine.gathered(...)`: the update would not reach the gathered values. Leave "
                 "the `with` first."
             )
-        # The check runs at every update, since a parameter may be added at any time. It costs microseconds.
+        # A parameter may be added at any time, so every update checks, which costs microseconds.
         self._parts.foreign_parameters.check()
         self.reducer.reduce_remaining()
 
     def _update(self, call: str) -> bool | StepResult:
-        """Take a step on behalf of ``call``. Return whether parameters were updated, or an object that tells."""
+        """Take a step on behalf of ``call``. Return the result of ``step``."""
         parts = self._parts
         self._finish_gradients(call)
-        # If anything up to this line raises, nothing has changed and the step may be called again.
+        # If anything up to here raises, nothing has changed, and the step may be called again.
         self.gatherer.begin_update()
         # The counters and the comparison advance on every rank, whether the update below is skipped or not.
         parts.accumulation.end_step(call)
-        # The comparison may run a collective. It comes here because no other collective is under way at this point.
+        # The comparison may run a collective, and no other collective is in progress at this point.
         parts.input_comparison.end_micro_step(True)
         if call == ENGINE_STEP:
             parts.step_runner.warn_of_unused_hooks()
         updated = parts.step_runner.run_step()
-        # The update itself changed the parameters' versions. From here on any change was made outside of the engine.
+        # The update itself changed the parameters' versions. Any later change is made outside of the engine.
         parts.outside_writes.reset_baseline()
         parts.placement.evict()
-        # Ranks agree on whether the signal has arrived, and save at the same step. See checkpoint/on_signal.py.
+        # Ranks agree on whether the signal has arrived, so all save at the same step. See checkpoint/on_signal.py.
         if parts.save_on_signal is not None and parts.save_on_signal.is_due():
             parts.save_on_signal.save_and_exit(self)
         return updated
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keep the gradients of backwards inside on this rank; the next backward outside reduces the sum.
+        """Keep the gradients of backwards inside on this rank. The next backward outside reduces their sum.
 
         It works at every stage. At stages 2 and 3 each rank holds whole gradients meanwhile.
         """
         backward = self._parts.backward
-        # A plain backward before the `with` ends as it began, and so does the last one inside it.
+        # A plain backward before the ``with`` must end under the previous setting, and one inside under this setting.
         backward.end_if_over()
         reduces_before, backward.reduces_gradients = backward.reduces_gradients, False
         try:
             yield
         finally:
-            # Restore the flag even if ending the backward raises, or every later step would be refused.
+            # If ending the backward raises, the flag must still be restored, or every later step would be refused.
             try:
                 backward.end_if_over()
             finally:
@@ -440,17 +439,17 @@ class Engine:
     ) -> None:
         """Free the device's memory for another job, such as generation, until ``reload_states``.
 
-        Call it on every rank, between steps. Where the engine computes on the CPU, ``device="cpu"`` frees nothing.
+        Call it on every rank, between steps. If the engine computes on the CPU, ``device="cpu"`` frees nothing.
 
         Args:
             include: Any of "optimizer" (master weights and moments), "gradients" and "parameters". None moves the first
-                two, as far as their memory can be given back. While the parameters are away nothing but
-                ``reload_states`` works.
+                two, as far as their memory can be freed. While the parameters are offloaded, only ``reload_states``
+                works.
             device: The kind of memory that the states move to.
-            nvme_path: A folder on a disk, for device "nvme"; that of the configuration where None.
+            nvme_path: A folder on a disk, for device "nvme". None: the folder in the configuration.
 
         Raises:
-            ZeroEngineError: An unknown state, memory that cannot be given back, or a folder that cannot be used.
+            ZeroEngineError: A state is unknown, its memory cannot be freed, or the folder cannot be used.
         """
         temporary_offload.offload(self._parts, include, device, nvme_path)
 
@@ -468,25 +467,25 @@ class Engine:
     def full_state_dict(
         self, *, names: str | Iterable[str] | None = None, trainable_only: bool = False, rank0_only: bool = False
     ) -> dict[str, torch.Tensor]:
-        """Return what ``model.state_dict()`` would be without partitioning, on the CPU. Call it on every rank.
+        """Return ``model.state_dict()`` as it would be without partitioning, on the CPU. Call it on every rank.
 
-        Units that hold nothing of what is asked for are not gathered.
+        Units without any of the requested names are not gathered.
 
         Args:
             names: Names, or patterns such as ``"*.lora_A.*"`` (as of ``fnmatch``), of the parameters and buffers to
                 return, the same on every rank. None returns all.
             trainable_only: Whether to leave out buffers, and parameters that were frozen at ``initialize``.
-            rank0_only: Whether the other ranks return an empty dict. They hold one unit at a time then.
+            rank0_only: Whether the other ranks return an empty dict. Then they hold only one unit at a time.
 
         Raises:
-            ZeroEngineError: On every rank, where the model has parameters that ``initialize`` was not given, or one of
+            ZeroEngineError: On every rank, if the model has parameters that ``initialize`` was not given, or if one of
                 ``names`` matches nothing.
-            DivergenceError: On every rank, where they ask for different names.
+            DivergenceError: On every rank, if the ranks ask for different names.
         """
         parts = self._parts
         arguments: dict[str, object] = {"trainable_only": trainable_only}
         with parts.group.collective_errors("to collect the state dict", arguments) as all_arguments:
-            # A foreign parameter would be missing from the result without a word.
+            # A foreign parameter would silently be missing from the result.
             parts.foreign_parameters.check()
             call = "full_state_dict()"
             arguments["names"] = patterns = sorted_patterns(names, call)
@@ -502,7 +501,7 @@ class Engine:
     ) -> ResumableLoader:
         """Return a loader of this rank's share of ``dataset``, whose position is part of every checkpoint.
 
-        A checkpoint loaded on another number of ranks goes on at the same place of the same epoch.
+        After a checkpoint is loaded on another number of ranks, the epoch continues at the same place.
 
         Args:
             dataset: A data set with ``__len__`` and ``__getitem__``, the same on every rank.
@@ -517,7 +516,7 @@ class Engine:
         loader = ResumableLoader(
             dataset, self.rank, self.world_size, micro_batch, shuffle=shuffle, seed=seed, options=options
         )
-        # The name follows from the order of the calls, so a resumed run finds the position under the same name.
+        # The name depends on the order of the calls, so a resumed run finds the position under the same name.
         self._checkpoints.register_stateful(self._checkpoints.unused_name("dataloader"), loader)
         return loader
 
@@ -525,15 +524,15 @@ class Engine:
         """Make the state of an object, such as torchdata's ``StatefulDataLoader``, part of every checkpoint.
 
         Each rank saves and loads the state of its own object. Register it under the same name before or after
-        ``load_checkpoint``. A state that was saved on another number of ranks is left out with a warning.
+        ``load_checkpoint``. A state that was saved on another number of ranks is ignored with a warning.
 
         Args:
             name: The name of the state in checkpoints.
-            stateful: An object that has ``state_dict()`` (of tensors, numbers, strings, and containers of them) and
+            stateful: An object that has ``state_dict()`` (of tensors, numbers, strings, and containers of these) and
                 ``load_state_dict(state)``.
 
         Raises:
-            ZeroEngineError: It lacks one of these methods, or the name is taken.
+            ZeroEngineError: The object lacks one of these methods, or the name is taken.
         """
         self._checkpoints.register_stateful(name, stateful)
 
@@ -550,21 +549,21 @@ class Engine:
     ) -> None:
         """Write a checkpoint, ``directory/tag``, that loads at any stage, world size and precision.
 
-        It is whole or absent: whatever happens meanwhile, the checkpoints before it stay as they are. With
-        ``checkpoint.async_save`` it returns once the state is copied to CPU memory, and a failure surfaces on every
+        The checkpoint is whole or absent, and a failure leaves earlier checkpoints intact. With
+        ``checkpoint.async_save`` this returns once the state is copied to CPU memory, and a failure surfaces on every
         rank at the next save, load, or ``close``. Call it on every rank, between steps.
 
         Args:
             directory: The folder of checkpoints, the same for all ranks, on a disk that they share.
-            tag: The checkpoint's name; ``step-<global_steps>`` where None.
-            client_state: Whatever else is to be saved: tensors, numbers, strings, and lists, tuples and dicts of them.
-                That of rank 0 counts. Its tensors come back on the CPU.
-            frozen: Whether parameters that were frozen at ``initialize`` are in it. A checkpoint without them loads
-                into a model that has their values already, such as an adapter's into its base.
+            tag: The checkpoint's name. None: ``step-<global_steps>``.
+            client_state: Anything else to save: tensors, numbers, strings, and lists, tuples and dicts of these. Only
+                rank 0's is saved. Its tensors are loaded on the CPU.
+            frozen: Whether parameters that were frozen at ``initialize`` are saved. A checkpoint without them loads
+                into a model that already has their values, such as an adapter's into its base.
 
         Raises:
-            ZeroEngineError: On every rank; there is no such checkpoint then.
-            DivergenceError: On every rank, where they name different folders or tags.
+            ZeroEngineError: On every rank; then there is no such checkpoint.
+            DivergenceError: On every rank, if the ranks name different folders or tags.
         """
         self._checkpoints.save(directory, tag, client_state, frozen)
 
@@ -580,39 +579,39 @@ class Engine:
         strict: bool = True,
         fallback: bool = False,
     ) -> Any:
-        """Load a checkpoint, whatever stage, world size and precision it was saved at.
+        """Load a checkpoint that was saved at any stage, world size and precision.
 
-        At the same stage and world size training goes on bit for bit; at others, within the order of reductions. It
-        also reads what plain torch Distributed Checkpoint wrote of a model and its optimizer, such as under FSDP2.
-        Call it on every rank, between steps.
+        At the same stage and world size training continues bit for bit; otherwise the order of reductions may differ.
+        This also loads checkpoints that plain torch Distributed Checkpoint wrote of a model and its optimizer, such as
+        under FSDP2. Call it on every rank, between steps.
 
         Args:
             directory: The folder of checkpoints, the same for all ranks.
-            tag: The checkpoint's name; the newest where None.
-            weights_only: Whether parameters and buffers alone are loaded; optimizer, schedule and counters stay.
-            optimizer: Whether the optimizer's state and hyperparameters are loaded. False starts its state anew, so
-                that another optimizer may go on; learning rates are those of the schedule that is loaded.
-            strict: Whether the checkpoint's model must have the names of this one. Else what both have is loaded.
-                Frozen parameters that were left out at the save keep their values either way.
-            fallback: Whether the newest undamaged checkpoint is loaded where the one asked for is damaged.
+            tag: The checkpoint's name. None: the newest checkpoint.
+            weights_only: Whether only parameters and buffers are loaded; optimizer, schedule and counters stay.
+            optimizer: Whether the optimizer's state and hyperparameters are loaded. False starts with empty state, so
+                that another optimizer may continue; the loaded schedule sets the learning rates.
+            strict: Whether the checkpoint's model must have the names of this model. Otherwise common names are loaded.
+                Frozen parameters that were not saved keep their values either way.
+            fallback: Whether the newest undamaged checkpoint is loaded if the requested one is damaged.
 
         Returns:
-            The ``client_state`` that was saved; None where none was.
+            The ``client_state`` that was saved, or None.
 
         Raises:
             ZeroEngineError: The call's result is unpacked, ``path, client_state = ...``, and is a dict or None.
-            CheckpointError: On every rank; the engine is as it was.
-            DivergenceError: On every rank, where they name different folders or tags; the engine is as it was.
+            CheckpointError: On every rank; the engine is unchanged.
+            DivergenceError: On every rank, if the ranks name different folders or tags; the engine is unchanged.
         """
         return self._checkpoints.load(
             directory, tag, weights_only=weights_only, optimizer=optimizer, strict=strict, fallback=fallback
         )
 
     def wait_for_checkpoint(self) -> None:
-        """Return when no checkpoint is being saved in the background any more. Call it on every rank.
+        """Wait until no checkpoint is being saved in the background. Call it on every rank.
 
         Raises:
-            CheckpointError: On every rank, where the save failed.
+            CheckpointError: On every rank, if the save failed.
         """
         self._checkpoints.wait()
 
@@ -627,10 +626,10 @@ class Engine:
     ) -> None:
         """Write parameters and buffers as safetensors with an index, which Hugging Face loads, as zero-export does.
 
-        Each rank writes what it owns, so nothing is gathered and no rank ever holds the model. Weights that are in
-        ``directory`` already are replaced as a whole, so write an adapter to another folder than its base; other files
-        there stay. A model of transformers is written in the names and the layout of its ``save_pretrained``. Call it
-        on every rank.
+        Each rank writes its own part, so nothing is gathered and no rank ever holds the model. Weights that are already
+        in ``directory`` are replaced as a whole, so write an adapter to another folder than its base; other files there
+        stay. A model of transformers is written with the names and the layout of its ``save_pretrained``. Call it on
+        every rank.
 
         Args:
             directory: A folder, the same for all ranks, on a disk that they share.
@@ -650,36 +649,36 @@ class Engine:
     def load_weights(self, weights: Weights, *, strict: bool = True) -> LoadResult:
         """Load parameters and buffers from files or a state dict; optimizer, schedule and counters stay.
 
-        Each rank reads the parts that it owns, cast to its own dtypes. Master weights and low-precision parameters
-        both take the values. A tied parameter may have any of its names. Where transformers keeps its model in another
-        layout than the files, such as Mixtral's merged experts, either layout is read. Call it on every rank.
+        Each rank reads its own part and casts it to the engine's dtypes. Both master weights and low-precision
+        parameters get the values. A tied parameter may have any of its names. If the layout of a transformers model
+        differs from that of its files, such as Mixtral's merged experts, either layout is read. Call it on every rank.
 
         Args:
             weights: A ``.safetensors``, ``.bin`` or ``.pt`` file (of tensors alone: pickled code is refused), an index
-                of several, a folder with any of these; or a state dict, of which rank 0's counts: the others may pass
-                None, and are sent a bounded piece of it at a time.
-            strict: Whether every name must be on both sides. Else what both have is loaded.
+                of several files, or a folder with any of these; or a state dict. Only rank 0's state dict is used: the
+                other ranks may pass None, and receive it in pieces of bounded size.
+            strict: Whether the weights and the model must have the same names. Otherwise common names are loaded.
 
         Returns:
             ``missing_keys`` and ``unexpected_keys``, as ``load_state_dict`` returns them.
 
         Raises:
-            CheckpointError: On every rank, with the names and shapes that differ; the engine is as it was.
-            DivergenceError: On every rank, where they name different files; the engine is as it was.
+            CheckpointError: On every rank, with the names and shapes that differ; the engine is unchanged.
+            DivergenceError: On every rank, if the ranks name different files; the engine is unchanged.
         """
         return self._checkpoints.load_weights(weights, strict)
 
     def release(self) -> None:
         """End the engine, and leave ``module`` as an ordinary model that can be moved or initialized again.
 
-        Parameters hold their whole, trained values, of the dtypes that they had before ``initialize``. Hooks are gone,
-        and the optimizer and the schedule that were passed in are ordinary ones again. Optimizer state, gradients and
-        counters are dropped: call ``save_checkpoint`` before to keep them. Call it on every rank, between steps.
+        Parameters get their whole, trained values, in the dtypes that they had before ``initialize``. Hooks are
+        removed, and the optimizer and the schedule that were passed in are ordinary again. Optimizer state, gradients
+        and counters are dropped: call ``save_checkpoint`` first to keep them. Call it on every rank, between steps.
 
         Raises:
-            ZeroEngineError: On every rank, where the whole parameters do not fit into the memory of some rank, or it
-                is called inside ``gathered`` or a backward. The engine is as it was.
-            CheckpointError: On every rank, where a save in the background has failed. The engine is as it was.
+            ZeroEngineError: On every rank, if whole parameters do not fit into the memory of some rank, or if this is
+                called inside ``gathered`` or a backward. The engine is unchanged.
+            CheckpointError: On every rank, if a save in the background has failed. The engine is unchanged.
         """
         if self._parts.has_ended:
             return
@@ -691,11 +690,11 @@ class Engine:
         self._end("release()")
 
     def close(self) -> None:
-        """End the engine: give back threads, files and memory, and leave an ordinary model, as ``release`` does.
+        """End the engine: free threads, files and memory, and leave an ordinary model, as ``release`` does.
 
-        Where whole parameters do not fit into memory, or after an error, parameters that are partitioned stay so, and
-        each use of one raises. Call it on every rank. On a GPU it also reports an overflow in the last step that nobody
-        has asked about. A second call does nothing.
+        If whole parameters do not fit into memory, or after an error, partitioned parameters stay partitioned, and each
+        use of such a parameter raises. Call it on every rank. On a GPU this also reports an overflow in the last step,
+        if nothing has reported it yet. A second call does nothing.
         """
         parts = self._parts
         if parts.has_ended:
@@ -725,26 +724,26 @@ class Engine:
         try:
             if parts.state_offloader.has_offloaded_states:
                 temporary_offload.reload(parts)
-            # Restore the signal handlers first: a signal that comes from here on is no longer the engine's.
+            # The signal handlers are restored first, because a later signal is no longer the engine's.
             if parts.save_on_signal is not None:
                 parts.save_on_signal.close()
-            # A save in the background still reads states and exchanges messages, so it has to end before these go away.
-            # All ranks learn of its failure, and restore the parameters all the same.
+            # A save in the background still reads states and exchanges messages, so it must end first. If it failed, all
+            # ranks know, and still restore the parameters.
             self._checkpoints.close()
-            # After an error the device may never get to the end of the last step.
+            # After an error the device may never finish the last step.
             if sys.exc_info()[0] is None:
                 parts.step_runner.final_report()
         except CheckpointError:
             raise
         except BaseException as error:
-            # The other ranks may not have failed, and a collective would then wait for what they do not send.
+            # The other ranks may not have failed, and a collective would then wait for them forever.
             parts.restoration.leave_partitioned(f"{call} failed: {error}")
             raise
-        # Whatever failed above, the model has to be left, and threads and files have to be given back.
+        # Even after a failure the model must be restored, and threads and files must be freed.
         finally:
             ended = EndedParts(call, parts)
             parts.undo.close()
-            # The states' memory goes with the last references to the parts.
+            # These are the last references to the parts, so this frees the memory of the states.
             self._parts = self._checkpoints = self.optimizer = self.gatherer = self.reducer = ended  # type: ignore
             self._owner = None
             del parts

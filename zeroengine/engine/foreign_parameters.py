@@ -1,7 +1,7 @@
-"""Find parameters that came into the model, or into the optimizer, after ``initialize``.
+"""Finds parameters that were added to the model, or to the optimizer, after ``initialize``.
 
 The engine trains and saves the parameters that it was given. A parameter that is registered later belongs to no unit:
-it would get a gradient that nobody reduces, no update, and no place in a checkpoint.
+its gradient would not be reduced, it would not be updated, and no checkpoint would contain it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zeroengine.utils.listed import listed
 
 log = logging.getLogger("zeroengine")
 
-# One message shows at most so many names.
+# The number of names that a message shows.
 MAX_NAMES_SHOWN = 5
 
 _parameters_of = attrgetter("_parameters")
@@ -34,7 +34,7 @@ class ForeignParameters:
     """Compares the model and the optimizer with what ``initialize`` was given.
 
     The comparison runs at every step, so it is one pass over references in C: about 0.1 us for each module and
-    parameter. Names are looked up only where something differs.
+    parameter. Names are looked up only if something differs.
 
     Args:
         model: The module that was passed to ``initialize``.
@@ -50,17 +50,17 @@ class ForeignParameters:
         }
         self._original = dict(_named_parameters(model))
         self._groups = optimizer.param_groups
-        # The parameters stay alive in the second one, so none of the numbers is given to another object.
+        # ``_group_of`` keeps the parameters alive, so no other object gets one of these ids.
         self._group_ids, self._group_of = _ids(self._groups), _group_of(self._groups)
-        # Changes without new parameters that were logged, by the name that the parameter had at first.
+        # The logged changes without new parameters, by the original name of the parameter.
         self._noted: dict[str, str] = {}
         self._remember()
 
     def check(self) -> None:
-        """Compare model and optimizer with what ``initialize`` was given. Communicates with no other rank.
+        """Compare model and optimizer with what ``initialize`` was given. This is not a collective.
 
-        A structural change that brings no new parameter is noted once in the log: a parameter that was removed, tied
-        to another, or is registered under another name.
+        A structural change without a new parameter is logged once: a parameter was removed, tied to another, or
+        registered under another name.
 
         Raises:
             ZeroEngineError: The model has a parameter that is not the engine's, or the optimizer has other groups.
@@ -69,9 +69,8 @@ class ForeignParameters:
         self._check_groups()
 
     def _check_model(self) -> None:
-        # Comparing references in C keeps this check at every step cheap. Names are collected only after a difference.
         present = self._structure()
-        # Identity is compared rather than equality, which would compare the elements of tensors.
+        # Identity is compared, because equality would compare the elements of tensors.
         if len(present) == len(self._known_structure) and all(map(is_, present, self._known_structure)):
             return
         named = list(_named_parameters(self._model))
@@ -88,7 +87,7 @@ class ForeignParameters:
                 "engine.load_weights(), or write in place inside `with zeroengine.gathered(module):`. A module that is "
                 "not to be trained with this model can be kept out of it, in a plain list."
             )
-        # The new structure is remembered, so the difference is reported once and the next check is fast again.
+        # The new structure is remembered, so that the difference is reported once and the next check is fast again.
         self._remember()
         if self._rank == 0:
             self._note_changes(named)
@@ -96,8 +95,8 @@ class ForeignParameters:
     def _check_groups(self) -> None:
         groups = self._optimizer.param_groups
         kind = type(self._optimizer).__name__
-        # Unpickling and torch's load_state_dict assign a new list. The engine still reads hyperparameters from the
-        # first one.
+        # Unpickling and torch's load_state_dict assign a new list. The engine still reads hyperparameters from the old
+        # list.
         if groups is not self._groups:
             raise ZeroEngineError(
                 f"the {kind} that was passed to initialize() has another list of param_groups now, while the engine "
@@ -113,7 +112,7 @@ class ForeignParameters:
         if not moved and len(present) == len(self._group_ids):
             self._group_ids = present
             return
-        # A parameter from outside of the model has no name, so its shape helps the user to find it.
+        # A parameter from outside the model has no name, so its shape helps the user to find it.
         names = [self._names.get(p, f"a parameter of shape {tuple(p.shape)}") for p in moved]
         raise ZeroEngineError(
             f"the param_groups of the {kind} changed after initialize(): they hold other parameters "
@@ -123,8 +122,7 @@ class ForeignParameters:
         )
 
     def _remember(self) -> None:
-        # A ScriptModule keeps its parameters in C++, where these attributes do not exist. Its structure is fixed
-        # anyway.
+        # A ScriptModule keeps its parameters in C++ and lacks these attributes, but its structure is fixed.
         self._known_modules = [m for m in self._model.modules() if not isinstance(m, torch.jit.ScriptModule)]
         self._known_structure = self._structure()
 
@@ -135,7 +133,7 @@ class ForeignParameters:
 
     def _note_changes(self, named_parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
         names: dict[nn.Parameter, list[str]] = {}
-        # A tied parameter has several names, and it is still in place while any of them is its first one.
+        # A tied parameter has several names, and is unchanged as long as its original name is one of them.
         for name, param in named_parameters:
             names.setdefault(param, []).append(name)
         changes = {}
@@ -155,8 +153,8 @@ class ForeignParameters:
 
 
 def _named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield every place of every parameter, by its name without what torch.compile adds."""
-    # Duplicates are kept, since a parameter that is tied elsewhere changes the model without a new parameter.
+    """Yield each parameter under all of its names, without the parts that torch.compile adds."""
+    # Duplicates are kept, because tying a parameter elsewhere changes the model without a new parameter.
     for name, param in model.named_parameters(remove_duplicate=False):
         yield plain_name(name), param
 

@@ -1,4 +1,4 @@
-"""Make an engine from a model and a configuration, after checks on every rank that change nothing."""
+"""Makes an engine from a model and a configuration, after checks on every rank that change nothing."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ WRAPPERS = {
     ("torch.distributed", "FSDPModule"): "fully_shard(...)",
     ("deepspeed", "DeepSpeedEngine"): "deepspeed.initialize(...)",
 }
-# At most so many differences of one rank are shown.
+# The number of differences of one rank that a message shows.
 MAX_SHOWN = 3
 
 
@@ -62,25 +62,26 @@ def initialize(
 ) -> Engine:
     """Partition ``model`` and its optimizer over the data-parallel ranks, and return the engine that trains it.
 
-    Call it on every rank, with the same arguments. It starts torch.distributed where nobody has (NCCL on CUDA,
-    Gloo on CPU) over the ranks that zero-launch, torchrun, mpirun or srun started, or for this process alone; takes
-    rank 0's parameters and buffers; and keeps the model's ``nn.Parameter`` objects with their shapes and names.
+    Call it on every rank, with the same arguments. If torch.distributed is not initialized, this initializes it (NCCL
+    on CUDA, Gloo on CPU) over the ranks that zero-launch, torchrun, mpirun or srun started, or for this process alone.
+    All ranks get rank 0's parameters and buffers, and the model keeps its ``nn.Parameter`` objects with their shapes
+    and names.
 
     Args:
         model: Any module with parameters, ordinary or built under ``meta_init``. In bf16 or fp16 mixed precision its
-            floating parameters take that dtype, and the fp32 master weights take their values from before.
+            floating-point parameters are converted to that dtype, and the fp32 master weights keep their exact values.
         optimizer: A ``torch.optim`` optimizer over the model's parameters, a callable that takes parameters, or
-            None to build what the configuration says. Adam and AdamW run on the fused kernel; any element-wise
+            None to build it from the configuration. Adam and AdamW run on the fused kernel; any element-wise
             optimizer works. Parameters that it leaves out count as frozen, with one notice. A model without trainable
-            parameters, such as a reference or a reward model, needs none and is partitioned all the same.
+            parameters, such as a reference or a reward model, needs no optimizer and is also partitioned.
         config: A JSON, YAML or HJSON file, a dict, or None for the file that zero-launch names.
         lr_scheduler: A torch scheduler over the optimizer, or a callable that makes one; ``Engine.step`` steps it after
             each update, and its own ``step`` raises until ``Engine.close``.
         process_group: The ranks to partition over, as a process group or a ``DeviceMesh`` of one dimension, such as
-            ``mesh["dp"]``; all of them where None.
+            ``mesh["dp"]``. None: all ranks.
 
     Raises:
-        ZeroEngineError: The input is wrong. Raised on every rank, with what to write instead.
+        ZeroEngineError: The input is wrong. Raised on every rank; the message says what to write instead.
     """
     return make_engine(model, optimizer, config, lr_scheduler, process_group)
 
@@ -100,7 +101,7 @@ def make_engine(
     try:
         return _make_engine(model, optimizer, config, lr_scheduler, process_group, async_step, copies, undo)
     except BaseException:
-        # This leaves an ordinary model, as the end of an engine does.
+        # This makes the model ordinary again, as the end of an engine does.
         undo.__exit__(*sys.exc_info())
         raise
 
@@ -115,15 +116,13 @@ def _make_engine(
     copies: Copies | None,
     undo: contextlib.ExitStack,
 ) -> Engine:
-    # The process group comes first: errors of the checks below are exchanged over it.
+    # The process group comes first, because errors of the checks below are exchanged over it.
     join_launched_ranks()
     ranks = as_process_group(process_group)
     group = Group(ranks, _device_of(model, ranks))
-    # A mistake may be visible on one rank only, such as a missing file. Every rank raises, so none waits for the
-    # others.
+    # A mistake may be visible on one rank only, such as a missing file. Every rank raises, so that none waits.
     with group.collective_errors("to initialize"):
-        # These checks go from the most general mistake to the most special one, since each assumes that those before it
-        # passed.
+        # Each check assumes that the previous checks passed.
         if isinstance(model, Engine):
             raise ZeroEngineError("initialize() takes a torch.nn.Module, found an Engine, which initialize() returned")
         if not isinstance(model, nn.Module) and isinstance(optimizer, nn.Module):
@@ -145,14 +144,14 @@ def _make_engine(
         check_one_device(model)
         meta_init.check_not_recording()
         settings = config if isinstance(config, Config) else load(config)
-        # Some settings follow the model's own dtype or the number of ranks, so they are resolved here.
+        # Some settings depend on the model's dtype or the number of ranks.
         dtype = next((p.dtype for p in model.parameters() if is_wide_float(p)), None)
         settings = settings.resolve(world_size=group.world_size, model_dtype=dtype)
         for low in (settings.low_precision, settings.autocast_dtype):
             if low is not None:
                 mixed_precision.check_supported(low, group.device)
-        # The optimizer is built over the model's own parameters, which are not partitioned yet. What it leaves out
-        # counts as frozen, which decides how the model is cut.
+        # The optimizer is built over the model's own parameters, which are not partitioned yet. Parameters that it
+        # leaves out count as frozen, which affects how the model is cut.
         base_optimizer, notice = make_optimizer(optimizer, model, settings, undo)
         undo.push(partial(_restore_hyperparameters, base_optimizer, [dict(g) for g in base_optimizer.param_groups]))
         plans = cut_units(
@@ -163,13 +162,12 @@ def _make_engine(
         )
         check_optimizer(base_optimizer, degrees_of_stage(settings.zero_optimization.stage, group.world_size))
         meta_init.check_optimizer_state(base_optimizer)
-        # Deferred parameters get their values last, for this is the step that takes memory and time.
+        # Deferred parameters get their values last, because this takes memory and time.
         meta_init.initialize_meta_parameters(model)
-    # Until here nothing was partitioned. Ranks that differ would partition differently and exchange wrong values.
+    # Nothing is partitioned yet. Ranks that differ would partition differently and exchange wrong values.
     check_agreement(group, settings, model, plans, base_optimizer)
     if notice is not None and group.rank == 0:
         log.warning("%s", notice)
-    # Modules still hold the parameters here, which are counted before units take them.
     num_parameters = sum(plan.numel for plan in plans)
     try:
         return Engine(
@@ -199,7 +197,7 @@ def engine_of(model: nn.Module) -> Engine | None:
         model: The model, a part of it, or a module that contains it, such as a wrapper.
 
     Returns:
-        None where there is none, or it was closed, released or deleted.
+        None if there is no engine, or it was closed, released or deleted.
 
     Raises:
         ZeroEngineError: The parameters of ``model`` belong to several engines.
@@ -216,12 +214,12 @@ def engine_of(model: nn.Module) -> Engine | None:
 
 
 def _device_of(model: nn.Module, process_group: dist.ProcessGroup | None) -> torch.device:
-    """Return the model's GPU if it is on one; else a GPU where there is any, unless the process group is for CPUs.
+    """Return the model's GPU if it is on one; otherwise any GPU, unless the process group is for CPUs.
 
-    For a model without values torch's default device counts.
+    A model without values counts as being on torch's default device.
     """
     devices = {param.device for param in model.parameters()} if isinstance(model, nn.Module) else set()
-    # A model under meta_init has no device of its own. torch's default device is where its values would have been.
+    # Without meta_init the values of the model would be on torch's default device.
     if devices == {torch.device("meta")}:
         devices = {torch.get_default_device()}
     gpu = next((device for device in devices if device.type == "cuda"), None)
@@ -239,7 +237,6 @@ def check_one_device(model: nn.Module) -> None:
     Raises:
         ZeroEngineError: Parameters that have values are on several devices.
     """
-    # Keep the name of the first parameter on each device for the message.
     first: dict[torch.device, str] = {}
     for name, param in model.named_parameters():
         if not param.is_meta:
@@ -266,9 +263,9 @@ def check_undistributed(model: nn.Module) -> None:
     """Check that no module of ``model`` is wrapped for data parallelism, and that no parameter is a DTensor.
 
     Raises:
-        ZeroEngineError: One is. The message names the first, and what to pass.
+        ZeroEngineError: There is one. The message names the first, and what to pass instead.
     """
-    # A wrapper inside of the model hides as well as one around it, so every module is checked.
+    # A wrapper may also be inside the model, so every module is checked.
     for name, module in model.named_modules():
         for wrapper in _wrappers(module):
             where = f"the module {name}" if name else "the model"
@@ -278,7 +275,7 @@ def check_undistributed(model: nn.Module) -> None:
                 "the plain module"
             )
     tensors = sys.modules.get("torch.distributed.tensor")
-    # Where this module was never imported, no DTensor can exist. Importing it only for the check takes time.
+    # If this module was never imported, no DTensor exists. Importing it only for the check would take time.
     if tensors is None:
         return
     for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
@@ -292,7 +289,7 @@ def check_undistributed(model: nn.Module) -> None:
 
 
 def _wrappers(module: nn.Module) -> Iterator[str]:
-    # Bases are compared, too, since users subclass wrappers, and fully_shard changes a module's class to a subclass.
+    # Bases are also compared, because users subclass wrappers, and fully_shard changes a module's class to a subclass.
     for cls in type(module).__mro__:
         for (package, name), call in WRAPPERS.items():
             if cls.__name__ == name and cls.__module__.startswith(package):
@@ -302,16 +299,15 @@ def _wrappers(module: nn.Module) -> Iterator[str]:
 def check_agreement(
     group: Group, config: Config, model: nn.Module, plans: Sequence[UnitPlan], optimizer: torch.optim.Optimizer
 ) -> None:
-    """Compare what every rank was started with to what rank 0 was started with. A collective.
+    """Compare the model, optimizer and configuration of every rank with those of rank 0. A collective.
 
     Raises:
-        DivergenceError: On every rank, naming the first ranks that differ and what differs.
+        DivergenceError: On every rank. The message names the first ranks that differ, and the differences.
     """
     facts = _facts(config, model, plans, optimizer)
-    # Ranks agree in almost every run, so they first exchange a digest of 64 bytes. The facts themselves may be
-    # megabytes.
+    # The facts may be megabytes and almost always agree, so the ranks first exchange digests of 64 bytes.
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-    # Every rank gathered the same digests, so all ranks take the same branch.
+    # Every rank has the same digests, so all ranks take the same branch.
     if len(set(group.all_gather_object(digest))) == 1:
         return
     facts_by_rank = group.all_gather_object(facts)
@@ -330,7 +326,7 @@ def check_agreement(
 def _facts(
     config: Config, model: nn.Module, plans: Sequence[UnitPlan], optimizer: torch.optim.Optimizer
 ) -> dict[str, Any]:
-    # The order of parameters decides where each lies in a shard, so their numbers are part of the facts.
+    # The order of parameters determines their places in the shards, so their numbers are part of the facts.
     group_of = {param: i for i, group in enumerate(optimizer.param_groups) for param in group["params"]}
     rows = [(plan, name, param) for plan in plans for name, param in plan.params]
     parameters = {
@@ -341,7 +337,7 @@ def _facts(
     buffers = {name: _kind(buffer.shape, buffer.dtype) for name, buffer in model.named_buffers()}
     groups = {
         f"param_groups[{i}]": {"params": len(group["params"])}
-        # Objects such as functions have an address in their text, which differs in every process. They are left out.
+        # Objects such as functions are left out, because their text contains an address, which differs in each process.
         | {k: repr(v) for k, v in group.items() if isinstance(v, (bool, int, float, tuple, str))}
         for i, group in enumerate(optimizer.param_groups)
     }
@@ -350,7 +346,7 @@ def _facts(
         "parameter": parameters,
         "buffer": buffers,
         f"optimizer {type(optimizer).__name__}": dict(_flat(groups)),
-        # Versions of torch that differ may choose different algorithms or message formats.
+        # Different versions of torch may choose different algorithms or message formats.
         "version": {"torch": torch.__version__},
     }
     return {f"{section} {name}": fact for section, facts in sections.items() for name, fact in facts.items()}
@@ -369,7 +365,7 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
 
 def _differences(reference: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    # A name may be missing on either side, so the union of both is compared.
+    # A name may be missing on either side.
     return [
         f"{name} is {other.get(name, 'absent')}, on rank 0 {reference.get(name, 'absent')}"
         for name in sorted({*reference, *other})

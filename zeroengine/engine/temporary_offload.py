@@ -1,4 +1,4 @@
-"""Take states off the device for a while at the user's request, and bring them back."""
+"""Moves states off the device temporarily, at the user's request, and back."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ def offload(
     """Move states to CPU memory or a disk. A collective. See ``Engine.offload_states``."""
     zero, group = parts.config.zero_optimization, parts.group
     configured_path = zero.offload_optimizer.disk or zero.offload_param.disk
-    # The path is left out of the comparison, for each rank may have a disk of its own.
+    # The path is not compared, because each rank may have its own disk.
     arguments = {"include": None if include is None else sorted(include), "device": device}
     with group.collective_errors("to offload states", arguments) as every_rank:
         path = parts.state_offloader.check_request(include, device, nvme_path, configured_path)
     check_same("offload_states()", every_rank)
-    # A plain backward that has not been ended still has reductions to launch.
+    # A plain backward that has not been ended still has reduces to launch.
     parts.backward.end_if_over()
-    # The report may ask for the gradients, so it comes before they move.
+    # The report may read the gradients, so it comes before they move.
     parts.step_runner.await_and_report()
     # No rank may read memory of this rank, or write to it, once its storage is emptied below.
     parts.gatherer.quiesce()
     parts.reducer.wait_reduces()
     parts.transport.fence()
-    # The states are in CPU memory already. The checks above still ran, so a wrong call is found on a laptop, too.
+    # The states are already in CPU memory. The checks above ran first, so that a wrong call is also found on a laptop.
     if device == "cpu" and group.device.type == "cpu":
         return
     tensors = {
@@ -42,7 +42,7 @@ def offload(
         "gradients": [unit_grads.flat_grads for unit_grads in parts.reducer.gradients if unit_grads.store is None],
         "parameters": [unit.shard for unit in parts.units if unit.offloaded_shards is None],
     }
-    # By default only memory that can be given back is moved. An explicit request for other memory raises an error.
+    # By default only memory that can be freed is moved. An explicit request for other memory raises an error.
     if include is None:
         include = state_offloader.DEFAULT_STATES
         tensors = {name: [t for t in state if t.untyped_storage().resizable()] for name, state in tensors.items()}
@@ -52,14 +52,13 @@ def offload(
         for unit in parts.units:
             if not unit.is_releasable:
                 unit.abandon_parameters(_raise_offloaded)
-    # The freed memory of temporaries goes back to the system, for the user asked for memory.
+    # The user wants free memory, so the memory of temporaries is returned to the system.
     trim_heap()
 
 
 def reload(parts: EngineParts) -> None:
     """Bring back what ``offload`` moved. A collective."""
-    # Memory that a channel of the transport allocated has to come from that channel again, which may have registered
-    # it.
+    # Memory that a channel of the transport allocated must come from that channel again, which may register it.
     channels: dict[int, ChannelName | None] = {id(unit.shard): "gather" for unit in parts.units}
     channels |= {id(unit_grads.flat_grads): unit_grads.channel for unit_grads in parts.reducer.gradients}
     parameters_were_away = parts.state_offloader.holds("parameters")

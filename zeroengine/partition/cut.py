@@ -128,7 +128,7 @@ def cut_units(
 
 
 def plain_name(name: str) -> str:
-    """Return ``name`` without the parts that torch.compile adds where it wraps a module."""
+    """Return ``name`` without the parts that torch.compile adds when it wraps a module."""
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 

@@ -108,7 +108,7 @@ class BackwardTracker:
     def run(
         self, loss: torch.Tensor, retain_graph: bool, create_graph: bool, inputs: Sequence[torch.Tensor] | None
     ) -> None:
-        """Run ``loss.backward``. ``loss`` is scaled already where that is required."""
+        """Run ``loss.backward``. If a scaled loss is required, ``loss`` is scaled already."""
         # An earlier plain backward may not have been ended yet.
         self.finish()
         self._begin()

@@ -54,7 +54,7 @@ class UnitGradients:
             unit, which counts as sharded if its sums are offloaded.
         reduced_in_place: Whether gradients are reduced in ``flat_grads``, rather than in a gradient buffer.
         channel: The channel whose memory holds ``flat_grads``. None: ``flat_grads`` takes part in no collective.
-        flat_grads: 1-D: this rank's shard of the summed gradients; the whole flat layout where they are not sharded.
+        flat_grads: 1-D: this rank's shard of the summed gradients; the whole flat layout if they are not sharded.
         param_views: The parameters' views of ``flat_grads``; empty where gradients are sharded.
         expected_counts: The number of gradients that each parameter got in the previous backward.
         arrived_counts: The number of gradients that each parameter has got in this backward.
@@ -77,7 +77,6 @@ class UnitGradients:
         self.reduce_dtype = reduce_dtype or (unit.dtype if self.is_sharded else dtype)
         self.reduced_in_place = not self.is_sharded and dtype is self.reduce_dtype
         self.channel: ChannelName | None = None
-        self.flat_grads: torch.Tensor
         numel = layout.shard_numel(degrees.gradients)
         if self.store is not None:
             self.flat_grads = self.store.empty(numel, dtype)
