@@ -727,8 +727,8 @@ class Engine:
             # The signal handlers are restored first, because a later signal is no longer the engine's.
             if parts.save_on_signal is not None:
                 parts.save_on_signal.close()
-            # A save in the background still reads states and exchanges messages, so it must end first. If it failed, all
-            # ranks know, and still restore the parameters.
+            # A save in the background still reads states and exchanges messages, so it must end first. If it failed,
+            # all ranks know, and still restore the parameters.
             self._checkpoints.close()
             # After an error the device may never finish the last step.
             if sys.exc_info()[0] is None:
