@@ -7,7 +7,7 @@
 - ``accumulation``: counts micro-steps, and decides which call may end a step.
 - ``checkpointing``: the work before and after a save or a load of checkpoints and weights.
 - ``restoration``: makes the model ordinary again when an engine ends or ``initialize`` fails.
-- ``ended_parts``: replaces the parts of an engine that has ended.
+- ``ending``: replaces the parts of an engine that has ended.
 - ``parameter_access``, ``gathered``: whole values of partitioned states for the user.
 - ``memory``: reports the bytes that each state holds, and explains out-of-memory errors.
 - ``temporary_offload``: moves states off the device on request, and back.

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import torch
 
 from zeroengine.comm.group import check_same
-from zeroengine.engine import mixed_precision, temporary_offload
+from zeroengine.engine import ending, mixed_precision, temporary_offload
 from zeroengine.engine.accumulation import ENGINE_STEP, OPTIMIZER_STEP
 from zeroengine.engine.assembly import EngineParts
 from zeroengine.engine.checkpointing import EngineCheckpoints
 from zeroengine.engine.dataloader import ResumableLoader
-from zeroengine.engine.ended_parts import EndedParts
+from zeroengine.engine.ending import EndedParts
 from zeroengine.engine.gathered import ParameterOwner, collect_state_dict
 from zeroengine.engine.memory import Memory, explain_out_of_memory, measure_memory
-from zeroengine.errors import CheckpointError, ZeroEngineError
+from zeroengine.errors import ZeroEngineError
 from zeroengine.migration.messages import engine_attribute, explains_arguments, refuses_unpacking
 from zeroengine.migration.names import UNPACKED_ENGINE
 from zeroengine.optim.step_result import StepResult
@@ -680,14 +680,9 @@ class Engine:
                 called inside ``gathered`` or a backward. The engine is unchanged.
             CheckpointError: On every rank, if a save in the background has failed. The engine is unchanged.
         """
-        if self._parts.has_ended:
-            return
-        # A save that failed in the background is an error while the engine can still save again.
-        self._checkpoints.wait()
-        with self._parts.group.collective_errors("to release the model"):
-            self._check_may_end("release()")
-        self._parts.restoration.check_room()
-        self._end("release()")
+        if not self._parts.has_ended:
+            ending.prepare_release(self._parts, self._checkpoints)
+            self._end("release()")
 
     def close(self) -> None:
         """End the engine: free threads, files and memory, and leave an ordinary model, as ``release`` does.
@@ -696,57 +691,18 @@ class Engine:
         use of such a parameter raises. Call it on every rank. On a GPU this also reports an overflow in the last step,
         if nothing has reported it yet. A second call does nothing.
         """
-        parts = self._parts
-        if parts.has_ended:
-            return
-        error = sys.exc_info()[1]
-        # A training may run inside of an `except`, as a retry does. That error is not one of this training.
-        if error is not None and error is not self._error_at_start:
-            parts.restoration.leave_partitioned(f"the engine was closed after {type(error).__name__}")
-        else:
-            self._check_may_end("close()", states_may_be_away=True)
-            try:
-                parts.restoration.check_room()
-            except ZeroEngineError as no_room:
-                parts.restoration.leave_partitioned(f"the engine was closed, and {no_room}")
-        self._end("close()")
-
-    def _check_may_end(self, call: str, *, states_may_be_away: bool = False) -> None:
-        if self.gatherer.num_user_gathered:
-            raise ZeroEngineError(f"{call} inside `with zeroengine.gathered(...)`: leave the `with` first")
-        if torch._C._current_graph_task_id() >= 0:
-            raise ZeroEngineError(f"{call} inside of a backward, such as in a hook: call it after the backward")
-        if not states_may_be_away:
-            self._parts.state_offloader.check_resident(call)
+        if not self._parts.has_ended:
+            ending.prepare_close(self._parts, self._error_at_start)
+            self._end("close()")
 
     def _end(self, call: str) -> None:
-        parts = self._parts
         try:
-            if parts.state_offloader.has_offloaded_states:
-                temporary_offload.reload(parts)
-            # The signal handlers are restored first, because a later signal is no longer the engine's.
-            if parts.save_on_signal is not None:
-                parts.save_on_signal.close()
-            # A save in the background still reads states and exchanges messages, so it must end first. If it failed,
-            # all ranks know, and still restore the parameters.
-            self._checkpoints.close()
-            # After an error the device may never finish the last step.
-            if sys.exc_info()[0] is None:
-                parts.step_runner.final_report()
-        except CheckpointError:
-            raise
-        except BaseException as error:
-            # The other ranks may not have failed, and a collective would then wait for them forever.
-            parts.restoration.leave_partitioned(f"{call} failed: {error}")
-            raise
-        # Even after a failure the model must be restored, and threads and files must be freed.
+            ending.end_parts(self._parts, self._checkpoints, call)
         finally:
-            ended = EndedParts(call, parts)
-            parts.undo.close()
+            ended = EndedParts(call, self._parts)
             # These are the last references to the parts, so this frees the memory of the states.
             self._parts = self._checkpoints = self.optimizer = self.gatherer = self.reducer = ended  # type: ignore
             self._owner = None
-            del parts
             # The parts refer to one another in cycles.
             gc.collect()
             trim_heap()

@@ -1,0 +1,126 @@
+"""The end of an engine, by ``close`` or ``release``, and what takes the place of its parts."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import NoReturn
+
+import torch
+
+from zeroengine.engine import temporary_offload
+from zeroengine.engine.assembly import EngineParts
+from zeroengine.engine.checkpointing import EngineCheckpoints
+from zeroengine.errors import CheckpointError, ZeroEngineError
+
+
+class EndedEngineError(ZeroEngineError, AttributeError):
+    """An engine, or its optimizer, was used after its end. ``hasattr`` and ``getattr`` with a default work as ever."""
+
+
+class EndedParts:
+    """Takes the place of ``EngineParts``: counters keep their last values, and everything else raises.
+
+    Args:
+        call: The public call that ended the engine.
+        parts: The parts of the engine. None of them is kept, so their memory is freed.
+    """
+
+    has_ended = True
+
+    def __init__(self, call: str, parts: EngineParts) -> None:
+        runner = parts.step_runner
+        self._call = call
+        self.accumulation = SimpleNamespace(micro_steps=parts.accumulation.micro_steps)
+        self.scaler = SimpleNamespace(scale=parts.scaler.scale)
+        self.step_runner = SimpleNamespace(
+            await_result=lambda: None,
+            num_updates=runner.num_updates,
+            num_skipped=runner.num_skipped,
+            grad_norm=runner.grad_norm,
+            schedule=runner.schedule,
+            gradient_clipping=runner.gradient_clipping,
+        )
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Raise EndedEngineError: only counters can be read."""
+        # Python's own protocols, such as copy and pickle, look up such names and expect AttributeError.
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise EndedEngineError(
+            f"this engine has ended, by engine.{self._call}. Its model is an ordinary one now: use engine.module, or "
+            "pass that to zeroengine.initialize() for a new engine."
+        )
+
+
+def prepare_release(parts: EngineParts, checkpoints: EngineCheckpoints) -> None:
+    """Check, on every rank, that nothing keeps ``Engine.release`` from leaving an ordinary model.
+
+    Raises:
+        ZeroEngineError: Something does. See ``Engine.release``. Nothing has changed.
+    """
+    # A save that failed in the background is an error while the engine can still save again.
+    checkpoints.wait()
+    with parts.group.collective_errors("to release the model"):
+        _check_may_end(parts, "release()")
+        parts.state_offloader.check_resident("release()")
+    parts.restoration.check_room()
+
+
+def prepare_close(parts: EngineParts, error_at_start: BaseException | None) -> None:
+    """Decide whether ``Engine.close`` leaves partitioned parameters without values.
+
+    Args:
+        parts: The parts of the engine.
+        error_at_start: An error that was being handled when the engine began.
+
+    Raises:
+        ZeroEngineError: The engine is in the midst of its work. Nothing has changed.
+    """
+    error = sys.exc_info()[1]
+    # Training may run inside an `except`, as a retry does. Its error does not concern this engine.
+    if error is not None and error is not error_at_start:
+        parts.restoration.leave_partitioned(f"the engine was closed after {type(error).__name__}")
+        return
+    _check_may_end(parts, "close()")
+    try:
+        parts.restoration.check_room()
+    except ZeroEngineError as no_room:
+        parts.restoration.leave_partitioned(f"the engine was closed, and {no_room}")
+
+
+def _check_may_end(parts: EngineParts, call: str) -> None:
+    if parts.gatherer.num_user_gathered:
+        raise ZeroEngineError(f"{call} inside `with zeroengine.gathered(...)`: leave the `with` first")
+    if torch._C._current_graph_task_id() >= 0:
+        raise ZeroEngineError(f"{call} inside of a backward, such as in a hook: call it after the backward")
+
+
+def end_parts(parts: EngineParts, checkpoints: EngineCheckpoints, call: str) -> None:
+    """Finish what is in progress, leave an ordinary model, and free threads and files, whatever fails.
+
+    Args:
+        parts: The parts of the engine.
+        checkpoints: Saves and loads for the engine.
+        call: The public call that ends the engine.
+    """
+    try:
+        if parts.state_offloader.has_offloaded_states:
+            temporary_offload.reload(parts)
+        # The signal handlers are restored first, because a later signal is no longer the engine's.
+        if parts.save_on_signal is not None:
+            parts.save_on_signal.close()
+        # A save in the background still reads states and exchanges messages, so it must end first. If it failed, all
+        # ranks know, and still restore the parameters.
+        checkpoints.close()
+        # After an error the device may never finish the last step.
+        if sys.exc_info()[0] is None:
+            parts.step_runner.final_report()
+    except CheckpointError:
+        raise
+    except BaseException as error:
+        # The other ranks may not have failed, and a collective would then wait for them forever.
+        parts.restoration.leave_partitioned(f"{call} failed: {error}")
+        raise
+    finally:
+        parts.undo.close()
