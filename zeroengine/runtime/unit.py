@@ -278,9 +278,13 @@ class Unit:
 
     def gather_whole(self) -> None:
         """Return with the values of all parameters in the full buffer, for ``restore_parameters``. A collective."""
-        if self.is_releasable and not self.gathered_bytes():
-            self.start_gather()
         if self.gather_work is not None:
+            self.gather_work.wait_stream()
+        # A rank may have the values already, if other tensors alias its full buffer for example. All ranks gather, so
+        # that they agree on every collective.
+        if self.is_releasable:
+            self.start_gather()
+            assert self.gather_work is not None
             self.gather_work.wait_stream()
 
     def restore_parameters(self, values: Sequence[torch.Tensor] | None = None) -> None:
