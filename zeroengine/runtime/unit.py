@@ -114,8 +114,10 @@ class Unit:
         self.copy_full_to_shard()
         self._placeholders = [_placeholder(view) for view in self._views]
         self._required_grad = [param.requires_grad for param in self.params]
-        # The parameters are views of the full buffer now, as they are when ``is_aliased`` compares with this number.
-        self._num_own_tensors = torch._C._storage_Use_Count(self._storage)
+        # The storage's Python object, the full buffer, its views, and the parameters, which are views while
+        # ``is_aliased`` compares with this number. Measuring it would also count a tensor of the broadcast that a thread
+        # of Gloo still holds.
+        self._num_own_tensors = 2 + len(self._views) + len(self.params)
         if self._buffer is not None:
             self.free_full_buffer()
 
