@@ -115,8 +115,7 @@ class Unit:
         self._placeholders = [_placeholder(view) for view in self._views]
         self._required_grad = [param.requires_grad for param in self.params]
         # The storage's Python object, the full buffer, its views, and the parameters, which are views while
-        # ``is_aliased`` compares with this number. Measuring it would also count a tensor of the broadcast that a thread
-        # of Gloo still holds.
+        # ``is_aliased`` compares with this. Measuring would also count what a thread of Gloo holds of the broadcast.
         self._num_own_tensors = 2 + len(self._views) + len(self.params)
         if self._buffer is not None:
             self.free_full_buffer()
