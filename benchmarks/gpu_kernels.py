@@ -84,10 +84,10 @@ def overflow(s: Setting) -> tuple[str, str, str, bool]:
 
 def adam_table(s: Setting, numel: int, segments: int) -> ops.AdamTable:
     cuts = [numel * i // segments for i in range(segments + 1)]
-    its = [ops.AdamSegment(cuts[i], cuts[i + 1], i % 2, i) for i in range(segments)]
-    made = ops.AdamTable([ops.SegmentList(its)], 2, segments, s.device)
-    made.set_groups([dict(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, decoupled=True)] * 2)
-    return made
+    segment_list = [ops.AdamSegment(cuts[i], cuts[i + 1], i % 2, i) for i in range(segments)]
+    table = ops.AdamTable([ops.SegmentList(segment_list)], 2, segments, s.device)
+    table.set_groups([dict(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, decoupled=True)] * 2)
+    return table
 
 
 class Arrays:

@@ -260,6 +260,11 @@ def _write(
         dist.broadcast_object_list(reasons, group_src=0, group=group)
     # A CheckpointException of DCP derives from BaseException. An error that escaped the thread would be lost.
     except BaseException as error:
+        # An interrupt of a save within `save_checkpoint` ends the program, as an interrupt anywhere does.
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            if group.rank() == 0:
+                directory.abandon(writing)
+            raise
         reasons = [failure_reason(error)]
     # Only rank 0 removes the directory, which all ranks share.
     if reasons[0] is not None and group.rank() == 0:

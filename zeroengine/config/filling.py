@@ -87,10 +87,10 @@ def _fill_key(source: ConfigSource, path: KeyPath, value: Any, framework: str, m
     if is_open:
         _write(source, path, value, framework)
     elif must_match and _plain(current) != _plain(value):
-        found = f"found {as_json(current)}" if is_written else f"absent, which means {as_json(current)}"
+        present = f"found {as_json(current)}" if is_written else f"absent, which means {as_json(current)}"
         choices = [*(['"auto"'] if "auto" in words else []), as_json(value)]
         remedy = f"write {' or '.join(choices)}, or give {framework} {as_json(current)}"
-        return Problem(path, f"{found}, and {framework} has {as_json(value)}; {remedy}.")
+        return Problem(path, f"{present}, and {framework} has {as_json(value)}; {remedy}.")
     return None
 
 

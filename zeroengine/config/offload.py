@@ -60,7 +60,7 @@ class Aio(Section):
     """The system interface for transfers. "auto": the first of these that works here. "libaio" stands for "auto"."""
     block_size: Annotated[Annotated[int, Between(BLOCK, 1 << 30)] | None, AUTO] = None
     """Bytes in one request to the disk."""
-    queue_depth: Annotated[Annotated[int, Between(1, 1 << 15)] | None, AUTO] = None
+    queue_depth: Annotated[Annotated[int, Between(1, 4096)] | None, AUTO] = None
     """Largest number of requests under way at once."""
 
     @model_validator(mode="after")

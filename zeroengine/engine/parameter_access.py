@@ -321,9 +321,9 @@ class LocatedParameter:
 
         The sum over ranks has the values of the whole parameter.
         """
-        whole = self.zeros(self.slot.shape)
+        values_of_rank = self.zeros(self.slot.shape)
         # With an optimizer degree below the world size several ranks hold each shard, and the sum must have it once.
         if self.unit.rank < self.unit.degrees.optimizer:
             for span, values in owned_parts:
-                whole.view(-1)[span.param_slice] = values.flatten()
-        return whole
+                values_of_rank.view(-1)[span.param_slice] = values.flatten()
+        return values_of_rank
