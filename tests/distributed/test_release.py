@@ -376,3 +376,30 @@ def end_in_the_wrong_place() -> None:
 
 def test_an_engine_is_not_ended_in_the_midst_of_its_work() -> None:
     run_ranks(2, end_in_the_wrong_place)
+
+
+def convolutions() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 4, 1)).to(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_release_keeps_the_memory_format_of_parameters(stage: int) -> None:
+    model = convolutions()
+    before = {name: (param.stride(), param.detach().clone()) for name, param in model.named_parameters()}
+    settings = config(stage)
+    settings["zero_optimization"]["param_persistence_threshold"] = 0
+    zeroengine.initialize(model, None, settings).release()
+    for name, param in model.named_parameters():
+        strides, value = before[name]
+        assert param.stride() == strides and torch.equal(param, value), name
+
+
+def test_parameters_without_values_are_not_released_as_zeros() -> None:
+    with zeroengine.meta_init(values=False):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    engine = zeroengine.initialize(model, None, config(0))
+    with pytest.raises(ZeroEngineError, match=r"have no values yet: 0\.weight.*engine.load_weights"):
+        engine.release()
+    engine.load_weights({"0.weight": torch.ones(4, 4)}, strict=False)
+    engine.close()
+    assert bool((model[0].weight == 1).all()) and bool(model[1].weight.isnan().all())

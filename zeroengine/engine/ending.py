@@ -9,9 +9,10 @@ from typing import NoReturn
 import torch
 
 from zeroengine.engine import temporary_offload
-from zeroengine.engine.assembly import EngineParts
+from zeroengine.engine.assembly import NUM_SHOWN, EngineParts
 from zeroengine.engine.checkpointing import EngineCheckpoints
 from zeroengine.errors import CheckpointError, ZeroEngineError
+from zeroengine.utils.listed import listed
 
 
 class EndedEngineError(ZeroEngineError, AttributeError):
@@ -64,6 +65,13 @@ def prepare_release(parts: EngineParts, checkpoints: EngineCheckpoints) -> None:
     with parts.group.collective_errors("to release the model"):
         _check_may_end(parts, "release()")
         parts.state_offloader.check_resident("release()")
+        unset = [slot.name for unit in parts.units for slot in unit.layout.slots if slot.name in unit.unset_params]
+        if unset:
+            raise ZeroEngineError(
+                f"release(): these parameters were built under meta_init(values=False) and have no values yet: "
+                f"{listed(unset, NUM_SHOWN)}. Load them with engine.load_weights(path) before, or end the engine with "
+                "close(), which leaves them as NaN."
+            )
     parts.restoration.check_room()
 
 

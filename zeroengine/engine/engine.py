@@ -671,13 +671,14 @@ class Engine:
     def release(self) -> None:
         """End the engine, and leave ``module`` as an ordinary model that can be moved or initialized again.
 
-        Parameters get their whole, trained values, in the dtypes that they had before ``initialize``. Hooks are
-        removed, and the optimizer and the schedule that were passed in are ordinary again. Optimizer state, gradients
-        and counters are dropped: call ``save_checkpoint`` first to keep them. Call it on every rank, between steps.
+        Parameters get their whole, trained values, in the dtypes that they had before ``initialize``; frozen ones have
+        the values that the engine computed with, which bf16 and fp16 have rounded. Hooks are removed, and the optimizer
+        and the schedule that were passed in are ordinary again. Optimizer state, gradients and counters are dropped:
+        call ``save_checkpoint`` first to keep them. Call it on every rank, between steps.
 
         Raises:
-            ZeroEngineError: On every rank, if whole parameters do not fit into the memory of some rank, or if this is
-                called inside ``gathered`` or a backward. The engine is unchanged.
+            ZeroEngineError: On every rank, if whole parameters do not fit into the memory of some rank, or some have no
+                values yet, or if this is called inside ``gathered`` or a backward. The engine is unchanged.
             CheckpointError: On every rank, if a save in the background has failed. The engine is unchanged.
         """
         if not self._parts.has_ended:

@@ -66,6 +66,7 @@ class Unit:
         initial_master: The fp32 values of this rank's optimizer shard, from before they were rounded to the unit's
             dtype. None if nothing was rounded, and once the optimizer has taken them.
         original_dtypes: The parameters' dtypes before ``initialize``, which ``restore_parameters`` restores.
+        original_formats: Likewise, their memory formats.
         unset_params: Names of parameters that are zeros until weights are loaded.
     """
 
@@ -81,6 +82,7 @@ class Unit:
         self.name, self.dtype, self.trainable = plan.name, plan.dtype, plan.trainable
         self.is_mixed_precision = plan.is_mixed_precision
         self.original_dtypes = [param.dtype for _, param in plan.params]
+        self.original_formats = [_memory_format(param) for _, param in plan.params]
         self.params: tuple[nn.Parameter, ...] = tuple(param for _, param in plan.params)
         self.modules = plan.modules
         self.rank, self.degrees = transport.rank, degrees
@@ -291,14 +293,21 @@ class Unit:
     def restore_parameters(self, values: Sequence[torch.Tensor] | None = None) -> None:
         """Make the parameters ordinary ones, with their own memory and original dtypes, and free the unit's memory.
 
+        Parameters that were built without values, and have none yet, become NaN.
+
         Args:
             values: The value of each parameter. None: the values in the full buffer.
         """
         values = self._views if values is None else values
-        for param, value, dtype in zip(self.params, values, self.original_dtypes, strict=True):
+        originals = zip(self.layout.slots, self.original_dtypes, self.original_formats, strict=True)
+        for param, value, (slot, dtype, memory_format) in zip(self.params, values, originals, strict=True):
             mark_gathered(param)
             param.grad = None
-            param.data = value.to(dtype, copy=True)
+            restored = value.to(dtype, copy=True, memory_format=memory_format)
+            if slot.name in self.unset_params and restored.is_floating_point():
+                # Zeros would be taken for values.
+                restored.fill_(float("nan"))
+            param.data = restored
         nothing = torch.empty(0, dtype=self.dtype, device=self.full_buffer.device)
         self._views, self._placeholders = [], []
         self.full_buffer = self.shard = nothing
@@ -365,6 +374,15 @@ class Unit:
             self.shard.copy_(self.full_buffer[start:stop])
         else:
             self.offloaded_shards.fill(self.shard, self.full_buffer[start:stop])
+
+
+def _memory_format(param: torch.Tensor) -> torch.memory_format:
+    """Return the order of the dimensions of ``param`` in memory, as far as torch has a name for it."""
+    if not param.is_contiguous():
+        for dim, memory_format in ((4, torch.channels_last), (5, torch.channels_last_3d)):
+            if param.dim() == dim and param.is_contiguous(memory_format=memory_format):
+                return memory_format
+    return torch.contiguous_format
 
 
 def _set_data(param: nn.Parameter, values: torch.Tensor, dtype: torch.dtype) -> None:
