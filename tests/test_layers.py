@@ -20,7 +20,7 @@ TIERS = [
     {"errors"},
     {"utils", "ops"},
     {"config", "partition"},
-    {"migration"},
+    {"migration", "monitor"},
     {"comm", "disk"},
     {"offload", "deferred_init"},
     {"runtime"},

@@ -35,7 +35,9 @@ ZEROENGINE_ONLY = {
     "checkpoint.keep",
     "comm",
     "keep_fp32_modules",
+    "monitor",
     "optimizer_state_dtype",
+    "trace",
     "units",
 }
 

@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
 from zeroengine.config import batch
 from zeroengine.config.fields import AUTO, NULL, AboveZero, Auto, Between, Count, Folder, NonNegative, Positive, Section
+from zeroengine.config.monitor import Monitor, TraceSteps
 from zeroengine.config.offload import Aio, OffloadOptimizer, OffloadParam
 from zeroengine.config.optimizers import OptimizerConfig
 from zeroengine.config.schedulers import NEEDED_PARAMS, SchedulerConfig
@@ -212,6 +213,10 @@ class Config(Section):
     """How ranks communicate."""
     aio: Aio = Aio()
     """How files on NVMe are read and written."""
+    monitor: Monitor = Monitor()
+    """What is recorded of each step."""
+    trace: TraceSteps = TraceSteps()
+    """Steps whose timeline is written."""
 
     _notices: tuple[str, ...] = PrivateAttr(default=())
     _source: str = PrivateAttr(default="the configuration")
