@@ -17,6 +17,7 @@ from zeroengine.checkpoint.checkpointed_parts import CheckpointedParts
 from zeroengine.checkpoint.dcp_save import save_files
 from zeroengine.checkpoint.directory import CheckpointFolder, check_tag
 from zeroengine.checkpoint.failures import failure_reason
+from zeroengine.checkpoint.load_plan import LoadOptions
 from zeroengine.checkpoint.manifest import FORMAT, Manifest
 from zeroengine.checkpoint.restore import HalfLoadedError, RestoreResult, loading_errors, restore
 from zeroengine.checkpoint.search import CheckpointSearch
@@ -123,8 +124,8 @@ class CheckpointManager:
             HalfLoadedError: On every rank; some states are the checkpoint's.
             DivergenceError: On every rank; they name different checkpoints, or ask for different parts of one.
         """
-        parts_to_load = {"weights_only": weights_only, "optimizer": optimizer, "strict": strict}
-        arguments = {"tag": tag, "fallback": fallback, **parts_to_load}
+        options = LoadOptions(weights_only, optimizer, strict)
+        arguments = {"tag": tag, "fallback": fallback, **vars(options)}
         with self._group.collective_errors("to load a checkpoint", arguments) as all_arguments:
             path = checked_path(folder, "load_checkpoint(directory)", CheckpointError)
             arguments["directory"] = os.path.abspath(path)
@@ -135,7 +136,7 @@ class CheckpointManager:
         self.wait()
         try:
             with CheckpointSearch(self._group, Path(folder), tag, fallback=fallback).open() as (checkpoint, manifest):
-                restored = restore(self._parts, checkpoint, manifest, **parts_to_load)
+                restored = restore(self._parts, checkpoint, manifest, options)
         except HalfLoadedError:
             # From here on the engine's states belong to no checkpoint, and saving them or training on is refused.
             self._is_half_loaded = True

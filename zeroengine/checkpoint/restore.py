@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,28 +22,16 @@ import torch
 
 from zeroengine.checkpoint.checkpointed_parts import CheckpointedParts
 from zeroengine.checkpoint.dcp_load import load_files
-from zeroengine.checkpoint.dcp_metadata import METADATA, ZEROENGINE_PREFIX, DcpMetadata, read_metadata
-from zeroengine.checkpoint.entries import MODEL, OPTIMIZER, StateEntries
+from zeroengine.checkpoint.dcp_metadata import ZEROENGINE_PREFIX
+from zeroengine.checkpoint.entries import OPTIMIZER, StateEntries
 from zeroengine.checkpoint.failures import as_checkpoint_errors
-from zeroengine.checkpoint.manifest import MANIFEST, Manifest
-from zeroengine.checkpoint.name_mapping import CheckpointNames, NameMatch
-from zeroengine.checkpoint.snapshot import named_param_groups, random_states, set_random_states, stateful_name
+from zeroengine.checkpoint.load_plan import LoadOptions, LoadPlan, make_plan
+from zeroengine.checkpoint.manifest import Manifest
+from zeroengine.checkpoint.param_groups import apply_param_groups
+from zeroengine.checkpoint.snapshot import random_states, set_random_states
 from zeroengine.comm.group import Group
 from zeroengine.errors import CheckpointError, ZeroEngineError
-from zeroengine.optim.backends.interface import StateKeys
-from zeroengine.optim.optimizer_shard import OptimizerShard
-from zeroengine.partition.cut import plain_name
-from zeroengine.partition.layout import ShardSpan
-from zeroengine.runtime.named_tensors import named_state
-from zeroengine.utils.listed import listed
 from zeroengine.utils.progress import evicting, ignore_progress, progress
-
-# A negative value of these can only be damage, and it would ruin the training without an error.
-NEVER_NEGATIVE = {"lr", "initial_lr", "max_lr", "min_lr", "eps", "weight_decay", "momentum"}
-# The hyperparameters that an LR schedule writes and reads.
-LEARNING_RATES = ("lr", "initial_lr")
-# The parameters that an error names.
-NUM_SHOWN = 5
 
 
 class HalfLoadedError(CheckpointError):
@@ -70,24 +57,14 @@ class RestoreResult:
     missing: list[str]
 
 
-def restore(
-    parts: CheckpointedParts,
-    path: Path,
-    manifest: Manifest | None,
-    *,
-    weights_only: bool,
-    optimizer: bool,
-    strict: bool,
-) -> RestoreResult:
+def restore(parts: CheckpointedParts, path: Path, manifest: Manifest | None, options: LoadOptions) -> RestoreResult:
     """Put a checkpoint's state into the engine. A collective. See "All or nothing".
 
     Args:
         parts: The engine.
         path: The checkpoint's directory.
         manifest: Its manifest; None where plain PyTorch wrote the checkpoint.
-        weights_only: Load parameters and buffers alone.
-        optimizer: Load the optimizer's state and hyperparameters, too; otherwise its state starts anew.
-        strict: Checkpoint and model must have the same parameters.
+        options: The parts of the checkpoint to load.
 
     Raises:
         CheckpointError: On every rank, before anything is changed; the checkpoint does not fit or cannot be read.
@@ -96,7 +73,7 @@ def restore(
     # All planning and all objects, which are small, are done with on every rank before any change: a checkpoint that
     # does not fit or cannot be read changes nothing.
     with parts.group.collective_errors("to load a checkpoint"):
-        plan = _make_plan(parts, path, manifest, weights_only=weights_only, optimizer=optimizer, strict=strict)
+        plan = make_plan(parts, path, manifest, options)
         objects = load_files(path, plan.metadata, {}, plan.objects, ignore_progress)
         # Without checksums, nothing but reading can tell whether the tensors can be read, as far as the optimizer has
         # memory for its state already.
@@ -106,7 +83,7 @@ def restore(
     # From here on states change. Every exit below either completes the load or runs the undo actions.
     try:
         with loading_errors(parts.group):
-            if not weights_only:
+            if not options.weights_only:
                 # The undo actions exist before the first change, so that a failure halfway through the changes is
                 # undone as well.
                 _record_undo(parts, undo)
@@ -131,11 +108,11 @@ def restore(
                 action()
         raise
     client_state, missing = objects.get(f"{ZEROENGINE_PREFIX}client_state"), plan.names.model.missing
-    if weights_only:
+    if options.weights_only:
         return RestoreResult(client_state, {}, {}, plan.same_world, missing)
     counters = parts.counters() if manifest is None else manifest.counters
     # Plain PyTorch saves no counters. The step count of the optimizer is the closest that there is.
-    if manifest is None and optimizer:
+    if manifest is None and options.optimizer:
         counters = {"global_steps": _largest_step_count(parts)}
     prefix = plan.stateful_prefix
     stateful = {name.removeprefix(prefix): state for name, state in objects.items() if name.startswith(prefix)}
@@ -184,151 +161,7 @@ def loading_errors(group: Group) -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True)
-class _LoadPlan:
-    """The values to read from a checkpoint, and the tensors that take them.
-
-    Attributes:
-        model: The parameters and buffers, by their names in the checkpoint.
-        optimizer: For each of this rank's spans, the keys that the checkpoint has of its state.
-        objects: The names of the objects to read.
-        stateful_prefix: Begins the names of the registered objects' states that are for this rank.
-        reads_optimizer: Whether the optimizer's state is read; otherwise spans without keys start theirs anew.
-        group_keys: The hyperparameters to take over; None takes all.
-    """
-
-    metadata: DcpMetadata
-    names: CheckpointNames
-    model: StateEntries
-    optimizer: list[tuple[OptimizerShard, ShardSpan, StateKeys]]
-    objects: list[str]
-    stateful_prefix: str
-    same_world: bool
-    reads_optimizer: bool
-    group_keys: Collection[str] | None
-
-
-def _make_plan(
-    parts: CheckpointedParts,
-    path: Path,
-    manifest: Manifest | None,
-    *,
-    weights_only: bool,
-    optimizer: bool,
-    strict: bool,
-) -> _LoadPlan:
-    """Return what is to be read.
-
-    Raises:
-        CheckpointError: The checkpoint does not fit the engine.
-    """
-    group = parts.group
-    metadata = read_metadata(path)
-    if manifest is not None:
-        # Checksums cover only the files that the manifest lists. A file that it does not list has never been checked.
-        unlisted = {METADATA, *metadata.items} - manifest.files.keys()
-        if unlisted:
-            raise CheckpointError(f"{path} is damaged: its {MANIFEST} does not list {', '.join(sorted(unlisted)[:3])}")
-    # A load fills every element that this rank holds, also the copies that another rank saved.
-    model = parts.model_entries(once=False)
-    names = CheckpointNames(metadata, model, parts.aliases())
-    match = names.model
-    if strict and manifest is not None and manifest.left_out:
-        match = _without_left_out(parts, match, manifest.left_out, path)
-    # Without `strict` a checkpoint may hold the optimizer's state alone.
-    if match.stored_names or strict:
-        match.check(str(path), strict=strict)
-    same_world = manifest is not None and manifest.world_size == group.world_size
-    # On another number of ranks no state belongs to this rank in particular, so every rank gets the one that rank 0
-    # saved.
-    stateful_prefix = stateful_name("", group.rank if same_world else 0)
-    spans: list[tuple[OptimizerShard, ShardSpan, StateKeys]] = []
-    wanted, schedule = [f"{ZEROENGINE_PREFIX}client_state"], f"{ZEROENGINE_PREFIX}lr_scheduler"
-    group_keys: Collection[str] | None = None
-    if not weights_only:
-        if optimizer:
-            spans = _plan_optimizer(parts, names, manifest, path)
-        else:
-            spans = [(shard, span, {}) for shard in parts.optimizer.shards for span in shard.spans()]
-            # Many schedules compute a learning rate from the one before, so the rates come with the schedule.
-            loads_schedule = parts.lr_scheduler() is not None and schedule in metadata.objects
-            group_keys = LEARNING_RATES if loads_schedule else ()
-        if manifest is not None:
-            _check_param_groups(parts, manifest, path, group_keys)
-        wanted.append(schedule)
-        wanted += [name for name in metadata.objects if name.startswith(stateful_prefix)]
-        # The generators of each rank go on only where each rank finds its own. A changed number of ranks starts new
-        # ones.
-        if same_world:
-            wanted.append(f"{ZEROENGINE_PREFIX}rank.{group.rank}")
-    stored_model = {stored: model[MODEL + name] for name, stored in names.model.stored_names.items()}
-    # Older or foreign checkpoints lack some objects, and the engine then keeps what it has.
-    objects = [name for name in wanted if name in metadata.objects]
-    reads_optimizer = optimizer and not weights_only
-    return _LoadPlan(
-        metadata, names, stored_model, spans, objects, stateful_prefix, same_world, reads_optimizer, group_keys
-    )
-
-
-def _without_left_out(parts: CheckpointedParts, match: NameMatch, left_out: Sequence[str], path: Path) -> NameMatch:
-    """Return a match that expects no value of the frozen parameters which the save left out.
-
-    Args:
-        parts: The engine.
-        match: Of the names in the checkpoint with those of the model.
-        left_out: The names that the save left out.
-        path: The checkpoint's directory.
-
-    Raises:
-        CheckpointError: Such a parameter is trained here, or has no values that it could keep.
-    """
-    absent = set(left_out).intersection(match.missing)
-    trainable = {slot.name for shard in parts.optimizer.shards for slot in shard.unit.layout.slots}
-    unset = {name for unit in parts.units for name in unit.unset_params}
-    for names, state, advice in (
-        (trainable, "are trained here", "Load them first, then this checkpoint with strict=False; or freeze them"),
-        (unset, "have no values here", "Load them first, such as by engine.load_weights(base, strict=False)"),
-    ):
-        if problems := sorted(absent & names):
-            raise CheckpointError(
-                f"{path} was saved with frozen=False, without parameters that {state}: "
-                f"{listed(problems, NUM_SHOWN)}. {advice}."
-            )
-    own_names = {plain_name(name) for name, _ in named_state(parts.module)}
-    return replace(
-        match,
-        missing=[name for name in match.missing if name not in absent],
-        unexpected=match.unexpected + [name for name in left_out if name not in own_names],
-    )
-
-
-def _plan_optimizer(
-    parts: CheckpointedParts, names: CheckpointNames, manifest: Manifest | None, path: Path
-) -> list[tuple[OptimizerShard, ShardSpan, StateKeys]]:
-    """Return the keys that the checkpoint has of each of this rank's spans."""
-    saved = sorted({key for keys in names.state_keys.values() for key in keys})
-    expected = parts.optimizer.shard_state.keys
-    # Without known keys the name of the rule is the only sign of another optimizer.
-    by_another = manifest is not None and expected is None and manifest.optimizer != parts.optimizer.base_optimizer_name
-    if by_another or (expected is not None and not expected <= set(saved)):
-        rule = manifest.optimizer if manifest is not None else "another optimizer"
-        raise CheckpointError(
-            f"{path} holds the state of {rule} ({', '.join(saved) or 'nothing'}), and the optimizer here is "
-            f"{parts.optimizer.base_optimizer_name}. Use the same optimizer, or load with weights_only=True."
-        )
-    planned = []
-    for shard in parts.optimizer.shards:
-        for span in shard.spans():
-            name = shard.unit.layout.slots[span.param_index].name
-            keys = names.state_keys.get(name, {})
-            # A parameter without any state has never been updated, which is legitimate. A part of its state is damage.
-            if expected is not None and keys and not expected <= set(keys):
-                raise CheckpointError(f"{path} lacks optimizer state of {name}")
-            planned.append((shard, span, keys))
-    return planned
-
-
-def _read_tensors(parts: CheckpointedParts, path: Path, plan: _LoadPlan) -> None:
+def _read_tensors(parts: CheckpointedParts, path: Path, plan: LoadPlan) -> None:
     """Read this rank's boxes of all tensors."""
     # The optimizer's state needs the checkpoint's keys first. Only then is there memory to read into.
     shard_state = parts.optimizer.shard_state
@@ -347,7 +180,7 @@ def _read_tensors(parts: CheckpointedParts, path: Path, plan: _LoadPlan) -> None
             shard_state.set_numbers(shard, span, numbers)
 
 
-def _load_entries(parts: CheckpointedParts, path: Path, plan: _LoadPlan, *, check_only: bool = False) -> StateEntries:
+def _load_entries(parts: CheckpointedParts, path: Path, plan: LoadPlan, *, check_only: bool = False) -> StateEntries:
     """Read the tensors, or check that they can be read. Return the entries of the optimizer's present state."""
     state = parts.optimizer_entries(once=False) if plan.reads_optimizer else {}
     # Entries without a stored name keep their values. A load that is not strict allows this.
@@ -361,11 +194,11 @@ def _load_entries(parts: CheckpointedParts, path: Path, plan: _LoadPlan, *, chec
 
 
 def _apply_objects(
-    parts: CheckpointedParts, manifest: Manifest | None, plan: _LoadPlan, objects: Mapping[str, Any]
+    parts: CheckpointedParts, manifest: Manifest | None, plan: LoadPlan, objects: Mapping[str, Any]
 ) -> None:
     """Put hyperparameters, schedule, loss scale and random generators back."""
     if manifest is not None:
-        _apply_param_groups(parts, manifest, plan.group_keys)
+        apply_param_groups(parts, manifest, plan.group_keys)
         # The scale of an fp16 run means nothing in other precisions.
         if manifest.loss_scaler and parts.config.scales_loss:
             parts.scaler.load_state_dict(manifest.loss_scaler)
@@ -383,82 +216,3 @@ def _largest_step_count(parts: CheckpointedParts) -> int:
     state = parts.optimizer.shard_state
     numbers = (state.of(shard, span).numbers for shard in parts.optimizer.shards for span in shard.spans())
     return max((int(number["step"]) for number in numbers if "step" in number), default=0)
-
-
-# -- The optimizer's parameter groups -------------------------------------------------------------
-
-
-def _check_param_groups(parts: CheckpointedParts, manifest: Manifest, path: Path, keys: Collection[str] | None) -> None:
-    """Check that a checkpoint's groups can be put into the optimizer.
-
-    Args:
-        parts: The engine.
-        manifest: The checkpoint's manifest.
-        path: Its directory.
-        keys: The hyperparameters to take over; None takes all.
-
-    Raises:
-        CheckpointError: They hold other parameters, or a hyperparameter has no sensible value.
-    """
-    if keys == ():
-        return
-    both = (named_param_groups(parts), manifest.param_groups)
-    own, saved = ([group["params"] for group in groups] for groups in both)
-    if keys is not None and len(own) != len(saved):
-        raise CheckpointError(
-            f"{path}: its LR schedule has rates for {len(saved)} groups of parameters, and the optimizer here has "
-            f"{len(own)}. Make as many groups, or load with weights_only=True."
-        )
-    # A frozen parameter may be in a group at one time and left out at another, and this changes nothing.
-    trainable = {slot.name for shard in parts.optimizer.shards for slot in shard.unit.layout.slots}
-    if keys is None and [trainable & set(names) for names in own] != [trainable & set(names) for names in saved]:
-        sizes = f"{list(map(len, saved))} parameters there, {list(map(len, own))} here"
-        raise CheckpointError(
-            f"{path}: the optimizer's groups hold other parameters ({sizes}). Make the same groups, or load with "
-            "weights_only=True."
-        )
-    # Only the manifest of format 1 has no checksum, yet a check of values is cheap for all of them.
-    for group, key, value in _saved_hyperparameters(parts, manifest, keys):
-        if not _is_acceptable(key, value, group.get(key)):
-            raise CheckpointError(
-                f"{path} is damaged: its {MANIFEST} has {value!r} for the optimizer's {key}, which is "
-                f"{group.get(key)!r} here"
-            )
-
-
-def _apply_param_groups(parts: CheckpointedParts, manifest: Manifest, keys: Collection[str] | None) -> None:
-    """Set the hyperparameters to those of a checkpoint, as `torch.optim.Optimizer.load_state_dict` does."""
-    for group, key, value in _saved_hyperparameters(parts, manifest, keys):
-        present = group.get(key)
-        if isinstance(present, torch.Tensor):
-            # A captured step reads the tensor, so the tensor has to stay the same object.
-            present.copy_(torch.as_tensor(value))
-        else:
-            # JSON has no tuples, and some optimizers require them.
-            group[key] = tuple(value) if isinstance(present, tuple) else value
-
-
-def _saved_hyperparameters(
-    parts: CheckpointedParts, manifest: Manifest, keys: Collection[str] | None
-) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """Yield each group of the optimizer with the key and the value of each of its hyperparameters in a checkpoint."""
-    # Without hyperparameters to take over, another optimizer may have other groups.
-    for group, saved_group in zip(parts.optimizer.param_groups, manifest.param_groups, strict=keys != ()):
-        for key, value in saved_group.items():
-            if key != "params" and (keys is None or key in keys):
-                yield group, key, value
-
-
-def _is_acceptable(key: str, saved: Any, present: Any) -> bool:
-    """Return whether a well-known hyperparameter of a checkpoint can take the place of the present one."""
-    if key == "betas" and isinstance(present, (tuple, list)):
-        return isinstance(saved, (tuple, list)) and len(saved) == len(present) and all(map(_is_number, saved))
-    # Rules of users have hyperparameters that are unknown here. These are taken as they are.
-    is_scalar = isinstance(present, torch.Tensor) and present.numel() == 1
-    if key in NEVER_NEGATIVE and (is_scalar or isinstance(present, (int, float))):
-        return _is_number(saved) and saved >= 0
-    return True
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,182 @@
+"""Plan what a load reads from a checkpoint, and check that it fits the engine, before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from zeroengine.checkpoint.checkpointed_parts import CheckpointedParts
+from zeroengine.checkpoint.dcp_metadata import METADATA, ZEROENGINE_PREFIX, DcpMetadata, read_metadata
+from zeroengine.checkpoint.entries import MODEL, StateEntries
+from zeroengine.checkpoint.manifest import MANIFEST, Manifest
+from zeroengine.checkpoint.name_mapping import CheckpointNames, NameMatch
+from zeroengine.checkpoint.param_groups import LEARNING_RATES, check_param_groups
+from zeroengine.checkpoint.snapshot import stateful_name
+from zeroengine.errors import CheckpointError
+from zeroengine.optim.backends.interface import StateKeys
+from zeroengine.optim.optimizer_shard import OptimizerShard
+from zeroengine.partition.cut import plain_name
+from zeroengine.partition.layout import ShardSpan
+from zeroengine.runtime.named_tensors import named_state
+from zeroengine.utils.listed import listed
+
+# The parameters that an error names.
+NUM_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """The parts of a checkpoint to load.
+
+    Attributes:
+        weights_only: Load parameters and buffers alone.
+        optimizer: Load the optimizer's state and hyperparameters, too; otherwise its state starts anew.
+        strict: Checkpoint and model must have the same parameters.
+    """
+
+    weights_only: bool
+    optimizer: bool
+    strict: bool
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """The values to read from a checkpoint, and the tensors that take them.
+
+    Attributes:
+        model: The parameters and buffers, by their names in the checkpoint.
+        optimizer: For each of this rank's spans, the keys that the checkpoint has of its state.
+        objects: The names of the objects to read.
+        stateful_prefix: Begins the names of the registered objects' states that are for this rank.
+        reads_optimizer: Whether the optimizer's state is read; otherwise spans without keys start theirs anew.
+        group_keys: The hyperparameters to take over; None takes all.
+    """
+
+    metadata: DcpMetadata
+    names: CheckpointNames
+    model: StateEntries
+    optimizer: list[tuple[OptimizerShard, ShardSpan, StateKeys]]
+    objects: list[str]
+    stateful_prefix: str
+    same_world: bool
+    reads_optimizer: bool
+    group_keys: Collection[str] | None
+
+
+def make_plan(parts: CheckpointedParts, path: Path, manifest: Manifest | None, options: LoadOptions) -> LoadPlan:
+    """Return what is to be read.
+
+    Args:
+        parts: The engine.
+        path: The checkpoint's directory.
+        manifest: Its manifest; None where plain PyTorch wrote the checkpoint.
+        options: The parts of the checkpoint to load.
+
+    Raises:
+        CheckpointError: The checkpoint does not fit the engine.
+    """
+    group = parts.group
+    metadata = read_metadata(path)
+    if manifest is not None:
+        # Checksums cover only the files that the manifest lists. A file that it does not list has never been checked.
+        unlisted = {METADATA, *metadata.items} - manifest.files.keys()
+        if unlisted:
+            raise CheckpointError(f"{path} is damaged: its {MANIFEST} does not list {', '.join(sorted(unlisted)[:3])}")
+    # A load fills every element that this rank holds, also the copies that another rank saved.
+    model = parts.model_entries(once=False)
+    names = CheckpointNames(metadata, model, parts.aliases())
+    match = names.model
+    if options.strict and manifest is not None and manifest.left_out:
+        match = _without_left_out(parts, match, manifest.left_out, path)
+    # Without `strict` a checkpoint may hold the optimizer's state alone.
+    if match.stored_names or options.strict:
+        match.check(str(path), strict=options.strict)
+    same_world = manifest is not None and manifest.world_size == group.world_size
+    # On another number of ranks no state belongs to this rank in particular, so every rank gets the one that rank 0
+    # saved.
+    stateful_prefix = stateful_name("", group.rank if same_world else 0)
+    spans: list[tuple[OptimizerShard, ShardSpan, StateKeys]] = []
+    wanted, schedule = [f"{ZEROENGINE_PREFIX}client_state"], f"{ZEROENGINE_PREFIX}lr_scheduler"
+    group_keys: Collection[str] | None = None
+    if not options.weights_only:
+        if options.optimizer:
+            spans = _plan_optimizer(parts, names, manifest, path)
+        else:
+            spans = [(shard, span, {}) for shard in parts.optimizer.shards for span in shard.spans()]
+            # Many schedules compute a learning rate from the one before, so the rates come with the schedule.
+            loads_schedule = parts.lr_scheduler() is not None and schedule in metadata.objects
+            group_keys = LEARNING_RATES if loads_schedule else ()
+        if manifest is not None:
+            check_param_groups(parts, manifest, path, group_keys)
+        wanted.append(schedule)
+        wanted += [name for name in metadata.objects if name.startswith(stateful_prefix)]
+        # The generators of each rank go on only where each rank finds its own. A changed number of ranks starts new
+        # ones.
+        if same_world:
+            wanted.append(f"{ZEROENGINE_PREFIX}rank.{group.rank}")
+    stored_model = {stored: model[MODEL + name] for name, stored in names.model.stored_names.items()}
+    # Older or foreign checkpoints lack some objects, and the engine then keeps what it has.
+    objects = [name for name in wanted if name in metadata.objects]
+    reads_optimizer = options.optimizer and not options.weights_only
+    return LoadPlan(
+        metadata, names, stored_model, spans, objects, stateful_prefix, same_world, reads_optimizer, group_keys
+    )
+
+
+def _without_left_out(parts: CheckpointedParts, match: NameMatch, left_out: Sequence[str], path: Path) -> NameMatch:
+    """Return a match that expects no value of the frozen parameters which the save left out.
+
+    Args:
+        parts: The engine.
+        match: Of the names in the checkpoint with those of the model.
+        left_out: The names that the save left out.
+        path: The checkpoint's directory.
+
+    Raises:
+        CheckpointError: Such a parameter is trained here, or has no values that it could keep.
+    """
+    absent = set(left_out).intersection(match.missing)
+    trainable = {slot.name for shard in parts.optimizer.shards for slot in shard.unit.layout.slots}
+    unset = {name for unit in parts.units for name in unit.unset_params}
+    for names, state, advice in (
+        (trainable, "are trained here", "Load them first, then this checkpoint with strict=False; or freeze them"),
+        (unset, "have no values here", "Load them first, such as by engine.load_weights(base, strict=False)"),
+    ):
+        if problems := sorted(absent & names):
+            raise CheckpointError(
+                f"{path} was saved with frozen=False, without parameters that {state}: "
+                f"{listed(problems, NUM_SHOWN)}. {advice}."
+            )
+    own_names = {plain_name(name) for name, _ in named_state(parts.module)}
+    return replace(
+        match,
+        missing=[name for name in match.missing if name not in absent],
+        unexpected=match.unexpected + [name for name in left_out if name not in own_names],
+    )
+
+
+def _plan_optimizer(
+    parts: CheckpointedParts, names: CheckpointNames, manifest: Manifest | None, path: Path
+) -> list[tuple[OptimizerShard, ShardSpan, StateKeys]]:
+    """Return the keys that the checkpoint has of each of this rank's spans."""
+    saved = sorted({key for keys in names.state_keys.values() for key in keys})
+    expected = parts.optimizer.shard_state.keys
+    # Without known keys the name of the rule is the only sign of another optimizer.
+    by_another = manifest is not None and expected is None and manifest.optimizer != parts.optimizer.base_optimizer_name
+    if by_another or (expected is not None and not expected <= set(saved)):
+        rule = manifest.optimizer if manifest is not None else "another optimizer"
+        raise CheckpointError(
+            f"{path} holds the state of {rule} ({', '.join(saved) or 'nothing'}), and the optimizer here is "
+            f"{parts.optimizer.base_optimizer_name}. Use the same optimizer, or load with weights_only=True."
+        )
+    planned = []
+    for shard in parts.optimizer.shards:
+        for span in shard.spans():
+            name = shard.unit.layout.slots[span.param_index].name
+            keys = names.state_keys.get(name, {})
+            # A parameter without any state has never been updated, which is legitimate. A part of its state is damage.
+            if expected is not None and keys and not expected <= set(keys):
+                raise CheckpointError(f"{path} lacks optimizer state of {name}")
+            planned.append((shard, span, keys))
+    return planned

@@ -1,0 +1,96 @@
+"""Put the hyperparameters of a checkpoint's param groups into the optimizer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zeroengine.checkpoint.checkpointed_parts import CheckpointedParts
+from zeroengine.checkpoint.manifest import MANIFEST, Manifest
+from zeroengine.checkpoint.snapshot import named_param_groups
+from zeroengine.errors import CheckpointError
+
+# A negative value of these can only be damage, and it would ruin the training without an error.
+NEVER_NEGATIVE = {"lr", "initial_lr", "max_lr", "min_lr", "eps", "weight_decay", "momentum"}
+# The hyperparameters that an LR schedule writes and reads.
+LEARNING_RATES = ("lr", "initial_lr")
+
+
+def check_param_groups(parts: CheckpointedParts, manifest: Manifest, path: Path, keys: Collection[str] | None) -> None:
+    """Check that a checkpoint's groups can be put into the optimizer.
+
+    Args:
+        parts: The engine.
+        manifest: The checkpoint's manifest.
+        path: Its directory.
+        keys: The hyperparameters to take over; None takes all.
+
+    Raises:
+        CheckpointError: They hold other parameters, or a hyperparameter has no sensible value.
+    """
+    if keys == ():
+        return
+    both = (named_param_groups(parts), manifest.param_groups)
+    own, saved = ([group["params"] for group in groups] for groups in both)
+    if keys is not None and len(own) != len(saved):
+        raise CheckpointError(
+            f"{path}: its LR schedule has rates for {len(saved)} groups of parameters, and the optimizer here has "
+            f"{len(own)}. Make as many groups, or load with weights_only=True."
+        )
+    # A frozen parameter may be in a group at one time and left out at another, and this changes nothing.
+    trainable = {slot.name for shard in parts.optimizer.shards for slot in shard.unit.layout.slots}
+    if keys is None and [trainable & set(names) for names in own] != [trainable & set(names) for names in saved]:
+        sizes = f"{list(map(len, saved))} parameters there, {list(map(len, own))} here"
+        raise CheckpointError(
+            f"{path}: the optimizer's groups hold other parameters ({sizes}). Make the same groups, or load with "
+            "weights_only=True."
+        )
+    # Only the manifest of format 1 has no checksum, yet a check of values is cheap for all of them.
+    for group, key, value in _saved_hyperparameters(parts, manifest, keys):
+        if not _is_acceptable(key, value, group.get(key)):
+            raise CheckpointError(
+                f"{path} is damaged: its {MANIFEST} has {value!r} for the optimizer's {key}, which is "
+                f"{group.get(key)!r} here"
+            )
+
+
+def apply_param_groups(parts: CheckpointedParts, manifest: Manifest, keys: Collection[str] | None) -> None:
+    """Set the hyperparameters to those of a checkpoint, as `torch.optim.Optimizer.load_state_dict` does."""
+    for group, key, value in _saved_hyperparameters(parts, manifest, keys):
+        present = group.get(key)
+        if isinstance(present, torch.Tensor):
+            # A captured step reads the tensor, so the tensor has to stay the same object.
+            present.copy_(torch.as_tensor(value))
+        else:
+            # JSON has no tuples, and some optimizers require them.
+            group[key] = tuple(value) if isinstance(present, tuple) else value
+
+
+def _saved_hyperparameters(
+    parts: CheckpointedParts, manifest: Manifest, keys: Collection[str] | None
+) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Yield each group of the optimizer with the key and the value of each of its hyperparameters in a checkpoint."""
+    # Without hyperparameters to take over, another optimizer may have other groups.
+    for group, saved_group in zip(parts.optimizer.param_groups, manifest.param_groups, strict=keys != ()):
+        for key, value in saved_group.items():
+            if key != "params" and (keys is None or key in keys):
+                yield group, key, value
+
+
+def _is_acceptable(key: str, saved: Any, present: Any) -> bool:
+    """Return whether a well-known hyperparameter of a checkpoint can take the place of the present one."""
+    if key == "betas" and isinstance(present, (tuple, list)):
+        return isinstance(saved, (tuple, list)) and len(saved) == len(present) and all(map(_is_number, saved))
+    # Rules of users have hyperparameters that are unknown here. These are taken as they are.
+    is_scalar = isinstance(present, torch.Tensor) and present.numel() == 1
+    if key in NEVER_NEGATIVE and (is_scalar or isinstance(present, (int, float))):
+        return _is_number(saved) and saved >= 0
+    return True
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
