@@ -20,7 +20,7 @@ TIERS = [
     {"errors"},
     {"utils", "ops"},
     {"config", "partition"},
-    {"migration", "monitor"},
+    {"migration", "monitor", "view"},
     {"comm", "disk"},
     {"offload", "deferred_init"},
     {"runtime"},

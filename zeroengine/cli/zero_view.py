@@ -1,0 +1,99 @@
+"""Run the command `zero-view`: show a run folder in the terminal or as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from zeroengine.cli.parser import CommandParser, command
+from zeroengine.errors import ZeroEngineError
+from zeroengine.view.live_line import plain_line
+from zeroengine.view.run_reader import RunReader
+from zeroengine.view.summary import summarize
+from zeroengine.view.terminal import make_console, render_comparison, render_run
+
+USAGE = "zero-view RUN [OTHER] [options]"
+EXAMPLES = """\
+examples:
+  zero-view runs/a                           progress, loss, where the time and the memory go, events
+  zero-view runs/a --follow                  the same of a running run, drawn again as it goes on
+  zero-view runs/a runs/b                    two runs side by side
+  zero-view runs/a --json | jq .run.split    for programs
+"""
+FOLLOW_INTERVAL_S = 1.0
+# So many seconds lie between two lines where there is no terminal.
+PLAIN_INTERVAL_S = 10.0
+
+
+@command("zero-view")
+def main(argv: list[str] | None = None) -> int:
+    """Show a run and return the exit code."""
+    about = "Show what a run wrote into its run folder: in the terminal or as JSON."
+    parser = CommandParser("zero-view", USAGE, about, EXAMPLES)
+    add = parser.add_argument
+    add("run", metavar="RUN", type=Path, help="the run folder")
+    add("other", metavar="OTHER", type=Path, nargs="?", help="a second run, to compare with")
+    add("--compare", metavar="OTHER", type=Path, help="the same as a second RUN")
+    add("--follow", action="store_true", help="go on until the run ends, or Ctrl-C")
+    add("--json", action="store_true", help="print the figures as JSON")
+    options = parser.parse_args(argv)
+    if options.other and options.compare:
+        raise ZeroEngineError(f"two runs can be compared, and three are given. Usage: {USAGE}")
+    folders = [options.run, *filter(None, [options.other or options.compare])]
+    if options.follow and (options.json or len(folders) > 1):
+        raise ZeroEngineError("--follow shows one run in the terminal. Leave out --json and the second run")
+    if options.follow:
+        return follow(RunReader(options.run, wait=options.run.is_dir()))
+    readers = [RunReader(folder) for folder in folders]
+    if options.json:
+        summaries = [summarize(reader) for reader in readers]
+        print(json.dumps(summaries if len(summaries) > 1 else summaries[0], indent=2))
+    else:
+        console = make_console()
+        if len(readers) > 1:
+            console.print(render_comparison(readers))
+        else:
+            console.print(render_run(readers[0], console.width, console.color_system is not None))
+    return 0
+
+
+def follow(reader: RunReader) -> int:
+    """Show a run until it ends. Without a terminal, print a line from time to time."""
+    from rich.live import Live
+
+    console = make_console()
+    if not console.is_terminal:
+        return follow_in_lines(reader)
+
+    def render() -> object:
+        return render_run(reader, console.width, console.color_system is not None)
+
+    with Live(render(), console=console, auto_refresh=False, vertical_overflow="crop") as live:  # type: ignore[arg-type]
+        while reader.state() not in ("ended", "failed"):
+            time.sleep(FOLLOW_INTERVAL_S)
+            reader.read()
+            live.update(render(), refresh=True)  # type: ignore[arg-type]
+    return 0
+
+
+def follow_in_lines(reader: RunReader) -> int:
+    """Print a line of figures now, every few seconds while the run goes on, and at its end."""
+    printed = ""
+    while True:
+        line = plain_line(reader)
+        if line != printed:
+            print(line, flush=True)
+            printed = line
+        if reader.state() in ("ended", "failed"):
+            return 0
+        deadline = time.monotonic() + PLAIN_INTERVAL_S
+        # The end is noticed at once, although lines are rare.
+        while time.monotonic() < deadline and reader.state() not in ("ended", "failed"):
+            time.sleep(FOLLOW_INTERVAL_S)
+            reader.read()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
