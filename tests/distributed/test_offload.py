@@ -21,6 +21,7 @@ from tests.distributed.training import take_steps
 from tests.parametrization import in_turn
 from zeroengine.comm.transports.single_process import SingleProcessTransport
 from zeroengine.config import load
+from zeroengine.monitor.timer import Timer
 from zeroengine.offload.placement import place_states
 from zeroengine.ops import _aio_library
 from zeroengine.partition.cut import cut_units
@@ -313,7 +314,7 @@ def start_too_large(settings: dict[str, Any]) -> None:
         width = int((free.f_bavail * free.f_frsize / 4) ** 0.5) + 4096
         model = torch.nn.Linear(width, width, bias=False)
     cpu, config = torch.device("cpu"), load(settings).resolve(world_size=1)
-    place_states(cut_units(model), degrees_of_stage(2, 1), config, SingleProcessTransport(cpu), cpu)
+    place_states(cut_units(model), degrees_of_stage(2, 1), config, SingleProcessTransport(cpu), cpu, Timer())
 
 
 def test_too_little_room_is_an_error_at_the_start(tmp_path: Path) -> None:

@@ -20,9 +20,12 @@ from zeroengine.engine import mixed_precision
 from zeroengine.engine.accumulation import Accumulation
 from zeroengine.engine.duplicate_inputs import InputComparison
 from zeroengine.engine.foreign_parameters import ForeignParameters
+from zeroengine.engine.monitoring import start_monitor
 from zeroengine.engine.restoration import Restoration
 from zeroengine.engine.step import StepRunner
 from zeroengine.errors import ZeroEngineError
+from zeroengine.monitor.record import EventKind
+from zeroengine.monitor.timer import Timer
 from zeroengine.offload.interfaces import Copies
 from zeroengine.offload.placement import place_states
 from zeroengine.offload.state_offloader import StateOffloader
@@ -72,6 +75,8 @@ class EngineParts:
         config: The resolved configuration.
         group: The ranks that the states are partitioned over.
         transport: Moves bytes between these ranks.
+        monitor: Records each step. None: nothing asks for it.
+        timer: Times the kinds of work; it does nothing without a monitor.
         placement: The states that live in CPU memory or on a disk, and the stores that they live in.
         units: All units of the model, in the order of registration.
         scaler: The loss scale.
@@ -110,11 +115,13 @@ class EngineParts:
         comm = config.comm
         self.transport = open_transport(group, comm.transport, comm.timeout_seconds, bool(comm.register_buffers))
         undo.callback(self.transport.close)
+        self.monitor = start_monitor(model, config, group, plans, undo)
+        self.timer = timer = Timer() if self.monitor is None else self.monitor.timer
         degrees = degrees_of_stage(config.zero_optimization.stage, group.world_size)
         # Placing states may create files. If one rank has no space, every rank must raise, because the others would
         # otherwise wait for it in the first broadcast below.
         with group.collective_errors("to initialize"):
-            self.placement = place_states(plans, degrees, config, self.transport, group.device, copies)
+            self.placement = place_states(plans, degrees, config, self.transport, group.device, timer, copies)
         undo.callback(self.placement.close)
         self.units: list[Unit] = []
         self.restoration = Restoration(self.units, group, self.transport, self.placement)
@@ -127,15 +134,15 @@ class EngineParts:
         self.scaler = LossScaler(config.fp16 if config.scales_loss else None)
         # Only trainable parameters get gradients, and the first of these marks the beginning of a plain backward.
         trainable = [param for unit in self.units if unit.trainable for param in unit.params]
-        self.backward = BackwardTracker(trainable, config.scales_loss)
+        self.backward = BackwardTracker(trainable, config.scales_loss, timer)
         micro_steps_per_step = None if config.manual_accumulation else int(config.gradient_accumulation_steps)
         # Accumulation, gatherer, reducer and step runner subscribe to ``backward`` in their constructors. The order of
         # these lines matters, because listeners are called in this order, and at the end of a backward in reverse.
         self.accumulation = Accumulation(micro_steps_per_step, group.rank, self.backward)
-        self.gatherer = Gatherer(model, self.units, self.transport, config, self.backward)
+        self.gatherer = Gatherer(model, self.units, self.transport, config, self.backward, timer)
         collects_copies = group.device.type == "cuda" if async_step is None else async_step
         stores = self.placement.optimizer_stores
-        self.reducer = Reducer(self.units, self.transport, config, self.backward, stores, collects_copies)
+        self.reducer = Reducer(self.units, self.transport, config, self.backward, stores, collects_copies, timer)
         for handle in (*self.gatherer.hook_handles, *self.reducer.hook_handles):
             undo.callback(handle.remove)
         # The ranks agree on all values now. Later changes of a parameter's version come from outside of the engine.
@@ -150,6 +157,7 @@ class EngineParts:
                 step=end_step,
                 zero_grad=zero_grad,
                 writes=self.outside_writes,
+                timer=timer,
                 moments_dtype=FLOATS[config.optimizer_state_dtype],
                 stores=stores,
                 pipeline=self.placement.pipeline,
@@ -167,6 +175,8 @@ class EngineParts:
             self.gatherer,
             self.transport,
             self.backward,
+            timer,
+            self.report_event,
         )
         undo.callback(self.step_runner.close)
         # This records the present model, so everything that replaces parameters must be done before.
@@ -185,6 +195,11 @@ class EngineParts:
         self.save_on_signal = SaveOnSignal(config, group) if config.checkpoint.on_signal else None
         if self.save_on_signal is not None:
             undo.callback(self.save_on_signal.close)
+
+    def report_event(self, kind: EventKind, step: int, text: str, **facts: Any) -> None:
+        """Tell the monitor of an event, if there is a monitor. Rank 0's events count."""
+        if self.monitor is not None:
+            self.monitor.event(kind, step, text, **facts)
 
     def _make_units(self, plans: Sequence[UnitPlan], degrees: Degrees) -> Iterator[Unit]:
         """Move the model's parameters into units, one after another, and return the freed memory to the system."""

@@ -98,10 +98,15 @@ class Engine:
         if self._parts.state_offloader.has_offloaded_states:
             self._parts.state_offloader.check_resident("the forward", ("parameters",))
         # Inside ``gathered`` ranks may run different numbers of forwards, which belong to no micro-step.
+        monitor = None
         if self.module.training and not self.gatherer.num_user_gathered:
             self._parts.input_comparison.observe((args, kwargs))
+            monitor = self._parts.monitor
         try:
             with self.gatherer.model_forward():
+                if monitor is not None and torch.is_grad_enabled():
+                    with monitor.observe_forward((args, kwargs)):
+                        return self.module(*args, **kwargs)
                 return self.module(*args, **kwargs)
         except RuntimeError as error:
             mixed_precision.note_buffers(error, self.module, self.config)
@@ -148,12 +153,16 @@ class Engine:
         # Offloaded gradients have no memory that the reduction could write into.
         self._parts.state_offloader.check_resident("backward()")
         scaler = self._parts.scaler
+        if self._parts.monitor is not None:
+            self._parts.monitor.note_loss(loss)
         # Multiplying by a scale of 1 would cost a kernel and change nothing.
         scaled = loss if scaler.scale == 1 else scaler.scaled(loss)
         self._parts.backward.run(scaled, retain_graph, create_graph, inputs)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return ``loss`` times ``loss_scale``, at least in fp32, for a plain ``engine.scale(loss).backward()``."""
+        if self._parts.monitor is not None:
+            self._parts.monitor.note_loss(loss)
         return self._parts.backward.mark_scaled(self._parts.scaler.scaled(loss))
 
     @property
@@ -393,7 +402,10 @@ class Engine:
         updated = parts.step_runner.run_step()
         # The update itself changed the parameters' versions. Any later change is made outside of the engine.
         parts.outside_writes.reset_baseline()
-        parts.placement.evict()
+        with parts.timer.span("offload"):
+            parts.placement.evict()
+        if parts.monitor is not None and parts.step_runner.issued_step is not None:
+            parts.monitor.end_step(parts.step_runner.issued_step, self.memory, parts.placement.disk_traffic)
         # Ranks agree on whether the signal has arrived, so all save at the same step. See checkpoint/on_signal.py.
         if parts.save_on_signal is not None and parts.save_on_signal.is_due():
             parts.save_on_signal.save_and_exit(self)
@@ -459,6 +471,27 @@ class Engine:
         temporary_offload.reload(self._parts)
 
     # -- looking inside ---------------------------------------------------------------------------
+
+    def log(self, **values: float | torch.Tensor) -> None:
+        """Add numbers of your own to the record of the step in progress: ``engine.log(accuracy=0.9)``.
+
+        Rank 0's values count, and the last value of a name. Without a monitor this does nothing: see the section
+        ``monitor`` of the configuration.
+
+        Args:
+            values: Numbers, or tensors of one element, which are read once the device has computed them.
+
+        Raises:
+            ZeroEngineError: A value is something else.
+        """
+        for name, value in values.items():
+            if not (isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)):
+                raise ZeroEngineError(
+                    f"log(): {name} is {type(value).__name__}; write a number or a tensor of one element, such as "
+                    f"{name}=values.mean()"
+                )
+        if self._parts.monitor is not None:
+            self._parts.monitor.log(values)
 
     def memory(self) -> Memory:
         """Return the bytes that each state holds on this rank now."""

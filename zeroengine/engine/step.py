@@ -24,6 +24,7 @@ import logging
 import math
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ import torch
 from zeroengine.comm.interfaces import Transport
 from zeroengine.config import Config
 from zeroengine.errors import DivergenceError, ZeroEngineError
+from zeroengine.monitor.record import EventKind
+from zeroengine.monitor.timer import Timer
 from zeroengine.optim.caller_optimizer import has_own_step_hooks
 from zeroengine.optim.loss_scaler import LossScaler
 from zeroengine.optim.lr_schedules import ScheduleGuard
@@ -42,6 +45,25 @@ from zeroengine.runtime.reducer import Reducer
 from zeroengine.utils.launcher_reports import report_step
 
 log = logging.getLogger("zeroengine")
+
+
+@dataclass(frozen=True)
+class IssuedStep:
+    """A step that has been taken, whose result may not be known yet.
+
+    Attributes:
+        number: The number of steps so far, updates and skipped ones.
+        rates: The learning rate of each param group, a number or a tensor.
+        loss_scale: The factor of the loss.
+        result: Knows the norm, perhaps after a wait.
+        skips: Whether a step whose norm is not finite is skipped.
+    """
+
+    number: int
+    rates: Sequence[Any]
+    loss_scale: float
+    result: StepResult
+    skips: bool
 
 
 class StepRunner(BackwardListener):
@@ -57,8 +79,11 @@ class StepRunner(BackwardListener):
         gatherer: Publishes the updated parameters.
         transport: Knows this rank's number, and whether the ranks have run the same collectives.
         backward: Reports when the next backward begins.
+        timer: Times the update.
+        report_event: Called with the kind, the step and the text of an event.
 
     Attributes:
+        issued_step: The last step, or None before the first.
         num_updates: Number of updates. Like the next two, it is up to date after ``await_result``.
         num_skipped: Number of steps that were skipped because the gradient was not finite.
         grad_norm: Norm of the last step's mean gradient before clipping, or None before the first step.
@@ -76,7 +101,11 @@ class StepRunner(BackwardListener):
         gatherer: Gatherer,
         transport: Transport,
         backward: BackwardTracker,
+        timer: Timer,
+        report_event: Callable[[EventKind, int, str], None],
     ) -> None:
+        self.issued_step: IssuedStep | None = None
+        self._timer, self._report_event = timer, report_event
         self.num_updates = self.num_skipped = 0
         self.grad_norm: float | None = None
         self.gradient_clipping = config.gradient_clipping
@@ -189,13 +218,18 @@ class StepRunner(BackwardListener):
         limits, self._clip_once = (self.gradient_clipping, self._clip_once or 0.0), None
         limit = min((limit for limit in limits if 0 < limit < math.inf), default=0.0)
         settings = StepSettings(self.divisor(), limit, self._skips, self._label(limit))
+        # The schedule and the scaler change these values once the step has ended.
+        rates, loss_scale = [group["lr"] for group in self._optimizer.param_groups], self._scaler.scale
         try:
-            result = self._optimizer.backend.step(settings)
+            with self._timer.span("update"):
+                result = self._optimizer.backend.step(settings)
         except DivergenceError:
             # The gradients of this step count as used, so the next backward starts a new step.
             self._reducer.end_step()
             raise
         self._gatherer.end_update()
+        number = self.num_updates + self.num_skipped + 1
+        self.issued_step = IssuedStep(number, rates, loss_scale, result, self._skips)
         schedule = self.schedule
         reversible = schedule is None or all(hasattr(schedule, name) for name in ("state_dict", "load_state_dict"))
         # With a loss scale the next backward needs the result, and so does a schedule that cannot be reverted.
@@ -264,8 +298,9 @@ class StepRunner(BackwardListener):
         """Wait for the result of the last step, and report an overflow without a name. Not a collective."""
         self.await_result()
         overflow, self._overflow = self._overflow, None
-        if overflow is not None and self._transport.rank == 0:
-            log.warning("step %d %s: a gradient is not finite", overflow[0], "skipped" if overflow[1] else "updates")
+        if overflow is not None:
+            step, skipped = overflow
+            self._warn(step, f"step {step} {'skipped' if skipped else 'updates'}: a gradient is not finite", skipped)
 
     @property
     def _skips(self) -> bool:
@@ -309,10 +344,14 @@ class StepRunner(BackwardListener):
                 "(fp16.min_loss_scale). The model diverges or computes values beyond fp16's range: lower the learning "
                 "rate, look at the data of this step, or use bf16."
             )
+        scale = f" (loss scale {self._scaler.scale:g})" if self._config.scales_loss else ""
+        verb = "skipped" if skipped else "updates with values that are not finite (check_grad_overflow is false)"
+        self._warn(step, f"step {step} {verb}: {what}{scale}", skipped)
+
+    def _warn(self, step: int, text: str, skipped: bool) -> None:
+        self._report_event("skip" if skipped else "warning", step, text)
         if self._transport.rank == 0:
-            scale = f" (loss scale {self._scaler.scale:g})" if self._config.scales_loss else ""
-            verb = "skipped" if skipped else "updates with values that are not finite (check_grad_overflow is false)"
-            log.warning("step %d %s: %s%s", step, verb, what, scale)
+            log.warning("%s", text)
 
     def _step_schedule(self) -> None:
         # torch's schedulers warn unless they see that their optimizer has stepped.

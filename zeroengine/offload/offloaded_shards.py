@@ -10,6 +10,7 @@ import torch
 
 from zeroengine.comm.interfaces import REUSE_TIMEOUT_S, Transport
 from zeroengine.disk.aligned_memory import ALIGNMENT
+from zeroengine.monitor.timer import Timer
 from zeroengine.offload.interfaces import OffloadStore, padded_nbytes
 from zeroengine.utils.work import Work
 
@@ -36,21 +37,23 @@ class OffloadedShards:
         store: The store of the shards.
         transport: Gathers them.
         num_buffers: The number of shards in memory at once. There are more only if a peer is slow to receive them.
+        timer: Times the waits for the store.
 
     Attributes:
         store: The store of the shards.
         medium: The kind of memory that the shards are in.
         can_gather_ahead: Whether a gather may be issued ahead of its use. Otherwise the host would first have to wait
             for the disk or for its peers, so only the read is issued ahead.
+        is_read_directly: Whether a gather is no collective, but a read of the only rank.
     """
 
-    def __init__(self, store: OffloadStore, transport: Transport, num_buffers: int) -> None:
-        self.store, self._transport, self.medium = store, transport, store.medium
+    def __init__(self, store: OffloadStore, transport: Transport, num_buffers: int, timer: Timer) -> None:
+        self.store, self._transport, self.medium, self._timer = store, transport, store.medium, timer
         self._num_buffers = num_buffers
-        self._single_rank = transport.world_size == 1
+        self.is_read_directly = transport.world_size == 1
         # A single rank needs no collective. Otherwise the transport must overlap, and a stream must order the
         # collective behind the read, as for CPU memory. A shard on a disk must arrive before its collective is issued.
-        self.can_gather_ahead = self._single_rank or (transport.overlaps and store.medium == "cpu")
+        self.can_gather_ahead = self.is_read_directly or (transport.overlaps and store.medium == "cpu")
         # In the order in which they were last sent from.
         self._buffers: list[_SendBuffer] = []
         # By the shard's address.
@@ -76,18 +79,19 @@ class OffloadedShards:
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Work:
         """Start to gather all ranks' shards into ``full``. As ``Channel.all_gather``."""
         # With one rank the shard is the whole full buffer, and is read straight into it.
-        if self._single_rank:
+        if self.is_read_directly:
             return self.store.read(shard, full)
         prefetched = self._prefetched.pop(shard.data_ptr(), None)
         buffer, read = prefetched if prefetched is not None else self._start_read(shard)
         arrived = buffer.memory[: shard.nbytes].view(shard.dtype)
         # The collective is ordered behind the read on the copy stream, so that the computation waits for neither.
-        with self._on_read_stream():
+        with self._timer.span("offload", label), self._on_read_stream():
             try:
                 read.wait_stream()
             finally:
                 # A failed read must free the buffer, too.
                 buffer.busy = False
+        with self._on_read_stream():
             buffer.gather = self._transport.gather.all_gather(full, arrived, label)
         return buffer.gather
 
@@ -106,7 +110,8 @@ class OffloadedShards:
         for buffer, _ in discarded.values():
             buffer.busy = False
         for _, read in discarded.values():
-            read.wait_host()
+            with self._timer.span("offload"):
+                read.wait_host()
 
     def _on_read_stream(self) -> AbstractContextManager[Any]:
         """Make the stream of the reads current. Do nothing if they use no stream."""

@@ -15,6 +15,7 @@ from itertools import cycle, islice
 import torch
 
 from zeroengine.disk.aligned_memory import ALIGNMENT, aligned_zeros
+from zeroengine.monitor.timer import Timer
 from zeroengine.offload.interfaces import Copies, StateStore, padded_nbytes, poison_on_error
 from zeroengine.utils.work import Work
 
@@ -77,6 +78,7 @@ class Pipeline:
         chunk_numel: The largest number of elements of an operand. A multiple of 4096, so that every chunk of a state
             begins at a block of its file, whatever the dtype.
         element_bytes: The largest sum of the bytes of one element over all moved operands.
+        timer: Times the waits for transfers.
         copies: Copies between host and device, if states are on a GPU.
 
     Attributes:
@@ -89,10 +91,11 @@ class Pipeline:
         num_buffers: int,
         chunk_numel: int,
         element_bytes: int,
+        timer: Timer,
         copies: Copies | None = None,
     ) -> None:
         assert num_buffers >= 3 and not chunk_numel % ALIGNMENT
-        self._stores, self._copies, self.chunk_numel = stores, copies, chunk_numel
+        self._stores, self._copies, self.chunk_numel, self._timer = stores, copies, chunk_numel, timer
         empty = aligned_zeros if copies is None else copies.host_memory
         self._buffers = [_Buffer(empty(chunk_numel * element_bytes, torch.uint8)) for _ in range(num_buffers)]
 
@@ -114,9 +117,11 @@ class Pipeline:
         """
         with poison_on_error(*self._stores):
             # Earlier copies may still read states that the tasks write.
-            if self._copies is not None:
-                self._copies.synchronize()
-            self._run(tasks)
+            # Everything here is offload, except for the computation of a task.
+            with self._timer.span("offload"):
+                if self._copies is not None:
+                    self._copies.synchronize()
+                self._run(tasks)
 
     def _run(self, tasks: Iterable[PipelineTask]) -> None:
         started: deque[_Buffer] = deque()
@@ -166,7 +171,8 @@ class Pipeline:
         while buffer.reads:
             # The host waits, because the kernel runs on the CPU.
             buffer.reads.pop(0).wait_host()
-        buffer.compute(*buffer.tensors)
+        with self._timer.span("update"):
+            buffer.compute(*buffer.tensors)
         # The next task in this buffer waits for the writes, or the end of ``run`` does.
         buffer.writes += [store.write(part, state) for store, part, state in buffer.results]
 

@@ -15,6 +15,7 @@ from zeroengine.disk.aligned_memory import ALIGNMENT, round_up_to_block
 from zeroengine.disk.probe import DiskSettings, tune
 from zeroengine.disk.queue import DiskQueue
 from zeroengine.disk.swap_files import SwapFolder
+from zeroengine.monitor.timer import Timer
 from zeroengine.offload.device_copies import GPUCopies
 from zeroengine.offload.disk_store import DiskStore
 from zeroengine.offload.host_memory import check_host_memory
@@ -64,6 +65,12 @@ class Placement:
         bounce_buffers = sum(store.nbytes for store in self.stores if isinstance(store, StagedDiskStore))
         return bounce_buffers + (self.pipeline.nbytes if self.pipeline is not None else 0)
 
+    @property
+    def disk_traffic(self) -> tuple[int, int]:
+        """Bytes that were read from disks and written to them since the start."""
+        traffic = [disk.traffic for disk in self.disks]
+        return sum(read for read, _ in traffic), sum(written for _, written in traffic)
+
     def evict(self, *states: torch.Tensor) -> None:
         """Free the memory that using states in place took. See ``DiskStore.evict``."""
         for disk in self.disks:
@@ -96,6 +103,7 @@ def place_states(
     config: Config,
     transport: Transport,
     device: torch.device,
+    timer: Timer,
     copies: Copies | None = None,
 ) -> Placement:
     """Open the stores that ``config`` asks for, and assign the units' states to them.
@@ -106,6 +114,7 @@ def place_states(
         config: The configuration, with the place of each state.
         transport: Gathers the parameters, and determines the alignment of shards.
         device: The device that the model computes on.
+        timer: Times the waits for the stores.
         copies: Copies between ``device`` and the host. None: ``GPUCopies`` on a GPU, and no copies on the CPU.
 
     Raises:
@@ -155,7 +164,7 @@ def place_states(
     param_store, optimizer_store = stores.get(param_location), stores.get(optimizer_location)
     shards = None
     if param_store is not None:
-        shards = OffloadedShards(param_store, transport, zero.offload_param.buffer_count)
+        shards = OffloadedShards(param_store, transport, zero.offload_param.buffer_count, timer)
 
     # The pipeline serves updates on the CPU: it moves states from a disk and from a GPU. If only parameters are
     # offloaded from a GPU there is no pipeline, because the update runs on the GPU.
@@ -185,7 +194,7 @@ def place_states(
         tuple(stores.values()),
         [shards if offloaded else None for offloaded in params_offloaded],
         [optimizer_store if offloaded else None for offloaded in optimizer_offloaded],
-        Pipeline(moved_stores, num_chunks, chunk_numel, element_bytes, copies) if has_pipeline else None,
+        Pipeline(moved_stores, num_chunks, chunk_numel, element_bytes, timer, copies) if has_pipeline else None,
         copies,
     )
 

@@ -11,6 +11,7 @@ import torch
 from zeroengine.comm.interfaces import Transport
 from zeroengine.disk.mapped_memory import populate
 from zeroengine.errors import ZeroEngineError
+from zeroengine.monitor.timer import Timer
 from zeroengine.offload.interfaces import Medium, OffloadStore
 from zeroengine.offload.pipeline import Pipeline
 from zeroengine.offload.state_offloader import resident_bytes
@@ -48,6 +49,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         moments_dtype: The dtype of Adam's moments; bf16 is rounded stochastically.
         stores: For each unit, where its masters and optimizer state live. None: on the device.
         pipeline: Brings offloaded states to the update.
+        timer: Times the norm and the updates.
         async_step: See ``BackendParts``.
 
     Attributes:
@@ -70,6 +72,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         step: Callable[[], None],
         zero_grad: Callable[[], None],
         writes: OutsideWrites,
+        timer: Timer,
         moments_dtype: torch.dtype = torch.float32,
         stores: Sequence[OffloadStore | None] = (),
         pipeline: Pipeline | None = None,
@@ -87,7 +90,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._constructed = True
         # The two optimizers share these objects, so that schedulers and users of either one change both.
         self.param_groups = base_optimizer.param_groups
-        self.reduction = StepReduction(self.shards, reducer, transport, writes)
+        self.reduction = StepReduction(self.shards, reducer, transport, writes, timer)
         parts = BackendParts(
             optimizer=self,
             base_optimizer=base_optimizer,
@@ -99,6 +102,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             moments_dtype=moments_dtype,
             pipeline=pipeline,
             async_step=async_step,
+            timer=timer,
         )
         # These checks come before the backend allocates the state, which may be most of the memory.
         backend = next(backend for backend in BACKENDS if backend.serves(parts))

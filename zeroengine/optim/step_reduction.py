@@ -19,10 +19,10 @@ import torch
 from zeroengine import ops
 from zeroengine.comm.interfaces import Transport
 from zeroengine.disk.mapped_memory import populate
+from zeroengine.monitor.timer import Timer
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.runtime.outside_writes import OutsideWrites
 from zeroengine.runtime.unit_gradients import UnitGradients
-from zeroengine.utils.profiling import profile_range
 from zeroengine.utils.small_transfers import to_device
 
 
@@ -63,12 +63,19 @@ class StepReduction:
         reducer: Owns the gradients.
         transport: Sums over the ranks.
         writes: Knows which parameters were written from outside.
+        timer: Times the norm, and the wait for the other ranks.
     """
 
     def __init__(
-        self, shards: Sequence[OptimizerShard], reducer: GradientReducer, transport: Transport, writes: OutsideWrites
+        self,
+        shards: Sequence[OptimizerShard],
+        reducer: GradientReducer,
+        transport: Transport,
+        writes: OutsideWrites,
+        timer: Timer,
     ) -> None:
         self._shards, self._reducer, self._transport, self._writes = shards, reducer, transport, writes
+        self._timer = timer
         self._num_params = sum(len(shard.unit.params) for shard in shards)
         self._flags: list[float] = []
         # The values of ``_flags``, on the device.
@@ -117,9 +124,10 @@ class StepReduction:
                 squared_norm = _squared_norm(shard.gradient_for_norm(world_size))
             # The norms are added on their device, in the order of the units, which is the same at every stage.
             values[0] += squared_norm
-        sums = self._transport.all_reduce_scalars(values, label).tolist()
-        # Ranks that ran different collectives are reported here, before anything is updated.
-        self._transport.check_order()
+        with self._timer.span("reduce"):
+            sums = self._transport.all_reduce_scalars(values, label).tolist()
+            # Ranks that ran different collectives are reported here, before anything is updated.
+            self._transport.check_order()
         first_checksum = 2 + self._num_params
         # This check comes before any update, so a rank that raises has changed nothing.
         self._writes.raise_if_different(self._writes.suspects(sums[first_checksum:]))
@@ -139,14 +147,16 @@ class StepReduction:
         """
         if self._reducer.has_late_gradients:
             self._reducer.reduce_late_gradients()
-        with profile_range("norm"):
+        with self._timer.span("update", label="norm"):
             world_size = self._transport.world_size
             norm = ops.squared_norms([shard.gradient_for_norm(world_size) for shard in self._shards])
             flags = self._local_facts()
             # The flags seldom change, and a copy to the device costs a launch.
             if flags != self._flags:
                 self._flags, self._device_flags = flags, to_device(flags, self.device)
-            sums = self._transport.all_reduce_scalars(torch.cat([norm.view(1), self._device_flags]), label)
+            values = torch.cat([norm.view(1), self._device_flags])
+            with self._timer.span("reduce"):
+                sums = self._transport.all_reduce_scalars(values, label)
             return StepSums(sums[0], sums[1 : 1 + self._num_params], sums[1 + self._num_params :])
 
     def _local_facts(self) -> list[float]:

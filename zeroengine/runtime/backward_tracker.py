@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from zeroengine.errors import ZeroEngineError
+from zeroengine.monitor.timer import Timer
 from zeroengine.runtime.module_backwards import Hook, queue_callback
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.compiler_disable import disable_compile
@@ -77,6 +78,7 @@ class BackwardTracker:
     Args:
         params: The trainable parameters; any of them may be frozen temporarily.
         requires_scaled_loss: Whether a loss that was not multiplied by the loss scale is refused.
+        timer: Times backwards.
 
     Attributes:
         in_progress: Whether a backward that wants gradients has begun and has not been ended.
@@ -84,8 +86,10 @@ class BackwardTracker:
         is_last_microbatch: Whether the backward in progress is probably the last one before the update.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter], requires_scaled_loss: bool) -> None:
-        self._params, self._requires_scaled_loss = params, requires_scaled_loss
+    def __init__(self, params: Sequence[nn.Parameter], requires_scaled_loss: bool, timer: Timer) -> None:
+        self._params, self._requires_scaled_loss, self._timer = params, requires_scaled_loss, timer
+        # The timer's span of a plain backward in progress.
+        self._plain_span = -1
         self._listeners: list[BackwardListener] = []
         self.in_progress = False
         self.reduces_gradients = True
@@ -111,18 +115,22 @@ class BackwardTracker:
         """Run ``loss.backward``. If a scaled loss is required, ``loss`` is scaled already."""
         # An earlier plain backward may not have been ended yet.
         self.finish()
-        self._begin()
-        self._run_by_engine, self._scaled_graph_task = True, _RUN_BY_ENGINE
+        span = self._timer.begin("backward")
         try:
-            loss.backward(retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)
-        except BaseException:
-            # The next ``finish`` tells the listeners, as it does for a plain backward that raised.
-            self._run_raised = True
-            raise
+            self._begin()
+            self._run_by_engine, self._scaled_graph_task = True, _RUN_BY_ENGINE
+            try:
+                loss.backward(retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)
+            except BaseException:
+                # The next ``finish`` tells the listeners, as it does for a plain backward that raised.
+                self._run_raised = True
+                raise
+            finally:
+                self._run_by_engine = False
+            self._scaled_graph_task = None
+            self._end()
         finally:
-            self._run_by_engine = False
-        self._scaled_graph_task = None
-        self._end()
+            self._timer.end(span)
 
     def mark_scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """Return ``loss``, marked so that a plain ``backward()`` of it is known to be scaled."""
@@ -135,6 +143,24 @@ class BackwardTracker:
         # The mark holds for this backward alone: the next loss must be marked as well. Autograd drops the callback of a
         # backward that raises, and then ``finish`` removes the mark.
         queue_callback(partial(setattr, self, "_scaled_graph_task", None))
+
+    def watch_output(self, output: torch.Tensor) -> None:
+        """Time a plain backward through ``output``, of the model's forward, from its beginning.
+
+        Without this it would be timed from its first gradient of a parameter.
+        """
+        if output.requires_grad:
+            output.register_hook(Hook(self, BackwardTracker._begin_plain_span))
+
+    def _begin_plain_span(self) -> None:
+        if not self._run_by_engine and self._plain_span < 0:
+            self._plain_span = self._timer.begin("backward")
+            # Autograd drops the callback of a backward that raises. ``finish`` ends that span.
+            queue_callback(self._end_plain_span)
+
+    def _end_plain_span(self) -> None:
+        self._timer.end(self._plain_span)
+        self._plain_span = -1
 
     # -- events -----------------------------------------------------------------------------------
 
@@ -157,6 +183,7 @@ class BackwardTracker:
             if graph_task not in self._graph_tasks:
                 # This comes before anything can refuse the backward, because a refused backward counts as failed.
                 self._graph_tasks.add(graph_task)
+                self._begin_plain_span()
                 queue_callback(partial(self._end_graph_task, graph_task))
         if not self.in_progress:
             self._begin()
@@ -230,6 +257,7 @@ class BackwardTracker:
         """
         if self._is_running:
             return
+        self._end_plain_span()
         self.end_if_over()
         # A mark that remains belongs to a backward that raised, perhaps before it produced a gradient.
         self._scaled_graph_task = None

@@ -33,6 +33,8 @@ from torch import nn
 from zeroengine.comm.interfaces import Transport
 from zeroengine.config import Config
 from zeroengine.errors import ReleasedParameterError, ZeroEngineError
+from zeroengine.monitor.record import Kind
+from zeroengine.monitor.timer import Timer
 from zeroengine.runtime.backward_tracker import BackwardListener, BackwardTracker
 from zeroengine.runtime.deferred_frees import DeferredFrees
 from zeroengine.runtime.module_backwards import CallTracker, ModuleCall, queue_callback
@@ -41,7 +43,6 @@ from zeroengine.runtime.saved_views import SavedView, current_sequence_number, r
 from zeroengine.runtime.unit import GatherState, Unit
 from zeroengine.runtime.visit_order import VisitOrder
 from zeroengine.utils.compiler_disable import disable_compile, hidden_from_activation_checkpoint, outside_torch_func
-from zeroengine.utils.profiling import profile_range
 from zeroengine.utils.tensor_tree import tensors_in
 
 
@@ -60,6 +61,7 @@ class Gatherer(BackwardListener):
     Args:
         config: The resolved configuration.
         backward: Reports failed backwards and units whose gradients are complete. The gatherer reports forwards to it.
+        timer: Times forwards and gathers.
 
     Attributes:
         num_user_gathered: The number of pins now, such as those of ``zeroengine.gathered``; a unit that is pinned twice
@@ -74,9 +76,10 @@ class Gatherer(BackwardListener):
         transport: Transport,
         config: Config,
         backward: BackwardTracker,
+        timer: Timer,
     ) -> None:
         self._model, self._units = model, list(units)
-        self._transport, self._backward = transport, backward
+        self._transport, self._backward, self._timer = transport, backward, timer
         offloaded = any(unit.offloaded_shards is not None for unit in self._units)
         # A gather that does not overlap the computation gains nothing from an early start, and would hold memory for
         # longer. A read from the host's memory or a disk overlaps on every transport.
@@ -92,6 +95,8 @@ class Gatherer(BackwardListener):
         self.num_user_gathered = 0
         # The forwards of the whole model that are in progress. They may be nested.
         self._num_model_forwards = 0
+        # The timer's span of the outermost of them.
+        self._forward_span = -1
         # The forwards of modules that are in progress, the innermost last.
         self._module_forwards: list[ModuleForward] = []
         # The ids that autograd gave to the backwards in progress, the innermost last.
@@ -126,8 +131,9 @@ class Gatherer(BackwardListener):
     def start_gather(self, unit: Unit) -> None:
         """Launch the all-gather of a released unit."""
         if unit.is_released:
-            with outside_torch_func(), profile_range("gather", unit.name):
+            with outside_torch_func(), self._timer.span("gather", unit.name, "gather"):
                 unit.start_gather()
+            self._timer.count("gather", received_bytes(unit, unit.degrees.parameters))
             self._live_numel += unit.layout.numel
 
     def ensure_gathered(self, unit: Unit) -> None:
@@ -136,7 +142,9 @@ class Gatherer(BackwardListener):
             return
         self.start_gather(unit)
         assert unit.gather_work is not None
-        with outside_torch_func(), profile_range("await", unit.name):
+        shards = unit.offloaded_shards
+        kind: Kind = "offload" if shards is not None and shards.is_read_directly else "gather"
+        with outside_torch_func(), self._timer.span(kind, unit.name, "await"):
             unit.gather_work.wait_stream()
             unit.finish_gather()
 
@@ -184,8 +192,9 @@ class Gatherer(BackwardListener):
         # At equal degrees this rank has updated its whole full buffer, or the unit is released and its next use gathers
         # the new values.
         if unit.degrees.optimizer > unit.degrees.parameters:
-            with profile_range("gather", unit.name):
+            with self._timer.span("gather", unit.name, "gather"):
                 unit.start_gather_of_update(self._gather_for_use)
+            self._timer.count("gather", received_bytes(unit, unit.degrees.optimizer))
 
     def end_update(self) -> None:
         """Complete the update. If peers read this rank's parameters in place, return when all of them have done so."""
@@ -193,7 +202,8 @@ class Gatherer(BackwardListener):
         # its own. A transport that does not overlap gains nothing from that, and its peers may read in place.
         if not self._transport.overlaps:
             self.quiesce()
-            self._transport.fence()
+            with self._timer.span("gather"):
+                self._transport.fence()
 
     def quiesce(self) -> None:
         """Return with no gather in progress and every unit released that is not pinned, so that values may change.
@@ -273,6 +283,8 @@ class Gatherer(BackwardListener):
                 self._visit_order.start_pass()
         if not self._num_model_forwards:
             self._first_sequence_number = current_sequence_number()
+            # A forward inside a backward is part of that.
+            self._forward_span = -1 if self._graph_tasks else self._timer.begin("forward")
         self._num_model_forwards += 1
 
     def post_model_forward(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -292,6 +304,10 @@ class Gatherer(BackwardListener):
         self._release_unhooked_uses()
         if not self._graph_tasks:
             self.deferred_frees.warn()
+        self._timer.end(self._forward_span)
+        if self._timer.enabled:
+            for tensor in tensors_in(output):
+                self._backward.watch_output(tensor)
 
     @contextmanager
     def model_forward(self) -> Iterator[None]:
@@ -306,6 +322,8 @@ class Gatherer(BackwardListener):
 
     def abandon_forward(self) -> None:
         """Forget forwards whose end no hook reported. Call this where none can be in progress."""
+        if self._num_model_forwards:
+            self._timer.end(self._forward_span)
         self._num_model_forwards = 0
         self._module_forwards.clear()
         self._release_unhooked_uses()
@@ -437,6 +455,11 @@ class Gatherer(BackwardListener):
                 self._release(unit)
         if not self._num_model_forwards:
             self.deferred_frees.warn()
+
+
+def received_bytes(unit: Unit, degree: int) -> int:
+    """Return the bytes that an all-gather of ``unit`` from ``degree`` ranks brings to this rank."""
+    return unit.full_buffer.nbytes * (degree - 1) // degree
 
 
 def _restore_view(gatherer_ref: weakref.ref[Gatherer], view: SavedView) -> torch.Tensor:

@@ -21,6 +21,7 @@ import torch
 
 from zeroengine import ops
 from zeroengine.disk.aligned_memory import aligned_zeros
+from zeroengine.monitor.timer import Timer
 from zeroengine.offload.interfaces import Copies, padded_nbytes, poison_on_error
 from zeroengine.runtime.unit_gradients import UnitGradients
 from zeroengine.utils.work import Then, Work
@@ -40,13 +41,10 @@ class StagingBuffer:
     write: Work | None = None  # in progress, of the sum of ``unit_grads``
     unit_grads: UnitGradients | None = None
 
-    def wait_write(self) -> None:
-        """Return when the sum in the buffer is in its store."""
-        # The attribute is cleared first, so that a failed write raises only once and not at every later wait.
+    def take_write(self) -> Work | None:
+        """Return the write in progress, if any, and forget it, so that a failed one raises only once."""
         write, self.write = self.write, None
-        if write is not None:
-            assert self.unit_grads is not None
-            _wait_transfer(write, self.unit_grads)
+        return write
 
 
 def _shard_view(memory: torch.Tensor, unit_grads: UnitGradients, dtype: torch.dtype) -> torch.Tensor:
@@ -59,17 +57,15 @@ def _sum_dtype(unit_grads: UnitGradients) -> torch.dtype:
     return torch.promote_types(unit_grads.reduce_dtype, unit_grads.dtype)
 
 
-def _wait_transfer(transfer: Work, unit_grads: UnitGradients) -> None:
-    """Wait for a read or a write. If it fails, a gradient is lost, so the store refuses every later step."""
-    assert unit_grads.store is not None
-    with poison_on_error(unit_grads.store):
-        transfer.wait_host()
-
-
 class OffloadedGradients:
-    """Reduces gradients into staging buffers and writes the sums to their stores. Buffers are never freed."""
+    """Reduces gradients into staging buffers and writes the sums to their stores. Buffers are never freed.
 
-    def __init__(self) -> None:
+    Args:
+        timer: Times the waits for reduces and for stores.
+    """
+
+    def __init__(self, timer: Timer) -> None:
+        self._timer = timer
         self._staging_buffers: list[StagingBuffer] = []
         # For each reduce in progress: a work that starts the write of the sum when it is awaited.
         self._reducing: list[tuple[UnitGradients, Work]] = []
@@ -119,14 +115,15 @@ class OffloadedGradients:
         for pair in [pair for pair in self._reducing if selects(*pair)]:
             # The pair is removed first, so that a failed reduce raises only once and not at every later wait.
             self._reducing.remove(pair)
-            pair[1].wait_stream()
+            with self._timer.span("reduce", pair[0].unit.name):
+                pair[1].wait_stream()
 
     def _wait_stored(self, unit_grads: UnitGradients) -> None:
         """Return when the sums of earlier micro-steps are in the store, so that they can be read back."""
         self._finish_reduces(lambda reduced, _: reduced is unit_grads)
         for buffer in self._staging_buffers:
             if buffer.unit_grads is unit_grads:
-                buffer.wait_write()
+                self._wait_write(buffer)
 
     def _write(
         self,
@@ -148,7 +145,7 @@ class OffloadedGradients:
             if read is None:
                 total.copy_(latest)
             else:
-                _wait_transfer(read, unit_grads)
+                self._wait_transfer(read, unit_grads)
                 total.add_(latest)
             # The total holds the sum from here on, so the first buffer is free for another reduce.
             sum_buffer.holds_sum, buffer = False, total_buffer
@@ -164,6 +161,7 @@ class OffloadedGradients:
     ) -> Work:
         store, numel = unit_grads.store, unit_grads.flat_grads.numel()
         assert store is not None
+        # No span may begin in here: its marks would be on the copy stream.
         with copies.on_copy_stream("out"), poison_on_error(store):
             total = latest = self._ordered_buffer(0, copies, numel, _sum_dtype(unit_grads))
             reduce(latest).wait_stream()
@@ -203,7 +201,7 @@ class OffloadedGradients:
         if not idle or (idle[0].write is not None and len(fitting) < MAX_IDLE_STAGING_BUFFERS):
             self._staging_buffers.append(StagingBuffer(aligned_zeros(need, torch.uint8)))
             return self._staging_buffers[-1]
-        idle[0].wait_write()
+        self._wait_write(idle[0])
         idle[0].holds_sum = True
         return idle[0]
 
@@ -212,7 +210,20 @@ class OffloadedGradients:
         # The reduces come first, because finishing each of them starts a write, which is awaited below.
         self._finish_reduces(lambda *_: True)
         for buffer in self._staging_buffers:
-            buffer.wait_write()
+            self._wait_write(buffer)
         while self._ordered_writes:
             unit_grads, write = self._ordered_writes.popitem()
-            _wait_transfer(write, unit_grads)
+            self._wait_transfer(write, unit_grads)
+
+    def _wait_write(self, buffer: StagingBuffer) -> None:
+        """Return when the sum in ``buffer`` is in its store."""
+        write = buffer.take_write()
+        if write is not None:
+            assert buffer.unit_grads is not None
+            self._wait_transfer(write, buffer.unit_grads)
+
+    def _wait_transfer(self, transfer: Work, unit_grads: UnitGradients) -> None:
+        """Wait for a read or a write. If it fails, a gradient is lost, so the store refuses every later step."""
+        assert unit_grads.store is not None
+        with self._timer.span("offload", unit_grads.unit.name), poison_on_error(unit_grads.store):
+            transfer.wait_host()

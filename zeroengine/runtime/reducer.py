@@ -39,6 +39,7 @@ import torch
 from zeroengine.comm.interfaces import Transport
 from zeroengine.config import Config
 from zeroengine.errors import ZeroEngineError
+from zeroengine.monitor.timer import Timer
 from zeroengine.offload.interfaces import OffloadStore
 from zeroengine.runtime.backward_tracker import BackwardListener, BackwardTracker
 from zeroengine.runtime.gradient_buffers import CastCopies, GradientBuffer, GradientBufferPool
@@ -47,7 +48,6 @@ from zeroengine.runtime.offloaded_gradients import OffloadedGradients
 from zeroengine.runtime.released_parameter import gradient_of
 from zeroengine.runtime.unit import Unit
 from zeroengine.runtime.unit_gradients import UnitGradients
-from zeroengine.utils.profiling import profile_range
 from zeroengine.utils.work import Then, Work
 
 
@@ -59,6 +59,7 @@ class Reducer(BackwardListener):
         backward: Reports when a backward begins and ends. The reducer reports each gradient and complete unit to it.
         stores: For each trainable unit, the store of its summed gradients. None: they stay on the device.
         collects_copies: Whether copies into buffers are collected and launched together, which saves time on a GPU.
+        timer: Times reduces.
 
     Attributes:
         predivide: The number that gradients are divided by before they are summed, so that the sum of many ranks does
@@ -76,8 +77,9 @@ class Reducer(BackwardListener):
         backward: BackwardTracker,
         stores: Sequence[OffloadStore | None],
         collects_copies: bool,
+        timer: Timer,
     ) -> None:
-        self._transport, self._channel = transport, transport.reduce
+        self._transport, self._channel, self._timer = transport, transport.reduce, timer
         # Elements of the units that one bucket holds at most. A larger unit is a bucket alone; 0 launches unit by unit.
         self._bucket_numel = config.zero_optimization.reduce_bucket_size or 0
         self._backward = backward
@@ -88,14 +90,15 @@ class Reducer(BackwardListener):
             )
             for unit, store in zip((unit for unit in units if unit.trainable), stores, strict=True)
         ]
-        self._offloaded = OffloadedGradients()
+        self._offloaded = OffloadedGradients(timer)
         self._copies = CastCopies(collects_copies)
         self._reduce_order = self.gradients[::-1]
         # The units of ``_reduce_order`` that have joined a bucket in this backward, or need no reduce.
         self._num_queued = 0
         # Complete units, whose reduces are launched together.
         self._bucket: list[UnitGradients] = []
-        self._works: list[Work] = []
+        # The reduces in progress, and the units that they are for.
+        self._works: list[tuple[str, Work]] = []
         self._buffer_pool = GradientBufferPool(transport, self.gradients)
         # The gradient buffers that are being filled.
         self._buffer_of: dict[UnitGradients, GradientBuffer] = {}
@@ -147,7 +150,7 @@ class Reducer(BackwardListener):
     def _copy_to_slot(self, unit_grads: UnitGradients, index: int) -> None:
         """Copy a gradient to where it is reduced from, or add it to an earlier gradient there."""
         if unit_grads.is_sharded and unit_grads not in self._buffer_of:
-            self._buffer_of[unit_grads] = self._buffer_pool.acquire(unit_grads)
+            self._buffer_of[unit_grads] = self._acquire(unit_grads)
         views = self._buffer_of[unit_grads].param_views if unit_grads.is_sharded else unit_grads.param_views
         self._copy_to(unit_grads, index, views[index], accumulate=unit_grads.slot_filled[index])
         unit_grads.slot_filled[index] = True
@@ -224,7 +227,7 @@ class Reducer(BackwardListener):
     def _launch_bucket(self) -> None:
         bucket, self._bucket = self._bucket, []
         for unit_grads in bucket:
-            with profile_range("reduce", unit_grads.unit.name):
+            with self._timer.span("reduce", unit_grads.unit.name, "reduce"):
                 self._launch_reduce(unit_grads)
 
     def _launch_reduce(self, unit_grads: UnitGradients) -> None:
@@ -237,7 +240,7 @@ class Reducer(BackwardListener):
         # If no parameter of the unit has a gradient on this rank, another rank may have one. All ranks must launch the
         # same collectives, so this rank sends zeros.
         if unit_grads.is_sharded:
-            buffer = self._buffer_of.pop(unit_grads, None) or self._buffer_pool.acquire(unit_grads)
+            buffer = self._buffer_of.pop(unit_grads, None) or self._acquire(unit_grads)
             self._zero_unfilled(unit_grads, buffer.param_views)
             self._launch_from_buffer(buffer, unit_grads, unit_grads.flat_grads, accumulate=unit_grads.launched_in_step)
             # The next micro-step fills another buffer. The sums of all micro-steps accumulate in ``flat_grads``.
@@ -247,14 +250,16 @@ class Reducer(BackwardListener):
         self._zero_unfilled(unit_grads, unit_grads.param_views)
         shard = unit_grads.shard_of_degree(unit.degrees.optimizer)
         if not unit_grads.reduced_in_place:
-            buffer = self._buffer_pool.acquire(unit_grads)
+            buffer = self._acquire(unit_grads)
             # The micro-steps accumulated in one dtype and are sent in another: this copy rounds their sum once.
             buffer.memory[: unit.layout.numel].copy_(unit_grads.flat_grads)
             self._launch_from_buffer(buffer, unit_grads, shard, accumulate=False)
         elif unit.degrees.optimizer == 1:
-            self._works.append(self._channel.all_reduce(unit_grads.flat_grads, unit.name))
+            self._works.append((unit.name, self._channel.all_reduce(unit_grads.flat_grads, unit.name)))
+            self._count_bytes(unit_grads.flat_grads, all_reduce=True)
         else:
-            self._works.append(self._channel.reduce_scatter(shard, unit_grads.flat_grads, unit.name))
+            self._works.append((unit.name, self._channel.reduce_scatter(shard, unit_grads.flat_grads, unit.name)))
+            self._count_bytes(unit_grads.flat_grads, all_reduce=False)
         unit_grads.launched_in_step = True
 
     def _launch_from_buffer(
@@ -268,12 +273,23 @@ class Reducer(BackwardListener):
             buffer.work = self._offloaded.reduce_and_store(unit_grads, reduce, accumulate)
         else:
             buffer.work = self._launch_collective(buffer, target, flat, unit_grads.unit.name, accumulate)
-            self._works.append(buffer.work)
+            self._works.append((unit_grads.unit.name, buffer.work))
         self._buffer_pool.mark_launched(buffer)
+
+    def _acquire(self, unit_grads: UnitGradients) -> GradientBuffer:
+        """Return a buffer to fill. This waits for the reduce of an earlier unit if all buffers are in use."""
+        with self._timer.span("reduce", unit_grads.unit.name):
+            return self._buffer_pool.acquire(unit_grads)
+
+    def _count_bytes(self, flat: torch.Tensor, all_reduce: bool) -> None:
+        """Count what a reduce of ``flat`` brings to this rank: an all-reduce is a reduce-scatter and an all-gather."""
+        world_size = self._transport.world_size
+        self._timer.count("reduce", (1 + all_reduce) * flat.nbytes * (world_size - 1) // world_size)
 
     def _launch_collective(
         self, buffer: GradientBuffer, target: torch.Tensor, flat: torch.Tensor, label: str, accumulate: bool
     ) -> Work:
+        self._count_bytes(flat, all_reduce=target.numel() == flat.numel())
         if target.numel() < flat.numel():
             buffer.collective = self._channel.reduce_scatter(target, flat, label, accumulate)
             return buffer.collective
@@ -305,7 +321,7 @@ class Reducer(BackwardListener):
         self.wait_reduces()
         # No rank knows which units have late gradients on the others, so all ranks reduce every unit.
         for unit_grads in self._reduce_order:
-            buffer = self._buffer_pool.acquire(unit_grads)
+            buffer = self._acquire(unit_grads)
             for index, view in enumerate(buffer.param_views):
                 if self._has_deferred_gradient(unit_grads, index):
                     self._copy_to(unit_grads, index, view, accumulate=False)
@@ -322,8 +338,9 @@ class Reducer(BackwardListener):
 
         Some transports need the host of each rank to finish a reduce.
         """
-        for work in self._works:
-            work.wait_stream()
+        for unit_name, work in self._works:
+            with self._timer.span("reduce", unit_name):
+                work.wait_stream()
         self._works.clear()
         self._offloaded.wait_all()
 

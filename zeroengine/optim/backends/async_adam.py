@@ -26,7 +26,6 @@ from zeroengine.optim.backends.adam_state import AdamState, has_decoupled_decay,
 from zeroengine.optim.backends.interface import BackendParts
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.optim.step_result import GradientFactor, StepResult, StepSettings
-from zeroengine.utils.profiling import profile_range
 from zeroengine.utils.small_transfers import HostCopy, to_device
 
 # A step copies to the host the values of ``GradientFactor``, then ``has_grad`` and ``checksums`` of ``StepSums``.
@@ -88,7 +87,7 @@ class AsyncAdam:
         # `prepare` counts the step and folds the factor into every segment, unless the gradient overflowed.
         self._table.prepare(factor, sums.has_grad)
         for shard in self._parts.shards:
-            with profile_range("update", shard.unit.name):
+            with self._parts.timer.span("update", shard.unit.name, "update"):
                 self._table.update(
                     shard.index,
                     shard.master,

@@ -25,7 +25,6 @@ from zeroengine.optim.backends.interface import BackendParts
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.optim.segments import Segment, segments_of
 from zeroengine.optim.step_result import StepResult, StepSettings
-from zeroengine.utils.profiling import profile_range
 from zeroengine.utils.work import Work
 
 # The lists of segments that are cached for each shard: one for each set of parameters that had a gradient. Without a
@@ -90,13 +89,13 @@ class BlockingAdam:
                     writeback = self._update_with_offloaded_param(shard, store, segments, factor, all(flags))
                 writebacks.append((store, writeback))
                 if len(writebacks) >= MAX_WRITEBACKS:
-                    _wait_for_first(writebacks)
+                    self._wait_for_first(writebacks)
                 self._parts.after_update(shard.unit)
             else:
                 offloaded.append((shard, segments))
         # The pipeline may use the same stores, and the next gather reads the shards that were written back.
         while writebacks:
-            _wait_for_first(writebacks)
+            self._wait_for_first(writebacks)
         if offloaded:
             assert self._parts.pipeline is not None
             self._parts.pipeline.run(
@@ -111,7 +110,7 @@ class BlockingAdam:
     def _update_on_device(
         self, shard: OptimizerShard, segments: Sequence[Segment], factor: float, tensors: Sequence[torch.Tensor]
     ) -> None:
-        with profile_range("update", shard.unit.name):
+        with self._parts.timer.span("update", shard.unit.name, "update"):
             self._run_kernel(shard, segments, factor, 0, shard.param.numel(), *tensors)
 
     def _update_with_offloaded_param(
@@ -129,7 +128,8 @@ class BlockingAdam:
             # The update writes every parameter, so only the padding between them has to be set.
             on_device.zero_()
         else:
-            store.read(param, on_device).wait_stream()
+            with self._parts.timer.span("offload", shard.unit.name):
+                store.read(param, on_device).wait_stream()
         tensors = [on_device if tensor is param else tensor for tensor in self._tensors(shard)]
         self._update_on_device(shard, segments, factor, tensors)
         return store.write(on_device, param)
@@ -205,8 +205,7 @@ class BlockingAdam:
                 offset=shard.offset + first,
             )
 
-
-def _wait_for_first(writebacks: deque[tuple[OffloadStore, Work]]) -> None:
-    store, writeback = writebacks.popleft()
-    with poison_on_error(store):
-        writeback.wait_host()
+    def _wait_for_first(self, writebacks: deque[tuple[OffloadStore, Work]]) -> None:
+        store, writeback = writebacks.popleft()
+        with self._parts.timer.span("offload"), poison_on_error(store):
+            writeback.wait_host()

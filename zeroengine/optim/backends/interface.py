@@ -42,6 +42,7 @@ from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 
+from zeroengine.monitor.timer import Timer
 from zeroengine.offload.pipeline import Pipeline
 from zeroengine.optim.optimizer_shard import OptimizerShard
 from zeroengine.optim.step_reduction import StepReduction
@@ -104,6 +105,7 @@ class BackendParts:
         moments_dtype: The dtype of Adam's moments.
         pipeline: Brings offloaded states to the update. None: no state needs it.
         async_step: Whether to choose ``AsyncAdam`` where it can run. None: on a GPU that zeroengine's kernels serve.
+        timer: Times the updates.
     """
 
     optimizer: torch.optim.Optimizer
@@ -116,6 +118,7 @@ class BackendParts:
     moments_dtype: torch.dtype
     pipeline: Pipeline | None
     async_step: bool | None
+    timer: Timer
 
 
 class UpdateBackend(Protocol):

@@ -1,0 +1,319 @@
+"""What the engine tells the monitor: the end of each step, and what happened in it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import platform
+import resource
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroengine.comm.group import Group
+from zeroengine.comm.process_groups import destroy_group
+from zeroengine.comm.watchdog import host_name
+from zeroengine.config import Config
+from zeroengine.engine.step import IssuedStep
+from zeroengine.monitor.collector import Collector, LaterValue, RankStep, TraceRequest
+from zeroengine.monitor.flops import ForwardFlops, step_flops
+from zeroengine.monitor.record import EventKind, RunEvent, Sink, StepRecord
+from zeroengine.monitor.run_folder import RUN_FOLDER_VARIABLE, RunFolder
+from zeroengine.monitor.summary import MEDIA, STATES
+from zeroengine.monitor.timer import Timer
+from zeroengine.partition.cut import UnitPlan
+from zeroengine.utils.small_transfers import HostCopy
+from zeroengine.utils.tensor_tree import tensors_in
+
+log = logging.getLogger("zeroengine")
+
+# The memory of the states seldom changes, and listing it takes longer than the rest of a record.
+MEMORY_INTERVAL = 20
+# The first forward may compile, and so is not the one whose operations are counted.
+FLOPS_STEP = 2
+
+
+def run_folder_of(config: Config) -> str | None:
+    """Return the run folder, or None if neither the configuration nor zero-launch names one."""
+    return config.monitor.folder or os.environ.get(RUN_FOLDER_VARIABLE) or None
+
+
+def wants_monitor(config: Config) -> bool:
+    """Return whether anything asks for the record of each step."""
+    if config.monitor.enabled is not None:
+        return config.monitor.enabled
+    return run_folder_of(config) is not None or config.trace.steps is not None
+
+
+def start_monitor(
+    model: nn.Module, config: Config, group: Group, plans: Sequence[UnitPlan], undo: ExitStack
+) -> EngineMonitor | None:
+    """Return the monitor of an engine, or None if nothing asks for one. A collective.
+
+    Args:
+        model: The model.
+        config: The resolved configuration.
+        group: The ranks of the engine.
+        plans: The units.
+        undo: Ends the monitor.
+
+    Raises:
+        ZeroEngineError: On every rank, if rank 0 cannot write the run folder.
+    """
+    if not wants_monitor(config):
+        return None
+    hosts = group.all_gather_object(host_name() or platform.node(), "to start the monitor")
+    sinks: list[Sink] = []
+    with group.collective_errors("to start the monitor"):
+        if group.rank == 0:
+            sinks = _open_sinks(config, _describe_run(model, config, group, plans, hosts))
+    monitor = EngineMonitor(config, group, [plan.name for plan in plans], _trainable_share(plans), sinks)
+    undo.callback(monitor.close)
+    stage = config.zero_optimization.stage
+    text = f"{type(model).__name__} starts on {group.world_size} ranks at stage {stage}"
+    monitor.event("start", 0, text)
+    return monitor
+
+
+def _open_sinks(config: Config, run: Mapping[str, Any]) -> list[Sink]:
+    folder = run_folder_of(config)
+    return [] if folder is None else [RunFolder(folder, run)]
+
+
+def _trainable_share(plans: Sequence[UnitPlan]) -> float:
+    return sum(plan.numel for plan in plans if plan.trainable) / max(sum(plan.numel for plan in plans), 1)
+
+
+def _describe_run(
+    model: nn.Module, config: Config, group: Group, plans: Sequence[UnitPlan], hosts: Sequence[str]
+) -> dict[str, Any]:
+    """Return what ``run.json`` says, except for its format."""
+    on_gpu = group.device.type == "cuda"
+    # The package imports this file, so this file does not import the package.
+    version = sys.modules["zeroengine"].__version__
+    schedule = {} if config.scheduler is None else dict(config.scheduler.params)
+    return {
+        "zeroengine": version,
+        "started": time.time(),
+        "world_size": group.world_size,
+        "hosts": list(hosts),
+        "device": torch.cuda.get_device_properties(group.device).name if on_gpu else "cpu",
+        "units": [plan.name for plan in plans],
+        "model": {
+            "class": type(model).__name__,
+            "parameters": sum(plan.numel for plan in plans),
+            "trainable": sum(plan.numel for plan in plans if plan.trainable),
+        },
+        "config": config.to_dict(),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "zeroengine": version,
+        },
+        "peak_flops": config.monitor.peak_flops,
+        "steps_planned": config.monitor.total_steps or schedule.get("total_num_steps"),
+    }
+
+
+class _Sinks:
+    """Feeds several sinks. One that raises is closed with one warning, and the others go on."""
+
+    def __init__(self, sinks: Sequence[Sink]) -> None:
+        self._sinks = list(sinks)
+
+    def step(self, record: StepRecord) -> None:
+        self._call(lambda sink: sink.step(record))
+
+    def event(self, event: RunEvent) -> None:
+        self._call(lambda sink: sink.event(event))
+
+    def close(self) -> None:
+        self._call(lambda sink: sink.close())
+
+    def _call(self, feed: Callable[[Sink], None]) -> None:
+        for sink in list(self._sinks):
+            try:
+                feed(sink)
+            except Exception as error:
+                self._sinks.remove(sink)
+                log.warning("%s takes no more records: %s", type(sink).__name__, error)
+
+
+class EngineMonitor:
+    """Notes what happens in a step, and hands it to the collector when the step ends.
+
+    Args:
+        config: The resolved configuration.
+        group: The ranks of the engine.
+        units: The names of the units.
+        trainable_share: The share of the parameters that is trained.
+        sinks: Take the records, on rank 0.
+
+    Attributes:
+        timer: Times the kinds of work.
+    """
+
+    def __init__(
+        self, config: Config, group: Group, units: Sequence[str], trainable_share: float, sinks: Sequence[Sink]
+    ) -> None:
+        self._config, self._device, self._rank = config, group.device, group.rank
+        self._trainable_share = trainable_share
+        self.timer = Timer(units, group.device)
+        # Ranks that are pretended have no peers to gather from.
+        alone = group.world_size == 1 or group.backend == "fake"
+        self._group = None if alone else group.new_group("gloo", config.comm.timeout_seconds)
+        self._collector = Collector(
+            self._group, group.rank, units, self.timer.slot_names, config.monitor.peak_flops, _Sinks(sinks)
+        )
+        # An engine that is not closed ends its monitor when it is deleted, or when the process exits.
+        self._finalizer = weakref.finalize(self, self._collector.close, True)
+        self._divisor = config.micro_steps_in_mean
+        self._last_step = 0
+        self._flops_per_element: float | None = None
+        self._memory: dict[str, float] = {}
+        self._disk_traffic = (0, 0)
+        self._begin_step()
+        self._set_tracing(1)
+
+    def _begin_step(self) -> None:
+        self._loss: torch.Tensor | None = None
+        self._samples = self._tokens = self._elements = 0
+        self._has_input = self._has_tokens = False
+        self._user: dict[str, Any] = {}
+
+    # -- within a step ----------------------------------------------------------------------------
+
+    def observe_forward(self, inputs: Any) -> contextlib.AbstractContextManager[Any]:
+        """Count the samples and the tokens of a forward. Return a context for it, which may count its operations."""
+        first = next(iter(tensors_in(inputs)), None)
+        if first is None or not first.dim():
+            return contextlib.nullcontext()
+        self._has_input = True
+        self._samples += first.shape[0]
+        self._elements += first.numel()
+        if not (first.is_floating_point() or first.is_complex() or first.dtype is torch.bool):
+            self._has_tokens = True
+            self._tokens += first.numel()
+        if self._flops_per_element is None and self._last_step + 1 >= FLOPS_STEP:
+            return self._count_flops(first.numel())
+        return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _count_flops(self, numel: int) -> Iterator[None]:
+        with ForwardFlops() as flops:
+            yield
+        # Operations that torch has no formula for, as in a compiled model, would make this too small. None counts none.
+        self._flops_per_element = step_flops(flops.total, self._trainable_share) / max(numel, 1)
+
+    def note_loss(self, loss: torch.Tensor) -> None:
+        """Add what ``backward`` was given to the loss of the step."""
+        # The copy is made now, because the user may change the tensor afterwards.
+        value = loss.detach().to(torch.float64, copy=True).view(())
+        self._loss = value if self._loss is None else self._loss + value
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Add the user's numbers to the step."""
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor):
+                self._user[name] = HostCopy(value.detach().to(torch.float64, copy=True).view(1))
+            else:
+                self._user[name] = float(value)
+
+    def event(self, kind: EventKind, step: int, text: str, **facts: Any) -> None:
+        """Tell the sinks of an event. Rank 0's count."""
+        if self._rank == 0:
+            self._collector.put(RunEvent(time.time(), max(step, self._last_step), kind, text, facts))
+
+    # -- the end of a step ------------------------------------------------------------------------
+
+    def end_step(self, issued: IssuedStep, memory: Callable[[], Any], disk_traffic: tuple[int, int]) -> None:
+        """Hand over the step that has just ended. Call it on every rank.
+
+        Args:
+            issued: The step.
+            memory: Returns ``engine.memory()``.
+            disk_traffic: Bytes read from disks and written to them since the start.
+        """
+        times = self.timer.end_step()
+        if issued.number % MEMORY_INTERVAL == 1 or not self._memory:
+            self._memory = _memory_numbers(memory())
+        flops = self._flops_per_element
+        received = self.timer.received
+        numbers: dict[str, float | None] = {
+            "gather_bytes": received["gather"],
+            "reduce_bytes": received["reduce"],
+            "disk_read_bytes": disk_traffic[0] - self._disk_traffic[0],
+            "disk_write_bytes": disk_traffic[1] - self._disk_traffic[1],
+            "samples": self._samples if self._has_input else None,
+            "tokens": self._tokens if self._has_tokens else None,
+            "flops": flops * self._elements if flops else None,
+            "peak": _peak_bytes(self._device),
+            **self._memory,
+        }
+        self.timer.received = dict.fromkeys(received, 0)
+        self._disk_traffic, self._last_step = disk_traffic, issued.number
+        loss: LaterValue | None = None if self._loss is None else HostCopy(self._loss.view(1))
+        self._collector.put(
+            RankStep(
+                issued.number,
+                time.time(),
+                times,
+                numbers,
+                loss,
+                self._divisor,
+                [_rate(rate) for rate in issued.rates],
+                issued.loss_scale,
+                lambda: issued.result.grad_norm,
+                issued.skips,
+                self._user,
+            )
+        )
+        self._begin_step()
+        self._set_tracing(issued.number + 1)
+
+    def _set_tracing(self, step: int) -> None:
+        """Keep the intervals of ``step`` if it is traced, and write the timeline after the last traced step."""
+        steps = self._config.trace.steps
+        if not steps:
+            return
+        was_tracing, self.timer.tracing = self.timer.tracing, steps[0] <= step <= steps[-1]
+        if was_tracing and not self.timer.tracing:
+            folder = self._config.trace.folder or run_folder_of(self._config) or "."
+            self._collector.put(TraceRequest(str(Path(folder) / f"trace-{steps[0]}.json"), steps[0]))
+
+    def close(self) -> None:
+        """Finish the records of the steps so far. Call it on every rank."""
+        error = sys.exc_info()[1]
+        if error is None:
+            self.event("end", self._last_step, f"the run ends after step {self._last_step}")
+        else:
+            self.event("error", self._last_step, f"the run ends with {type(error).__name__}: {error}")
+        self._finalizer.detach()
+        # A group whose operations have not ended would make its destruction wait for them.
+        if self._collector.close(after_error=error is not None) and self._group is not None:
+            destroy_group(self._group)
+
+
+def _memory_numbers(memory: Any) -> dict[str, float]:
+    """Return the bytes of ``engine.memory()`` by the names of ``RankRow``."""
+    kinds = {"device": {state: getattr(memory, state) for state in STATES}, "cpu": memory.cpu, "nvme": memory.nvme}
+    return {f"{medium}.{state}": float(kinds[medium].get(state, 0)) for medium in MEDIA for state in STATES}
+
+
+def _peak_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _rate(rate: Any) -> float:
+    # Reading a tensor on a GPU would wait for the device.
+    return float("nan") if isinstance(rate, torch.Tensor) and rate.is_cuda else float(rate)

@@ -1,0 +1,198 @@
+"""Collects what each rank measured, and feeds the sinks, on a thread of its own.
+
+[Note: Nothing waits in a step]
+A step ends with one entry in a queue. The thread of each rank reads the entry once the device has computed its values,
+and takes part in a gather over a process group of CPUs that nothing else uses. Rank 0's thread makes the record. So a
+record appears some time after its step, and no step waits for it. A rank that ends or stalls stops the records of all
+ranks, with one warning, and not the training.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from zeroengine.monitor.record import RunEvent, Sink
+from zeroengine.monitor.summary import CommonFacts, RankRow, summarize
+from zeroengine.monitor.timer import Interval, StepTimes
+from zeroengine.monitor.trace import measure_clock_offsets, write_trace
+
+log = logging.getLogger("zeroengine")
+
+# The seconds in which the records of the last steps must arrive when the engine ends; fewer after an error.
+CLOSE_TIMEOUT_S, CLOSE_AFTER_ERROR_S = 20.0, 2.0
+
+
+class LaterValue(Protocol):
+    """Numbers that a device computes."""
+
+    def read(self) -> list[float]:
+        """Wait for the numbers and return them."""
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """What one rank knows at the end of a step. The thread reads what the device has not computed yet.
+
+    Attributes:
+        step: The number of the step.
+        time: Its end, in Unix seconds.
+        times: The seconds of each kind of work.
+        numbers: Traffic, counts and memory, by the names of ``RankRow``.
+        loss: The sum of the losses of this rank, or None if ``backward`` was given none.
+        loss_divisor: Divides that sum.
+        lr: The learning rates.
+        loss_scale: The factor of the loss.
+        grad_norm: Returns the norm, and may wait for it.
+        skips: Whether a step whose norm is not finite is skipped.
+        user: The user's numbers by name.
+    """
+
+    step: int
+    time: float
+    times: StepTimes
+    numbers: Mapping[str, float | None]
+    loss: LaterValue | None
+    loss_divisor: int
+    lr: Sequence[float]
+    loss_scale: float
+    grad_norm: Callable[[], float]
+    skips: bool
+    user: Mapping[str, float | LaterValue]
+
+
+@dataclass(frozen=True)
+class TraceRequest:
+    """The end of the traced steps.
+
+    Attributes:
+        path: The file that rank 0 writes.
+        first_step: The first traced step.
+    """
+
+    path: str
+    first_step: int
+
+
+class Collector:
+    """Collects the steps of all ranks. Every rank gives it the same steps in the same order.
+
+    Args:
+        group: A process group that nothing else uses, which can send CPU tensors. None: there is one rank.
+        rank: This rank.
+        units: The names of the units.
+        slot_names: Those of the timer.
+        peak_flops: The peak rate of one rank in FLOP/s, if it is known.
+        sinks: Take the records and the events, on rank 0.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        rank: int,
+        units: Sequence[str],
+        slot_names: Sequence[tuple[str, str]],
+        peak_flops: float | None,
+        sinks: Sink,
+    ) -> None:
+        self._group, self._rank, self._sinks = group, rank, sinks
+        self._layout, self._slot_names, self._peak_flops = RankRow(units), slot_names, peak_flops
+        self._timeline: list[Interval] = []
+        self._failed = False
+        self._queue: SimpleQueue[RankStep | RunEvent | TraceRequest | None] = SimpleQueue()
+        # A daemon: a rank that stalls must not keep the interpreter from exiting.
+        self._thread = threading.Thread(target=self._run, name="zeroengine-monitor", daemon=True)
+        self._thread.start()
+
+    @property
+    def bytes_per_step(self) -> int:
+        """Return the bytes that each rank sends to rank 0 in a step."""
+        return 8 * len(self._layout.names)
+
+    def put(self, item: RankStep | RunEvent | TraceRequest) -> None:
+        """Hand over a step, an event or the end of a trace. Return at once."""
+        self._queue.put(item)
+
+    def close(self, after_error: bool) -> bool:
+        """Finish the records of the steps so far, and close the sinks.
+
+        Args:
+            after_error: Whether other ranks may be unable to finish theirs.
+
+        Returns:
+            Whether everything was finished in time. If not, the thread still uses the process group.
+        """
+        self._queue.put(None)
+        seconds = CLOSE_AFTER_ERROR_S if after_error else CLOSE_TIMEOUT_S
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            log.warning("the last steps are not recorded: another rank has not sent its part in %g s", seconds)
+        return not self._thread.is_alive()
+
+    # -- on the thread ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            # Events concern rank 0 alone, so they are written even if other ranks are gone.
+            if isinstance(item, RunEvent):
+                self._sinks.event(item)
+            elif not self._failed:
+                try:
+                    self._take_step(item) if isinstance(item, RankStep) else self._write_trace(item)
+                except Exception as error:
+                    self._fail(error)
+            # This name would keep the last step's tensors alive while the thread waits.
+            del item
+        self._sinks.close()
+
+    def _fail(self, error: Exception) -> None:
+        self._failed = True
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        text = f"no further steps are recorded: {reason}"
+        log.warning("%s", text)
+        if self._rank == 0:
+            self._sinks.event(RunEvent(time.time(), 0, "warning", text))
+
+    def _take_step(self, step: RankStep) -> None:
+        seconds, timeline = step.times.wait()
+        self._timeline += timeline
+        loss = None if step.loss is None else step.loss.read()[0] / step.loss_divisor
+        row = self._layout.pack({**step.numbers, "has_loss": float(loss is not None), "loss": loss}, seconds)
+        rows = self._gather(torch.from_numpy(row))
+        if rows is None:
+            return
+        norm = step.grad_norm()
+        user = {name: value if isinstance(value, float) else value.read()[0] for name, value in step.user.items()}
+        skipped = step.skips and not np.isfinite(norm)
+        facts = CommonFacts(step.step, step.time, step.lr, norm, step.loss_scale, bool(skipped), user)
+        self._sinks.step(summarize(rows, self._layout, facts, self._peak_flops))
+
+    def _gather(self, row: torch.Tensor) -> Any:
+        """Return the rows of all ranks on rank 0, and None on the others."""
+        if self._group is None:
+            return row.numpy()[None]
+        rows = torch.empty(self._group.size(), row.numel(), dtype=row.dtype, device="cpu") if self._rank == 0 else None
+        dist.gather(row, None if rows is None else list(rows), group=self._group, group_dst=0)
+        return None if rows is None else rows.numpy()
+
+    def _write_trace(self, request: TraceRequest) -> None:
+        timeline, self._timeline = self._timeline, []
+        offsets, timelines = [0.0], [timeline]
+        if self._group is not None:
+            offsets = measure_clock_offsets(self._group)
+            timelines = [[] for _ in range(self._group.size())]
+            dist.gather_object(timeline, timelines if self._rank == 0 else None, group=self._group, group_dst=0)
+        if self._rank == 0:
+            num_events = write_trace(request.path, timelines, offsets, self._slot_names)
+            text = f"the timeline of steps {request.first_step} and following is in {request.path}"
+            facts = {"path": request.path, "events": num_events}
+            self._sinks.event(RunEvent(time.time(), request.first_step, "trace", text, facts))

@@ -1,0 +1,49 @@
+"""Count the floating-point operations of a forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_flop
+
+# torch has no formula for the attention of CPUs, which computes the same products.
+FORMULAS = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop, **flop_registry}
+
+
+class ForwardFlops(TorchDispatchMode):
+    """Counts matrix products, convolutions and attention inside its ``with``, by torch's formulas.
+
+    ``torch.utils.flop_counter.FlopCounterMode`` uses the same formulas and also hooks every module, which would
+    disturb the engine's own hooks.
+
+    Attributes:
+        total: Operations so far; a multiplication and an addition are two.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run ``func``, and count it."""
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        formula = FORMULAS.get(func._overloadpacket)
+        if formula is not None:
+            self.total += formula(*args, **kwargs, out_val=out)
+        return out
+
+
+def step_flops(forward_flops: float, trainable_share: float) -> float:
+    """Return the operations of a forward and backward, without recomputation.
+
+    The backward computes the gradients of activations and those of parameters, each as many operations as the forward
+    (PaLM, arXiv 2204.02311, appendix B). Frozen parameters need no gradients.
+
+    Args:
+        forward_flops: Operations of the forward.
+        trainable_share: The share of the parameters that is trained.
+    """
+    return forward_flops * (2 + trainable_share)

@@ -1,0 +1,235 @@
+"""Times the kinds of work of a step.
+
+[Note: Exclusive times]
+At any time a rank does one kind of work: that of the innermost span, or "other" outside of all spans. Each beginning
+and each end of a span is a mark, and the time since the previous mark belongs to the kind that was in progress. So the
+times of a step add up to its wall time, whatever spans nest in whatever others. A span whose end is never reported,
+because an error passed it, ends with the span around it.
+
+[Note: On a GPU]
+There a mark is an event on the current stream. The time between two events is what the device spent, including what it
+idled. A stream that waits for a collective does so between the marks around ``wait_stream``, so that span's time is the
+exposed part of the collective. The host waits for no event in a step; the thread of the collector does later.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+
+from zeroengine.monitor.record import KINDS, Kind
+from zeroengine.utils.profiling import profile_range
+
+_NOTHING: AbstractContextManager[Any] = nullcontext()
+# A step of very many micro-steps has more marks on a GPU than this. Then complete ones are added up before its end.
+MAX_DEVICE_MARKS = 2048
+
+
+class Interval(NamedTuple):
+    """A time in which one kind of work was in progress: see ``Timer.slot_names``. In seconds of ``perf_counter``."""
+
+    slot: int
+    begin: float
+    end: float
+
+
+class StepTimes:
+    """The times of one step. ``wait`` returns them, on any thread.
+
+    Args:
+        seconds: Seconds by slot, without those of ``marks``.
+        timeline: The step's intervals on the host's clock, if the step is traced.
+        device: The recorder and the marks of a GPU, which are not read yet.
+    """
+
+    def __init__(
+        self,
+        seconds: list[float],
+        timeline: list[Interval] | None = None,
+        device: tuple[_DeviceRecorder, list[tuple[int, torch.cuda.Event]]] | None = None,
+    ) -> None:
+        self._seconds, self._timeline, self._device = seconds, timeline, device
+
+    def wait(self) -> tuple[list[float], list[Interval]]:
+        """Return the seconds of each slot, and the intervals of a traced step. Wait until the device has run it."""
+        if self._device is not None:
+            (recorder, marks), self._device = self._device, None
+            recorder.add_up(marks, self._seconds, self._timeline)
+        return self._seconds, self._timeline or []
+
+
+class Timer:
+    """Attributes the time of a rank to kinds of work and units.
+
+    Args:
+        units: The names of the units.
+        device: The device that the rank computes on. None: the timer is off, and costs nothing.
+
+    Attributes:
+        enabled: Whether it is on.
+        slot_names: The kind and the unit that each of ``StepTimes`` belongs to. The unit is empty for work that
+            concerns no single unit. The first slot is that of "other".
+        tracing: Whether the intervals of this step are kept. Set it between steps.
+        received: The bytes that collectives brought to this rank in this step, by kind.
+    """
+
+    def __init__(self, units: Sequence[str] = (), device: torch.device | None = None) -> None:
+        self.enabled, self.tracing = device is not None, False
+        self.slot_names = [("other", ""), *((kind, unit) for kind in KINDS for unit in ("", *units))]
+        self.received = {"gather": 0, "reduce": 0}
+        self._slots = {names: slot for slot, names in enumerate(self.slot_names)}
+        self._on_cuda = device is not None and device.type == "cuda"
+        # The work in progress, and that of the spans around it, the outermost first.
+        self._slot, self._outer_slots = 0, list[int]()
+        if device is not None:
+            num_slots = len(self.slot_names)
+            self._recorder = _DeviceRecorder(num_slots) if self._on_cuda else _HostRecorder(num_slots)
+
+    def span(self, kind: Kind, unit: str = "", label: str = "") -> AbstractContextManager[Any]:
+        """Return a context whose time belongs to ``kind`` and ``unit``.
+
+        Args:
+            kind: The kind of work.
+            unit: The unit that it is for, if it is for one.
+            label: The name that profilers show before the unit's. Empty: they show nothing.
+        """
+        named = profile_range(label, unit) if label else _NOTHING
+        if not self.enabled:
+            return named
+        return _Span(self, self._slots.get((kind, unit)) or self._slots[kind, ""], named)
+
+    def begin(self, kind: Kind, unit: str = "") -> int:
+        """Begin a span whose end is known elsewhere. Return a number for ``end``."""
+        return self._push(self._slots[kind, unit]) if self.enabled else -1
+
+    def end(self, depth: int) -> None:
+        """End a span of ``begin``, and all spans inside that have not ended. A second call does nothing."""
+        if 0 <= depth < len(self._outer_slots) and self._marks():
+            self._recorder.mark(self._slot)
+            self._slot = self._outer_slots[depth]
+            del self._outer_slots[depth:]
+
+    def _push(self, slot: int) -> int:
+        if not self._marks():
+            return -1
+        self._recorder.mark(self._slot)
+        self._outer_slots.append(self._slot)
+        self._slot = slot
+        return len(self._outer_slots) - 1
+
+    def _marks(self) -> bool:
+        # An event that a CUDA graph captures has no time.
+        return not (self._on_cuda and torch.cuda.is_current_stream_capturing())
+
+    def count(self, kind: Kind, nbytes: int) -> None:
+        """Count bytes that a collective brings to this rank."""
+        if self.enabled:
+            self.received[kind] += nbytes
+
+    def end_step(self) -> StepTimes:
+        """Return the times since the end of the previous step, and begin the next step."""
+        self._recorder.mark(self._slot)
+        return self._recorder.take(self.tracing)
+
+
+class _Span:
+    __slots__ = ("_depth", "_named", "_slot", "_timer")
+
+    def __init__(self, timer: Timer, slot: int, named: AbstractContextManager[Any]) -> None:
+        self._timer, self._slot, self._named = timer, slot, named
+
+    def __enter__(self) -> None:
+        self._depth = self._timer._push(self._slot)
+        if self._named is not _NOTHING:
+            self._named.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self._named is not _NOTHING:
+            self._named.__exit__(*error)
+        self._timer.end(self._depth)
+
+
+class _HostRecorder:
+    """Marks on the clock of the host."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._num_slots = num_slots
+        self._seconds = [0.0] * num_slots
+        self._timeline: list[Interval] | None = None
+        self._since = time.perf_counter()
+
+    def mark(self, slot: int) -> None:
+        """Add the time since the last mark to ``slot``."""
+        now = time.perf_counter()
+        self._seconds[slot] += now - self._since
+        if self._timeline is not None:
+            self._timeline.append(Interval(slot, self._since, now))
+        self._since = now
+
+    def take(self, trace_next: bool) -> StepTimes:
+        """Return the times since the last call. ``trace_next``: keep the intervals from now on."""
+        times = StepTimes(self._seconds, self._timeline)
+        self._seconds = [0.0] * self._num_slots
+        self._timeline = [] if trace_next else None
+        return times
+
+
+class _DeviceRecorder:
+    """Marks on the clock of a GPU."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._num_slots = num_slots
+        self._seconds = [0.0] * num_slots
+        self._timeline: list[Interval] | None = None
+        # Events that may be recorded again. The thread that reads the times returns them.
+        self._free: deque[torch.cuda.Event] = deque()
+        # The device has nothing to do when an engine is made, so its clock can be related to the host's here.
+        self._origin = self._event()
+        self._origin.record()
+        self._origin.synchronize()
+        self._origin_time = time.perf_counter()
+        # The slot of each mark. The first one begins the step.
+        self._marks: list[tuple[int, torch.cuda.Event]] = [(0, self._origin)]
+
+    def _event(self) -> torch.cuda.Event:
+        # A thread that waits for a blocking event leaves its core to others.
+        return self._free.popleft() if self._free else torch.cuda.Event(enable_timing=True, blocking=True)
+
+    def mark(self, slot: int) -> None:
+        """Add the time since the last mark to ``slot``, once it is known."""
+        event = self._event()
+        event.record()
+        self._marks.append((slot, event))
+        if len(self._marks) > MAX_DEVICE_MARKS and self._timeline is None and event.query():
+            self.add_up(self._marks, self._seconds, None)
+            self._marks = [(slot, event)]
+
+    def take(self, trace_next: bool) -> StepTimes:
+        """Return the times since the last call. ``trace_next``: keep the intervals from now on."""
+        times = StepTimes(self._seconds, self._timeline, (self, self._marks))
+        self._seconds = [0.0] * self._num_slots
+        self._marks = [self._marks[-1]]
+        self._timeline = [] if trace_next else None
+        return times
+
+    def add_up(
+        self, marks: list[tuple[int, torch.cuda.Event]], seconds: list[float], timeline: list[Interval] | None
+    ) -> None:
+        """Wait for the events, and add the time before each one to its slot. All but the last event are free then."""
+        before = marks[0][1]
+        for slot, event in marks[1:]:
+            event.synchronize()
+            # Events of two streams may be out of order.
+            elapsed = max(before.elapsed_time(event), 0.0) / 1000
+            seconds[slot] += elapsed
+            if timeline is not None:
+                end = self._origin_time + self._origin.elapsed_time(event) / 1000
+                timeline.append(Interval(slot, end - elapsed, end))
+            if before is not self._origin:
+                self._free.append(before)
+            before = event
