@@ -21,9 +21,9 @@ from zeroengine.launch.cluster.hosts import Host, limit_hosts, processes_on, rea
 from zeroengine.launch.cluster.shells import RemoteShell, split_words, srun_shell, ssh_shell
 from zeroengine.launch.local import job
 from zeroengine.launch.local.core_binding import cores_by_rank
-from zeroengine.launch.local.masking import is_secret, masked
 from zeroengine.launch.local.worker import BIND_VARIABLE
 from zeroengine.utils.launcher_reports import RESTART_EXIT_CODE
+from zeroengine.utils.masking import is_secret, masked
 
 
 @command("zero-launch")

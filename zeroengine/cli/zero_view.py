@@ -1,4 +1,4 @@
-"""Run the command `zero-view`: show a run folder in the terminal or as JSON."""
+"""Run the command `zero-view`: show a run folder in the terminal, as JSON, or as an HTML page."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ EXAMPLES = """\
 examples:
   zero-view runs/a                           progress, loss, where the time and the memory go, events
   zero-view runs/a --follow                  the same of a running run, drawn again as it goes on
-  zero-view runs/a runs/b                    two runs side by side
+  zero-view runs/a --html report.html        one page for a browser; it needs no network
+  zero-view runs/a runs/b --html both.html   two runs laid over each other
   zero-view runs/a --json | jq .run.split    for programs
 """
 FOLLOW_INTERVAL_S = 1.0
@@ -30,27 +31,30 @@ PLAIN_INTERVAL_S = 10.0
 @command("zero-view")
 def main(argv: list[str] | None = None) -> int:
     """Show a run and return the exit code."""
-    about = "Show what a run wrote into its run folder: in the terminal or as JSON."
+    about = "Show what a run wrote into its run folder: in the terminal, as JSON, or as an HTML page."
     parser = CommandParser("zero-view", USAGE, about, EXAMPLES)
     add = parser.add_argument
     add("run", metavar="RUN", type=Path, help="the run folder")
     add("other", metavar="OTHER", type=Path, nargs="?", help="a second run, to compare with")
     add("--compare", metavar="OTHER", type=Path, help="the same as a second RUN")
     add("--follow", action="store_true", help="go on until the run ends, or Ctrl-C")
+    add("--html", metavar="FILE", type=Path, help="write one self-contained page")
     add("--json", action="store_true", help="print the figures as JSON")
     options = parser.parse_args(argv)
     if options.other and options.compare:
         raise ZeroEngineError(f"two runs can be compared, and three are given. Usage: {USAGE}")
     folders = [options.run, *filter(None, [options.other or options.compare])]
-    if options.follow and (options.json or len(folders) > 1):
-        raise ZeroEngineError("--follow shows one run in the terminal. Leave out --json and the second run")
+    if options.follow and (options.json or options.html or len(folders) > 1):
+        raise ZeroEngineError("--follow shows one run in the terminal. Leave out --json, --html and the second run")
     if options.follow:
         return follow(RunReader(options.run, wait=options.run.is_dir()))
     readers = [RunReader(folder) for folder in folders]
+    if options.html:
+        write_page(readers, options.html)
     if options.json:
         summaries = [summarize(reader) for reader in readers]
         print(json.dumps(summaries if len(summaries) > 1 else summaries[0], indent=2))
-    else:
+    elif not options.html:
         console = make_console()
         if len(readers) > 1:
             console.print(render_comparison(readers))
@@ -93,6 +97,24 @@ def follow_in_lines(reader: RunReader) -> int:
         while time.monotonic() < deadline and reader.state() not in ("ended", "failed"):
             time.sleep(FOLLOW_INTERVAL_S)
             reader.read()
+
+
+def write_page(readers: list[RunReader], path: Path) -> None:
+    """Write the HTML page of one run or two.
+
+    Raises:
+        ZeroEngineError: The file cannot be written.
+    """
+    from zeroengine.view.report import report_page
+
+    page = report_page(readers)
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ZeroEngineError(
+            f"--html {path} cannot be written ({error.strerror}): write a file in a folder that exists"
+        ) from None
+    print(f"{path}: {len(page.encode()) / 1e6:.1f} MB; open it in a browser", file=sys.stderr)
 
 
 if __name__ == "__main__":

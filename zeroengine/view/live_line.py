@@ -93,9 +93,10 @@ def late_step(reader: RunReader, usual_seconds: float | None, state: str, now: f
 
 def _last_event(reader: RunReader, now: float) -> str:
     """Return the newest event with its age, after a colon; empty if there is none."""
-    if not reader.events:
+    events = reader.events
+    if not events:
         return ""
-    event = reader.events[-1]
+    event = events[-1]
     moment = event.get("time")
     age = f" ({format_duration(round(now - moment))} ago)" if isinstance(moment, (int, float)) and now > moment else ""
     return f": {event.get('text', event.get('kind', ''))}{age}"

@@ -27,8 +27,10 @@ from zeroengine.view.step_group import StepGroup, copy_group, merge_groups
 # The newest format of run.json that this code knows.
 KNOWN_FORMAT = 1
 RUN_FILE, STEPS_FILE, EVENTS_FILE = "run.json", "steps.jsonl", "events.jsonl"
-# The most groups of steps, and the most events, that are kept.
-MAX_GROUPS, MAX_EVENTS = 2048, 5000
+# The most groups of steps, and the most events of rare and of frequent kinds, that are kept.
+MAX_GROUPS, MAX_EVENTS = 2048, 2048
+FREQUENT_EVENTS = ("skip", "checkpoint")
+NEWEST_EVENTS = 50
 # "Recent" means the mean over so many steps.
 RECENT_STEPS = 20
 READ_BYTES = 1 << 20
@@ -109,7 +111,6 @@ class RunReader:
         facts: The content of run.json.
         groups: The steps in order, added up in groups of `steps_per_group`. The last group may have fewer.
         repeated: The steps that were taken again after a restart, as they went the first time; None if there are none.
-        events: The newest events, oldest first.
         num_events: How many events of each kind there are.
 
     Raises:
@@ -122,7 +123,10 @@ class RunReader:
         self.groups: list[StepGroup] = []
         self.steps_per_group = 1
         self.repeated: StepGroup | None = None
-        self.events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
+        # Events with their numbers. Of frequent kinds, only each so many-th is kept beside the newest events.
+        self._rare_events: deque[tuple[int, dict[str, Any]]] = deque(maxlen=MAX_EVENTS)
+        self._frequent_events: list[tuple[int, dict[str, Any]]] = []
+        self._newest_events: deque[tuple[int, dict[str, Any]]] = deque(maxlen=NEWEST_EVENTS)
         self.num_events: dict[str, int] = {}
         self._total: StepGroup | None = None
         self._max_groups = max_groups
@@ -133,6 +137,12 @@ class RunReader:
         if not wait:
             check_folder(self.folder)
         self.read()
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """The events, oldest first. Of a long run, some checkpoints and skips are left out."""
+        numbered = dict([*self._rare_events, *self._frequent_events, *self._newest_events])
+        return [numbered[number] for number in sorted(numbered)]
 
     @property
     def total(self) -> StepGroup | None:
@@ -156,9 +166,7 @@ class RunReader:
         is_new = self._read_facts()
         for event in self._event_lines.read():
             is_new = True
-            self.events.append(event)
-            kind = str(event.get("kind"))
-            self.num_events[kind] = self.num_events.get(kind, 0) + 1
+            self._add_event(event)
         for record in self._steps.read():
             is_new = True
             try:
@@ -187,6 +195,18 @@ class RunReader:
         else:
             self._facts_problem = f"{RUN_FILE} is damaged: the model, the units and the configuration are unknown"
         return True
+
+    def _add_event(self, event: dict[str, Any]) -> None:
+        kind, number = str(event.get("kind")), sum(self.num_events.values())
+        self.num_events[kind] = self.num_events.get(kind, 0) + 1
+        self._newest_events.append((number, event))
+        if kind not in FREQUENT_EVENTS:
+            self._rare_events.append((number, event))
+            return
+        self._frequent_events.append((number, event))
+        if len(self._frequent_events) > MAX_EVENTS:
+            # Evenly thinned out, so that a picture of the whole run has events everywhere.
+            del self._frequent_events[1::2]
 
     def _add(self, step: StepGroup) -> None:
         self._total = None
@@ -218,7 +238,8 @@ class RunReader:
         Args:
             now: The time in Unix seconds (by default, that of this machine).
         """
-        for event in reversed(self.events):
+        events = self.events
+        for event in reversed(events):
             kind = event.get("kind")
             if kind in ("end", "error"):
                 return "ended" if kind == "end" else "failed"
@@ -226,7 +247,7 @@ class RunReader:
             if kind in ("start", "resume", "restart", "checkpoint"):
                 break
         now = time.time() if now is None else now
-        event_time = self.events[-1].get("time") if self.events else None
+        event_time = events[-1].get("time") if events else None
         times = [event_time, self.facts.get("started"), self.total.end if self.total else None]
         newest = max((float(t) for t in times if isinstance(t, (int, float))), default=0.0)
         recent = self.recent

@@ -11,7 +11,7 @@ import yaml
 
 from tests.launch.conftest import COMMAND, Script
 from zeroengine.cli.zero_launch import main
-from zeroengine.launch.local.masking import is_secret, masked
+from zeroengine.utils.masking import is_secret, masked
 
 
 @pytest.mark.parametrize(

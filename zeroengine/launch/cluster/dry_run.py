@@ -7,7 +7,7 @@ import shlex
 from zeroengine.launch.cluster.hosts import processes_on
 from zeroengine.launch.cluster.request import ClusterRequest
 from zeroengine.launch.local.job import count_processes, worker_command
-from zeroengine.launch.local.masking import masked
+from zeroengine.utils.masking import masked
 
 # This port stands for the free one that a real run chooses.
 PORT = 29500

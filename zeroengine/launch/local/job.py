@@ -17,7 +17,7 @@ from pathlib import Path
 
 from zeroengine.errors import LaunchError
 from zeroengine.launch.local import worker
-from zeroengine.launch.local.masking import masked
+from zeroengine.utils.masking import masked
 
 LOOPBACK = "127.0.0.1"
 # The number of processes that `--nproc auto` starts on a machine without a GPU.

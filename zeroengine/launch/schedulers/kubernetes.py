@@ -12,7 +12,7 @@ import yaml
 
 from zeroengine.errors import LaunchError
 from zeroengine.launch.cluster.hosts import parse_nnodes
-from zeroengine.launch.local.masking import is_secret
+from zeroengine.utils.masking import is_secret
 
 MAX_LABEL_LENGTH = 63
 

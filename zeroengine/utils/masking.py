@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 MASK = "***"
 # PWD means the working folder here, although it may stand for a password elsewhere.
@@ -32,3 +33,18 @@ def masked(environment: Mapping[str, str]) -> dict[str, str]:
 
 def _has_secret_name(name: str) -> bool:
     return name.upper() not in FOLDER_NAMES and SECRET_WORD.search(name.upper()) is not None
+
+
+def masked_tree(value: Any, name: str = "") -> Any:
+    """Return a tree of JSON types as it may be shown.
+
+    Args:
+        value: Nested dicts, lists and plain values, such as a configuration.
+        name: The key of the value. A text under a name that looks secret is masked; numbers are shown, since
+            `tokens` may count those of a text.
+    """
+    if isinstance(value, Mapping):
+        return {key: masked_tree(item, str(key)) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [masked_tree(item, name) for item in value]
+    return masked({name: value})[name] if isinstance(value, str) else value

@@ -1,0 +1,51 @@
+"""Write a run, or two laid over each other, as one self-contained HTML page."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Sequence
+from importlib.resources import files
+
+from zeroengine.view.page_data import run_data
+from zeroengine.view.run_reader import RunReader
+
+# The scripts in the order in which they need each other. They share one scope of the page.
+SCRIPTS = ("format.js", "elements.js", "chart.js", "panels.js", "page.js")
+
+
+def report_page(readers: Sequence[RunReader]) -> str:
+    """Return the page of one run or two, which needs no network and no other file.
+
+    Args:
+        readers: The runs; the second one is laid over the first.
+    """
+    names = run_names(readers)
+    data = {"runs": [run_data(reader, name) for reader, name in zip(readers, names, strict=True)]}
+    parts = {
+        "title": html.escape(" and ".join(names)),
+        "style": asset("report.css"),
+        "script": "\n".join(map(asset, SCRIPTS)),
+        # In a script element text ends at "</script", whatever its language, so JSON without "<" is safe there.
+        "data": json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
+    }
+    # The template is cut at its marks first, so that a mark in the data or a name is left alone.
+    page = []
+    for index, text in enumerate(asset("report.html").split("@@")):
+        page.append(parts[text] if index % 2 else text)
+    return "".join(page)
+
+
+def run_names(readers: Sequence[RunReader]) -> list[str]:
+    """Return the shortest ends of the folders' paths that tell the runs apart."""
+    paths = [reader.folder.resolve().parts for reader in readers]
+    for length in range(1, max(map(len, paths)) + 1):
+        names = ["/".join(parts[-length:]) for parts in paths]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{name} ({number})" for number, name in enumerate(names, 1)]
+
+
+def asset(name: str) -> str:
+    """Return the text of a file in report_assets/."""
+    return files("zeroengine.view").joinpath("report_assets", name).read_text(encoding="utf-8")
