@@ -25,6 +25,7 @@ TIERS = [
     {"offload", "deferred_init"},
     {"runtime"},
     {"optim"},
+    {"plan"},
     {"checkpoint"},
     {"weights"},
     {"engine"},

@@ -484,6 +484,18 @@ def test_weights_that_were_not_loaded_are_named() -> None:
     assert engine(*batch(0, 0)).item() == build(TinyLM, SEED)(*batch(0, 0)).item()
 
 
+def test_initialization_outside_of_nn_init_computes_nothing() -> None:
+    generator = torch.get_rng_state()
+    with zeroengine.meta_init(values=False):
+        model = nn.Linear(4, 4)
+        with torch.no_grad():
+            model.weight.normal_()
+        model.bias.data.uniform_()
+    assert model.weight.is_meta
+    assert model.bias.is_meta
+    assert torch.equal(torch.get_rng_state(), generator)
+
+
 def test_checkpoints_and_surgery_set_values_too(tmp_path: Path) -> None:
     saved = zeroengine.initialize(build(TinyLM, SEED), config=config(0))
     saved.save_checkpoint(tmp_path)

@@ -95,6 +95,18 @@ class OpCall:
         """Run the operation and return its result."""
         return self.operation(*self.args, **self.kwargs)
 
+    def only_initializes(self) -> bool:
+        """Return whether it overwrites parameters in place, and does nothing else."""
+        is_in_place = len(self.written) == 1 and bool(self.args) and self.written[0] is self.args[0]
+        return is_in_place and bool(self.overwritten) and all(target.params for target in self.overwritten)
+
+    def count_writes(self) -> None:
+        """Count the writes that the parameters' version counters will show."""
+        for tensor in self.written:
+            if (target := self.tracked_by_id.get(id(tensor))) is not None:
+                for ref, _ in target.live_params():
+                    ref.num_pending_writes += 1
+
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is strided CPU or CUDA memory and nothing more."""

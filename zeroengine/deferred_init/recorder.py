@@ -220,6 +220,10 @@ class Recorder:
         # The writes of earlier operations are counted before this one adds its own.
         for tracked in call.storages:
             tracked.check_writes()
+        # ``_skips_init`` covers ``torch.nn.init``, and some libraries initialize by functions of their own.
+        if not self._values and call.only_initializes():
+            call.count_writes()
+            return args[0]
         # An operation that raises leaves these with memory and without values. They are emptied again, and a replay
         # fills them.
         unfilled = [tracked for tracked in call.overwritten if tracked.is_empty]
@@ -243,10 +247,7 @@ class Recorder:
             self._track_literal(outputs)
             return outputs
         self._update_versions(call, op, reason, tensors_of(outputs))
-        for tensor in call.written:
-            if (target := call.tracked_by_id.get(id(tensor))) is not None:
-                for ref, _ in target.live_params():
-                    ref.num_pending_writes += 1
+        call.count_writes()
         # What was written last is likely to be written again, as by an initialization of several steps.
         self._cache.evict(busy=call.targets)
         return outputs

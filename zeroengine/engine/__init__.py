@@ -11,7 +11,6 @@
 - ``parameter_access``, ``gathered``: whole values of partitioned states for the user.
 - ``memory``: reports the bytes that each state holds, and explains out-of-memory errors.
 - ``temporary_offload``: moves states off the device on request, and back.
-- ``mixed_precision``: casts, modules that keep fp32, buffers, autocast.
 - ``dataloader``: a data loader whose position is part of checkpoints.
 - ``duplicate_inputs``, ``foreign_parameters``: find mistakes that would silently train something else.
 """

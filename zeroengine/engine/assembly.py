@@ -16,7 +16,6 @@ from zeroengine.comm.group import Group
 from zeroengine.comm.interfaces import Transport
 from zeroengine.comm.transports.choose import open_transport
 from zeroengine.config import FLOATS, Config
-from zeroengine.engine import mixed_precision
 from zeroengine.engine.accumulation import Accumulation
 from zeroengine.engine.duplicate_inputs import InputComparison
 from zeroengine.engine.foreign_parameters import ForeignParameters
@@ -35,6 +34,7 @@ from zeroengine.optim.lr_schedules import LRSchedulerLike, make_scheduler
 from zeroengine.optim.sharded_optimizer import ShardedOptimizer
 from zeroengine.partition.cut import UnitPlan
 from zeroengine.partition.degrees import Degrees, degrees_of_stage
+from zeroengine.runtime import mixed_precision
 from zeroengine.runtime.backward_tracker import BackwardTracker
 from zeroengine.runtime.gatherer import Gatherer
 from zeroengine.runtime.outside_writes import OutsideWrites

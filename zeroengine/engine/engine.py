@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import torch
 
 from zeroengine.comm.group import check_same
-from zeroengine.engine import ending, mixed_precision, temporary_offload
+from zeroengine.engine import ending, temporary_offload
 from zeroengine.engine.accumulation import ENGINE_STEP, OPTIMIZER_STEP
 from zeroengine.engine.assembly import EngineParts
 from zeroengine.engine.checkpointing import EngineCheckpoints
@@ -25,6 +25,7 @@ from zeroengine.errors import ZeroEngineError
 from zeroengine.migration.messages import engine_attribute, explains_arguments, refuses_unpacking
 from zeroengine.migration.names import UNPACKED_ENGINE
 from zeroengine.optim.step_result import StepResult
+from zeroengine.runtime import mixed_precision
 from zeroengine.runtime.named_tensors import choose_names, sorted_patterns
 from zeroengine.utils.compiler_disable import disable_compile
 from zeroengine.utils.malloc_trim import trim_heap

@@ -21,7 +21,6 @@ from zeroengine.comm.group import Group, as_process_group, backend_of, default_d
 from zeroengine.comm.launched_ranks import join_launched_ranks
 from zeroengine.config import Config, load
 from zeroengine.deferred_init import meta_init
-from zeroengine.engine import mixed_precision
 from zeroengine.engine.assembly import EngineParts
 from zeroengine.engine.engine import Engine
 from zeroengine.engine.gathered import owner_of
@@ -34,6 +33,7 @@ from zeroengine.optim.factory import OptimizerLike, check_optimizer, make_optimi
 from zeroengine.optim.lr_schedules import LRSchedulerLike
 from zeroengine.partition.cut import UnitPlan, check_has_parameters, cut_units, is_wide_float
 from zeroengine.partition.degrees import degrees_of_stage
+from zeroengine.runtime import mixed_precision
 
 log = logging.getLogger("zeroengine")
 

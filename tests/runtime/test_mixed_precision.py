@@ -14,7 +14,7 @@ import zeroengine
 from tests.distributed.models import config
 from zeroengine import ZeroEngineError
 from zeroengine.config import load
-from zeroengine.engine import mixed_precision
+from zeroengine.runtime import mixed_precision
 
 
 class Net(nn.Module):

@@ -1,0 +1,132 @@
+"""The memory and the rates of the machines that a plan is for."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from zeroengine.errors import ZeroEngineError
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a machine achieves, in bytes or FLOP per second, of one rank while the other ranks of its node do the same.
+
+    Attributes:
+        matmul: FLOP per second of matrix products of a model's sizes, by dtype: ``fp32``, ``bf16`` and ``fp16``.
+        memory: The device's memory, read plus written, in an update of the optimizer.
+        elementwise: Bytes read plus written per second in a model's operations that are no matrix products. On a GPU
+            the memory bounds them. On a CPU the arithmetic of functions such as GELU does.
+        host_memory: The memory of a node's CPUs, read plus written, in an update there. Of the whole node.
+        link: Within a node, in each direction.
+        node_link: Between nodes, in each direction. Of the whole node.
+        latency: Seconds of one collective of no size.
+        host_link: Between a device and its host, in each direction; 0 on CPU.
+        disk_read: Of the disk, while nothing is written. Of the whole node; 0: there is no disk.
+        disk_write: Of the disk, while nothing is read. Of the whole node.
+        dispatch: Seconds that the host takes for one operation of a model.
+    """
+
+    matmul: Mapping[str, float]
+    memory: float
+    elementwise: float
+    host_memory: float
+    link: float
+    node_link: float
+    latency: float
+    host_link: float
+    disk_read: float
+    disk_write: float
+    dispatch: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The nodes that a run is planned for; they are equal.
+
+    Attributes:
+        name: The preset's name, or that of the machine that was measured.
+        device: What the ranks compute on.
+        nodes: The number of nodes.
+        ranks_per_node: Ranks of one node, such as its GPUs.
+        device_bytes: The device memory of one rank. On CPU its share of ``host_bytes``.
+        host_bytes: The CPU memory of one node.
+        disk_bytes: The free bytes of one node's disk; 0: there is none.
+        rates: What the machine achieves.
+        sources: Where figures come from, by their names; one key may hold several names.
+    """
+
+    name: str
+    device: Literal["cpu", "cuda"]
+    nodes: int
+    ranks_per_node: int
+    device_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    rates: Rates
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "ranks_per_node", "device_bytes", "host_bytes"):
+            if getattr(self, name) < 1:
+                raise ZeroEngineError(f"machine {self.name}: {name} is {getattr(self, name)}; write a number above 0")
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of ranks."""
+        return self.nodes * self.ranks_per_node
+
+
+def default_machine_file() -> Path:
+    """Return the file in which measurements of this machine are kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zeroengine" / "machine.json"
+
+
+def save_machine(machine: Machine, path: str | Path) -> None:
+    """Write ``machine`` as JSON. ``load_machine`` reads it.
+
+    Raises:
+        ZeroEngineError: The file cannot be written.
+    """
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f"{path.name}.{os.getpid()}")
+        temporary.write_text(json.dumps({"format": FORMAT, **dataclasses.asdict(machine)}, indent=2) + "\n")
+        # A reader sees the old file or the new one.
+        temporary.replace(path)
+    except OSError as error:
+        raise ZeroEngineError(f"cannot write the machine file {path}: {error.strerror}") from error
+
+
+def read_machine(path: str | Path) -> Machine:
+    """Read what ``save_machine`` wrote.
+
+    Raises:
+        ZeroEngineError: The file cannot be read, is no machine file, or is of a newer version.
+    """
+    advice = "Measure the machine: `zero-plan --measure FILE`."
+    try:
+        content = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise ZeroEngineError(f"cannot read the machine file {path}: {error.strerror}. {advice}") from error
+    except ValueError as error:
+        raise ZeroEngineError(f"the machine file {path} is not JSON: {error}. {advice}") from error
+    version = content.pop("format", None) if isinstance(content, dict) else None
+    if version != FORMAT:
+        raise ZeroEngineError(f"{path} is no machine file of format {FORMAT} (format: {version}). {advice}")
+    try:
+        return TypeAdapter(Machine).validate_python(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ZeroEngineError(f"the machine file {path}: {where}: {first['msg']}. {advice}") from error
