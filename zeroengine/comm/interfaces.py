@@ -140,7 +140,10 @@ class PagedBuffer:
         # The size is whole pages, because ``free`` frees pages and a disk reads whole blocks.
         size = round_up(max(numel, 1) * dtype.itemsize, mmap.PAGESIZE)
         self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.tensor = torch.frombuffer(self._memory, dtype=dtype)[:numel]
+        # A slice would keep the tensor that it is a slice of, a second owner of the storage, which ``Unit.is_aliased``
+        # would take for a tensor of the user.
+        pages = torch.frombuffer(self._memory, dtype=dtype).untyped_storage()
+        self.tensor = torch.empty(0, dtype=dtype, device="cpu").set_(pages, 0, (numel,), (1,))
         self._holds_memory = True
 
     def allocate(self) -> None:
