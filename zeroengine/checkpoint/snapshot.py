@@ -19,10 +19,8 @@ from zeroengine.checkpoint.checkpointed_parts import CheckpointedParts
 from zeroengine.checkpoint.dcp_metadata import ZEROENGINE_PREFIX
 from zeroengine.checkpoint.entries import MODEL, StateEntries, StateEntry
 from zeroengine.errors import CheckpointError
+from zeroengine.plan.checkpoint_copy import COPY_ALIGNMENT
 from zeroengine.utils.rounding import round_up
-
-# So many bytes are a multiple of every dtype's size, as a view of another dtype requires.
-ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
@@ -55,14 +53,16 @@ class Snapshot:
                 copy = memory[end : end + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
                 pieces.append((box, copy.copy_(tensor.detach())))
                 # The next piece may have another dtype, and a view has to begin at a multiple of its element size.
-                end += round_up(tensor.nbytes, ALIGNMENT)
+                end += round_up(tensor.nbytes, COPY_ALIGNMENT)
             entries[name] = StateEntry(entry.shape, entry.dtype, pieces)
         return Snapshot(entries, self.objects, self.aliases, self.about)
 
     @property
     def copy_bytes(self) -> int:
         """The memory that a copy takes, in bytes."""
-        return sum(round_up(tensor.nbytes, ALIGNMENT) for entry in self.entries.values() for _, tensor in entry.pieces)
+        return sum(
+            round_up(tensor.nbytes, COPY_ALIGNMENT) for entry in self.entries.values() for _, tensor in entry.pieces
+        )
 
     @property
     def nbytes(self) -> int:

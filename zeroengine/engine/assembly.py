@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -34,6 +33,7 @@ from zeroengine.optim.lr_schedules import LRSchedulerLike, make_scheduler
 from zeroengine.optim.sharded_optimizer import ShardedOptimizer
 from zeroengine.partition.cut import UnitPlan
 from zeroengine.partition.degrees import Degrees, degrees_of_stage
+from zeroengine.partition.unit_layout import degrees_of_unit
 from zeroengine.runtime import mixed_precision
 from zeroengine.runtime.backward_tracker import BackwardTracker
 from zeroengine.runtime.gatherer import Gatherer
@@ -203,15 +203,12 @@ class EngineParts:
 
     def _make_units(self, plans: Sequence[UnitPlan], degrees: Degrees) -> Iterator[Unit]:
         """Move the model's parameters into units, one after another, and return the freed memory to the system."""
-        # The parameters of a small unit stay whole on every rank, because gathering them would cost more time than
-        # partitioning them saves memory.
         threshold = self.config.zero_optimization.param_persistence_threshold
-        degrees_of_small_unit = dataclasses.replace(degrees, parameters=1)
         count_freed, master_stores = call_every(TRIM_INTERVAL_BYTES, trim_heap), iter(self.placement.optimizer_stores)
         # One unit at a time frees the old values before the next unit is allocated. The peak is then the model and one
         # unit, rather than two copies of the model.
         for plan, stored in zip(plans, self.placement.parameter_shards, strict=True):
-            unit_degrees = degrees_of_small_unit if plan.numel <= threshold else degrees
+            unit_degrees = degrees_of_unit(plan, degrees, threshold)
             # Frozen units have no masters, so there is one optimizer store for each trainable unit.
             master_store = next(master_stores) if plan.trainable else None
             unit = Unit(plan, unit_degrees, self.transport, self.group.broadcast, stored, master_store)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from zeroengine.comm.interfaces import Transport
-from zeroengine.config import FLOATS, Config
-from zeroengine.config.offload import OffloadOptimizer, OffloadParam
-from zeroengine.disk.aligned_memory import ALIGNMENT, round_up_to_block
+from zeroengine.config import Config
 from zeroengine.disk.probe import DiskSettings, tune
 from zeroengine.disk.queue import DiskQueue
 from zeroengine.disk.swap_files import SwapFolder
@@ -20,17 +17,15 @@ from zeroengine.offload.device_copies import GPUCopies
 from zeroengine.offload.disk_store import DiskStore
 from zeroengine.offload.host_memory import check_host_memory
 from zeroengine.offload.host_store import DeviceStates, HostStore, StagedDiskStore
-from zeroengine.offload.interfaces import Copies, OffloadStore, StateStore, padded_nbytes
+from zeroengine.offload.interfaces import Copies, OffloadStore, StateStore
 from zeroengine.offload.offloaded_shards import OffloadedShards
 from zeroengine.offload.pipeline import Pipeline
+from zeroengine.offload.placement_plan import CPU_MEMORY, plan_placement
 from zeroengine.partition.cut import UnitPlan
 from zeroengine.partition.degrees import Degrees
-from zeroengine.partition.layout import FlatLayout
 
 # A disk is measured only if it holds more bytes of states than this.
 MIN_TUNED_BYTES = 1 << 28
-# The location of states in CPU memory. The location of states on a disk is the path of a folder.
-CPU_MEMORY = ""
 
 
 @dataclass(frozen=True)
@@ -125,29 +120,18 @@ def place_states(
     if copies is None and device.type == "cuda":
         sections = [section for section in (zero.offload_optimizer, zero.offload_param) if section.device != "none"]
         copies = GPUCopies(device, pin=all(section.pin_memory for section in sections))
-    param_location = _location_of(zero.offload_param, copies)
-    optimizer_location = _location_of(zero.offload_optimizer, copies)
-    trainable = [plan for plan in plans if plan.trainable]
-    if param_location is None and optimizer_location is None:
-        return Placement((), (), [None] * len(plans), [None] * len(trainable), None)
-
-    # Offloading the shard of a unit that stays gathered would free no memory.
-    params_offloaded = [param_location is not None and plan.numel > zero.param_persistence_threshold for plan in plans]
-    ratio = zero.offload_optimizer.ratio if optimizer_location is not None else 0.0
-    optimizer_offloaded = _within_ratio([plan.numel for plan in trainable], ratio)
-    # The size of each store is computed before it is opened, so that a full disk is an error at the start.
-    shard_bytes = [
-        padded_nbytes(_shard_numel(plan, degrees, degrees.parameters, transport) * plan.dtype.itemsize) * offloaded
-        for plan, offloaded in zip(plans, params_offloaded, strict=True)
-    ]
-    state_bytes = [
-        _optimizer_state_bytes(plan, degrees, config, transport) * offloaded
-        for plan, offloaded in zip(trainable, optimizer_offloaded, strict=True)
-    ]
-    # Both sections may name one folder, which then has one store with room for both.
-    bytes_by_location = Counter({param_location: sum(shard_bytes)})
-    bytes_by_location[optimizer_location] += sum(state_bytes)
-
+    placed = plan_placement(
+        plans,
+        degrees,
+        config,
+        transport.world_size,
+        transport.shard_align_bytes,
+        has_device_memory=copies is not None,
+    )
+    if placed.is_empty:
+        return Placement((), (), [None] * len(plans), [None] * len(placed.optimizer_offloaded), None)
+    bytes_by_location = placed.bytes_by_location
+    # The size of each store is known before it is opened, so that a full disk is an error at the start.
     disks = {
         path: open_disk(path, nbytes, config, transport.rank)
         for path, nbytes in bytes_by_location.items()
@@ -161,47 +145,32 @@ def place_states(
     }
     if copies is not None and CPU_MEMORY in bytes_by_location:
         stores[CPU_MEMORY] = HostStore(copies)
-    param_store, optimizer_store = stores.get(param_location), stores.get(optimizer_location)
+    param_store, optimizer_store = stores.get(placed.param_location), stores.get(placed.optimizer_location)
     shards = None
     if param_store is not None:
         shards = OffloadedShards(param_store, transport, zero.offload_param.buffer_count, timer)
 
-    # The pipeline serves updates on the CPU: it moves states from a disk and from a GPU. If only parameters are
-    # offloaded from a GPU there is no pipeline, because the update runs on the GPU.
+    # The pipeline serves updates on the CPU: it moves states from a disk and from a GPU.
     moved_stores: list[StateStore] = list(disks.values())
     if copies is not None:
         # Gradients and parameters that stay on the GPU are moved to the CPU's update like states on a disk.
         moved_stores.append(DeviceStates(copies, tuple(stores.values())))
-    element_bytes = max(
-        (_moved_element_bytes(plan, config, param_location, optimizer_location, copies) for plan in trainable),
-        default=1,
-    )
-    has_pipeline = copies is None or optimizer_location is not None
-    largest_shard = max((_shard_numel(plan, degrees, degrees.optimizer, transport) for plan in trainable), default=1)
-    # No chunk need be longer than a shard.
-    chunk_numel = min(zero.offload_optimizer.buffer_size, round_up_to_block(largest_shard))
-    chunk_numel = max(chunk_numel // ALIGNMENT, 1) * ALIGNMENT
-    num_chunks = zero.offload_optimizer.buffer_count
-
-    pipeline_bytes = has_pipeline * num_chunks * chunk_numel * element_bytes
-    send_buffer_bytes = zero.offload_param.buffer_count * max(shard_bytes) if param_location in disks else 0
+    send_buffer_bytes = 0
+    if placed.param_location in disks:
+        send_buffer_bytes = zero.offload_param.buffer_count * placed.largest_shard_bytes
     # Masters and buffers are allocated later. Running out of memory then would kill processes without a message.
-    check_host_memory(
-        bytes_by_location[CPU_MEMORY] + pipeline_bytes + send_buffer_bytes, on_disk=CPU_MEMORY not in bytes_by_location
-    )
+    in_memory = bytes_by_location.get(CPU_MEMORY)
+    check_host_memory((in_memory or 0) + placed.pipeline_bytes + send_buffer_bytes, on_disk=in_memory is None)
     return Placement(
         tuple(disks.values()),
         tuple(stores.values()),
-        [shards if offloaded else None for offloaded in params_offloaded],
-        [optimizer_store if offloaded else None for offloaded in optimizer_offloaded],
-        Pipeline(moved_stores, num_chunks, chunk_numel, element_bytes, timer, copies) if has_pipeline else None,
+        [shards if offloaded else None for offloaded in placed.params_offloaded],
+        [optimizer_store if offloaded else None for offloaded in placed.optimizer_offloaded],
+        Pipeline(moved_stores, placed.num_chunks, placed.chunk_numel, placed.element_bytes, timer, copies)
+        if placed.num_chunks
+        else None,
         copies,
     )
-
-
-def can_offload_gradients(degrees: Degrees, transport: Transport) -> bool:
-    """Return whether a rank keeps only its shard of the summed gradients, which nothing reads before the step."""
-    return degrees.gradients > 1 or transport.world_size == 1
 
 
 def open_disk(path: str, nbytes: int, config: Config, rank: int) -> DiskStore:
@@ -219,48 +188,3 @@ def open_disk(path: str, nbytes: int, config: Config, rank: int) -> DiskStore:
         config.aio.queue_depth or tuned.queue_depth, config.aio.block_size or tuned.block_size, backend or tuned.backend
     )
     return DiskStore(folder, queue, nbytes)
-
-
-def _location_of(section: OffloadOptimizer | OffloadParam, copies: Copies | None) -> str | None:
-    """Return the folder that states go to, or ``CPU_MEMORY``; None: they stay on the device."""
-    return CPU_MEMORY if section.device == "cpu" and copies is not None else section.disk
-
-
-def _within_ratio(sizes: Sequence[int], ratio: float) -> list[bool]:
-    """Return for each unit whether it is offloaded, so that at most ``ratio`` of all elements are."""
-    # The choice depends only on sizes, so all ranks make the same choice.
-    remaining, chosen = ratio * sum(sizes), []
-    for size in sizes:
-        chosen.append(size <= remaining)
-        remaining -= size if chosen[-1] else 0
-    return chosen
-
-
-def _shard_numel(plan: UnitPlan, degrees: Degrees, degree: int, transport: Transport) -> int:
-    """Return the elements, with padding, of a rank's shard of a state that is partitioned over ``degree`` ranks."""
-    shapes = ((name, tuple(param.shape)) for name, param in plan.params)
-    align = max(transport.shard_align_bytes // plan.dtype.itemsize, 1)
-    return FlatLayout.build(plan.name, shapes, degrees, transport.world_size, align).shard_numel(degree)
-
-
-def _optimizer_state_bytes(plan: UnitPlan, degrees: Degrees, config: Config, transport: Transport) -> int:
-    """Return the bytes that a unit's master weights, moments and gradients take in a store."""
-    numel = _shard_numel(plan, degrees, degrees.optimizer, transport)
-    moment_bytes = padded_nbytes(numel * FLOATS[config.optimizer_state_dtype].itemsize)
-    # Each state is padded separately, because each begins at a block of the file.
-    nbytes = 2 * moment_bytes + plan.is_mixed_precision * padded_nbytes(numel * torch.float32.itemsize)
-    if can_offload_gradients(degrees, transport):
-        grad_numel = _shard_numel(plan, degrees, degrees.gradients, transport)
-        nbytes += padded_nbytes(grad_numel * config.accumulation_dtype(plan.dtype).itemsize)
-    return nbytes
-
-
-def _moved_element_bytes(
-    plan: UnitPlan, config: Config, param_location: str | None, optimizer_location: str | None, copies: Copies | None
-) -> int:
-    """Return the largest number of bytes per element that a pipeline moves: states on a disk or on a GPU."""
-    optimizer_on_disk = optimizer_location not in (None, CPU_MEMORY)
-    nbytes = (copies is not None or param_location is not None) * plan.dtype.itemsize
-    nbytes += (copies is not None or optimizer_on_disk) * config.accumulation_dtype(plan.dtype).itemsize
-    state_bytes = 2 * FLOATS[config.optimizer_state_dtype].itemsize + plan.is_mixed_precision * torch.float32.itemsize
-    return max(nbytes + optimizer_on_disk * state_bytes, 1)

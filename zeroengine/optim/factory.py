@@ -57,9 +57,9 @@ def make_optimizer(
         if not isinstance(base_optimizer, torch.optim.Optimizer):
             raise ZeroEngineError(f"the optimizer callable returned {base_optimizer!r}, not a torch.optim.Optimizer")
     elif config.optimizer is not None:
-        base_optimizer = _by_name(config.optimizer.type, params, dict(config.optimizer.params))
+        base_optimizer = build_optimizer(config.optimizer.type, params, dict(config.optimizer.params))
     elif not trainable:
-        base_optimizer = _by_name("SGD", params, {"lr": 0.0})
+        base_optimizer = build_optimizer("SGD", params, {"lr": 0.0})
     else:
         raise ZeroEngineError(
             "no optimizer: pass one to initialize(model, optimizer, config), or name one in the configuration, such as "
@@ -76,7 +76,17 @@ def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
     return unwrapped
 
 
-def _by_name(kind: str, params: list[nn.Parameter], hyperparameters: dict[str, Any]) -> torch.optim.Optimizer:
+def build_optimizer(kind: str, params: list[nn.Parameter], hyperparameters: dict[str, Any]) -> torch.optim.Optimizer:
+    """Return an optimizer of a type of the configuration.
+
+    Args:
+        kind: The type: a name of ``torch.optim``, "Lion", or an import path.
+        params: The parameters.
+        hyperparameters: The keyword arguments of the class.
+
+    Raises:
+        ZeroEngineError: There is no such class, or it refuses the arguments.
+    """
     # A name with a dot is an import path. Lion is not part of torch.
     cls = _imported(kind) if "." in kind else Lion if kind == "Lion" else getattr(torch.optim, kind)
     # The decorated add_param_group imports torch._dynamo, which costs 70 MB and a second or two at every start.

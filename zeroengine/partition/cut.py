@@ -12,6 +12,7 @@ parameter belongs to one unit and that unit has the modules of both its uses.
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -38,6 +39,7 @@ class UnitPlan:
     modules: tuple[nn.Module, ...]
     dtype: torch.dtype  # that the model computes in
     trainable: bool
+    positions: tuple[int, ...] = ()  # of each of ``modules`` among the modules of the model, in their order
 
     @property
     def numel(self) -> int:
@@ -109,6 +111,7 @@ def cut_units(
     # The order of registration is the same on every rank.
     groups.sort(key=lambda g: order[g.params[0][1]])
     owners = _owners(model)
+    positions = {module: position for position, module in enumerate(model.modules())}
 
     def dtype_of(param: nn.Parameter) -> torch.dtype:
         if not is_wide_float(param) and not (param.is_floating_point() and param.requires_grad):
@@ -124,7 +127,11 @@ def cut_units(
             return param.dtype
         return torch.float32 if param in keep_fp32 else compute_dtype
 
-    return [unit for group in groups for unit in _split(group, owners, dtype_of)]
+    return [
+        dataclasses.replace(unit, positions=tuple(positions[module] for module in unit.modules))
+        for group in groups
+        for unit in _split(group, owners, dtype_of)
+    ]
 
 
 def plain_name(name: str) -> str:

@@ -6,4 +6,6 @@
 - ``machine``: the memory and the rates of the machines; ``machine_presets`` has those of common GPUs.
 - ``measure``: the rates of this machine, measured.
 - ``step_time``: the seconds of a step.
+- ``state_bytes``: the bytes that a rank holds of every state, by the engine's own layout arithmetic.
+- ``automatic``: the stage and the offload that ``initialize`` chooses, and what it refuses.
 """

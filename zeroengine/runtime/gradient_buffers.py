@@ -89,8 +89,7 @@ class GradientBufferPool:
         the oldest is awaited for ``REUSE_TIMEOUT_S``. Otherwise a new buffer is allocated.
         """
         unit = unit_grads.unit
-        # Large units share buffers that fit any unit. A unit of at most a quarter of that size has its own size.
-        need = self._largest if 4 * unit.layout.numel > self._largest else unit.layout.numel
+        need = buffer_numel(unit.layout.numel, self._largest)
         fitting = [
             buffer
             for buffer in self._buffers
@@ -126,6 +125,14 @@ class GradientBufferPool:
             # meanwhile, or an event of the offload's stream, for which the host does not wait.
             buffer.work.wait_stream()
         return self._transport.reduce.reusable(buffer.collective, timeout_s)
+
+
+def buffer_numel(numel: int, largest: int) -> int:
+    """Return the elements of the gradient buffer for a unit of ``numel`` elements, where ``largest`` has the most.
+
+    Large units share buffers that fit any unit. A unit of at most a quarter of that size has buffers of its own size.
+    """
+    return largest if 4 * numel > largest else numel
 
 
 class CastCopies:

@@ -32,7 +32,7 @@ from zeroengine.offload.interfaces import OffloadStore
 from zeroengine.offload.offloaded_shards import OffloadedShards
 from zeroengine.partition.cut import UnitPlan
 from zeroengine.partition.degrees import Degrees
-from zeroengine.partition.layout import FlatLayout
+from zeroengine.partition.unit_layout import layout_of_unit
 from zeroengine.runtime.released_parameter import Resolver, is_released_parameter, mark_gathered, mark_released
 from zeroengine.utils.own_storage import with_own_storage
 from zeroengine.utils.work import Work
@@ -86,9 +86,7 @@ class Unit:
         self.params: tuple[nn.Parameter, ...] = tuple(param for _, param in plan.params)
         self.modules = plan.modules
         self.rank, self.degrees = transport.rank, degrees
-        shapes = ((name, tuple(param.shape)) for name, param in plan.params)
-        align = max(transport.shard_align_bytes // self.dtype.itemsize, 1)
-        self.layout = FlatLayout.build(plan.name, shapes, degrees, transport.world_size, align)
+        self.layout = layout_of_unit(plan, degrees, transport.world_size, transport.shard_align_bytes)
         self.state = GatherState.GATHERED
         self.gather_work: Work | None = None
 

@@ -31,13 +31,62 @@ whether they have any. ``AsyncAdam`` cannot ask without waiting, so there all ra
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from zeroengine import ops
 from zeroengine.comm.interfaces import ChannelName, Transport
 from zeroengine.offload.interfaces import OffloadStore
-from zeroengine.offload.placement import can_offload_gradients
+from zeroengine.offload.placement_plan import can_offload_gradients
+from zeroengine.partition.degrees import Degrees
 from zeroengine.runtime.unit import Unit
+
+
+class GradientFormat(NamedTuple):
+    """How a rank keeps the gradients of one unit and sends them, which needs no tensor to say.
+
+    Attributes:
+        dtype: The dtype in which gradients accumulate and are kept.
+        reduce_dtype: The dtype that is sent.
+        is_sharded: See ``UnitGradients``.
+        is_offloaded: Whether the sums are in the unit's store.
+    """
+
+    dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    is_sharded: bool
+    is_offloaded: bool
+
+    @classmethod
+    def of_unit(
+        cls,
+        unit_dtype: torch.dtype,
+        degrees: Degrees,
+        world_size: int,
+        dtype: torch.dtype,
+        reduce_dtype: torch.dtype | None,
+        *,
+        has_store: bool,
+    ) -> GradientFormat:
+        """Return the format of a unit. For ``dtype`` and ``reduce_dtype`` see ``UnitGradients``.
+
+        Args:
+            unit_dtype: The dtype that the unit computes in.
+            degrees: The unit's degrees.
+            world_size: The number of ranks.
+            dtype: The dtype in which gradients accumulate.
+            reduce_dtype: The dtype that is sent; None: the one that needs no cast.
+            has_store: Whether the unit's optimizer states are in a store.
+        """
+        is_offloaded = has_store and can_offload_gradients(degrees, world_size)
+        is_sharded = degrees.gradients > 1 or is_offloaded
+        return cls(dtype, reduce_dtype or (unit_dtype if is_sharded else dtype), is_sharded, is_offloaded)
+
+    @property
+    def reduced_in_place(self) -> bool:
+        """Whether gradients are reduced where they are kept, rather than in a gradient buffer."""
+        return not self.is_sharded and self.dtype is self.reduce_dtype
 
 
 class UnitGradients:
@@ -72,10 +121,12 @@ class UnitGradients:
     ) -> None:
         self.unit, self.dtype = unit, dtype
         layout, degrees = unit.layout, unit.degrees
-        self.store = store if can_offload_gradients(degrees, transport) else None
-        self.is_sharded = degrees.gradients > 1 or self.store is not None
-        self.reduce_dtype = reduce_dtype or (unit.dtype if self.is_sharded else dtype)
-        self.reduced_in_place = not self.is_sharded and dtype is self.reduce_dtype
+        kept = GradientFormat.of_unit(
+            unit.dtype, degrees, transport.world_size, dtype, reduce_dtype, has_store=store is not None
+        )
+        self.store = store if kept.is_offloaded else None
+        self.is_sharded, self.reduce_dtype = kept.is_sharded, kept.reduce_dtype
+        self.reduced_in_place = kept.reduced_in_place
         self.channel: ChannelName | None = None
         numel = layout.shard_numel(degrees.gradients)
         if self.store is not None:

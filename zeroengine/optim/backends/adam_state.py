@@ -15,16 +15,19 @@ from zeroengine.partition.layout import ShardSpan
 
 
 def runs_fused_adam(optimizer: torch.optim.Optimizer, shards: Sequence[OptimizerShard]) -> bool:
-    """Return whether the fused Adam kernels update as ``optimizer`` does.
+    """Return whether the fused Adam kernels update as ``optimizer`` does."""
+    return has_adam_rule(optimizer) and all(shard.master.dtype is torch.float32 for shard in shards)
+
+
+def has_adam_rule(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether ``optimizer`` updates fp32 masters as the fused Adam kernels do.
 
     A subclass that overrides ``step`` may update differently, and the kernels have no AMSGrad.
     """
     # torch wraps every class's `step` in a profiling hook, so compare what is inside.
     adam_steps = {inspect.unwrap(cls.step) for cls in (torch.optim.Adam, torch.optim.AdamW)}
-    return (
-        inspect.unwrap(type(optimizer).step) in adam_steps
-        and not any(group.get("amsgrad") for group in optimizer.param_groups)
-        and all(shard.master.dtype is torch.float32 for shard in shards)
+    return inspect.unwrap(type(optimizer).step) in adam_steps and not any(
+        group.get("amsgrad") for group in optimizer.param_groups
     )
 
 

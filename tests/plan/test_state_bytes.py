@@ -1,0 +1,128 @@
+"""What a rank will hold is predicted to the byte, at every stage, precision and offload."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zeroengine
+from tests.distributed.models import TinyLM, build
+from tests.distributed.ranks import run_ranks
+from tests.plan.predicted import ADAMW, FAMILIES, Case, assert_as_predicted, outcomes, predict
+from zeroengine import ZeroEngineError
+from zeroengine.plan.state_bytes import STATES, Setting
+
+BF16: dict[str, Any] = {"bf16": {"enabled": True}}
+FP16: dict[str, Any] = {"fp16": {"enabled": True}}
+DISK = {"device": "nvme", "nvme_path": "disk"}
+SGD = {"type": "SGD", "params": {"momentum": 0.9}}
+MIXED = {"communication_data_type": "fp32", "optimizer_state_dtype": "bf16"}
+# The keys that change sizes, each at a stage where it matters.
+SETTINGS: list[tuple[int, dict[str, Any]]] = [
+    *((stage, {"more": precision}) for stage in range(4) for precision in ({}, BF16, FP16)),
+    (1, {"more": BF16, "micro_steps": 2}),
+    (1, {"more": {"communication_data_type": "bf16"}}),
+    (2, {"more": BF16 | MIXED, "micro_steps": 2}),
+    (2, {"more": BF16 | {"data_types": {"grad_accum_dtype": "fp32"}}}),
+    (2, {"zero": {"reduce_bucket_size": 10**9}}),
+    (3, {"optimizer": SGD}),
+    (2, {"optimizer": {"type": "Lion", "params": {}}}),
+    (2, {"optimizer": {"type": "Adagrad", "params": {}}}),
+    (3, {"optimizer": {"type": "torch.optim.AdamW", "params": {"lr": 1e-3, "amsgrad": True}}, "more": BF16}),
+    (3, {"zero": {"param_persistence_threshold": 5000, "prefetch_bucket_size": 0}}),
+    (3, {"zero": {"prefetch_bucket_size": 20_000, "max_live_parameters": 40_000}}),
+    (0, {"zero": {"offload_optimizer": DISK}}),
+    (2, {"zero": {"offload_optimizer": DISK}, "more": BF16}),
+    (3, {"zero": {"offload_optimizer": DISK}}),
+    (3, {"zero": {"offload_optimizer": DISK | {"ratio": 0.5}, "offload_param": DISK}, "more": BF16, "micro_steps": 2}),
+    (3, {"zero": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}, "more": BF16}),
+]
+# A few of them, which together have each value once.
+SHORT = [SETTINGS[i] for i in (0, 4, 8, 9, 12, 13, 14, 16, 17, 18, 21, 23, 26)]
+
+
+def cases(model: str, settings: list[tuple[int, dict[str, Any]]]) -> list[Case]:
+    # The fused kernels, which alone serve offload and bf16 moments, take no fp64 parameters.
+    usable = [s for s in settings if model != "odd" or not ("disk" in str(s) or "optimizer_state_dtype" in str(s))]
+    return [Case(model, stage, **more) for stage, more in usable]
+
+
+def assert_all_as_predicted(chosen: list[Case], transport: str, world_size: int, disk: Path) -> None:
+    num_processes = 1 if transport == "fake" else world_size
+    by_rank = run_ranks(num_processes, outcomes, chosen, transport, world_size, str(disk), timeout=500)
+    for rank, rows in enumerate(by_rank):
+        for outcome in rows:
+            assert_as_predicted(outcome, rank)
+
+
+@pytest.mark.parametrize(("transport", "world_size"), [("local", 1), ("shm", 2), ("fake", 1024)])
+def test_states_are_predicted_to_the_byte(transport: str, world_size: int, tmp_path: Path) -> None:
+    assert_all_as_predicted(cases("tiny", SHORT) + cases("odd", SHORT[:4]), transport, world_size, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["tiny", "odd", *FAMILIES])
+@pytest.mark.parametrize(
+    ("transport", "world_size"),
+    [("local", 1), ("shm", 2), ("gloo", 2), ("shm", 4), ("fake", 64), ("fake", 1024)],
+)
+def test_states_of_every_family_are_predicted_to_the_byte(
+    model: str, transport: str, world_size: int, tmp_path: Path
+) -> None:
+    assert_all_as_predicted(cases(model, SETTINGS), transport, world_size, tmp_path)
+
+
+def test_nothing_of_a_large_model_is_allocated() -> None:
+    with torch.device("meta"):
+        blocks = nn.ModuleList(nn.TransformerEncoderLayer(8192, 64, 28_672) for _ in range(80))
+    numel = sum(p.numel() for p in blocks.parameters())
+    predicted = predict(
+        nn.Sequential(blocks),
+        {"zero_optimization": {"stage": 3}, "optimizer": ADAMW, **BF16},
+        Setting(512, "cuda", "nccl"),
+    )
+    assert sum(predicted.device[name] for name in STATES) == pytest.approx(numel * (2 + 2 + 12) / 512, rel=0.01)
+
+
+def test_offload_moves_states_to_the_memory_of_the_host() -> None:
+    def rows(**zero: Any) -> Any:
+        with torch.device("meta"):
+            model = TinyLM()
+        config = {"zero_optimization": {"stage": 3, "param_persistence_threshold": 0, **zero}, "optimizer": ADAMW}
+        return predict(model, config | BF16, Setting(8, "cuda", "nccl"))
+
+    device, apart = rows(), rows(offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"})
+    assert {name: apart.cpu[name] for name in STATES} == {name: device.device[name] for name in STATES}
+    assert not any(apart.device[name] for name in STATES) and apart.cpu["staging"] > 0
+
+
+def test_the_copy_of_a_checkpoint_is_predicted(tmp_path: Path) -> None:
+    config = {
+        "zero_optimization": {"stage": 0},
+        "optimizer": ADAMW,
+        "checkpoint": {"async_save": True},
+        "check_grad_overflow": False,
+    }
+    with torch.device("meta"):
+        predicted = predict(TinyLM(), config, Setting(1, "cpu", "local"))
+    engine = zeroengine.initialize(build(TinyLM), config=config)
+    engine.save_checkpoint(tmp_path / "saved")
+    assert engine.memory().checkpoint == predicted.checkpoint_copy > 0
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0, "cpu", "shm"), "world_size is the number of ranks, at least 1; found 0"),
+        ((2, "tpu", "shm"), 'device is "cpu" or "cuda", found \'tpu\''),
+        ((2, "cpu", "mpi"), "transport is one of shm, gloo, nccl, fake, local, single; found 'mpi'"),
+    ],
+)
+def test_a_wrong_setting_says_what_to_write(arguments: Any, message: str) -> None:
+    with pytest.raises(ZeroEngineError, match=message):
+        Setting(*arguments)

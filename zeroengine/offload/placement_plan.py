@@ -1,0 +1,174 @@
+"""The arithmetic of offload: which units' states go where, and how many bytes the stores and the buffers take."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zeroengine.config import FLOATS, Config
+from zeroengine.config.offload import OffloadOptimizer, OffloadParam
+from zeroengine.disk.aligned_memory import ALIGNMENT, round_up_to_block
+from zeroengine.offload.interfaces import padded_nbytes
+from zeroengine.partition.cut import UnitPlan
+from zeroengine.partition.degrees import Degrees
+from zeroengine.partition.unit_layout import layout_of_unit
+
+# The location of states in CPU memory. The location of states on a disk is the path of a folder.
+CPU_MEMORY = ""
+
+
+@dataclass(frozen=True)
+class PlacementPlan:
+    """Where each unit's states go, and the sizes of stores and buffers, before anything is opened or allocated.
+
+    Attributes:
+        param_location: The folder of the parameter shards, or ``CPU_MEMORY``; None: the device.
+        optimizer_location: Likewise, of the optimizer's states.
+        params_offloaded: For each unit, whether its parameter shard is offloaded.
+        optimizer_offloaded: For each trainable unit, whether its optimizer's states are offloaded.
+        bytes_by_location: The bytes that all states take at each location, each padded to whole blocks.
+        largest_shard_bytes: The bytes, padded, of the largest parameter shard that is offloaded.
+        num_chunks: The number of the pipeline's buffers; 0 without a pipeline.
+        chunk_numel: The elements in one of them.
+        element_bytes: The bytes of one element in it, of all states that are moved.
+    """
+
+    param_location: str | None
+    optimizer_location: str | None
+    params_offloaded: tuple[bool, ...]
+    optimizer_offloaded: tuple[bool, ...]
+    bytes_by_location: dict[str | None, int]
+    largest_shard_bytes: int
+    num_chunks: int
+    chunk_numel: int
+    element_bytes: int
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether every state stays on the device."""
+        return self.param_location is None and self.optimizer_location is None
+
+    @property
+    def pipeline_bytes(self) -> int:
+        """Bytes of the pipeline's buffers."""
+        return self.num_chunks * self.chunk_numel * self.element_bytes
+
+
+def plan_placement(
+    plans: Sequence[UnitPlan],
+    degrees: Degrees,
+    config: Config,
+    world_size: int,
+    shard_align_bytes: int,
+    *,
+    has_device_memory: bool,
+) -> PlacementPlan:
+    """Decide where each unit's states go, which depends on sizes alone and so is the same on all ranks.
+
+    Args:
+        plans: The units.
+        degrees: The number of ranks that each state is partitioned over.
+        config: The configuration, with the place of each state.
+        world_size: The number of ranks.
+        shard_align_bytes: ``Transport.shard_align_bytes``.
+        has_device_memory: Whether the device has memory apart from the host's, as a GPU has.
+    """
+    zero = config.zero_optimization
+    param_location = _location_of(zero.offload_param, has_device_memory)
+    optimizer_location = _location_of(zero.offload_optimizer, has_device_memory)
+    trainable = [plan for plan in plans if plan.trainable]
+    if param_location is None and optimizer_location is None:
+        return PlacementPlan(None, None, (False,) * len(plans), (False,) * len(trainable), {}, 0, 0, 0, 1)
+
+    def shard_numel(plan: UnitPlan, degree: int) -> int:
+        return layout_of_unit(plan, degrees, world_size, shard_align_bytes).shard_numel(degree)
+
+    # Offloading the shard of a unit that stays gathered would free no memory.
+    params_offloaded = [param_location is not None and plan.numel > zero.param_persistence_threshold for plan in plans]
+    ratio = zero.offload_optimizer.ratio if optimizer_location is not None else 0.0
+    optimizer_offloaded = _within_ratio([plan.numel for plan in trainable], ratio)
+    shard_bytes = [
+        padded_nbytes(shard_numel(plan, degrees.parameters) * plan.dtype.itemsize) * offloaded
+        for plan, offloaded in zip(plans, params_offloaded, strict=True)
+    ]
+    keeps_gradients = can_offload_gradients(degrees, world_size)
+    state_bytes = [
+        offloaded
+        * _optimizer_state_bytes(
+            plan,
+            config,
+            shard_numel(plan, degrees.optimizer),
+            shard_numel(plan, degrees.gradients) if keeps_gradients else None,
+        )
+        for plan, offloaded in zip(trainable, optimizer_offloaded, strict=True)
+    ]
+    # Both sections may name one folder, which then has one store with room for both.
+    bytes_by_location = Counter({param_location: sum(shard_bytes)})
+    bytes_by_location[optimizer_location] += sum(state_bytes)
+
+    element_bytes = max(
+        (
+            _moved_element_bytes(plan, config, param_location, optimizer_location, has_device_memory)
+            for plan in trainable
+        ),
+        default=1,
+    )
+    # If only parameters are offloaded from a GPU there is no pipeline, because the update runs on the GPU.
+    has_pipeline = not has_device_memory or optimizer_location is not None
+    largest_shard = max((shard_numel(plan, degrees.optimizer) for plan in trainable), default=1)
+    # No chunk need be longer than a shard.
+    chunk_numel = min(zero.offload_optimizer.buffer_size, round_up_to_block(largest_shard))
+    return PlacementPlan(
+        param_location,
+        optimizer_location,
+        tuple(params_offloaded),
+        tuple(optimizer_offloaded),
+        dict(bytes_by_location),
+        max(shard_bytes),
+        zero.offload_optimizer.buffer_count if has_pipeline else 0,
+        max(chunk_numel // ALIGNMENT, 1) * ALIGNMENT,
+        element_bytes,
+    )
+
+
+def can_offload_gradients(degrees: Degrees, world_size: int) -> bool:
+    """Return whether a rank keeps only its shard of the summed gradients, which nothing reads before the step."""
+    return degrees.gradients > 1 or world_size == 1
+
+
+def _location_of(section: OffloadOptimizer | OffloadParam, has_device_memory: bool) -> str | None:
+    """Return the folder that states go to, or ``CPU_MEMORY``; None: they stay on the device."""
+    return CPU_MEMORY if section.device == "cpu" and has_device_memory else section.disk
+
+
+def _within_ratio(sizes: Sequence[int], ratio: float) -> list[bool]:
+    """Return for each unit whether it is offloaded, so that at most ``ratio`` of all elements are."""
+    remaining, chosen = ratio * sum(sizes), []
+    for size in sizes:
+        chosen.append(size <= remaining)
+        remaining -= size if chosen[-1] else 0
+    return chosen
+
+
+def _optimizer_state_bytes(plan: UnitPlan, config: Config, numel: int, grad_numel: int | None) -> int:
+    """Return the bytes that a unit's master weights, moments and gradients take in a store."""
+    moment_bytes = padded_nbytes(numel * FLOATS[config.optimizer_state_dtype].itemsize)
+    # Each state is padded separately, because each begins at a block of the file.
+    nbytes = 2 * moment_bytes + plan.is_mixed_precision * padded_nbytes(numel * torch.float32.itemsize)
+    if grad_numel is not None:
+        nbytes += padded_nbytes(grad_numel * config.accumulation_dtype(plan.dtype).itemsize)
+    return nbytes
+
+
+def _moved_element_bytes(
+    plan: UnitPlan, config: Config, param_location: str | None, optimizer_location: str | None, has_device_memory: bool
+) -> int:
+    """Return the largest number of bytes per element that a pipeline moves: states on a disk or on a GPU."""
+    optimizer_on_disk = optimizer_location not in (None, CPU_MEMORY)
+    nbytes = (has_device_memory or param_location is not None) * plan.dtype.itemsize
+    nbytes += (has_device_memory or optimizer_on_disk) * config.accumulation_dtype(plan.dtype).itemsize
+    state_bytes = 2 * FLOATS[config.optimizer_state_dtype].itemsize + plan.is_mixed_precision * torch.float32.itemsize
+    return max(nbytes + optimizer_on_disk * state_bytes, 1)

@@ -1,0 +1,57 @@
+"""Bytes that exist in passing, beside the states and the buffers: at ``initialize`` and in a backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from zeroengine.plan.unit_bytes import UnitBytes
+
+
+def most_at_start(units: Sequence[UnitBytes], device: str) -> int:
+    """Return the most bytes on a kind of device while the model's values are moved into units, one unit at a time."""
+    remaining = sum(unit.value_bytes(device) for unit in units)
+    moved = most = 0
+    for unit in units:
+        shard = 0 if unit.shard_offloaded else unit.shard_bytes
+        full = unit.full_bytes if unit.is_releasable else 0
+        wide = unit.layout.numel * torch.float32.itemsize if unit.has_wide_values else 0
+        master = unit.optimizer_numel * torch.float32.itemsize
+        master *= unit.has_wide_values and not unit.states_offloaded
+        most = max(most, remaining + moved + shard + full + wide + master)
+        moved += shard + master
+        remaining -= unit.value_bytes(device)
+    return most
+
+
+def largest_gradient_bytes(units: Sequence[UnitBytes]) -> int:
+    """Return the bytes of the largest gradient of one parameter, which autograd makes before it is copied."""
+    trainable = (unit.plan for unit in units if unit.plan.trainable)
+    return max((param.numel() * plan.dtype.itemsize for plan in trainable for _, param in plan.params), default=0)
+
+
+def receive_bytes(
+    units: Sequence[UnitBytes], world_size: int, device: str, transport: str, *, accumulates: bool
+) -> int:
+    """Return the bytes of the memory that a transport receives sums into, for two reduces under way.
+
+    Args:
+        units: The units.
+        world_size: The number of ranks.
+        device: "cpu" or "cuda".
+        transport: The name of the transport.
+        accumulates: Whether sums of several micro-steps are added up.
+    """
+    sizes = []
+    for unit in units:
+        if unit.gradients is None or world_size == 1:
+            continue
+        sent_bytes = unit.gradients.reduce_dtype.itemsize * unit.layout.numel
+        casts = unit.gradients.dtype is not unit.gradients.reduce_dtype
+        if transport == "gloo" and device == "cpu":
+            sizes.append(sent_bytes // world_size * (world_size - 1))
+        # NCCL neither adds to its target nor casts, so its sum has memory of its own first.
+        elif transport == "nccl" and unit.degrees.gradients > 1 and (accumulates or casts):
+            sizes.append(sent_bytes // world_size)
+    return sum(sorted(sizes)[-2:])

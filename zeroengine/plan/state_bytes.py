@@ -1,0 +1,292 @@
+"""Predict the bytes that a rank holds of every state, by the arithmetic that the engine allocates with.
+
+``predict_states`` allocates nothing. The four states are exact. The buffers ("buckets", "gathered", "staging") are the
+most that the engine allocates; how many of them a step needs depends on how fast the other ranks and the disk are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from zeroengine.comm.interfaces import Transport
+from zeroengine.comm.transports.gloo import GlooTransport
+from zeroengine.comm.transports.nccl import NCCLTransport
+from zeroengine.comm.transports.shared_memory import SharedMemoryTransport
+from zeroengine.comm.transports.single_process import SingleProcessTransport
+from zeroengine.config import FLOATS, Config
+from zeroengine.errors import ZeroEngineError
+from zeroengine.offload.interfaces import padded_nbytes
+from zeroengine.offload.placement_plan import CPU_MEMORY, PlacementPlan, plan_placement
+from zeroengine.partition.cut import UnitPlan
+from zeroengine.partition.degrees import degrees_of_stage
+from zeroengine.plan.checkpoint_copy import checkpoint_copy_bytes
+from zeroengine.plan.gathered_bytes import GatheredUnit, PrefetchLimits, most_gathered_bytes
+from zeroengine.plan.gradient_buffer_bytes import (
+    MAX_IN_FLIGHT,
+    GradientFlow,
+    gradient_buffer_bytes,
+    gradient_positions,
+    staging_buffer_bytes,
+)
+from zeroengine.plan.optimizer_state import OptimizerProbe, StateSizes
+from zeroengine.plan.passing_bytes import largest_gradient_bytes, most_at_start, receive_bytes
+from zeroengine.plan.unit_bytes import UnitBytes, units_of_plans
+
+STATES = ("parameters", "gradients", "master", "optimizer")
+BUFFERS = ("buckets", "gathered", "staging")
+# The transports have attributes that sizes depend on. "single" is another name of that of one rank.
+TRANSPORTS: dict[str, type[Transport]] = {
+    "shm": SharedMemoryTransport,
+    "gloo": GlooTransport,
+    "nccl": NCCLTransport,
+    "fake": NCCLTransport,
+    "local": SingleProcessTransport,
+    "single": SingleProcessTransport,
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the bytes of states depend on beside the model and the configuration.
+
+    Attributes:
+        world_size: The number of ranks.
+        device: The kind of device that the model computes on.
+        transport: The name of the transport: "shm", "gloo", "nccl", "single" (one rank) or "fake".
+
+    Raises:
+        ZeroEngineError: A value is not one of these.
+    """
+
+    world_size: int
+    device: Literal["cpu", "cuda"]
+    transport: str
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1:
+            raise ZeroEngineError(f"Setting: world_size is the number of ranks, at least 1; found {self.world_size}")
+        if self.device not in ("cpu", "cuda"):
+            raise ZeroEngineError(f'Setting: device is "cpu" or "cuda", found {self.device!r}')
+        if self.transport not in TRANSPORTS:
+            raise ZeroEngineError(f"Setting: transport is one of {', '.join(TRANSPORTS)}; found {self.transport!r}")
+
+    @property
+    def shard_align_bytes(self) -> int:
+        """``Transport.shard_align_bytes``."""
+        return TRANSPORTS[self.transport].shard_align_bytes if self.world_size > 1 else 1
+
+    @property
+    def overlaps(self) -> bool:
+        """``Transport.overlaps``."""
+        return TRANSPORTS[self.transport].overlaps and self.world_size > 1
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """The bytes of one rank, by state, as in ``engine.memory()`` after a step.
+
+    The shards of all ranks have equal sizes. Only optimizers without a fused kernel keep no state for padding, which
+    lies in the shards of the last ranks: the bytes are those of rank 0, which has the most.
+
+    Attributes:
+        device: Bytes in the device's memory of "parameters", "gradients", "master", "optimizer" and, at their most,
+            "buckets", "gathered" and "staging".
+        cpu: Bytes in CPU memory by the same names, if the device is a GPU.
+        nvme: Bytes of the four states that are on a disk.
+        peak_device_extra: Bytes of the device's memory beyond the sum of ``device`` at the worst moment. Such moments:
+            ``initialize``, where the model's own values are still there beside the units that were made of them; a
+            backward, where the gradient of a parameter waits for its copy, and where Gloo and NCCL receive sums into
+            temporary memory; and an update by an optimizer of torch, which takes gradients in the masters' dtype. Not
+            counted are temporaries of torch's own optimizers, and of the initialization of ``meta_init``.
+        peak_cpu_extra: Likewise of CPU memory, if the device is a GPU: 0, or the values of a model on the CPU.
+        disk_files: Bytes of this rank's files on the disk, which hold whole blocks.
+        shared_pages: Bytes of ``device["gathered"]`` that take no memory of their own, because shared memory maps the
+            pages of the other ranks.
+        checkpoint_copy: Bytes of CPU memory that ``checkpoint.async_save`` takes for the copy that it writes from.
+    """
+
+    device: Mapping[str, int]
+    cpu: Mapping[str, int]
+    nvme: Mapping[str, int]
+    peak_device_extra: int
+    peak_cpu_extra: int
+    disk_files: int = 0
+    shared_pages: int = 0
+    checkpoint_copy: int = 0
+
+    @property
+    def device_total(self) -> int:
+        """Bytes of the device's memory, without what exists in passing."""
+        return sum(self.device.values())
+
+    @property
+    def cpu_total(self) -> int:
+        """Bytes of CPU memory, if the device is a GPU."""
+        return sum(self.cpu.values())
+
+
+class _Ledger:
+    """Bytes by location and state. None is the device."""
+
+    def __init__(self) -> None:
+        self._bytes: Counter[tuple[str | None, str]] = Counter()
+
+    def add(self, name: str, nbytes: int, location: str | None = None) -> None:
+        self._bytes[location, name] += nbytes
+
+    def row(self, location: str | None, names: Sequence[str]) -> dict[str, int]:
+        return {name: self._bytes[location, name] for name in names}
+
+
+def predict_states(
+    plans: Sequence[UnitPlan], config: Config, setting: Setting, optimizer: torch.optim.Optimizer | None = None
+) -> StateBytes:
+    """Return the bytes that each rank will hold of every state. Nothing is allocated.
+
+    Args:
+        plans: The units, from ``partition.cut.cut_units``. The model may be on the meta device.
+        config: The resolved configuration, with a number as stage and without "auto" as a device.
+        setting: The ranks, the device and the transport.
+        optimizer: The optimizer that is passed to ``initialize``. None: that of the configuration, or AdamW where it
+            names none.
+
+    Raises:
+        ZeroEngineError: The optimizer of the configuration cannot be made.
+    """
+    zero = config.zero_optimization
+    degrees = degrees_of_stage(zero.stage, setting.world_size)
+    on_gpu = setting.device == "cuda"
+    placement = plan_placement(
+        plans, degrees, config, setting.world_size, setting.shard_align_bytes, has_device_memory=on_gpu
+    )
+    units = units_of_plans(plans, degrees, config, setting.world_size, setting.shard_align_bytes, placement)
+    ledger = _Ledger()
+    sizes, is_fused = _optimizer_sizes(units, config, OptimizerProbe(optimizer, config))
+    for unit, states in zip(units, sizes, strict=True):
+        ledger.add("parameters", unit.shard_bytes, placement.param_location if unit.shard_offloaded else None)
+        if unit.gradients is not None:
+            location = placement.optimizer_location if unit.states_offloaded else None
+            ledger.add("gradients", unit.gradient_bytes, location if unit.gradients.is_offloaded else None)
+            if unit.plan.is_mixed_precision:
+                ledger.add("master", unit.optimizer_numel * unit.master_dtype.itemsize, location)
+            ledger.add("optimizer", _optimizer_bytes(unit, states, is_fused), location)
+
+    flows = [_flow(unit) for unit in units if unit.gradients is not None]
+    accumulates = config.manual_accumulation or config.micro_steps_in_mean > 1
+    buckets = gradient_buffer_bytes(flows, zero.reduce_bucket_size or 0, at_once=setting.world_size == 1)
+    # The fake backend never says that a reduce is done.
+    num_reducing = 0 if setting.world_size == 1 else len(flows) if setting.transport == "fake" else MAX_IN_FLIGHT
+    buckets += staging_buffer_bytes(flows, accumulates=accumulates, num_reducing=num_reducing, on_stream=on_gpu)
+    gathered = _most_gathered(units, config, setting, placement)
+    ledger.add("buckets", buckets)
+    ledger.add("gathered", gathered)
+    _add_staging(ledger, units, config, setting, placement)
+
+    device = ledger.row(None, (*STATES, *BUFFERS))
+    host = ledger.row(CPU_MEMORY, (*STATES, "staging"))
+    if not on_gpu:
+        device["staging"] += host["staging"]
+    # An optimizer of torch takes all gradients at once, in the dtype of the masters.
+    copied = sum(unit.optimizer_numel * unit.master_dtype.itemsize for unit in units) * (not is_fused)
+    backward = largest_gradient_bytes(units) + receive_bytes(
+        units, setting.world_size, setting.device, setting.transport, accumulates=accumulates
+    )
+    on_disk = [path for path in placement.bytes_by_location if path]
+    copies = config.checkpoint.async_save and not on_disk
+    return StateBytes(
+        device=device,
+        cpu=host if on_gpu else {},
+        nvme={name: sum(ledger.row(path, STATES)[name] for path in on_disk) for name in STATES},
+        peak_device_extra=max(
+            backward, most_at_start(units, setting.device) - sum(device.values()), copied - device["gathered"], 0
+        ),
+        peak_cpu_extra=sum(unit.value_bytes("cpu") for unit in units) if on_gpu else 0,
+        disk_files=sum(placement.bytes_by_location[path] for path in on_disk),
+        shared_pages=gathered if setting.transport == "shm" and placement.param_location is None else 0,
+        checkpoint_copy=checkpoint_copy_bytes(units, setting.world_size, sizes) if copies else 0,
+    )
+
+
+def _optimizer_sizes(
+    units: Sequence[UnitBytes], config: Config, probe: OptimizerProbe
+) -> tuple[list[tuple[StateSizes, ...]], bool]:
+    """Return the optimizer's state of every parameter, and whether a fused kernel updates. Frozen units have none."""
+    trainable = [unit for unit in units if unit.plan.trainable]
+    # One backend updates every unit, and the fused kernels take fp32 masters alone.
+    if probe.has_adam_rule and all(unit.master_dtype is torch.float32 for unit in trainable):
+        moments = FLOATS[config.optimizer_state_dtype].itemsize
+        fused = StateSizes((moments, moments), (torch.float32.itemsize,))
+        return [(fused,) * len(unit.plan.params) if unit.plan.trainable else () for unit in units], True
+    sizes = [
+        tuple(probe.sizes(param, unit.master_dtype) for _, param in unit.plan.params) if unit.plan.trainable else ()
+        for unit in units
+    ]
+    return sizes, False
+
+
+def _optimizer_bytes(unit: UnitBytes, states: Sequence[StateSizes], is_fused: bool) -> int:
+    """Return the bytes of a unit's optimizer state on rank 0."""
+    # The state of the fused kernels covers the padding, and their step counts are no tensors.
+    if is_fused:
+        return unit.optimizer_numel * sum(states[0].element_sizes)
+    return sum(
+        span.numel * sum(states[span.param_index].element_sizes) + sum(states[span.param_index].number_sizes)
+        for span in unit.layout.spans(0, unit.degrees.optimizer)
+    )
+
+
+def _flow(unit: UnitBytes) -> GradientFlow:
+    assert unit.gradients is not None
+    shard_numel = unit.layout.shard_numel(unit.degrees.gradients)
+    return GradientFlow(unit.layout.numel, shard_numel, unit.gradients, *gradient_positions(unit.plan))
+
+
+def _most_gathered(units: Sequence[UnitBytes], config: Config, setting: Setting, placement: PlacementPlan) -> int:
+    zero = config.zero_optimization
+    # See ``Gatherer`` and ``OffloadedShards``.
+    prefetches = zero.overlap_comm and (setting.overlaps or any(unit.shard_offloaded for unit in units))
+    in_cpu_memory = placement.param_location == CPU_MEMORY
+    shards_gather_ahead = setting.world_size == 1 or (setting.overlaps and in_cpu_memory)
+    releasable = [
+        GatheredUnit(unit.plan, unit.layout.numel, shards_gather_ahead if unit.shard_offloaded else setting.overlaps)
+        for unit in units
+        if unit.is_releasable
+    ]
+    limits = PrefetchLimits(zero.prefetch_bucket_size if prefetches else 0, zero.max_live_parameters)
+    return most_gathered_bytes(releasable, limits)
+
+
+def _add_staging(
+    ledger: _Ledger, units: Sequence[UnitBytes], config: Config, setting: Setting, placement: PlacementPlan
+) -> None:
+    """Add the buffers between the stores and the computation."""
+    ledger.add("staging", placement.pipeline_bytes, CPU_MEMORY)
+    num_buffers = config.zero_optimization.offload_param.buffer_count
+    # A single rank reads shards straight into the full buffer.
+    if setting.world_size > 1:
+        ledger.add("staging", num_buffers * placement.largest_shard_bytes)
+    if setting.device == "cpu":
+        return
+    # Every transfer between a GPU and a disk passes through the host. Each store has buffers of its own.
+    sizes: dict[str | None, list[int]] = {}
+    for unit in units:
+        if unit.shard_offloaded:
+            sizes.setdefault(placement.param_location, []).append(unit.shard_bytes)
+        if unit.gradients is not None and unit.gradients.is_offloaded:
+            sizes.setdefault(placement.optimizer_location, []).append(unit.gradient_bytes)
+    for path, transfers in sizes.items():
+        ledger.add("staging", _bounce_buffer_bytes(transfers, num_buffers) if path else 0, CPU_MEMORY)
+
+
+def _bounce_buffer_bytes(sizes: Sequence[int], num_buffers: int) -> int:
+    """Return the bytes of the buffers of ``StagedDiskStore`` if no transfer is ever done before the next begins."""
+    buffers: list[int] = []
+    for size in [*sizes, *sizes[::-1]] * 2:
+        if sum(nbytes >= size for nbytes in buffers) < num_buffers:
+            buffers.append(padded_nbytes(size))
+    return sum(buffers)

@@ -1,0 +1,117 @@
+"""One unit on one rank: its layout, its degrees and its places, before it exists."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zeroengine.config import Config
+from zeroengine.offload.placement_plan import PlacementPlan
+from zeroengine.partition.cut import UnitPlan
+from zeroengine.partition.degrees import Degrees
+from zeroengine.partition.layout import FlatLayout
+from zeroengine.partition.unit_layout import degrees_of_unit, layout_of_unit
+from zeroengine.runtime.unit_gradients import GradientFormat
+
+
+@dataclass(frozen=True)
+class UnitBytes:
+    """What a rank will hold of one unit.
+
+    Attributes:
+        plan: The unit.
+        degrees: Its degrees.
+        layout: Where its parameters lie.
+        shard_offloaded: Whether its parameter shard is in a store.
+        states_offloaded: Whether its master weights and its optimizer state are in a store.
+        gradients: How its gradients are kept and sent; None: the unit is frozen.
+    """
+
+    plan: UnitPlan
+    degrees: Degrees
+    layout: FlatLayout
+    shard_offloaded: bool
+    states_offloaded: bool
+    gradients: GradientFormat | None
+
+    @property
+    def is_releasable(self) -> bool:
+        """Whether the full buffer is released between uses."""
+        return self.degrees.parameters > 1 or self.shard_offloaded
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the full buffer."""
+        return self.layout.numel * self.plan.dtype.itemsize
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of the parameter shard, which is the full buffer at parameter degree 1."""
+        return self.layout.shard_numel(self.degrees.parameters) * self.plan.dtype.itemsize
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the summed gradients that the rank keeps; 0 for a frozen unit."""
+        if self.gradients is None:
+            return 0
+        return self.layout.shard_numel(self.degrees.gradients) * self.gradients.dtype.itemsize
+
+    @property
+    def optimizer_numel(self) -> int:
+        """Elements that the rank updates, padding included; 0 for a frozen unit."""
+        return 0 if self.gradients is None else self.layout.shard_numel(self.degrees.optimizer)
+
+    @property
+    def master_dtype(self) -> torch.dtype:
+        """The dtype that is updated."""
+        return torch.float32 if self.plan.is_mixed_precision else self.plan.dtype
+
+    @property
+    def has_wide_values(self) -> bool:
+        """Whether the model's values are rounded, so that a master is kept from before that."""
+        plan = self.plan
+        return plan.trainable and plan.is_mixed_precision and any(p.dtype is not plan.dtype for _, p in plan.params)
+
+    def value_bytes(self, device: str) -> int:
+        """Return the bytes of the values that the caller's parameters have in the memory of a kind of device."""
+        return sum(param.nbytes for _, param in self.plan.params if param.device.type == device)
+
+
+def units_of_plans(
+    plans: Sequence[UnitPlan],
+    degrees: Degrees,
+    config: Config,
+    world_size: int,
+    shard_align_bytes: int,
+    placement: PlacementPlan,
+) -> list[UnitBytes]:
+    """Return what rank 0 will hold of each unit.
+
+    Args:
+        plans: The units.
+        degrees: The degrees of the stage.
+        config: The resolved configuration.
+        world_size: The number of ranks.
+        shard_align_bytes: ``Transport.shard_align_bytes``.
+        placement: Which states are offloaded.
+    """
+    units = []
+    states_offloaded = iter(placement.optimizer_offloaded)
+    for plan, shard_offloaded in zip(plans, placement.params_offloaded, strict=True):
+        unit_degrees = degrees_of_unit(plan, degrees, config.zero_optimization.param_persistence_threshold)
+        layout = layout_of_unit(plan, unit_degrees, world_size, shard_align_bytes)
+        gradients, has_store = None, False
+        if plan.trainable:
+            has_store = next(states_offloaded)
+            gradients = GradientFormat.of_unit(
+                plan.dtype,
+                unit_degrees,
+                world_size,
+                config.accumulation_dtype(plan.dtype),
+                config.reduce_dtype(plan.dtype),
+                has_store=has_store,
+            )
+        units.append(UnitBytes(plan, unit_degrees, layout, shard_offloaded, has_store, gradients))
+    return units
