@@ -13,12 +13,12 @@ from zeroengine.config.__main__ import main
 
 def test_check_prints_the_resolved_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "ds.json"
-    path.write_text('{"train_batch_size": 32, "wall_clock_breakdown": true}')
+    path.write_text('{"train_batch_size": 32, "graph_harvesting": true}')
     assert main(["check", str(path), "--world-size", "4", "--set", "zero_optimization.stage=2"]) == 0
     out, err = capsys.readouterr()
     values = dict(line.split(maxsplit=1) for line in out.splitlines()[1:])
     assert (values["train_micro_batch_size_per_gpu"], values["zero_optimization.stage"]) == ("8", "2")
-    assert "note: wall_clock_breakdown (line 1) has no effect" in err
+    assert "note: graph_harvesting (line 1) has no effect" in err
 
 
 def test_check_of_a_wrong_file_fails_with_the_message_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

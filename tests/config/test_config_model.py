@@ -161,7 +161,7 @@ def test_a_configuration_is_frozen() -> None:
 
 
 def test_resolving_keeps_the_notices() -> None:
-    config = load({"wall_clock_breakdown": True})
+    config = load({"graph_harvesting": True})
     assert config.notices and config.resolve(world_size=2).notices == config.notices
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pydoc
 from pathlib import Path
 from typing import Any
 
@@ -134,16 +135,16 @@ def test_the_file_that_accelerate_writes() -> None:
 
 def test_a_pretraining_file() -> None:
     told = notices("pretraining_zero1.json")
-    assert len(load(FILES / "pretraining_zero1.json").notices) == 5
+    assert len(load(FILES / "pretraining_zero1.json").notices) == 4
     for key in (
         "torch_adam",
         "allgather_bucket_size",
         "round_robin_gradients",
-        "wall_clock_breakdown",
         "activation_checkpointing",
     ):
         assert key in told
     config = load(FILES / "pretraining_zero1.json").resolve(world_size=16)
+    assert config.wall_clock_breakdown and not config.flops_profiler.enabled
     assert config.gradient_accumulation_steps == 8
     assert config.optimizer is not None and config.optimizer.type == "AdamW"
 
@@ -161,6 +162,24 @@ def test_what_changes_numbers_is_refused_key_by_key() -> None:
     for key in ("zero_quantized_weights", "zero_hpz_partition_size", "zero_quantized_gradients"):
         assert f"zero_optimization.{key} (line" in told
     assert "aio" not in told
+
+
+# The models of DeepSpeed's monitor and profiles, by the section of the configuration.
+MONITOR_MODELS = {
+    "tensorboard": "deepspeed.monitor.config.TensorBoardConfig",
+    "csv_monitor": "deepspeed.monitor.config.CSVConfig",
+    "wandb": "deepspeed.monitor.config.WandbConfig",
+    "comet": "deepspeed.monitor.config.CometConfig",
+    "comms_logger": "deepspeed.comm.config.CommsLoggerConfig",
+}
+
+
+@pytest.mark.parametrize("section", MONITOR_MODELS)
+def test_the_defaults_of_loggers_are_those_of_the_installed_deepspeed(section: str) -> None:
+    pytest.importorskip("deepspeed")
+    theirs = {name: value or None for name, value in pydoc.locate(MONITOR_MODELS[section])().model_dump().items()}  # type: ignore[operator]
+    ours = {name: getattr(getattr(load({}), section), name, None) or None for name in theirs}
+    assert ours == theirs
 
 
 def nested(path: str, value: Any) -> dict[str, Any]:
@@ -241,7 +260,7 @@ def test_the_old_boolean_zero_optimization_is_stage_1() -> None:
 
 
 def test_a_deepspeed_file_without_clipping_is_told_of_the_other_default() -> None:
-    assert any("DeepSpeed 0.19.8 clips at 1.0" in notice for notice in load({"wall_clock_breakdown": True}).notices)
+    assert any("DeepSpeed 0.19.8 clips at 1.0" in notice for notice in load({"graph_harvesting": True}).notices)
 
 
 # How the list of keys is made: DeepSpeed's pydantic models, and what its parser asks of a dict.

@@ -47,7 +47,7 @@ def printed() -> tuple[str, list[str]]:
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("zeroengine").addHandler(handler)
-    settings = config(1, steps_per_print=2, dump_state=True, wall_clock_breakdown=True)
+    settings = config(1, steps_per_print=2, dump_state=True, graph_harvesting=True)
     with contextlib.redirect_stdout(io.StringIO()) as out:
         engine = zeroengine.initialize(build(), config=settings)
         for step in range(5):
@@ -66,7 +66,7 @@ def test_rank_0_prints_its_progress_the_configuration_and_what_it_ignores() -> N
     assert any(line.split()[:2] == ["train_batch_size", "4"] for line in lines), "the resolved values"
     assert [line.split(":")[0] for line in lines if line.startswith("step")] == ["step 2", "step 4"]
     assert any("lr 0.003, grad norm " in line for line in lines)
-    assert any("wall_clock_breakdown" in record for record in records)
+    assert any("graph_harvesting" in record for record in records)
     assert "step 2 skipped: the gradient of tok.weight is not finite" in records, "the first in forward order"
 
 

@@ -66,24 +66,15 @@ ALIASES = {
 # For these keys false asks for something, too, so only null is silent.
 _NULL_ONLY = (None,)
 _DS_FORMAT = "checkpoints here are torch Distributed Checkpoints, one format for every stage and world size"
-_METRICS = "nothing is sent to loggers; log the loss, engine.grad_norm and engine.lr_scheduler's rate from your loop"
 _REMOVED = "DeepSpeed itself removed it, and it is not available here"
 
 # The rows by what their paths begin with.
 # fmt: off
 _ROWS = {
     "": [
-        _no_effect("wall_clock_breakdown", "there are no built-in timers; use torch.profiler"),
-        _no_effect("memory_breakdown", "call engine.memory() for the bytes of every state"),
-        _no_effect("timers", "there are no built-in timers; use torch.profiler", keys="throughput", switch=""),
-        _no_effect("flops_profiler", "there is no built-in profiler; use torch.profiler",
-            keys="enabled profile_step module_depth top_modules detailed output_file recompute_fwd_factor"),
-        _no_effect("comms_logger", "collectives are not logged; use torch.profiler",
-            keys="enabled verbose prof_all debug prof_ops"),
-        _no_effect("tensorboard csv_monitor", _METRICS, keys="enabled output_path job_name"),
-        _no_effect("wandb", _METRICS, keys="enabled group team project"),
-        _no_effect("comet", _METRICS,
-            keys="enabled samples_log_interval project workspace api_key experiment_name experiment_key online mode"),
+        _no_effect("timers.throughput.synchronized", "the device is never made to wait for a timer",
+            off=(True, False, None)),
+        _no_effect("comms_logger.debug", "units are always named, and nothing else calls collectives"),
         _no_effect("log_level", "set the level of Python's logger \"zeroengine\""),
         _no_effect("vocabulary_size", "DeepSpeed only warns about its alignment"),
         _no_effect("dataloader_drop_last", "no data loader is made; set drop_last on your own"),

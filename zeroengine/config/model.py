@@ -10,7 +10,7 @@ import torch
 from annotated_types import Gt, Le
 from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
-from zeroengine.config import batch
+from zeroengine.config import batch, sinks
 from zeroengine.config.fields import AUTO, NULL, AboveZero, Auto, Between, Count, Folder, NonNegative, Positive, Section
 from zeroengine.config.monitor import Monitor, TraceSteps
 from zeroengine.config.offload import Aio, OffloadOptimizer, OffloadParam
@@ -217,6 +217,26 @@ class Config(Section):
     """What is recorded of each step."""
     trace: TraceSteps = TraceSteps()
     """Steps whose timeline is written."""
+    tensorboard: Annotated[sinks.TensorBoard, NULL] = sinks.TensorBoard()
+    """TensorBoard's event files."""
+    csv_monitor: Annotated[sinks.CSVMonitor, NULL] = sinks.CSVMonitor()
+    """CSV files."""
+    wandb: Annotated[sinks.WeightsAndBiases, NULL] = sinks.WeightsAndBiases()
+    """Weights & Biases."""
+    comet: Annotated[sinks.Comet, NULL] = sinks.Comet()
+    """Comet."""
+    mlflow: Annotated[sinks.MLflow, NULL] = sinks.MLflow()
+    """MLflow."""
+    wall_clock_breakdown: Annotated[bool, AUTO] = False
+    """Print where the time of a step went, every steps_per_print or 10 steps."""
+    memory_breakdown: Annotated[bool, AUTO] = False
+    """Print the bytes of every state, every steps_per_print or 10 steps."""
+    timers: Annotated[sinks.Timers, NULL] = sinks.Timers()
+    """Lines with the rate of training."""
+    flops_profiler: Annotated[sinks.FlopsProfile, NULL] = sinks.FlopsProfile()
+    """Parameters, FLOPs and time by module."""
+    comms_logger: Annotated[sinks.CommsLogger, NULL] = sinks.CommsLogger()
+    """Collectives by operation and unit."""
 
     _notices: tuple[str, ...] = PrivateAttr(default=())
     _source: str = PrivateAttr(default="the configuration")

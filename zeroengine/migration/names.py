@@ -37,7 +37,6 @@ def _by_name(tables: Mapping[str, Mapping[str, str]]) -> dict[str, Counterpart]:
 
 _MEAN = "Leave it out: the mean over ranks and micro-steps is taken in the update"
 _DATA_PARALLEL = "There is data parallelism alone, without tensor, pipeline, sequence or expert parallelism"
-_PROFILER = "Use torch.profiler: units and collectives are labeled in its traces"
 _FORMAT = "There is one format of checkpoints, for every stage and number of ranks"
 _EAGER = "Leave it out: torch.distributed is started where nobody has"
 _IN_ORDER = "Leave it out: copies are ordered with the computation"
@@ -94,8 +93,10 @@ _ENGINE = {
         "empty_partition_cache": "Leave it out: a unit's parameters are released after each use",
         "destroy": "`engine.close()`",
         "is_compiled": "Leave it out: there is one engine, whether or not modules are compiled",
-        "wall_clock_breakdown flops_profiler timers tput_timer": _PROFILER,
-        "monitor": "Log engine.grad_norm, engine.loss_scale and your losses with a logger of your own",
+        "wall_clock_breakdown": "`engine.config.wall_clock_breakdown`; it prints the split of a step's time",
+        "flops_profiler": '`"flops_profiler": {"enabled": true}` in the configuration',
+        "timers tput_timer": '`"timers": {"throughput": {"enabled": true}}` in the configuration',
+        "monitor": '`"tensorboard": {"enabled": true}` in the configuration; also csv_monitor, wandb, comet, mlflow',
         "memory_breakdown": "`engine.memory()`",
         "checkpoint_engine": _FORMAT,
         "managed_gradient_accumulation": '`"gradient_accumulation_steps": "manual"` in the configuration',
@@ -156,7 +157,7 @@ ENGINE_PREFIXES = {
         "Data is your own: choose samples in the data set or its loader",
     ),
     "random_ltd_": "Layers are your own: drop tokens in the model",
-    "flops_profiler_": _PROFILER,
+    "flops_profiler_": "`engine.config.flops_profiler`",
     **dict.fromkeys(("expert_", "moe_", "seq_", "sequence_", "tensor_parallel_", "pipeline_"), _DATA_PARALLEL),
     "sparse_": "Gradients are dense: write torch.nn.Embedding(..., sparse=False)",
     "checkpoint_": _FORMAT,

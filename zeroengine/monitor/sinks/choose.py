@@ -1,0 +1,68 @@
+"""The choice of sinks: what a configuration asks for."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from zeroengine.config.model import Config
+from zeroengine.monitor.metrics import Metrics
+from zeroengine.monitor.sink_threads import OpenSink
+from zeroengine.monitor.sinks.comet import CometSink
+from zeroengine.monitor.sinks.csv_files import CSVSink
+from zeroengine.monitor.sinks.mlflow import MLflowSink
+from zeroengine.monitor.sinks.step_printer import StepPrinter
+from zeroengine.monitor.sinks.tensorboard import TensorBoardSink
+from zeroengine.monitor.sinks.wandb import WandbSink
+
+log = logging.getLogger("zeroengine")
+
+# The package that each section needs, and its name for pip.
+PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml", "mlflow": "mlflow"}
+PIP_NAMES = {**PACKAGES, "mlflow": "mlflow-skinny"}
+
+
+def asks_for_sinks(config: Config) -> bool:
+    """Return whether a configuration has a logger or a printer on, so that steps must be recorded."""
+    sections = (config.tensorboard, config.csv_monitor, config.wandb, config.comet, config.mlflow)
+    return any(section.enabled for section in sections) or StepPrinter.is_asked_for(config)
+
+
+def choose_sinks(config: Config, run: Mapping[str, Any]) -> dict[str, OpenSink]:
+    """Return what opens each sink that a configuration asks for, by the name of its section.
+
+    A logger whose package is not installed is left out with one warning. Opening the others may take seconds, so
+    ``SinkThreads`` does that.
+
+    Args:
+        config: The resolved configuration.
+        run: What the run is: the values of ``run.json``.
+    """
+    loggers: dict[str, tuple[Any, Callable[[Metrics], Any]]] = {
+        "tensorboard": (config.tensorboard, partial(TensorBoardSink, config.tensorboard)),
+        "csv_monitor": (config.csv_monitor, partial(CSVSink, config.csv_monitor)),
+        "wandb": (config.wandb, partial(WandbSink, config.wandb, run=run)),
+        "comet": (config.comet, partial(CometSink, config.comet, run=run)),
+        "mlflow": (config.mlflow, partial(MLflowSink, config.mlflow, run=run)),
+    }
+    openers: dict[str, OpenSink] = {}
+    for name, (section, open_logger) in loggers.items():
+        package = PACKAGES.get(name)
+        if not section.enabled:
+            continue
+        if package is not None and importlib.util.find_spec(package) is None:
+            log.warning(
+                "%s is enabled, and its package is not installed, so nothing is logged to it: pip install %s, or write "
+                '"enabled": false',
+                name,
+                PIP_NAMES[name],
+            )
+            continue
+        # Each logger counts samples by itself, as it may be closed before the others.
+        openers[name] = partial(open_logger, Metrics(config))
+    if StepPrinter.is_asked_for(config):
+        openers["wall_clock_breakdown"] = partial(StepPrinter, config)
+    return openers
