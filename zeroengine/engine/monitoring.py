@@ -25,8 +25,10 @@ from zeroengine.config import Config
 from zeroengine.engine.step import IssuedStep
 from zeroengine.monitor.collector import Collector, LaterValue, RankStep, TraceRequest
 from zeroengine.monitor.flops import ForwardFlops, step_flops
-from zeroengine.monitor.record import EventKind, RunEvent, Sink, StepRecord
+from zeroengine.monitor.record import EventKind, RunEvent
 from zeroengine.monitor.run_folder import RUN_FOLDER_VARIABLE, RunFolder
+from zeroengine.monitor.sink_threads import OpenSink, SinkThreads
+from zeroengine.monitor.sinks.choose import asks_for_sinks, choose_sinks
 from zeroengine.monitor.summary import MEDIA, STATES
 from zeroengine.monitor.timer import Timer
 from zeroengine.partition.cut import UnitPlan
@@ -50,7 +52,7 @@ def wants_monitor(config: Config) -> bool:
     """Return whether anything asks for the record of each step."""
     if config.monitor.enabled is not None:
         return config.monitor.enabled
-    return run_folder_of(config) is not None or config.trace.steps is not None
+    return run_folder_of(config) is not None or config.trace.steps is not None or asks_for_sinks(config)
 
 
 def start_monitor(
@@ -71,7 +73,7 @@ def start_monitor(
     if not wants_monitor(config):
         return None
     hosts = group.all_gather_object(host_name() or platform.node(), "to start the monitor")
-    sinks: list[Sink] = []
+    sinks: dict[str, OpenSink] = {}
     with group.collective_errors("to start the monitor"):
         if group.rank == 0:
             sinks = _open_sinks(config, _describe_run(model, config, group, plans, hosts))
@@ -83,9 +85,13 @@ def start_monitor(
     return monitor
 
 
-def _open_sinks(config: Config, run: Mapping[str, Any]) -> list[Sink]:
-    folder = run_folder_of(config)
-    return [] if folder is None else [RunFolder(folder, run)]
+def _open_sinks(config: Config, run: Mapping[str, Any]) -> dict[str, OpenSink]:
+    """Return what opens each sink, by its name. The run folder is opened at once, so that a wrong one is an error."""
+    sinks = choose_sinks(config, run)
+    if (path := run_folder_of(config)) is not None:
+        folder = RunFolder(path, run)
+        sinks["monitor.folder"] = lambda: folder
+    return sinks
 
 
 def _trainable_share(plans: Sequence[UnitPlan]) -> float:
@@ -123,30 +129,6 @@ def _describe_run(
     }
 
 
-class _Sinks:
-    """Feeds several sinks. One that raises is closed with one warning, and the others go on."""
-
-    def __init__(self, sinks: Sequence[Sink]) -> None:
-        self._sinks = list(sinks)
-
-    def step(self, record: StepRecord) -> None:
-        self._call(lambda sink: sink.step(record))
-
-    def event(self, event: RunEvent) -> None:
-        self._call(lambda sink: sink.event(event))
-
-    def close(self) -> None:
-        self._call(lambda sink: sink.close())
-
-    def _call(self, feed: Callable[[Sink], None]) -> None:
-        for sink in list(self._sinks):
-            try:
-                feed(sink)
-            except Exception as error:
-                self._sinks.remove(sink)
-                log.warning("%s takes no more records: %s", type(sink).__name__, error)
-
-
 class EngineMonitor:
     """Notes what happens in a step, and hands it to the collector when the step ends.
 
@@ -155,14 +137,14 @@ class EngineMonitor:
         group: The ranks of the engine.
         units: The names of the units.
         trainable_share: The share of the parameters that is trained.
-        sinks: Take the records, on rank 0.
+        sinks: What opens the sinks that take the records, by name, on rank 0.
 
     Attributes:
         timer: Times the kinds of work.
     """
 
     def __init__(
-        self, config: Config, group: Group, units: Sequence[str], trainable_share: float, sinks: Sequence[Sink]
+        self, config: Config, group: Group, units: Sequence[str], trainable_share: float, sinks: Mapping[str, OpenSink]
     ) -> None:
         self._config, self._device, self._rank = config, group.device, group.rank
         self._trainable_share = trainable_share
@@ -170,11 +152,13 @@ class EngineMonitor:
         # Ranks that are pretended have no peers to gather from.
         alone = group.world_size == 1 or group.backend == "fake"
         self._group = None if alone else group.new_group("gloo", config.comm.timeout_seconds)
+        outputs = SinkThreads(sinks)
         self._collector = Collector(
-            self._group, group.rank, units, self.timer.slot_names, config.monitor.peak_flops, _Sinks(sinks)
+            self._group, group.rank, units, self.timer.slot_names, config.monitor.peak_flops, outputs
         )
         # An engine that is not closed ends its monitor when it is deleted, or when the process exits.
         self._finalizer = weakref.finalize(self, self._collector.close, True)
+        outputs.before_exit = self._finalizer
         self._divisor = config.micro_steps_in_mean
         self._last_step = 0
         self._flops_per_element: float | None = None

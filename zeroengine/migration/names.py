@@ -96,7 +96,7 @@ _ENGINE = {
         "wall_clock_breakdown": "`engine.config.wall_clock_breakdown`; it prints the split of a step's time",
         "flops_profiler": '`"flops_profiler": {"enabled": true}` in the configuration',
         "timers tput_timer": '`"timers": {"throughput": {"enabled": true}}` in the configuration',
-        "monitor": '`"tensorboard": {"enabled": true}` in the configuration; also csv_monitor, wandb, comet, mlflow',
+        "monitor": "`engine.log(name=value)`; the loggers of the configuration take it with the step",
         "memory_breakdown": "`engine.memory()`",
         "checkpoint_engine": _FORMAT,
         "managed_gradient_accumulation": '`"gradient_accumulation_steps": "manual"` in the configuration',

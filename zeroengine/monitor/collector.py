@@ -136,6 +136,7 @@ class Collector:
         self._thread.join(seconds)
         if self._thread.is_alive():
             log.warning("the last steps are not recorded: another rank has not sent its part in %g s", seconds)
+        self._sinks.close()
         return not self._thread.is_alive()
 
     # -- on the thread ----------------------------------------------------------------------------
@@ -152,7 +153,6 @@ class Collector:
                     self._fail(error)
             # This name would keep the last step's tensors alive while the thread waits.
             del item
-        self._sinks.close()
 
     def _fail(self, error: Exception) -> None:
         self._failed = True

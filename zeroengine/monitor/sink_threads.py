@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 import time
@@ -27,10 +28,19 @@ class SinkThreads:
     Args:
         openers: What opens each sink, on the sink's own thread, by its name in warnings.
         capacity: The records and events that wait for a sink at most.
+
+    Attributes:
+        before_exit: Called when the interpreter exits with sinks that were not closed. It should close them.
     """
 
     def __init__(self, openers: Mapping[str, OpenSink], capacity: int = CAPACITY) -> None:
-        self._queues = [_SinkQueue(name, open_sink, capacity) for name, open_sink in openers.items()]
+        self.before_exit: Callable[[], object] = self.close
+        self._queues = [
+            _SinkQueue(name, open_sink, capacity, self._call_before_exit) for name, open_sink in openers.items()
+        ]
+
+    def _call_before_exit(self) -> None:
+        self.before_exit()
 
     def step(self, record: StepRecord) -> None:
         """Queue the record of a step."""
@@ -48,6 +58,7 @@ class SinkThreads:
         Args:
             timeout_seconds: How long to wait for all of them. What a sink has not taken by then is lost, which is said.
         """
+        atexit.unregister(self._call_before_exit)
         for queue in self._queues:
             queue.end()
         deadline = time.monotonic() + timeout_seconds
@@ -56,10 +67,11 @@ class SinkThreads:
 
 
 class _SinkQueue:
-    """The queue and the thread of one sink."""
+    """The queue and the thread of one sink. ``before_exit`` is called when the interpreter exits."""
 
-    def __init__(self, name: str, open_sink: OpenSink, capacity: int) -> None:
+    def __init__(self, name: str, open_sink: OpenSink, capacity: int, before_exit: Callable[[], None]) -> None:
         self._name, self._open, self._capacity = name, open_sink, capacity
+        self._before_exit = before_exit
         self._waiting: deque[StepRecord | RunEvent] = deque()
         self._num_dropped = 0
         self._is_off = self._has_ended = False
@@ -103,6 +115,10 @@ class _SinkQueue:
         sink = None
         try:
             sink = self._open()
+            # Libraries end their runs when the interpreter exits. The function that is registered last runs first, so
+            # this one takes in the last records before that.
+            if not self._has_ended:
+                atexit.register(self._before_exit)
             while (item := self._next()) is not None:
                 if isinstance(item, StepRecord):
                     sink.step(item)

@@ -12,6 +12,8 @@ from zeroengine.utils.byte_size import format_byte_size
 # The steps between two prints where steps_per_print is not given.
 STEPS_PER_PRINT = 10
 BAR_WIDTH = 30
+# A smaller share of a step would be printed as 0.0%.
+SMALLEST_SHARE = 0.0005
 
 
 class StepPrinter:
@@ -78,7 +80,7 @@ class StepPrinter:
             seconds = sum(record.split.get(kind, 0.0) for record in records) / len(records)
             share = seconds / total if total > 0 else 0.0
             # Kinds of work that a run does not have, such as offload, would only distract.
-            if seconds > 0:
+            if share >= SMALLEST_SHARE:
                 bar = "#" * round(share * BAR_WIDTH)
                 yield f"  {kind:<10}{seconds * 1000:>12,.1f} ms {share:>7.1%}  {bar}".rstrip()
         if last.slowest is not None:
