@@ -99,7 +99,7 @@ class FlopsProfile(Section):
 
 
 class CommsLogger(Section):
-    """A table of rank 0's collectives, by operation and unit, when the engine ends."""
+    """A table of the collectives of rank 0, by operation and unit, printed when the engine ends."""
 
     enabled: Annotated[bool, AUTO] = False
     """Log collectives."""

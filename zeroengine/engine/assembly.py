@@ -13,6 +13,7 @@ from torch import nn
 from zeroengine.checkpoint.on_signal import SaveOnSignal
 from zeroengine.comm.group import Group
 from zeroengine.comm.interfaces import Transport
+from zeroengine.comm.logged_transport import log_collectives
 from zeroengine.comm.transports.choose import open_transport
 from zeroengine.config import FLOATS, Config
 from zeroengine.engine.accumulation import Accumulation
@@ -115,6 +116,8 @@ class EngineParts:
         comm = config.comm
         self.transport = open_transport(group, comm.transport, comm.timeout_seconds, bool(comm.register_buffers))
         undo.callback(self.transport.close)
+        if config.comms_logger.enabled and group.rank == 0:
+            self.transport = log_collectives(self.transport, config.comms_logger, undo)
         self.monitor = start_monitor(model, config, group, plans, undo)
         self.timer = timer = Timer() if self.monitor is None else self.monitor.timer
         degrees = degrees_of_stage(config.zero_optimization.stage, group.world_size)
