@@ -42,6 +42,8 @@ VALUES = {
     "image": ["--image", "other:2"],
     "kind": ["--kind", "TrainJob"],
     "log_dir": ["--log-dir", "logs"],
+    "run_folder": ["--run-folder", "run"],
+    "no_live": ["--no-live", "--run-folder", "run"],
 }
 ON_NODES = ("ssh", "slurm")
 REQUESTS = {

@@ -34,7 +34,7 @@ def data_of(page: str) -> dict[str, Any]:
 def test_the_page_stands_alone_and_shows_no_secret(tmp_path: Path) -> None:
     page = report_page([RunReader(write_run(tmp_path / "run", steps=30))])
     assert not re.findall(r"(?:src|href)=[\"']?(?!data:)[^\"'\s>]+|@import|url\((?!#)", page)
-    assert "hidden-key" not in page and "http" not in re.sub(r"http://www.w3.org/2000/svg", "", page)
+    assert "hidden-key" not in page and "://" not in page.replace("http://www.w3.org/2000/svg", "")
 
 
 @pytest.mark.parametrize(("ranks", "steps"), [(2, 10), (2, 3_000), (1024, 30)])

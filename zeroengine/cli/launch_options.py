@@ -21,7 +21,7 @@ HONORED_BY = {
     for options, launchers in (
         (("nproc", "max_restarts"), ("local", "ssh", "slurm", "k8s", "ray")),
         (("port",), ("local", "ssh", "slurm", "mpi")),
-        (("bind", "log_dir"), ("local", "ssh", "slurm")),
+        (("bind", "log_dir", "no_live"), ("local", "ssh", "slurm")),
         (("nnodes",), ("ssh", "slurm", "k8s")),
         (("master_addr",), ("ssh", "slurm", "mpi")),
         (("include", "exclude", "node_timeout", "max_idle_rounds"), ("ssh", "slurm")),
@@ -95,6 +95,9 @@ def parser() -> CommandParser:
     add = parser.add_argument_group("output").add_argument
     logs = "also write each rank's output to DIR/rank0.log, DIR/rank1.log, ..."
     add("--log-dir", metavar="DIR", type=Path, help=logs)
+    folder = "the ranks' zeroengine writes each step into DIR, for zero-view; a line shows how the run goes"
+    add("--run-folder", metavar="DIR", help=folder)
+    add("--no-live", action="store_true", help="with --run-folder: plain lines, also on a terminal")
     add("--dry-run", action="store_true", help="print what would be started, per rank, and start nothing")
     # The script and its arguments are one positional argument: between two of them argparse would drop a "--".
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -180,6 +183,8 @@ def check_options(options: argparse.Namespace) -> None:
         )
     if launcher != "slurm" and (options.submit or options.sbatch):
         raise LaunchError(f"{'--submit is' if options.submit else '--sbatch is'} for Slurm. Add --launcher slurm")
+    if options.no_live and options.run_folder is None:
+        raise LaunchError("--no-live is about the line that --run-folder shows. Add --run-folder DIR, or leave it out")
     if options.sbatch and not options.submit:
         raise LaunchError("--sbatch has options for the job that --submit makes. Add --submit, or leave --sbatch out")
     if launcher == "local" and options.nnodes is not None:

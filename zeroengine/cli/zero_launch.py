@@ -12,6 +12,7 @@ import sys
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from zeroengine.cli.launch_options import check_options, parse_arguments
 from zeroengine.cli.parser import command
@@ -22,8 +23,13 @@ from zeroengine.launch.cluster.shells import RemoteShell, split_words, srun_shel
 from zeroengine.launch.local import job
 from zeroengine.launch.local.core_binding import cores_by_rank
 from zeroengine.launch.local.worker import BIND_VARIABLE
+from zeroengine.monitor.run_folder import RUN_FOLDER_VARIABLE
 from zeroengine.utils.launcher_reports import RESTART_EXIT_CODE
 from zeroengine.utils.masking import is_secret, masked
+
+if TYPE_CHECKING:
+    from zeroengine.launch.local.console import Console
+    from zeroengine.launch.local.run_events import LauncherEvents
 
 
 @command("zero-launch")
@@ -65,7 +71,8 @@ def launch_locally(options: argparse.Namespace) -> int:
     # The checks are ordered by their cost. The last one imports torch.
     job.check_target(options.script, options.module)
     nproc = job.count_processes(options.nproc, options.cpu)
-    environment = job.rank_environment(options.cpu, options.config, options.set) | explicit_variables(options.env)
+    environment = job.rank_environment(options.cpu, options.config, options.set, options.run_folder)
+    environment |= explicit_variables(options.env)
     if "OMP_NUM_THREADS" not in os.environ | environment:
         environment["OMP_NUM_THREADS"] = job.omp_threads(nproc)
     if options.bind is not None:
@@ -78,12 +85,11 @@ def launch_locally(options: argparse.Namespace) -> int:
         return 0
 
     from zeroengine.launch.local import agent, network, pipes, rendezvous
-    from zeroengine.launch.local.console import Console
     from zeroengine.launch.local.failure_report import failure_report
 
     # All restarts share one id: later rounds of a run may take over the lock of a folder of checkpoints from earlier
     # ones.
-    console, run_id = Console(options.log_dir), uuid.uuid4().hex
+    (console, events), run_id = open_console(options), uuid.uuid4().hex
     port, width = options.port, len(str(nproc - 1))
     for restart in range(options.max_restarts + 1):
         console.assign([f"rank {rank:>{width}}" for rank in range(nproc)], terminal=True)
@@ -93,12 +99,29 @@ def launch_locally(options: argparse.Namespace) -> int:
         with pipes.Pipes(nproc, console.feed, console.flush, console.terminals()) as outputs:
             outcome = agent.run_ranks(local_job, outputs, handler)
             console.finish()
+        events.append_outcome(outcome)
         sys.stderr.write(failure_report(outcome, console))
         # A request for a restart by the script itself, or a signal, ends the loop as well as success does.
         if not outcome.failures or outcome.is_final or restart == options.max_restarts:
             break
-        print(f"zero-launch: restart {restart + 1} of {options.max_restarts}", file=sys.stderr, flush=True)
+        notice = f"restart {restart + 1} of {options.max_restarts}"
+        events.append("restart", notice)
+        print(f"zero-launch: {notice}", file=sys.stderr, flush=True)
     return outcome.code
+
+
+def open_console(options: argparse.Namespace) -> tuple[Console, LauncherEvents]:
+    """Return where the ranks' output goes, and where restarts and failures are noted."""
+    from zeroengine.launch.local.console import STDERR, Console
+    from zeroengine.launch.local.run_events import LauncherEvents
+    from zeroengine.view.live_line import LiveLine
+
+    if options.run_folder is None:
+        return Console(options.log_dir), LauncherEvents()
+    folder = Path(options.run_folder).absolute()
+    # The folder is made, or refused, before anything else begins.
+    events = LauncherEvents(folder)
+    return Console(options.log_dir, LiveLine(folder, STDERR, not options.no_live)), events
 
 
 def launch_over_ssh(options: argparse.Namespace) -> int:
@@ -164,7 +187,8 @@ def launch_under_mpi(options: argparse.Namespace) -> int:
     from zeroengine.launch.schedulers.mpi import mpi_rank_variables
 
     variables = mpi_rank_variables(os.environ, options.master_addr, options.port)
-    variables |= job.rank_environment(options.cpu, options.config, options.set) | explicit_variables(options.env)
+    variables |= job.rank_environment(options.cpu, options.config, options.set, options.run_folder)
+    variables |= explicit_variables(options.env)
     # Without a limit every rank would use all cores of the node.
     if "OMP_NUM_THREADS" not in os.environ | variables and "LOCAL_WORLD_SIZE" in variables:
         variables["OMP_NUM_THREADS"] = job.omp_threads(int(variables["LOCAL_WORLD_SIZE"]))
@@ -188,6 +212,8 @@ def print_kubernetes_manifest(options: argparse.Namespace) -> int:
     if options.config is not None:
         # The path is meant as it is in the image, so that it is not made absolute here.
         variables["ZEROENGINE_CONFIG"] = options.config
+    if options.run_folder is not None:
+        variables[RUN_FOLDER_VARIABLE] = options.run_folder
     text, notices = build_manifest(
         options.kind or "PyTorchJob",
         options.script.rpartition(".")[2] if options.module else Path(options.script).stem,
@@ -215,7 +241,8 @@ def launch_on_ray(options: argparse.Namespace) -> int:
     job.check_target(options.script, options.module)
     job.check_config(options.config, options.set)
     # Workers of Ray start on other machines, with an environment of their own.
-    variables = job.rank_environment(options.cpu, options.config, options.set) | forwarded_variables(options.env)
+    variables = job.rank_environment(options.cpu, options.config, options.set, options.run_folder)
+    variables |= forwarded_variables(options.env)
     words = script_words(options)
     if options.dry_run:
         with_gpu = "" if options.cpu else ", with a GPU each"
@@ -230,7 +257,6 @@ def launch_on_hosts(options: argparse.Namespace, hosts: Sequence[Host], shell: R
     from zeroengine.launch.cluster.nodes import Nodes
     from zeroengine.launch.cluster.request import ClusterRequest
     from zeroengine.launch.cluster.restart_loop import run_cluster
-    from zeroengine.launch.local.console import Console
     from zeroengine.launch.local.failure_report import failure_report
 
     hosts, min_nodes = limit_hosts(hosts, options.nnodes)
@@ -252,7 +278,7 @@ def launch_on_hosts(options: argparse.Namespace, hosts: Sequence[Host], shell: R
         nproc=options.nproc,
         cpu=options.cpu,
         environment=forwarded_variables(options.env),
-        ranks_environment=job.rank_environment(options.cpu, options.config, options.set),
+        ranks_environment=job.rank_environment(options.cpu, options.config, options.set, options.run_folder),
         config=None if options.config is None else os.path.abspath(options.config),
         overrides=options.set,
         address=options.master_addr,
@@ -274,10 +300,11 @@ def launch_on_hosts(options: argparse.Namespace, hosts: Sequence[Host], shell: R
         return 0
     # A missing ssh or srun is reported once, rather than by every connection.
     shell.check_installed()
-    console = Console(options.log_dir)
+    console, events = open_console(options)
     with Nodes(request, console) as nodes:
-        outcome = run_cluster(request, nodes, console)
+        outcome = run_cluster(request, nodes, console, events)
         console.finish()
+    events.append_outcome(outcome)
     console.print_own(failure_report(outcome, console))
     return outcome.code
 

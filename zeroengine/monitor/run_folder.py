@@ -64,6 +64,19 @@ class RunFolder:
             os.close(self._files.popitem()[1])
 
 
+def append_event(folder: Path, event: RunEvent) -> None:
+    """Append an event to a run folder that another process may be writing.
+
+    Raises:
+        OSError: The folder cannot be written.
+    """
+    descriptor = _open_lines(folder / EVENTS)
+    try:
+        os.write(descriptor, (json.dumps(event.to_json(), separators=(",", ":"), allow_nan=False) + "\n").encode())
+    finally:
+        os.close(descriptor)
+
+
 def _open_lines(path: Path) -> int:
     """Open a file for appending. If its last line is not whole, because its writer was killed, end that line."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)

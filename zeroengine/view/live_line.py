@@ -29,8 +29,8 @@ LATE_FACTOR, LATE_SECONDS = 5.0, 5.0
 MIN_ROWS = 6
 # The groups of steps that the reader keeps. The line needs the newest steps alone.
 MAX_GROUPS = 64
-# The shares of a step that are shown, at least.
-MIN_SHARE = 0.02
+# So many parts of a step are shown.
+MAX_SHARES = 3
 SAVE_CURSOR, RESTORE_CURSOR = "\x1b7", "\x1b8"
 
 # A part of the line: the text, its style, and its rank of importance (0 is never left out).
@@ -64,15 +64,17 @@ def live_parts(reader: RunReader, now: float | None = None) -> list[Part]:
         parts.append((f"{format_count(recent['tokens_per_second'])} tokens/s", "cyan", 2))
     if recent["mfu"] is not None:
         parts.append((f"MFU {format_share(recent['mfu'])}", "", 6))
-    parts.append((f"{format_duration(recent['seconds_per_step'])} a step{split_in_words(recent['split'])}", "", 5))
-    # Short of room, the duration stands without its parts.
+    parts.append((f"{format_duration(recent['seconds_per_step'])} a step", "", 5))
+    split = split_in_words(recent["split"])
+    if split:
+        parts.append((split, "", 5))
     peak = reader.last.maxima.get("memory.peak") or sum(memory_of(reader.last, "device").values())
     if peak:
         parts.append((format_memory(peak), "magenta", 4))
     delays = reader.recent.delays if reader.recent else {}
     if delays:
         (rank, cause), delay = max(delays.items(), key=lambda item: item[1].seconds)
-        parts.append((f"rank {rank} slow: {cause} +{format_duration(delay.seconds / delay.steps)}", "yellow", 3))
+        parts.append((f"rank {rank} slow (+{format_duration(delay.seconds / delay.steps)} {cause})", "yellow", 3))
     restarts = reader.num_events.get("restart", 0)
     if restarts:
         parts.append((f"{restarts} restart{'s' * (restarts > 1)}", "red", 3))
@@ -98,17 +100,19 @@ def _last_event(reader: RunReader, now: float) -> str:
         return ""
     event = events[-1]
     moment = event.get("time")
-    age = f" ({format_duration(round(now - moment))} ago)" if isinstance(moment, (int, float)) and now > moment else ""
+    age = (
+        f" ({format_duration(round(now - moment))} ago)"
+        if isinstance(moment, (int, float)) and now >= moment + 1.0
+        else ""
+    )
     return f": {event.get('text', event.get('kind', ''))}{age}"
 
 
 def split_in_words(split: dict[str, float]) -> str:
-    """Return the shares of a step in parentheses, the largest first."""
+    """Return the shares of the largest parts of a step; empty if none are known."""
     total = sum(split.values())
-    if not total:
-        return ""
-    shares = sorted(((value / total, name) for name, value in split.items()), reverse=True)
-    return f" ({', '.join(f'{name} {100 * share:.0f} %' for share, name in shares if share >= MIN_SHARE)})"
+    shares = sorted(((value / total, name) for name, value in split.items() if value), reverse=True)
+    return " ".join(f"{name} {100 * share:.0f} %" for share, name in shares[:MAX_SHARES])
 
 
 def plain_line(reader: RunReader, now: float | None = None) -> str:
@@ -139,12 +143,15 @@ class LiveLine:
         target: The file descriptor that the line is written to.
         is_live: Whether the line stays at the bottom of the terminal, if `target` is one. Otherwise there is a plain
             line every 30 seconds.
+
+    Attributes:
+        is_at_bottom: Whether the line stays at the bottom of the terminal.
     """
 
     def __init__(self, folder: Path, target: int, is_live: bool = True) -> None:
         self._folder, self._target = folder, target
         # A terminal without cursor control has no bottom row that could be addressed.
-        self._is_live = is_live and os.isatty(target) and os.environ.get("TERM", "dumb") != "dumb"
+        self.is_at_bottom = is_live and os.isatty(target) and os.environ.get("TERM", "dumb") != "dumb"
         self._console = Console(force_terminal=True, width=1000, highlight=False)
         self._parts: list[Part] = [(f"waiting for the first record in {folder}", "cyan", 0)]
         self._rows = 0  # of the terminal while the line is drawn, else 0
@@ -168,7 +175,7 @@ class LiveLine:
 
     def update(self) -> str:
         """Return what is to be written to the target now; empty if nothing changed."""
-        if self._is_live:
+        if self.is_at_bottom:
             return self._draw()
         now, line = time.monotonic(), ", ".join(text for text, _, _ in self._parts)
         if now < self._printed_at + PLAIN_INTERVAL_S or line == self._printed:
@@ -192,9 +199,9 @@ class LiveLine:
     def _reserve_row(self, rows: int) -> str:
         """Return the codes that keep the bottom row free of output."""
         self._rows = rows
-        # The line feed makes room if the cursor is in the bottom row. Setting the region moves the cursor, which is
-        # therefore saved before.
-        return f"\n{SAVE_CURSOR}\x1b[1;{rows - 1}r{RESTORE_CURSOR}\x1b[1A"
+        # Index (down, scrolling at the bottom) and up make room if the cursor is in the bottom row, and keep its
+        # column. Setting the region moves the cursor, which is therefore saved before.
+        return f"\x1bD\x1b[1A{SAVE_CURSOR}\x1b[1;{rows - 1}r{RESTORE_CURSOR}"
 
     def end(self) -> str:
         """Return the codes that give the bottom row back; empty if the line is not drawn."""

@@ -272,6 +272,23 @@ class RunReader:
         return notices
 
 
+def last_step(folder: Path) -> int:
+    """Return the newest step of a run folder, or 0 if there is none; only the end of the file is read."""
+    try:
+        with open(folder / STEPS_FILE, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - READ_BYTES))
+            lines = file.read().split(b"\n")
+    except FileNotFoundError:
+        return 0
+    # What follows the last line's end is not whole.
+    for line in reversed(lines[:-1]):
+        try:
+            return int(json.loads(line)["step"])
+        except (ValueError, KeyError, TypeError):
+            continue
+    return 0
+
+
 def check_folder(folder: Path) -> None:
     """Check that the folder has a run.
 

@@ -218,12 +218,14 @@ def test_a_flood_of_output_does_not_hide_a_lost_node(started: Start, script: Scr
 
 def test_when_a_node_leaves_an_elastic_run_the_others_go_on(started: Start, script: Script, tmp_path: Path) -> None:
     body = "if os.environ['WORLD_SIZE'] == '1': sys.exit(print('alone', os.environ['ZEROENGINE_FULL_WORLD_SIZE']))\n"
-    launcher = started("--nnodes", "1:2", script(body + WAITING))
+    launcher = started("--nnodes", "1:2", "--run-folder", "run", script(body + WAITING))
     (tmp_path / "down-b").touch()
     os.kill(node_of(tmp_path, 1), signal.SIGKILL)
     out, err = launcher.communicate(timeout=60)
     assert (launcher.returncode, out) == (0, "[a:0] alone 3\n"), err
     assert "zero-launch: b was lost: its connection ended" in err and "zero-launch: going on with a\n" in err
+    events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    assert [event["kind"] for event in events] == ["eviction", "restart"] and "b was lost" in events[0]["text"]
     wait_for(lambda: not any(map(is_alive, pids(tmp_path))), 10)
 
 

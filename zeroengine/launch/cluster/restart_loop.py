@@ -27,6 +27,7 @@ from zeroengine.launch.cluster.request import ClusterRequest
 from zeroengine.launch.local.console import Console
 from zeroengine.launch.local.failure_report import failure_report
 from zeroengine.launch.local.rank import PEER_FAILURE_TIMEOUT_S, SIGKILL_TIMEOUT_S, RankFailure, RunOutcome
+from zeroengine.launch.local.run_events import LauncherEvents
 
 # The seconds that the ranks of all nodes have to end.
 ROUND_END_TIMEOUT_S = 2 * SIGKILL_TIMEOUT_S + 4.0
@@ -43,15 +44,21 @@ LOSSES_TO_EXCLUSION = 2
 EXCLUSION_S = 600.0
 
 
-def run_cluster(request: ClusterRequest, nodes: Nodes, console: Console) -> RunOutcome:
+def run_cluster(request: ClusterRequest, nodes: Nodes, console: Console, events: LauncherEvents) -> RunOutcome:
     """Check the nodes, run the ranks, and start them again where that is allowed.
+
+    Args:
+        request: What to run.
+        nodes: The connections to the nodes.
+        console: Where the output of the ranks goes.
+        events: Where restarts and lost nodes are noted.
 
     Raises:
         LaunchError: Nodes cannot take part, listed in one table, or the configuration is wrong.
     """
     try:
         nodes.check()
-        return RestartLoop(request, nodes, console).run()
+        return RestartLoop(request, nodes, console, events).run()
     except LauncherInterrupted as interruption:
         return RunOutcome(stop_signal=interruption.number)
 
@@ -59,8 +66,11 @@ def run_cluster(request: ClusterRequest, nodes: Nodes, console: Console) -> RunO
 class RestartLoop:
     """The rounds of a run. See "Rounds" above."""
 
-    def __init__(self, request: ClusterRequest, nodes: Nodes, console: Console) -> None:
+    def __init__(
+        self, request: ClusterRequest, nodes: Nodes, console: Console, events: LauncherEvents | None = None
+    ) -> None:
         self._request, self._nodes, self._console = request, nodes, console
+        self._events = LauncherEvents() if events is None else events
         # Idle rounds are those in a row that have lost nodes before a step was taken.
         self._round_index = self._idle_rounds = 0
         # This becomes True when any round has reported a step.
@@ -79,10 +89,14 @@ class RestartLoop:
             lost = [node for node in members if node.loss]
             outcome = RunOutcome(_failures(members), node_losses=tuple(map(_describe_loss, lost)))
             # Ranks that fail when a node is lost fail because of that, and an elastic run forgives lost nodes.
+            for loss in outcome.node_losses:
+                self._events.append("eviction", loss)
             is_restart = bool(outcome.failures) if not lost else not request.elastic
             if is_restart and (outcome.is_final or restarts == request.max_restarts):
                 return outcome
             restarts += is_restart
+            # The caller notes how the last round ended.
+            self._events.append_outcome(outcome)
             # The report is printed at once, because the output of the next round would push the cause out of sight.
             if outcome.code:
                 self._console.print_own(failure_report(outcome, self._console))
@@ -105,6 +119,7 @@ class RestartLoop:
             present = [node.host.label for node in self._nodes.present()]
             names = ", ".join(present) if len(present) <= MAX_NAMED_NODES else f"{len(present)} nodes"
             action = f"restart {restarts} of {request.max_restarts}" if is_restart else "going on"
+            self._events.append("restart", f"{action} with {names}")
             self._nodes.print_notice(f"{action} with {names}")
 
     def _made_progress(self, members: Sequence[NodeConnection], start: float) -> bool:

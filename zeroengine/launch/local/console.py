@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from zeroengine.errors import LaunchError
+from zeroengine.view.live_line import LiveLine
 
 STDOUT, STDERR = 1, 2
 COLORS = (36, 35, 33, 32, 34, 31)
@@ -118,18 +119,19 @@ class Console:
 
     Args:
         log_dir: A folder that receives each rank's output unchanged, as `rank0.log` and so on. It is created.
+        live_line: How the run goes, in one line below the ranks' output; None for no such line.
 
     Raises:
         LaunchError: The folder cannot be created.
     """
 
-    def __init__(self, log_dir: Path | None = None) -> None:
+    def __init__(self, log_dir: Path | None = None, live_line: LiveLine | None = None) -> None:
         if log_dir is not None:
             try:
                 log_dir.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise LaunchError(f"--log-dir {log_dir}: cannot be made a folder for logs ({error.strerror})") from None
-        self._log_dir = log_dir
+        self._log_dir, self._live_line = log_dir, live_line
         self._outputs: dict[tuple[int, int], RankOutput] = {}
         # The unfinished line of this output is the last one on the terminal.
         self._drawn: RankOutput | None = None
@@ -179,6 +181,18 @@ class Console:
                 waited = time.monotonic() - output.unfinished_since
                 if everything or waited > UNFINISHED_LINE_TIMEOUT_S:
                     self._print(output, output.end_line())
+        if self._live_line is not None:
+            self._write_live_line(self._live_line, is_over=everything)
+
+    def _write_live_line(self, live_line: LiveLine, is_over: bool) -> None:
+        """Bring the line up to date, or give its row back when a round is over."""
+        if is_over:
+            # What comes next may be the shell's prompt, or the end of this process.
+            self._write(STDERR, live_line.end().encode())
+        elif live_line.is_at_bottom:
+            self._write(STDERR, live_line.update().encode(errors="replace"))
+        elif text := live_line.update():
+            self.print_own(text)
 
     def finish(self) -> None:
         """Mark the run as over: from now on a closed terminal no longer stops it."""

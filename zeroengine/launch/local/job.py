@@ -17,6 +17,7 @@ from pathlib import Path
 
 from zeroengine.errors import LaunchError
 from zeroengine.launch.local import worker
+from zeroengine.monitor.run_folder import RUN_FOLDER_VARIABLE
 from zeroengine.utils.masking import masked
 
 LOOPBACK = "127.0.0.1"
@@ -61,7 +62,9 @@ def worker_command(target: str, arguments: Sequence[str], module: bool) -> tuple
     return (sys.executable, "-u", worker.__file__, *(["-m"] if module else []), target, *arguments)
 
 
-def rank_environment(cpu: bool, config: str | None, overrides: Sequence[str]) -> dict[str, str]:
+def rank_environment(
+    cpu: bool, config: str | None, overrides: Sequence[str], run_folder: str | None = None
+) -> dict[str, str]:
     """Return the variables that the ranks of every node have."""
     variables = {}
     if cpu:
@@ -72,6 +75,8 @@ def rank_environment(cpu: bool, config: str | None, overrides: Sequence[str]) ->
         variables["ZEROENGINE_CONFIG"] = os.path.abspath(config)
     if overrides:
         variables["ZEROENGINE_OVERRIDES"] = json.dumps(overrides)
+    if run_folder is not None:
+        variables[RUN_FOLDER_VARIABLE] = os.path.abspath(run_folder)
     return variables
 
 

@@ -155,9 +155,21 @@ class Chart {
           if (typeof v === "number") [low, high] = [Math.min(low, v), Math.max(high, v)];
     if (low > high) return [0, 1];
     if (this.spec.zero || this.spec.stacked) low = Math.min(0, low);
+    this.cutAt = this.spec.cut ? this.peakCut(high) : null;
+    if (this.cutAt) high = this.cutAt;
     const pad = (high - low || Math.abs(high) || 1) * 0.05;
     if (this.spec.log && this.spec.log() && low > 0) return [low * 0.97, high * 1.03];
     return [low === 0 ? 0 : low - pad, high + pad];
+  }
+
+  // Where to cut off the few steps that are so long that the others would be flat; null where none are.
+  peakCut(most) {
+    const sums = RUNS.flatMap((run) => {
+      const own = this.lines.filter((line) => line.run === run).at(-1);
+      return own ? this.indices.get(run).map((i) => own.high[i]) : [];
+    }).sort((a, b) => a - b);
+    const usual = sums[Math.floor(sums.length * 0.9)];
+    return sums.length >= 10 && most > 3 * usual ? 1.5 * usual : null;
   }
 
   axes(low, high, log) {
@@ -228,8 +240,9 @@ class Chart {
   }
 
   legendItems() {
-    return this.lines.map((line) => h("span", {},
+    const items = this.lines.map((line) => h("span", {},
       h("i", { class: line.dashed ? "dashed" : "", style: `background:${line.color};color:${line.color}` }), line.name));
+    return this.cutAt ? [...items, h("span", {}, `(longer steps are cut off at ${this.spec.format(this.cutAt)})`)] : items;
   }
 
   drawCursor() {

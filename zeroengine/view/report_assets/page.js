@@ -53,7 +53,7 @@ function ratesCard() {
 function splitCards() {
   let share = false;
   const names = [...SPLIT, ...withPrefix("split").filter((name) => !SPLIT.includes(name))].filter((name) => has(`split.${name}`));
-  const charts = RUNS.map((run) => new Chart({ title: `Where a step's time goes, ${run.name}`, stacked: true, legend: true, height: 250,
+  const charts = RUNS.map((run) => new Chart({ title: `Where a step's time goes, ${run.name}`, stacked: true, legend: true, cut: true, height: 250,
     unit: "seconds", format: (v) => (share ? formatShare(v) : formatSeconds(v)), lines: () => names.map((name) => ({
       run, name, color: `var(--split-${SPLIT.includes(name) ? name : "other"})`,
       values: (series(run, `split.${name}`) || []).map((v, i) => (share ? v / series(run, "seconds")[i] : v)) }))
