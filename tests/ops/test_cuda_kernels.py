@@ -476,7 +476,7 @@ def check_everything(gpu: Gpu) -> None:
 
 
 MISTAKES = {
-    "another order of products": ("adam.cu", "k.rest2 * g * g", "k.rest2 * (g * g)"),
+    "another order of products": ("adam.cu", "k.one_minus_beta2 * g * g", "k.one_minus_beta2 * (g * g)"),
     "other random bits": ("adam.cu", "0x846ca68b", "0x846ca68d"),
     "a carry into infinity": ("adam.cu", "v < kLargestBf16 ?", "true ?"),
     "elements before a segment": ("adam.cu", "i < run.begin || i >= run.end", "i >= run.end"),
