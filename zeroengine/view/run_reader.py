@@ -12,6 +12,7 @@ counts in the pictures. `RunReader.total` counts both, because both took time.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -273,20 +274,36 @@ class RunReader:
 
 
 def last_step(folder: Path) -> int:
-    """Return the newest step of a run folder, or 0 if there is none; only the end of the file is read."""
+    """Return the newest step of a run folder, or 0 if there is none."""
+    for record in last_objects(folder / STEPS_FILE, 1):
+        if isinstance(record.get("step"), int):
+            return int(record["step"])
+    return 0
+
+
+def last_objects(path: Path, count: int) -> list[dict[str, Any]]:
+    """Return the objects of the last whole lines of a file, in order; only the end of the file is read.
+
+    Args:
+        path: The file; one that does not exist has no lines.
+        count: The most lines.
+    """
     try:
-        with open(folder / STEPS_FILE, "rb") as file:
+        with open(path, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - READ_BYTES))
             lines = file.read().split(b"\n")
     except FileNotFoundError:
-        return 0
+        return []
+    objects: list[dict[str, Any]] = []
     # What follows the last line's end is not whole.
     for line in reversed(lines[:-1]):
-        try:
-            return int(json.loads(line)["step"])
-        except (ValueError, KeyError, TypeError):
-            continue
-    return 0
+        if len(objects) == count:
+            break
+        with contextlib.suppress(ValueError):
+            value = json.loads(line)
+            if isinstance(value, dict):
+                objects.insert(0, value)
+    return objects
 
 
 def check_folder(folder: Path) -> None:

@@ -225,7 +225,7 @@ def test_when_a_node_leaves_an_elastic_run_the_others_go_on(started: Start, scri
     assert (launcher.returncode, out) == (0, "[a:0] alone 3\n"), err
     assert "zero-launch: b was lost: its connection ended" in err and "zero-launch: going on with a\n" in err
     events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
-    assert [event["kind"] for event in events] == ["eviction", "restart"] and "b was lost" in events[0]["text"]
+    assert [event["kind"] for event in events] == ["eviction", "restart", "end"] and "b was lost" in events[0]["text"]
     wait_for(lambda: not any(map(is_alive, pids(tmp_path))), 10)
 
 

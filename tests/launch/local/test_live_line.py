@@ -61,6 +61,7 @@ def test_a_run_on_a_terminal_has_a_line_at_the_bottom_and_unchanged_output(scrip
     assert [(event["kind"], event["text"], event["step"]) for event in events] == [
         ("error", "rank 0 failed: ValueError: too hot", 40),
         ("restart", "restart 1 of 1", 40),
+        ("end", "all ranks have ended", 40),
     ]
 
 

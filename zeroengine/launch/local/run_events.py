@@ -10,9 +10,9 @@ from zeroengine.errors import LaunchError
 from zeroengine.launch.local.failure_report import describe_exit_code
 from zeroengine.launch.local.rank import RunOutcome
 from zeroengine.monitor.record import EventKind, RunEvent
-from zeroengine.monitor.run_folder import append_event
+from zeroengine.monitor.run_folder import EVENTS, append_event
 from zeroengine.utils.launcher_reports import RESTART_EXIT_CODE
-from zeroengine.view.run_reader import last_step
+from zeroengine.view.run_reader import last_objects, last_step
 
 # An exception's message may be long, and an event is one line.
 MAX_SUMMARY_CHARACTERS = 300
@@ -47,7 +47,7 @@ class LauncherEvents:
             append_event(self._folder, RunEvent(time.time(), last_step(self._folder), kind, text))
 
     def append_outcome(self, outcome: RunOutcome) -> None:
-        """Append how a round ended, unless it succeeded: the ranks say that themselves."""
+        """Append how a round ended, unless the ranks have said so themselves."""
         if outcome.stop_signal is not None:
             self.append("end", f"stopped by {outcome.stop_signal.name}")
         elif outcome.code == RESTART_EXIT_CODE:
@@ -56,3 +56,9 @@ class LauncherEvents:
             first = outcome.failures[0]
             reason = first.summary.partition("\n")[0][:MAX_SUMMARY_CHARACTERS] or describe_exit_code(first.code)
             self.append("error", f"{first.label} failed: {reason}")
+        elif self._folder is not None and not outcome.node_losses:
+            # A script that never closes its engine has written no end.
+            with contextlib.suppress(OSError):
+                newest = last_objects(self._folder / EVENTS, 1)
+                if newest and newest[0].get("kind") != "end":
+                    self.append("end", "all ranks have ended")

@@ -40,12 +40,13 @@ function checkbox(label, onChange) {
   return h("label", { class: "check" }, h("input", { type: "checkbox", onchange: (e) => onChange(e.target.checked) }), label);
 }
 
+// A stacked table has a block for each row on a phone.
 function table(head, rows, attributes = {}) {
   return h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": attributes.label },
-    h("table", {},
+    h("table", { class: attributes.stacked && "stacked" },
       h("thead", {}, h("tr", {}, head.map((cell) => h("th", { scope: "col" }, cell)))),
       h("tbody", {}, rows.map(({ cells, changed }) =>
-        h("tr", { class: changed && "changed" }, cells.map((cell) => h("td", {}, cell)))))));
+        h("tr", { class: changed && "changed" }, cells.map((cell, i) => h("td", { "data-label": head[i] }, cell)))))));
 }
 
 const tip = {

@@ -3,6 +3,8 @@
 const RUNS = JSON.parse(document.getElementById("data").textContent).runs;
 const SPLIT = ["forward", "backward", "gather", "reduce", "update", "offload", "checkpoint", "other"];
 const STATES = ["parameters", "gradients", "master", "optimizer", "buckets", "gathered", "staging", "checkpoint"];
+const STATE_TEXTS = { running: "It was running when this page was written.", ended: "The run has ended.", failed: "A rank has failed.",
+  silent: "The run has not ended, and has written nothing for a while.", starting: "No step has been taken yet." };
 const PLACES = { device: "Memory of the device", cpu: "CPU memory", nvme: "NVMe" };
 
 function runColor(index) {
@@ -105,7 +107,7 @@ function eventsCard() {
     body.replaceChildren(table([...(RUNS.length > 1 ? ["Run"] : []), "Step", "After", "Kind", "Event"], shown.map((event) => ({ cells: [
       ...(RUNS.length > 1 ? [h("span", { style: `color:${runColor(event.index)}` }, event.run.name)] : []),
       event.step == null ? MISSING : formatStep(event.step), formatSeconds(event.time),
-      h("span", { class: "kind" }, h("i", { style: `background:${eventColor(event.kind)}` }), event.kind), event.text] })), { label: "Events" }));
+      h("span", { class: "kind" }, h("i", { style: `background:${eventColor(event.kind)}` }), event.kind), event.text] })), { label: "Events", stacked: true }));
   };
   const chips = h("div", { class: "chips", role: "group", "aria-label": "Kinds of events" }, kinds.map((kind) => {
     const count = RUNS.reduce((sum, run) => sum + (run.summary.num_events[kind] || 0), 0);
@@ -132,8 +134,13 @@ function factsCard(title, part) {
   const maps = RUNS.map((run) => flat(part(run.facts), "", new Map()));
   const keys = [...new Set(maps.flatMap((map) => [...map.keys()]))];
   if (!keys.length) return null;
-  const text = (value) => (value === undefined ? MISSING : typeof value === "string" ? value : JSON.stringify(value));
-  const rows = keys.map((key) => ({ key, cells: [key, ...maps.map((map) => text(map.get(key)))] }));
+  const text = (key, value) => {
+    if (value === undefined || value === null) return MISSING;
+    if (key === "started" && typeof value === "number") return formatMoment(value);
+    if (Number.isInteger(value) && Math.abs(value) >= 1e15) return formatNumber(value);
+    return typeof value === "string" ? value : Number.isInteger(value) ? value.toLocaleString("en-US") : JSON.stringify(value);
+  };
+  const rows = keys.map((key) => ({ key, cells: [key, ...maps.map((map) => text(key, map.get(key)))] }));
   for (const row of rows) row.changed = new Set(row.cells.slice(1)).size > 1;
   const differing = rows.filter((row) => row.changed);
   const ordered = [...differing, ...rows.filter((row) => !row.changed)];
@@ -174,7 +181,7 @@ function head() {
       facts.world_size && `${facts.world_size} rank${facts.world_size === 1 ? "" : "s"}`, facts.device,
       facts.started && formatMoment(facts.started), `${formatSeconds(summary.progress.seconds)} of steps`].filter(Boolean);
     const key = RUNS.length > 1 && h("em", { class: "run-key", style: `background:${runColor(index)}` }, "AB"[index]);
-    return h("div", { class: "run" }, h("h1", {}, key, run.name, h("span", { class: `state ${summary.state}` }, summary.state)),
+    return h("div", { class: "run" }, h("h1", {}, key, run.name, h("span", { class: `state ${summary.state}`, title: STATE_TEXTS[summary.state] }, summary.state)),
       h("p", {}, words.join(" · ")), summary.notices.map((notice) => h("p", { class: "notice" }, notice)));
   });
   const theme = choice("Colors", THEMES, storedTheme(), (value) => { setTheme(value); view.changed(); });
@@ -221,6 +228,9 @@ function main() {
     ].flat().filter(Boolean));
   } else body.append(card("No steps yet", null, true, h("p", {}, "The run folder has no step so far. Write the page again later.")));
   body.append(...[eventsCard(), factsCard("Configuration", (f) => f.config), factsCard("Versions and machine", (f) => ({ ...f.versions, ...facts(f) }))].filter(Boolean));
+  // A card beside a hole takes the whole row.
+  const half = body.querySelectorAll(".card:not(.wide)"), charts = [...half].filter((one) => one.querySelector(".chart"));
+  if (half.length % 2 && charts.length) charts.at(-1).classList.add("wide");
   view.changed();
   let width = innerWidth;
   addEventListener("resize", () => {

@@ -199,7 +199,7 @@ class HeatMap extends Chart {
       `${d.rank}`, d.host || "", d.cause, formatStep(d.steps), formatSeconds(d.seconds),
       `${d.text || formatSeconds(d.worst_seconds)} (step ${formatStep(d.worst_step)})`] }));
     this.delays.replaceChildren(rows.length
-      ? table(["Rank", "Host", "Cause", "Steps", "Time lost", "Worst"], rows, { label: "Slowest ranks in the range" })
+      ? table(["Rank", "Host", "Cause", "Steps", "Time lost", "Worst"], rows, { label: "Slowest ranks in the range", stacked: true })
       : h("p", { class: "empty" }, "No rank stood out in this range."));
   }
 
