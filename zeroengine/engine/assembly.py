@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ from zeroengine.engine.monitoring import start_monitor
 from zeroengine.engine.restoration import Restoration
 from zeroengine.engine.step import StepRunner
 from zeroengine.errors import ZeroEngineError
+from zeroengine.monitor.forward_profile import ForwardProfiler
+from zeroengine.monitor.profile_table import ProfiledRank
 from zeroengine.monitor.record import EventKind
 from zeroengine.monitor.timer import Timer
 from zeroengine.offload.interfaces import Copies
@@ -78,6 +80,8 @@ class EngineParts:
         transport: Moves bytes between these ranks.
         monitor: Records each step. None: nothing asks for it.
         timer: Times the kinds of work; it does nothing without a monitor.
+        forward_profiler: Profiles one forward by module; None if nothing asks for it, and on other ranks than 0.
+        observes_forwards: Whether there is a monitor or a profiler.
         placement: The states that live in CPU memory or on a disk, and the stores that they live in.
         units: All units of the model, in the order of registration.
         scaler: The loss scale.
@@ -120,6 +124,8 @@ class EngineParts:
             self.transport = log_collectives(self.transport, config.comms_logger, undo)
         self.monitor = start_monitor(model, config, group, plans, undo)
         self.timer = timer = Timer() if self.monitor is None else self.monitor.timer
+        self.forward_profiler = _make_profiler(model, config, group, plans)
+        self.observes_forwards = self.monitor is not None or self.forward_profiler is not None
         degrees = degrees_of_stage(config.zero_optimization.stage, group.world_size)
         # Placing states may create files. If one rank has no space, every rank must raise, because the others would
         # otherwise wait for it in the first broadcast below.
@@ -199,6 +205,17 @@ class EngineParts:
         if self.save_on_signal is not None:
             undo.callback(self.save_on_signal.close)
 
+    @contextmanager
+    def observe_forward(self, inputs: Any) -> Iterator[None]:
+        """Let the monitor and the profiler observe a forward of training with these inputs."""
+        with ExitStack() as observers:
+            # The profiler times no forward whose operations are being counted, so it comes second.
+            if self.monitor is not None:
+                observers.enter_context(self.monitor.observe_forward(inputs))
+            if self.forward_profiler is not None:
+                observers.enter_context(self.forward_profiler.observe(self.step_runner.num_updates))
+            yield
+
     def report_event(self, kind: EventKind, step: int, text: str, **facts: Any) -> None:
         """Tell the monitor of an event, if there is a monitor. Rank 0's events count."""
         if self.monitor is not None:
@@ -244,6 +261,14 @@ def _forbid_forward_while_unset(model: nn.Module, units: Sequence[Unit], undo: E
 
     handle = model.register_forward_pre_hook(UncopiedHook(check_all_set), prepend=True)
     undo.callback(handle.remove)
+
+
+def _make_profiler(model: nn.Module, config: Config, group: Group, plans: Sequence[UnitPlan]) -> ForwardProfiler | None:
+    if not config.flops_profiler.enabled or group.rank != 0:
+        return None
+    rank = ProfiledRank(group.world_size, config.train_micro_batch_size_per_gpu, config.monitor.peak_flops)
+    units = {plan.name for plan in plans}
+    return ForwardProfiler(model, config.flops_profiler, units, rank, group.device)
 
 
 def _log_notices(config: Config, group: Group, transport: Transport) -> None:

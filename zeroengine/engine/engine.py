@@ -99,16 +99,15 @@ class Engine:
         if self._parts.state_offloader.has_offloaded_states:
             self._parts.state_offloader.check_resident("the forward", ("parameters",))
         # Inside ``gathered`` ranks may run different numbers of forwards, which belong to no micro-step.
-        monitor = None
-        if self.module.training and not self.gatherer.num_user_gathered:
+        is_micro_step = self.module.training and not self.gatherer.num_user_gathered
+        if is_micro_step:
             self._parts.input_comparison.observe((args, kwargs))
-            monitor = self._parts.monitor
         try:
             with self.gatherer.model_forward():
-                if monitor is not None and torch.is_grad_enabled():
-                    with monitor.observe_forward((args, kwargs)):
-                        return self.module(*args, **kwargs)
-                return self.module(*args, **kwargs)
+                if not (is_micro_step and self._parts.observes_forwards and torch.is_grad_enabled()):
+                    return self.module(*args, **kwargs)
+                with self._parts.observe_forward((args, kwargs)):
+                    return self.module(*args, **kwargs)
         except RuntimeError as error:
             mixed_precision.note_buffers(error, self.module, self.config)
             raise

@@ -1,0 +1,174 @@
+"""Profile one forward by module: parameters, FLOPs and time, for the section ``flops_profiler`` of the configuration.
+
+[Note: Two forwards]
+Counting operations slows a forward down, so they are counted in one forward and the next one is timed. With batches of
+different sizes the rates are as far off as the sizes are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from zeroengine.config.sinks import FlopsProfile
+from zeroengine.monitor.flops import ForwardFlops
+from zeroengine.monitor.profile_table import ModuleProfile, ProfiledRank, profile_table
+
+log = logging.getLogger("zeroengine")
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """The marks around the forwards of a module: seconds, or events of a GPU."""
+
+    begin: Any
+    end: Any
+
+
+class ForwardProfiler:
+    """Profiles the first forward after ``profile_step`` updates, and prints a table.
+
+    Args:
+        model: The model.
+        section: The section of the configuration.
+        units: The names of the units, which the table marks.
+        rank: What the table says of this rank.
+        device: The device that the model computes on.
+    """
+
+    def __init__(
+        self, model: nn.Module, section: FlopsProfile, units: Collection[str], rank: ProfiledRank, device: torch.device
+    ) -> None:
+        self._section, self._units, self._rank = section, units, rank
+        self._on_cuda = device.type == "cuda"
+        self._modules = dict(_profiled_modules(model))
+        self._flops: dict[str, int] | None = None
+        self._has_ended = False
+
+    def observe(self, num_updates: int) -> AbstractContextManager[None]:
+        """Return a context for a forward of training, which measures it if it is one of the two.
+
+        Args:
+            num_updates: The updates so far. A run that resumes behind the step is not profiled.
+        """
+        step = self._section.profile_step
+        if self._has_ended:
+            return contextlib.nullcontext()
+        if self._flops is None:
+            return self._count() if num_updates == max(step - 1, 0) else contextlib.nullcontext()
+        # Another count, such as the monitor's, would be timed as well.
+        is_counted = isinstance(_get_current_dispatch_mode(), ForwardFlops)
+        return self._time(num_updates) if num_updates >= step and not is_counted else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _count(self) -> Iterator[None]:
+        """Count the operations of every module, those of its parts included."""
+        flops = dict.fromkeys(self._modules, 0)
+        before: dict[str, list[int]] = {name: [] for name in self._modules}
+        with ForwardFlops() as counter:
+
+            def begin(name: str) -> None:
+                before[name].append(counter.total)
+
+            def end(name: str) -> None:
+                flops[name] += counter.total - before[name].pop()
+
+            with self._hooked(begin, end):
+                yield
+        self._flops = flops
+
+    @contextlib.contextmanager
+    def _time(self, num_updates: int) -> Iterator[None]:
+        """Time every module, and print the table."""
+        began: dict[str, list[Any]] = {name: [] for name in self._modules}
+        timed: dict[str, list[_Timed]] = {name: [] for name in self._modules}
+
+        def begin(name: str) -> None:
+            began[name].append(self._mark())
+
+        def end(name: str) -> None:
+            timed[name].append(_Timed(began[name].pop(), self._mark()))
+
+        with self._hooked(begin, end):
+            yield
+        self._has_ended = True
+        if self._on_cuda:
+            # This is the only place that waits, once in a run, since the user asked for it.
+            torch.cuda.synchronize()
+        assert self._flops is not None
+        profiles = [
+            ModuleProfile(
+                name,
+                type(module).__name__,
+                sum(param.numel() for param in module.parameters()),
+                self._flops[name],
+                sum(map(self._seconds, timed[name])),
+                name in self._units,
+            )
+            for name, module in self._modules.items()
+        ]
+        self._publish(profile_table(profiles, self._section, self._rank, num_updates))
+
+    @contextlib.contextmanager
+    def _hooked(self, begin: Any, end: Any) -> Iterator[None]:
+        """Call ``begin`` and ``end`` with the name of each module whose forward begins and ends."""
+        handles: list[Any] = []
+        try:
+            for name, module in self._modules.items():
+                # After the gatherer's hooks and before those that release, so that a unit's own wait does not count.
+                handles.append(module.register_forward_pre_hook(lambda *_, name=name: begin(name)))
+                handles.append(module.register_forward_hook(lambda *_, name=name: end(name), prepend=True))
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _mark(self) -> Any:
+        if not self._on_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _seconds(self, timed: _Timed) -> float:
+        if not self._on_cuda:
+            return float(timed.end - timed.begin)
+        return float(timed.begin.elapsed_time(timed.end)) / 1000
+
+    def _publish(self, table: str) -> None:
+        path = self._section.output_file
+        if not path:
+            print(table, flush=True)
+            return
+        try:
+            Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
+            Path(path).write_text(table + "\n")
+        except OSError as error:
+            log.warning("flops_profiler.output_file %s cannot be written, so it is printed: %s", path, error)
+            print(table, flush=True)
+
+
+def _profiled_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield modules by name. What is inside of a compiled or scripted one has no forward of its own."""
+    seen: set[nn.Module] = set()
+
+    def walk(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+        if module in seen or isinstance(module, torch.jit.ScriptModule):
+            return
+        seen.add(module)
+        yield name, module
+        if getattr(module, "_compiled_call_impl", None) is None and not hasattr(module, "_orig_mod"):
+            for child_name, child in module.named_children():
+                yield from walk(child, f"{name}.{child_name}".lstrip("."))
+
+    yield from walk(model, "")
