@@ -2,8 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.utils.checkpoint import checkpoint
+
+from zeroengine.config import Config
+from zeroengine.errors import ZeroEngineError
+from zeroengine.partition.cut import UnitPlan
+from zeroengine.plan.model_facts import ModelFacts
+from zeroengine.plan.operation_trace import AttentionWithoutDropout, OperationKind, OperationTrace
+from zeroengine.runtime import mixed_precision
+from zeroengine.utils.tensor_tree import map_tensors, tensors_in
 
 
 @dataclass(frozen=True)
@@ -31,7 +54,7 @@ class MicroStep:
     Attributes:
         micro_batch: Samples.
         checkpointing: Whether each block of the model is recomputed in backward.
-        saved_bytes: The batch and the activations that live between forward and backward, at their peak.
+        saved_bytes: The batch and the activations that live between forward and backward.
         peak_bytes: The most bytes at any time of activations, their gradients, the gradient of a parameter before it is
             copied into its bucket, and temporaries. Parameters and buffers of the model do not count.
         forward_flops: Floating-point operations of matrix products and convolutions in forward.
@@ -50,3 +73,175 @@ class MicroStep:
     unit_flops: Mapping[str, int]
     forward: Sequence[OperationCount]
     backward: Sequence[OperationCount]
+
+
+def trace_micro_step(
+    model: ModelFacts, config: Config, micro_batch: int, checkpointing: bool, device: str = "cpu"
+) -> MicroStep:
+    """Trace one forward and backward as the engine runs them, in the configuration's precision.
+
+    Kernels are those of the CPU, except that on ``cuda`` attention with dropout is fused. With checkpointing, each unit
+    that is a block of several modules runs under ``torch.utils.checkpoint``.
+
+    Args:
+        model: The model, with a ``make_batch``.
+        config: The resolved configuration.
+        micro_batch: Samples of the micro-step.
+        checkpointing: Whether blocks are recomputed in backward.
+        device: ``cpu`` or ``cuda``.
+
+    Raises:
+        ZeroEngineError: The model's batches are unknown, its forward or backward fails, or its computation depends on
+            values.
+    """
+    if model.make_batch is None:
+        raise ZeroEngineError(
+            f"{model.name}: no batch is known, so activations cannot be traced. Return `model, make_batch` from the "
+            "function, where make_batch(n) returns the arguments of a call with n samples"
+        )
+    trace = OperationTrace()
+    attention = AttentionWithoutDropout() if device == "cuda" else contextlib.nullcontext()
+    with contextlib.ExitStack() as undo:
+        plans = model.plans(config)
+        replica = _copy(model.model)
+        undo.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        _give_fake_tensors(replica, model.model, plans)
+        units = [(plan.name, [_same_module(replica, model.model, module) for module in plan.modules]) for plan in plans]
+        mixed_precision.prepare_buffers(replica, config, torch.device("cpu"), lambda buffer: None, undo)
+        mixed_precision.install(replica, config, torch.device("cpu"), undo)
+        flops_by_unit = _watch_units(units, trace, undo)
+        if checkpointing:
+            _checkpoint_blocks(units)
+        trace.ignore([*replica.parameters(), *replica.buffers()])
+        undo.enter_context(attention)
+        undo.enter_context(trace)
+        try:
+            return _run(model, replica, trace, flops_by_unit, micro_batch, checkpointing)
+        except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
+            raise ZeroEngineError(
+                f"{model.name}: its computation depends on values, which a trace does not have ({error}), such as the "
+                "routing of a mixture of experts by a loop over them. Give the bytes of its activations instead"
+            ) from error
+        except Exception as error:
+            raise ZeroEngineError(
+                f"{model.name}: a micro-step of {micro_batch} samples failed: {type(error).__name__}: {error}"
+            ) from error
+
+
+def _run(
+    model: ModelFacts,
+    replica: nn.Module,
+    trace: OperationTrace,
+    flops_by_unit: Mapping[str, int],
+    micro_batch: int,
+    checkpointing: bool,
+) -> MicroStep:
+    assert model.make_batch is not None
+    args, kwargs = map_tensors(_on_cpu, model.make_batch(micro_batch))
+    trace.operations.clear()
+    loss = loss_of(replica(*args, **kwargs))
+    saved_bytes, forward, forward_flops = trace.live_bytes, _counts(trace.operations), trace.flops
+    trace.operations.clear()
+    loss.backward()
+    return MicroStep(
+        micro_batch=micro_batch,
+        checkpointing=checkpointing,
+        saved_bytes=saved_bytes,
+        peak_bytes=trace.peak_bytes,
+        forward_flops=forward_flops,
+        backward_flops=trace.flops,
+        unit_flops=dict(flops_by_unit),
+        forward=forward,
+        backward=_counts(trace.operations),
+    )
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """Return what a loop would call ``backward`` of: the loss, or the mean of the first floating tensor."""
+    loss = getattr(output, "loss", None)
+    tensor = loss if isinstance(loss, torch.Tensor) else next(t for t in tensors_in(output) if t.is_floating_point())
+    return tensor if tensor.dim() == 0 else tensor.float().mean()
+
+
+def _counts(operations: Counter[OperationKind]) -> tuple[OperationCount, ...]:
+    return tuple(OperationCount(*kind, count) for kind, count in operations.items())
+
+
+def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a fake tensor of the CPU, with memory that counts, in the place of one of the meta device."""
+    return torch.empty_like(tensor, device="cpu")
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:
+        raise ZeroEngineError(f"{type(model).__name__} cannot be copied: {type(error).__name__}: {error}") from error
+
+
+def _give_fake_tensors(replica: nn.Module, model: nn.Module, plans: Sequence[UnitPlan]) -> None:
+    """Replace the parameters of ``replica`` by fake tensors of the CPU, in the dtypes that the engine computes in.
+
+    A gradient is dropped as soon as it is complete, as the engine does when it has copied it into its bucket.
+    """
+    dtypes = {param: plan.dtype for plan in plans for _, param in plan.params}
+    params: dict[nn.Parameter, nn.Parameter] = {}
+    buffers: dict[torch.Tensor, torch.Tensor] = {}
+    for (_, old), (_, new) in zip(
+        model.named_parameters(remove_duplicate=False), replica.named_parameters(remove_duplicate=False), strict=True
+    ):
+        if new not in params:
+            fake = torch.empty_strided(new.shape, new.stride(), dtype=dtypes[old], device="cpu")
+            params[new] = nn.Parameter(fake, requires_grad=old.requires_grad)
+            if old.requires_grad:
+                params[new].register_post_accumulate_grad_hook(_drop_gradient)
+    for module in replica.modules():
+        for name, param in module._parameters.items():
+            if param is not None:
+                module._parameters[name] = params[param]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                if buffer not in buffers:
+                    buffers[buffer] = torch.empty_like(buffer, device="cpu")
+                module._buffers[name] = buffers[buffer]
+
+
+def _drop_gradient(param: torch.Tensor) -> None:
+    param.grad = None
+
+
+def _same_module(replica: nn.Module, model: nn.Module, module: nn.Module) -> nn.Module:
+    """Return the module of ``replica`` that stands where ``module`` stands in ``model``."""
+    return next(new for old, new in zip(model.modules(), replica.modules(), strict=True) if old is module)
+
+
+def _watch_units(
+    units: Sequence[tuple[str, Sequence[nn.Module]]], trace: OperationTrace, undo: contextlib.ExitStack
+) -> dict[str, int]:
+    """Count the FLOPs of each unit's forwards, into the dict that this returns."""
+    flops_by_unit: dict[str, int] = {name: 0 for name, _ in units}
+    seen: set[nn.Module] = set()
+    starts: list[int] = []
+
+    def enter(module: nn.Module, args: Any) -> None:
+        starts.append(trace.flops)
+
+    def leave(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        flops_by_unit[name] += trace.flops - starts.pop()
+
+    for name, modules in units:
+        for module in modules:
+            # A block with parameters of several dtypes is several units. Its first one stands for it.
+            if module not in seen:
+                seen.add(module)
+                undo.callback(module.register_forward_pre_hook(enter).remove)
+                undo.callback(module.register_forward_hook(partial(leave, name)).remove)
+    return flops_by_unit
+
+
+def _checkpoint_blocks(units: Sequence[tuple[str, Sequence[nn.Module]]]) -> None:
+    """Run the forward of each unit's module that has child modules under ``torch.utils.checkpoint``."""
+    blocks = {module: None for _, modules in units for module in modules if next(module.children(), None) is not None}
+    for block in blocks:
+        # Fake tensors draw no random numbers.
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from tests.conftest import ROOT
+from tests.plan.peak_memory import FAMILIES, PRECISIONS
+from zeroengine.config import load
+from zeroengine.errors import ZeroEngineError
+from zeroengine.plan.activations import trace_micro_step
+from zeroengine.plan.model_facts import from_module, from_numbers
+
+CONFIG = load({}).resolve(world_size=1)
+QUICK = [
+    ("LlamaForCausalLM", "bf16", "1"),
+    ("MixtralForCausalLM", "fp32", "0"),
+    ("ViTForImageClassification", "autocast", "0"),
+]
+    ("LlamaForCausalLM", "bf16", "1"),
+    ("MixtralForCausalLM", "fp32", "0"),
+    ("ViTForImageClassification", "autocast", "0"),
+]
+
+
+def check_growth(cases: list[tuple[str, str, str]]) -> None:
+    pytest.importorskip("transformers")
+    if not os.path.exists("/proc/self/clear_refs"):
+        pytest.skip("the peak of a process is reset through /proc")
+    command = [sys.executable, "-m", "tests.plan.peak_memory", *itertools.chain.from_iterable(cases)]
+    # Below this size glibc keeps freed memory for later, and the process is larger than its tensors.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "4096", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for case, bytes_of in zip(cases, json.loads(done.stdout), strict=True):
+        assert abs(bytes_of["predicted"] / bytes_of["real"] - 1) < 0.05, (case, bytes_of)
+
+
+def test_a_process_grows_by_the_traced_bytes() -> None:
+    check_growth(QUICK)
+
+
+@pytest.mark.slow
+def test_a_process_grows_by_the_traced_bytes_in_every_family_and_precision() -> None:
+    check_growth([case for case in itertools.product(FAMILIES, PRECISIONS, "01") if case not in QUICK])
+
+
+@pytest.mark.slow
+def test_a_model_of_70b_parameters_takes_no_memory() -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    facts = from_numbers(70e9, layers=80, width=8192, vocab=32000, sequence=4096, heads=64, kv_heads=8)
+    for checkpointing in (False, True):
+        micro = trace_micro_step(facts, load({"bf16": {"enabled": True}}).resolve(world_size=64), 1, checkpointing)
+        assert micro.peak_bytes > 1 << 32
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10) - before < 1 << 28
+
+
+def test_arithmetic_is_that_of_the_paper() -> None:
+    facts = from_numbers(25e6, layers=4, width=512, vocab=1000, sequence=64)
+    micro = trace_micro_step(facts, CONFIG, 2, checkpointing=False)
+    in_products = facts.num_parameters - 1000 * 512 - 9 * 512
+    attention = 4 * 4 * 2 * 64 * 64 * 512
+    # Two operations for each parameter and token; the embedding is a lookup. Backward has two products for each one.
+    assert micro.forward_flops == 2 * in_products * 2 * 64 + attention
+    assert micro.backward_flops == pytest.approx(2 * micro.forward_flops, rel=0.05)
+    assert sum(micro.unit_flops.values()) == micro.forward_flops
+    recomputed = trace_micro_step(facts, CONFIG, 2, checkpointing=True)
+    blocks = sum(flops for name, flops in micro.unit_flops.items() if name.startswith("blocks."))
+    # The recomputation of a block ends when backward has what it needs, which is before its last product.
+    assert micro.backward_flops < recomputed.backward_flops <= micro.backward_flops + blocks
+    assert recomputed.saved_bytes < micro.saved_bytes / 3
+
+
+def test_memory_grows_with_the_micro_batch_and_halves_in_bf16() -> None:
+    facts = from_numbers(25e6, layers=4, width=512, vocab=1000, sequence=64)
+    one, two = (trace_micro_step(facts, CONFIG, samples, checkpointing=False) for samples in (1, 2))
+    assert two.saved_bytes == pytest.approx(2 * one.saved_bytes, rel=0.01)
+    bf16 = load({"bf16": {"enabled": True}}).resolve(world_size=1)
+    # The loss stays in fp32.
+    assert 0.5 < trace_micro_step(facts, bf16, 2, checkpointing=False).saved_bytes / two.saved_bytes < 0.6
+
+
+def test_a_trace_leaves_the_model_as_it_was() -> None:
+    facts = from_numbers(25e6, layers=4, width=512, vocab=1000, sequence=64)
+    trace_micro_step(facts, CONFIG, 1, checkpointing=True)
+    assert all(param.is_meta and not param._post_accumulate_grad_hooks for param in facts.model.parameters())
+    assert not any(module._forward_hooks for module in facts.model.modules())
+
+
+class Counting(nn.Module):
+    """Its computation depends on values of activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, device="meta")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x)
+        return y if y.sum() > 0 else -y
+
+
+def test_models_that_cannot_be_traced_say_why() -> None:
+    with pytest.raises(ZeroEngineError, match="no batch is known"):
+        trace_micro_step(from_module(Counting()), CONFIG, 1, checkpointing=False)
+    with pytest.raises(ZeroEngineError, match="depends on values"):
+        trace_micro_step(from_module(Counting(), None, lambda n: torch.zeros(n, 4)), CONFIG, 1, checkpointing=False)
+    with pytest.raises(ZeroEngineError, match="micro-step of 1 samples failed: RuntimeError"):
+        trace_micro_step(from_module(Counting(), None, lambda n: torch.zeros(n, 5)), CONFIG, 1, checkpointing=False)

@@ -1,0 +1,209 @@
+"""See the operations of a computation, and the bytes of the tensors that are alive.
+
+[Note: Which memory is counted]
+A storage counts from the operation that made it until it dies. Storages from before, such as parameters, do not count.
+Memory that a kernel takes and frees inside of one operation is not seen.
+
+[Note: Small integers are real]
+Under ``FakeTensorMode`` a tensor has no values, and a model that asks for one cannot go on. transformers also takes
+another path under fake tensors: it builds masks that a training step does without. So small tensors of integers and
+booleans, such as positions, are computed while they depend on nothing fake.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from zeroengine.utils.compiler_disable import disable_compile
+
+_aten = torch.ops.aten
+# The names of dtypes that matrix products are timed in.
+DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu
+# Operations that read as many bytes of a table as they write, and not the whole table.
+_LOOKUPS = {_aten.embedding, _aten.index_select, _aten.index, _aten.gather}
+
+
+def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    """Return the arithmetic of attention as ``torch.utils.flop_counter`` counts it: without regard to causality."""
+    batch, heads, length, width = query.shape
+    return int(2 * batch * heads * length * key.shape[2] * (width + value.shape[3]))
+
+
+def _attention_backward_flops(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    # Two products are repeated, and each of them has two gradients. One of the repeated products has no use there.
+    return _attention_flops(query, key, value) * 5 // 2
+
+
+def _attention_output(output: torch.Tensor) -> torch.Tensor:
+    """Return an output with the layout of the kernel: batch, sequence, heads, width.
+
+    The fake one has that of the query (torch 2.13), and what follows would copy where the kernel's output is a view.
+    """
+    return torch.empty_permuted(output.shape, (0, 2, 1, 3), dtype=output.dtype, device=output.device)
+
+
+def _grouped_output(a: Any, b: Any, offs: Any = None, *_: Any, **__: Any) -> torch.Tensor:
+    """Return what a mixture of experts' grouped matrix product does. The fake one of torch 2.13 takes bf16 only."""
+    groups = () if a.dim() != b.dim() else (offs.numel() if a.dim() == 2 else a.shape[0],)
+    output: torch.Tensor = a.new_empty((*groups, a.shape[-2], b.shape[-1]))
+    return output
+
+
+def _grouped_flops(a: Any, b: Any, *_: Any, **__: Any) -> int:
+    # Each row meets the matrix of one group, or the groups divide the sum.
+    return int(2 * a.shape[-2] * a.shape[-1] * b.shape[-1])
+
+
+# Formulas that torch lacks.
+_FLOPS: dict[Any, Callable[..., int]] = {
+    _ATTENTION: _attention_flops,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+    _aten._grouped_mm: _grouped_flops,
+}
+
+# Elements up to which tensors of integers are computed.
+MAX_REAL_NUMEL = 1 << 20
+
+# FLOPs, bytes, the name of a dtype.
+OperationKind = tuple[int, int, str]
+
+
+class OperationTrace(TorchDispatchMode):
+    """A mode that counts operations by kind, and the bytes of living storages.
+
+    Attributes:
+        live_bytes: Of the storages that were made under this mode and are alive.
+        peak_bytes: The most of them so far.
+        operations: The number of each kind in the pass that runs.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live_bytes = self.peak_bytes = 0
+        self.operations: Counter[OperationKind] = Counter()
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # See ``OperationMode`` of deferred_init.
+        return False
+
+    @property
+    def flops(self) -> int:
+        """Return the FLOPs of the operations so far."""
+        return sum(flops * count for (flops, _, _), count in self.operations.items())
+
+    @disable_compile
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation and count it."""
+        kwargs = kwargs or {}
+        # Queries of metadata of fake tensors come as operations of "prim".
+        if func.namespace == "prim":
+            return func(*args, **kwargs)
+        inputs = _tensors((*args, *kwargs.values()))
+        result = _run(func, args, kwargs, inputs)
+        if func.is_view:
+            return result
+        packet = func.overloadpacket
+        outputs = _tensors((result,))
+        for output in outputs:
+            self._track(output)
+        formula = _FLOPS.get(packet)
+        if formula is not None:
+            flops = formula(*args, **kwargs)
+        elif packet in flop_registry:
+            flops = int(flop_registry[packet](*args, **kwargs, out_val=result))
+        else:
+            flops = 0
+        written = sum(map(_nbytes, outputs))
+        read = written if packet in _LOOKUPS else sum(map(_nbytes, inputs))
+        dtype = outputs[0].dtype if outputs else torch.float32
+        self.operations[flops, read + written, DTYPE_NAMES.get(dtype, "fp32")] += 1
+        return result
+
+    def _track(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._storages:
+            return
+        nbytes = storage.nbytes()
+
+        def freed(_: object) -> None:
+            del self._storages[key]
+            self.live_bytes -= nbytes
+
+        self._storages[key] = weakref.ref(storage, freed)
+        self.live_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def ignore(self, tensors: Any) -> None:
+        """Leave storages out that exist already, so that operations in place do not count them."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self._storages[storage._cdata] = weakref.ref(storage)
+
+
+def _run(func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> Any:
+    """Run an operation: for real where it is one on small integers, and otherwise as the mode below does."""
+    is_fake = any(isinstance(tensor, FakeTensor) for tensor in inputs)
+    if is_fake and func.overloadpacket is _aten._grouped_mm:
+        return _grouped_output(*args, **kwargs)
+    # These return no tensors, but values.
+    if inputs and not is_fake and not any(isinstance(r.type, torch.TensorType) for r in func._schema.returns):
+        with unset_fake_temporarily():
+            return func(*args, **kwargs)
+    result = func(*args, **kwargs)
+    outputs = _tensors((result,))
+    if not outputs or not isinstance(outputs[0], FakeTensor):
+        return result
+    if func.overloadpacket is _ATTENTION:
+        return (_attention_output(result[0]), *result[1:])
+    if not is_fake and all(map(_is_small_integer, outputs)):
+        with unset_fake_temporarily():
+            return func(*args, **kwargs)
+    return result
+
+
+def _is_small_integer(tensor: torch.Tensor) -> bool:
+    is_integer = not tensor.is_floating_point() and not tensor.is_complex()
+    return is_integer and tensor.device.type == "cpu" and tensor.numel() <= MAX_REAL_NUMEL
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for value in values if isinstance(values, (tuple, list)) else ():
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            found += _tensors(value)
+    return found
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    # An expanded tensor has fewer bytes than elements.
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+class AttentionWithoutDropout(torch.overrides.TorchFunctionMode):
+    """Leaves dropout out of ``scaled_dot_product_attention``, whose kernels for GPUs drop inside.
+
+    The kernels for CPUs do not: there a model with dropout computes the attention matrix.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        """Run a function."""
+        kwargs = dict(kwargs or {})
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+            kwargs.pop("dropout_p", None)
+        return func(*args, **kwargs)
