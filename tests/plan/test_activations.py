@@ -24,10 +24,6 @@ QUICK = [
     ("MixtralForCausalLM", "fp32", "0"),
     ("ViTForImageClassification", "autocast", "0"),
 ]
-    ("LlamaForCausalLM", "bf16", "1"),
-    ("MixtralForCausalLM", "fp32", "0"),
-    ("ViTForImageClassification", "autocast", "0"),
-]
 
 
 def check_growth(cases: list[tuple[str, str, str]]) -> None:
