@@ -7,6 +7,9 @@ import sys
 import time
 from pathlib import Path
 
+from rich.console import RenderableType
+from rich.live import Live
+
 from zeroengine.cli.parser import CommandParser, command
 from zeroengine.errors import ZeroEngineError
 from zeroengine.view.live_line import plain_line
@@ -65,20 +68,20 @@ def main(argv: list[str] | None = None) -> int:
 
 def follow(reader: RunReader) -> int:
     """Show a run until it ends. Without a terminal, print a line from time to time."""
-    from rich.live import Live
-
     console = make_console()
     if not console.is_terminal:
         return follow_in_lines(reader)
 
-    def render() -> object:
+    def render() -> RenderableType:
         return render_run(reader, console.width, console.color_system is not None)
 
-    with Live(render(), console=console, auto_refresh=False, vertical_overflow="crop") as live:  # type: ignore[arg-type]
+    # A low terminal cuts the picture off while the run goes on. At the end the whole of it is printed.
+    with Live(render(), console=console, auto_refresh=False, transient=True, vertical_overflow="crop") as live:
         while reader.state() not in ("ended", "failed"):
             time.sleep(FOLLOW_INTERVAL_S)
             reader.read()
-            live.update(render(), refresh=True)  # type: ignore[arg-type]
+            live.update(render(), refresh=True)
+    console.print(render())
     return 0
 
 

@@ -29,6 +29,8 @@ LATE_FACTOR, LATE_SECONDS = 5.0, 5.0
 MIN_ROWS = 6
 # The groups of steps that the reader keeps. The line needs the newest steps alone.
 MAX_GROUPS = 64
+# A rank is called slow if it costs at least this share of a step.
+MIN_DELAY = 0.02
 # So many parts of a step are shown.
 MAX_SHARES = 3
 SAVE_CURSOR, RESTORE_CURSOR = "\x1b7", "\x1b8"
@@ -71,16 +73,28 @@ def live_parts(reader: RunReader, now: float | None = None) -> list[Part]:
     peak = reader.last.maxima.get("memory.peak") or sum(memory_of(reader.last, "device").values())
     if peak:
         parts.append((format_memory(peak), "magenta", 4))
-    delays = reader.recent.delays if reader.recent else {}
-    if delays:
-        (rank, cause), delay = max(delays.items(), key=lambda item: item[1].seconds)
-        parts.append((f"rank {rank} slow (+{format_duration(delay.seconds / delay.steps)} {cause})", "yellow", 3))
+    slow = slow_rank(reader)
+    if slow:
+        parts.append((slow, "yellow", 3))
     restarts = reader.num_events.get("restart", 0)
     if restarts:
         parts.append((f"{restarts} restart{'s' * (restarts > 1)}", "red", 3))
     if facts["remaining_seconds"]:
         parts.append((f"{format_duration(facts['remaining_seconds'])} to go", "", 2))
     return parts
+
+
+def slow_rank(reader: RunReader) -> str:
+    """Return which rank the others waited for most in the newest steps; empty if that cost next to nothing."""
+    recent = reader.recent
+    if recent is None or not recent.delays:
+        return ""
+    (rank, cause), delay = max(recent.delays.items(), key=lambda item: item[1].seconds)
+    # A single late step is noise, which the mean over the newest steps makes small.
+    seconds = delay.seconds / recent.num_steps
+    if seconds < MIN_DELAY * (recent.mean("seconds") or 0.0):
+        return ""
+    return f"rank {rank} slow (+{format_duration(seconds)} {cause})"
 
 
 def late_step(reader: RunReader, usual_seconds: float | None, state: str, now: float) -> str:
