@@ -120,8 +120,14 @@ def test_an_unknown_key_near_nothing_lists_what_there_is() -> None:
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
-        ({"zero_optimization": {"stage": 5}}, "zero_optimization.stage: found 5 (an integer); write 0, 1, 2 or 3."),
-        ({"zero_optimization": {"stage": "3"}}, 'zero_optimization.stage: found "3" (a string); write 0, 1, 2 or 3.'),
+        (
+            {"zero_optimization": {"stage": 5}},
+            'zero_optimization.stage: found 5 (an integer); write 0, 1, 2, 3 or "auto".',
+        ),
+        (
+            {"zero_optimization": {"stage": "3"}},
+            'zero_optimization.stage: found "3" (a string); write 0, 1, 2, 3 or "auto".',
+        ),
         ({"train_batch_size": True}, "train_batch_size: found true (a boolean); write an integer."),
         ({"train_batch_size": 2.5}, "train_batch_size: found 2.5 (a number); write an integer."),
         ({"train_batch_size": 0}, "train_batch_size: found 0 (an integer); write a value of at least 1."),

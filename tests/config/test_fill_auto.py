@@ -129,8 +129,8 @@ def test_all_values_that_differ_are_listed_at_once(tmp_path: Path) -> None:
         "TrainingArguments 0.001.",
         '  train_micro_batch_size_per_gpu (line 2): found 8, and TrainingArguments has 4; write "auto" or 4, or give '
         "TrainingArguments 8.",
-        "  zero_optimization.stage (line 5): found 2, and TrainingArguments has 3; write 3, or give TrainingArguments "
-        "2.",
+        '  zero_optimization.stage (line 5): found 2, and TrainingArguments has 3; write "auto" or 3, or give '
+        "TrainingArguments 2.",
     ]
 
 

@@ -81,6 +81,7 @@ def test_editor_and_loader_agree_on_deepspeeds_files(path: Path, validator: Any)
         {"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": [0, 0.1], "warmup_max_lr": "auto"}}},
         {"keep_fp32_modules": "auto", "prescale_gradients": True, "check_grad_overflow": False},
         {"zero_optimization": {"offload_optimizer": None, "offload_param": {"device": None}}},
+        {"zero_optimization": {"stage": "auto", "offload_optimizer": {"device": "auto"}}, "memory_check": "warn"},
     ],
 )
 def test_an_editor_accepts_what_the_loader_takes(tree: dict[str, Any], validator: Any) -> None:
@@ -103,7 +104,7 @@ def test_an_editor_accepts_what_the_loader_takes(tree: dict[str, Any], validator
         {"torch_autocast": {"enabled": True, "dtype": "float32"}},
         {"keep_fp32_modules": "LayerNorm"},
         {"zero_optimization": {"offload_optimizer": "auto"}},
-        {"zero_optimization": {"offload_optimizer": {"device": "auto"}}},
+        {"zero_optimization": {"stage": None}},
     ],
 )
 def test_an_editor_marks_what_the_loader_rejects(tree: dict[str, Any], validator: Any) -> None:

@@ -32,7 +32,6 @@ from zeroengine.comm.transports import nccl as native_module
 from zeroengine.comm.transports.nccl import NCCLTransport
 from zeroengine.disk.queue import DiskQueue
 from zeroengine.disk.swap_files import SwapFolder
-from zeroengine.engine import assembly
 from zeroengine.engine.initialize import make_engine
 from zeroengine.offload import host_memory
 from zeroengine.offload.disk_store import DiskStore
@@ -315,7 +314,7 @@ def over_native_collectives(path: Path, more: dict[str, Any]) -> list[Any]:
 
     reduce_scatter = native_module._reduce_scatter
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assembly, "open_transport", native)
+        patch.setattr("zeroengine.engine.initialize.open_transport", native)
         patch.setattr(native_module, "_reduce_scatter", lambda *args, **more: Once(reduce_scatter(*args, **more)))
         return compared([(3, OPTIMIZER_AND_PARAM), (3, DISK), (2, OPTIMIZER)], path, more, True)
 

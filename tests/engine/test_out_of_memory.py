@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 import zeroengine
-from tests.distributed.models import build, config
+from tests.distributed.models import Block, build, config
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import start
 
@@ -22,10 +23,13 @@ class Exhausting(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(64, 64)
+        self.blocks = nn.ModuleList(Block(64) for _ in range(12))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.run_out("forward")
         y = self.linear(x)
+        for block in self.blocks:
+            y = block(y)
         y.register_hook(lambda grad: self.run_out("backward"))
         return y.sum()
 
@@ -53,12 +57,14 @@ def test_out_of_memory_says_what_is_held_and_what_would_take_less() -> None:
         for message in messages:
             assert message.startswith("CUDA out of memory. Tried to allocate 2.00 GiB.\n\nzeroengine holds, on cpu\n")
             assert "\nparameters " in message and "\ntotal " in message
-            assert '"zero_optimization": {"stage": 3}, or "bf16": {"enabled": true}, or a smaller' in message
-            assert message.endswith('"offload_optimizer": {"device": "nvme", "nvme_path": "/a/folder"}}.')
+            numbers = r"\(([\d.]+) MiB of states and buffers a rank instead of ([\d.]+) MiB\)"
+            found = re.search(
+                rf'"zero_optimization": {{"stage": 3}} {numbers}, or "bf16": {{"enabled": true}}, or', message
+            )
+            assert found is not None and float(found[1]) < float(found[2]), message
         assert trains_on
     (messages, _), _ = run_ranks(2, runs_out, 3, {"bf16": {"enabled": True}})
     assert "What takes less: a smaller micro-batch" in messages[0], "nothing that is on already"
-    assert '"offload_param": {"device": "nvme"' in messages[0]
 
 
 class Enormous(nn.Module):
@@ -88,7 +94,7 @@ def test_initialize_says_what_would_take_less(monkeypatch: pytest.MonkeyPatch) -
     model = build(Exhausting)
     with monkeypatch.context() as patch:
         patch.setattr("zeroengine.runtime.unit.Unit._set_full_buffer", allocate)
-        with pytest.raises(torch.OutOfMemoryError, match=r"4,160 parameters over 1 ranks\. What takes less: .bf16"):
+        with pytest.raises(torch.OutOfMemoryError, match=r"\S+ parameters over 1 ranks\. What takes less: .bf16"):
             zeroengine.initialize(model, config=config(0))
     engine = zeroengine.initialize(model, config=config(0))
     engine.backward(engine(torch.ones(2, 64)))

@@ -31,23 +31,27 @@ class Auto:
     Attributes:
         value: What the words stand for; the field's default if absent.
         words: The accepted words. None is JSON's null.
+        kept: Values of the field that stay, and that a framework may replace all the same.
     """
 
     value: Any = ABSENT
     words: tuple[str | None, ...] = ("auto", None)
+    kept: tuple[str, ...] = ()
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         """Return the field's JSON Schema, which accepts null and the words as well."""
         # Words and null are added to whatever the field accepts otherwise, so editors do not mark them as errors.
         plain = handler(schema)
         choices = plain.pop("anyOf", None) or [dict(plain)]
-        if {"type": "null"} not in choices:
+        if None in self.words and {"type": "null"} not in choices:
             choices.append({"type": "null"})
         return {"anyOf": [*choices, *({"const": word} for word in self.words if word is not None)]}
 
 
 AUTO = Auto()
 NULL = Auto(words=(None,))
+# A value that `initialize` replaces by its choice, unless a framework fills in the key before.
+CHOSEN = "auto"
 
 
 class Section(BaseModel):

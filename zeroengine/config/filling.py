@@ -73,7 +73,7 @@ def _fill_key(source: ConfigSource, path: KeyPath, value: Any, framework: str, m
     field = field_of(path, source.tree)
     marker = next((item for item in field.metadata if isinstance(item, Auto)), None) if field else None
     # Keys that no model has are DeepSpeed's, or parameters of an imported class: there only "auto" is left open.
-    words = marker.words if marker else () if field else ("auto",)
+    words = (*marker.words, *marker.kept) if marker else () if field else ("auto",)
     if is_written:
         current = source.get(path)
         is_open = any(current == word for word in words)

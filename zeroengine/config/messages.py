@@ -169,7 +169,7 @@ def _unknown_type(section: str, value: Any) -> str:
 
 def _expected(kind: str, context: dict[str, Any], path: KeyPath, value: Any) -> str:
     if path == ("zero_optimization", "stage"):
-        return "0, 1, 2 or 3"
+        return '0, 1, 2, 3 or "auto"'
     if kind == "literal_error":
         return str(context["expected"]).replace("'", '"').replace("False, True", "false, true")
     # A common mistake is to write the main value in the place of its section, such as "optimizer": "Adam".

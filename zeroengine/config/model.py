@@ -49,8 +49,9 @@ LowName = Annotated[Literal["bf16", "fp16"], _spelled("bf16", "fp16")]
 class ZeroOptimization(Section):
     """What is partitioned over the ranks, and how its communication is divided and overlapped."""
 
-    stage: Annotated[int, Between(0, 3)] = 0
-    """0: nothing is partitioned. 1: the optimizer state. 2: gradients as well. 3: parameters as well."""
+    stage: Annotated[Annotated[int, Between(0, 3)] | Literal["auto"], Auto("auto", words=(), kept=("auto",))] = 0
+    """0: nothing is partitioned. 1: the optimizer state. 2: gradients as well. 3: parameters as well. "auto": the
+    lowest that fits into free memory; `initialize` says which."""
     reduce_bucket_size: Annotated[Positive | None, AUTO] = None
     """Units queue up to this many elements before they are reduced. "auto": as many elements as the largest unit."""
     overlap_comm: Annotated[bool, AUTO] = True
@@ -69,7 +70,8 @@ class ZeroOptimization(Section):
     @model_validator(mode="after")
     def _check_offload(self) -> ZeroOptimization:
         # Whole parameters are needed throughout at lower stages, so there is nothing to move away.
-        if self.offload_param.device != "none" and self.stage != 3:
+        # With "auto" the choice is left to `initialize`.
+        if self.offload_param.device not in ("none", "auto") and self.stage not in (3, "auto"):
             raise ValueError(
                 f"offload_param needs parameters that are released between uses, and stage {self.stage} keeps them "
                 'whole; write "stage": 3, or offload the optimizer alone'
@@ -204,6 +206,9 @@ class Config(Section):
     """Number of steps between two lines of progress on rank 0. null: none are printed."""
     dump_state: bool = False
     """Print the resolved configuration on rank 0 at the start."""
+    memory_check: Annotated[Literal["error", "warn", "off"], AUTO] = "error"
+    """What `initialize` does where states, buffers and gathered units will not fit into free memory: refuse, warn, or
+    nothing."""
     units: list[str] | None = None
     """Patterns of module names, such as "layers.*". Each module that matches is one unit. null: units are chosen
     automatically."""

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import model_validator
 
-from zeroengine.config.fields import AUTO, NULL, Between, Folder, Fraction, Section
+from zeroengine.config.fields import AUTO, CHOSEN, Auto, Between, Folder, Fraction, Section
 
 # Direct I/O needs requests that are multiples of a disk's block, so aio.block_size is a multiple of these bytes.
 BLOCK = 4096
@@ -16,8 +16,9 @@ MAX_BUFFERS = 1024
 class _Offload(Section):
     """Keys that both offload sections share."""
 
-    device: Annotated[Literal["none", "cpu", "nvme"], NULL] = "none"
-    """none: on the device. cpu: in CPU memory, which is the same on a machine without a GPU. nvme: in files."""
+    device: Annotated[Literal["none", "cpu", "nvme", "auto"], Auto(words=(None,), kept=(CHOSEN,))] = "none"
+    """none: on the device. cpu: in CPU memory, which is the same on a machine without a GPU. nvme: in files. "auto":
+    the first of these that fits into free memory, nvme only with `nvme_path`; `initialize` says which."""
     nvme_path: Annotated[Folder | None, AUTO] = None
     """A folder on the disk that holds the states, for device "nvme". Each run makes its own files in it."""
     pin_memory: Annotated[bool, AUTO] = True

@@ -14,7 +14,6 @@ from zeroengine.checkpoint.on_signal import SaveOnSignal
 from zeroengine.comm.group import Group
 from zeroengine.comm.interfaces import Transport
 from zeroengine.comm.logged_transport import log_collectives
-from zeroengine.comm.transports.choose import open_transport
 from zeroengine.config import FLOATS, Config
 from zeroengine.engine.accumulation import Accumulation
 from zeroengine.engine.duplicate_inputs import InputComparison
@@ -37,6 +36,7 @@ from zeroengine.optim.sharded_optimizer import ShardedOptimizer
 from zeroengine.partition.cut import UnitPlan
 from zeroengine.partition.degrees import Degrees, degrees_of_stage
 from zeroengine.partition.unit_layout import degrees_of_unit
+from zeroengine.plan.automatic import StatePlanner
 from zeroengine.runtime import mixed_precision
 from zeroengine.runtime.backward_tracker import BackwardTracker
 from zeroengine.runtime.gatherer import Gatherer
@@ -64,6 +64,8 @@ class EngineParts:
         base_optimizer: An optimizer over the model's own parameters, whose rule and param groups are adopted.
         config: The resolved configuration, the same on every rank.
         group: The ranks to partition over.
+        transport: Moves bytes between these ranks.
+        planner: Predicts what the states take, for advice.
         plans: The units that the model is cut into.
         lr_scheduler: A schedule over ``base_optimizer``, a callable that makes one, or None.
         async_step: Whether a step is issued without waiting for its norm. None: on a GPU, where possible.
@@ -82,6 +84,7 @@ class EngineParts:
         timer: Times the kinds of work; it does nothing without a monitor.
         forward_profiler: Profiles one forward by module; None if nothing asks for it, and on other ranks than 0.
         observes_forwards: Whether there is a monitor or a profiler.
+        planner: Predicts what other stages and places of the states would take.
         placement: The states that live in CPU memory or on a disk, and the stores that they live in.
         units: All units of the model, in the order of registration.
         scaler: The loss scale.
@@ -108,6 +111,8 @@ class EngineParts:
         base_optimizer: torch.optim.Optimizer,
         config: Config,
         group: Group,
+        transport: Transport,
+        planner: StatePlanner,
         plans: Sequence[UnitPlan],
         lr_scheduler: LRSchedulerLike,
         async_step: bool | None,
@@ -117,16 +122,14 @@ class EngineParts:
         zero_grad: Callable[[], None],
     ) -> None:
         self.model, self.config, self.group, self.undo = model, config, group, undo
-        comm = config.comm
-        self.transport = open_transport(group, comm.transport, comm.timeout_seconds, bool(comm.register_buffers))
-        undo.callback(self.transport.close)
+        self.transport, self.planner = transport, planner
         if config.comms_logger.enabled and group.rank == 0:
             self.transport = log_collectives(self.transport, config.comms_logger, undo)
         self.monitor = start_monitor(model, config, group, plans, undo)
         self.timer = timer = Timer() if self.monitor is None else self.monitor.timer
         self.forward_profiler = _make_profiler(model, config, group, plans)
         self.observes_forwards = self.monitor is not None or self.forward_profiler is not None
-        degrees = degrees_of_stage(config.zero_optimization.stage, group.world_size)
+        degrees = degrees_of_stage(int(config.zero_optimization.stage), group.world_size)
         # Placing states may create files. If one rank has no space, every rank must raise, because the others would
         # otherwise wait for it in the first broadcast below.
         with group.collective_errors("to initialize"):

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zeroengine.comm.group import Group, as_process_group, backend_of, default_device
 from zeroengine.comm.launched_ranks import join_launched_ranks
+from zeroengine.comm.transports.choose import open_transport
 from zeroengine.config import Config, load
 from zeroengine.deferred_init import meta_init
 from zeroengine.engine.assembly import EngineParts
@@ -33,6 +34,9 @@ from zeroengine.optim.factory import OptimizerLike, check_optimizer, make_optimi
 from zeroengine.optim.lr_schedules import LRSchedulerLike
 from zeroengine.partition.cut import UnitPlan, check_has_parameters, cut_units, is_wide_float
 from zeroengine.partition.degrees import degrees_of_stage
+from zeroengine.plan.automatic import StatePlanner, fit_configuration
+from zeroengine.plan.free_memory import measure_free_memory
+from zeroengine.plan.state_bytes import Setting
 from zeroengine.runtime import mixed_precision
 
 log = logging.getLogger("zeroengine")
@@ -160,7 +164,9 @@ def _make_engine(
             compute_dtype=settings.low_precision,
             keep_fp32={p for module in mixed_precision.fp32_modules(model, settings) for p in module.parameters()},
         )
-        check_optimizer(base_optimizer, degrees_of_stage(settings.zero_optimization.stage, group.world_size))
+        # With "auto" only stages are chosen at which the optimizer works.
+        stage = settings.zero_optimization.stage
+        check_optimizer(base_optimizer, degrees_of_stage(0 if stage == "auto" else stage, group.world_size))
         meta_init.check_optimizer_state(base_optimizer)
         # Deferred parameters get their values last, because this takes memory and time.
         meta_init.initialize_meta_parameters(model)
@@ -169,14 +175,23 @@ def _make_engine(
     if notice is not None and group.rank == 0:
         log.warning("%s", notice)
     num_parameters = sum(plan.numel for plan in plans)
+    comm = settings.comm
+    transport = open_transport(group, comm.transport, comm.timeout_seconds, bool(comm.register_buffers))
+    undo.callback(transport.close)
+    # What cannot fit is refused before anything is allocated.
+    setting = Setting(group.world_size, "cuda" if group.device.type == "cuda" else "cpu", transport.name)
+    planner, notice = fit_configuration(
+        StatePlanner(plans, settings, setting, base_optimizer), partial(measure_free_memory, group)
+    )
+    if notice is not None and group.rank == 0:
+        log.warning("%s", notice)
+    parts = (model, base_optimizer, planner.config, group, transport, planner, plans)
     try:
-        return Engine(
-            partial(EngineParts, model, base_optimizer, settings, group, plans, lr_scheduler, async_step, copies, undo)
-        )
+        return Engine(partial(EngineParts, *parts, lr_scheduler, async_step, copies, undo))
     except RuntimeError as error:
         if is_out_of_memory(error):
             holds = f"initialize() was partitioning {num_parameters:,} parameters over {group.world_size} ranks."
-            add_advice(error, settings, group.device, group.world_size, holds)
+            add_advice(error, planner, group.device, holds)
         raise
 
 

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from zeroengine.config import Config
 from zeroengine.engine.assembly import EngineParts
 from zeroengine.offload.interfaces import Medium
 from zeroengine.offload.state_offloader import resident_bytes
+from zeroengine.plan.automatic import StatePlanner
 
 REPORTED_STATES = ("parameters", "gradients", "master", "optimizer")
 WORKING = ("buckets", "gathered", "staging")
@@ -133,7 +133,7 @@ def explain_out_of_memory(method: METHOD) -> METHOD:
             if is_out_of_memory(error):
                 rest = "The rest are activations, temporaries and what else runs there."
                 holds = f"zeroengine holds, {engine.memory()}\n\n{rest}"
-                add_advice(error, engine.config, engine.device, engine.world_size, holds)
+                add_advice(error, engine._parts.planner, engine.device, holds)
             raise
 
     return run  # type: ignore[return-value]
@@ -145,28 +145,19 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: " in str(error)
 
 
-def add_advice(error: RuntimeError, config: Config, device: torch.device, world_size: int, holds: str) -> None:
+def add_advice(error: RuntimeError, planner: StatePlanner, device: torch.device, holds: str) -> None:
     """Add advice to the message of an out-of-memory error, which keeps its type for callers that catch it.
 
     Args:
         error: The error.
-        config: The resolved configuration.
+        planner: Predicts what other choices would take.
         device: The device that the model computes on.
-        world_size: The number of ranks.
         holds: Sentences that say what takes the memory.
     """
-    zero, computes_on_cpu = config.zero_optimization, device.type == "cpu"
     # The cheapest remedies come first. Offloading costs the most time, so it comes last.
-    remedies = []
-    if zero.stage < 3 and world_size > 1:
-        remedies.append(f'"zero_optimization": {{"stage": {zero.stage + 1}}}')
-    if config.low_precision is None:
+    remedies, offloads = planner.advice()
+    if planner.config.low_precision is None:
         remedies.append('"bf16": {"enabled": true}')
-    remedies += ["a smaller micro-batch with more gradient_accumulation_steps", "activation checkpointing"]
-    target = '"nvme", "nvme_path": "/a/folder"' if computes_on_cpu else '"cpu"'
-    for key, lowest_stage in (("offload_optimizer", 0), ("offload_param", 3)):
-        place = getattr(zero, key).device
-        if zero.stage >= lowest_stage and (place == "none" or (place == "cpu" and computes_on_cpu)):
-            remedies.append(f'"zero_optimization": {{"{key}": {{"device": {target}}}}}')
+    remedies += ["a smaller micro-batch with more gradient_accumulation_steps", "activation checkpointing", *offloads]
     # The message of torch stays first: it says how many bytes were asked for.
     error.args = (f"{error}\n\n{holds} What takes less: {', or '.join(remedies)}.",)

@@ -8,20 +8,37 @@ import re
 from pathlib import Path
 
 from zeroengine.errors import OffloadError
+from zeroengine.utils.byte_size import parse_byte_size
+
+# Bytes of a machine's CPU memory that count as free at most, such as "100GiB", where something else takes the rest.
+HOST_LIMIT_VARIABLE = "ZEROENGINE_FREE_HOST_MEMORY"
 
 
 def available_memory() -> float:
-    """Return the bytes of CPU memory available to this process, by Linux and by the container's limit."""
+    """Return the bytes of CPU memory available on this machine, by Linux, by the limits of cgroups, and by the user.
+
+    Raises:
+        OffloadError: The environment variable is no size.
+    """
     available = re.search(r"^MemAvailable:\s+(\d+) kB", _read_text("/proc/meminfo"), re.MULTILINE)
     nbytes = int(available[1]) << 10 if available is not None else math.inf
-    # A container may limit this process to less than the machine's free memory.
-    cgroup = Path("/sys/fs/cgroup")
-    limit, usage = _read_text(cgroup / "memory.max").strip(), _read_text(cgroup / "memory.current").strip()
-    if limit.isdigit() and usage.isdigit():
-        # The usage includes the page cache of files, which the kernel drops when memory is short.
-        inactive = re.search(r"^inactive_file (\d+)$", _read_text(cgroup / "memory.stat"), re.MULTILINE)
-        nbytes = min(nbytes, int(limit) - int(usage) + (int(inactive[1]) if inactive is not None else 0))
-    return nbytes
+    for cgroup in _cgroups():
+        limit, usage = _read_text(cgroup / "memory.max").strip(), _read_text(cgroup / "memory.current").strip()
+        if limit.isdigit() and usage.isdigit():
+            # The usage includes the page cache of files, which the kernel drops when memory is short.
+            inactive = re.search(r"^inactive_file (\d+)$", _read_text(cgroup / "memory.stat"), re.MULTILINE)
+            nbytes = min(nbytes, int(limit) - int(usage) + (int(inactive[1]) if inactive is not None else 0))
+    user_limit = os.environ.get(HOST_LIMIT_VARIABLE)
+    return nbytes if user_limit is None else min(nbytes, parse_byte_size(user_limit, HOST_LIMIT_VARIABLE, OffloadError))
+
+
+def _cgroups() -> list[Path]:
+    """Return the folders of this process's cgroup and of those that contain it, any of which may limit its memory."""
+    root = Path("/sys/fs/cgroup")
+    # In a container the path may name the host's folders, which do not exist there, and the root is the container's.
+    own = re.search(r"^0::/(.*)$", _read_text("/proc/self/cgroup"), re.MULTILINE)
+    path = root / own[1] if own is not None else root
+    return [path, *(parent for parent in path.parents if parent.is_relative_to(root))]
 
 
 def check_host_memory(nbytes: int, *, on_disk: bool) -> None:

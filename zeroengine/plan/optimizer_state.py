@@ -35,6 +35,8 @@ class StateSizes:
 class OptimizerProbe:
     """Knows what state an optimizer keeps, without knowing its class.
 
+    An optimizer that raises where it updates a lone parameter counts as one with two states for each element.
+
     Args:
         optimizer: The optimizer over the model's parameters. None: that of the configuration, or AdamW where it names
             none.
@@ -65,28 +67,40 @@ class OptimizerProbe:
         return self._sizes[group, dtype]
 
     def _measure(self, group: Mapping[str, Any], dtype: torch.dtype) -> StateSizes:
-        clone = copy_without_parameters(self._optimizer)
         device = next((param.device for param in group["params"] if not param.is_meta), torch.device("cpu"))
-        probe = nn.Parameter(torch.zeros(PROBE_SHAPE, dtype=dtype, device=device))
-        probe.grad = torch.zeros_like(probe)
-        settings = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
-        clone.param_groups = [{**settings, "params": [probe]}]
-        # Some optimizers, such as Adagrad, make their state in the constructor.
-        like = next((param for param in group["params"] if param in self._optimizer.state), None)
-        if like is not None:
-            clone.state[probe] = {
-                key: torch.zeros_like(probe) if _has_shape_of(value, like) else _with_values(value)
-                for key, value in self._optimizer.state[like].items()
-            }
-        # The caller may build its model inside ``torch.device("meta")``.
-        with torch.device(device):
-            clone.step()
-        state = [value for value in clone.state.get(probe, {}).values() if isinstance(value, torch.Tensor)]
+        gpus = [device] if device.type == "cuda" else []
+        # The caller may build its model inside ``torch.device("meta")``, and an update may draw random numbers.
+        try:
+            with torch.device(device), torch.random.fork_rng(gpus):
+                state = self._state_after_step(group, dtype, device)
+        # An optimizer of the user may raise anything where a parameter is not one of its model.
+        except Exception:
+            return StateSizes((dtype.itemsize, dtype.itemsize), ())
         # State of another shape, as Adafactor's, is at most this.
         return StateSizes(
             tuple(value.element_size() for value in state if value.dim()),
             tuple(value.nbytes for value in state if not value.dim()),
         )
+
+    def _state_after_step(
+        self, group: Mapping[str, Any], dtype: torch.dtype, device: torch.device
+    ) -> list[torch.Tensor]:
+        probe = nn.Parameter(torch.zeros(PROBE_SHAPE, dtype=dtype, device=device))
+        probe.grad = torch.zeros_like(probe)
+        # What the update changes besides is a copy.
+        clone = copy.deepcopy(copy_without_parameters(self._optimizer))
+        settings = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+        clone.param_groups = [{**settings, "params": [probe]}]
+        # Some optimizers, such as Adagrad, make their state in the constructor.
+        with_state = [param for param in group["params"] if param in self._optimizer.state]
+        like = max(with_state, key=torch.Tensor.dim, default=None)
+        if like is not None:
+            clone.state[probe] = {
+                key: torch.zeros_like(probe) if _has_shape_of(value, like) else _with_values(value)
+                for key, value in self._optimizer.state[like].items()
+            }
+        clone.step()
+        return [value for value in clone.state.get(probe, {}).values() if isinstance(value, torch.Tensor)]
 
 
 def _with_values(value: Any) -> Any:

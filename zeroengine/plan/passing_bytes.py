@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from zeroengine.plan.unit_bytes import UnitBytes
+from zeroengine.plan.unit_bytes import UnitBytes, value_bytes
 
 
 def most_at_start(units: Sequence[UnitBytes], device: str) -> int:
     """Return the most bytes on a kind of device while the model's values are moved into units, one unit at a time."""
-    remaining = sum(unit.value_bytes(device) for unit in units)
+    remaining = sum(value_bytes(unit.plan, device) for unit in units)
     moved = most = 0
     for unit in units:
         shard = 0 if unit.shard_offloaded else unit.shard_bytes
@@ -21,14 +21,8 @@ def most_at_start(units: Sequence[UnitBytes], device: str) -> int:
         master *= unit.has_wide_values and not unit.states_offloaded
         most = max(most, remaining + moved + shard + full + wide + master)
         moved += shard + master
-        remaining -= unit.value_bytes(device)
+        remaining -= value_bytes(unit.plan, device)
     return most
-
-
-def largest_gradient_bytes(units: Sequence[UnitBytes]) -> int:
-    """Return the bytes of the largest gradient of one parameter, which autograd makes before it is copied."""
-    trainable = (unit.plan for unit in units if unit.plan.trainable)
-    return max((param.numel() * plan.dtype.itemsize for plan in trainable for _, param in plan.params), default=0)
 
 
 def receive_bytes(

@@ -19,6 +19,7 @@ from zeroengine.comm.transports.nccl import NCCLTransport
 from zeroengine.comm.transports.shared_memory import SharedMemoryTransport
 from zeroengine.comm.transports.single_process import SingleProcessTransport
 from zeroengine.config import FLOATS, Config
+from zeroengine.config.fields import CHOSEN
 from zeroengine.errors import ZeroEngineError
 from zeroengine.offload.interfaces import padded_nbytes
 from zeroengine.offload.placement_plan import CPU_MEMORY, PlacementPlan, plan_placement
@@ -34,8 +35,8 @@ from zeroengine.plan.gradient_buffer_bytes import (
     staging_buffer_bytes,
 )
 from zeroengine.plan.optimizer_state import OptimizerProbe, StateSizes
-from zeroengine.plan.passing_bytes import largest_gradient_bytes, most_at_start, receive_bytes
-from zeroengine.plan.unit_bytes import UnitBytes, units_of_plans
+from zeroengine.plan.passing_bytes import most_at_start, receive_bytes
+from zeroengine.plan.unit_bytes import UnitBytes, units_of_plans, value_bytes
 
 STATES = ("parameters", "gradients", "master", "optimizer")
 BUFFERS = ("buckets", "gathered", "staging")
@@ -100,9 +101,9 @@ class StateBytes:
         nvme: Bytes of the four states that are on a disk.
         peak_device_extra: Bytes of the device's memory beyond the sum of ``device`` at the worst moment. Such moments:
             ``initialize``, where the model's own values are still there beside the units that were made of them; a
-            backward, where the gradient of a parameter waits for its copy, and where Gloo and NCCL receive sums into
-            temporary memory; and an update by an optimizer of torch, which takes gradients in the masters' dtype. Not
-            counted are temporaries of torch's own optimizers, and of the initialization of ``meta_init``.
+            backward, where Gloo and NCCL receive sums into temporary memory; and an update by an optimizer of torch,
+            which takes gradients in the masters' dtype. Not counted are the temporaries of torch's own optimizers, and
+            of the initialization of ``meta_init``.
         peak_cpu_extra: Likewise of CPU memory, if the device is a GPU: 0, or the values of a model on the CPU.
         disk_files: Bytes of this rank's files on the disk, which hold whole blocks.
         shared_pages: Bytes of ``device["gathered"]`` that take no memory of their own, because shared memory maps the
@@ -144,7 +145,10 @@ class _Ledger:
 
 
 def predict_states(
-    plans: Sequence[UnitPlan], config: Config, setting: Setting, optimizer: torch.optim.Optimizer | None = None
+    plans: Sequence[UnitPlan],
+    config: Config,
+    setting: Setting,
+    optimizer: torch.optim.Optimizer | OptimizerProbe | None = None,
 ) -> StateBytes:
     """Return the bytes that each rank will hold of every state. Nothing is allocated.
 
@@ -152,21 +156,27 @@ def predict_states(
         plans: The units, from ``partition.cut.cut_units``. The model may be on the meta device.
         config: The resolved configuration, with a number as stage and without "auto" as a device.
         setting: The ranks, the device and the transport.
-        optimizer: The optimizer that is passed to ``initialize``. None: that of the configuration, or AdamW where it
-            names none.
+        optimizer: The optimizer that is passed to ``initialize``, or what is known of it. None: that of the
+            configuration, or AdamW where it names none.
 
     Raises:
-        ZeroEngineError: The optimizer of the configuration cannot be made.
+        ZeroEngineError: The optimizer of the configuration cannot be made, or a stage or device is "auto".
     """
     zero = config.zero_optimization
-    degrees = degrees_of_stage(zero.stage, setting.world_size)
+    if CHOSEN in (zero.stage, zero.offload_optimizer.device, zero.offload_param.device):
+        raise ZeroEngineError(
+            'predict_states: zero_optimization has "auto" as stage or device, which initialize chooses by free memory; '
+            "write each stage and device to compare"
+        )
+    degrees = degrees_of_stage(int(zero.stage), setting.world_size)
     on_gpu = setting.device == "cuda"
     placement = plan_placement(
         plans, degrees, config, setting.world_size, setting.shard_align_bytes, has_device_memory=on_gpu
     )
     units = units_of_plans(plans, degrees, config, setting.world_size, setting.shard_align_bytes, placement)
     ledger = _Ledger()
-    sizes, is_fused = _optimizer_sizes(units, config, OptimizerProbe(optimizer, config))
+    probe = optimizer if isinstance(optimizer, OptimizerProbe) else OptimizerProbe(optimizer, config)
+    sizes, is_fused = _optimizer_sizes(units, config, probe)
     for unit, states in zip(units, sizes, strict=True):
         ledger.add("parameters", unit.shard_bytes, placement.param_location if unit.shard_offloaded else None)
         if unit.gradients is not None:
@@ -193,9 +203,7 @@ def predict_states(
         device["staging"] += host["staging"]
     # An optimizer of torch takes all gradients at once, in the dtype of the masters.
     copied = sum(unit.optimizer_numel * unit.master_dtype.itemsize for unit in units) * (not is_fused)
-    backward = largest_gradient_bytes(units) + receive_bytes(
-        units, setting.world_size, setting.device, setting.transport, accumulates=accumulates
-    )
+    received = receive_bytes(units, setting.world_size, setting.device, setting.transport, accumulates=accumulates)
     on_disk = [path for path in placement.bytes_by_location if path]
     copies = config.checkpoint.async_save and not on_disk
     return StateBytes(
@@ -203,9 +211,9 @@ def predict_states(
         cpu=host if on_gpu else {},
         nvme={name: sum(ledger.row(path, STATES)[name] for path in on_disk) for name in STATES},
         peak_device_extra=max(
-            backward, most_at_start(units, setting.device) - sum(device.values()), copied - device["gathered"], 0
+            received, most_at_start(units, setting.device) - sum(device.values()), copied - device["gathered"], 0
         ),
-        peak_cpu_extra=sum(unit.value_bytes("cpu") for unit in units) if on_gpu else 0,
+        peak_cpu_extra=sum(value_bytes(unit.plan, "cpu") for unit in units) if on_gpu else 0,
         disk_files=sum(placement.bytes_by_location[path] for path in on_disk),
         shared_pages=gathered if setting.transport == "shm" and placement.param_location is None else 0,
         checkpoint_copy=checkpoint_copy_bytes(units, setting.world_size, sizes) if copies else 0,

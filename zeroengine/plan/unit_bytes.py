@@ -74,9 +74,10 @@ class UnitBytes:
         plan = self.plan
         return plan.trainable and plan.is_mixed_precision and any(p.dtype is not plan.dtype for _, p in plan.params)
 
-    def value_bytes(self, device: str) -> int:
-        """Return the bytes of the values that the caller's parameters have in the memory of a kind of device."""
-        return sum(param.nbytes for _, param in self.plan.params if param.device.type == device)
+
+def value_bytes(plan: UnitPlan, device: str) -> int:
+    """Return the bytes of the values that the caller's parameters have in the memory of a kind of device."""
+    return sum(param.nbytes for _, param in plan.params if param.device.type == device)
 
 
 def units_of_plans(
