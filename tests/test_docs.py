@@ -60,6 +60,7 @@ MODULES_WITH_DOCSTRINGS = (
     "engine.parameter_access",
     "engine.gathered",
     "engine.initialize",
+    "plan.api",
 )
 
 

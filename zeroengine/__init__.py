@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         ReleasedParameterError,
         ZeroEngineError,
     )
+    from zeroengine.plan.api import plan
 else:  # Names are imported when they are first used, so the commands that need no torch start without it.
     _MODULES = {
         "zeroengine.deferred_init.meta_init": ["meta_init"],
@@ -55,6 +56,9 @@ else:  # Names are imported when they are first used, so the commands that need 
     _MODULE_OF_NAME = {name: module for module, names in _MODULES.items() for name in names}
 
     def __getattr__(name: str) -> Any:
+        if name == "plan":
+            # A package that can be called.
+            return importlib.import_module("zeroengine.plan")
         if name not in _MODULE_OF_NAME:
             from zeroengine.migration.messages import module_attribute
 
@@ -65,7 +69,7 @@ else:  # Names are imported when they are first used, so the commands that need 
         return value
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *_MODULE_OF_NAME})
+        return sorted({*globals(), *_MODULE_OF_NAME, "plan"})
 
 
 __version__ = "0.1.0"
@@ -85,6 +89,7 @@ __all__ = [
     "gathered",
     "initialize",
     "meta_init",
+    "plan",
     "set_full_gradient",
     "set_full_master",
     "set_full_optimizer_state",

@@ -1,0 +1,255 @@
+"""Run the command ``zero-plan``: which stage, offload and micro-batch a model should be trained with, and how fast.
+
+Modules that need torch are imported after the request was checked, so that a wrong one is refused at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zeroengine.cli.parser import CommandParser, command
+from zeroengine.errors import ZeroEngineError
+from zeroengine.utils.byte_size import parse_byte_size
+
+if TYPE_CHECKING:
+    from zeroengine.plan.machine import Machine
+    from zeroengine.plan.model_facts import ModelFacts
+    from zeroengine.plan.result import Plan
+
+USAGE = "zero-plan [MODEL] [options]"
+EXAMPLES = """\
+examples:
+  zero-plan train:build --config ds.json                    a function of train.py, on this machine
+  zero-plan llama/config.json --seq 4096 --machine h100-80gb --nodes 2 --batch 512
+  zero-plan --params 7e9 --layers 32 --width 4096 --vocab 32000 --seq 4096 --machine a100-40gb
+  zero-plan train:build --machine a100-80gb --write best.json --html plan.html
+  zero-plan --measure                                       how fast this machine is, in under two minutes
+"""
+# The preset whose rates stand for a machine of which only the memory is given.
+DEFAULT_PRESET = "h100-80gb"
+NUMBERS = ("params", "layers", "width", "vocab")
+# The configuration key that each option sets.
+KEYS = {
+    "stage": "zero_optimization.stage",
+    "offload_optimizer": "zero_optimization.offload_optimizer.device",
+    "offload_param": "zero_optimization.offload_param.device",
+    "micro_batch": "train_micro_batch_size_per_gpu",
+    "accumulation": "gradient_accumulation_steps",
+}
+
+
+@command("zero-plan")
+def main(argv: list[str] | None = None) -> int:
+    """Plan, print the result, write the files that are asked for, and return the exit code: 3 if nothing fits."""
+    options = _parser().parse_args(argv)
+    if options.measure is not None:
+        return _measure(options)
+    sizes = {
+        "device_bytes": _byte_size(options.memory, "--memory"),
+        "host_bytes": _byte_size(options.host_memory, "--host-memory"),
+        "disk_bytes": _byte_size(options.disk, "--disk"),
+    }
+    _check_model(options)
+    with _progress() as progress:
+        progress("starting")
+        plan = _plan(options, sizes, progress)
+    chosen = options.choose
+    if not 1 <= chosen <= len(plan.estimates):
+        raise ZeroEngineError(f"--choose {chosen}: write a number of the table, from 1 to {len(plan.estimates)}")
+    if options.json:
+        print(plan.to_json())
+    else:
+        print(plan.to_table(everything=options.all, color=sys.stdout.isatty()))
+    if options.html:
+        _write(options.html, plan.to_html(), "--html")
+    if options.write:
+        if not plan.estimates[chosen - 1].fits:
+            reason = "; ".join(plan.estimates[chosen - 1].reasons)
+            raise ZeroEngineError(
+                f"--write {options.write}: candidate {chosen} does not fit ({reason}): nothing is written"
+            )
+        _write(options.write, json.dumps(plan.configuration(chosen), indent=2) + "\n", "--write")
+    return 0 if plan.best is not None else 3
+
+
+def _parser() -> CommandParser:
+    about = "Say what fits on a machine, at which stage and offload, with which micro-batch, and how long a step takes."
+    parser = CommandParser("zero-plan", USAGE, about, EXAMPLES)
+    add = parser.add_argument
+    add(
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        help="module:function, which returns a model or (model, make_batch); or a config.json of Hugging Face",
+    )
+    group = parser.add_argument_group("a model as plain numbers")
+    group.add_argument("--params", metavar="N", type=_number, help="parameters, such as 7e9")
+    for name, text in (
+        ("layers", "blocks"),
+        ("width", "of the residual stream"),
+        ("vocab", "tokens of the vocabulary"),
+    ):
+        group.add_argument(f"--{name}", metavar="N", type=_count, help=text)
+    group.add_argument("--seq", metavar="N", type=_count, help="tokens of a sample; also for a config.json")
+    group = parser.add_argument_group("the machine")
+    group.add_argument(
+        "--machine", metavar="NAME", help="a preset such as h100-80gb, this (the default), or a file of --measure"
+    )
+    group.add_argument("--nodes", metavar="N", type=_count, help="nodes")
+    group.add_argument("--ranks-per-node", metavar="N", type=_count, help="ranks of a node, such as its GPUs")
+    group.add_argument("--memory", metavar="SIZE", help="of one GPU: 80GB, 79.1GiB")
+    group.add_argument("--host-memory", metavar="SIZE", help="CPU memory of one node: 1TB")
+    group.add_argument("--disk", metavar="SIZE", help="free disk of one node for states on NVMe: 2TB")
+    group = parser.add_argument_group("what is fixed; the rest is chosen")
+    group.add_argument("--config", metavar="FILE", type=Path, help="a configuration, whose keys are kept")
+    group.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="set a key of the configuration")
+    group.add_argument("--batch", metavar="N", type=_count, help="samples of a step, over all ranks")
+    group.add_argument("--stage", metavar="N", type=int, choices=range(4), help="ZeRO stage")
+    places: dict[str, Any] = {"choices": ("none", "cpu", "nvme"), "metavar": "PLACE"}
+    group.add_argument("--offload-optimizer", **places, help="none, cpu or nvme")
+    group.add_argument("--offload-param", **places, help="none, cpu or nvme")
+    group.add_argument("--micro-batch", metavar="N", type=_count, help="samples of a micro-step of a rank")
+    group.add_argument("--accumulation", metavar="N", type=_count, help="micro-steps of a step")
+    group.add_argument("--checkpointing", choices=("on", "off"), help="recompute activations in backward")
+    group = parser.add_argument_group("the result")
+    group.add_argument("--all", action="store_true", help="show every candidate")
+    group.add_argument("--json", action="store_true", help="print JSON")
+    group.add_argument(
+        "--html", metavar="PAGE", type=Path, help="write a page with the memory and time of each candidate"
+    )
+    group.add_argument("--write", metavar="FILE", type=Path, help="write the configuration of the best candidate")
+    group.add_argument(
+        "--choose", metavar="N", type=int, default=1, help="the candidate that --write writes (default: 1)"
+    )
+    group.add_argument(
+        "--measure", metavar="FILE", nargs="?", const="", help="measure this machine, and keep the result"
+    )
+    return parser
+
+
+def _check_model(options: argparse.Namespace) -> None:
+    """Check that the model is given in one way, before anything is imported."""
+    given = [name for name in NUMBERS if getattr(options, name) is not None]
+    if options.model is not None and given:
+        raise ZeroEngineError(f"--{given[0]} describes another model than {options.model}: leave one of the two out")
+    if options.model is None and (len(given) < len(NUMBERS) or options.seq is None):
+        missing = [f"--{name} N" for name in (*NUMBERS, "seq") if getattr(options, name) is None]
+        start = f"plain numbers also need {' '.join(missing)}" if given else "no model is given"
+        raise ZeroEngineError(
+            f"{start}. Write module:function, the path of a config.json, or --params 7e9 --layers 32 --width 4096 "
+            "--vocab 32000 --seq 4096"
+        )
+
+
+def _plan(options: argparse.Namespace, sizes: dict[str, int | None], progress: Callable[[str], None]) -> Plan:
+    # The package's plan() is a function of the same name as the package, so it is imported from its module.
+    from zeroengine.plan.api import plan
+
+    overrides = list(options.set)
+    for name, key in KEYS.items():
+        if getattr(options, name) is not None:
+            overrides.append(f"{key}={getattr(options, name)}")
+    overrides += _nvme_paths(overrides)
+    return plan(
+        _model(options),
+        options.config,
+        _machine(options, sizes),
+        batch=options.batch,
+        checkpointing={"on": True, "off": False}.get(options.checkpointing or ""),
+        overrides=overrides,
+        progress=progress,
+    )
+
+
+def _model(options: argparse.Namespace) -> ModelFacts:
+    from zeroengine.plan.api import model_facts
+    from zeroengine.plan.model_facts import from_numbers
+
+    if options.model is not None:
+        return model_facts(options.model, sequence=options.seq)
+    return from_numbers(options.params, options.layers, options.width, options.vocab, options.seq)
+
+
+def _machine(options: argparse.Namespace, sizes: dict[str, int | None]) -> Machine:
+    from zeroengine.plan.api import machine_with
+    from zeroengine.plan.known_machines import load_machine
+
+    name = options.machine or (DEFAULT_PRESET if options.memory else "this")
+    machine = load_machine(name)
+    return machine_with(machine, nodes=options.nodes, ranks_per_node=options.ranks_per_node, **sizes)
+
+
+def _nvme_paths(overrides: list[str]) -> list[str]:
+    """Return overrides for the folders that states on NVMe need, where an option asks for such states."""
+    from zeroengine.plan.candidates import NVME_PATH
+
+    sections = [text.partition(".device=")[0] for text in overrides if text.endswith(".device=nvme")]
+    return [f"{section}.nvme_path={NVME_PATH}" for section in sections]
+
+
+def _measure(options: argparse.Namespace) -> int:
+    from zeroengine.plan.machine import default_machine_file, save_machine
+
+    # Not a plain import: the module is on its way.
+    measure: Any = getattr(import_module("zeroengine.plan.measure"), "measure")  # noqa: B009
+
+    file = Path(options.measure) if options.measure else default_machine_file()
+    with _progress() as progress:
+        machine = measure(progress=progress)
+    save_machine(machine, file)
+    print(f"zero-plan: {file}", file=sys.stderr)
+    return 0
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """Show what is being done on one line of the terminal, and yield a function that takes it in words."""
+    # A log file would fill up with the characters that move the cursor.
+    if not sys.stderr.isatty():
+        yield lambda text: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("zero-plan") as status:
+        yield lambda text: status.update(f"zero-plan: {text}")
+
+
+def _byte_size(text: str | None, option: str) -> int | None:
+    """Return a size in bytes, or None where it is not given. 0 stands for none, and other sizes have a unit."""
+    if text is None or text.strip() == "0":
+        return None if text is None else 0
+    if text.strip().replace(".", "", 1).isdigit():
+        raise ZeroEngineError(f"{option} {text}: a size has a unit; write {option} {text}GB or {option} {text}GiB")
+    return parse_byte_size(text, option, ZeroEngineError)
+
+
+def _number(text: str) -> float:
+    """Return a count such as 7e9, 7B or 350M."""
+    factor = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:].upper(), 1.0)
+    return float(text if factor == 1.0 else text[:-1]) * factor
+
+
+def _count(text: str) -> int:
+    number = _number(text)
+    if number < 1 or number != int(number):
+        raise argparse.ArgumentTypeError(f"{text} is no whole number of at least 1")
+    return int(number)
+
+
+def _write(path: Path, text: str, option: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise ZeroEngineError(f"{option} {path}: it cannot be written ({error.strerror})") from None
+    print(f"zero-plan: wrote {path}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,185 @@
+"""``zeroengine.plan``: which stage, which offload and which micro-batch a model should be trained with."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from zeroengine.config import Config, load
+from zeroengine.errors import ZeroEngineError
+from zeroengine.plan.candidates import Choices, Estimate, choices_of, rank_estimates, shown_estimates
+from zeroengine.plan.estimator import Estimator, LargestModel
+from zeroengine.plan.known_machines import load_machine
+from zeroengine.plan.machine import Machine
+from zeroengine.plan.meta_copy import batches_like, copy_to_meta
+from zeroengine.plan.model_facts import ModelFacts, from_function, from_huggingface, from_module
+from zeroengine.plan.result import Plan
+from zeroengine.plan.scaling import merged
+
+# Optimizers whose states can be offloaded.
+OFFLOADED_OPTIMIZERS = ("Adam", "AdamW")
+DEFAULT_OPTIMIZER = {"optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "weight_decay": 0.1}}}
+MICRO, STEPS, TRAIN = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
+
+
+def plan(
+    model: ModelFacts | nn.Module | str | Path,
+    config: str | Path | Mapping[str, Any] | Config | None = None,
+    machine: Machine | str | Path = "this",
+    *,
+    batch: int | None = None,
+    example: Any = None,
+    checkpointing: bool | None = None,
+    overrides: Sequence[str] = (),
+    progress: Callable[[str], None] = lambda text: None,
+) -> Plan:
+    """Return what fits on a machine, how long a step takes, and which configuration is the best.
+
+    Nothing is computed or allocated. What the configuration gives is kept: the stage, the offload, the micro-batch and
+    the accumulation are chosen where they are absent or "auto".
+
+        ids = torch.zeros(1, 16, dtype=torch.long)
+        plan = zeroengine.plan(model, machine="h100-80gb", batch=256, example=(ids, ids))
+        print(plan)
+        print(plan.best.device_total, plan.configuration())
+
+    Args:
+        model: A module, which stays as it is; ``"module:function"``, where the function returns a model, or a model and
+            a function that makes batches; the path of a ``config.json`` of Hugging Face; or ``ModelFacts``.
+        config: A JSON, YAML or HJSON file, a dict, or None: AdamW, in bf16 on GPUs and in fp32 on CPUs.
+        machine: A preset such as ``"h100-80gb"``, ``"this"``, a file of ``zero-plan --measure``, or a ``Machine``.
+        batch: Samples of a step over all ranks. None: as configured; if that says nothing, one micro-step.
+        example: For a module: arguments of its forward, as a tensor, a tuple or a dict. The samples are the first
+            dimension of tensors, and their number does not matter. None: activations and times stay unknown.
+        checkpointing: Whether activations are checkpointed. None: both are compared.
+        overrides: Values to set in the configuration, as in ``"zero_optimization.stage=3"``.
+        progress: Called with what is being done.
+
+    Raises:
+        ZeroEngineError: The model or the machine cannot be loaded.
+        ConfigError: The configuration is wrong, or the ranks cannot share the batch.
+    """
+    progress("building the model")
+    facts = model_facts(model, example)
+    target = machine if isinstance(machine, Machine) else load_machine(machine)
+    tree, notes = _base_tree(config, overrides, target)
+    if batch is not None:
+        tree[TRAIN] = batch
+    if tree.get(STEPS) != "manual":
+        # This checks the sizes, and finds the one that the others determine.
+        sizes = load({**tree, MICRO: tree.get(MICRO) or 1} if tree.get(STEPS) is None else tree)
+        sizes = sizes.resolve(world_size=target.world_size)
+    choices = choices_of(tree, target, can_offload=tree["optimizer"].get("type") in OFFLOADED_OPTIMIZERS)
+    if choices.batch is not None and choices.accumulation is not None and choices.micro_batch is None:
+        choices = replace(choices, micro_batch=sizes.train_micro_batch_size_per_gpu)
+    if checkpointing is not None:
+        choices = replace(choices, checkpointing=(checkpointing,))
+    if facts.make_batch is None:
+        choices = replace(choices, checkpointing=(False,), micro_batch=choices.micro_batch or 1)
+        notes.append(
+            "The model's inputs are unknown: activations, micro-batches and times are left out. Give an example, or "
+            "let the function return a model and a function that makes batches."
+        )
+    return search(Estimator(facts, tree, target), choices, notes, progress)
+
+
+def search(estimator: Estimator, choices: Choices, notes: Sequence[str], progress: Callable[[str], None]) -> Plan:
+    """Estimate all candidates, put them in order, and return the plan.
+
+    Args:
+        estimator: Estimates candidates of one model on one machine.
+        choices: What is left open.
+        notes: Sentences that the user should read.
+        progress: Called with what is being done.
+    """
+    estimates, largest_micro_batch = estimator.estimates(choices, progress)
+    ranked = rank_estimates(estimates)
+    shown = shown_estimates(ranked)
+    in_order: list[Estimate] = [*shown, *(e for e in ranked if not any(e is other for other in shown))]
+    progress("searching the largest model")
+    # Checkpointing holds the largest model, where it is allowed.
+    settings = [s for s in largest_micro_batch if s.checkpointing == max(choices.checkpointing)]
+    models = [estimator.largest_model(setting, choices) for setting in settings]
+    config = estimator.config(in_order[0].candidate)
+    low = config.low_precision or config.autocast_dtype
+    return Plan(
+        model_name=estimator.model.name,
+        num_parameters=estimator.model.num_parameters,
+        num_trainable=estimator.model.num_trainable,
+        tokens_per_sample=estimator.model.tokens_per_sample,
+        machine=estimator.machine,
+        precision={"torch.bfloat16": "bf16", "torch.float16": "fp16"}.get(str(low), "fp32"),
+        optimizer=config.optimizer.type if config.optimizer is not None else "no optimizer",
+        estimates=in_order,
+        num_shown=len(shown),
+        largest_micro_batch=largest_micro_batch,
+        largest_models=[model for model in models if isinstance(model, LargestModel)],
+        configurations=[estimator.tree(estimate.candidate) for estimate in in_order],
+        notes=tuple(notes),
+    )
+
+
+def model_facts(
+    model: ModelFacts | nn.Module | str | Path, example: Any = None, sequence: int | None = None
+) -> ModelFacts:
+    """Return the facts of a model that was given in any of the ways of `plan`.
+
+    Args:
+        model: The model.
+        example: For a module, arguments of its forward.
+        sequence: For a ``config.json``, tokens per sample.
+
+    Raises:
+        ZeroEngineError: It cannot be loaded.
+    """
+    if isinstance(model, ModelFacts):
+        return model
+    if isinstance(model, nn.Module):
+        return from_module(copy_to_meta(model), make_batch=None if example is None else batches_like(example))
+    if not isinstance(model, (str, Path)):
+        raise ZeroEngineError(
+            'plan() takes a torch.nn.Module, "module:function" or the path of a config.json, found '
+            f"{type(model).__name__}"
+        )
+    if Path(model).exists() or str(model).endswith(".json"):
+        return from_huggingface(model, sequence)
+    return from_function(str(model))
+
+
+def machine_with(machine: Machine, **changes: int | None) -> Machine:
+    """Return `machine` with the fields that are given, such as ``nodes=2``.
+
+    On CPU ranks share the memory of their node, so that of a rank follows from it.
+    """
+    given = {name: value for name, value in changes.items() if value is not None}
+    result = dataclasses.replace(machine, **given)  # type: ignore[arg-type]
+    if machine.device == "cpu" and "device_bytes" not in given:
+        return replace(result, device_bytes=result.host_bytes // result.ranks_per_node)
+    return result
+
+
+def _base_tree(
+    config: str | Path | Mapping[str, Any] | Config | None, overrides: Sequence[str], machine: Machine
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the keys that all candidates share, as they were written, and what was assumed."""
+    notes: list[str] = []
+    if config is None:
+        on_gpu = machine.device == "cuda"
+        config = {"bf16": {"enabled": True}, "gradient_clipping": 1.0} if on_gpu else {"gradient_clipping": 1.0}
+        notes.append(f"No configuration is given: AdamW in {'bf16' if on_gpu else 'fp32'}, gradients clipped at 1.0.")
+    loaded = load(config, overrides)
+    tree: dict[str, Any] = copy.deepcopy(loaded._written.tree if loaded._written is not None else loaded.to_dict())
+    if tree.get("optimizer") is None:
+        if notes == []:
+            notes.append("The configuration has no optimizer: AdamW is assumed.")
+        tree = merged(tree, DEFAULT_OPTIMIZER)
+    for key in (MICRO, STEPS, TRAIN):
+        if tree.get(key) in ("auto", None):
+            tree.pop(key, None)
+    return tree, notes

@@ -1,0 +1,268 @@
+"""Enumerate the settings that a model could be trained with, and put their estimates in order.
+
+A setting is a stage, the places of the states, and whether activations are checkpointed. A candidate is a setting with
+a micro-batch size and a number of micro-steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, Literal, NamedTuple, cast
+
+from zeroengine.plan.activations import MicroStep
+from zeroengine.plan.machine import Machine
+from zeroengine.plan.state_bytes import StateBytes
+from zeroengine.plan.step_time import StepTime
+
+Place = Literal["none", "cpu", "nvme"]
+PLACES: tuple[Place, ...] = ("none", "cpu", "nvme")
+# The folder that a configuration gets where none was given.
+NVME_PATH = "/local_nvme"
+# The share of a memory that stays free with headroom. The peak of a process is predicted within this share.
+HEADROOM = 0.07
+# Two rates that differ by less than this count as equal, and the simpler candidate comes first.
+EQUAL_RATES = 0.01
+
+
+class ZeroSetting(NamedTuple):
+    """What candidates with different micro-batches share, from the simplest to the most involved."""
+
+    stage: int
+    offload_param: Place
+    offload_optimizer: Place
+    checkpointing: bool
+
+    @property
+    def title(self) -> str:
+        """Return the setting in words, such as ``stage 3, optimizer on CPU``."""
+        names = {"cpu": "in CPU memory", "nvme": "on NVMe"}
+        moved = {"optimizer": self.offload_optimizer, "parameters": self.offload_param}
+        parts = [f"{state} {names[place]}" for state, place in moved.items() if place != "none"]
+        return ", ".join([f"stage {self.stage}", *parts, *["checkpointing"] * self.checkpointing])
+
+
+@dataclass(frozen=True)
+class PlanCandidate:
+    """One way to train a model.
+
+    Attributes:
+        stage: The ZeRO stage.
+        offload_optimizer: Where master weights, moments and summed gradients live. "none": on the device.
+        offload_param: Where parameter shards live.
+        micro_batch: Samples of one micro-step of a rank.
+        accumulation: Micro-steps of one step.
+        checkpointing: Whether the activations of each unit are computed again in backward. The model does this: no
+            configuration key switches it on.
+    """
+
+    stage: int
+    offload_optimizer: Place
+    offload_param: Place
+    micro_batch: int
+    accumulation: int
+    checkpointing: bool
+
+    @property
+    def setting(self) -> ZeroSetting:
+        """Return the candidate without its batch sizes."""
+        return ZeroSetting(self.stage, self.offload_param, self.offload_optimizer, self.checkpointing)
+
+    def changes(self, nvme_path: str = NVME_PATH) -> dict[str, Any]:
+        """Return the keys of a configuration that make it this candidate, as nested dicts.
+
+        Args:
+            nvme_path: The folder of states on NVMe.
+        """
+        zero: dict[str, Any] = {"stage": self.stage}
+        for section, place in (("offload_optimizer", self.offload_optimizer), ("offload_param", self.offload_param)):
+            zero[section] = {"device": place} | ({"nvme_path": nvme_path} if place == "nvme" else {})
+        return {
+            "train_micro_batch_size_per_gpu": self.micro_batch,
+            "gradient_accumulation_steps": self.accumulation,
+            "zero_optimization": zero,
+        }
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a candidate takes and gives. Sizes are bytes.
+
+    Attributes:
+        candidate: The candidate.
+        states: The states of one rank.
+        micro: Activations and FLOPs of one micro-step of a rank. None: the model's inputs are unknown.
+        overhead_bytes: The device context, the allocator's share, and the model's buffers, of one rank.
+        device_total: The most that a rank holds in its device's memory at one time.
+        host_total: The most that the ranks of a node hold in CPU memory. 0 where the device is the CPU.
+        disk_total: What the ranks of a node hold on disk.
+        headroom: What stays free of the memory that is the scarcest by share. Negative: what lacks.
+        time: The time of a step. None: the model's inputs are unknown.
+        samples: Samples of a step, over all ranks.
+        fits: Whether every memory suffices.
+        has_headroom: Whether every memory suffices with a share of ``HEADROOM`` to spare.
+        reasons: Which memory does not suffice, and by how much.
+    """
+
+    candidate: PlanCandidate
+    states: StateBytes
+    micro: MicroStep | None
+    overhead_bytes: int
+    device_total: int
+    host_total: int
+    disk_total: int
+    headroom: int
+    time: StepTime | None
+    samples: int
+    fits: bool
+    has_headroom: bool
+    reasons: tuple[str, ...]
+
+    @property
+    def samples_per_second(self) -> float:
+        """Samples per second over all ranks; 0 where the time is unknown."""
+        return self.samples / self.time.total if self.time is not None else 0.0
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The values that candidates take. What a configuration fixes has one value.
+
+    Attributes:
+        stages: ZeRO stages.
+        offload_optimizer: Places of the optimizer's states.
+        offload_param: Places of the parameter shards.
+        checkpointing: Whether activations are checkpointed.
+        micro_batch: The micro-batch size, or None if it is to be chosen.
+        accumulation: The number of micro-steps, or None if the batch decides.
+        batch: Samples of a step over all ranks, or None.
+    """
+
+    stages: tuple[int, ...] = (0, 1, 2, 3)
+    offload_optimizer: tuple[Place, ...] = PLACES
+    offload_param: tuple[Place, ...] = PLACES
+    checkpointing: tuple[bool, ...] = (False, True)
+    micro_batch: int | None = None
+    accumulation: int | None = None
+    batch: int | None = None
+
+
+def choices_of(tree: Mapping[str, Any], machine: Machine, *, can_offload: bool = True) -> Choices:
+    """Return what a configuration leaves open on a machine.
+
+    Args:
+        tree: The keys that are written in the configuration. "auto" and absent keys are open.
+        machine: The machine. Without a disk nothing is put on NVMe, and on CPU ranks nothing into CPU memory.
+        can_offload: Whether the optimizer can be offloaded.
+    """
+    zero = tree.get("zero_optimization")
+    zero = zero if isinstance(zero, Mapping) else {}
+    places = tuple(
+        place
+        for place in PLACES
+        if place == "none"
+        or (place == "cpu" and machine.device == "cuda")
+        or (place == "nvme" and machine.disk_bytes > 0)
+    )
+
+    def open_places(section: str) -> tuple[Place, ...]:
+        written = zero.get(section, {})
+        device = "none" if written is None else written.get("device", "auto")
+        return (cast(Place, device),) if device != "auto" else places
+
+    def size(key: str) -> int | None:
+        value = tree.get(key)
+        return value if isinstance(value, int) else None
+
+    stage = zero.get("stage", "auto")
+    return Choices(
+        stages=(stage,) if isinstance(stage, int) else (0, 1, 2, 3),
+        offload_optimizer=open_places("offload_optimizer") if can_offload else ("none",),
+        offload_param=open_places("offload_param") if can_offload else ("none",),
+        micro_batch=size("train_micro_batch_size_per_gpu"),
+        accumulation=1 if tree.get("gradient_accumulation_steps") == "manual" else size("gradient_accumulation_steps"),
+        batch=size("train_batch_size"),
+    )
+
+
+def settings_of(choices: Choices, world_size: int) -> Iterator[ZeroSetting]:
+    """Yield the settings that ``choices`` leave, the simplest first, without those that equal another one.
+
+    One rank has nothing to partition, so its stages 1 to 3 equal stage 0 unless parameters are offloaded. Parameters
+    are offloaded together with the optimizer's states, which are larger and are used less often.
+    """
+    for stage, param, optimizer, checkpointing in product(
+        choices.stages, choices.offload_param, choices.offload_optimizer, choices.checkpointing
+    ):
+        is_free = len(choices.offload_param) > 1 or len(choices.offload_optimizer) > 1
+        if param != "none" and (stage != 3 or (is_free and PLACES.index(param) > PLACES.index(optimizer))):
+            continue
+        if world_size == 1 and stage > 0 and len(choices.stages) > 1 and param == "none":
+            continue
+        yield ZeroSetting(stage, param, optimizer, checkpointing)
+
+
+def micro_batches(choices: Choices, world_size: int, largest: int, largest_with_headroom: int) -> list[int]:
+    """Return the micro-batch sizes to compare: powers of two, the largest that fits, and that with headroom.
+
+    Args:
+        choices: A given micro-batch is the only one; of a given batch, each size divides a rank's share.
+        world_size: The number of ranks.
+        largest: The largest micro-batch that fits. At least 1, even if that does not fit.
+        largest_with_headroom: The largest that fits with headroom, or 0.
+    """
+    if choices.micro_batch is not None:
+        return [choices.micro_batch]
+    sizes = {1 << n for n in range(largest.bit_length())} | {largest, largest_with_headroom}
+    if choices.batch is not None:
+        share = choices.batch // world_size
+        allowed = [d for d in range(1, min(share, largest) + 1) if share % d == 0]
+        sizes = {max(d for d in allowed if d <= max(size, 1)) for size in sizes}
+    return sorted(sizes - {0})
+
+
+def rank_estimates(estimates: Sequence[Estimate]) -> list[Estimate]:
+    """Return the estimates with the best first: those with headroom, those that fit, and those that do not fit.
+
+    Among those that fit, the fastest comes first; of equally fast ones, the simplest. Those that do not fit are in
+    the order of what lacks.
+    """
+
+    def key(estimate: Estimate) -> tuple[Any, ...]:
+        rate, candidate = estimate.samples_per_second, estimate.candidate
+        if not estimate.fits:
+            return (2, -estimate.headroom, candidate.setting, candidate.micro_batch)
+        # The logarithm sorts rates into classes of nearly equal ones.
+        rate_class = round(math.log(rate) / math.log1p(EQUAL_RATES)) if rate else 0
+        simplicity = (candidate.offload_param, candidate.offload_optimizer, candidate.checkpointing, candidate.stage)
+        places = tuple(PLACES.index(place) if isinstance(place, str) else place for place in simplicity)
+        return (int(not estimate.has_headroom), -rate_class, places, -candidate.micro_batch)
+
+    return sorted(estimates, key=key)
+
+
+def shown_estimates(ranked: Sequence[Estimate]) -> list[Estimate]:
+    """Return the estimates that a table shows: the best of each setting, without dominated settings.
+
+    A setting is dominated if another one is at least as fast and holds at least as large a micro-batch. The best of
+    every stage is shown in any case, so that stages can be compared.
+
+    Args:
+        ranked: Estimates in the order of `rank_estimates`.
+    """
+    fitting = [estimate for estimate in ranked if estimate.fits]
+    largest: dict[ZeroSetting, int] = {}
+    for estimate in fitting:
+        setting = estimate.candidate.setting
+        largest[setting] = max(largest.get(setting, 0), estimate.candidate.micro_batch)
+    shown: list[Estimate] = []
+    for estimate in fitting:
+        setting = estimate.candidate.setting
+        # The first estimate of a setting is its best.
+        dominated = any(largest[other.candidate.setting] >= largest[setting] for other in shown)
+        is_first_of_stage = all(other.candidate.stage != setting.stage for other in shown)
+        if is_first_of_stage or not dominated:
+            shown.append(estimate)
+    return shown

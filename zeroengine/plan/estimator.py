@@ -1,0 +1,246 @@
+"""Estimate candidates on a machine, and search the largest micro-batch and the largest model that fit."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any, cast
+
+from zeroengine.config import Config, load
+from zeroengine.partition.cut import UnitPlan
+from zeroengine.plan.activations import MicroStep
+from zeroengine.plan.candidates import (
+    HEADROOM,
+    NVME_PATH,
+    Choices,
+    Estimate,
+    PlanCandidate,
+    ZeroSetting,
+    micro_batches,
+    settings_of,
+)
+from zeroengine.plan.machine import Machine
+from zeroengine.plan.model_facts import ModelFacts
+from zeroengine.plan.scaling import extrapolated, largest, merged, repeated_units, states_with_blocks, with_blocks
+from zeroengine.plan.state_bytes import Setting, StateBytes, predict_states
+from zeroengine.utils.byte_size import format_byte_size
+
+# Device memory that a process takes before its first tensor: the CUDA context with its kernels. Measured by Hugging
+# Face, "Model training anatomy" (transformers documentation): 1343 MB.
+CONTEXT_BYTES = 1343 << 20
+# CPU memory of a rank's process without its model: Python, torch and zeroengine. Measured with torch 2.13: 249 MiB.
+PROCESS_BYTES = 250 << 20
+# The share of activations that the caching allocator holds beside them, in blocks that do not fit the next request.
+# An assumption: it depends on the model, and nobody has measured it on a GPU here.
+ALLOCATOR_SHARE = 0.03
+# A larger micro-batch is hardly meant, and would make the search endless where activations are unknown or tiny.
+MAX_MICRO_BATCH = 1 << 16
+# The most blocks that the search for the largest model tries.
+MAX_BLOCKS = 1 << 14
+# Traces at these sizes determine those of all larger ones, because bytes and FLOPs grow linearly with the samples.
+TRACED_SIZES = (1, 2)
+
+
+@dataclass(frozen=True)
+class LargestModel:
+    """The largest model of the same kind that fits with a setting: its blocks repeated, its other parts unchanged.
+
+    Attributes:
+        setting: The setting.
+        parameters: The number of parameters. 0: not even one block fits.
+        blocks: The number of blocks.
+    """
+
+    setting: ZeroSetting
+    parameters: int
+    blocks: int
+
+
+class Estimator:
+    """Estimate candidates for one model on one machine.
+
+    Args:
+        model: The model.
+        tree: The keys of the configuration that all candidates share.
+        machine: The machine.
+        nvme_path: The folder of states on NVMe, where the configuration names none.
+    """
+
+    def __init__(
+        self, model: ModelFacts, tree: Mapping[str, Any], machine: Machine, nvme_path: str = NVME_PATH
+    ) -> None:
+        self.model, self.machine = model, machine
+        self._tree, self._nvme_path = tree, nvme_path
+        self._buffer_bytes = sum(buffer.nbytes for buffer in model.model.buffers())
+        cuda = machine.device == "cuda"
+        transport = "single" if machine.world_size == 1 else "nccl" if cuda else "shm" if machine.nodes == 1 else "gloo"
+        self._setting = Setting(machine.world_size, machine.device, transport)
+        self._configs: dict[PlanCandidate, Config] = {}
+        self._states: dict[tuple[Any, ...], StateBytes] = {}
+
+    def tree(self, candidate: PlanCandidate) -> dict[str, Any]:
+        """Return the keys of the configuration of a candidate."""
+        tree = merged(self._tree, candidate.changes(self._nvme_path))
+        if self._tree.get("gradient_accumulation_steps") == "manual":
+            tree["gradient_accumulation_steps"] = "manual"
+        elif "train_batch_size" in tree:
+            tree["train_batch_size"] = candidate.micro_batch * candidate.accumulation * self.machine.world_size
+        # A section that says nothing but the default would only distract.
+        zero = tree["zero_optimization"]
+        zero = {key: value for key, value in zero.items() if value not in ({"device": "none"}, None)}
+        return {**tree, "zero_optimization": zero}
+
+    def config(self, candidate: PlanCandidate) -> Config:
+        """Return the resolved configuration of a candidate."""
+        if candidate not in self._configs:
+            config = load(self.tree(candidate))
+            self._configs[candidate] = config.resolve(world_size=self.machine.world_size)
+        return self._configs[candidate]
+
+    @functools.cached_property
+    def _plans(self) -> list[UnitPlan]:
+        # How a model is cut depends on nothing that candidates differ in.
+        return list(self.model.plans(load(dict(self._tree)).resolve(world_size=self.machine.world_size)))
+
+    def states(self, candidate: PlanCandidate) -> StateBytes:
+        """Return the bytes of the states of one rank."""
+        # Several micro-steps may accumulate in another dtype than one.
+        key = (candidate.setting._replace(checkpointing=False), candidate.accumulation > 1)
+        if key not in self._states:
+            self._states[key] = predict_states(self._plans, self.config(candidate), self._setting)
+        return self._states[key]
+
+    def micro_step(self, candidate: PlanCandidate) -> MicroStep | None:
+        """Return what one micro-step of a rank takes, or None if the model's inputs are unknown."""
+        if self.model.make_batch is None or not hasattr(
+            import_module("zeroengine.plan.activations"), "trace_micro_step"
+        ):
+            return None
+        return self._micro_step(candidate.micro_batch, candidate.checkpointing)
+
+    @functools.cache  # noqa: B019  the estimator lives as long as one plan is made
+    def _micro_step(self, size: int, checkpointing: bool) -> MicroStep:
+        if size in TRACED_SIZES:
+            config = load(dict(self._tree)).resolve(world_size=self.machine.world_size)
+            trace_micro_step: Any = getattr(import_module("zeroengine.plan.activations"), "trace_micro_step")  # noqa: B009
+            return cast(MicroStep, trace_micro_step(self.model, config, size, checkpointing, self.machine.device))
+        first, second = (self._micro_step(n, checkpointing) for n in TRACED_SIZES)
+        return extrapolated(first, second, size)
+
+    def estimate(self, candidate: PlanCandidate) -> Estimate:
+        """Return what a candidate takes and gives."""
+        estimate = self._weigh(candidate, self.states(candidate), self.micro_step(candidate))
+        if estimate.micro is None:
+            return estimate
+        predict_step: Any = getattr(import_module("zeroengine.plan.step_time"), "predict_step")  # noqa: B009
+        time = predict_step(self.model, self.config(candidate), estimate.micro, estimate.states, self.machine)
+        return replace(estimate, time=time)
+
+    def _weigh(self, candidate: PlanCandidate, states: StateBytes, micro: MicroStep | None) -> Estimate:
+        """Return the estimate of a candidate without its time."""
+        machine = self.machine
+        on_gpu, ranks = machine.device == "cuda", machine.ranks_per_node
+        # Updates have temporaries of their own, but an update begins when the activations are gone.
+        working = max(micro.peak_bytes if micro is not None else 0, states.peak_device_extra)
+        overhead = self._buffer_bytes + (CONTEXT_BYTES + int(ALLOCATOR_SHARE * working) if on_gpu else PROCESS_BYTES)
+        # Ranks of one node map each other's pages where they share memory, and so gather without memory of their own.
+        device_total = sum(states.device.values()) - states.shared_pages + working + overhead
+        # A model that is built under meta_init has no values on the CPU (`peak_cpu_extra`).
+        per_host_rank = sum(states.cpu.values()) + states.checkpoint_copy + PROCESS_BYTES
+        host_total = ranks * per_host_rank if on_gpu else 0
+        disk_total = ranks * states.disk_files
+        needs = [
+            ("memory of a GPU" if on_gpu else "memory of a rank", device_total, machine.device_bytes),
+            ("CPU memory of a node", host_total, machine.host_bytes),
+            ("disk of a node", disk_total, machine.disk_bytes),
+        ]
+        reasons = tuple(_shortage(name, need, size) for name, need, size in needs if need > size)
+        # The scarcest memory is the one of which the smallest share stays free.
+        share, headroom = min((1 - need / size if size else -1.0, size - need) for _, need, size in needs if need)
+        return Estimate(
+            candidate=candidate,
+            states=states,
+            micro=micro,
+            overhead_bytes=overhead,
+            device_total=device_total,
+            host_total=host_total,
+            disk_total=disk_total,
+            headroom=headroom,
+            time=None,
+            samples=candidate.micro_batch * candidate.accumulation * machine.world_size,
+            fits=not reasons,
+            has_headroom=not reasons and share >= HEADROOM,
+            reasons=reasons,
+        )
+
+    def candidate(self, setting: ZeroSetting, micro_batch: int, choices: Choices) -> PlanCandidate:
+        """Return the candidate of a setting and a micro-batch, with the micro-steps that the choices ask for."""
+        accumulation = choices.accumulation or 1
+        if choices.batch is not None and choices.accumulation is None:
+            accumulation = max(choices.batch // (micro_batch * self.machine.world_size), 1)
+        return PlanCandidate(
+            setting.stage,
+            setting.offload_optimizer,
+            setting.offload_param,
+            micro_batch,
+            accumulation,
+            setting.checkpointing,
+        )
+
+    def largest_micro_batch(self, setting: ZeroSetting, choices: Choices, *, headroom: bool = False) -> int:
+        """Return the largest micro-batch that fits, with headroom if asked for, or 0 if none does."""
+        if self.model.make_batch is None or not hasattr(
+            import_module("zeroengine.plan.activations"), "trace_micro_step"
+        ):
+            return 0
+
+        def fits(size: int) -> bool:
+            candidate = self.candidate(setting, size, choices)
+            estimate = self._weigh(candidate, self.states(candidate), self.micro_step(candidate))
+            return estimate.has_headroom if headroom else estimate.fits
+
+        return largest(fits, MAX_MICRO_BATCH)
+
+    def estimates(self, choices: Choices, progress: Callable[[str], None]) -> tuple[list[Estimate], dict[Any, int]]:
+        """Return an estimate of every candidate, and the largest micro-batch of each setting that fits.
+
+        Args:
+            choices: What is left open.
+            progress: Called with what is being estimated.
+        """
+        estimates: list[Estimate] = []
+        sizes: dict[ZeroSetting, int] = {}
+        for setting in settings_of(choices, self.machine.world_size):
+            progress(f"estimating {setting.title}")
+            sizes[setting] = self.largest_micro_batch(setting, choices)
+            with_headroom = self.largest_micro_batch(setting, choices, headroom=True)
+            for size in micro_batches(choices, self.machine.world_size, max(sizes[setting], 1), with_headroom):
+                estimates.append(self.estimate(self.candidate(setting, size, choices)))
+        return estimates, sizes
+
+    def largest_model(self, setting: ZeroSetting, choices: Choices) -> LargestModel | None:
+        """Return the largest model that fits at the given micro-batch or at 1, or None if the model has no blocks."""
+        blocks, last, before = repeated_units(self._plans)
+        if not blocks:
+            return None
+        candidate = self.candidate(setting, choices.micro_batch or 1, choices)
+        states, micro, names = self.states(candidate), self.micro_step(candidate), {plan.name for plan in blocks}
+        # The model without its last block tells what each block takes.
+        shorter = [plan for plan in self._plans if not any(plan is other for other in last)]
+        minus_one = predict_states(shorter, self.config(candidate), self._setting)
+
+        def fits(count: int) -> bool:
+            scaled = with_blocks(micro, names, before, count) if micro is not None else None
+            return self._weigh(candidate, states_with_blocks(states, minus_one, count - before), scaled).fits
+
+        count = largest(fits, MAX_BLOCKS)
+        numel = sum(plan.numel for plan in self._plans) + sum(plan.numel for plan in last) * (count - before)
+        return LargestModel(setting, numel if count else 0, count)
+
+
+def _shortage(name: str, need: int, size: int) -> str:
+    """Return the sentence about a memory that does not suffice."""
+    there = f"{format_byte_size(size)} there" if size else "none there"
+    return f"{name}: {format_byte_size(need)} needed, {there}, {format_byte_size(need - size)} too little"

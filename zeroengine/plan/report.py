@@ -1,0 +1,251 @@
+"""The table of candidates for people, from the JSON form of a plan."""
+
+from __future__ import annotations
+
+import io
+import math
+import shutil
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Column, Table
+from rich.text import Text
+
+from zeroengine.utils.byte_size import format_byte_size
+
+# A terminal of at least this many columns gets the columns of states and of the step's parts as well.
+WIDE = 130
+GIB = 2**30
+PLACE_NAMES = {"cpu": "CPU", "nvme": "NVMe"}
+# Columns of the wide table: head, and the states that they sum up.
+STATE_COLUMNS = {
+    "params": ("parameters", "gathered"),
+    "grads": ("gradients", "buckets"),
+    "optim": ("master", "optimizer", "staging"),
+    "activ": ("activations",),
+    "other": ("temporaries", "overhead"),
+}
+EXPOSED = ("gather", "reduce", "update", "offload")
+LARGEST_HEADS = ("stage", "offload", "micro-batch", "checkpointed", "model")
+Json = Mapping[str, Any]
+
+
+def table(plan: Json, width: int | None = None, *, everything: bool = False, color: bool = False) -> str:
+    """Return the report for a terminal.
+
+    Args:
+        plan: The plan as JSON types.
+        width: Columns of the terminal. None: those of the terminal, or 80.
+        everything: Show every candidate.
+        color: Include escape sequences for colors.
+    """
+    width = width or shutil.get_terminal_size((80, 24)).columns
+    file = io.StringIO()
+    console = Console(file=file, width=width, force_terminal=color, no_color=not color, highlight=False)
+    console.print(_report(plan, width, everything))
+    # rich fills lines with spaces up to the width of a column.
+    return "\n".join(line.rstrip() for line in file.getvalue().rstrip().splitlines())
+
+
+def offload_text(candidate: Json) -> str:
+    """Return where a candidate's states go: `-` for none, `optimizer CPU`, `optimizer + params CPU`."""
+    optimizer, param = candidate["offload_optimizer"], candidate["offload_param"]
+    if optimizer == param != "none":
+        return f"optimizer + params {PLACE_NAMES[optimizer]}"
+    moved = {"optimizer": optimizer, "params": param}
+    return ", ".join(f"{state} {PLACE_NAMES[place]}" for state, place in moved.items() if place != "none") or "-"
+
+
+def machine_text(plan: Json) -> str:
+    """Return the machine in one line."""
+    machine = plan["machine"]
+    ranks, nodes = machine["ranks_per_node"], machine["nodes"]
+    kind = "GPU" if machine["device"] == "cuda" else "CPU rank"
+    where = f" on each of {nodes} nodes" if nodes > 1 else ""
+    disk = f", {format_byte_size(machine['disk_bytes'])} disk" if machine["disk_bytes"] else ""
+    memory = format_byte_size(machine["device_bytes"])
+    host = format_byte_size(machine["host_bytes"])
+    devices = f"{ranks} {kind}{'s' * (ranks > 1)}{where}, {memory} each"
+    return f"{machine['name']}: {devices}; a node has {host} CPU memory{disk}"
+
+
+def model_text(plan: Json) -> str:
+    """Return the model in one line."""
+    model = plan["model"]
+    trainable = f" ({count_text(model['trainable'])} trainable)" if model["trainable"] != model["parameters"] else ""
+    tokens = f", {model['tokens_per_sample']:,} tokens a sample" if model["tokens_per_sample"] else ""
+    return (
+        f"{model['name']}: {count_text(model['parameters'])} parameters{trainable}{tokens}; {plan['precision']}, "
+        f"{plan['optimizer']}"
+    )
+
+
+def count_text(count: float) -> str:
+    """Return a large count in words: `6.74 B`."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count:,.0f}"
+
+
+def rate_text(candidate: Json) -> str:
+    """Return tokens per second, or samples per second where samples have no tokens."""
+    rate = candidate["tokens_per_second"] or candidate["samples_per_second"]
+    return "-" if not rate else f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+
+
+def rate_unit(plan: Json) -> str:
+    """Return the unit of `rate_text`."""
+    return "tokens/s" if plan["model"]["tokens_per_sample"] else "samples/s"
+
+
+def _report(plan: Json, width: int, everything: bool) -> RenderableType:
+    candidates = plan["candidates"] if everything else plan["candidates"][: plan["shown"]]
+    parts: list[RenderableType] = [Text(model_text(plan), style="bold"), Text(machine_text(plan)), Text("")]
+    if any(candidate["fits"] for candidate in candidates):
+        parts += [_candidates(plan, candidates, width), Text("")]
+        if width < WIDE:
+            parts += [_states_of_best(plan["candidates"][0]), Text("")]
+    else:
+        parts += [Text("Nothing fits.", style="bold red"), Text("")]
+    for title, rows in (("Does not fit", _failures(plan)), ("Largest that fits", _largest(plan))):
+        if rows is not None:
+            parts += [Text(title, style="bold"), rows, Text("")]
+    folded = len(plan["candidates"]) - plan["shown"]
+    notes = list(plan["notes"])
+    if folded and not everything:
+        notes.append(
+            f"{folded} more candidate{'s' * (folded > 1)}: slower ones that hold no larger micro-batch, other "
+            "micro-batches, and those that do not fit. --all lists all."
+        )
+    parts += [Text(f"- {note}") for note in notes]
+    return Group(*parts)
+
+
+def _candidates(plan: Json, candidates: list[Json], width: int) -> Table:
+    """Return the table of candidates, with more columns on a wide terminal."""
+    wide = width >= WIDE
+    memory = "GPU GiB" if plan["machine"]["device"] == "cuda" else "GiB"
+    on_host = any(candidate["host_total"] and sum(candidate["cpu"].values()) for candidate in candidates)
+    on_disk = any(candidate["disk_total"] for candidate in candidates)
+    numbers = [memory, *(STATE_COLUMNS if wide else ()), "free"]
+    numbers += ["node CPU"] * (wide and on_host) + ["disk"] * (wide and on_disk)
+    numbers += [
+        "s/step",
+        *(EXPOSED if wide else ()),
+        "tokens/s" if plan["model"]["tokens_per_sample"] else "per second",
+    ]
+    columns: list[Column | str] = [
+        Column("#", justify="right"),
+        "stage",
+        Column("offload", overflow="fold"),
+        Column("batch", justify="right", no_wrap=True),
+        Column("ckpt"),
+        *(Column(head, justify="right", no_wrap=True) for head in numbers),
+    ]
+    rows = Table(*columns, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for candidate in candidates:
+        device, seconds = candidate["device"], candidate["seconds"]
+        cells = [_gib(candidate["device_total"])]
+        if wide:
+            cells += [_gib(sum(device.get(name, 0) for name in names)) for names in STATE_COLUMNS.values()]
+        cells += [_gib(plan["machine"]["device_bytes"] - candidate["device_total"])]
+        cells += [_gib(candidate["host_total"])] * (wide and on_host)
+        cells += [_gib(candidate["disk_total"])] * (wide and on_disk)
+        cells += [seconds_text(seconds["total"]) if seconds else "-"]
+        if wide:
+            cells += [seconds_text(seconds[kind]) if seconds else "-" for kind in EXPOSED]
+        style = "bold green" if candidate["number"] == 1 else None if candidate["has_headroom"] else "yellow"
+        rows.add_row(
+            str(candidate["number"]),
+            str(candidate["stage"]),
+            offload_text(candidate),
+            f"{candidate['micro_batch']} x {candidate['accumulation']}",
+            "yes" if candidate["checkpointing"] else "no",
+            *cells,
+            rate_text(candidate),
+            style=style if candidate["fits"] else "dim",
+        )
+    return rows
+
+
+def _states_of_best(candidate: Json) -> Text:
+    """Return the memory of a candidate by state, in one sentence, for terminals without room for columns."""
+    sizes = [f"{name} {_gib(nbytes)}" for name, nbytes in candidate["device"].items() if nbytes >= GIB / 100]
+    return Text(f"Memory of candidate {candidate['number']} in GiB: {', '.join(sizes)}.")
+
+
+def failures(plan: Json) -> list[Json]:
+    """Return the candidates that lack least, one of each stage and offload that never fits.
+
+    An offload that lacks no less than one before it at the same stage is left out.
+    """
+    least: dict[tuple[int, str], Json] = {}
+    fitting = set()
+    for candidate in plan["candidates"]:
+        key = (candidate["stage"], offload_text(candidate))
+        if candidate["fits"]:
+            fitting.add(key)
+        elif key not in least or candidate["headroom"] > least[key]["headroom"]:
+            least[key] = candidate
+    rows: list[Json] = []
+    order = dict.fromkeys((setting["stage"], offload_text(setting)) for setting in plan["settings"])
+    for key in [k for k in order if k in least and k not in fitting]:
+        earlier = [row["headroom"] for row in rows if row["stage"] == key[0]]
+        if least[key]["headroom"] > max(earlier, default=-math.inf):
+            rows.append(least[key])
+    return rows
+
+
+def _failures(plan: Json) -> Table | None:
+    """Return why settings do not fit."""
+    rows = Table(box=None, pad_edge=False, show_header=False)
+    for candidate in failures(plan):
+        rows.add_row(f"{candidate['title']}, micro-batch {candidate['micro_batch']}", "; ".join(candidate["reasons"]))
+    return rows if rows.row_count else None
+
+
+def largest_rows(plan: Json) -> list[tuple[str, ...]]:
+    """Return for each stage and offload the largest micro-batch, without and with checkpointing, and the largest model.
+
+    A row is left out if one with less offload at the same stage holds as large ones.
+    """
+    models = {(m["stage"], offload_text(m)): m for m in plan["largest_models"]}
+    sizes: dict[tuple[int, str], dict[bool, int]] = {}
+    for setting in plan["settings"]:
+        by_checkpointing = sizes.setdefault((setting["stage"], offload_text(setting)), {})
+        by_checkpointing[setting["checkpointing"]] = setting["largest_micro_batch"]
+    kept: list[tuple[int, tuple[int, ...]]] = []
+    rows = []
+    for (stage, offload), by_checkpointing in sizes.items():
+        model = models.get((stage, offload), {"blocks": 0})
+        largest = (by_checkpointing.get(False, 0), by_checkpointing.get(True, 0), model["blocks"])
+        is_no_larger = any(all(x <= y for x, y in zip(largest, other, strict=True)) for s, other in kept if s == stage)
+        if is_no_larger or not any(largest):
+            continue
+        kept.append((stage, largest))
+        text = (
+            f"{count_text(model['parameters'])}, {model['blocks']:,} block{'s' * (model['blocks'] > 1)}"
+            if model["blocks"]
+            else "-"
+        )
+        rows.append((str(stage), offload, *(f"{size:,}" if size else "-" for size in largest[:2]), text))
+    return rows
+
+
+def _largest(plan: Json) -> Table | None:
+    columns = [Column(head, justify="right", no_wrap=True) for head in LARGEST_HEADS[2:]]
+    rows = Table(*LARGEST_HEADS[:2], *columns, box=None, pad_edge=False, header_style="bold")
+    for row in largest_rows(plan):
+        rows.add_row(*row)
+    return rows if rows.row_count else None
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / GIB:,.1f}" if abs(nbytes) >= 10 * GIB else f"{nbytes / GIB:.2f}"
+
+
+def seconds_text(seconds: float) -> str:
+    """Return seconds with three digits."""
+    return f"{seconds:,.1f}" if seconds >= 10 else f"{seconds:.3g}" if seconds >= 0.001 else f"{seconds:.1g}"
