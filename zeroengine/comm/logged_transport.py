@@ -1,9 +1,10 @@
 """A transport that also logs its collectives, for the section ``comms_logger`` of the configuration.
 
 [Note: When a collective ends]
-On NCCL a stream of its own waits for each collective and records an event, so its time is that on the device. On CPUs a
-collective has ended when this rank first finds it complete, which may be later, so that a collective that overlaps with
-computation seems slower than it was. The exposed time is exact on both. Nothing here makes the host or the device wait.
+On NCCL a stream of its own waits for each collective and records an event, so its time is that on the device. Over
+Gloo a collective has ended when this rank first finds it complete, which may be later, so that a collective that
+overlaps with computation seems slower than it was. In shared memory the ranks move bytes only within calls, so the time
+is that of the calls. The exposed time is exact everywhere. Nothing here makes the host or the device wait.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def log_collectives(transport: Transport, section: CommsLogger, undo: ExitStack)
         section: The section of the configuration.
         undo: Prints the table. A process that ends with the engine open prints it at its exit.
     """
-    recorder = _Recorder(CommsLog(section, transport.world_size), on_device=transport.name == "nccl")
+    log = CommsLog(section, transport.world_size)
+    recorder = _Recorder(log, on_device=transport.name == "nccl", overlaps=transport.overlaps)
     logged = _LoggedTransport(transport, recorder)
     undo.callback(weakref.finalize(logged, recorder.print_table))
     return cast(Transport, logged)
@@ -140,8 +142,8 @@ class _LoggedWork:
 class _Recorder:
     """Marks points in time, and logs collectives once their marks can be read."""
 
-    def __init__(self, log: CommsLog, on_device: bool) -> None:
-        self._log, self.on_device = log, on_device
+    def __init__(self, log: CommsLog, on_device: bool, overlaps: bool) -> None:
+        self._log, self.on_device, self._overlaps = log, on_device, overlaps
         self._unread: deque[tuple[_Collective, Any, Any]] = deque()
         self._stream = torch.cuda.Stream() if on_device else None
 
@@ -177,7 +179,8 @@ class _Recorder:
     def _read(self, collective: _Collective, before: Any, after: Any) -> None:
         end = after if collective.end is None else collective.end
         exposed = self._seconds(collective.begin, collective.issued) + self._seconds(before, after)
-        totals = OperationTotals(1, collective.nbytes, self._seconds(collective.begin, end), exposed)
+        seconds = self._seconds(collective.begin, end) if self._overlaps else exposed
+        totals = OperationTotals(1, collective.nbytes, seconds, exposed)
         self._log.add(collective.operation, collective.unit, totals)
 
     def _seconds(self, begin: Any, end: Any) -> float:
