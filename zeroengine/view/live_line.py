@@ -16,7 +16,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from zeroengine.view.formats import format_count, format_duration, format_loss, format_memory, format_share
+from zeroengine.utils.durations import format_duration
+from zeroengine.view.formats import format_count, format_loss, format_memory, format_share
 from zeroengine.view.run_reader import RunReader
 from zeroengine.view.summary import memory_of, progress, speed
 
@@ -167,7 +168,7 @@ class LiveLine:
         # A terminal without cursor control has no bottom row that could be addressed.
         self.is_at_bottom = is_live and os.isatty(target) and os.environ.get("TERM", "dumb") != "dumb"
         self._console = Console(force_terminal=True, width=1000, highlight=False)
-        self._parts: list[Part] = [(f"waiting for the first record in {folder}", "cyan", 0)]
+        self._parts: list[Part] = []
         self._rows = 0  # of the terminal while the line is drawn, else 0
         self._drawn = ""
         self._printed_at = self._started = time.monotonic()
@@ -187,11 +188,18 @@ class LiveLine:
             if reader.events or reader.last:
                 self._parts = live_parts(reader)
 
+    def _shown_parts(self) -> list[Part]:
+        if self._parts:
+            return self._parts
+        # Building a large model may take minutes, before its engine writes anything.
+        waited = format_duration(int(time.monotonic() - self._started))
+        return [(f"waiting for the first record in {self._folder} ({waited})", "cyan", 0)]
+
     def update(self) -> str:
         """Return what is to be written to the target now; empty if nothing changed."""
         if self.is_at_bottom:
             return self._draw()
-        now, line = time.monotonic(), ", ".join(text for text, _, _ in self._parts)
+        now, line = time.monotonic(), ", ".join(text for text, _, _ in self._shown_parts())
         if now < self._printed_at + PLAIN_INTERVAL_S or line == self._printed:
             return ""
         self._printed_at, self._printed = now, line
@@ -202,7 +210,7 @@ class LiveLine:
         if size.lines < MIN_ROWS:
             return self.end()
         with self._console.capture() as capture:
-            self._console.print(fit(self._parts, size.columns - 1), end="", soft_wrap=True)
+            self._console.print(fit(self._shown_parts(), size.columns - 1), end="", soft_wrap=True)
         line = f"\x1b[{size.lines};1H\x1b[2K{capture.get()}"
         begin = "" if size.lines == self._rows else self._reserve_row(size.lines)
         if not begin and line == self._drawn:
