@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections import ChainMap
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -32,10 +34,16 @@ log = logging.getLogger("zeroengine")
 
 
 class CheckpointManager:
-    """The checkpoints of one engine. Every method is a collective."""
+    """The checkpoints of one engine. Every method is a collective.
 
-    def __init__(self, parts: CheckpointedParts) -> None:
-        self._parts, self._group = parts, parts.group
+    Args:
+        parts: The states of the engine.
+        on_saved: Called with the path, the bytes of all ranks and the seconds of each save that succeeded, by the
+            thread that wrote.
+    """
+
+    def __init__(self, parts: CheckpointedParts, on_saved: Callable[[str, int, float], None]) -> None:
+        self._parts, self._group, self._on_saved = parts, parts.group, on_saved
         self._gloo_group: dist.ProcessGroup | None = None
         self._directories: dict[Path, CheckpointFolder] = {}
         # The save under way: why it failed, or None, and its tag and folder.
@@ -82,6 +90,13 @@ class CheckpointManager:
                 new_directories.append(directory.begin(tag, nbytes))
         writing, settings = all_new_directories[0][0], self._parts.config.checkpoint
         write = partial(_write, self._gloo_group, directory, tag, writing, settings.keep)
+        began = time.monotonic()
+
+        def report_saved(saving: Future[str | None] | None = None) -> None:
+            # A save beside training may have failed, which the next call of this object raises.
+            if saving is None or (saving.exception() is None and saving.result() is None):
+                self._on_saved(f"{directory.path}/{tag}", nbytes, time.monotonic() - began)
+
         # States on disk may be larger than memory and cannot be copied, so training waits for their save.
         if settings.async_save and not self._parts.on_disk:
             # Growing replaces the memory, since the earlier save has ended above and nothing refers to the old one.
@@ -91,6 +106,7 @@ class CheckpointManager:
             # in the middle of a save, since it waits for the threads of an executor.
             executor = ThreadPoolExecutor(1, "zeroengine-save")
             future = executor.submit(write, snapshot.copied(self._copy_memory), ignore_progress)
+            future.add_done_callback(report_saved)
             executor.shutdown(wait=False)
             self._save = future, tag, directory
         else:
@@ -101,6 +117,7 @@ class CheckpointManager:
             self._parts.evict()
             # Every rank asks, because a rank that wrote without error still has no checkpoint if another one failed.
             self._raise_if_failed(error, tag, directory)
+            report_saved()
 
     @property
     def copy_bytes(self) -> int:

@@ -13,10 +13,11 @@ import errno
 import logging
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -69,11 +70,29 @@ class DiskFile(Protocol):
         """The open descriptors."""
 
 
+class TransferTimes(NamedTuple):
+    """When a transfer was under way, in seconds of ``perf_counter``. It may have ended before it was seen to."""
+
+    write: bool
+    nbytes: int
+    begin: float
+    end: float
+
+
 class Transfer:
     """A read or write under way: the ``Work`` of a ``DiskQueue``. Holds its tensor and its file until it is done."""
 
-    def __init__(self, handle: int, write: bool, path: str, offset: int, resources: tuple[Descriptors, Tensor]) -> None:
+    def __init__(
+        self,
+        handle: int,
+        write: bool,
+        path: str,
+        offset: int,
+        resources: tuple[Descriptors, Tensor],
+        timeline: list[TransferTimes] | None,
+    ) -> None:
         self._handle, self._write, self._path, self._offset = handle, write, path, offset
+        self._timeline, self._began = timeline, 0.0 if timeline is None else time.perf_counter()
         # The size is kept for messages, because the tensor is dropped when the transfer is done.
         self._nbytes = resources[1].nbytes
         self._resources: tuple[Descriptors, Tensor] | None = resources
@@ -124,6 +143,8 @@ class Transfer:
             return False
         # The kernel no longer uses the tensor or the descriptors.
         self._resources = None
+        if self._timeline is not None:
+            self._timeline.append(TransferTimes(self._write, self._nbytes, self._began, time.perf_counter()))
         if result.error:
             self._error, self._errno = self._describe(result.error, result.error_offset), max(result.error, 0)
         return True
@@ -181,6 +202,7 @@ class DiskQueue:
         backend: The backend in use, never "auto".
         bytes_read: Bytes of all reads started.
         bytes_written: Bytes of all writes started.
+        timeline: The times of finished transfers that began while this was a list; None keeps no times.
 
     Raises:
         OffloadError: A number is out of range, or the backend is unknown or does not work on this machine.
@@ -211,6 +233,7 @@ class DiskQueue:
         self.backend: str = codes[library.ze_aio_backend(queue)]
         self.depth, self.block_bytes = depth, block_bytes
         self.bytes_read = self.bytes_written = 0
+        self.timeline: list[TransferTimes] | None = None
         self._library, self._queue, self._process = library, queue.value, os.getpid()
         self._lock = threading.Lock()
         self._under_way: deque[Transfer] = deque()
@@ -280,7 +303,7 @@ class DiskQueue:
             )
             if not handle:
                 raise MemoryError(f"no memory for a transfer of {file.path}")
-            transfer = Transfer(handle, write, file.path, offset, (descriptors, tensor))
+            transfer = Transfer(handle, write, file.path, offset, (descriptors, tensor), self.timeline)
             self._under_way.append(transfer)
             if write:
                 self.bytes_written += nbytes

@@ -12,6 +12,7 @@ from zeroengine.disk.mapped_memory import populate
 from zeroengine.engine.accumulation import MANUAL_MODE
 from zeroengine.engine.assembly import EngineParts
 from zeroengine.errors import ZeroEngineError
+from zeroengine.utils.byte_size import format_byte_size
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
@@ -73,6 +74,10 @@ class EngineCheckpoints:
 
     def save(self, directory: str | os.PathLike[str], tag: str | None, client_state: Any, frozen: bool) -> None:
         """Write a checkpoint. See ``Engine.save_checkpoint``."""
+        with self._parts.timer.span("checkpoint"):
+            self._save(directory, tag, client_state, frozen)
+
+    def _save(self, directory: str | os.PathLike[str], tag: str | None, client_state: Any, frozen: bool) -> None:
         parts = self._parts
         # A plain loss.backward() may not have been ended yet, and its gradients would be missed below.
         parts.backward.end_if_over()
@@ -113,21 +118,26 @@ class EngineCheckpoints:
         parts.step_runner.await_and_report()
         parts.backward.finish()
         self._settle_parameters()
-        restored = self._get_manager().load(
-            directory, tag, weights_only=weights_only, optimizer=optimizer, strict=strict, fallback=fallback
-        )
+        with parts.timer.span("checkpoint"):
+            restored = self._get_manager().load(
+                directory, tag, weights_only=weights_only, optimizer=optimizer, strict=strict, fallback=fallback
+            )
         self._mark_loaded(restored.missing)
         # Without counters only the weights were loaded, and the step in progress goes on.
         if restored.counters:
             # These gradients belong to the parameters of before the load.
             parts.backward.drop_gradients()
             self._set_counters(restored.counters)
+        step = parts.step_runner.num_updates + parts.step_runner.num_skipped
+        text = f"{'weights are' if weights_only else 'the run is'} loaded from {os.fspath(directory)}, at step {step}"
+        parts.report_event("resume", step, text, path=os.fspath(directory))
         return restored.client_state
 
     def wait(self) -> None:
         """Return when no checkpoint is being saved in the background. See ``Engine.wait_for_checkpoint``."""
         if self._manager is not None:
-            self._manager.wait()
+            with self._parts.timer.span("checkpoint"):
+                self._manager.wait()
 
     def close(self) -> None:
         """Wait for the checkpoint that is being saved, and give back what saving holds."""
@@ -153,8 +163,9 @@ class EngineCheckpoints:
             self._parts.foreign_parameters.check()
             # A load that failed halfway left some parameters of the checkpoint and some from before it.
             self.check_not_half_loaded("save_weights()")
-        self._settle_parameters()
-        save(self._stateful_parts(), directory, dtype, shard_size, names, trainable_only)
+        with self._parts.timer.span("checkpoint"):
+            self._settle_parameters()
+            save(self._stateful_parts(), directory, dtype, shard_size, names, trainable_only)
 
     def load_weights(self, weights: Weights, strict: bool) -> LoadResult:
         """Load parameters and buffers. See ``Engine.load_weights``."""
@@ -264,10 +275,14 @@ class EngineCheckpoints:
             parts.placement.evict,
         )
 
+    def _report_saved(self, path: str, nbytes: int, seconds: float) -> None:
+        text = f"{path} is saved: {format_byte_size(nbytes)} in {seconds:.1f} s"
+        self._parts.report_event("checkpoint", 0, text, path=path, bytes=nbytes, seconds=seconds)
+
     def _get_manager(self) -> CheckpointManager:
         # The manager imports torch's checkpoint code and allocates memory, which a run without checkpoints never needs.
         if self._manager is None:
             from zeroengine.checkpoint.manager import CheckpointManager
 
-            self._manager = CheckpointManager(self._stateful_parts())
+            self._manager = CheckpointManager(self._stateful_parts(), self._report_saved)
         return self._manager

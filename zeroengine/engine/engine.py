@@ -405,7 +405,7 @@ class Engine:
         with parts.timer.span("offload"):
             parts.placement.evict()
         if parts.monitor is not None and parts.step_runner.issued_step is not None:
-            parts.monitor.end_step(parts.step_runner.issued_step, self.memory, parts.placement.disk_traffic)
+            parts.monitor.end_step(parts.step_runner.issued_step, self.memory, parts.placement, parts.units)
         # Ranks agree on whether the signal has arrived, so all save at the same step. See checkpoint/on_signal.py.
         if parts.save_on_signal is not None and parts.save_on_signal.is_due():
             parts.save_on_signal.save_and_exit(self)

@@ -31,7 +31,10 @@ from zeroengine.monitor.sink_threads import OpenSink, SinkThreads
 from zeroengine.monitor.sinks.choose import asks_for_sinks, choose_sinks
 from zeroengine.monitor.summary import MEDIA, STATES
 from zeroengine.monitor.timer import Timer
+from zeroengine.offload.placement import Placement
 from zeroengine.partition.cut import UnitPlan
+from zeroengine.runtime.uncopied_hook import UncopiedHook
+from zeroengine.runtime.unit import Unit
 from zeroengine.utils.small_transfers import HostCopy
 from zeroengine.utils.tensor_tree import tensors_in
 
@@ -164,8 +167,10 @@ class EngineMonitor:
         self._flops_per_element: float | None = None
         self._memory: dict[str, float] = {}
         self._disk_traffic = (0, 0)
+        self._traced_steps = config.trace.steps or []
+        self._handles: list[Any] = []
+        self.timer.trace(1 in self._traced_steps)
         self._begin_step()
-        self._set_tracing(1)
 
     def _begin_step(self) -> None:
         self._loss: torch.Tensor | None = None
@@ -218,14 +223,18 @@ class EngineMonitor:
 
     # -- the end of a step ------------------------------------------------------------------------
 
-    def end_step(self, issued: IssuedStep, memory: Callable[[], Any], disk_traffic: tuple[int, int]) -> None:
+    def end_step(
+        self, issued: IssuedStep, memory: Callable[[], Any], placement: Placement, units: Sequence[Unit]
+    ) -> None:
         """Hand over the step that has just ended. Call it on every rank.
 
         Args:
             issued: The step.
             memory: Returns ``engine.memory()``.
-            disk_traffic: Bytes read from disks and written to them since the start.
+            placement: Knows the disks.
+            units: The units.
         """
+        disk_traffic = placement.disk_traffic
         times = self.timer.end_step()
         if issued.number % MEMORY_INTERVAL == 1 or not self._memory:
             self._memory = _memory_numbers(memory())
@@ -261,17 +270,41 @@ class EngineMonitor:
             )
         )
         self._begin_step()
-        self._set_tracing(issued.number + 1)
+        if self._traced_steps:
+            self._trace(issued.number + 1, placement, units)
 
-    def _set_tracing(self, step: int) -> None:
-        """Keep the intervals of ``step`` if it is traced, and write the timeline after the last traced step."""
-        steps = self._config.trace.steps
-        if not steps:
+    def _trace(self, next_step: int, placement: Placement, units: Sequence[Unit]) -> None:
+        """Begin the timeline if ``next_step`` is the first traced step, and end it after the last one."""
+        first, last = self._traced_steps[0], self._traced_steps[-1]
+        was_tracing, is_tracing = self.timer.tracing, first <= next_step <= last
+        if is_tracing == was_tracing:
             return
-        was_tracing, self.timer.tracing = self.timer.tracing, steps[0] <= step <= steps[-1]
-        if was_tracing and not self.timer.tracing:
-            folder = self._config.trace.folder or run_folder_of(self._config) or "."
-            self._collector.put(TraceRequest(str(Path(folder) / f"trace-{steps[0]}.json"), steps[0]))
+        self.timer.trace(is_tracing)
+        transfers = placement.trace(is_tracing)
+        if is_tracing:
+            self._name_forwards(units)
+            return
+        while self._handles:
+            self._handles.pop().remove()
+        folder = self._config.trace.folder or run_folder_of(self._config) or "."
+        self._collector.put(TraceRequest(str(Path(folder) / f"trace-{first}.json"), first, transfers))
+
+    def _name_forwards(self, units: Sequence[Unit]) -> None:
+        """Attribute the forwards of modules to their units, until ``_handles`` are removed."""
+        # The engine's own hooks are not on all modules, and a timeline is rare, so these come and go.
+        for unit in units:
+            spans: list[int] = []
+
+            def begin(*_: Any, name: str = unit.name, spans: list[int] = spans) -> None:
+                spans.append(self.timer.begin("forward", name))
+
+            def end(*_: Any, spans: list[int] = spans) -> None:
+                if spans:
+                    self.timer.end(spans.pop())
+
+            for module in unit.modules:
+                self._handles.append(module.register_forward_pre_hook(UncopiedHook(begin)))
+                self._handles.append(module.register_forward_hook(UncopiedHook(end), always_call=True))
 
     def close(self) -> None:
         """Finish the records of the steps so far. Call it on every rank."""

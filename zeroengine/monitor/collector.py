@@ -24,7 +24,7 @@ import torch.distributed as dist
 from zeroengine.monitor.record import RunEvent, Sink
 from zeroengine.monitor.summary import CommonFacts, RankRow, summarize
 from zeroengine.monitor.timer import Interval, StepTimes
-from zeroengine.monitor.trace import measure_clock_offsets, write_trace
+from zeroengine.monitor.trace import RankTimeline, measure_clock_offsets, write_trace
 
 log = logging.getLogger("zeroengine")
 
@@ -77,10 +77,12 @@ class TraceRequest:
     Attributes:
         path: The file that rank 0 writes.
         first_step: The first traced step.
+        transfers: This rank's reads and writes of a disk: whether it is a write, the bytes, begin and end.
     """
 
     path: str
     first_step: int
+    transfers: Sequence[tuple[bool, int, float, float]]
 
 
 class Collector:
@@ -185,14 +187,15 @@ class Collector:
         return None if rows is None else rows.numpy()
 
     def _write_trace(self, request: TraceRequest) -> None:
-        timeline, self._timeline = self._timeline, []
-        offsets, timelines = [0.0], [timeline]
+        offsets, timelines = [0.0], [RankTimeline(self._timeline, request.transfers)]
+        self._timeline = []
         if self._group is not None:
             offsets = measure_clock_offsets(self._group)
-            timelines = [[] for _ in range(self._group.size())]
-            dist.gather_object(timeline, timelines if self._rank == 0 else None, group=self._group, group_dst=0)
+            gathered: list[Any] = [None] * self._group.size()
+            dist.gather_object(timelines[0], gathered if self._rank == 0 else None, group=self._group, group_dst=0)
+            timelines = gathered
         if self._rank == 0:
             num_events = write_trace(request.path, timelines, offsets, self._slot_names)
-            text = f"the timeline of steps {request.first_step} and following is in {request.path}"
+            text = f"the timeline that begins with step {request.first_step} is in {request.path}"
             facts = {"path": request.path, "events": num_events}
             self._sinks.event(RunEvent(time.time(), request.first_step, "trace", text, facts))

@@ -74,7 +74,7 @@ class Timer:
         enabled: Whether it is on.
         slot_names: The kind and the unit that each of ``StepTimes`` belongs to. The unit is empty for work that
             concerns no single unit. The first slot is that of "other".
-        tracing: Whether the intervals of this step are kept. Set it between steps.
+        tracing: Whether the intervals of this step are kept.
         received: The bytes that collectives brought to this rank in this step, by kind.
     """
 
@@ -114,6 +114,18 @@ class Timer:
             self._slot = self._outer_slots[depth]
             del self._outer_slots[depth:]
 
+    def trace(self, keeps: bool) -> None:
+        """Keep the intervals of the next step, or do not. Call it between steps."""
+        if keeps != self.tracing:
+            self.tracing = keeps
+            self._recorder.trace(keeps)
+
+    def name_backward(self, unit: str) -> None:
+        """Attribute the backward since the last call to ``unit``, whose gradients are complete, in the timeline."""
+        if self.tracing and self._marks():
+            self._recorder.mark(self._slot)
+            self._recorder.rename(self._slots["backward", ""], self._slots["backward", unit])
+
     def _push(self, slot: int) -> int:
         if not self._marks():
             return -1
@@ -134,7 +146,7 @@ class Timer:
     def end_step(self) -> StepTimes:
         """Return the times since the end of the previous step, and begin the next step."""
         self._recorder.mark(self._slot)
-        return self._recorder.take(self.tracing)
+        return self._recorder.take()
 
 
 class _Span:
@@ -161,6 +173,8 @@ class _HostRecorder:
         self._num_slots = num_slots
         self._seconds = [0.0] * num_slots
         self._timeline: list[Interval] | None = None
+        # The intervals of the timeline that ``rename`` has seen.
+        self._num_renamed = 0
         self._since = time.perf_counter()
 
     def mark(self, slot: int) -> None:
@@ -171,11 +185,23 @@ class _HostRecorder:
             self._timeline.append(Interval(slot, self._since, now))
         self._since = now
 
-    def take(self, trace_next: bool) -> StepTimes:
-        """Return the times since the last call. ``trace_next``: keep the intervals from now on."""
+    def rename(self, slot: int, new_slot: int) -> None:
+        """Give the intervals of ``slot`` since the last call to ``new_slot``. Sums do not change."""
+        if self._timeline is not None:
+            for index in range(self._num_renamed, len(self._timeline)):
+                if self._timeline[index].slot == slot:
+                    self._timeline[index] = self._timeline[index]._replace(slot=new_slot)
+            self._num_renamed = len(self._timeline)
+
+    def trace(self, keeps: bool) -> None:
+        """Keep the intervals from now on, or do not."""
+        self._timeline = [] if keeps else None
+
+    def take(self) -> StepTimes:
+        """Return the times since the last call."""
         times = StepTimes(self._seconds, self._timeline)
-        self._seconds = [0.0] * self._num_slots
-        self._timeline = [] if trace_next else None
+        self._seconds, self._num_renamed = [0.0] * self._num_slots, 0
+        self.trace(self._timeline is not None)
         return times
 
 
@@ -195,6 +221,7 @@ class _DeviceRecorder:
         self._origin_time = time.perf_counter()
         # The slot of each mark. The first one begins the step.
         self._marks: list[tuple[int, torch.cuda.Event]] = [(0, self._origin)]
+        self._num_renamed = 1
 
     def _event(self) -> torch.cuda.Event:
         # A thread that waits for a blocking event leaves its core to others.
@@ -209,12 +236,23 @@ class _DeviceRecorder:
             self.add_up(self._marks, self._seconds, None)
             self._marks = [(slot, event)]
 
-    def take(self, trace_next: bool) -> StepTimes:
-        """Return the times since the last call. ``trace_next``: keep the intervals from now on."""
+    def rename(self, slot: int, new_slot: int) -> None:
+        """Give the intervals of ``slot`` since the last call to ``new_slot``. The sum of a kind does not change."""
+        for index in range(self._num_renamed, len(self._marks)):
+            if self._marks[index][0] == slot:
+                self._marks[index] = new_slot, self._marks[index][1]
+        self._num_renamed = len(self._marks)
+
+    def trace(self, keeps: bool) -> None:
+        """Keep the intervals from now on, or do not."""
+        self._timeline = [] if keeps else None
+
+    def take(self) -> StepTimes:
+        """Return the times since the last call."""
         times = StepTimes(self._seconds, self._timeline, (self, self._marks))
-        self._seconds = [0.0] * self._num_slots
+        self._seconds, self._num_renamed = [0.0] * self._num_slots, 1
         self._marks = [self._marks[-1]]
-        self._timeline = [] if trace_next else None
+        self.trace(self._timeline is not None)
         return times
 
     def add_up(

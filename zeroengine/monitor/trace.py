@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,10 +25,24 @@ LANES = {
     "offload": ("offload",),
     "update": ("update",),
     "checkpoint": ("checkpoint",),
+    "disk": (),
 }
 LANE_OF_KIND = {kind: number for number, kinds in enumerate(LANES.values()) for kind in kinds}
+DISK_LANE = list(LANES).index("disk")
 # Messages to each rank that its clock is compared by. The quickest counts.
 NUM_PINGS = 8
+
+
+class RankTimeline(NamedTuple):
+    """What one rank did in the traced steps, on its own clock.
+
+    Attributes:
+        intervals: Kinds of work. They do not overlap.
+        transfers: Reads and writes of a disk, which may overlap: whether it is a write, the bytes, begin and end.
+    """
+
+    intervals: Sequence[Interval]
+    transfers: Sequence[tuple[bool, int, float, float]]
 
 
 def measure_clock_offsets(group: dist.ProcessGroup) -> list[float]:
@@ -59,30 +73,31 @@ def measure_clock_offsets(group: dist.ProcessGroup) -> list[float]:
 
 def write_trace(
     path: str | os.PathLike[str],
-    timelines: Sequence[Sequence[Interval]],
+    timelines: Sequence[RankTimeline],
     offsets: Sequence[float],
     slot_names: Sequence[tuple[str, str]],
 ) -> int:
-    """Write a timeline of all ranks, and return the number of its intervals.
+    """Write a timeline of all ranks, and return the number of intervals and transfers in it.
 
     Args:
         path: The file, which is replaced as a whole.
-        timelines: The intervals of each rank.
+        timelines: The timeline of each rank.
         offsets: What to add to each rank's times, in seconds.
         slot_names: The kind and the unit of each slot.
     """
-    starts = [line[0].begin + offset for line, offset in zip(timelines, offsets, strict=True) if line]
+    starts = [line.intervals[0].begin + shift for line, shift in zip(timelines, offsets, strict=True) if line.intervals]
     origin = min(starts, default=0.0)
-    events = [event for rank in range(len(timelines)) for event in _lanes(rank)]
-    num_named = len(events)
+    names = [event for rank in range(len(timelines)) for event in _lanes(rank)]
+    events: list[dict[str, Any]] = []
     for rank, (timeline, offset) in enumerate(zip(timelines, offsets, strict=True)):
-        events += _events(rank, timeline, offset - origin, slot_names)
+        events += _intervals(rank, timeline.intervals, offset - origin, slot_names)
+        events += _transfers(rank, timeline.transfers, offset - origin)
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.{os.getpid()}")
-    partial.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":")))
+    partial.write_text(json.dumps({"traceEvents": names + events, "displayTimeUnit": "ms"}, separators=(",", ":")))
     partial.replace(target)
-    return len(events) - num_named
+    return sum(event["ph"] != "e" for event in events)
 
 
 def _lanes(rank: int) -> Iterator[dict[str, Any]]:
@@ -94,20 +109,35 @@ def _lanes(rank: int) -> Iterator[dict[str, Any]]:
         yield {"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": number, "args": {"sort_index": number}}
 
 
-def _events(
-    rank: int, timeline: Sequence[Interval], shift: float, slot_names: Sequence[tuple[str, str]]
+def _intervals(
+    rank: int, intervals: Sequence[Interval], shift: float, slot_names: Sequence[tuple[str, str]]
 ) -> Iterator[dict[str, Any]]:
-    for slot, begin, end in timeline:
+    for slot, begin, end in intervals:
         kind, unit = slot_names[slot]
         # Time outside of the engine is the gap between the others.
-        if kind == "other" or end <= begin:
-            continue
-        yield {
-            "ph": "X",
-            "name": unit or kind,
-            "cat": kind,
-            "ts": round((begin + shift) * 1e6, 3),
-            "dur": round((end - begin) * 1e6, 3),
-            "pid": rank,
-            "tid": LANE_OF_KIND[kind],
-        }
+        if kind != "other" and end > begin:
+            start, stop = _microseconds(begin + shift), _microseconds(end + shift)
+            yield {
+                "ph": "X",
+                "name": unit or kind,
+                "cat": kind,
+                "ts": start,
+                "dur": round(stop - start, 3),
+                "pid": rank,
+                "tid": LANE_OF_KIND[kind],
+            }
+
+
+def _transfers(
+    rank: int, transfers: Sequence[tuple[bool, int, float, float]], shift: float
+) -> Iterator[dict[str, Any]]:
+    for number, (is_write, nbytes, begin, end) in enumerate(transfers):
+        name = "disk write" if is_write else "disk read"
+        # Transfers overlap, and events of one lane may not, so each is a pair of asynchronous events.
+        same = {"name": name, "cat": "disk", "id": f"{rank}.{number}", "pid": rank, "tid": DISK_LANE}
+        yield {"ph": "b", "ts": _microseconds(begin + shift), "args": {"bytes": nbytes}, **same}
+        yield {"ph": "e", "ts": _microseconds(end + shift), **same}
+
+
+def _microseconds(seconds: float) -> float:
+    return round(seconds * 1e6, 3)

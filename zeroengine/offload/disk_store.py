@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from zeroengine.disk.mapped_memory import populate, release_mapped
-from zeroengine.disk.queue import DiskQueue
+from zeroengine.disk.queue import DiskQueue, TransferTimes
 from zeroengine.disk.swap_files import SwapFile, SwapFolder
 from zeroengine.errors import ZeroEngineError
 from zeroengine.offload.interfaces import Medium, padded_nbytes
@@ -108,6 +108,11 @@ class DiskStore:
     def traffic(self) -> tuple[int, int]:
         """Bytes read and bytes written since the start, other than through mapped states."""
         return self._queue.bytes_read, self._queue.bytes_written
+
+    def trace(self, keeps: bool) -> list[TransferTimes]:
+        """Return the transfers since the last call that were traced, and trace those from now on, or do not."""
+        transfers, self._queue.timeline = self._queue.timeline or [], [] if keeps else None
+        return transfers
 
     def evict(self, *states: torch.Tensor) -> None:
         """Free the memory that mapped states took when they were used. The values stay in the files.

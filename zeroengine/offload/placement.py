@@ -10,7 +10,7 @@ import torch
 from zeroengine.comm.interfaces import Transport
 from zeroengine.config import Config
 from zeroengine.disk.probe import DiskSettings, tune
-from zeroengine.disk.queue import DiskQueue
+from zeroengine.disk.queue import DiskQueue, TransferTimes
 from zeroengine.disk.swap_files import SwapFolder
 from zeroengine.monitor.timer import Timer
 from zeroengine.offload.device_copies import GPUCopies
@@ -65,6 +65,10 @@ class Placement:
         """Bytes that were read from disks and written to them since the start."""
         traffic = [disk.traffic for disk in self.disks]
         return sum(read for read, _ in traffic), sum(written for _, written in traffic)
+
+    def trace(self, keeps: bool) -> list[TransferTimes]:
+        """Return the traced transfers of all disks, and trace those from now on, or do not."""
+        return [transfer for disk in self.disks for transfer in disk.trace(keeps)]
 
     def evict(self, *states: torch.Tensor) -> None:
         """Free the memory that using states in place took. See ``DiskStore.evict``."""

@@ -438,6 +438,7 @@ class Gatherer(BackwardListener):
         Release it if it was gathered for a use that no hook announced.
         """
         self._calls.complete(unit)
+        self._timer.name_backward(unit.name)
         # A forward in progress, such as a recomputation, may use the unit again before it ends.
         if unit in self._unhooked_uses and not self._num_model_forwards:
             del self._unhooked_uses[unit]
