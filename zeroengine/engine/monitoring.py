@@ -22,9 +22,9 @@ from zeroengine.comm.group import Group
 from zeroengine.comm.process_groups import destroy_group
 from zeroengine.comm.watchdog import host_name
 from zeroengine.config import Config
+from zeroengine.disk.queue import TransferTimes
 from zeroengine.engine.step import IssuedStep
 from zeroengine.monitor.collector import Collector, LaterValue, RankStep, TraceRequest
-from zeroengine.monitor.flops import ForwardFlops, step_flops
 from zeroengine.monitor.record import EventKind, RunEvent
 from zeroengine.monitor.run_folder import RUN_FOLDER_VARIABLE, RunFolder
 from zeroengine.monitor.sink_threads import OpenSink, SinkThreads
@@ -160,10 +160,14 @@ class EngineMonitor:
             self._group, group.rank, units, self.timer.slot_names, config.monitor.peak_flops, outputs
         )
         # An engine that is not closed ends its monitor when it is deleted, or when the process exits.
-        self._finalizer = weakref.finalize(self, self._collector.close, True)
+        self._finalizer = weakref.finalize(self, self._collector.close_at_exit)
         outputs.before_exit = self._finalizer
         self._divisor = config.micro_steps_in_mean
         self._last_step = 0
+        # torch's formulas take half a second to import, so an engine without a monitor does not, nor does a step.
+        from zeroengine.monitor.flops import ForwardFlops, step_flops
+
+        self._forward_flops, self._step_flops = ForwardFlops, step_flops
         self._flops_per_element: float | None = None
         self._memory: dict[str, float] = {}
         self._disk_traffic = (0, 0)
@@ -197,10 +201,9 @@ class EngineMonitor:
 
     @contextlib.contextmanager
     def _count_flops(self, numel: int) -> Iterator[None]:
-        with ForwardFlops() as flops:
+        with self._forward_flops() as flops:
             yield
-        # Operations that torch has no formula for, as in a compiled model, would make this too small. None counts none.
-        self._flops_per_element = step_flops(flops.total, self._trainable_share) / max(numel, 1)
+        self._flops_per_element = self._step_flops(flops.total, self._trainable_share) / max(numel, 1)
 
     def note_loss(self, loss: torch.Tensor) -> None:
         """Add what ``backward`` was given to the loss of the step."""
@@ -283,10 +286,13 @@ class EngineMonitor:
         transfers = placement.trace(is_tracing)
         if is_tracing:
             self._name_forwards(units)
-            return
+        else:
+            self._end_trace(transfers)
+
+    def _end_trace(self, transfers: Sequence[TransferTimes]) -> None:
         while self._handles:
             self._handles.pop().remove()
-        folder = self._config.trace.folder or run_folder_of(self._config) or "."
+        folder, first = self._config.trace.folder or run_folder_of(self._config) or ".", self._traced_steps[0]
         self._collector.put(TraceRequest(str(Path(folder) / f"trace-{first}.json"), first, transfers))
 
     def _name_forwards(self, units: Sequence[Unit]) -> None:
@@ -309,13 +315,12 @@ class EngineMonitor:
     def close(self) -> None:
         """Finish the records of the steps so far. Call it on every rank."""
         error = sys.exc_info()[1]
-        if error is None:
-            self.event("end", self._last_step, f"the run ends after step {self._last_step}")
-        else:
-            self.event("error", self._last_step, f"the run ends with {type(error).__name__}: {error}")
+        # The run ends before the last traced step.
+        if self.timer.tracing and error is None:
+            self._end_trace(())
         self._finalizer.detach()
         # A group whose operations have not ended would make its destruction wait for them.
-        if self._collector.close(after_error=error is not None) and self._group is not None:
+        if self._collector.close(error) and self._group is not None:
             destroy_group(self._group)
 
 

@@ -10,6 +10,7 @@ ranks, with one warning, and not the training.
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,15 +22,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from zeroengine.monitor.record import RunEvent, Sink
+from zeroengine.monitor.record import EventKind, RunEvent, Sink
 from zeroengine.monitor.summary import CommonFacts, RankRow, summarize
 from zeroengine.monitor.timer import Interval, StepTimes
 from zeroengine.monitor.trace import RankTimeline, measure_clock_offsets, write_trace
 
 log = logging.getLogger("zeroengine")
 
-# The seconds in which the records of the last steps must arrive when the engine ends; fewer after an error.
-CLOSE_TIMEOUT_S, CLOSE_AFTER_ERROR_S = 20.0, 2.0
+# The seconds in which the records of the last steps must arrive when the engine ends, when the process exits without
+# having ended the engine, and after an error.
+CLOSE_TIMEOUT_S, EXIT_TIMEOUT_S, CLOSE_AFTER_ERROR_S = 20.0, 5.0, 2.0
 
 
 class LaterValue(Protocol):
@@ -110,6 +112,7 @@ class Collector:
         self._layout, self._slot_names, self._peak_flops = RankRow(units), slot_names, peak_flops
         self._timeline: list[Interval] = []
         self._failed = False
+        self._last_step = 0
         self._queue: SimpleQueue[RankStep | RunEvent | TraceRequest | None] = SimpleQueue()
         # A daemon: a rank that stalls must not keep the interpreter from exiting.
         self._thread = threading.Thread(target=self._run, name="zeroengine-monitor", daemon=True)
@@ -122,19 +125,31 @@ class Collector:
 
     def put(self, item: RankStep | RunEvent | TraceRequest) -> None:
         """Hand over a step, an event or the end of a trace. Return at once."""
+        if isinstance(item, RankStep):
+            self._last_step = item.step
         self._queue.put(item)
 
-    def close(self, after_error: bool) -> bool:
+    def close_at_exit(self) -> None:
+        """Do as ``close``, where the process exits without having ended the engine."""
+        # Python sets this before it exits with an error that nothing has handled.
+        self.close(getattr(sys, "last_value", None), EXIT_TIMEOUT_S)
+
+    def close(self, error: BaseException | None, seconds: float = CLOSE_TIMEOUT_S) -> bool:
         """Finish the records of the steps so far, and close the sinks.
 
         Args:
-            after_error: Whether other ranks may be unable to finish theirs.
+            error: The error that ends the run. Other ranks may then be unable to finish theirs.
+            seconds: How long to wait for the other ranks.
 
         Returns:
             Whether everything was finished in time. If not, the thread still uses the process group.
         """
+        if self._rank == 0:
+            kind: EventKind = "end" if error is None else "error"
+            reason = f"after step {self._last_step}" if error is None else f"with {type(error).__name__}: {error}"
+            self._queue.put(RunEvent(time.time(), self._last_step, kind, f"the run ends {reason}"))
         self._queue.put(None)
-        seconds = CLOSE_AFTER_ERROR_S if after_error else CLOSE_TIMEOUT_S
+        seconds = seconds if error is None else CLOSE_AFTER_ERROR_S
         self._thread.join(seconds)
         if self._thread.is_alive():
             log.warning("the last steps are not recorded: another rank has not sent its part in %g s", seconds)

@@ -22,6 +22,14 @@ class ForwardFlops(TorchDispatchMode):
         total: Operations so far; a multiplication and an addition are two.
     """
 
+    # Attention of ``torch.nn.attention.flex_attention`` and other such operators are counted or passed through as well.
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # The default would import torch._dynamo within a step, which takes a second or more.
+        return False
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.total = 0
@@ -30,7 +38,7 @@ class ForwardFlops(TorchDispatchMode):
         """Run ``func``, and count it."""
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        formula = FORMULAS.get(func._overloadpacket)
+        formula = FORMULAS.get(getattr(func, "_overloadpacket", func))
         if formula is not None:
             self.total += formula(*args, **kwargs, out_val=out)
         return out
