@@ -125,6 +125,7 @@ MORE: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"bf16": {"enabled": True}, "optimizer_state_dtype": "bf16"},
     "accumulation": {"bf16": {"enabled": True}, "gradient_accumulation_steps": 2},
+    "with the monitor": {"monitor": {"enabled": True}},
     "in buckets": {"zero_optimization": {"reduce_bucket_size": 10**6}, "prescale_gradients": True},
 }
 

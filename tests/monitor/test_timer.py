@@ -1,0 +1,88 @@
+"""The timer attributes every moment to one kind of work."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from zeroengine.monitor.timer import StepTimes, Timer
+
+UNITS = ["layers.0", "layers.1"]
+
+
+def sleep(seconds: float = 0.02) -> None:
+    time.sleep(seconds)
+
+
+def seconds_by_name(timer: Timer, times: StepTimes) -> dict[tuple[str, str], float]:
+    seconds, _ = times.wait()
+    return {name: value for name, value in zip(timer.slot_names, seconds, strict=True) if value > 0.01}
+
+
+def test_an_inner_span_takes_its_time_from_the_outer_one_and_all_add_up_to_the_wall() -> None:
+    timer = Timer(UNITS, torch.device("cpu"))
+    begin = time.perf_counter()
+    with timer.span("forward"):
+        sleep()
+        with timer.span("gather", "layers.1"):
+            sleep(0.04)
+        sleep()
+    sleep()
+    times = timer.end_step()
+    wall = time.perf_counter() - begin
+    found = seconds_by_name(timer, times)
+    assert set(found) == {("forward", ""), ("gather", "layers.1"), ("other", "")}
+    assert 0.04 <= found["forward", ""] < 0.04 + wall - 0.1 and found["gather", "layers.1"] >= 0.04
+    assert sum(times.wait()[0]) == pytest.approx(wall, rel=0.01)
+
+
+def test_a_span_whose_end_an_error_skipped_ends_with_the_span_around_it() -> None:
+    timer = Timer(UNITS, torch.device("cpu"))
+    outer = timer.begin("forward")
+    timer.begin("gather", "layers.0")
+    timer.end(outer)
+    sleep()
+    timer.end(outer)
+    assert set(seconds_by_name(timer, timer.end_step())) == {("other", "")}
+
+
+def test_a_step_begins_with_the_spans_that_the_previous_one_left_open() -> None:
+    timer = Timer(UNITS, torch.device("cpu"))
+    span = timer.begin("checkpoint")
+    first = timer.end_step()
+    sleep()
+    timer.end(span)
+    second = timer.end_step()
+    assert not seconds_by_name(timer, first) and set(seconds_by_name(timer, second)) == {("checkpoint", "")}
+
+
+def test_a_timeline_covers_the_traced_steps_without_gaps_and_names_the_units_of_a_backward() -> None:
+    timer = Timer(UNITS, torch.device("cpu"))
+    timer.end_step()
+    timer.trace(True)
+    with timer.span("backward"):
+        sleep()
+        timer.name_backward("layers.1")
+        with timer.span("reduce", "layers.1"):
+            sleep()
+        sleep()
+        timer.name_backward("layers.0")
+    first, timeline = timer.end_step().wait()
+    timer.trace(False)
+    assert all(before.end == after.begin for before, after in itertools.pairwise(timeline))
+    long = [timer.slot_names[interval.slot] for interval in timeline if interval.end - interval.begin > 0.01]
+    assert long == [("backward", "layers.1"), ("reduce", "layers.1"), ("backward", "layers.0")]
+    assert sum(first) == pytest.approx(timeline[-1].end - timeline[0].begin)
+    assert not timer.end_step().wait()[1]
+
+
+def test_a_timer_that_is_off_returns_a_context_that_does_nothing() -> None:
+    timer = Timer()
+    assert not timer.enabled and isinstance(timer.span("gather", "layers.0", "gather"), nullcontext)
+    timer.end(timer.begin("forward"))
+    timer.count("gather", 5)
+    assert timer.received["gather"] == 0
