@@ -23,6 +23,7 @@ from zeroengine.comm.process_groups import destroy_group
 from zeroengine.comm.watchdog import host_name
 from zeroengine.config import Config
 from zeroengine.disk.queue import TransferTimes
+from zeroengine.engine.peak_rates import peak_flops_of
 from zeroengine.engine.step import IssuedStep
 from zeroengine.monitor.collector import Collector, LaterValue, RankStep, TraceRequest
 from zeroengine.monitor.record import EventKind, RunEvent
@@ -127,7 +128,7 @@ def _describe_run(
             "torch": torch.__version__,
             "zeroengine": version,
         },
-        "peak_flops": config.monitor.peak_flops,
+        "peak_flops": peak_flops_of(config, group.device),
         "steps_planned": config.monitor.total_steps or schedule.get("total_num_steps"),
     }
 
@@ -157,7 +158,7 @@ class EngineMonitor:
         self._group = None if alone else group.new_group("gloo", config.comm.timeout_seconds)
         outputs = SinkThreads(sinks)
         self._collector = Collector(
-            self._group, group.rank, units, self.timer.slot_names, config.monitor.peak_flops, outputs
+            self._group, group.rank, units, self.timer.slot_names, peak_flops_of(config, group.device), outputs
         )
         # An engine that is not closed ends its monitor when it is deleted, or when the process exits.
         self._finalizer = weakref.finalize(self, self._collector.close_at_exit)
