@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.view.generated_runs import run_facts, run_lines, write_run
+from tests.view.generated_runs import STARTED, run_facts, run_lines, write_run
 from zeroengine.errors import ZeroEngineError
 from zeroengine.view.run_reader import RunReader
 from zeroengine.view.summary import summarize
@@ -40,6 +40,11 @@ def test_groups_are_in_order_and_steps_that_are_taken_again_count_once_in_pictur
     assert [group.first_step for group in reader.groups] == list(range(1, 201))
     assert reader.repeated is not None and reader.repeated.num_steps == 20
     assert summarize(reader)["progress"]["records"] == 220
+
+
+def test_a_restart_that_replaces_the_run_file_does_not_move_the_start(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=30, started=STARTED + 1000.0)
+    assert RunReader(folder).started == STARTED
 
 
 def test_a_growing_run_reads_the_same_as_a_whole_one(tmp_path: Path) -> None:

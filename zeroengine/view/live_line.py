@@ -31,7 +31,7 @@ MIN_ROWS = 6
 # The groups of steps that the reader keeps. The line needs the newest steps alone.
 MAX_GROUPS = 64
 # A rank is called slow if it costs at least this share of a step.
-MIN_DELAY = 0.02
+MIN_DELAY = 0.05
 # So many parts of a step are shown.
 MAX_SHARES = 3
 SAVE_CURSOR, RESTORE_CURSOR = "\x1b7", "\x1b8"

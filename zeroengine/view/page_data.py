@@ -33,10 +33,9 @@ def run_data(reader: RunReader, name: str) -> dict[str, Any]:
     points, columns = thin(reader.groups, MAX_POINTS), thin(reader.groups, MAX_COLUMNS)
     summary = summarize(reader)
     del summary["events"], summary["units"]
-    facts = {key: value for key, value in reader.facts.items() if key not in ("hosts", "units")}
-    started = reader.facts.get("started")
-    if not isinstance(started, (int, float)):
-        started = points[0].start if points else 0.0
+    facts = {key: value for key, value in reader.facts.items() if key not in ("hosts", "units", "format")}
+    facts |= {"started": reader.started}
+    started = reader.started or 0.0
     return {
         "name": name,
         "origin": started,

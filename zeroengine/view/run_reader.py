@@ -146,6 +146,14 @@ class RunReader:
         return [numbered[number] for number in sorted(numbered)]
 
     @property
+    def started(self) -> float | None:
+        """When the run began, in Unix seconds. A restart replaces run.json, so earlier records count as well."""
+        times = [self.facts.get("started"), *(event.get("time") for event in self.events[:1])]
+        if self.total is not None:
+            times.append(self.total.start)
+        return min((float(moment) for moment in times if isinstance(moment, (int, float))), default=None)
+
+    @property
     def total(self) -> StepGroup | None:
         """Every record added up; None before the first step."""
         if self._total is None and self.groups:

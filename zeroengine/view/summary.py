@@ -36,7 +36,7 @@ def summarize(reader: RunReader, now: float | None = None) -> dict[str, Any]:
         "world_size": facts.get("world_size"),
         "device": facts.get("device"),
         "versions": facts.get("versions"),
-        "started": facts.get("started"),
+        "started": reader.started,
         "progress": progress(reader, state),
         "loss": {
             "first": reader.groups[0].mean("loss") if reader.groups else None,
