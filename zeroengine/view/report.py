@@ -11,7 +11,8 @@ from zeroengine.view.page_data import run_data
 from zeroengine.view.run_reader import RunReader
 
 # The scripts in the order in which they need each other. They share one scope of the page.
-SCRIPTS = ("format.js", "elements.js", "chart.js", "panels.js", "page.js")
+SCRIPTS = ("format.js", "elements.js", "chart.js", "panels.js", "cards.js", "page.js")
+STYLES = ("theme.css", "charts.css", "lists.css", "layout.css")
 
 
 def report_page(readers: Sequence[RunReader]) -> str:
@@ -24,7 +25,7 @@ def report_page(readers: Sequence[RunReader]) -> str:
     data = {"runs": [run_data(reader, name) for reader, name in zip(readers, names, strict=True)]}
     parts = {
         "title": html.escape(" and ".join(names)),
-        "style": asset("report.css"),
+        "style": "\n".join(map(asset, STYLES)),
         "script": "\n".join(map(asset, SCRIPTS)),
         # In a script element text ends at "</script", whatever its language, so JSON without "<" is safe there.
         "data": json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroengine.errors import ZeroEngineError
+from zeroengine.utils.progress import Report, ignore_progress, progress
 from zeroengine.view.step_group import StepGroup, copy_group, merge_groups
 
 # The newest format of run.json that this code knows.
@@ -35,6 +36,8 @@ NEWEST_EVENTS = 50
 # "Recent" means the mean over so many steps.
 RECENT_STEPS = 20
 READ_BYTES = 1 << 20
+# The reading of more bytes takes seconds, and has a progress bar.
+LONG_READ_BYTES = 32 << 20
 HOW_TO_WRITE = 'write "monitor": {"folder": "DIR"} in the configuration, or start it with zero-launch --run-folder DIR'
 
 
@@ -51,8 +54,12 @@ class GrowingLines:
     _offset: int = 0
     _inode: int = 0
 
-    def read(self) -> Iterator[dict[str, Any]]:
-        """Yield the objects of the lines that are new since the last call; damaged lines are counted and left out."""
+    def read(self, report: Report = ignore_progress) -> Iterator[dict[str, Any]]:
+        """Yield the objects of the lines that are new since the last call; damaged lines are counted and left out.
+
+        Args:
+            report: Called with the bytes that were read since its last call.
+        """
         try:
             file = open(self.path, "rb")
         except FileNotFoundError:
@@ -65,6 +72,7 @@ class GrowingLines:
             file.seek(self._offset)
             while data := file.read(READ_BYTES):
                 self._offset += len(data)
+                report(len(data))
                 *lines, self.unfinished = (self.unfinished + data).split(b"\n")
                 for line in lines:
                     self.line_number += 1
@@ -137,7 +145,10 @@ class RunReader:
         self._facts_problem = ""
         if not wait:
             check_folder(self.folder)
-        self.read()
+        steps = self.folder / STEPS_FILE
+        size = steps.stat().st_size if steps.exists() else 0
+        with progress(f"reading {self.folder.name}", size, shown=size > LONG_READ_BYTES and not wait) as report:
+            self.read(report)
 
     @property
     def events(self) -> list[dict[str, Any]]:
@@ -170,13 +181,17 @@ class RunReader:
         """The newest step; None before the first one."""
         return self._recent[-1] if self._recent else None
 
-    def read(self) -> bool:
-        """Read what is new, and return whether there was anything."""
+    def read(self, report: Report = ignore_progress) -> bool:
+        """Read what is new, and return whether there was anything.
+
+        Args:
+            report: Called with the bytes of the steps that were read since its last call.
+        """
         is_new = self._read_facts()
         for event in self._event_lines.read():
             is_new = True
             self._add_event(event)
-        for record in self._steps.read():
+        for record in self._steps.read(report):
             is_new = True
             try:
                 group = StepGroup.from_record(record)

@@ -1,5 +1,7 @@
 // Charts over steps or time. All share one range and one cursor, which live in `view`.
 
+const RUNS = JSON.parse(document.getElementById("data").textContent).runs;
+
 const view = {
   axis: "step",
   range: null, // [low, high] in the axis' units, or null for everything
@@ -36,7 +38,8 @@ const view = {
     this.setRange(inside.length ? [startOf(run.points, inside[0]), endOf(run.points, inside.at(-1))] : null);
   },
   extent() {
-    let low = Infinity, high = -Infinity;
+    let low = Infinity,
+      high = -Infinity;
     for (const { points } of RUNS)
       if (points.first.length) {
         low = Math.min(low, startOf(points, 0));
@@ -64,13 +67,13 @@ function middleOf(points, index) {
 
 function indicesIn(points, [low, high]) {
   const out = [];
-  for (let i = 0; i < points.first.length; i++)
-    if (endOf(points, i) > low && startOf(points, i) < high) out.push(i);
+  for (let i = 0; i < points.first.length; i++) if (endOf(points, i) > low && startOf(points, i) < high) out.push(i);
   return out;
 }
 
 function nearest(points, x) {
-  let best = -1, distance = Infinity;
+  let best = -1,
+    distance = Infinity;
   for (let i = 0; i < points.first.length; i++) {
     const d = Math.abs(middleOf(points, i) - x);
     if (d < distance) [best, distance] = [i, d];
@@ -91,16 +94,25 @@ function positionOf(points, index) {
 const EVENT_TALL = new Set(["restart", "eviction", "error", "resume", "warning"]);
 const MARGIN = { top: 14, right: 10, bottom: 22, left: 58 };
 
-// One chart. `spec.lines()` returns [{run, name, color, values, dashed, low, high}]; stacked ones are of one run.
+// One chart. `spec.lines()` returns [{run, name, color, values, dashed, low, high}]; those of one run have `spec.run`.
 class Chart {
   constructor(spec) {
     this.spec = spec;
     this.height = spec.height || 200;
     this.plot = svg("g");
     this.overlay = svg("g", { "pointer-events": "none" });
-    this.svg = svg("svg", { class: "chart", tabindex: 0, role: "group", "aria-roledescription": "chart",
-      "aria-label": `${spec.title}. Arrow keys move, with Shift they select a range, Enter zooms, Escape zooms out.` },
-      this.plot, this.overlay);
+    this.svg = svg(
+      "svg",
+      {
+        class: "chart",
+        tabindex: 0,
+        role: "group",
+        "aria-roledescription": "chart",
+        "aria-label": `${spec.title}. Arrow keys move, with Shift they select a range, Enter zooms, Escape zooms out.`,
+      },
+      this.plot,
+      this.overlay,
+    );
     this.legend = h("div", { class: "legend" });
     this.element = h("div", { class: "chart-box" }, this.svg, this.legend);
     this.listen();
@@ -108,7 +120,12 @@ class Chart {
   }
 
   get inner() {
-    return { left: MARGIN.left, right: this.width - MARGIN.right, top: MARGIN.top, bottom: this.height - MARGIN.bottom };
+    return {
+      left: MARGIN.left,
+      right: this.width - MARGIN.right,
+      top: MARGIN.top,
+      bottom: this.height - MARGIN.bottom,
+    };
   }
 
   x(value) {
@@ -130,7 +147,9 @@ class Chart {
     this.stack();
     const [low, high] = this.extentY();
     const log = this.spec.log && this.spec.log() && low > 0;
-    const place = log ? (v) => (Math.log(v) - Math.log(low)) / (Math.log(high) - Math.log(low)) : (v) => (v - low) / (high - low);
+    const place = log
+      ? (v) => (Math.log(v) - Math.log(low)) / (Math.log(high) - Math.log(low))
+      : (v) => (v - low) / (high - low);
     this.y = (v) => this.inner.bottom - place(v) * (this.inner.bottom - this.inner.top);
     this.plot.replaceChildren(...this.axes(low, high, log), ...this.shapes(low), ...this.marks());
     this.legend.replaceChildren(...(this.lines.length > 1 || this.spec.legend ? this.legendItems() : []));
@@ -148,7 +167,8 @@ class Chart {
   }
 
   extentY() {
-    let low = Infinity, high = -Infinity;
+    let low = Infinity,
+      high = -Infinity;
     for (const line of this.lines)
       for (const i of this.indices.get(line.run))
         for (const v of [line.values[i], line.high && line.high[i], !this.spec.stacked && line.low && line.low[i]])
@@ -178,10 +198,17 @@ class Chart {
     const [first, last] = view.domain();
     const columns = ticks(first, last, Math.max(2, (right - left) / 90), view.axis === "step" ? "steps" : "seconds");
     return [
-      rows.map((v) => [svg("line", { class: "grid", x1: left, x2: right, y1: this.y(v), y2: this.y(v) }),
-        svg("text", { class: "tick", x: left - 6, y: this.y(v) + 4, "text-anchor": "end" }, this.spec.format(v))]),
-      columns.map((v) => svg("text", { class: "tick", x: this.x(v), y: bottom + 16,
-        "text-anchor": this.x(v) > right - 20 ? "end" : "middle" }, formatX(v))),
+      rows.map((v) => [
+        svg("line", { class: "grid", x1: left, x2: right, y1: this.y(v), y2: this.y(v) }),
+        svg("text", { class: "tick", x: left - 6, y: this.y(v) + 4, "text-anchor": "end" }, this.spec.format(v)),
+      ]),
+      columns.map((v) =>
+        svg(
+          "text",
+          { class: "tick", x: this.x(v), y: bottom + 16, "text-anchor": this.x(v) > right - 20 ? "end" : "middle" },
+          formatX(v),
+        ),
+      ),
       svg("line", { class: "axis", x1: left, x2: right, y1: bottom, y2: bottom }),
     ].flat(3);
   }
@@ -190,20 +217,40 @@ class Chart {
     const { left, right, top, bottom } = this.inner;
     const clip = `clip-${view.charts.indexOf(this)}`;
     const group = svg("g", { "clip-path": `url(#${clip})` });
-    const frame = svg("clipPath", { id: clip }, svg("rect", { x: left, y: top - 4, width: right - left, height: bottom - top + 4 }));
+    const frame = svg(
+      "clipPath",
+      { id: clip },
+      svg("rect", { x: left, y: top - 4, width: right - left, height: bottom - top + 4 }),
+    );
     for (const line of this.lines) {
-      const { points } = line.run, inside = this.indices.get(line.run);
+      const { points } = line.run,
+        inside = this.indices.get(line.run);
       if (!inside.length) continue;
       // One more point on each side, so that lines reach the edges of the range.
       const all = [inside[0] - 1, ...inside, inside.at(-1) + 1].filter((i) => i >= 0 && i < points.first.length);
       if (line.high) {
         // An area reaches over the whole span of its steps.
-        const upper = all.flatMap((i) => [[startOf(points, i), line.high[i]], [endOf(points, i), line.high[i]]]);
-        const lower = all.flatMap((i) => [[startOf(points, i), line.low[i]], [endOf(points, i), line.low[i]]]).reverse();
-        const path = [...upper, ...lower].filter(([, v]) => v != null)
+        const upper = all.flatMap((i) => [
+          [startOf(points, i), line.high[i]],
+          [endOf(points, i), line.high[i]],
+        ]);
+        const lower = all
+          .flatMap((i) => [
+            [startOf(points, i), line.low[i]],
+            [endOf(points, i), line.low[i]],
+          ])
+          .reverse();
+        const path = [...upper, ...lower]
+          .filter(([, v]) => v != null)
           .map(([x, v]) => `${this.x(x).toFixed(1)} ${this.y(v).toFixed(1)}`);
         if (path.length)
-          group.append(svg("path", { class: this.spec.stacked ? "area" : "band", style: `fill:${line.color};stroke:${this.spec.stacked ? line.color : "none"}`, d: `M${path.join("L")}Z` }));
+          group.append(
+            svg("path", {
+              class: this.spec.stacked ? "area" : "band",
+              style: `fill:${line.color};stroke:${this.spec.stacked ? line.color : "none"}`,
+              d: `M${path.join("L")}Z`,
+            }),
+          );
       }
       if (!this.spec.stacked) group.append(...this.line(line, all));
     }
@@ -211,7 +258,8 @@ class Chart {
   }
 
   line(line, indices) {
-    let path = "", begun = false;
+    let path = "",
+      begun = false;
     const shown = indices.filter((i) => line.values[i] != null);
     for (const i of indices) {
       const v = line.values[i];
@@ -223,30 +271,58 @@ class Chart {
       }
     }
     const style = `stroke:${line.color}`;
-    const dots = shown.length <= 24 ? shown.map((i) => svg("circle", { style: `fill:${line.color}`, r: 2.5,
-      cx: this.x(middleOf(line.run.points, i)), cy: this.y(line.values[i]) })) : [];
+    const dots =
+      shown.length <= 24
+        ? shown.map((i) =>
+            svg("circle", {
+              style: `fill:${line.color}`,
+              r: 2.5,
+              cx: this.x(middleOf(line.run.points, i)),
+              cy: this.y(line.values[i]),
+            }),
+          )
+        : [];
     return [svg("path", { class: line.dashed ? "line dashed" : "line", style, d: path || "M0 0" }), ...dots];
   }
 
   marks() {
     const { left, right, top, bottom } = this.inner;
-    return RUNS.flatMap((run) => eventsIn(run).map((event) => {
-      const x = this.x(eventX(event));
-      if (!(x >= left - 1 && x <= right + 1)) return null;
-      const tall = EVENT_TALL.has(event.kind);
-      return svg("line", { class: `event ${tall ? "tall" : ""}`, style: `stroke:${eventColor(event.kind)}`,
-        x1: x, x2: x, y1: top - 10, y2: tall ? bottom : top - 3 });
-    })).filter(Boolean);
+    return (this.spec.run ? [this.spec.run] : RUNS)
+      .flatMap((run) =>
+        eventsIn(run).map((event) => {
+          const x = this.x(eventX(event));
+          if (!(x >= left - 1 && x <= right + 1)) return null;
+          const tall = EVENT_TALL.has(event.kind);
+          return svg("line", {
+            class: `event ${tall ? "tall" : ""}`,
+            style: `stroke:${eventColor(event.kind)}`,
+            x1: x,
+            x2: x,
+            y1: top - 10,
+            y2: tall ? bottom : top - 3,
+          });
+        }),
+      )
+      .filter(Boolean);
   }
 
   legendItems() {
-    const items = this.lines.map((line) => h("span", {},
-      h("i", { class: line.dashed ? "dashed" : "", style: `background:${line.color};color:${line.color}` }), line.name));
-    return this.cutAt ? [...items, h("span", {}, `(longer steps are cut off at ${this.spec.format(this.cutAt)})`)] : items;
+    const items = this.lines.map((line) =>
+      h(
+        "span",
+        {},
+        h("i", { class: line.dashed ? "dashed" : "", style: `background:${line.color};color:${line.color}` }),
+        line.name,
+      ),
+    );
+    return this.cutAt
+      ? [...items, h("span", {}, `(longer steps are cut off at ${this.spec.format(this.cutAt)})`)]
+      : items;
   }
 
   drawCursor() {
-    const { left, right, top, bottom } = this.inner, parts = [];
+    const { left, right, top, bottom } = this.inner,
+      parts = [];
     if (view.selecting) {
       const [a, b] = view.selecting.map((v) => Math.max(left, Math.min(right, this.x(v)))).sort((m, n) => m - n);
       parts.push(svg("rect", { class: "selection", x: a, width: b - a, y: top, height: bottom - top }));
@@ -258,8 +334,15 @@ class Chart {
         for (const line of this.spec.stacked ? [] : this.lines) {
           const i = nearest(line.run.points, view.cursor);
           if (i >= 0 && line.values[i] != null)
-            parts.push(svg("circle", { class: "spot", style: `fill:${line.color}`, r: 3.5,
-              cx: this.x(middleOf(line.run.points, i)), cy: this.y(line.values[i]) }));
+            parts.push(
+              svg("circle", {
+                class: "spot",
+                style: `fill:${line.color}`,
+                r: 3.5,
+                cx: this.x(middleOf(line.run.points, i)),
+                cy: this.y(line.values[i]),
+              }),
+            );
         }
       }
     }
@@ -269,12 +352,14 @@ class Chart {
   tipLines() {
     const lines = [];
     for (const run of RUNS) {
-      const own = this.lines.filter((line) => line.run === run), i = nearest(run.points, view.cursor);
+      const own = this.lines.filter((line) => line.run === run),
+        i = nearest(run.points, view.cursor);
       if (!own.length || i < 0) continue;
       lines.push([(RUNS.length > 1 ? `${run.name}: ` : "") + positionOf(run.points, i)]);
       for (const line of this.spec.stacked ? [...own].reverse() : own)
         lines.push([line.name, this.spec.format(line.values[i]), line.color, line.dashed]);
-      if (this.spec.stacked) lines.push(["sum", this.spec.format(own.reduce((sum, line) => sum + (line.values[i] || 0), 0))]);
+      if (this.spec.stacked)
+        lines.push(["sum", this.spec.format(own.reduce((sum, line) => sum + (line.values[i] || 0), 0))]);
       const close = eventsIn(run).filter((event) => Math.abs(this.x(eventX(event)) - this.x(view.cursor)) <= 4);
       for (const event of close.slice(0, 4)) lines.push([`${event.kind}: ${event.text}`]);
     }
@@ -291,7 +376,7 @@ class Chart {
     listenToKeys(this);
   }
 
-  showTip(x, y) {
-    tip.show(x, y, this.tipLines());
+  showTip(x, y, isTouch = false) {
+    tip.show(x, y, this.tipLines(), isTouch ? this.svg.getBoundingClientRect().top : null);
   }
 }

@@ -21,55 +21,107 @@ function svg(tag, attributes, ...children) {
 }
 
 function card(title, note, wide, ...children) {
-  return h("section", { class: wide ? "card wide" : "card" }, h("h2", {}, title, note && h("small", {}, note)), children);
+  return h(
+    "section",
+    { class: wide ? "card wide" : "card" },
+    h("h2", {}, title, note && h("small", {}, note)),
+    children,
+  );
 }
 
 // Buttons of which one is pressed.
 function choice(label, options, chosen, onChoose) {
   const group = h("div", { class: "choice", role: "group", "aria-label": label });
   const buttons = Object.entries(options).map(([value, text]) =>
-    h("button", { type: "button", "data-value": value, "aria-pressed": String(value === chosen), onclick: () => {
-      for (const button of buttons) button.setAttribute("aria-pressed", String(button.dataset.value === value));
-      onChoose(value);
-    } }, text));
+    h(
+      "button",
+      {
+        type: "button",
+        "data-value": value,
+        "aria-pressed": String(value === chosen),
+        onclick: () => {
+          for (const button of buttons) button.setAttribute("aria-pressed", String(button.dataset.value === value));
+          onChoose(value);
+        },
+      },
+      text,
+    ),
+  );
   group.append(...buttons);
   return group;
 }
 
 function checkbox(label, onChange) {
-  return h("label", { class: "check" }, h("input", { type: "checkbox", onchange: (e) => onChange(e.target.checked) }), label);
+  return h(
+    "label",
+    { class: "check" },
+    h("input", { type: "checkbox", onchange: (e) => onChange(e.target.checked) }),
+    label,
+  );
 }
 
 // A stacked table has a block for each row on a phone.
 function table(head, rows, attributes = {}) {
-  return h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": attributes.label },
-    h("table", { class: attributes.stacked && "stacked" },
-      h("thead", {}, h("tr", {}, head.map((cell) => h("th", { scope: "col" }, cell)))),
-      h("tbody", {}, rows.map(({ cells, changed }) =>
-        h("tr", { class: changed && "changed" }, cells.map((cell, i) => h("td", { "data-label": head[i] }, cell)))))));
+  return h(
+    "div",
+    { class: "scroll", tabindex: 0, role: "region", "aria-label": attributes.label },
+    h(
+      "table",
+      { class: attributes.stacked && "stacked" },
+      h(
+        "thead",
+        {},
+        h(
+          "tr",
+          {},
+          head.map((cell) => h("th", { scope: "col" }, cell)),
+        ),
+      ),
+      h(
+        "tbody",
+        {},
+        rows.map(({ cells, changed }) =>
+          h(
+            "tr",
+            { class: changed && "changed" },
+            cells.map((cell, i) => h("td", { "data-label": head[i] }, cell)),
+          ),
+        ),
+      ),
+    ),
+  );
 }
 
 const tip = {
   element: null,
-  show(x, y, lines) {
+  // At the right of a point, or above a chart that a finger covers.
+  show(x, y, lines, above = null) {
     const box = (this.element ||= document.getElementById("tip"));
-    box.replaceChildren(...lines.map(([text, value, color, dashed]) =>
-      h("div", { class: value == null ? "tip-head" : "tip-row" },
-        color && h("i", { class: dashed ? "dashed" : "", style: `background:${color}` }), h("span", {}, text),
-        value != null && h("b", {}, value))));
+    box.replaceChildren(
+      ...lines.map(([text, value, color, dashed]) =>
+        h(
+          "div",
+          { class: value == null ? "tip-head" : "tip-row" },
+          color && h("i", { class: dashed ? "dashed" : "", style: `background:${color};color:${color}` }),
+          h("span", {}, text),
+          value != null && h("b", {}, value),
+        ),
+      ),
+    );
     box.hidden = false;
     const { offsetWidth: width, offsetHeight: height } = box;
     const left = x + 14 + width > innerWidth - 6 ? x - width - 14 : x + 14;
     box.style.left = `${Math.max(6, Math.min(left, innerWidth - width - 6))}px`;
-    box.style.top = `${Math.max(6, Math.min(y + 14, innerHeight - height - 6))}px`;
+    box.style.top = `${Math.max(6, above == null ? Math.min(y + 14, innerHeight - height - 6) : above - height)}px`;
   },
   hide() {
     if (this.element) this.element.hidden = true;
   },
   // For screen readers, after a key.
   say(lines) {
-    document.getElementById("said").textContent =
-      lines.map(([text, value]) => (value == null ? text : `${text} ${value}`)).join(", ");
+    document.getElementById("said").textContent = lines
+      .map(([text, value]) => (value == null ? text : `${text} ${value}`))
+      .join(", ");
   },
 };
 

@@ -8,7 +8,13 @@ function digits(value, count = 3) {
 
 function formatCount(value) {
   if (value == null) return MISSING;
-  for (const [scale, unit] of [[1e15, " P"], [1e12, " T"], [1e9, " G"], [1e6, " M"], [1e3, " k"]])
+  for (const [scale, unit] of [
+    [1e15, " P"],
+    [1e12, " T"],
+    [1e9, " G"],
+    [1e6, " M"],
+    [1e3, " k"],
+  ])
     if (Math.abs(value) >= scale) return digits(value / scale) + unit;
   return formatNumber(value);
 }
@@ -27,7 +33,11 @@ function formatSeconds(value) {
   if (size < 1) return digits(value * 1e3) + " ms";
   if (size < 60) return digits(value) + " s";
   const whole = Math.round(value);
-  for (const [large, small, first, second] of [[86400, 3600, "d", "h"], [3600, 60, "h", "min"], [60, 1, "min", "s"]])
+  for (const [large, small, first, second] of [
+    [86400, 3600, "d", "h"],
+    [3600, 60, "h", "min"],
+    [60, 1, "min", "s"],
+  ])
     if (whole >= large) {
       const rest = Math.floor((whole % large) / small);
       return `${Math.floor(whole / large)} ${first}` + (rest ? ` ${rest} ${second}` : "");
@@ -37,7 +47,13 @@ function formatSeconds(value) {
 
 function formatBytes(value) {
   if (value == null) return MISSING;
-  for (const [power, unit] of [[50, "PiB"], [40, "TiB"], [30, "GiB"], [20, "MiB"], [10, "KiB"]])
+  for (const [power, unit] of [
+    [50, "PiB"],
+    [40, "TiB"],
+    [30, "GiB"],
+    [20, "MiB"],
+    [10, "KiB"],
+  ])
     if (Math.abs(value) >= 2 ** power) return `${digits(value / 2 ** power)} ${unit}`;
   return `${digits(value)} B`;
 }
@@ -71,7 +87,8 @@ function ticks(low, high, count, kind = "number") {
     if (kind === "steps") step = Math.max(1, step);
   }
   const out = [];
-  for (let index = Math.ceil(low / step - 1e-9); index * step <= high + step * 1e-9; index++) out.push(index * step || 0);
+  for (let index = Math.ceil(low / step - 1e-9); index * step <= high + step * 1e-9; index++)
+    out.push(index * step || 0);
   return out;
 }
 
