@@ -36,7 +36,9 @@ def check_growth(cases: list[tuple[str, str, str]]) -> None:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     for case, bytes_of in zip(cases, json.loads(done.stdout), strict=True):
-        assert abs(bytes_of["predicted"] / bytes_of["real"] - 1) < 0.05, (case, bytes_of)
+        # A process grows by whole pages, and by what kernels take and free, which counts where so little is saved.
+        allowance = 0.05 * bytes_of["real"] + (1 << 18)
+        assert abs(bytes_of["predicted"] - bytes_of["real"]) < allowance, (case, bytes_of)
 
 
 def test_a_process_grows_by_the_traced_bytes() -> None:

@@ -8,8 +8,9 @@
 - ``model_facts``: a model on the meta device, from a function, a configuration of Hugging Face, or plain numbers.
 - ``standard_decoder``: the model of plain numbers.
 - ``activations``: memory and arithmetic of one micro-step, traced under fake tensors.
-- ``machine``: the memory and the rates of the machines; ``machine_presets`` has those of common GPUs.
-- ``measure``: the rates of this machine, measured.
+- ``machine``: the memory and the rates of the machines; ``machine_presets`` has those of common GPUs, and
+  ``known_machines`` finds one by name.
+- ``measure``: the rates of this machine, measured. ``compute_rates`` fits those of a model's operations.
 - ``step_time``: the seconds of a step.
 - ``candidates``, ``estimator``, ``scaling``: what is compared, and what fits.
 - ``result``, ``report``, ``report_page``: the plan as Python, as JSON, as a table and as a page.

@@ -114,9 +114,10 @@ def _quick_estimate() -> Machine:
         rates=Rates(
             matmul=matmul,
             memory=memory,
-            elementwise=memory / 2,
+            elementwise=dict.fromkeys(matmul, memory / 2),
             host_memory=memory,
             link=QUICK_LINK,
+            reduce_link=QUICK_LINK,
             node_link=QUICK_NODE_LINK,
             latency=QUICK_LATENCY,
             host_link=0.0,
@@ -126,6 +127,6 @@ def _quick_estimate() -> Machine:
         ),
         sources={
             "matmul memory elementwise host_memory": quick,
-            "link node_link latency disk_read disk_write dispatch": assumed,
+            "link reduce_link node_link latency disk_read disk_write dispatch": assumed,
         },
     )

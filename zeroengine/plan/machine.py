@@ -24,10 +24,11 @@ class Rates:
     Attributes:
         matmul: FLOP per second of matrix products of a model's sizes, by dtype: ``fp32``, ``bf16`` and ``fp16``.
         memory: The device's memory, read plus written, in an update of the optimizer.
-        elementwise: Bytes read plus written per second in a model's operations that are no matrix products. On a GPU
-            the memory bounds them. On a CPU the arithmetic of functions such as GELU does.
+        elementwise: Bytes read plus written per second in a model's operations that are no matrix products, by dtype.
+            On a GPU the memory bounds them. On a CPU the arithmetic of functions such as GELU does.
         host_memory: The memory of a node's CPUs, read plus written, in an update there. Of the whole node.
-        link: Within a node, in each direction.
+        link: Within a node, in each direction, in all-gathers.
+        reduce_link: The same in reduce-scatters, the sum included.
         node_link: Between nodes, in each direction. Of the whole node.
         latency: Seconds of one collective of no size.
         host_link: Between a device and its host, in each direction; 0 on CPU.
@@ -38,9 +39,10 @@ class Rates:
 
     matmul: Mapping[str, float]
     memory: float
-    elementwise: float
+    elementwise: Mapping[str, float]
     host_memory: float
     link: float
+    reduce_link: float
     node_link: float
     latency: float
     host_link: float

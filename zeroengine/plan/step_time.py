@@ -1,8 +1,30 @@
-"""The seconds of a training step, from what is traced and what the machine achieves."""
+"""The seconds of a training step, from what is traced and what the machine achieves.
+
+[Note: What is modeled]
+compute   each operation takes the longer of its arithmetic and its bytes on a GPU, and the launches by the host may
+          take longer than all of them; on a CPU these add up
+gather    stage 3: each module's units before its forward and its backward; the last of the forward stay.
+          Stages 1 and 2: each unit after its update. A transport that overlaps hides them behind the computation of
+          the same pass, but for the first
+reduce    the copy of gradients into buckets, and their sums: in each micro-step at stages 2 and 3, otherwise in the
+          last one. A transport that overlaps hides the sums behind the backward, but for the last
+update    reads gradients for the norm, and reads and writes states once
+offload   transfers of a step that the pass they belong to does not hide; see "Where a state lives" in docs/design.md
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from zeroengine.config import Config
+from zeroengine.offload.placement_plan import plan_placement
+from zeroengine.partition.degrees import degrees_of_stage
+from zeroengine.plan.activations import MicroStep, OperationCount
+from zeroengine.plan.machine import Machine
+from zeroengine.plan.model_facts import ModelFacts
+from zeroengine.plan.state_bytes import Setting, StateBytes
+from zeroengine.plan.unit_bytes import UnitBytes, units_of_plans
 
 
 @dataclass(frozen=True)
@@ -12,7 +34,7 @@ class StepTime:
     Attributes:
         compute: Forwards and backwards of all micro-steps.
         gather: Exposed all-gathers of parameters.
-        reduce: Exposed reductions of gradients.
+        reduce: Exposed reductions of gradients, and their copies into buckets.
         update: The norm of the gradient and the optimizer's update.
         offload: Exposed transfers between the device, the host and the disk.
     """
@@ -27,3 +49,180 @@ class StepTime:
     def total(self) -> float:
         """Return the seconds of the whole step."""
         return self.compute + self.gather + self.reduce + self.update + self.offload
+
+
+def setting_of(machine: Machine, config: Config) -> Setting:
+    """Return the ranks, the device and the transport of a run on ``machine``."""
+    if machine.world_size == 1:
+        return Setting(1, machine.device, "single")
+    on_host = machine.nodes == 1 and config.comm.transport != "gloo"
+    transport = "nccl" if machine.device == "cuda" else "shm" if on_host else "gloo"
+    return Setting(machine.world_size, machine.device, transport)
+
+
+def predict_step(model: ModelFacts, config: Config, micro: MicroStep, states: StateBytes, machine: Machine) -> StepTime:
+    """Predict the seconds of one step: all micro-steps and the update.
+
+    Args:
+        model: The model.
+        config: The resolved configuration, with a number as stage.
+        micro: One micro-step of it.
+        states: The bytes of its states, for what an update reads and writes.
+        machine: The machine. A rate of 0 that is needed, as of a disk that is not there, gives infinity.
+    """
+    setting = setting_of(machine, config)
+    zero = config.zero_optimization
+    degrees = degrees_of_stage(int(zero.stage), setting.world_size)
+    plans, align = model.plans(config), setting.shard_align_bytes
+    on_gpu = machine.device == "cuda"
+    placement = plan_placement(plans, degrees, config, setting.world_size, align, has_device_memory=on_gpu)
+    units = units_of_plans(plans, degrees, config, setting.world_size, align, placement)
+    accumulation = config.micro_steps_in_mean
+    forward, backward = (_compute_seconds(operations, machine) for operations in (micro.forward, micro.backward))
+    collectives = Collectives(machine)
+    overlaps = setting.overlaps and zero.overlap_comm
+
+    def exposed(seconds: Sequence[float], hidden_behind: float) -> float:
+        if not overlaps or not seconds:
+            return sum(seconds)
+        # The first gather has nothing to hide behind, and neither has the last reduce.
+        return max(seconds[0], sum(seconds) - hidden_behind)
+
+    gathered = [unit for unit in units if unit.degrees.parameters > 1]
+    # A unit of several modules, such as an embedding that is tied to the head, is gathered for each of them.
+    in_pass = [collectives.gather(unit.full_bytes) for unit in gathered for _ in unit.plan.modules]
+    kept = collectives.gather(_last_in_forward(model, gathered).full_bytes) if gathered else 0.0
+    gather = accumulation * (exposed(in_pass, forward) + max(0.0, exposed(in_pass, backward) - kept))
+    updated = [
+        unit for unit in units if unit.gradients is not None and unit.degrees.optimizer > unit.degrees.parameters
+    ]
+    gather += exposed([collectives.gather(unit.full_bytes) for unit in updated], forward)
+
+    reduce = 0.0
+    for sharded, times in ((True, accumulation), (False, 1)):
+        trained = [unit for unit in units if unit.gradients is not None and unit.gradients.is_sharded is sharded]
+        # Every micro-step copies its gradients, whenever they are reduced.
+        reduce += accumulation * sum(_copy_bytes(unit) for unit in trained) / machine.rates.memory
+        reduce += times * exposed([collectives.reduce(unit) for unit in reversed(trained)], backward)
+
+    update, offload = _update_seconds(units, states, machine)
+    offload += _param_offload_seconds(units, machine, config, accumulation, forward + backward)
+    return StepTime(accumulation * (forward + backward), gather, reduce, update, offload)
+
+
+def _last_in_forward(model: ModelFacts, units: Sequence[UnitBytes]) -> UnitBytes:
+    """Return the unit whose module is registered last. The backward needs it first, so it stays gathered."""
+    order = {module: index for index, module in enumerate(model.model.modules())}
+    return max(units, key=lambda unit: max((order[module] for module in unit.plan.modules), default=-1))
+
+
+class Collectives:
+    """The seconds of collectives between all ranks of a machine."""
+
+    def __init__(self, machine: Machine) -> None:
+        rates = machine.rates
+        self._share = (machine.world_size - 1) / machine.world_size
+        self._latency = rates.latency
+        # A ring over several nodes crosses each node's network once, while its ranks use their own links.
+        network = rates.node_link if machine.nodes > 1 else float("inf")
+        self._gather, self._reduce = min(rates.link, network), min(rates.reduce_link, network)
+
+    def gather(self, nbytes: int) -> float:
+        """Return the seconds of an all-gather of ``nbytes`` over all ranks."""
+        return self._latency + nbytes * self._share / self._gather if self._share else 0.0
+
+    def reduce(self, unit: UnitBytes) -> float:
+        """Return the seconds of the reduction of a unit's gradients, which is a gather more where they are whole."""
+        if not self._share:
+            return 0.0
+        assert unit.gradients is not None
+        nbytes = unit.layout.numel * unit.gradients.reduce_dtype.itemsize
+        seconds = self._latency + nbytes * self._share / self._reduce
+        return seconds + (self.gather(nbytes) if unit.degrees.optimizer == 1 else 0.0)
+
+
+def _compute_seconds(operations: Sequence[OperationCount], machine: Machine) -> float:
+    rates = machine.rates
+    on_gpu = machine.device == "cuda"
+    device = host = 0.0
+    for operation in operations:
+        arithmetic = operation.flops / rates.matmul[operation.dtype]
+        memory = operation.nbytes / rates.elementwise[operation.dtype]
+        # On a GPU small products are bound by memory. On a CPU their operands come from caches.
+        seconds = max(arithmetic, memory) if on_gpu else arithmetic or memory
+        device += operation.count * seconds
+        host += operation.count * rates.dispatch
+    # A GPU works off a queue that the host fills.
+    return max(device, host) if on_gpu else device + host
+
+
+def _copy_bytes(unit: UnitBytes) -> int:
+    """Return the bytes that the copy of a unit's gradients into its bucket reads and writes."""
+    assert unit.gradients is not None
+    target = unit.gradients.reduce_dtype if unit.gradients.is_sharded else unit.gradients.dtype
+    return unit.plan.numel * (unit.plan.dtype.itemsize + target.itemsize)
+
+
+def _update_seconds(units: Sequence[UnitBytes], states: StateBytes, machine: Machine) -> tuple[float, float]:
+    """Return the seconds of the update, and of the transfers that it does not hide."""
+    rates = machine.rates
+    trained = [unit for unit in units if unit.gradients is not None]
+    numel = sum(unit.optimizer_numel for unit in trained)
+    by_place = (states.device, states.cpu, states.nvme)
+    moments = sum(place.get("optimizer", 0) for place in by_place)
+    masters = sum(unit.optimizer_numel * unit.master_dtype.itemsize for unit in trained)
+    gradients = sum(unit.optimizer_numel * unit.gradients.dtype.itemsize for unit in trained if unit.gradients)
+    low_precision = sum(
+        unit.optimizer_numel * unit.plan.dtype.itemsize for unit in trained if unit.plan.is_mixed_precision
+    )
+    # The norm reads the gradients once more. Where the parameters are whole, users may have written into them, and
+    # their copy in low precision is read too.
+    nbytes = 2 * (masters + moments) + 2 * gradients + low_precision
+    nbytes += sum(
+        unit.optimizer_numel * unit.plan.dtype.itemsize
+        for unit in trained
+        if unit.plan.is_mixed_precision and unit.degrees.parameters == 1
+    )
+    if not numel:
+        return 0.0, 0.0
+    offloaded = sum(unit.optimizer_numel for unit in trained if unit.states_offloaded) / numel
+    in_memory, on_host = machine.rates.memory, rates.host_memory / machine.ranks_per_node
+    if machine.device == "cpu":
+        on_host = in_memory
+    update = nbytes * ((1 - offloaded) / in_memory + offloaded / on_host)
+    # Gradients go to the host and new parameters come back, beside the update.
+    to_device = low_precision or masters
+    transfer = (
+        offloaded * max(gradients, to_device) / rates.host_link if machine.device == "cuda" and offloaded else 0.0
+    )
+    transfer += _disk_seconds(states, machine, gradients if states.nvme.get("gradients") else 0)
+    return update, max(0.0, transfer - update)
+
+
+def _disk_seconds(states: StateBytes, machine: Machine, gradients: int) -> float:
+    """Return the seconds of an update's transfers from and to the disk that the ranks of a node share."""
+    moved = sum(states.nvme.get(name, 0) for name in ("master", "optimizer"))
+    # In fp32 the parameters are the master weights.
+    if not states.nvme.get("master", 0):
+        moved += states.nvme.get("parameters", 0)
+    if not moved:
+        return 0.0
+    read, write = machine.rates.disk_read, machine.rates.disk_write
+    if not read or not write:
+        return float("inf")
+    return machine.ranks_per_node * ((moved + gradients) / read + (moved + gradients) / write)
+
+
+def _param_offload_seconds(
+    units: Sequence[UnitBytes], machine: Machine, config: Config, accumulation: int, compute: float
+) -> float:
+    """Return the exposed seconds of reading offloaded parameter shards for each forward and backward."""
+    nbytes = 2 * sum(unit.shard_bytes for unit in units if unit.shard_offloaded)
+    place = config.zero_optimization.offload_param.device
+    if not nbytes:
+        return 0.0
+    seconds = nbytes / machine.rates.host_link if machine.device == "cuda" else 0.0
+    if place == "nvme":
+        read = machine.rates.disk_read / machine.ranks_per_node
+        seconds = max(seconds, nbytes / read if read else float("inf"))
+    return accumulation * max(0.0, seconds - compute)

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from zeroengine.errors import ZeroEngineError
+from zeroengine.plan.compute_rates import fit
+from zeroengine.plan.measure import measure
+
+
+def test_a_fit_finds_the_rates_that_made_the_times() -> None:
+    rows = [(1e9, 1e6, 100.0), (5e9, 4e6, 120.0), (1e8, 8e7, 300.0), (1e7, 1e5, 5000.0)]
+    inverse = (1 / 50e9, 1 / 8e9, 5e-6)
+    times = [sum(a * b for a, b in zip(row, inverse, strict=True)) for row in rows]
+    assert fit(rows, times) == pytest.approx(inverse, rel=1e-6)
+
+
+def test_a_fit_gives_no_negative_rates() -> None:
+    assert min(fit([(1.0, 1.0), (2.0, 1.0), (3.0, 1.0)], [1.0, 1.5, 1.9])) >= 0
+    assert min(fit([(1.0, 3.0), (2.0, 2.0), (3.0, 1.0)], [1.0, 2.5, 4.0])) >= 0
+
+
+@pytest.mark.slow
+def test_two_ranks_measure_every_rate(tmp_path: Path) -> None:
+    said: list[str] = []
+    machine = measure(said.append, ranks=2, threads=1, folder=tmp_path)
+    assert machine.world_size == 2
+    rates = machine.rates
+    assert min(*rates.matmul.values(), *rates.elementwise.values(), rates.memory, rates.link, rates.reduce_link) > 1e6
+    assert len(said) >= 4
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ZeroEngineError, match="no-such-folder"):
+        measure(ranks=1, threads=1, folder=tmp_path / "no-such-folder")

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+from zeroengine.config import load
+from zeroengine.plan.activations import MicroStep, trace_micro_step
+from zeroengine.plan.machine import Machine
+from zeroengine.plan.machine_presets import PRESETS
+from zeroengine.plan.model_facts import from_numbers
+from zeroengine.plan.state_bytes import predict_states
+from zeroengine.plan.step_time import StepTime, predict_step, setting_of
+
+FACTS = from_numbers(25e6, layers=4, width=512, vocab=1000, sequence=64)
+GPUS = PRESETS["h100-80gb"]
+CPUS = replace(GPUS, device="cpu", ranks_per_node=2)
+ALONE = replace(CPUS, ranks_per_node=1)
+
+
+@cache
+def traced(bf16: bool) -> MicroStep:
+    return trace_micro_step(FACTS, load({"bf16": {"enabled": bf16}}).resolve(world_size=1), 1, checkpointing=False)
+
+
+def predict(machine: Machine, stage: int, accumulation: int = 1, **keys: Any) -> StepTime:
+    zero = {"stage": stage, **keys.pop("zero", {})}
+    tree = {"gradient_accumulation_steps": accumulation, "zero_optimization": zero, **keys}
+    config = load(tree).resolve(world_size=machine.world_size)
+    micro = traced(bool(config.bf16.enabled))
+    states = predict_states(FACTS.plans(config), config, setting_of(machine, config))
+    return predict_step(FACTS, config, micro, states, machine)
+
+
+def with_rates(machine: Machine, **rates: float) -> Machine:
+    return replace(machine, rates=replace(machine.rates, **rates))
+
+
+def test_one_rank_communicates_nothing() -> None:
+    steps = [predict(ALONE, stage) for stage in range(4)]
+    assert all(step == steps[0] for step in steps)
+    assert steps[0].gather == steps[0].offload == 0
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_communication_takes_its_bytes_over_the_link(stage: int) -> None:
+    instant = with_rates(CPUS, latency=0.0, memory=math.inf, link=1e9, reduce_link=1e9)
+    step = predict(instant, stage)
+    # Without overlap, in fp32, half of the bytes come from the other rank: an all-reduce is two passes over them.
+    of_model = 4 * FACTS.num_parameters / 2 / 1e9
+    assert step.reduce == pytest.approx(of_model * (2 if stage == 0 else 1), rel=0.01)
+    # Stage 3 gathers each block twice, and the unit of embedding, norm and head, of 4 % of the model, for each of them.
+    gathers = {0: 0, 1: 1, 2: 1, 3: 2 * 0.96 + (2 * 3 - 1) * 0.04}[stage]
+    assert step.gather == pytest.approx(gathers * of_model, rel=0.02)
+
+
+def test_a_transport_that_overlaps_hides_communication() -> None:
+    slow = with_rates(GPUS, link=1e9, reduce_link=1e9)
+    without = predict(slow, 3, zero={"overlap_comm": False})
+    assert predict(slow, 3).gather < without.gather
+    fast = with_rates(GPUS, link=1e15, reduce_link=1e15, latency=0.0)
+    assert predict(fast, 3).gather < 1e-5
+
+
+def test_a_network_between_nodes_bounds_collectives() -> None:
+    nodes = replace(with_rates(GPUS, node_link=1e9), nodes=2)
+    assert predict(nodes, 3).gather > 10 * predict(replace(GPUS, nodes=2), 3).gather
+
+
+def test_accumulation_repeats_the_computation_alone() -> None:
+    one, four = predict(CPUS, 1), predict(CPUS, 1, accumulation=4)
+    assert four.compute == pytest.approx(4 * one.compute)
+    assert four.update == one.update
+    assert four.gather == one.gather
+    # Gradients that are sharded are reduced in every micro-step.
+    assert predict(CPUS, 2, accumulation=4).reduce > 3.9 * predict(CPUS, 2).reduce
+
+
+def test_the_update_reads_and_writes_the_bytes_of_the_kernel() -> None:
+    memory = CPUS.rates.memory
+    assert predict(ALONE, 0).update * memory == pytest.approx((28 + 4) * FACTS.num_parameters, rel=0.01)
+    # Gradients of 2 bytes are read twice, and the copy in bf16 is written and, where users may write it, read.
+    expected = (24 + 2 * 2 + 4) * FACTS.num_parameters
+    assert predict(ALONE, 0, bf16={"enabled": True}).update * memory == pytest.approx(expected, rel=0.01)
+    sharded = (24 + 2 * 2 + 2) * FACTS.num_parameters / 2
+    assert predict(CPUS, 3, bf16={"enabled": True}).update * memory == pytest.approx(sharded, rel=0.02)
+
+
+def test_states_on_a_disk_take_the_time_of_the_disk() -> None:
+    place = {"device": "nvme", "nvme_path": "."}
+    slow = with_rates(ALONE, disk_read=1e6, disk_write=1e6)
+    step = predict(slow, 0, zero={"offload_optimizer": place})
+    # Moments are read and written; in fp32 the master weights are the parameters, which stay.
+    assert step.offload > 2 * 8 * FACTS.num_parameters / 1e6 * 0.9
+    assert predict(with_rates(ALONE, disk_read=0.0), 0, zero={"offload_optimizer": place}).total == math.inf
+
+
+def test_states_on_the_host_take_the_time_of_the_host() -> None:
+    place = {"device": "cpu"}
+    near = predict(GPUS, 2, zero={"offload_optimizer": place}, bf16={"enabled": True})
+    assert near.update > 5 * predict(GPUS, 2, bf16={"enabled": True}).update
+    far = predict(with_rates(GPUS, host_link=1e6), 2, zero={"offload_optimizer": place}, bf16={"enabled": True})
+    assert far.offload > near.offload
