@@ -20,7 +20,7 @@ from tests.conftest import ROOT
 from tests.distributed.models import batch, build, config
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import start
-from tests.emulated import gpu
+from tests.emulated import cpu_alone, gpu
 from zeroengine.comm.comms_log import OperationTotals
 from zeroengine.comm.logged_transport import log_collectives
 from zeroengine.comm.transports.nccl import NCCLTransport
@@ -120,6 +120,7 @@ def accumulate() -> tuple[list[float], list[float], int]:
             return before, shard.tolist(), recorder._log.totals["reduce_scatter", "blocks.0"].count
 
 
+@cpu_alone("the events of the emulated GPU are patched in")
 def test_on_nccl_the_stream_that_awaits_a_sum_adds_it_and_once() -> None:
     for before, after, count in run_ranks(2, accumulate):
         assert (before, after, count) == ([1.0, 1.0], [7.0, 7.0], 1)

@@ -85,7 +85,7 @@ class FlopsProfile(Section):
     enabled: Annotated[bool, AUTO] = False
     """Print the table."""
     profile_step: Annotated[Count, AUTO] = 1
-    """Number of updates before the forward that is timed."""
+    """Number of steps before the forward that is timed."""
     module_depth: Annotated[int, Ge(-1), AUTO] = -1
     """Deepest modules in the summary. -1: the deepest ones that there are."""
     top_modules: Annotated[Positive, AUTO] = 1

@@ -216,7 +216,9 @@ class EngineParts:
             if self.monitor is not None:
                 observers.enter_context(self.monitor.observe_forward(inputs))
             if self.forward_profiler is not None:
-                observers.enter_context(self.forward_profiler.observe(self.step_runner.num_updates))
+                issued = self.step_runner.issued_step
+                num_steps = self.step_runner.num_updates if issued is None else issued.number
+                observers.enter_context(self.forward_profiler.observe(num_steps))
             yield
 
     def report_event(self, kind: EventKind, step: int, text: str, **facts: Any) -> None:

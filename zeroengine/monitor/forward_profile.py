@@ -36,7 +36,7 @@ class _Timed:
 
 
 class ForwardProfiler:
-    """Profiles the first forward after ``profile_step`` updates, and prints a table.
+    """Profiles the first forward after ``profile_step`` steps, and prints a table.
 
     Args:
         model: The model.
@@ -55,20 +55,20 @@ class ForwardProfiler:
         self._flops: dict[str, int] | None = None
         self._has_ended = False
 
-    def observe(self, num_updates: int) -> AbstractContextManager[None]:
+    def observe(self, num_steps: int) -> AbstractContextManager[None]:
         """Return a context for a forward of training, which measures it if it is one of the two.
 
         Args:
-            num_updates: The updates so far. A run that resumes behind the step is not profiled.
+            num_steps: The steps so far. A run that resumes behind the step is not profiled.
         """
         step = self._section.profile_step
         if self._has_ended:
             return contextlib.nullcontext()
         if self._flops is None:
-            return self._count() if num_updates == max(step - 1, 0) else contextlib.nullcontext()
+            return self._count() if num_steps == max(step - 1, 0) else contextlib.nullcontext()
         # Another count, such as the monitor's, would be timed as well.
         is_counted = isinstance(_get_current_dispatch_mode(), ForwardFlops)
-        return self._time(num_updates) if num_updates >= step and not is_counted else contextlib.nullcontext()
+        return self._time(num_steps) if num_steps >= step and not is_counted else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def _count(self) -> Iterator[None]:
@@ -88,7 +88,7 @@ class ForwardProfiler:
         self._flops = flops
 
     @contextlib.contextmanager
-    def _time(self, num_updates: int) -> Iterator[None]:
+    def _time(self, num_steps: int) -> Iterator[None]:
         """Time every module, and print the table."""
         began: dict[str, list[Any]] = {name: [] for name in self._modules}
         timed: dict[str, list[_Timed]] = {name: [] for name in self._modules}
@@ -117,7 +117,7 @@ class ForwardProfiler:
             )
             for name, module in self._modules.items()
         ]
-        self._publish(profile_table(profiles, self._section, self._rank, num_updates))
+        self._publish(profile_table(profiles, self._section, self._rank, num_steps))
 
     @contextlib.contextmanager
     def _hooked(self, begin: Any, end: Any) -> Iterator[None]:

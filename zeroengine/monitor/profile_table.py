@@ -59,14 +59,14 @@ def profile_table(profiles: Sequence[ModuleProfile], section: FlopsProfile, rank
         profiles: The model first, then the modules within, each behind the one around it.
         section: How much the table shows.
         rank: What its head says.
-        step: The updates before the forward.
+        step: The steps before the forward.
     """
     model = profiles[0]
     deepest = max(profile.depth for profile in profiles)
     shown_depth = deepest if section.module_depth < 0 else min(section.module_depth, deepest)
     backward = round((2 + section.recompute_fwd_factor) * model.flops)
     lines = [
-        f"forward after {step} updates, on rank 0 of {rank.world_size}, {rank.micro_batch} samples in a micro-batch:",
+        f"forward after {step} steps, on rank 0 of {rank.world_size}, {rank.micro_batch} samples in a micro-batch:",
         f"  {_scaled(model.flops, 'FLOP')} and {model.seconds * 1000:.2f} ms in the forward; "
         f"{_scaled(backward, 'FLOP')} in the backward, if every parameter is trained",
     ]

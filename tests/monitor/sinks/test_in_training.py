@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import functools
 import io
 import logging
 from pathlib import Path
@@ -51,14 +52,13 @@ def train(settings: dict[str, Any], failing: bool = False) -> tuple[list[float],
     return losses, out.getvalue(), warnings
 
 
-@pytest.fixture(scope="module")
+@functools.cache
 def plain_losses() -> list[list[float]]:
+    """Call it in a test: on an emulated GPU, fixtures of tests choose its kernels."""
     return [losses for losses, _, _ in run_ranks(2, train, {})]
 
 
-def test_csv_files_and_tables_have_every_step_and_the_losses_stay(
-    tmp_path: Path, plain_losses: list[list[float]]
-) -> None:
+def test_csv_files_and_tables_have_every_step_and_the_losses_stay(tmp_path: Path) -> None:
     settings = {
         "csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "a"},
         "wall_clock_breakdown": True,
@@ -67,10 +67,10 @@ def test_csv_files_and_tables_have_every_step_and_the_losses_stay(
         "steps_per_print": 4,
     }
     answers = run_ranks(2, train, settings)
-    assert [losses for losses, _, _ in answers] == plain_losses
+    assert [losses for losses, _, _ in answers] == plain_losses()
     with (tmp_path / "a" / "Train_Samples_train_loss.csv").open() as file:
         _, *rows = csv.reader(file)
-    mean = [sum(losses) / 2 for losses in zip(*plain_losses, strict=True)]
+    mean = [sum(losses) / 2 for losses in zip(*plain_losses(), strict=True)]
     # A step of two ranks has two samples on each.
     assert [int(row[0]) for row in rows] == [4 * step for step in range(1, STEPS + 1)]
     assert [float(row[1]) for row in rows] == pytest.approx(mean)
@@ -85,13 +85,13 @@ def test_csv_files_and_tables_have_every_step_and_the_losses_stay(
         assert any(f"loss {mean[step - 1]:.4f}, " in head and " tokens/s" in head for head in of_step)
 
 
-def test_a_full_disk_ends_the_logger_and_not_the_training(tmp_path: Path, plain_losses: list[list[float]]) -> None:
+def test_a_full_disk_ends_the_logger_and_not_the_training(tmp_path: Path) -> None:
     settings = {
         "csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "a"},
         "monitor": {"folder": str(tmp_path / "run")},
     }
     answers = run_ranks(2, train, settings, True)
-    assert [losses for losses, _, _ in answers] == plain_losses
+    assert [losses for losses, _, _ in answers] == plain_losses()
     assert len((tmp_path / "a" / "Train_Samples_lr.csv").read_text().splitlines()) == 1 + BAD_STEP
     assert len((tmp_path / "run" / "steps.jsonl").read_text().splitlines()) == STEPS
     (_, _, warnings), (_, _, others) = answers
