@@ -56,7 +56,6 @@ def train(rank: int, options: argparse.Namespace, port: int, folder: str, answer
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank_groups = [dist.new_group([number]) for number in range(options.ranks)]
-    rows = []
     for stage in options.stages:
         folders = [f"{folder}/stage{stage}", f"{folder}/floor{stage}-{rank}"]
         engines = {
@@ -86,18 +85,15 @@ def train(rank: int, options: argparse.Namespace, port: int, folder: str, answer
         floor = list(map(json.loads, Path(folders[1], "steps.jsonl").read_text().splitlines()))
         # The monitor's own clock covers the barrier and the other engines as well, so only the floor's update is taken.
         update = statistics.median(record["split"]["update"] for record in floor[WARMUP:])
-        rows.append(
-            {
-                **{name: seconds[name][WARMUP:] for name in engines},
-                "stage": stage,
-                "surplus_update": update * (1 - 1 / options.ranks) if stage else 0.0,
-                "host_us": statistics.median(host) * 1e6,
-                "spans": spans[0] / num_steps,
-                "thread_us": thread_us,
-                "bytes_sent": bytes_sent,
-            }
-        )
-    answers.put((rank, rows))
+        row = {
+            **{name: seconds[name][WARMUP:] for name in engines},
+            "surplus_update": update * (1 - 1 / options.ranks) if stage else 0.0,
+            "host_us": statistics.median(host) * 1e6,
+            "spans": spans[0] / num_steps,
+            "thread_us": thread_us,
+            "bytes_sent": bytes_sent,
+        }
+        answers.put((rank, row))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -173,41 +169,47 @@ def main() -> None:
         ]
         for process in processes:
             process.start()
-        by_rank = dict(answers.get() for _ in processes)
+        print_head(options)
+        for stage in options.stages:
+            row_of_rank = dict(answers.get() for _ in processes)
+            print_row(stage, [row_of_rank[rank] for rank in range(options.ranks)], Path(folder, f"stage{stage}"))
         for process in processes:
             process.join()
-        print_table(options, by_rank, Path(folder))
 
 
-def print_table(options: argparse.Namespace, by_rank: dict[int, Any], folder: Path) -> None:
+def print_head(options: argparse.Namespace) -> None:
     print(
         f"{options.ranks} ranks on {os.cpu_count()} CPUs, size {options.size}, {options.steps} steps; Linux "
         f"{platform.release()}, torch {torch.__version__}, Python {sys.version.split()[0]}\n"
         f"an empty span: {span_cost(True) * 1e9:.0f} ns with the monitor, {span_cost(False) * 1e9:.0f} ns without\n\n"
         f"{'stage':>5} {'on ms':>8} {'off ms':>8} {'on/off':>7} {'quartiles':>13} {'floor ms':>9} {'waits ms':>9} "
-        f"{'explained':>9} {'spans':>6} {'host us':>8} {'thread us':>9} {'bytes sent':>10} {'bytes kept':>10}"
+        f"{'explained':>9} {'spans':>6} {'host us':>8} {'thread us':>9} {'bytes sent':>10} {'bytes kept':>10}",
+        flush=True,
     )
-    for index, row in enumerate(by_rank[0]):
-        lines = (folder / f"stage{row['stage']}" / "steps.jsonl").read_text().splitlines()
-        records = list(map(json.loads, lines))[WARMUP:]
-        # All ranks of a step together: the mean over the ranks, then the median over the steps.
-        means = {
-            name: [statistics.mean(times) for times in zip(*(by_rank[r][index][name] for r in by_rank), strict=True)]
-            for name in ("monitored", "plain", "floor")
-        }
-        on, off, floor = (statistics.median(means[name]) for name in ("monitored", "plain", "floor"))
-        surplus = statistics.mean(by_rank[r][index]["surplus_update"] for r in by_rank)
-        floor -= surplus
-        ratios = [a / b for a, b in zip(means["monitored"], means["plain"], strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        waits = [record["split"]["gather"] + record["split"]["reduce"] for record in records]
-        wait = statistics.median(waits)
-        print(
-            f"{row['stage']:>5} {on * 1e3:>8.1f} {off * 1e3:>8.1f} {middle:>7.3f} {f'{low:.3f}-{high:.3f}':>13} "
-            f"{floor * 1e3:>9.1f} {wait * 1e3:>9.1f} {wait / (on - floor):>9.0%} {row['spans']:>6.0f} "
-            f"{row['host_us']:>8.0f} {row['thread_us']:>9.0f} {row['bytes_sent']:>10} "
-            f"{statistics.median(map(len, lines)):>10.0f}"
-        )
+
+
+def print_row(stage: int, rows: list[dict[str, Any]], folder: Path) -> None:
+    """Print what the ranks measured at one stage."""
+    lines = (folder / "steps.jsonl").read_text().splitlines()
+    records = list(map(json.loads, lines))[WARMUP:]
+    # All ranks of a step together: the mean over the ranks, then the median over the steps.
+    means = {
+        name: [statistics.mean(times) for times in zip(*(row[name] for row in rows), strict=True)]
+        for name in ("monitored", "plain", "floor")
+    }
+    on, off, floor = (statistics.median(means[name]) for name in ("monitored", "plain", "floor"))
+    floor -= statistics.mean(row["surplus_update"] for row in rows)
+    low, middle, high = statistics.quantiles(
+        [monitored / plain for monitored, plain in zip(means["monitored"], means["plain"], strict=True)], n=4
+    )
+    wait = statistics.median(record["split"]["gather"] + record["split"]["reduce"] for record in records)
+    print(
+        f"{stage:>5} {on * 1e3:>8.1f} {off * 1e3:>8.1f} {middle:>7.3f} {f'{low:.3f}-{high:.3f}':>13} "
+        f"{floor * 1e3:>9.1f} {wait * 1e3:>9.1f} {wait / (on - floor):>9.0%} {rows[0]['spans']:>6.0f} "
+        f"{rows[0]['host_us']:>8.0f} {rows[0]['thread_us']:>9.0f} {rows[0]['bytes_sent']:>10} "
+        f"{statistics.median(map(len, lines)):>10.0f}",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

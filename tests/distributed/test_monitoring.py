@@ -154,18 +154,24 @@ def test_a_slow_rank_is_named_with_its_cause(tmp_path: Path, train: Callable[[Pa
     assert max(found["seconds"] for found in slowest if found) >= 0.9 * DELAY_S
 
 
-def train_over_gloo(folder: Path, scratch: Path | None = None) -> None:
-    if scratch is not None and os.environ["RANK"] == "1":
+def train_over_gloo(folder: Path, delay: float = 0.0) -> float:
+    """Return the seconds that this rank's messages were late in all."""
+    slept = [0.0]
+    if delay and os.environ["RANK"] == "1":
         exchange = GlooChannel._exchange
 
         def late(channel: GlooChannel, *arguments: Any) -> GlooWork:
-            time.sleep(DELAY_S / 5)
+            begin = time.perf_counter()
+            time.sleep(delay)
+            slept[0] += time.perf_counter() - begin
             return exchange(channel, *arguments)
 
         GlooChannel._exchange = late  # type: ignore[method-assign]
     engine = make_engine(2, folder, {"comm": {"transport": "gloo"}})
+    slept[0] = 0.0
     take_steps(engine, range(STEPS))
     engine.close()
+    return slept[0]
 
 
 SLOW_LINK = """
@@ -181,10 +187,13 @@ SHAPED = "ip link set lo mtu 1500 up && tc qdisc add dev lo root tbf rate 8mbit 
 
 
 @cpu_alone("Gloo moves the bytes")
-def test_a_rank_whose_messages_are_late_is_a_slow_link(tmp_path: Path) -> None:
-    run_ranks(2, train_over_gloo, tmp_path / "run", tmp_path)
-    slowest = [record["slowest"] for record in read(tmp_path / "run", "steps.jsonl")[1:]]
-    assert [found["cause"] for found in slowest if found].count("link") >= len(slowest) - 1, slowest
+def test_late_messages_are_a_slow_link_and_the_waits_of_both_ranks_explain_the_delay(tmp_path: Path) -> None:
+    delay = run_ranks(2, train_over_gloo, tmp_path, DELAY_S / 2)[1]
+    records = read(tmp_path, "steps.jsonl")
+    causes = [record["slowest"]["cause"] for record in records[1:] if record["slowest"]]
+    assert causes.count("link") >= len(records) - 2, records
+    for rank in range(2):
+        assert sum(record["ranks"]["wait"][rank] for record in records) >= 0.9 * delay > 10 * DELAY_S
 
 
 @pytest.mark.slow

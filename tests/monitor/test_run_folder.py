@@ -58,7 +58,7 @@ def test_a_restarted_run_appends_after_a_line_that_its_predecessor_did_not_finis
     second.close()
     lines = (tmp_path / "steps.jsonl").read_text().splitlines()
     assert [json.loads(lines[0])["step"], lines[1], json.loads(lines[2])["step"]] == [3, '{"step": 4, "ti', 3]
-    assert json.loads((tmp_path / "run.json").read_text())["started"] == 2
+    assert json.loads((tmp_path / "run.json").read_text())["started"] == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["events.jsonl", "run.json", "steps.jsonl"]
 
 

@@ -5,7 +5,6 @@ The JSON of both is the format of a run folder. ``docs/monitoring.md`` describes
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -106,7 +105,7 @@ class StepRecord:
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as JSON types. Numbers that are not finite become null, for which JSON has no other way."""
-        return {key: _finite(value) for key, value in dataclasses.asdict(self).items()}
+        return {key: _finite(value) for key, value in vars(self).items()}
 
 
 @dataclass(frozen=True)
@@ -151,8 +150,11 @@ class Sink(Protocol):
 
 def _finite(value: Any) -> Any:
     """Return a tree of JSON types in which None stands for numbers that are not finite."""
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
+    # Most values are numbers, and this runs at every step, so they are tested first.
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
     if isinstance(value, (list, tuple)):
         return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    return _finite(vars(value)) if isinstance(value, (SlowestRank, StepMemory)) else value

@@ -21,7 +21,8 @@ class RunFolder:
 
     Args:
         path: The folder. It is made if it is absent.
-        run: What ``run.json`` says of the run. It replaces what an earlier run of this folder wrote.
+        run: What ``run.json`` says of the run. It replaces what an earlier run of this folder wrote, except for when
+            that started.
 
     Raises:
         ZeroEngineError: The folder cannot be written.
@@ -34,7 +35,8 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             # A reader sees the old file or the new one, never a part of one.
             partial = self.path / f".{RUN}.{os.getpid()}"
-            partial.write_text(json.dumps({"format": FORMAT, **run}, indent=1, allow_nan=False) + "\n")
+            content = {"format": FORMAT, **run, **_first_start(self.path / RUN)}
+            partial.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
             partial.replace(self.path / RUN)
             for name in (STEPS, EVENTS):
                 self._files[name] = _open_lines(self.path / name)
@@ -75,6 +77,14 @@ def append_event(folder: Path, event: RunEvent) -> None:
         os.write(descriptor, (json.dumps(event.to_json(), separators=(",", ":"), allow_nan=False) + "\n").encode())
     finally:
         os.close(descriptor)
+
+
+def _first_start(path: Path) -> dict[str, Any]:
+    """Return when the run of an earlier ``run.json`` started, if there is one: a restart goes on with that run."""
+    try:
+        return {"started": json.loads(path.read_text())["started"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
 
 
 def _open_lines(path: Path) -> int:
