@@ -110,7 +110,7 @@ def test_the_charts_are_reached_by_keys(tmp_path: Path, browser: Any) -> None:
         assert page.get_by_role("button", name="Show all").is_enabled()
 
 
-@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("dark", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_two_runs_fit_a_phone(tmp_path: Path, browser: Any, dark: bool) -> None:
     first, second = (
         write_run(tmp_path / "a", ranks=2, steps=80),

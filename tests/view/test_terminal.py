@@ -69,6 +69,7 @@ def test_a_running_run_is_followed_to_its_end_in_lines(
 ) -> None:
     monkeypatch.setattr("zeroengine.cli.zero_view.FOLLOW_INTERVAL_S", 0.02)
     monkeypatch.setattr("zeroengine.cli.zero_view.PLAIN_INTERVAL_S", 0.05)
+    monkeypatch.setattr("zeroengine.cli.zero_view.SETTLE_S", 0.2)
 
     def write() -> None:
         for name, value in run_lines(2, 40):

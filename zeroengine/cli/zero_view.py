@@ -27,6 +27,8 @@ examples:
   zero-view runs/a --json | jq .run.split    for programs
 """
 FOLLOW_INTERVAL_S = 1.0
+# A run that has ended or failed may be started again at once, so its end is believed so many seconds later.
+SETTLE_S = 10.0
 # So many seconds lie between two lines where there is no terminal.
 PLAIN_INTERVAL_S = 10.0
 
@@ -77,12 +79,18 @@ def follow(reader: RunReader) -> int:
 
     # A low terminal cuts the picture off while the run goes on. At the end the whole of it is printed.
     with Live(render(), console=console, auto_refresh=False, transient=True, vertical_overflow="crop") as live:
-        while reader.state() not in ("ended", "failed"):
+        while not is_over(reader):
             time.sleep(FOLLOW_INTERVAL_S)
             reader.read()
             live.update(render(), refresh=True)
     console.print(render())
     return 0
+
+
+def is_over(reader: RunReader) -> bool:
+    """Return whether the run has ended or failed, and nothing was written since."""
+    moments = [moment for event in reader.events[-1:] if isinstance(moment := event.get("time"), (int, float))]
+    return reader.state() in ("ended", "failed") and time.time() > max(moments, default=0.0) + SETTLE_S
 
 
 def follow_in_lines(reader: RunReader) -> int:
@@ -93,11 +101,11 @@ def follow_in_lines(reader: RunReader) -> int:
         if line != printed:
             print(line, flush=True)
             printed = line
-        if reader.state() in ("ended", "failed"):
+        if is_over(reader):
             return 0
         deadline = time.monotonic() + PLAIN_INTERVAL_S
         # The end is noticed at once, although lines are rare.
-        while time.monotonic() < deadline and reader.state() not in ("ended", "failed"):
+        while time.monotonic() < deadline and not is_over(reader):
             time.sleep(FOLLOW_INTERVAL_S)
             reader.read()
 

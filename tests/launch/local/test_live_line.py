@@ -65,6 +65,7 @@ def test_a_run_on_a_terminal_has_a_line_at_the_bottom_and_unchanged_output(scrip
     ]
 
 
+@pytest.mark.slow  # the next test has a shorter form
 def test_without_a_terminal_plain_lines_come_from_time_to_time(
     launch: Launch, script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
