@@ -10,7 +10,6 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -196,9 +195,7 @@ def _nvme_paths(overrides: list[str]) -> list[str]:
 
 def _measure(options: argparse.Namespace) -> int:
     from zeroengine.plan.machine import default_machine_file, save_machine
-
-    # Not a plain import: the module is on its way.
-    measure: Any = getattr(import_module("zeroengine.plan.measure"), "measure")  # noqa: B009
+    from zeroengine.plan.measure import measure
 
     file = Path(options.measure) if options.measure else default_machine_file()
     with _progress() as progress:

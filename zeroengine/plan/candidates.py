@@ -36,6 +36,11 @@ class ZeroSetting(NamedTuple):
     checkpointing: bool
 
     @property
+    def is_plain(self) -> bool:
+        """Return whether nothing is offloaded."""
+        return self.offload_param == self.offload_optimizer == "none"
+
+    @property
     def title(self) -> str:
         """Return the setting in words, such as ``stage 3, optimizer on CPU``."""
         names = {"cpu": "in CPU memory", "nvme": "on NVMe"}
@@ -247,7 +252,7 @@ def shown_estimates(ranked: Sequence[Estimate]) -> list[Estimate]:
     """Return the estimates that a table shows: the best of each setting, without dominated settings.
 
     A setting is dominated if another one is at least as fast and holds at least as large a micro-batch. The best of
-    every stage is shown in any case, so that stages can be compared.
+    every stage, and its best without offload, are shown in any case, so that stages can be compared.
 
     Args:
         ranked: Estimates in the order of `rank_estimates`.
@@ -262,7 +267,8 @@ def shown_estimates(ranked: Sequence[Estimate]) -> list[Estimate]:
         setting = estimate.candidate.setting
         # The first estimate of a setting is its best.
         dominated = any(largest[other.candidate.setting] >= largest[setting] for other in shown)
-        is_first_of_stage = all(other.candidate.stage != setting.stage for other in shown)
-        if is_first_of_stage or not dominated:
+        same_stage = [other.candidate.setting for other in shown if other.candidate.stage == setting.stage]
+        is_first = not same_stage or (setting.is_plain and not any(other.is_plain for other in same_stage))
+        if is_first or not dominated:
             shown.append(estimate)
     return shown

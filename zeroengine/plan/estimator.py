@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from importlib import import_module
-from typing import Any, cast
+from typing import Any
 
 from zeroengine.config import Config, load
 from zeroengine.partition.cut import UnitPlan
-from zeroengine.plan.activations import MicroStep
+from zeroengine.plan.activations import MicroStep, trace_micro_step
 from zeroengine.plan.candidates import (
     HEADROOM,
     NVME_PATH,
@@ -24,7 +23,9 @@ from zeroengine.plan.candidates import (
 from zeroengine.plan.machine import Machine
 from zeroengine.plan.model_facts import ModelFacts
 from zeroengine.plan.scaling import extrapolated, largest, merged, repeated_units, states_with_blocks, with_blocks
+from zeroengine.plan.short_trace import BlockTracer
 from zeroengine.plan.state_bytes import Setting, StateBytes, predict_states
+from zeroengine.plan.step_time import predict_step, setting_of
 from zeroengine.utils.byte_size import format_byte_size
 
 # Device memory that a process takes before its first tensor: the CUDA context with its kernels. Measured by Hugging
@@ -74,9 +75,6 @@ class Estimator:
         self.model, self.machine = model, machine
         self._tree, self._nvme_path = tree, nvme_path
         self._buffer_bytes = sum(buffer.nbytes for buffer in model.model.buffers())
-        cuda = machine.device == "cuda"
-        transport = "single" if machine.world_size == 1 else "nccl" if cuda else "shm" if machine.nodes == 1 else "gloo"
-        self._setting = Setting(machine.world_size, machine.device, transport)
         self._configs: dict[PlanCandidate, Config] = {}
         self._states: dict[tuple[Any, ...], StateBytes] = {}
 
@@ -96,13 +94,30 @@ class Estimator:
         """Return the resolved configuration of a candidate."""
         if candidate not in self._configs:
             config = load(self.tree(candidate))
-            self._configs[candidate] = config.resolve(world_size=self.machine.world_size)
+            ranks = self.machine.world_size
+            self._configs[candidate] = config.resolve(world_size=ranks, model_dtype=self.model.dtype)
         return self._configs[candidate]
+
+    @functools.cached_property
+    def _base_config(self) -> Config:
+        """Return a configuration of what all candidates share, such as the precision."""
+        return self.config(PlanCandidate(0, "none", "none", 1, 1, checkpointing=False))
+
+    @functools.cached_property
+    def _setting(self) -> Setting:
+        return setting_of(self.machine, self._base_config)
 
     @functools.cached_property
     def _plans(self) -> list[UnitPlan]:
         # How a model is cut depends on nothing that candidates differ in.
-        return list(self.model.plans(load(dict(self._tree)).resolve(world_size=self.machine.world_size)))
+        return self.model.plans(self._base_config)
+
+    @functools.cached_property
+    def _tracer(self) -> BlockTracer:
+        def trace(size: int, checkpointing: bool) -> MicroStep:
+            return trace_micro_step(self.model, self._base_config, size, checkpointing, self.machine.device)
+
+        return BlockTracer(self.model.model, self._plans, trace)
 
     def states(self, candidate: PlanCandidate) -> StateBytes:
         """Return the bytes of the states of one rank."""
@@ -114,18 +129,14 @@ class Estimator:
 
     def micro_step(self, candidate: PlanCandidate) -> MicroStep | None:
         """Return what one micro-step of a rank takes, or None if the model's inputs are unknown."""
-        if self.model.make_batch is None or not hasattr(
-            import_module("zeroengine.plan.activations"), "trace_micro_step"
-        ):
+        if self.model.make_batch is None:
             return None
         return self._micro_step(candidate.micro_batch, candidate.checkpointing)
 
     @functools.cache  # noqa: B019  the estimator lives as long as one plan is made
     def _micro_step(self, size: int, checkpointing: bool) -> MicroStep:
         if size in TRACED_SIZES:
-            config = load(dict(self._tree)).resolve(world_size=self.machine.world_size)
-            trace_micro_step: Any = getattr(import_module("zeroengine.plan.activations"), "trace_micro_step")  # noqa: B009
-            return cast(MicroStep, trace_micro_step(self.model, config, size, checkpointing, self.machine.device))
+            return self._tracer.micro_step(size, checkpointing)
         first, second = (self._micro_step(n, checkpointing) for n in TRACED_SIZES)
         return extrapolated(first, second, size)
 
@@ -134,7 +145,6 @@ class Estimator:
         estimate = self._weigh(candidate, self.states(candidate), self.micro_step(candidate))
         if estimate.micro is None:
             return estimate
-        predict_step: Any = getattr(import_module("zeroengine.plan.step_time"), "predict_step")  # noqa: B009
         time = predict_step(self.model, self.config(candidate), estimate.micro, estimate.states, self.machine)
         return replace(estimate, time=time)
 
@@ -191,9 +201,7 @@ class Estimator:
 
     def largest_micro_batch(self, setting: ZeroSetting, choices: Choices, *, headroom: bool = False) -> int:
         """Return the largest micro-batch that fits, with headroom if asked for, or 0 if none does."""
-        if self.model.make_batch is None or not hasattr(
-            import_module("zeroengine.plan.activations"), "trace_micro_step"
-        ):
+        if self.model.make_batch is None:
             return 0
 
         def fits(size: int) -> bool:

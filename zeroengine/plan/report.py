@@ -15,7 +15,7 @@ from rich.text import Text
 from zeroengine.utils.byte_size import format_byte_size
 
 # A terminal of at least this many columns gets the columns of states and of the step's parts as well.
-WIDE = 130
+WIDE = 135
 GIB = 2**30
 PLACE_NAMES = {"cpu": "CPU", "nvme": "NVMe"}
 # Columns of the wide table: head, and the states that they sum up.
@@ -49,10 +49,10 @@ def table(plan: Json, width: int | None = None, *, everything: bool = False, col
 
 
 def offload_text(candidate: Json) -> str:
-    """Return where a candidate's states go: `-` for none, `optimizer CPU`, `optimizer + params CPU`."""
+    """Return where a candidate's states go: `-` for none, `optimizer CPU`, or `all CPU` with the parameters."""
     optimizer, param = candidate["offload_optimizer"], candidate["offload_param"]
     if optimizer == param != "none":
-        return f"optimizer + params {PLACE_NAMES[optimizer]}"
+        return f"all {PLACE_NAMES[optimizer]}"
     moved = {"optimizer": optimizer, "params": param}
     return ", ".join(f"{state} {PLACE_NAMES[place]}" for state, place in moved.items() if place != "none") or "-"
 
@@ -129,6 +129,7 @@ def _candidates(plan: Json, candidates: list[Json], width: int) -> Table:
     memory = "GPU GiB" if plan["machine"]["device"] == "cuda" else "GiB"
     on_host = any(candidate["host_total"] and sum(candidate["cpu"].values()) for candidate in candidates)
     on_disk = any(candidate["disk_total"] for candidate in candidates)
+    candidates_offload = any(offload_text(candidate) != "-" for candidate in candidates)
     numbers = [memory, *(STATE_COLUMNS if wide else ()), "free"]
     numbers += ["node CPU"] * (wide and on_host) + ["disk"] * (wide and on_disk)
     numbers += [
@@ -139,12 +140,12 @@ def _candidates(plan: Json, candidates: list[Json], width: int) -> Table:
     columns: list[Column | str] = [
         Column("#", justify="right"),
         "stage",
-        Column("offload", overflow="fold"),
+        Column("offload", min_width=13 if candidates_offload else 7),
         Column("batch", justify="right", no_wrap=True),
         Column("ckpt"),
         *(Column(head, justify="right", no_wrap=True) for head in numbers),
     ]
-    rows = Table(*columns, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    rows = Table(*columns, box=None, pad_edge=False, padding=(0, 1 if wide else 2, 0, 0), header_style="bold")
     for candidate in candidates:
         device, seconds = candidate["device"], candidate["seconds"]
         cells = [_gib(candidate["device_total"])]

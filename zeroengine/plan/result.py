@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -103,7 +104,9 @@ class Plan:
         # What an update takes beyond the memory that activations have left.
         device["temporaries"] = estimate.device_total - sum(device.values()) - estimate.overhead_bytes
         device["overhead"] = estimate.overhead_bytes
-        seconds = {**asdict(time), "total": time.total} if time is not None else None
+        # The time is infinite where a disk is needed that is not there.
+        known = time is not None and math.isfinite(time.total)
+        seconds = {**asdict(time), "total": time.total} if time is not None and known else None
         rate = estimate.samples_per_second
         return {
             **asdict(estimate.candidate),

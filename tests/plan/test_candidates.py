@@ -1,0 +1,205 @@
+"""What a plan promises of its candidates: what fits, what is the best, and what stays as it was given."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zeroengine
+from tests.distributed.models import VOCAB, TinyLM
+from zeroengine.errors import ConfigError, ZeroEngineError
+from zeroengine.plan.api import machine_with
+from zeroengine.plan.candidates import HEADROOM, Choices, micro_batches
+from zeroengine.plan.estimator import Estimator
+from zeroengine.plan.known_machines import load_machine
+from zeroengine.plan.model_facts import from_numbers
+from zeroengine.plan.result import Plan
+from zeroengine.plan.scaling import largest
+
+GIB = 2**30
+ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+BF16 = {**ADAM, "bf16": {"enabled": True}}
+
+
+def decoder(layers: int = 4) -> Any:
+    """Return a model whose states count on a GPU of some GiB, of which the context takes 1.3."""
+    return from_numbers(12.6e6 * layers + 16.4e6, layers, width=1024, vocab=8000, sequence=256)
+
+
+def machine(gpu: int, **sizes: int) -> Any:
+    """Return 8 GPUs of so many bytes."""
+    return machine_with(load_machine("a100-40gb"), device_bytes=gpu, **sizes)
+
+
+@pytest.fixture(scope="module")
+def small() -> Plan:
+    """A plan where some candidates fit and others do not."""
+    return zeroengine.plan(decoder(), BF16, machine(int(2.2 * GIB), disk_bytes=GIB), batch=512)
+
+
+def test_the_best_is_the_fastest_with_headroom(small: Plan) -> None:
+    roomy = [estimate for estimate in small.estimates if estimate.has_headroom]
+    assert small.best in roomy
+    assert small.best.samples_per_second >= 0.99 * max(e.samples_per_second for e in roomy)
+
+
+def test_fits_and_reasons_agree_with_the_sizes(small: Plan) -> None:
+    limits = small.machine
+    for e in small.estimates:
+        pairs = [
+            (e.device_total, limits.device_bytes),
+            (e.host_total, limits.host_bytes),
+            (e.disk_total, limits.disk_bytes),
+        ]
+        lacking = [need for need, size in pairs if need > size]
+        assert e.fits == (not lacking) == (e.headroom >= 0) and len(e.reasons) == len(lacking)
+        assert not e.has_headroom or all(need <= (1 - HEADROOM) * size for need, size in pairs if need)
+    assert {e.fits for e in small.estimates} == {True, False}
+
+
+def test_every_candidate_keeps_the_batch(small: Plan) -> None:
+    for estimate, configuration in zip(small.estimates, small.configurations, strict=True):
+        c = estimate.candidate
+        assert c.micro_batch * c.accumulation * 8 == 512 == configuration["train_batch_size"]
+
+
+def test_the_largest_micro_batch_fits_and_one_more_sample_does_not() -> None:
+    target, model = machine(int(2.2 * GIB)), decoder()
+    plan = zeroengine.plan(model, BF16, target, checkpointing=False, overrides=["zero_optimization.stage=2"])
+    setting, size = max(plan.largest_micro_batch.items(), key=lambda item: item[1])
+    fits = []
+    for micro in (size, size + 1):
+        given = zeroengine.plan(model, {**BF16, "train_micro_batch_size_per_gpu": micro}, target, checkpointing=False)
+        (estimate,) = [e for e in given.estimates if e.candidate.setting == setting]
+        fits.append(estimate.fits)
+    assert size > 1 and fits == [True, False]
+
+
+def test_the_largest_model_fits_when_it_is_built() -> None:
+    target = machine(int(2.6 * GIB))
+    plan = zeroengine.plan(decoder(), BF16, target, checkpointing=True, overrides=["zero_optimization.stage=1"])
+    found = next(model for model in plan.largest_models if model.setting.offload_optimizer == "none")
+    assert found.blocks > 4
+    given = {**BF16, "train_micro_batch_size_per_gpu": 1}
+    fits = {}
+    for blocks in (int(0.9 * found.blocks), int(1.1 * found.blocks) + 1):
+        built = zeroengine.plan(decoder(blocks), given, target, checkpointing=True)
+        fits[blocks] = next(e.fits for e in built.estimates if e.candidate.setting == found.setting)
+    # The blocks' share of activations is an estimate.
+    assert list(fits.values()) == [True, False]
+    assert found.parameters == pytest.approx(decoder(found.blocks).num_parameters, rel=0.01)
+
+
+def test_what_the_configuration_gives_stays() -> None:
+    config = {**BF16, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    config["train_micro_batch_size_per_gpu"] = 2
+    plan = zeroengine.plan(decoder(2), config, machine(8 * GIB))
+    assert {(c.stage, c.offload_optimizer, c.micro_batch) for c in (e.candidate for e in plan.estimates)} == {
+        (2, "cpu", 2)
+    }
+
+
+def test_a_batch_that_the_ranks_cannot_share_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"Change train_batch_size to 96 or 104"):
+        zeroengine.plan(decoder(), BF16, machine(8 * GIB), batch=100)
+
+
+def test_an_optimizer_that_cannot_be_offloaded_is_not() -> None:
+    sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "train_micro_batch_size_per_gpu": 1}
+    plan = zeroengine.plan(decoder(2), sgd, machine(8 * GIB), checkpointing=True)
+    assert {(e.candidate.offload_optimizer, e.candidate.offload_param) for e in plan.estimates} == {("none", "none")}
+
+
+def test_a_machine_that_holds_nothing_says_what_lacks() -> None:
+    given = {**BF16, "train_micro_batch_size_per_gpu": 1}
+    plan = zeroengine.plan(decoder(2), given, machine(GIB, host_bytes=GIB, disk_bytes=0), checkpointing=True)
+    assert plan.best is None and all(estimate.reasons for estimate in plan.estimates)
+    assert "Nothing fits" in str(plan) and "too little" in str(plan)
+
+
+def test_one_rank_compares_no_stages_that_are_equal() -> None:
+    given = {**BF16, "train_micro_batch_size_per_gpu": 1}
+    plan = zeroengine.plan(decoder(2), given, machine(8 * GIB, ranks_per_node=1), checkpointing=True)
+    assert {(c.stage, c.offload_param != "none") for c in (e.candidate for e in plan.estimates)} == {
+        (0, False),
+        (3, True),
+    }
+
+
+def test_a_module_is_planned_for_without_a_change_or_memory() -> None:
+    model = TinyLM(tied=True)
+    before = copy.deepcopy(model.state_dict())
+    ids = torch.zeros(3, 8, dtype=torch.long)
+    plan = zeroengine.plan(model, ADAM, "this", batch=4, example=(ids, ids))
+    assert all(not p.is_meta and torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert plan.tokens_per_sample == 8 and plan.num_parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_the_configuration_of_the_best_trains_the_model() -> None:
+    model, ids = TinyLM(tied=False), torch.randint(VOCAB, (8, 9))
+    plan = zeroengine.plan(model, ADAM, "this", batch=8, example=(ids[:, :-1], ids[:, 1:]))
+    engine = zeroengine.initialize(model, config=plan.configuration())
+    for rows in ids.split(engine.config.train_micro_batch_size_per_gpu):
+        engine.backward(engine(rows[:, :-1], rows[:, 1:]))
+        engine.step()
+    assert plan.best is not None and engine.global_steps == 1
+    engine.close()
+
+
+def test_wrong_models_say_what_to_write(tmp_path: Path) -> None:
+    for model, message in [
+        (3, "takes a torch.nn.Module"),
+        ("train", "write module:function"),
+        ("nothing_of_this_name:build", "cannot import it"),
+        (tmp_path / "config.json", "cannot read"),
+    ]:
+        with pytest.raises(ZeroEngineError, match=message):
+            zeroengine.plan(model, ADAM, "h100-80gb")  # type: ignore[arg-type]
+    with pytest.raises(ZeroEngineError, match="example holds no tensor"):
+        zeroengine.plan(nn.Linear(2, 2), ADAM, "h100-80gb", example=(1,))
+
+
+@pytest.mark.parametrize("batch", [None, 96, 7 * 8])
+def test_micro_batches_divide_the_share_of_a_rank(batch: int | None) -> None:
+    sizes = micro_batches(Choices(batch=batch), 8, largest=11, largest_with_headroom=10)
+    assert sizes == {None: [1, 2, 4, 8, 10, 11], 96: [1, 2, 4, 6], 56: [1, 7]}[batch]
+
+
+def test_largest_finds_the_last_number_that_fits() -> None:
+    for limit in range(0, 40):
+        assert largest(lambda n, limit=limit: n <= limit, 30) == min(limit, 30)  # type: ignore[misc]
+
+
+def test_json_has_all_numbers_and_adds_up(small: Plan) -> None:
+    data = json.loads(small.to_json())
+    assert [c["number"] for c in data["candidates"]] == list(range(1, len(small.estimates) + 1))
+    for c in data["candidates"]:
+        assert sum(c["device"].values()) == c["device_total"]
+        assert sum(v for k, v in c["seconds"].items() if k != "total") == pytest.approx(c["seconds"]["total"])
+
+
+def test_more_memory_never_makes_the_best_slower() -> None:
+    model = decoder()
+    rates = []
+    for gib in (1.7, 2, 8):
+        best = zeroengine.plan(model, BF16, machine(int(gib * GIB)), batch=512, checkpointing=False).best
+        rates.append(best.samples_per_second if best else 0.0)
+    assert all(b >= 0.99 * a for a, b in pairwise(rates)) and rates[-1] > rates[0]
+
+
+def test_a_machine_of_cpu_ranks_shares_the_memory_of_its_node() -> None:
+    cpu = replace(load_machine("this"), host_bytes=64 * GIB)
+    assert machine_with(cpu, ranks_per_node=4).device_bytes == 16 * GIB
+
+
+def test_estimator_is_given_unit_plans_of_the_configuration() -> None:
+    estimator = Estimator(decoder(), {**BF16, "units": ["blocks.0"]}, machine(8 * GIB))
+    assert "blocks.0" in {plan.name for plan in estimator._plans}
