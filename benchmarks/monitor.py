@@ -5,7 +5,8 @@
 The ranks train three engines in turn, a step of each: one with the monitor, one without, and the floor, an engine of
 each rank alone, which does the same local work at the same time and sends nothing. At stages 1 to 3 a rank updates its
 share of the parameters, and the floor all of them, so the rest of its update is subtracted. Times are medians over the
-steps; the last column is the share of (monitored engine - floor) that the record's gather and reduce add up to.
+steps; "explained" is the share of the median of (monitored engine - floor), step by step, that the record's gather and
+reduce add up to, and the next column what the forward and the backward take longer than the floor's.
 """
 
 from __future__ import annotations
@@ -87,6 +88,7 @@ def train(rank: int, options: argparse.Namespace, port: int, folder: str, answer
         update = statistics.median(record["split"]["update"] for record in floor[WARMUP:])
         row = {
             **{name: seconds[name][WARMUP:] for name in engines},
+            "floor_compute": [record["split"]["forward"] + record["split"]["backward"] for record in floor[WARMUP:]],
             "surplus_update": update * (1 - 1 / options.ranks) if stage else 0.0,
             "host_us": statistics.median(host) * 1e6,
             "spans": spans[0] / num_steps,
@@ -183,7 +185,8 @@ def print_head(options: argparse.Namespace) -> None:
         f"{platform.release()}, torch {torch.__version__}, Python {sys.version.split()[0]}\n"
         f"an empty span: {span_cost(True) * 1e9:.0f} ns with the monitor, {span_cost(False) * 1e9:.0f} ns without\n\n"
         f"{'stage':>5} {'on ms':>8} {'off ms':>8} {'on/off':>7} {'quartiles':>13} {'floor ms':>9} {'waits ms':>9} "
-        f"{'explained':>9} {'spans':>6} {'host us':>8} {'thread us':>9} {'bytes sent':>10} {'bytes kept':>10}",
+        f"{'explained':>9} {'compute':>7} {'spans':>6} {'host us':>8} {'thread us':>9} {'bytes sent':>10} "
+        f"{'bytes kept':>10}",
         flush=True,
     )
 
@@ -198,16 +201,20 @@ def print_row(stage: int, rows: list[dict[str, Any]], folder: Path) -> None:
         for name in ("monitored", "plain", "floor")
     }
     on, off, floor = (statistics.median(means[name]) for name in ("monitored", "plain", "floor"))
-    floor -= statistics.mean(row["surplus_update"] for row in rows)
+    surplus = statistics.mean(row["surplus_update"] for row in rows)
+    longer = statistics.median(a - b for a, b in zip(means["monitored"], means["floor"], strict=True)) + surplus
+    compute = [record["split"]["forward"] + record["split"]["backward"] for record in records]
+    floor_compute = [statistics.mean(times) for times in zip(*(row["floor_compute"] for row in rows), strict=True)]
+    more_compute = statistics.median(a - b for a, b in zip(compute, floor_compute, strict=True))
     low, middle, high = statistics.quantiles(
         [monitored / plain for monitored, plain in zip(means["monitored"], means["plain"], strict=True)], n=4
     )
     wait = statistics.median(record["split"]["gather"] + record["split"]["reduce"] for record in records)
     print(
         f"{stage:>5} {on * 1e3:>8.1f} {off * 1e3:>8.1f} {middle:>7.3f} {f'{low:.3f}-{high:.3f}':>13} "
-        f"{floor * 1e3:>9.1f} {wait * 1e3:>9.1f} {wait / (on - floor):>9.0%} {rows[0]['spans']:>6.0f} "
-        f"{rows[0]['host_us']:>8.0f} {rows[0]['thread_us']:>9.0f} {rows[0]['bytes_sent']:>10} "
-        f"{statistics.median(map(len, lines)):>10.0f}",
+        f"{(floor - surplus) * 1e3:>9.1f} {wait * 1e3:>9.1f} {wait / longer:>9.0%} {more_compute * 1e3:>7.1f} "
+        f"{rows[0]['spans']:>6.0f} {rows[0]['host_us']:>8.0f} {rows[0]['thread_us']:>9.0f} "
+        f"{rows[0]['bytes_sent']:>10} {statistics.median(map(len, lines)):>10.0f}",
         flush=True,
     )
 

@@ -168,8 +168,10 @@ class Gatherer(BackwardListener):
         if any(unit in forward.units for forward in self._module_forwards):
             return
         self._live_numel -= unit.layout.numel
-        unit.mark_released(self._gather_for_use)
-        self.deferred_frees.free(unit)
+        # Giving memory back is a part of what a gather costs.
+        with self._timer.span("gather", unit.name):
+            unit.mark_released(self._gather_for_use)
+            self.deferred_frees.free(unit)
 
     def _release_unhooked_uses(self) -> None:
         units, self._unhooked_uses = self._unhooked_uses, {}
