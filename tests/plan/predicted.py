@@ -153,8 +153,9 @@ def assert_as_predicted(outcome: Outcome, rank: int = 0) -> None:
     expected = {name: predicted.device[name] for name in STATES}
     where = (outcome.case, rank)
     if rank:
-        # Optimizers of torch keep no state for padding, which lies in the shards of the last ranks.
-        assert found.pop("optimizer") <= expected.pop("optimizer"), where
+        # Optimizers of torch keep no state for padding, which lies in the shards of the last ranks, and a step count of
+        # each parameter in a shard.
+        assert found.pop("optimizer") <= 1.01 * expected.pop("optimizer"), where
     assert found == expected, where
     assert {name: memory.nvme[name] for name in STATES if name in memory.nvme} == dict(predicted.nvme), where
     assert memory.buckets <= predicted.device["buckets"], where

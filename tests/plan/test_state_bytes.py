@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +15,7 @@ import torch
 from torch import nn
 
 import zeroengine
+from tests.conftest import ROOT
 from tests.distributed.models import TinyLM, build
 from tests.distributed.ranks import run_ranks
 from tests.plan.predicted import ADAMW, FAMILIES, Case, assert_as_predicted, outcomes, predict
@@ -43,6 +49,7 @@ SETTINGS: list[tuple[int, dict[str, Any]]] = [
 ]
 # A few of them, which together have each value once.
 SHORT = [SETTINGS[i] for i in (0, 4, 8, 9, 12, 13, 14, 16, 17, 18, 21, 23, 26)]
+SINGLE = [SETTINGS[i] for i in (4, 17, 23, 26)]
 
 
 def cases(model: str, settings: list[tuple[int, dict[str, Any]]]) -> list[Case]:
@@ -59,9 +66,11 @@ def assert_all_as_predicted(chosen: list[Case], transport: str, world_size: int,
             assert_as_predicted(outcome, rank)
 
 
-@pytest.mark.parametrize(("transport", "world_size"), [("local", 1), ("shm", 2), ("fake", 1024)])
-def test_states_are_predicted_to_the_byte(transport: str, world_size: int, tmp_path: Path) -> None:
-    assert_all_as_predicted(cases("tiny", SHORT) + cases("odd", SHORT[:4]), transport, world_size, tmp_path)
+@pytest.mark.parametrize(
+    ("transport", "world_size", "settings"), [("local", 1, SINGLE), ("shm", 2, SHORT), ("fake", 1024, SHORT)]
+)
+def test_states_are_predicted_to_the_byte(transport: str, world_size: int, settings: Any, tmp_path: Path) -> None:
+    assert_all_as_predicted(cases("tiny", settings) + cases("odd", settings[:4]), transport, world_size, tmp_path)
 
 
 @pytest.mark.slow
@@ -113,6 +122,36 @@ def test_the_copy_of_a_checkpoint_is_predicted(tmp_path: Path) -> None:
     engine.save_checkpoint(tmp_path / "saved")
     assert engine.memory().checkpoint == predicted.checkpoint_copy > 0
     engine.close()
+
+
+PEAKS: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "fp32 at stage 0": (1, "real", {"zero_optimization": {"stage": 0}}),
+    "bf16 at stage 2": (2, "real", {"zero_optimization": {"stage": 2}} | BF16),
+    "fp32 at stage 3": (2, "deferred", {"zero_optimization": {"stage": 3}}),
+    "fp32 at stage 2 over Gloo": (2, "deferred", {"zero_optimization": {"stage": 2}, "comm": {"transport": "gloo"}}),
+    "SGD": (1, "real", {"zero_optimization": {"stage": 0}, "optimizer": SGD}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("peak", PEAKS)
+def test_a_process_grows_by_what_is_predicted(peak: str) -> None:
+    world_size, values, config = PEAKS[peak]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    # glibc raises this threshold at each free of a large tensor, and then keeps freed memory in its heap.
+    common = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "MASTER_PORT": port}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MALLOC_MMAP_THRESHOLD_": "1000000", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.plan.peak_growth", values, json.dumps({"optimizer": ADAMW} | config)]
+    ranks = [
+        subprocess.Popen(command, env=os.environ | common | {"RANK": rank, "LOCAL_RANK": rank}, stdout=subprocess.PIPE)
+        for rank in map(str, range(world_size))
+    ]
+    outputs = [process.communicate(timeout=300)[0] for process in ranks]
+    grown, predicted = json.loads(outputs[0].splitlines()[-1])
+    print(f"{peak}: grew by {grown:,} bytes, predicted {predicted:,}: {grown / predicted:.3f}")
+    assert grown == pytest.approx(predicted, rel=0.07)
 
 
 @pytest.mark.parametrize(

@@ -83,8 +83,10 @@ def plan_placement(
     if param_location is None and optimizer_location is None:
         return PlacementPlan(None, None, (False,) * len(plans), (False,) * len(trainable), {}, 0, 0, 0, 1)
 
+    numel_of = {id(plan): layout_of_unit(plan, degrees, world_size, shard_align_bytes).numel for plan in plans}
+
     def shard_numel(plan: UnitPlan, degree: int) -> int:
-        return layout_of_unit(plan, degrees, world_size, shard_align_bytes).shard_numel(degree)
+        return numel_of[id(plan)] // degree
 
     # Offloading the shard of a unit that stays gathered would free no memory.
     params_offloaded = [param_location is not None and plan.numel > zero.param_persistence_threshold for plan in plans]

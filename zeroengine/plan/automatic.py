@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import torch
@@ -263,9 +264,9 @@ class StatePlanner:
                 'write "offload_param": {"device": "none"}'
             )
         roomy = (choice for choice in options if self.need(choice).fits(free, 1 - ACTIVATION_SHARE))
-        fitting = [choice for choice in options if self.need(choice).fits(free)]
         choice = next(roomy, None)
         if choice is None:
+            fitting = [option for option in options if self.need(option).fits(free)]
             choice = min(fitting or options, key=lambda option: self.need(option).device)
             reason = "no choice leaves a quarter for activations, and this one leaves the most"
         elif choice is options[0]:
@@ -294,9 +295,9 @@ class StatePlanner:
             return
         # Nothing is known of a disk for which the configuration names no folder.
         known = free if self.nvme_paths() else dataclasses.replace(free, disk=UNKNOWN_BYTES)
-        fitting = [choice for choice in self.others(current) if self.need(choice).fits(known)]
-        if fitting:
-            remedy = "What fits: " + ", or ".join(self.describe(choice) for choice in fitting[:NUM_SHOWN])
+        fitting = (self.describe(choice) for choice in self.others(current) if self.need(choice).fits(known))
+        if shown := list(islice(fitting, NUM_SHOWN)):
+            remedy = f"What fits: {', or '.join(shown)}"
         else:
             remedy = self._say_nothing_fits(free)
         raise ZeroEngineError(

@@ -65,7 +65,7 @@ def most_gathered_bytes(units: Sequence[GatheredUnit], limits: PrefetchLimits) -
     last = max(forward, key=lambda use: use.start, default=None)
     # The unit that a forward needs last stays gathered for the backward.
     kept = {last.unit} if last is not None else set()
-    return max(_most_in_pass(forward, set(), limits), _most_in_pass(backward, kept, limits), 0)
+    return max(_most_in_pass(forward, set(), limits), _most_in_pass(backward, kept, limits, ends_first=False), 0)
 
 
 def _forward_uses(unit: GatheredUnit) -> Iterator[_Use]:
@@ -82,21 +82,25 @@ def _backward_uses(unit: GatheredUnit) -> Iterator[_Use]:
     return iter([_Use(min(use.start for use in uses), max(use.stop for use in uses), unit)] if uses else [])
 
 
-def _most_in_pass(uses: Sequence[_Use], gathered: set[GatheredUnit], limits: PrefetchLimits) -> int:
-    # Modules that end release their units before the next ones begin.
+def _most_in_pass(
+    uses: Sequence[_Use], gathered: set[GatheredUnit], limits: PrefetchLimits, *, ends_first: bool = True
+) -> int:
+    # In forward a module releases its units before the next one begins. In backward the gradient of one tensor begins
+    # the backward of the module that made it, and then ends that of the module that took it.
+    order = (0, 1) if ends_first else (1, 0)
     events = sorted(
-        [(use.stop, 0, index) for index, use in enumerate(uses)]
-        + [(use.start, 1, index) for index, use in enumerate(uses)]
+        [(use.stop, order[0], False, index) for index, use in enumerate(uses)]
+        + [(use.start, order[1], True, index) for index, use in enumerate(uses)]
     )
     visits: list[GatheredUnit] = []
-    for _, begins, index in events:
+    for _, _, begins, index in events:
         if begins and (not visits or visits[-1] is not uses[index].unit):
             visits.append(uses[index].unit)
     num_users: Counter[GatheredUnit] = Counter()
     nbytes = sum(unit.nbytes for unit in gathered)
     most, visit = nbytes, -1
     live_numel = sum(unit.numel for unit in gathered)
-    for _, begins, index in events:
+    for _, _, begins, index in events:
         unit = uses[index].unit
         if not begins:
             num_users[unit] -= 1

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from zeroengine.plan.gradient_buffer_bytes import MAX_IN_FLIGHT
 from zeroengine.plan.unit_bytes import UnitBytes, value_bytes
 
 
@@ -28,7 +29,7 @@ def most_at_start(units: Sequence[UnitBytes], device: str) -> int:
 def receive_bytes(
     units: Sequence[UnitBytes], world_size: int, device: str, transport: str, *, accumulates: bool
 ) -> int:
-    """Return the bytes of the memory that a transport receives sums into, for two reduces under way.
+    """Return the bytes of the memory that a transport receives sums into, as far as it is not the gradients' own.
 
     Args:
         units: The units.
@@ -37,7 +38,7 @@ def receive_bytes(
         transport: The name of the transport.
         accumulates: Whether sums of several micro-steps are added up.
     """
-    sizes = []
+    sizes: list[int] = []
     for unit in units:
         if unit.gradients is None or world_size == 1:
             continue
@@ -48,4 +49,4 @@ def receive_bytes(
         # NCCL neither adds to its target nor casts, so its sum has memory of its own first.
         elif transport == "nccl" and unit.degrees.gradients > 1 and (accumulates or casts):
             sizes.append(sent_bytes // world_size)
-    return sum(sorted(sizes)[-2:])
+    return sum(sorted(sizes)[-MAX_IN_FLIGHT:])

@@ -92,7 +92,8 @@ class StateBytes:
     """The bytes of one rank, by state, as in ``engine.memory()`` after a step.
 
     The shards of all ranks have equal sizes. Only optimizers without a fused kernel keep no state for padding, which
-    lies in the shards of the last ranks: the bytes are those of rank 0, which has the most.
+    lies in the shards of the last ranks, and a step count for each parameter that a shard has a part of. Their bytes
+    are those of rank 0, whose shards have no padding at their ends.
 
     Attributes:
         device: Bytes in the device's memory of "parameters", "gradients", "master", "optimizer" and, at their most,
