@@ -69,7 +69,7 @@ def initialize(
     Call it on every rank, with the same arguments. If torch.distributed is not initialized, this initializes it (NCCL
     on CUDA, Gloo on CPU) over the ranks that zero-launch, torchrun, mpirun or srun started, or for this process alone.
     All ranks get rank 0's parameters and buffers, and the model keeps its ``nn.Parameter`` objects with their shapes
-    and names.
+    and names. What cannot fit into free memory is refused before anything is allocated (``memory_check``).
 
     Args:
         model: Any module with parameters, ordinary or built under ``meta_init``. In bf16 or fp16 mixed precision its
