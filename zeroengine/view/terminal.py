@@ -37,6 +37,8 @@ SPARKS = "▁▂▃▄▅▆▇█"
 # The blocks of a bar where there are no colors, one for each part in turn.
 PLAIN_BLOCKS = "FBGRUOC."
 STATE_COLORS = {"running": "green", "ended": "green", "failed": "red", "silent": "yellow", "starting": "cyan"}
+# A terminal of so many columns has two columns of tables.
+TWO_COLUMNS = 150
 TOP_ROWS = 5
 LAST_EVENTS = 8
 
@@ -60,16 +62,24 @@ def render_run(reader: RunReader, width: int, colors: bool = True, now: float | 
     parts: list[RenderableType] = [render_head(summary), render_figures(reader, summary, width)]
     if summary["run"]["split"]:
         parts += [Text(), render_split(summary, width, colors)]
-    columns = [
-        render_memory(summary),
-        render_units(summary),
-        render_slowest(summary),
-    ]
-    parts += [part for column in columns if column is not None for part in (Text(), column)]
-    if summary["events"]:
-        parts += [Text(), render_events(summary)]
+    memory, units, slowest = render_memory(summary), render_units(summary), render_slowest(summary)
+    events = render_events(summary) if summary["events"] else None
+    if width >= TWO_COLUMNS:
+        # A wide terminal is often too low for everything in one column.
+        sides = Table.grid(expand=True, padding=(0, 4, 0, 0))
+        sides.add_column(ratio=1)
+        sides.add_column(ratio=1)
+        sides.add_row(spaced([memory, units]), spaced([slowest, events]))
+        parts.append(sides)
+    else:
+        parts.append(spaced([memory, units, slowest, events]))
     parts += [Text(f"! {notice}", style="yellow") for notice in summary["notices"]]
     return Group(*parts)
+
+
+def spaced(tables: Sequence[Table | None]) -> Group:
+    """Return the tables that there are, with an empty line before each."""
+    return Group(*(part for table in tables if table is not None for part in (Text(), table)))
 
 
 def render_head(summary: dict[str, Any]) -> Text:
