@@ -11,6 +11,8 @@ from zeroengine.cli.zero_plan import main
 from zeroengine.config import load
 
 NUMBERS = ["--params", "5e6", "--layers", "2", "--width", "256", "--vocab", "2K", "--seq", "128"]
+# Few candidates are soon compared.
+FEW = [*NUMBERS, "--checkpointing", "off", "--micro-batch", "1"]
 GPUS = ["--machine", "a100-40gb", "--nodes", "2", "--memory", "1.7GiB", "--disk", "0"]
 
 
@@ -25,7 +27,7 @@ def test_the_table_names_the_model_the_machine_and_the_best_first(
 ) -> None:
     for columns in (80, 140):
         monkeypatch.setenv("COLUMNS", str(columns))
-        code, out, err = run(capsys, *NUMBERS, *GPUS, "--batch", "256")
+        code, out, err = run(capsys, *NUMBERS, *GPUS, "--batch", "256", "--checkpointing", "off")
         assert (code, err) == (0, "") and "8 GPUs on each of 2 nodes, 1.7 GiB each" in out
         assert max(map(len, out.splitlines())) <= columns
         head, first = next(pair for pair in zip(out.splitlines(), out.splitlines()[1:], strict=False) if "#" in pair[0])
@@ -39,7 +41,7 @@ def test_the_configuration_that_is_written_is_the_chosen_candidate(
     given = tmp_path / "ds.json"
     optimizer = {"type": "Adam", "params": {"lr": 0.01}}
     given.write_text(json.dumps({"bf16": {"enabled": True}, "optimizer": optimizer, "gradient_clipping": 0.5}))
-    common = [*NUMBERS, *GPUS, "--config", str(given), "--batch", "256"]
+    common = [*NUMBERS, *GPUS, "--config", str(given), "--batch", "256", "--checkpointing", "off"]
     _, out, _ = run(capsys, *common, "--json")
     data = json.loads(out)
     for number in (1, data["shown"]):
@@ -64,27 +66,28 @@ def test_options_fix_what_they_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert {tuple(c[key] for key in keys) for c in json.loads(out)["candidates"]} == {(3, "nvme", 2, True)}
 
 
+@pytest.mark.parametrize("kind", ["function", pytest.param("hugging face", marks=pytest.mark.slow)])
 def test_a_function_and_a_configuration_of_hugging_face_are_models(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "my_training.py").write_text(
+    (tmp_path / "my_planned_model.py").write_text(
         "import torch\n\n\ndef build():\n    model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(3)])\n"
         "    return model, lambda n: (torch.zeros(n, 8),)\n"
     )
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 128, **sizes}))
     monkeypatch.chdir(tmp_path)
-    for model, parameters in [("my_training:build", 3 * 72), ("config.json", None)]:
-        code, out, _ = run(capsys, model, "--machine", "h200", "--seq", "16", "--json")
-        data = json.loads(out)
-        assert code == 0 and data["candidates"][0]["seconds"] is not None
-        assert parameters is None or data["model"]["parameters"] == parameters
+    model = "my_planned_model:build" if kind == "function" else "config.json"
+    code, out, _ = run(capsys, model, "--machine", "h200", "--seq", "16", "--json", "--checkpointing", "off")
+    data = json.loads(out)
+    assert code == 0 and data["candidates"][0]["seconds"] is not None
+    assert kind != "function" or data["model"]["parameters"] == 3 * (8 * 8 + 8)
 
 
 def test_a_run_that_fits_nowhere_exits_with_3_and_writes_nothing(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    small = [*NUMBERS, "--memory", "1GiB", "--host-memory", "1GiB", "--disk", "0"]
+    small = [*FEW, "--memory", "1GiB", "--host-memory", "1GiB", "--disk", "0"]
     code, out, _ = run(capsys, *small)
     assert code == 3 and "Nothing fits" in out
     code, _, err = run(capsys, *small, "--write", str(tmp_path / "x.json"))
@@ -103,9 +106,9 @@ def test_a_run_that_fits_nowhere_exits_with_3_and_writes_nothing(
         (["no_such_module:build"], "cannot import it"),
         ([*NUMBERS, "--layers", "2.5"], "no whole number"),
         ([*NUMBERS, *GPUS, "--batch", "100"], "Change train_batch_size to 96 or 112"),
-        ([*NUMBERS, *GPUS, "--choose", "9999"], "--choose 9999: write a number of the table"),
+        ([*FEW, *GPUS, "--choose", "9999"], "--choose 9999: write a number of the table"),
         ([*NUMBERS, *GPUS, "--set", "zero_optimization.stgae=1"], "stage"),
-        ([*NUMBERS, *GPUS, "--html", "/no/such/folder/x.html"], "--html /no/such/folder/x.html: it cannot be written"),
+        ([*FEW, *GPUS, "--html", "/no/such/folder/x.html"], "--html /no/such/folder/x.html: it cannot be written"),
     ],
 )
 def test_a_wrong_request_says_what_to_write(

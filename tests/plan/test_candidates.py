@@ -83,6 +83,7 @@ def test_the_largest_micro_batch_fits_and_one_more_sample_does_not() -> None:
     assert size > 1 and fits == [True, False]
 
 
+@pytest.mark.slow
 def test_the_largest_model_fits_when_it_is_built() -> None:
     target = machine(int(2.6 * GIB))
     plan = zeroengine.plan(decoder(), BF16, target, checkpointing=True, overrides=["zero_optimization.stage=1"])
@@ -101,7 +102,7 @@ def test_the_largest_model_fits_when_it_is_built() -> None:
 def test_what_the_configuration_gives_stays() -> None:
     config = {**BF16, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
     config["train_micro_batch_size_per_gpu"] = 2
-    plan = zeroengine.plan(decoder(2), config, machine(8 * GIB))
+    plan = zeroengine.plan(decoder(2), config, machine(8 * GIB), checkpointing=True)
     assert {(c.stage, c.offload_optimizer, c.micro_batch) for c in (e.candidate for e in plan.estimates)} == {
         (2, "cpu", 2)
     }
@@ -186,6 +187,7 @@ def test_json_has_all_numbers_and_adds_up(small: Plan) -> None:
         assert sum(v for k, v in c["seconds"].items() if k != "total") == pytest.approx(c["seconds"]["total"])
 
 
+@pytest.mark.slow
 def test_more_memory_never_makes_the_best_slower() -> None:
     model = decoder()
     rates = []

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -180,9 +181,12 @@ def _machine(options: argparse.Namespace, sizes: dict[str, int | None]) -> Machi
     from zeroengine.plan.api import machine_with
     from zeroengine.plan.known_machines import load_machine
 
-    name = options.machine or (DEFAULT_PRESET if options.memory else "this")
-    machine = load_machine(name)
-    return machine_with(machine, nodes=options.nodes, ranks_per_node=options.ranks_per_node, **sizes)
+    given = {"nodes": options.nodes, "ranks_per_node": options.ranks_per_node, **sizes}
+    if options.machine is None and options.memory is not None:
+        name = f"GPUs as given, the rest of {DEFAULT_PRESET}"
+        preset = dataclasses.replace(load_machine(DEFAULT_PRESET), name=name, ranks_per_node=1)
+        return machine_with(preset, **given)
+    return machine_with(load_machine(options.machine or "this"), **given)
 
 
 def _nvme_paths(overrides: list[str]) -> list[str]:

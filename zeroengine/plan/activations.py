@@ -136,7 +136,7 @@ def _trace(
         except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
             raise ZeroEngineError(
                 f"{model.name}: its computation depends on values, which a trace does not have ({error}), such as the "
-                "routing of a mixture of experts by a loop over them. Give the bytes of its activations instead"
+                "routing of a mixture of experts by a loop over them"
             ) from error
         except Exception as error:
             raise ZeroEngineError(

@@ -13,7 +13,7 @@ from torch import nn
 
 from zeroengine.config import Config, load
 from zeroengine.errors import ZeroEngineError
-from zeroengine.plan.candidates import Choices, Estimate, choices_of, rank_estimates, shown_estimates
+from zeroengine.plan.candidates import Choices, Estimate, PlanCandidate, choices_of, rank_estimates, shown_estimates
 from zeroengine.plan.estimator import Estimator, LargestModel
 from zeroengine.plan.known_machines import load_machine
 from zeroengine.plan.machine import Machine
@@ -25,6 +25,8 @@ from zeroengine.plan.scaling import merged
 # Optimizers whose states can be offloaded.
 OFFLOADED_OPTIMIZERS = ("Adam", "AdamW")
 DEFAULT_OPTIMIZER = {"optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "weight_decay": 0.1}}}
+# The errors of torch where a computation depends on values, which a trace does not have.
+NEEDS_VALUES = {"DataDependentOutputException", "DynamicOutputShapeException", "UnsupportedOperatorException"}
 MICRO, STEPS, TRAIN = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
 
 
@@ -80,13 +82,33 @@ def plan(
         choices = replace(choices, micro_batch=sizes.train_micro_batch_size_per_gpu)
     if checkpointing is not None:
         choices = replace(choices, checkpointing=(checkpointing,))
+    estimator = Estimator(facts, tree, target)
+    if facts.make_batch is not None and (problem := _why_untraceable(estimator)):
+        facts = replace(facts, make_batch=None)
+        estimator = Estimator(facts, tree, target)
+        notes.append(problem)
     if facts.make_batch is None:
         choices = replace(choices, checkpointing=(False,), micro_batch=choices.micro_batch or 1)
         notes.append(
             "The model's inputs are unknown: activations, micro-batches and times are left out. Give an example, or "
             "let the function return a model and a function that makes batches."
         )
-    return search(Estimator(facts, tree, target), choices, notes, progress)
+    return search(estimator, choices, notes, progress)
+
+
+def _why_untraceable(estimator: Estimator) -> str | None:
+    """Return why a micro-step cannot be traced without values, or None if it can be.
+
+    Raises:
+        ZeroEngineError: A micro-step fails for another reason, such as a wrong example.
+    """
+    try:
+        estimator.micro_step(PlanCandidate(0, "none", "none", 1, 1, checkpointing=False))
+    except ZeroEngineError as error:
+        if type(error.__cause__).__name__ not in NEEDS_VALUES:
+            raise
+        return str(error)
+    return None
 
 
 def search(estimator: Estimator, choices: Choices, notes: Sequence[str], progress: Callable[[str], None]) -> Plan:

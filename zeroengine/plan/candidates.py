@@ -231,8 +231,8 @@ def micro_batches(choices: Choices, world_size: int, largest: int, largest_with_
 def rank_estimates(estimates: Sequence[Estimate]) -> list[Estimate]:
     """Return the estimates with the best first: those with headroom, those that fit, and those that do not fit.
 
-    Among those that fit, the fastest comes first; of equally fast ones, the simplest. Those that do not fit are in
-    the order of what lacks.
+    Among those that fit, the fastest comes first; of equally fast ones, the simplest with the smallest micro-batch.
+    Those that do not fit are in the order of what lacks.
     """
 
     def key(estimate: Estimate) -> tuple[Any, ...]:
@@ -243,7 +243,7 @@ def rank_estimates(estimates: Sequence[Estimate]) -> list[Estimate]:
         rate_class = round(math.log(rate) / math.log1p(EQUAL_RATES)) if rate else 0
         simplicity = (candidate.offload_param, candidate.offload_optimizer, candidate.checkpointing, candidate.stage)
         places = tuple(PLACES.index(place) if isinstance(place, str) else place for place in simplicity)
-        return (int(not estimate.has_headroom), -rate_class, places, -candidate.micro_batch)
+        return (int(not estimate.has_headroom), -rate_class, places, candidate.micro_batch)
 
     return sorted(estimates, key=key)
 
