@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from zeroengine.errors import ZeroEngineError
 from zeroengine.monitor.record import FORMAT, RunEvent, SlowestRank, StepMemory, StepRecord
-from zeroengine.monitor.run_folder import RunFolder
+from zeroengine.monitor.run_folder import RunFolder, append_event
 
 RECORD = StepRecord(
     step=3,
@@ -66,3 +70,28 @@ def test_a_folder_that_cannot_be_written_is_an_error_that_names_the_key(tmp_path
     (tmp_path / "file").write_text("")
     with pytest.raises(ZeroEngineError, match=r"monitor\.folder .*file"):
         RunFolder(tmp_path / "file" / "run", {})
+
+
+def write_from_another_process(path: str) -> None:
+    folder = RunFolder(path, {})
+    folder.step(RECORD)
+    print(folder.path.name)
+
+
+def test_engines_of_two_processes_do_not_mix_their_steps(tmp_path: Path) -> None:
+    first = RunFolder(tmp_path, {})
+    code = f"from tests.monitor.test_run_folder import *; write_from_another_process({str(tmp_path)!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    first.close()
+    assert done.stdout == "engine-2\n"
+    assert [len(strict_lines(path / "steps.jsonl")) for path in (tmp_path, tmp_path / "engine-2")] == [0, 1]
+
+
+def test_a_folder_that_is_removed_or_a_disk_that_is_full_is_an_error(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run", {})
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(FileNotFoundError, match=r"steps\.jsonl was removed"):
+        folder.step(RECORD)
+    folder.close()
+    with mock.patch("os.write", return_value=5), pytest.raises(OSError, match="No space left"):
+        append_event(tmp_path, RunEvent(6.0, 3, "checkpoint", "saved"))

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from zeroengine.monitor.timer import StepTimes, Timer
+from zeroengine.monitor.timer import MAX_DEVICE_MARKS, StepTimes, Timer, _DeviceRecorder
 
 UNITS = ["layers.0", "layers.1"]
 
@@ -86,3 +86,36 @@ def test_a_timer_that_is_off_returns_a_context_that_does_nothing() -> None:
     timer.end(timer.begin("forward"))
     timer.count("gather", 5)
     assert timer.received["gather"] == 0
+
+
+class LateEvent:
+    """An event of a device that is 300 marks behind the host. A mark takes a millisecond."""
+
+    num_records = 0
+    num_made = 0
+
+    def __init__(self, **_: bool) -> None:
+        LateEvent.num_made += 1
+
+    def record(self) -> None:
+        LateEvent.num_records += 1
+        self.number = LateEvent.num_records
+
+    def query(self) -> bool:
+        return self.number <= LateEvent.num_records - 300
+
+    def synchronize(self) -> None:
+        # The first event is made before the device has anything to do.
+        assert self.query() or LateEvent.num_records in (1, 20_001), "the host waits in a step"
+
+    def elapsed_time(self, later: LateEvent) -> float:
+        return later.number - self.number
+
+
+def test_a_step_of_many_micro_steps_keeps_few_marks_of_a_device_that_is_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", LateEvent)
+    recorder = _DeviceRecorder(2)
+    for number in range(20_000):
+        recorder.mark(number % 2)
+    assert len(recorder._marks) < 2 * MAX_DEVICE_MARKS and LateEvent.num_made < 2 * MAX_DEVICE_MARKS
+    assert recorder.take().wait()[0] == pytest.approx([10.0, 10.0])

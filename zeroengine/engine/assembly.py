@@ -147,6 +147,8 @@ class EngineParts:
         # Only trainable parameters get gradients, and the first of these marks the beginning of a plain backward.
         trainable = [param for unit in self.units if unit.trainable for param in unit.params]
         self.backward = BackwardTracker(trainable, config.scales_loss, timer)
+        if self.monitor is not None:
+            self.backward.subscribe(self.monitor)
         micro_steps_per_step = None if config.manual_accumulation else int(config.gradient_accumulation_steps)
         # Accumulation, gatherer, reducer and step runner subscribe to ``backward`` in their constructors. The order of
         # these lines matters, because listeners are called in this order, and at the end of a backward in reverse.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import numbers
 import os
 import sys
 import weakref
@@ -153,11 +154,12 @@ class Engine:
         # Offloaded gradients have no memory that the reduction could write into.
         self._parts.state_offloader.check_resident("backward()")
         scaler = self._parts.scaler
-        if self._parts.monitor is not None:
-            self._parts.monitor.note_loss(loss)
         # Multiplying by a scale of 1 would cost a kernel and change nothing.
         scaled = loss if scaler.scale == 1 else scaler.scaled(loss)
         self._parts.backward.run(scaled, retain_graph, create_graph, inputs)
+        # A backward that raises is no part of the step, so this comes after it.
+        if self._parts.monitor is not None:
+            self._parts.monitor.note_loss(loss)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return ``loss`` times ``loss_scale``, at least in fp32, for a plain ``engine.scale(loss).backward()``."""
@@ -475,8 +477,8 @@ class Engine:
     def log(self, **values: float | torch.Tensor) -> None:
         """Add numbers of your own to the record of the step in progress: ``engine.log(accuracy=0.9)``.
 
-        Rank 0's values count, and the last value of a name. Without a monitor this does nothing: see the section
-        ``monitor`` of the configuration.
+        Rank 0's values count, and the last value of a name. Those after the last step are part of the event that ends
+        the run. Without a monitor this does nothing: see the section ``monitor`` of the configuration.
 
         Args:
             values: Numbers, or tensors of one element, which are read once the device has computed them.
@@ -485,7 +487,9 @@ class Engine:
             ZeroEngineError: A value is something else.
         """
         for name, value in values.items():
-            if not (isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)):
+            is_one_element = isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex()
+            # NumPy's scalars are real numbers, too.
+            if not (isinstance(value, numbers.Real) or is_one_element):
                 raise ZeroEngineError(
                     f"log(): {name} is {type(value).__name__}; write a number or a tensor of one element, such as "
                     f"{name}=values.mean()"

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -29,6 +30,7 @@ from zeroengine.engine.memory import add_advice, is_out_of_memory
 from zeroengine.engine.tensor_kinds import check_tensor_kinds
 from zeroengine.errors import DivergenceError, ZeroEngineError
 from zeroengine.migration.messages import explains_arguments
+from zeroengine.monitor.run_folder import RUN_FOLDER_VARIABLE
 from zeroengine.offload.interfaces import Copies
 from zeroengine.optim.factory import OptimizerLike, check_optimizer, make_optimizer
 from zeroengine.optim.lr_schedules import LRSchedulerLike
@@ -363,6 +365,8 @@ def _facts(
         f"optimizer {type(optimizer).__name__}": dict(_flat(groups)),
         # Different versions of torch may choose different algorithms or message formats.
         "version": {"torch": torch.__version__},
+        # Ranks collect the records of steps together.
+        "the run folder in": {RUN_FOLDER_VARIABLE: "set"} if os.environ.get(RUN_FOLDER_VARIABLE) else {},
     }
     return {f"{section} {name}": fact for section, facts in sections.items() for name, fact in facts.items()}
 

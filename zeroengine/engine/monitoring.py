@@ -34,6 +34,7 @@ from zeroengine.monitor.summary import MEDIA, STATES
 from zeroengine.monitor.timer import Timer
 from zeroengine.offload.placement import Placement
 from zeroengine.partition.cut import UnitPlan
+from zeroengine.runtime.backward_tracker import BackwardListener
 from zeroengine.runtime.uncopied_hook import UncopiedHook
 from zeroengine.runtime.unit import Unit
 from zeroengine.utils.small_transfers import HostCopy
@@ -43,8 +44,8 @@ log = logging.getLogger("zeroengine")
 
 # The memory of the states seldom changes, and listing it takes longer than the rest of a record.
 MEMORY_INTERVAL = 20
-# The first forward may compile, and so is not the one whose operations are counted.
-FLOPS_STEP = 2
+# Images may be integers as well, of 8 bits.
+TOKEN_DTYPES = (torch.int32, torch.int64)
 
 
 def run_folder_of(config: Config) -> str | None:
@@ -78,10 +79,11 @@ def start_monitor(
         return None
     hosts = group.all_gather_object(host_name() or platform.node(), "to start the monitor")
     sinks: dict[str, OpenSink] = {}
+    folder: Path | None = None
     with group.collective_errors("to start the monitor"):
         if group.rank == 0:
-            sinks = _open_sinks(config, _describe_run(model, config, group, plans, hosts))
-    monitor = EngineMonitor(config, group, [plan.name for plan in plans], _trainable_share(plans), sinks)
+            sinks, folder = _open_sinks(config, _describe_run(model, config, group, plans, hosts))
+    monitor = EngineMonitor(model, config, group, plans, sinks, folder)
     undo.callback(monitor.close)
     stage = config.zero_optimization.stage
     text = f"{type(model).__name__} starts on {group.world_size} ranks at stage {stage}"
@@ -89,13 +91,14 @@ def start_monitor(
     return monitor
 
 
-def _open_sinks(config: Config, run: Mapping[str, Any]) -> dict[str, OpenSink]:
-    """Return what opens each sink, by its name. The run folder is opened at once, so that a wrong one is an error."""
+def _open_sinks(config: Config, run: Mapping[str, Any]) -> tuple[dict[str, OpenSink], Path | None]:
+    """Return what opens each sink, by its name, and the run folder. That is opened now, so a wrong one is an error."""
     sinks = choose_sinks(config, run)
-    if (path := run_folder_of(config)) is not None:
-        folder = RunFolder(path, run)
-        sinks["monitor.folder"] = lambda: folder
-    return sinks
+    if (path := run_folder_of(config)) is None:
+        return sinks, None
+    folder = RunFolder(path, run)
+    sinks["monitor.folder"] = lambda: folder
+    return sinks, folder.path
 
 
 def _trainable_share(plans: Sequence[UnitPlan]) -> float:
@@ -133,25 +136,34 @@ def _describe_run(
     }
 
 
-class EngineMonitor:
+class EngineMonitor(BackwardListener):
     """Notes what happens in a step, and hands it to the collector when the step ends.
 
     Args:
+        model: The model.
         config: The resolved configuration.
         group: The ranks of the engine.
-        units: The names of the units.
-        trainable_share: The share of the parameters that is trained.
+        plans: The units.
         sinks: What opens the sinks that take the records, by name, on rank 0.
+        folder: The run folder, on rank 0, if there is one.
 
     Attributes:
         timer: Times the kinds of work.
     """
 
     def __init__(
-        self, config: Config, group: Group, units: Sequence[str], trainable_share: float, sinks: Mapping[str, OpenSink]
+        self,
+        model: nn.Module,
+        config: Config,
+        group: Group,
+        plans: Sequence[UnitPlan],
+        sinks: Mapping[str, OpenSink],
+        folder: Path | None,
     ) -> None:
+        units = [plan.name for plan in plans]
         self._config, self._device, self._rank = config, group.device, group.rank
-        self._trainable_share = trainable_share
+        self._folder = folder
+        self._trainable_share = _trainable_share(plans)
         self.timer = Timer(units, group.device)
         # Ranks that are pretended have no peers to gather from.
         alone = group.world_size == 1 or group.backend == "fake"
@@ -164,11 +176,12 @@ class EngineMonitor:
         self._finalizer = weakref.finalize(self, self._collector.close_at_exit)
         outputs.before_exit = self._finalizer
         self._divisor = config.micro_steps_in_mean
-        self._last_step = 0
+        self._last_step, self._has_stepped = 0, False
         # torch's formulas take half a second to import, so an engine without a monitor does not, nor does a step.
-        from zeroengine.monitor.flops import ForwardFlops, step_flops
+        from zeroengine.monitor import flops
 
-        self._forward_flops, self._step_flops = ForwardFlops, step_flops
+        self._flop_counting, self._numel_of_products = flops, flops.numel_of_products(model)
+        # Counted after the first step, whose forward may compile.
         self._flops_per_element: float | None = None
         self._memory: dict[str, float] = {}
         self._disk_traffic = (0, 0)
@@ -178,33 +191,52 @@ class EngineMonitor:
         self._begin_step()
 
     def _begin_step(self) -> None:
-        self._loss: torch.Tensor | None = None
-        self._samples = self._tokens = self._elements = 0
+        self.drop_gradients()
         self._has_input = self._has_tokens = False
-        self._user: dict[str, Any] = {}
+        self._user = self._collector.unrecorded = {}
 
     # -- within a step ----------------------------------------------------------------------------
 
-    def observe_forward(self, inputs: Any) -> contextlib.AbstractContextManager[Any]:
-        """Count the samples and the tokens of a forward. Return a context for it, which may count its operations."""
+    @contextlib.contextmanager
+    def observe_forward(self, inputs: Any) -> Iterator[None]:
+        """Count the samples and the tokens of the forward inside, and perhaps its operations, unless it raises."""
         first = next(iter(tensors_in(inputs)), None)
         if first is None or not first.dim():
-            return contextlib.nullcontext()
+            yield
+            return
+        is_tokens = first.dtype in TOKEN_DTYPES
+        if self._flops_per_element is None and self._has_stepped:
+            with self._count_flops(first.numel(), is_tokens):
+                yield
+        else:
+            yield
         self._has_input = True
         self._samples += first.shape[0]
         self._elements += first.numel()
-        if not (first.is_floating_point() or first.is_complex() or first.dtype is torch.bool):
+        if is_tokens:
             self._has_tokens = True
             self._tokens += first.numel()
-        if self._flops_per_element is None and self._last_step + 1 >= FLOPS_STEP:
-            return self._count_flops(first.numel())
-        return contextlib.nullcontext()
 
     @contextlib.contextmanager
-    def _count_flops(self, numel: int) -> Iterator[None]:
-        with self._forward_flops() as flops:
+    def _count_flops(self, numel: int, is_tokens: bool) -> Iterator[None]:
+        if not self._flop_counting.is_anything_compiled():
+            with self._flop_counting.ForwardFlops() as flops:
+                yield
+            forward_flops = flops.total / max(numel, 1)
+        else:
             yield
-        self._flops_per_element = self._step_flops(flops.total, self._trainable_share) / max(numel, 1)
+            # For each token and parameter a multiplication and an addition (arXiv 2001.08361, section 2.1).
+            forward_flops = 2.0 * self._numel_of_products * is_tokens
+        self._flops_per_element = self._flop_counting.step_flops(forward_flops, self._trainable_share)
+
+    def drop_gradients(self) -> None:
+        """Forget the losses and the samples of the step in progress, which starts again."""
+        self._loss: torch.Tensor | None = None
+        self._samples = self._tokens = self._elements = 0
+
+    def fail_backward(self, after_others: bool) -> None:
+        """Forget what the dropped gradients belong to."""
+        self.drop_gradients()
 
     def note_loss(self, loss: torch.Tensor) -> None:
         """Add what ``backward`` was given to the loss of the step."""
@@ -222,8 +254,10 @@ class EngineMonitor:
 
     def event(self, kind: EventKind, step: int, text: str, **facts: Any) -> None:
         """Tell the sinks of an event. Rank 0's count."""
+        # A load may go back to an earlier step.
+        self._last_step = step if kind == "resume" else max(step, self._last_step)
         if self._rank == 0:
-            self._collector.put(RunEvent(time.time(), max(step, self._last_step), kind, text, facts))
+            self._collector.put(RunEvent(time.time(), self._last_step, kind, text, facts))
 
     # -- the end of a step ------------------------------------------------------------------------
 
@@ -256,7 +290,7 @@ class EngineMonitor:
             **self._memory,
         }
         self.timer.received = dict.fromkeys(received, 0)
-        self._disk_traffic, self._last_step = disk_traffic, issued.number
+        self._disk_traffic, self._last_step, self._has_stepped = disk_traffic, issued.number, True
         loss: LaterValue | None = None if self._loss is None else HostCopy(self._loss.view(1))
         self._collector.put(
             RankStep(
@@ -293,7 +327,7 @@ class EngineMonitor:
     def _end_trace(self, transfers: Sequence[TransferTimes]) -> None:
         while self._handles:
             self._handles.pop().remove()
-        folder, first = self._config.trace.folder or run_folder_of(self._config) or ".", self._traced_steps[0]
+        folder, first = self._config.trace.folder or self._folder or ".", self._traced_steps[0]
         self._collector.put(TraceRequest(str(Path(folder) / f"trace-{first}.json"), first, transfers))
 
     def _name_forwards(self, units: Sequence[Unit]) -> None:
@@ -337,6 +371,6 @@ def _peak_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _rate(rate: Any) -> float:
+def _rate(rate: Any) -> float | HostCopy:
     # Reading a tensor on a GPU would wait for the device.
-    return float("nan") if isinstance(rate, torch.Tensor) and rate.is_cuda else float(rate)
+    return HostCopy(rate.to(torch.float64).view(1)) if isinstance(rate, torch.Tensor) and rate.is_cuda else float(rate)

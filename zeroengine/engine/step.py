@@ -220,6 +220,9 @@ class StepRunner(BackwardListener):
         settings = StepSettings(self.divisor(), limit, self._skips, self._label(limit))
         # The schedule and the scaler change these values once the step has ended.
         rates, loss_scale = [group["lr"] for group in self._optimizer.param_groups], self._scaler.scale
+        if self._timer.enabled:
+            # The schedule writes into a tensor in place.
+            rates = [rate.clone() if isinstance(rate, torch.Tensor) else rate for rate in rates]
         try:
             with self._timer.span("update"):
                 result = self._optimizer.backend.step(settings)
@@ -349,7 +352,9 @@ class StepRunner(BackwardListener):
         self._warn(step, f"step {step} {verb}: {what}{scale}", skipped)
 
     def _warn(self, step: int, text: str, skipped: bool) -> None:
-        self._report_event("skip" if skipped else "warning", step, text)
+        # Records count skipped steps as well.
+        number = step if self.issued_step is None else self.issued_step.number
+        self._report_event("skip" if skipped else "warning", number, text)
         if self._transport.rank == 0:
             log.warning("%s", text)
 

@@ -65,7 +65,7 @@ class RankStep:
     numbers: Mapping[str, float | None]
     loss: LaterValue | None
     loss_divisor: int
-    lr: Sequence[float]
+    lr: Sequence[float | LaterValue]
     loss_scale: float
     grad_norm: Callable[[], float]
     skips: bool
@@ -97,6 +97,9 @@ class Collector:
         slot_names: Those of the timer.
         peak_flops: The peak rate of one rank in FLOP/s, if it is known.
         sinks: Take the records and the events, on rank 0.
+
+    Attributes:
+        unrecorded: The user's numbers by name that belong to no step yet. If none follows, they belong to the end.
     """
 
     def __init__(
@@ -110,6 +113,7 @@ class Collector:
     ) -> None:
         self._group, self._rank, self._sinks = group, rank, sinks
         self._layout, self._slot_names, self._peak_flops = RankRow(units), slot_names, peak_flops
+        self.unrecorded: Mapping[str, float | LaterValue] = {}
         self._timeline: list[Interval] = []
         self._failed = False
         self._last_step = 0
@@ -147,7 +151,11 @@ class Collector:
         if self._rank == 0:
             kind: EventKind = "end" if error is None else "error"
             reason = f"after step {self._last_step}" if error is None else f"with {type(error).__name__}: {error}"
-            self._queue.put(RunEvent(time.time(), self._last_step, kind, f"the run ends {reason}"))
+            # After an error the device may never compute them.
+            user = {name: _number(value) for name, value in self.unrecorded.items()} if error is None else {}
+            numbers = "".join(f", {name} {value:g}" for name, value in user.items())
+            facts = {"user": user} if user else {}
+            self._queue.put(RunEvent(time.time(), self._last_step, kind, f"the run ends {reason}{numbers}", facts))
         self._queue.put(None)
         seconds = seconds if error is None else CLOSE_AFTER_ERROR_S
         self._thread.join(seconds)
@@ -174,6 +182,9 @@ class Collector:
     def _fail(self, error: Exception) -> None:
         self._failed = True
         reason = next(iter(str(error).splitlines()), type(error).__name__)
+        # Gloo's text names lines of its source code.
+        if "gloo/transport" in reason:
+            reason = "another rank has ended, or cannot be reached"
         text = f"no further steps are recorded: {reason}"
         log.warning("%s", text)
         if self._rank == 0:
@@ -188,9 +199,10 @@ class Collector:
         if rows is None:
             return
         norm = step.grad_norm()
-        user = {name: value if isinstance(value, float) else value.read()[0] for name, value in step.user.items()}
+        user = {name: _number(value) for name, value in step.user.items()}
         skipped = step.skips and not np.isfinite(norm)
-        facts = CommonFacts(step.step, step.time, step.lr, norm, step.loss_scale, bool(skipped), user)
+        lr = [_number(rate) for rate in step.lr]
+        facts = CommonFacts(step.step, step.time, lr, norm, step.loss_scale, bool(skipped), user)
         self._sinks.step(summarize(rows, self._layout, facts, self._peak_flops))
 
     def _gather(self, row: torch.Tensor) -> Any:
@@ -214,3 +226,7 @@ class Collector:
             text = f"the timeline that begins with step {request.first_step} is in {request.path}"
             facts = {"path": request.path, "events": num_events}
             self._sinks.event(RunEvent(time.time(), request.first_step, "trace", text, facts))
+
+
+def _number(value: float | LaterValue) -> float:
+    return value if isinstance(value, float) else value.read()[0]

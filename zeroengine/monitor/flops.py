@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop
 
@@ -42,6 +44,23 @@ class ForwardFlops(TorchDispatchMode):
         if formula is not None:
             self.total += formula(*args, **kwargs, out_val=out)
         return out
+
+
+def is_anything_compiled() -> bool:
+    """Return whether torch.compile has compiled anything in this process.
+
+    A dispatch mode would make compiled functions compile again, and compute with other kernels, in the forward whose
+    operations are counted.
+    """
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and dynamo.counters["frames"]["total"] > 0
+
+
+def numel_of_products(model: nn.Module) -> int:
+    """Return the number of parameters that each token is multiplied with: matrices that are no lookup tables."""
+    modules = (module for module in model.modules() if not isinstance(module, nn.Embedding))
+    matrices = {param for module in modules for param in module.parameters(recurse=False) if param.dim() > 1}
+    return sum(param.numel() for param in matrices)
 
 
 def step_flops(forward_flops: float, trainable_share: float) -> float:

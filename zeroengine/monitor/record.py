@@ -71,7 +71,7 @@ class StepRecord:
         loss_scale: The factor of the loss.
         skipped: Whether the step updated nothing, because the gradient was not finite.
         samples: The number of samples over all ranks, if it is known.
-        tokens: The number of tokens over all ranks, if the first input has integers.
+        tokens: The number of tokens over all ranks, if the first input has integers of 32 or 64 bits.
         flops: The model's floating-point operations in this step, over all ranks, without recomputation.
         mfu: ``flops`` per second over the peak rate of all ranks, if that is known.
         split: Where the time went, by the names in ``SPLIT``; the mean over the ranks. It adds up to ``seconds``.

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 from zeroengine.errors import ZeroEngineError
 from zeroengine.monitor.record import FORMAT, RunEvent, StepRecord
 
+log = logging.getLogger("zeroengine")
+
 # zero-launch --run-folder names the folder by this variable.
 RUN_FOLDER_VARIABLE = "ZEROENGINE_RUN_FOLDER"
+# The folders that engines of this process are writing. Two engines would mix their steps in one folder.
+_WRITTEN: WeakValueDictionary[Path, RunFolder] = WeakValueDictionary()
 STEPS, EVENTS, RUN = "steps.jsonl", "events.jsonl", "run.json"
 
 
 class RunFolder:
     """A ``Sink`` that appends to a folder, so that a restarted run continues it.
+
+    If another engine is writing the folder, this one writes the folder ``engine-2`` in it, and so on.
 
     Args:
         path: The folder. It is made if it is absent.
@@ -29,22 +39,38 @@ class RunFolder:
     """
 
     def __init__(self, path: str | os.PathLike[str], run: Mapping[str, Any]) -> None:
-        self.path = Path(path)
+        self.path, number = Path(path), 1
         self._files: dict[str, int] = {}
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            while not self._open():
+                number += 1
+                self.path = Path(path) / f"engine-{number}"
             # A reader sees the old file or the new one, never a part of one.
             partial = self.path / f".{RUN}.{os.getpid()}"
             content = {"format": FORMAT, **run, **_first_start(self.path / RUN)}
             partial.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
             partial.replace(self.path / RUN)
-            for name in (STEPS, EVENTS):
-                self._files[name] = _open_lines(self.path / name)
         except OSError as error:
             self.close()
             raise ZeroEngineError(
                 f"monitor.folder {self.path} cannot be written ({error.strerror}): write a folder that rank 0 can write"
             ) from error
+        if number > 1:
+            log.warning("another engine writes the run folder %s, so this one writes %s", path, self.path)
+
+    def _open(self) -> bool:
+        """Open the files of lines, and return true, unless another engine is writing them."""
+        # A lock concerns other processes only, and ends when this process closes the file anywhere.
+        if self.path.absolute() in _WRITTEN:
+            return False
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._files[STEPS] = _open_lines(self.path / STEPS)
+        if not _lock(self._files[STEPS]):
+            self.close()
+            return False
+        self._files[EVENTS] = _open_lines(self.path / EVENTS)
+        _WRITTEN[self.path.absolute()] = self
+        return True
 
     def step(self, record: StepRecord) -> None:
         """Append a line to ``steps.jsonl``."""
@@ -55,13 +81,15 @@ class RunFolder:
         self._append(EVENTS, event.to_json())
 
     def _append(self, name: str, value: Mapping[str, Any]) -> None:
-        line = json.dumps(value, separators=(",", ":"), allow_nan=False) + "\n"
-        # One write to a file that is opened for appending is never mixed with those of other processes, such as
-        # zero-launch's.
-        os.write(self._files[name], line.encode())
+        # Lines in a file that was removed would be lost without an error.
+        if not os.fstat(self._files[name]).st_nlink:
+            raise FileNotFoundError(f"{self.path / name} was removed")
+        _append_line(self._files[name], value)
 
     def close(self) -> None:
         """Close the files."""
+        if _WRITTEN.get(self.path.absolute()) is self:
+            del _WRITTEN[self.path.absolute()]
         while self._files:
             os.close(self._files.popitem()[1])
 
@@ -74,7 +102,7 @@ def append_event(folder: Path, event: RunEvent) -> None:
     """
     descriptor = _open_lines(folder / EVENTS)
     try:
-        os.write(descriptor, (json.dumps(event.to_json(), separators=(",", ":"), allow_nan=False) + "\n").encode())
+        _append_line(descriptor, event.to_json())
     finally:
         os.close(descriptor)
 
@@ -85,6 +113,27 @@ def _first_start(path: Path) -> dict[str, Any]:
         return {"started": json.loads(path.read_text())["started"]}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
+
+
+def _lock(descriptor: int) -> bool:
+    """Lock a file until its process closes it or ends. Return false if another process has."""
+    try:
+        # Unlike flock's, these locks are not inherited by workers of data loaders, which may outlive a killed rank.
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError:
+        # Some file systems know no locks.
+        pass
+    return True
+
+
+def _append_line(descriptor: int, value: Mapping[str, Any]) -> None:
+    line = (json.dumps(value, separators=(",", ":"), allow_nan=False) + "\n").encode()
+    # One write to a file that is opened for appending is never mixed with those of other processes, such as
+    # zero-launch's.
+    if os.write(descriptor, line) < len(line):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _open_lines(path: Path) -> int:

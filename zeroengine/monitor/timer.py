@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -103,7 +103,7 @@ class Timer:
             return named
         return _Span(self, self._slots.get((kind, unit)) or self._slots[kind, ""], named)
 
-    def begin(self, kind: Kind, unit: str = "") -> int:
+    def begin(self, kind: Kind | Literal["other"], unit: str = "") -> int:
         """Begin a span whose end is known elsewhere. Return a number for ``end``."""
         return self._push(self._slots[kind, unit]) if self.enabled else -1
 
@@ -222,6 +222,8 @@ class _DeviceRecorder:
         # The slot of each mark. The first one begins the step.
         self._marks: list[tuple[int, torch.cuda.Event]] = [(0, self._origin)]
         self._num_renamed = 1
+        # The marks at which complete ones are added up.
+        self._max_marks = MAX_DEVICE_MARKS
 
     def _event(self) -> torch.cuda.Event:
         # A thread that waits for a blocking event leaves its core to others.
@@ -232,9 +234,17 @@ class _DeviceRecorder:
         event = self._event()
         event.record()
         self._marks.append((slot, event))
-        if len(self._marks) > MAX_DEVICE_MARKS and self._timeline is None and event.query():
-            self.add_up(self._marks, self._seconds, None)
-            self._marks = [(slot, event)]
+        if len(self._marks) > self._max_marks and self._timeline is None:
+            self._add_up_complete()
+
+    def _add_up_complete(self) -> None:
+        # A host that is ahead of the device never sees its latest mark complete, so the older half is looked at. A look
+        # takes a microsecond, so the next one comes many marks later.
+        middle = len(self._marks) // 2
+        if self._marks[middle][1].query():
+            self.add_up(self._marks[: middle + 1], self._seconds, None)
+            del self._marks[:middle]
+        self._max_marks = len(self._marks) + MAX_DEVICE_MARKS // 2
 
     def rename(self, slot: int, new_slot: int) -> None:
         """Give the intervals of ``slot`` since the last call to ``new_slot``. The sum of a kind does not change."""
@@ -251,7 +261,7 @@ class _DeviceRecorder:
         """Return the times since the last call."""
         times = StepTimes(self._seconds, self._timeline, (self, self._marks))
         self._seconds, self._num_renamed = [0.0] * self._num_slots, 1
-        self._marks = [self._marks[-1]]
+        self._marks, self._max_marks = [self._marks[-1]], MAX_DEVICE_MARKS
         self.trace(self._timeline is not None)
         return times
 

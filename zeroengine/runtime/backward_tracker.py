@@ -149,7 +149,8 @@ class BackwardTracker:
 
         Without this it would be timed from its first gradient of a parameter.
         """
-        if output.requires_grad:
+        # A parameter that the model returns would keep the hook, and get another one in each forward.
+        if output.grad_fn is not None:
             output.register_hook(Hook(self, BackwardTracker._begin_plain_span))
 
     def _begin_plain_span(self) -> None:

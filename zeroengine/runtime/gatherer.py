@@ -285,8 +285,11 @@ class Gatherer(BackwardListener):
                 self._visit_order.start_pass()
         if not self._num_model_forwards:
             self._first_sequence_number = current_sequence_number()
-            # A forward inside a backward is part of that.
-            self._forward_span = -1 if self._graph_tasks else self._timer.begin("forward")
+            # A forward inside a backward is part of that, and one without gradients, as in an evaluation, is no
+            # forward of a step.
+            self._forward_span = (
+                -1 if self._graph_tasks else self._timer.begin("forward" if torch.is_grad_enabled() else "other")
+            )
         self._num_model_forwards += 1
 
     def post_model_forward(self, module: nn.Module, args: Any, output: Any) -> None:
