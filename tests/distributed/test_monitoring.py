@@ -27,6 +27,8 @@ from tests.distributed.training import take_steps
 from tests.emulated import cpu_alone
 from zeroengine.comm.transports.gloo import GlooChannel, GlooWork
 from zeroengine.disk.queue import Transfer
+from zeroengine.launch.local import worker
+from zeroengine.launch.local.worker import FAILURE_FILE_VARIABLE
 from zeroengine.monitor.record import KINDS, SPLIT
 
 STEPS = 6
@@ -298,6 +300,33 @@ def train_and_exit(folder: Path) -> None:
 def test_a_run_that_never_closes_its_engine_has_all_records_and_an_end(tmp_path: Path) -> None:
     run_ranks(2, train_and_exit, tmp_path)
     assert len(read(tmp_path, "steps.jsonl")) == 2 and read(tmp_path, "events.jsonl")[-1]["kind"] == "end"
+
+
+FAILING = """
+import sys
+import zeroengine
+from tests.distributed.models import batch, build, config
+engine = zeroengine.initialize(build(), None, config(0, monitor={"folder": sys.argv[1]}))
+engine.backward(engine(*batch(0, 0)))
+engine.step()
+raise RuntimeError("on purpose")
+"""
+
+
+@pytest.mark.parametrize("launcher", [(), (str(Path(worker.__file__)),)], ids=["python", "zero-launch"])
+def test_a_script_that_fails_ends_its_run_with_the_error(tmp_path: Path, launcher: tuple[str, ...]) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(FAILING)
+    done = subprocess.run(
+        [sys.executable, *launcher, script, tmp_path / "run"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT), FAILURE_FILE_VARIABLE: str(tmp_path / "failure")},
+    )
+    assert done.returncode == 1, done.stderr
+    last = read(tmp_path / "run", "events.jsonl")[-1]
+    assert (last["kind"], last["step"]) == ("error", 1) and "RuntimeError: on purpose" in last["text"]
+    assert len(read(tmp_path / "run", "steps.jsonl")) == 1
 
 
 def losses_with(monitor: dict[str, Any], stage: int) -> list[float]:

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import os
 import resource
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +17,9 @@ from tests.conftest import ROOT
 from tests.plan.peak_memory import FAMILIES, PRECISIONS
 from zeroengine.config import load
 from zeroengine.errors import ZeroEngineError
-from zeroengine.plan.activations import trace_micro_step
+from zeroengine.plan.activations import MicroStep, _trace, trace_micro_step
 from zeroengine.plan.model_facts import from_module, from_numbers
+from zeroengine.plan.repeated_blocks import omit_equal_blocks
 
 CONFIG = load({}).resolve(world_size=1)
 QUICK = [
@@ -58,6 +61,29 @@ def test_a_model_of_70b_parameters_takes_no_memory() -> None:
         micro = trace_micro_step(facts, load({"bf16": {"enabled": True}}).resolve(world_size=64), 1, checkpointing)
         assert micro.peak_bytes > 1 << 32
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10) - before < 1 << 28
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_equal_blocks_need_not_be_traced(checkpointing: bool) -> None:
+    facts = from_numbers(60e6, layers=10, width=512, vocab=1000, sequence=64)
+    omitting, whole = (_trace(facts, CONFIG, 2, checkpointing, "cpu", omits_blocks=omits) for omits in (True, False))
+    assert _comparable(omitting) == _comparable(whole)
+    replica = copy.deepcopy(facts.model)
+    assert [len(run.omitted) for run in omit_equal_blocks(replica)] == [7]
+
+
+def _comparable(micro: MicroStep) -> dict[str, Any]:
+    # The order of operations differs.
+    return vars(micro) | {"forward": set(micro.forward), "backward": set(micro.backward)}
+
+
+def test_blocks_that_differ_are_traced() -> None:
+    model = copy.deepcopy(from_numbers(60e6, layers=10, width=512, vocab=1000, sequence=64).model)
+    blocks = model.get_submodule("blocks")
+    next(blocks.children()).eval()
+    for index, block in enumerate(blocks.children()):
+        block.window = index % 2  # type: ignore[assignment]
+    assert omit_equal_blocks(model) == []
 
 
 def test_arithmetic_is_that_of_the_paper() -> None:

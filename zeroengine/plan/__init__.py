@@ -7,7 +7,8 @@
 - ``automatic``: the stage and the offload that ``initialize`` chooses, and what it refuses.
 - ``model_facts``: a model on the meta device, from a function, a configuration of Hugging Face, or plain numbers.
 - ``standard_decoder``: the model of plain numbers.
-- ``activations``: memory and arithmetic of one micro-step, traced under fake tensors.
+- ``activations``: memory and arithmetic of one micro-step, traced under fake tensors. It uses ``operation_trace``, and
+  ``repeated_blocks`` to trace equal blocks once.
 - ``machine``: the memory and the rates of the machines; ``machine_presets`` has those of common GPUs, and
   ``known_machines`` finds one by name.
 - ``measure``: the rates of this machine, measured. ``compute_rates`` fits those of a model's operations.

@@ -6,7 +6,7 @@ import contextlib
 import copy
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,9 +22,9 @@ from torch.utils.checkpoint import checkpoint
 
 from zeroengine.config import Config
 from zeroengine.errors import ZeroEngineError
-from zeroengine.partition.cut import UnitPlan
 from zeroengine.plan.model_facts import ModelFacts
 from zeroengine.plan.operation_trace import AttentionWithoutDropout, OperationKind, OperationTrace
+from zeroengine.plan.repeated_blocks import count_omitted_blocks, omit_equal_blocks, with_omitted_units
 from zeroengine.runtime import mixed_precision
 from zeroengine.utils.tensor_tree import map_tensors, tensors_in
 
@@ -99,24 +99,40 @@ def trace_micro_step(
             f"{model.name}: no batch is known, so activations cannot be traced. Return `model, make_batch` from the "
             "function, where make_batch(n) returns the arguments of a call with n samples"
         )
+    try:
+        return _trace(model, config, micro_batch, checkpointing, device, omits_blocks=True)
+    except Exception:
+        # A model may reach for a block by its number. The whole model then shows what is wrong, if anything is.
+        return _trace(model, config, micro_batch, checkpointing, device, omits_blocks=False)
+
+
+def _trace(
+    model: ModelFacts, config: Config, micro_batch: int, checkpointing: bool, device: str, *, omits_blocks: bool
+) -> MicroStep:
     trace = OperationTrace()
     attention = AttentionWithoutDropout() if device == "cuda" else contextlib.nullcontext()
+    plans = model.plans(config)
+    replica = _copy(model.model)
+    modules = dict(zip(model.model.modules(), replica.modules(), strict=True))
+    units = [(plan.name, [modules[module] for module in plan.modules]) for plan in plans]
+    params = dict(zip(model.model.parameters(), replica.parameters(), strict=True))
+    dtypes = {params[param]: plan.dtype for plan in plans for _, param in plan.params}
+    runs = omit_equal_blocks(replica) if omits_blocks else []
     with contextlib.ExitStack() as undo:
-        plans = model.plans(config)
-        replica = _copy(model.model)
         undo.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        _give_fake_tensors(replica, model.model, plans)
-        units = [(plan.name, [_same_module(replica, model.model, module) for module in plan.modules]) for plan in plans]
+        _give_fake_tensors(replica, dtypes)
         mixed_precision.prepare_buffers(replica, config, torch.device("cpu"), lambda buffer: None, undo)
         mixed_precision.install(replica, config, torch.device("cpu"), undo)
         flops_by_unit = _watch_units(units, trace, undo)
         if checkpointing:
             _checkpoint_blocks(units)
+        for run in runs:
+            count_omitted_blocks(run, trace, undo)
         trace.ignore([*replica.parameters(), *replica.buffers()])
         undo.enter_context(attention)
         undo.enter_context(trace)
         try:
-            return _run(model, replica, trace, flops_by_unit, micro_batch, checkpointing)
+            micro = _run(model, replica, trace, flops_by_unit, micro_batch, checkpointing)
         except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
             raise ZeroEngineError(
                 f"{model.name}: its computation depends on values, which a trace does not have ({error}), such as the "
@@ -126,6 +142,9 @@ def trace_micro_step(
             raise ZeroEngineError(
                 f"{model.name}: a micro-step of {micro_batch} samples failed: {type(error).__name__}: {error}"
             ) from error
+    flops = dict(micro.unit_flops)
+    with_omitted_units(flops, runs, lambda block: [name for name, of_unit in units if block in of_unit])
+    return replace(micro, unit_flops=flops)
 
 
 def _run(
@@ -179,26 +198,22 @@ def _copy(model: nn.Module) -> nn.Module:
         raise ZeroEngineError(f"{type(model).__name__} cannot be copied: {type(error).__name__}: {error}") from error
 
 
-def _give_fake_tensors(replica: nn.Module, model: nn.Module, plans: Sequence[UnitPlan]) -> None:
-    """Replace the parameters of ``replica`` by fake tensors of the CPU, in the dtypes that the engine computes in.
+def _give_fake_tensors(model: nn.Module, dtypes: Mapping[nn.Parameter, torch.dtype]) -> None:
+    """Replace the parameters of ``model`` by fake tensors of the CPU, in these dtypes, and buffers likewise.
 
     A gradient is dropped as soon as it is complete, as the engine does when it has copied it into its bucket.
     """
-    dtypes = {param: plan.dtype for plan in plans for _, param in plan.params}
     params: dict[nn.Parameter, nn.Parameter] = {}
     buffers: dict[torch.Tensor, torch.Tensor] = {}
-    for (_, old), (_, new) in zip(
-        model.named_parameters(remove_duplicate=False), replica.named_parameters(remove_duplicate=False), strict=True
-    ):
-        if new not in params:
-            fake = torch.empty_strided(new.shape, new.stride(), dtype=dtypes[old], device="cpu")
-            params[new] = nn.Parameter(fake, requires_grad=old.requires_grad)
-            if old.requires_grad:
-                params[new].register_post_accumulate_grad_hook(_drop_gradient)
-    for module in replica.modules():
-        for name, param in module._parameters.items():
-            if param is not None:
-                module._parameters[name] = params[param]
+    for param in model.parameters():
+        fake = torch.empty_strided(param.shape, param.stride(), dtype=dtypes[param], device="cpu")
+        params[param] = nn.Parameter(fake, requires_grad=param.requires_grad)
+        if param.requires_grad:
+            params[param].register_post_accumulate_grad_hook(_drop_gradient)
+    for module in model.modules():
+        for name, old in module._parameters.items():
+            if old is not None:
+                module._parameters[name] = params[old]
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 if buffer not in buffers:
@@ -208,11 +223,6 @@ def _give_fake_tensors(replica: nn.Module, model: nn.Module, plans: Sequence[Uni
 
 def _drop_gradient(param: torch.Tensor) -> None:
     param.grad = None
-
-
-def _same_module(replica: nn.Module, model: nn.Module, module: nn.Module) -> nn.Module:
-    """Return the module of ``replica`` that stands where ``module`` stands in ``model``."""
-    return next(new for old, new in zip(model.modules(), replica.modules(), strict=True) if old is module)
 
 
 def _watch_units(

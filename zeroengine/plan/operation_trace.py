@@ -84,12 +84,14 @@ class OperationTrace(TorchDispatchMode):
         live_bytes: Of the storages that were made under this mode and are alive.
         peak_bytes: The most of them so far.
         operations: The number of each kind in the pass that runs.
+        weight: As how many an operation counts.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live_bytes = self.peak_bytes = 0
         self.operations: Counter[OperationKind] = Counter()
+        self.weight = 1
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     @classmethod
@@ -127,7 +129,7 @@ class OperationTrace(TorchDispatchMode):
         written = sum(map(_nbytes, outputs))
         read = written if packet in _LOOKUPS else sum(map(_nbytes, inputs))
         dtype = outputs[0].dtype if outputs else torch.float32
-        self.operations[flops, read + written, DTYPE_NAMES.get(dtype, "fp32")] += 1
+        self.operations[flops, read + written, DTYPE_NAMES.get(dtype, "fp32")] += self.weight
         return result
 
     def _track(self, tensor: torch.Tensor) -> None:
@@ -142,6 +144,10 @@ class OperationTrace(TorchDispatchMode):
             self.live_bytes -= nbytes
 
         self._storages[key] = weakref.ref(storage, freed)
+        self.add_bytes(nbytes)
+
+    def add_bytes(self, nbytes: int) -> None:
+        """Count bytes as alive."""
         self.live_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 

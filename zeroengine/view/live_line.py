@@ -40,19 +40,21 @@ SAVE_CURSOR, RESTORE_CURSOR = "\x1b7", "\x1b8"
 Part = tuple[str, str, int]
 
 
-def live_parts(reader: RunReader, now: float | None = None) -> list[Part]:
+def live_parts(reader: RunReader, now: float | None = None, since: float = 0.0) -> list[Part]:
     """Return the parts of the line.
 
     Args:
         reader: The run.
         now: The time in Unix seconds (by default, that of this machine).
+        since: Steps and events before this time belong to an earlier start of the run.
     """
     now = time.time() if now is None else now
     state = reader.state(now)
     recent, facts = speed(reader.recent), progress(reader, state)
     step, planned = facts["step"], facts["planned"]
-    if reader.last is None or step is None:
-        return [(f"no step yet{_last_event(reader, now)}", "cyan", 0)]
+    if reader.last is None or step is None or reader.last.end < since:
+        before = "" if step is None else f" after step {step:,}"
+        return [(f"no step yet{before}{_last_event(reader, now, since)}", "cyan", 0)]
     text = f"step {step:,}"
     if planned:
         text += f"/{planned:,} ({100 * step / planned:.0f} %)"
@@ -108,19 +110,14 @@ def late_step(reader: RunReader, usual_seconds: float | None, state: str, now: f
     return f"the next step takes {format_duration(round(waited))} so far{_last_event(reader, reader.last.end)}"
 
 
-def _last_event(reader: RunReader, now: float) -> str:
+def _last_event(reader: RunReader, now: float, since: float = 0.0) -> str:
     """Return the newest event with its age, after a colon; empty if there is none."""
     events = reader.events
-    if not events:
+    moment = events[-1].get("time") if events else None
+    if not isinstance(moment, (int, float)) or moment < since:
         return ""
-    event = events[-1]
-    moment = event.get("time")
-    age = (
-        f" ({format_duration(round(now - moment))} ago)"
-        if isinstance(moment, (int, float)) and now >= moment + 1.0
-        else ""
-    )
-    return f": {event.get('text', event.get('kind', ''))}{age}"
+    age = f" ({format_duration(round(now - moment))} ago)" if now >= moment + 1.0 else ""
+    return f": {events[-1].get('text', events[-1].get('kind', ''))}{age}"
 
 
 def split_in_words(split: dict[str, float]) -> str:
@@ -171,7 +168,7 @@ class LiveLine:
         self._parts: list[Part] = []
         self._rows = 0  # of the terminal while the line is drawn, else 0
         self._drawn = ""
-        self._printed_at = self._started = time.monotonic()
+        self._printed_at, self._started = time.monotonic(), time.time()
         self._printed = ""
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._read, name="live line", daemon=True)
@@ -186,13 +183,13 @@ class LiveLine:
                 # The folder may be on a network that fails for a while. The line keeps what it says.
                 continue
             if reader.events or reader.last:
-                self._parts = live_parts(reader)
+                self._parts = live_parts(reader, since=self._started)
 
     def _shown_parts(self) -> list[Part]:
         if self._parts:
             return self._parts
         # Building a large model may take minutes, before its engine writes anything.
-        waited = format_duration(int(time.monotonic() - self._started))
+        waited = format_duration(int(time.time() - self._started))
         return [(f"waiting for the first record in {self._folder} ({waited})", "cyan", 0)]
 
     def update(self) -> str:
@@ -206,7 +203,11 @@ class LiveLine:
         return f"zero-launch: {line}\n"
 
     def _draw(self) -> str:
-        size = os.get_terminal_size(self._target)
+        try:
+            size = os.get_terminal_size(self._target)
+        except OSError:
+            # The terminal is gone. The ranks' output meets the same error, which ends the run.
+            return ""
         if size.lines < MIN_ROWS:
             return self.end()
         with self._console.capture() as capture:

@@ -24,6 +24,7 @@ from typing import Any
 
 from zeroengine.errors import ZeroEngineError
 from zeroengine.utils.progress import Report, ignore_progress, progress
+from zeroengine.view.clean_values import clean_event, clean_facts
 from zeroengine.view.step_group import StepGroup, copy_group, merge_groups
 
 # The newest format of run.json that this code knows.
@@ -190,7 +191,7 @@ class RunReader:
         is_new = self._read_facts()
         for event in self._event_lines.read():
             is_new = True
-            self._add_event(event)
+            self._add_event(clean_event(event))
         for record in self._steps.read(report):
             is_new = True
             try:
@@ -215,13 +216,13 @@ class RunReader:
         except (ValueError, RecursionError):
             facts = None
         if isinstance(facts, dict):
-            self.facts, self._facts_problem = facts, ""
+            self.facts, self._facts_problem = clean_facts(facts), ""
         else:
             self._facts_problem = f"{RUN_FILE} is damaged: the model, the units and the configuration are unknown"
         return True
 
     def _add_event(self, event: dict[str, Any]) -> None:
-        kind, number = str(event.get("kind")), sum(self.num_events.values())
+        kind, number = event["kind"], sum(self.num_events.values())
         self.num_events[kind] = self.num_events.get(kind, 0) + 1
         self._newest_events.append((number, event))
         if kind not in FREQUENT_EVENTS:

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from zeroengine.view.clean_values import MAX_NUMBER
+
 Numbers = npt.NDArray[np.float64]
 # These parts of a record hold one number for each rank or unit.
 ARRAY_SECTIONS = ("ranks", "units")
@@ -61,8 +63,8 @@ class StepGroup:
             ValueError: One of them is no number.
         """
         step, end = int(record["step"]), float(record["time"])
-        if not math.isfinite(end):
-            raise ValueError("the time is not finite")
+        if not (abs(step) < MAX_NUMBER and abs(end) < MAX_NUMBER):
+            raise ValueError("the step or the time is no sensible number")
         group = StepGroup(step, step, end, end)
         for key, value in record.items():
             if key in ARRAY_SECTIONS and isinstance(value, dict):
@@ -87,7 +89,7 @@ class StepGroup:
         elif isinstance(value, list):
             for index, inner in enumerate(value):
                 self._add_numbers(f"{key}.{index}", inner)
-        elif isinstance(value, (int, float)) and math.isfinite(value):
+        elif isinstance(value, (int, float)) and abs(value) < MAX_NUMBER:
             self.sums[key] = float(value)
             self.counts[key] = 1
             # The maximum of a memory is what had to fit. Every further number kept slows the reading of long runs.
@@ -158,17 +160,20 @@ def merge_groups(groups: Iterable[StepGroup]) -> StepGroup:
 
 
 def number_or_zero(value: object) -> float:
-    """Return the value if it is a finite number, else 0."""
-    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else 0.0
+    """Return the value if it is a sensible number, else 0."""
+    return float(value) if isinstance(value, (int, float)) and abs(value) < MAX_NUMBER else 0.0
 
 
 def to_array(values: list[Any]) -> Numbers:
-    """Return the values as an array, with 0 for those that are no finite numbers."""
+    """Return the values as an array, with 0 for those that are no sensible numbers."""
     try:
         array: Numbers = np.array(values, dtype=np.float64)
-    except (TypeError, ValueError):
-        array = np.array([number_or_zero(value) for value in values])
-    return np.nan_to_num(array, nan=0.0, posinf=0.0, neginf=0.0) if not np.isfinite(array).all() else array
+        if array.ndim == 1 and (np.abs(array) < MAX_NUMBER).all():
+            return array
+    except (TypeError, ValueError, OverflowError):
+        # Some values are no numbers.
+        pass
+    return np.array([number_or_zero(value) for value in values])
 
 
 def add_padded(left: Numbers, right: Numbers) -> Numbers:

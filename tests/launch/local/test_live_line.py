@@ -15,7 +15,8 @@ import pytest
 from tests.launch.conftest import COMMAND, Launch, Script
 from tests.view.generated_runs import write_run
 from zeroengine.view import live_line
-from zeroengine.view.live_line import LiveLine
+from zeroengine.view.live_line import LiveLine, live_parts
+from zeroengine.view.run_reader import RunReader
 
 TRAIN = """
 import json
@@ -88,7 +89,10 @@ def test_a_step_that_takes_long_is_pointed_out(tmp_path: Path, is_live: bool, mo
     now = [json.dumps(json.loads(line) | {"time": time.time() - 20}) for line in lines]
     (folder / "steps.jsonl").write_text("\n".join(now) + "\n")
     master, slave = pty.openpty()
-    line = LiveLine(folder, slave, is_live)
+    # The line began before these steps.
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", lambda: 0.0)
+        line = LiveLine(folder, slave, is_live)
     deadline, text = time.monotonic() + 10, ""
     # A terminal without rows has no row to spare.
     assert not is_live or line.update() == ""
@@ -102,6 +106,13 @@ def test_a_step_that_takes_long_is_pointed_out(tmp_path: Path, is_live: bool, mo
     line.close()
     os.close(master)
     os.close(slave)
+
+
+def test_steps_of_an_earlier_start_are_no_progress(tmp_path: Path) -> None:
+    reader = RunReader(write_run(tmp_path / "run", steps=20))
+    assert reader.last is not None
+    now = reader.last.end + 86400.0
+    assert live_parts(reader, now, since=now - 5.0) == [("no step yet after step 20", "cyan", 0)]
 
 
 def test_wrong_requests_are_refused(launch: Launch, script: Script) -> None:

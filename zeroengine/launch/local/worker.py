@@ -54,6 +54,8 @@ def main() -> None:
         write_failure(failure_file, code, summary, "" if prints_itself else text)
         if prints_itself:
             hook(type(error), error, error.__traceback__)
+        # Python sets this before it exits with an error. Functions that run at the exit, as the monitor's do, read it.
+        sys.last_value = error
         # The traceback has been written or printed, so the exit must not print it again.
         sys.exit(code)
 
