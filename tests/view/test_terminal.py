@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import threading
 import time
@@ -42,6 +43,14 @@ def test_a_run_fits_the_terminal_and_text_of_a_run_is_no_markup(tmp_path: Path, 
     assert max(map(len, lines)) <= width
     assert "\x1b" not in console.export_text(clear=False) + "".join(lines)
     assert "[red]" in "".join(line.strip() for line in lines).replace(" ", "")
+
+
+def test_a_locale_without_blocks_gets_other_characters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(output, encoding="ascii", write_through=True))
+    assert main([str(write_run(tmp_path / "run", steps=30))]) == 0
+    text = output.getvalue().decode("ascii")
+    assert "30 of 30  ########" in text and "?" not in text
 
 
 def test_figures_are_printed_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

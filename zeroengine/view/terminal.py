@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
+import io
 import itertools
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,6 +37,7 @@ COLORS = {
     "other": "bright_black",
 }
 SPARKS = "▁▂▃▄▅▆▇█"
+PLAIN_CHARACTERS = str.maketrans(f"{SPARKS}░■·µ", "_.,-=+*#.#-u")
 # The blocks of a bar where there are no colors, one for each part in turn.
 PLAIN_BLOCKS = "FBGRUOC."
 STATE_COLORS = {"running": "green", "ended": "green", "failed": "red", "silent": "yellow", "starting": "cyan"}
@@ -45,8 +49,19 @@ LAST_EVENTS = 8
 
 def make_console(width: int | None = None) -> Console:
     """Return rich's console for stdout; where it is no terminal, text of 100 columns."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A locale without these characters, as in many batch jobs, would end the command with an error.
+        codecs.register_error("plain characters", plain_characters)
+        sys.stdout.reconfigure(errors="plain characters")
     console = Console(highlight=False, width=width)
     return console if console.is_terminal or width else Console(highlight=False, width=100)
+
+
+def plain_characters(error: UnicodeError) -> tuple[str, int]:
+    """Return what to print instead of characters that the output's encoding lacks."""
+    assert isinstance(error, UnicodeEncodeError)
+    text = error.object[error.start : error.end].translate(PLAIN_CHARACTERS)
+    return "".join(character if character.isascii() else "?" for character in text), error.end
 
 
 def render_run(reader: RunReader, width: int, colors: bool = True, now: float | None = None) -> RenderableType:
