@@ -14,10 +14,13 @@ import torch
 from torch import nn
 
 import zeroengine
-from tests.distributed.models import VOCAB, WIDTH, TinyLM, batch, build, config
+from tests.distributed.models import VOCAB, WIDTH, Block, TinyLM, batch, build, config
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import start
 from tests.emulated import wanted
+from zeroengine.config.sinks import FlopsProfile
+from zeroengine.monitor.forward_profile import ForwardProfiler
+from zeroengine.monitor.profile_table import ProfiledRank
 
 STEPS = 5
 TOKENS = 2 * 8  # of a micro-step of ``batch``
@@ -114,10 +117,31 @@ def test_a_file_that_cannot_be_written_costs_a_warning_and_the_table_is_printed(
     assert [bool(text) for text in printed] == [False, True, False, False, False]
 
 
-def test_a_compiled_part_has_one_row(tmp_path: Path) -> None:
-    from zeroengine.monitor.forward_profile import _profiled_modules
+def time_compiled(module: nn.Module) -> tuple[str, list[str]]:
+    """Profile two forwards of a module by hand."""
+    rank = ProfiledRank(1, 1, None)
+    profiler = ForwardProfiler(module, FlopsProfile(enabled=True), (), rank, torch.device("cpu"))
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        for step in (0, 1):
+            with profiler.observe(step):
+                module(torch.ones(1, 2))
+    return out.getvalue(), list(profiler._modules)
 
-    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
-    model[1].compile()
-    model.append(torch.compile(nn.Sequential(nn.Linear(2, 2))))  # type: ignore[arg-type]
-    assert [name for name, _ in _profiled_modules(model)] == ["", "0", "1", "2"]
+
+def test_compiled_parts_are_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), Block(2))
+    # The backend only notes that it is compiled: hooks of a profile would compile it again.
+    compilations = []
+
+    def note(graph: Any, inputs: Any) -> Any:
+        compilations.append(graph)
+        return graph
+
+    model[1].compile(backend=note)
+    printed, names = time_compiled(model)
+    assert names == ["", "0"] and len(compilations) == 1
+    assert "no operations are counted" in printed
+    model.compile(backend=note)
+    assert time_compiled(model) == ("", [])
+    (warning,) = (entry.getMessage() for entry in caplog.records if entry.name == "zeroengine")
+    assert "the whole model is compiled" in warning

@@ -19,6 +19,7 @@ from zeroengine.engine.accumulation import Accumulation
 from zeroengine.engine.duplicate_inputs import InputComparison
 from zeroengine.engine.foreign_parameters import ForeignParameters
 from zeroengine.engine.monitoring import start_monitor
+from zeroengine.engine.peak_rates import peak_flops_of
 from zeroengine.engine.restoration import Restoration
 from zeroengine.engine.step import StepRunner
 from zeroengine.errors import ZeroEngineError
@@ -273,7 +274,8 @@ def _forbid_forward_while_unset(model: nn.Module, units: Sequence[Unit], undo: E
 def _make_profiler(model: nn.Module, config: Config, group: Group, plans: Sequence[UnitPlan]) -> ForwardProfiler | None:
     if not config.flops_profiler.enabled or group.rank != 0:
         return None
-    rank = ProfiledRank(group.world_size, config.train_micro_batch_size_per_gpu, config.monitor.peak_flops)
+    peak = peak_flops_of(config, group.device)
+    rank = ProfiledRank(group.world_size, config.train_micro_batch_size_per_gpu, peak)
     units = {plan.name for plan in plans}
     return ForwardProfiler(model, config.flops_profiler, units, rank, group.device)
 

@@ -76,6 +76,10 @@ def start_monitor(
         ZeroEngineError: On every rank, if rank 0 cannot write the run folder.
     """
     if not wants_monitor(config):
+        if asks_for_sinks(config) and group.rank == 0:
+            log.warning(
+                '"monitor": {"enabled": false} leaves the loggers and tables of the configuration without records'
+            )
         return None
     hosts = group.all_gather_object(host_name() or platform.node(), "to start the monitor")
     sinks: dict[str, OpenSink] = {}

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from zeroengine.config.sinks import FlopsProfile
-from zeroengine.monitor.flops import ForwardFlops
+from zeroengine.monitor.flops import ForwardFlops, is_anything_compiled
 from zeroengine.monitor.profile_table import ModuleProfile, ProfiledRank, profile_table
 
 log = logging.getLogger("zeroengine")
@@ -52,8 +52,11 @@ class ForwardProfiler:
         self._section, self._units, self._rank = section, units, rank
         self._on_cuda = device.type == "cuda"
         self._modules = dict(_profiled_modules(model))
+        self._is_compiled = any(map(_is_compiled, model.modules()))
         self._flops: dict[str, int] | None = None
-        self._has_ended = False
+        self._has_ended = not self._modules
+        if self._has_ended:
+            log.warning("flops_profiler: the whole model is compiled, so no module has a forward that could be timed")
 
     def observe(self, num_steps: int) -> AbstractContextManager[None]:
         """Return a context for a forward of training, which measures it if it is one of the two.
@@ -65,6 +68,10 @@ class ForwardProfiler:
         if self._has_ended:
             return contextlib.nullcontext()
         if self._flops is None:
+            # Compiled functions would compile again to be counted, and compute with other kernels.
+            if self._is_compiled or is_anything_compiled():
+                self._flops = dict.fromkeys(self._modules, 0)
+                return contextlib.nullcontext()
             return self._count() if num_steps == max(step - 1, 0) else contextlib.nullcontext()
         # Another count, such as the monitor's, would be timed as well.
         is_counted = isinstance(_get_current_dispatch_mode(), ForwardFlops)
@@ -159,16 +166,20 @@ class ForwardProfiler:
 
 
 def _profiled_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield modules by name. What is inside of a compiled or scripted one has no forward of its own."""
+    """Yield modules by name, without scripted and compiled ones, whose hooks are compiled, and all inside of them."""
     seen: set[nn.Module] = set()
 
     def walk(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-        if module in seen or isinstance(module, torch.jit.ScriptModule):
+        if module in seen or isinstance(module, torch.jit.ScriptModule) or _is_compiled(module):
             return
         seen.add(module)
         yield name, module
-        if getattr(module, "_compiled_call_impl", None) is None and not hasattr(module, "_orig_mod"):
-            for child_name, child in module.named_children():
-                yield from walk(child, f"{name}.{child_name}".lstrip("."))
+        for child_name, child in module.named_children():
+            yield from walk(child, f"{name}.{child_name}".lstrip("."))
 
     yield from walk(model, "")
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Return whether ``module.compile()`` or ``torch.compile(module)`` compiles its forward."""
+    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")

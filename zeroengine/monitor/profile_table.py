@@ -65,10 +65,14 @@ def profile_table(profiles: Sequence[ModuleProfile], section: FlopsProfile, rank
     deepest = max(profile.depth for profile in profiles)
     shown_depth = deepest if section.module_depth < 0 else min(section.module_depth, deepest)
     backward = round((2 + section.recompute_fwd_factor) * model.flops)
+    operations = (
+        f"{_scaled(backward, 'FLOP')} in the backward, if every parameter is trained"
+        if model.flops
+        else "no operations are counted, as in a model with compiled parts"
+    )
     lines = [
         f"forward after {step} steps, on rank 0 of {rank.world_size}, {rank.micro_batch} samples in a micro-batch:",
-        f"  {_scaled(model.flops, 'FLOP')} and {model.seconds * 1000:.2f} ms in the forward; "
-        f"{_scaled(backward, 'FLOP')} in the backward, if every parameter is trained",
+        f"  {_scaled(model.flops, 'FLOP')} and {model.seconds * 1000:.2f} ms in the forward; {operations}",
     ]
     rows: list[tuple[str, ...]] = [("depth", "class", *HEADS)]
     for depth in range(shown_depth + 1):

@@ -97,3 +97,10 @@ def test_a_full_disk_ends_the_logger_and_not_the_training(tmp_path: Path) -> Non
     (_, _, warnings), (_, _, others) = answers
     assert len([text for text in warnings if "csv_monitor failed" in text]) == 1
     assert not any("csv_monitor" in text for text in others)
+
+
+def test_loggers_without_the_monitor_get_nothing_and_say_so(tmp_path: Path) -> None:
+    settings = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path)}, "monitor": {"enabled": False}}
+    ((_, _, warnings),) = run_ranks(1, train, settings)
+    assert any('"monitor": {"enabled": false} leaves' in text for text in warnings)
+    assert not list(tmp_path.iterdir())
