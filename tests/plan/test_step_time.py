@@ -104,3 +104,15 @@ def test_states_on_the_host_take_the_time_of_the_host() -> None:
     assert near.update > 5 * predict(GPUS, 2, bf16={"enabled": True}).update
     far = predict(with_rates(GPUS, host_link=1e6), 2, zero={"offload_optimizer": place}, bf16={"enabled": True})
     assert far.offload > near.offload
+
+
+def test_large_new_tensors_take_time_on_a_cpu() -> None:
+    facts = from_numbers(60e6, layers=1, width=512, vocab=50000, sequence=256)
+    config = load({}).resolve(world_size=1)
+    micro = trace_micro_step(facts, config, 1, checkpointing=False)
+    states = predict_states(facts.plans(config), config, setting_of(ALONE, config))
+    reused, mapped = (
+        predict_step(facts, config, micro, states, with_rates(ALONE, new_memory=rate)).compute for rate in (0.0, 1e9)
+    )
+    # The logits of 51 MB, their softmax and their gradients, and the gradients of embedding and head.
+    assert mapped - reused > 4 * 256 * 50000 * 4 / 1e9

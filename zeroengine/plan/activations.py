@@ -39,12 +39,14 @@ class OperationCount:
         nbytes: That each one reads and writes.
         dtype: ``fp32``, ``bf16`` or ``fp16``: what the matrix products compute in.
         count: How many there are.
+        new_bytes: Of the largest tensor that each one makes.
     """
 
     flops: int
     nbytes: int
     dtype: str
     count: int
+    new_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -183,7 +185,10 @@ def loss_of(output: Any) -> torch.Tensor:
 
 
 def _counts(operations: Counter[OperationKind]) -> tuple[OperationCount, ...]:
-    return tuple(OperationCount(*kind, count) for kind, count in operations.items())
+    return tuple(
+        OperationCount(flops, nbytes, dtype, count, new_bytes)
+        for (flops, nbytes, dtype, new_bytes), count in operations.items()
+    )
 
 
 def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 A large product alone reaches rates that no model does. So forwards and backwards of decoders of several shapes are
 timed. Their operations are counted as ``trace_micro_step`` counts them, and the rates are those that explain the times
-best: seconds = FLOPs / matmul + bytes / elementwise + operations x dispatch.
+best: seconds = FLOPs / matmul + bytes / elementwise + operations x dispatch + bytes of large new tensors / new_memory.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 
 from zeroengine.config import FLOATS, load
 from zeroengine.plan.activations import OperationCount, trace_micro_step
+from zeroengine.plan.machine import MAPPED_BYTES
 from zeroengine.plan.model_facts import from_module
 from zeroengine.plan.standard_decoder import StandardDecoder
 from zeroengine.plan.timing import median_seconds
@@ -39,6 +40,7 @@ SHAPES = {
         DecoderShape(2, 768, 1024, 2, 128),
         DecoderShape(1, 512, 8192, 2, 128),
         DecoderShape(1, 512, 32768, 2, 128),
+        DecoderShape(1, 256, 49152, 2, 128),
         DecoderShape(4, 128, 512, 2, 128),
         DecoderShape(1, 1024, 1024, 2, 256),
     ),
@@ -66,6 +68,7 @@ class ComputeRates:
     matmul: dict[str, float]
     elementwise: dict[str, float]
     dispatch: float
+    new_memory: float
 
 
 def measure_compute(device: torch.device, meet: Callable[[], object]) -> ComputeRates:
@@ -75,19 +78,23 @@ def measure_compute(device: torch.device, meet: Callable[[], object]) -> Compute
         device: What to compute on.
         meet: Called before each timing, to let all ranks begin together.
     """
-    rates = ComputeRates({}, {}, 0.0)
+    rates = ComputeRates({}, {}, 0.0, 0.0)
     for dtype in FLOATS:
         shapes = (SMALL,) if dtype == "fp16" and device.type == "cpu" else SHAPES[device.type]
         samples = []
         for shape in shapes:
             meet()
             samples.append(_time_decoder(shape, dtype, device))
-        rates = _with_dtype(rates, dtype, samples)
+        rates = _with_dtype(rates, dtype, samples, is_cpu=device.type == "cpu")
     return rates
 
 
 def _with_dtype(
-    rates: ComputeRates, dtype: str, samples: Sequence[tuple[float, Sequence[OperationCount]]]
+    rates: ComputeRates,
+    dtype: str,
+    samples: Sequence[tuple[float, Sequence[OperationCount]]],
+    *,
+    is_cpu: bool,
 ) -> ComputeRates:
     """Return ``rates`` with those of one more dtype, of which operations and their seconds are known."""
     rows: list[tuple[float, ...]] = []
@@ -99,11 +106,12 @@ def _with_dtype(
         others = [o for o in operations if o.dtype != dtype]
         known = sum(o.count * (o.nbytes / rates.elementwise[o.dtype]) for o in others)
         count = sum(o.count for o in operations)
+        mapped = sum(o.new_bytes * o.count for o in operations if o.new_bytes >= MAPPED_BYTES)
         if dtype == "fp32":
-            rows.append((flops, nbytes, count))
+            rows.append((flops, nbytes, count, mapped if is_cpu else 0))
         else:
             rows.append((flops, nbytes))
-            known += count * rates.dispatch
+            known += count * rates.dispatch + (mapped / rates.new_memory if rates.new_memory else 0.0)
         targets.append(max(seconds - known, seconds / 100))
     inverse = fit(rows, targets)
     matmul, elementwise = (1 / value if value else UNBOUNDED for value in inverse[:2])
@@ -111,6 +119,7 @@ def _with_dtype(
         rates.matmul | {dtype: matmul},
         rates.elementwise | {dtype: elementwise},
         inverse[2] if dtype == "fp32" else rates.dispatch,
+        (1 / inverse[3] if inverse[3] else 0.0) if dtype == "fp32" else rates.new_memory,
     )
 
 

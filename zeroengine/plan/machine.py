@@ -15,6 +15,8 @@ from pydantic import TypeAdapter, ValidationError
 from zeroengine.errors import ZeroEngineError
 
 FORMAT = 1
+# glibc maps larger blocks anew for each use (M_MMAP_THRESHOLD of mallopt(3), whose dynamic maximum this is).
+MAPPED_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class Rates:
         host_link: Between a device and its host, in each direction; 0 on CPU.
         disk_read: Of the disk, while nothing is written. Of the whole node; 0: there is no disk.
         disk_write: Of the disk, while nothing is read. Of the whole node.
+        new_memory: Bytes per second of a CPU's first writes to memory that the C library maps anew for each tensor of
+            32 MiB or more, beside the writes themselves; 0: memory is reused, as on a GPU.
         dispatch: Seconds that the host takes for one operation of a model.
     """
 
@@ -49,6 +53,7 @@ class Rates:
     disk_read: float
     disk_write: float
     dispatch: float
+    new_memory: float = 0.0
 
 
 @dataclass(frozen=True)

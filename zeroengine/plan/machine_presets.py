@@ -129,7 +129,7 @@ def _preset(name: str, sheet: DataSheet) -> Machine:
         "link reduce_link": f"{of_peak} of one direction of NVLink, or else PCIe, x {LINK_FRACTION} (assumed)",
         "node_link": f"{sheet.node}: all network ports x {LINK_FRACTION} (assumed)",
         "host_link": f"{of_peak} of one direction of PCIe x {HOST_LINK_FRACTION} (assumed)",
-        "host_memory disk_read disk_write latency dispatch": "assumed; `zero-plan --measure` measures them",
+        "host_memory disk_read disk_write latency dispatch new_memory": "assumed; `zero-plan --measure` measures them",
     }
     return Machine(
         name=name,

@@ -136,6 +136,7 @@ def measure_on_ranks(folder: str | Path) -> Machine:
             matmul=_slowest([row[0].matmul for row in rows]),
             elementwise=_slowest([row[0].elementwise for row in rows]),
             dispatch=max(row[0].dispatch for row in rows),
+            new_memory=min(row[0].new_memory for row in rows),
             memory=min(row[1] for row in rows),
             host_memory=min(row[2] for row in rows) * ranks_per_node,
             # Between nodes the network bounds all ranks together, and links within a node were not measured alone.

@@ -73,8 +73,8 @@ _FLOPS: dict[Any, Callable[..., int]] = {
 # Elements up to which tensors of integers are computed.
 MAX_REAL_NUMEL = 1 << 20
 
-# FLOPs, bytes, the name of a dtype.
-OperationKind = tuple[int, int, str]
+# FLOPs, bytes, the name of a dtype, bytes of the largest new tensor.
+OperationKind = tuple[int, int, str, int]
 
 
 class OperationTrace(TorchDispatchMode):
@@ -102,7 +102,7 @@ class OperationTrace(TorchDispatchMode):
     @property
     def flops(self) -> int:
         """Return the FLOPs of the operations so far."""
-        return sum(flops * count for (flops, _, _), count in self.operations.items())
+        return sum(flops * count for (flops, *_), count in self.operations.items())
 
     @disable_compile
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -117,8 +117,7 @@ class OperationTrace(TorchDispatchMode):
             return result
         packet = func.overloadpacket
         outputs = _tensors((result,))
-        for output in outputs:
-            self._track(output)
+        new_bytes = max((self._track(output) for output in outputs), default=0)
         formula = _FLOPS.get(packet)
         if formula is not None:
             flops = formula(*args, **kwargs)
@@ -129,14 +128,15 @@ class OperationTrace(TorchDispatchMode):
         written = sum(map(_nbytes, outputs))
         read = written if packet in _LOOKUPS else sum(map(_nbytes, inputs))
         dtype = outputs[0].dtype if outputs else torch.float32
-        self.operations[flops, read + written, DTYPE_NAMES.get(dtype, "fp32")] += self.weight
+        self.operations[flops, read + written, DTYPE_NAMES.get(dtype, "fp32"), new_bytes] += self.weight
         return result
 
-    def _track(self, tensor: torch.Tensor) -> None:
+    def _track(self, tensor: torch.Tensor) -> int:
+        """Count a tensor's storage if it is new, and return its bytes, or else 0."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._storages:
-            return
+            return 0
         nbytes = storage.nbytes()
 
         def freed(_: object) -> None:
@@ -145,6 +145,7 @@ class OperationTrace(TorchDispatchMode):
 
         self._storages[key] = weakref.ref(storage, freed)
         self.add_bytes(nbytes)
+        return nbytes
 
     def add_bytes(self, nbytes: int) -> None:
         """Count bytes as alive."""

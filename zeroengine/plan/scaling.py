@@ -43,8 +43,19 @@ def _extrapolated_operations(
     """Return operations of another micro-batch: on a line where both traces have the same ones, else in proportion."""
     if [(op.dtype, op.count) for op in small] == [(op.dtype, op.count) for op in large]:
         pairs = zip(small, large, strict=True)
-        return [replace(b, flops=line(a.flops, b.flops), nbytes=line(a.nbytes, b.nbytes)) for a, b in pairs]
-    return [replace(op, flops=int(op.flops * factor), nbytes=int(op.nbytes * factor)) for op in large]
+        return [
+            replace(
+                b,
+                flops=line(a.flops, b.flops),
+                nbytes=line(a.nbytes, b.nbytes),
+                new_bytes=line(a.new_bytes, b.new_bytes),
+            )
+            for a, b in pairs
+        ]
+    return [
+        replace(op, flops=int(op.flops * factor), nbytes=int(op.nbytes * factor), new_bytes=int(op.new_bytes * factor))
+        for op in large
+    ]
 
 
 def repeated_units(plans: Sequence[UnitPlan]) -> tuple[list[UnitPlan], list[UnitPlan], int]:

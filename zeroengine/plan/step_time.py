@@ -21,7 +21,7 @@ from zeroengine.config import Config
 from zeroengine.offload.placement_plan import plan_placement
 from zeroengine.partition.degrees import degrees_of_stage
 from zeroengine.plan.activations import MicroStep, OperationCount
-from zeroengine.plan.machine import Machine
+from zeroengine.plan.machine import MAPPED_BYTES, Machine, Rates
 from zeroengine.plan.model_facts import ModelFacts
 from zeroengine.plan.state_bytes import Setting, StateBytes
 from zeroengine.plan.unit_bytes import UnitBytes, units_of_plans
@@ -149,11 +149,17 @@ def _compute_seconds(operations: Sequence[OperationCount], machine: Machine) -> 
         arithmetic = operation.flops / rates.matmul[operation.dtype]
         memory = operation.nbytes / rates.elementwise[operation.dtype]
         # On a GPU small products are bound by memory. On a CPU their operands come from caches.
-        seconds = max(arithmetic, memory) if on_gpu else arithmetic or memory
+        seconds = max(arithmetic, memory) if on_gpu else (arithmetic or memory) + new_memory_seconds(operation, rates)
         device += operation.count * seconds
         host += operation.count * rates.dispatch
     # A GPU works off a queue that the host fills.
     return max(device, host) if on_gpu else device + host
+
+
+def new_memory_seconds(operation: OperationCount, rates: Rates) -> float:
+    """Return the seconds that one operation spends on memory that the C library maps anew."""
+    is_mapped = operation.new_bytes >= MAPPED_BYTES and rates.new_memory > 0
+    return operation.new_bytes / rates.new_memory if is_mapped else 0.0
 
 
 def _copy_bytes(unit: UnitBytes) -> int:
