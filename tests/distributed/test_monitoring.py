@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +30,7 @@ from zeroengine.comm.transports.gloo import GlooChannel, GlooWork
 from zeroengine.disk.queue import Transfer
 from zeroengine.launch.local import worker
 from zeroengine.launch.local.worker import FAILURE_FILE_VARIABLE
+from zeroengine.monitor import collector
 from zeroengine.monitor.record import KINDS, SPLIT
 
 STEPS = 6
@@ -87,7 +89,7 @@ def test_the_split_adds_up_to_the_wall_time_within_three_percent(
     assert split["other"] > 0.9 * (STEPS - 2) * accumulation * DELAY_S
     assert all(split[kind] > 0 for kind in ("forward", "backward", "reduce", "update"))
     per_unit = [sum(record["units"]["gather"]) for record in records]
-    assert (sum(per_unit) > 0) == (stage > 0) and (split["offload"] > 1e-3) == on_disk
+    assert (sum(per_unit) > 0) == (stage > 0) and (split["offload"] > 0) == on_disk
     assert all(unit <= record["split"]["gather"] + 1e-9 for unit, record in zip(per_unit, records, strict=True))
     losses = [sum(losses) / 2 for losses in zip(*(losses for _, losses in answers), strict=True)]
     means = [sum(losses[first : first + accumulation]) / accumulation for first in range(0, len(losses), accumulation)]
@@ -288,6 +290,26 @@ def test_a_rank_that_ends_does_not_hang_the_end_of_the_others(tmp_path: Path) ->
     assert sum("recorded" in text for text in texts) <= 1
     events = read(tmp_path, "events.jsonl")
     assert events[-1]["kind"] == "error" and len(read(tmp_path, "steps.jsonl")) >= 1
+
+
+def train_beside_a_stalled_monitor(folder: Path) -> tuple[float, list[str]]:
+    collector.CLOSE_TIMEOUT_S = 0.5
+    warnings = Warnings()
+    engine = make_engine(0, folder, {})
+    if engine.rank == 1:
+        # The thread that takes part in the gathers never comes back from the first one.
+        collector.Collector._take_step = lambda *_: threading.Event().wait()  # type: ignore[method-assign, return-value]
+    take_steps(engine, range(3))
+    begin = time.perf_counter()
+    engine.close()
+    return time.perf_counter() - begin, warnings.texts
+
+
+def test_a_stalled_gather_costs_the_end_a_bounded_wait_and_one_warning(tmp_path: Path) -> None:
+    (seconds, warnings), (other_seconds, other_warnings) = run_ranks(2, train_beside_a_stalled_monitor, tmp_path)
+    assert 0.4 < seconds < 15 and 0.4 < other_seconds < 15
+    assert len(warnings) == 1 and "not recorded" in warnings[0] and not other_warnings
+    assert read(tmp_path, "events.jsonl")[-1]["kind"] == "end" and not read(tmp_path, "steps.jsonl")
 
 
 def train_and_exit(folder: Path) -> None:

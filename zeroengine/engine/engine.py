@@ -404,8 +404,9 @@ class Engine:
         updated = parts.step_runner.run_step()
         # The update itself changed the parameters' versions. Any later change is made outside of the engine.
         parts.outside_writes.reset_baseline()
-        with parts.timer.span("offload"):
-            parts.placement.evict()
+        if parts.placement.disks:
+            with parts.timer.span("offload"):
+                parts.placement.evict()
         if parts.monitor is not None and parts.step_runner.issued_step is not None:
             parts.monitor.end_step(parts.step_runner.issued_step, self.memory, parts.placement, parts.units)
         # Ranks agree on whether the signal has arrived, so all save at the same step. See checkpoint/on_signal.py.

@@ -138,16 +138,17 @@ class Collector:
         # Python sets this before it exits with an error that nothing has handled.
         self.close(getattr(sys, "last_value", None), EXIT_TIMEOUT_S)
 
-    def close(self, error: BaseException | None, seconds: float = CLOSE_TIMEOUT_S) -> bool:
+    def close(self, error: BaseException | None, seconds: float | None = None) -> bool:
         """Finish the records of the steps so far, and close the sinks.
 
         Args:
             error: The error that ends the run. Other ranks may then be unable to finish theirs.
-            seconds: How long to wait for the other ranks.
+            seconds: How long to wait for the other ranks. None: ``CLOSE_TIMEOUT_S``.
 
         Returns:
             Whether everything was finished in time. If not, the thread still uses the process group.
         """
+        end = None
         if self._rank == 0:
             kind: EventKind = "end" if error is None else "error"
             reason = f"after step {self._last_step}" if error is None else f"with {type(error).__name__}: {error}"
@@ -155,12 +156,15 @@ class Collector:
             user = {name: _number(value) for name, value in self.unrecorded.items()} if error is None else {}
             numbers = "".join(f", {name} {value:g}" for name, value in user.items())
             facts = {"user": user} if user else {}
-            self._queue.put(RunEvent(time.time(), self._last_step, kind, f"the run ends {reason}{numbers}", facts))
+            end = RunEvent(time.time(), self._last_step, kind, f"the run ends {reason}{numbers}", facts)
+            self._queue.put(end)
         self._queue.put(None)
-        seconds = seconds if error is None else CLOSE_AFTER_ERROR_S
+        seconds = CLOSE_AFTER_ERROR_S if error is not None else CLOSE_TIMEOUT_S if seconds is None else seconds
         self._thread.join(seconds)
-        if self._thread.is_alive():
+        # Other ranks only send, so one warning is enough. The thread is stuck in a step before this event.
+        if self._thread.is_alive() and end is not None:
             log.warning("the last steps are not recorded: another rank has not sent its part in %g s", seconds)
+            self._sinks.event(end)
         self._sinks.close()
         return not self._thread.is_alive()
 
