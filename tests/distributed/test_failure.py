@@ -28,7 +28,6 @@ from tests.parametrization import EVERY_TRANSPORT, SHARED_MEMORY_AND_SLOW_GLOO
 from zeroengine import DivergenceError
 from zeroengine.comm.group import Group
 from zeroengine.comm.transports.choose import open_nccl, open_transport
-from zeroengine.engine import assembly
 
 UNIT = r"(blocks\.\d|rest|norm|compare inputs)"  # where the ranks meet, of whose inputs the first three are compared
 PATIENCE = 3.0  # seconds: comm.timeout_seconds where the test waits for it
@@ -268,7 +267,9 @@ def test_a_rank_that_stops_is_an_error_after_the_timeout(stage: int, where: str,
 def stall_as_on_a_device(folder: Path) -> None:
     """The transport is NCCL's, whose collectives Gloo stands in for. Whoever waits in one cannot be woken."""
     rank = start()
-    with mock.patch.object(assembly, "open_transport", lambda group, _, *arguments: open_nccl(group, *arguments)):
+    with mock.patch(
+        "zeroengine.engine.initialize.open_transport", lambda group, _, *arguments: open_nccl(group, *arguments)
+    ):
         engine = initialize(TinyLM, 0, "auto", PATIENCE)
     engine.backward(engine(*batch(0, rank)))
     engine.step()

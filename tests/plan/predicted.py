@@ -111,7 +111,8 @@ def resolve(config: Mapping[str, Any], model: nn.Module, world_size: int) -> Con
 def outcome(case: Case, transport: str, world_size: int, disk: str) -> Outcome:
     """Train two steps of a case on the ranks that were started."""
     factory, data = family(case.model)
-    config = case.config(disk)
+    # Where it can, "auto" takes shared memory.
+    config = case.config(disk) | {"comm": {"transport": "gloo" if transport == "gloo" else "auto"}}
     with torch.device("meta"):
         predicted = predict(factory(), config, Setting(world_size, "cpu", transport))
     engine = zeroengine.initialize(build(factory), config=config)

@@ -155,7 +155,11 @@ def add_advice(error: RuntimeError, planner: StatePlanner, device: torch.device,
         holds: Sentences that say what takes the memory.
     """
     # The cheapest remedies come first. Offloading costs the most time, so it comes last.
-    remedies, offloads = planner.advice()
+    try:
+        remedies, offloads = planner.advice()
+    # Such as of a model that was changed since. It must not hide the error itself.
+    except Exception:
+        remedies, offloads = [], []
     if planner.config.low_precision is None:
         remedies.append('"bf16": {"enabled": true}')
     remedies += ["a smaller micro-batch with more gradient_accumulation_steps", "activation checkpointing", *offloads]

@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroengine.comm.transports import nccl
 from zeroengine.comm.transports.choose import open_nccl
-from zeroengine.engine import assembly
 
 SEGMENT = 1 << 12  # bytes that segments are a multiple of
 Place = tuple[int, int]  # a segment, and a byte of it
@@ -169,6 +168,9 @@ def pretended(backend: type[Backend] = Backend) -> Iterator[None]:
         patch.setattr(torch.cuda, "synchronize", lambda device: None)
         patch.setattr(torch.UntypedStorage, "resize_", resized)
         patch.setattr(dist.ProcessGroup, "_get_backend", backend_of)
-        patch.setattr(assembly, "open_transport", lambda group, kind, timeout, how: open_nccl(group, timeout, how))
+        patch.setattr(
+            "zeroengine.engine.initialize.open_transport",
+            lambda group, kind, timeout, how: open_nccl(group, timeout, how),
+        )
         with Allocations():
             yield
