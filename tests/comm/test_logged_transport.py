@@ -88,6 +88,7 @@ def test_chosen_operations_alone_are_logged_and_each_may_have_a_line() -> None:
     assert len(lines) == STEPS * len(nbytes) and all(line.startswith("reduce_scatter ") for line in lines)
 
 
+@pytest.mark.slow
 def test_a_script_that_leaves_its_engine_open_prints_the_table(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
