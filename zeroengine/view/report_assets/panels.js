@@ -225,8 +225,11 @@ class HeatMap extends Chart {
       width: `${width}px`,
       height: `${height}px`,
     });
-    let most = 0;
-    for (const i of inside) for (const v of values[i] || []) most = Math.max(most, v);
+    // A few late columns, such as the first step, must not make all others pale.
+    const tops = inside.map((i) => Math.max(0, ...(values[i] || []))).sort((first, second) => first - second);
+    const usual = tops[Math.floor(tops.length * 0.9)] || 0;
+    const isCut = tops.length >= 10 && tops.at(-1) > 3 * usual && usual > 0;
+    const most = isCut ? 1.5 * usual : tops.at(-1) || 0;
     // Noise must not look like a straggler: the darkest color means at least a twentieth of a step.
     const mean = this.run.summary.run.seconds_per_step || 0;
     this.most = Math.max(most, 0.05 * mean) || 1;
@@ -263,7 +266,7 @@ class HeatMap extends Chart {
         "span",
         {},
         h("i", { class: "ramp" }),
-        `0 to ${formatSeconds(this.most)} a step above the median rank` +
+        `0 to ${formatSeconds(this.most)}${isCut ? " or more" : ""} a step above the median rank` +
           (mean ? ` (${formatShare(this.most / mean)} of a mean step)` : ""),
       ),
     );
