@@ -155,6 +155,16 @@ def test_the_configuration_of_the_best_trains_the_model() -> None:
     engine.close()
 
 
+def test_links_that_were_not_measured_are_asked_for() -> None:
+    known = machine(8 * GIB)
+    alone = replace(known, rates=replace(known.rates, link=0.0, reduce_link=0.0))
+    with pytest.raises(ZeroEngineError, match="--measure FILE --ranks-per-node 8"):
+        zeroengine.plan(decoder(2), BF16, alone)
+    one_node = replace(known, nodes=2, rates=replace(known.rates, node_link=0.0))
+    with pytest.raises(ZeroEngineError, match="link between nodes"):
+        zeroengine.plan(decoder(2), BF16, one_node)
+
+
 def test_wrong_models_say_what_to_write(tmp_path: Path) -> None:
     for model, message in [
         (3, "takes a torch.nn.Module"),
@@ -166,6 +176,17 @@ def test_wrong_models_say_what_to_write(tmp_path: Path) -> None:
             zeroengine.plan(model, ADAM, "h100-80gb")  # type: ignore[arg-type]
     with pytest.raises(ZeroEngineError, match="example holds no tensor"):
         zeroengine.plan(nn.Linear(2, 2), ADAM, "h100-80gb", example=(1,))
+
+
+def test_a_model_whose_computation_needs_values_is_planned_by_its_states() -> None:
+    class Routed(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).mean() if x.sum() > 0 else x.mean()
+
+    plan = zeroengine.plan(Routed(4, 4), ADAM, "h200", example=torch.zeros(1, 4))
+    assert plan.best is not None and plan.best.time is None and "depends on values" in plan.notes[0]
+    with pytest.raises(ZeroEngineError, match="micro-step of 1 samples failed"):
+        zeroengine.plan(nn.Linear(4, 4), ADAM, "h200", example=torch.zeros(1, 5))
 
 
 @pytest.mark.parametrize("batch", [None, 96, 7 * 8])

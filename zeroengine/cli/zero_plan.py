@@ -203,7 +203,7 @@ def _measure(options: argparse.Namespace) -> int:
 
     file = Path(options.measure) if options.measure else default_machine_file()
     with _progress() as progress:
-        machine = measure(progress=progress)
+        machine = measure(progress=progress, ranks=options.ranks_per_node)
     save_machine(machine, file)
     print(f"zero-plan: {file}", file=sys.stderr)
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -70,29 +71,29 @@ def plan(
     progress("building the model")
     facts = model_facts(model, example)
     target = machine if isinstance(machine, Machine) else load_machine(machine)
+    _check_links(target)
     tree, notes = _base_tree(config, overrides, target)
     if batch is not None:
         tree[TRAIN] = batch
-    if tree.get(STEPS) != "manual":
-        # This checks the sizes, and finds the one that the others determine.
-        sizes = load({**tree, MICRO: tree.get(MICRO) or 1} if tree.get(STEPS) is None else tree)
-        sizes = sizes.resolve(world_size=target.world_size)
+    # This checks the sizes, and finds the one that the others determine.
+    open_sizes = tree.get(STEPS) is None and tree.get(MICRO) is None
+    sizes = load({**tree, MICRO: 1} if open_sizes else tree).resolve(world_size=target.world_size)
     choices = choices_of(tree, target, can_offload=tree["optimizer"].get("type") in OFFLOADED_OPTIMIZERS)
     if choices.batch is not None and choices.accumulation is not None and choices.micro_batch is None:
         choices = replace(choices, micro_batch=sizes.train_micro_batch_size_per_gpu)
     if checkpointing is not None:
         choices = replace(choices, checkpointing=(checkpointing,))
     estimator = Estimator(facts, tree, target)
-    if facts.make_batch is not None and (problem := _why_untraceable(estimator)):
-        facts = replace(facts, make_batch=None)
-        estimator = Estimator(facts, tree, target)
-        notes.append(problem)
-    if facts.make_batch is None:
+    problem = (
+        "The model's inputs are unknown. Give an example, or let the function return a model and a function that makes "
+        "batches"
+        if facts.make_batch is None
+        else _why_untraceable(estimator)
+    )
+    if problem is not None:
+        estimator = Estimator(replace(facts, make_batch=None), tree, target)
         choices = replace(choices, checkpointing=(False,), micro_batch=choices.micro_batch or 1)
-        notes.append(
-            "The model's inputs are unknown: activations, micro-batches and times are left out. Give an example, or "
-            "let the function return a model and a function that makes batches."
-        )
+        notes.append(f"{problem}. Activations, micro-batches and times are left out.")
     return search(estimator, choices, notes, progress)
 
 
@@ -102,12 +103,18 @@ def _why_untraceable(estimator: Estimator) -> str | None:
     Raises:
         ZeroEngineError: A micro-step fails for another reason, such as a wrong example.
     """
+    # Torch logs the traceback of an operation that fails, beside the error.
+    torch_log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = torch_log.level
+    torch_log.setLevel(logging.CRITICAL + 1)
     try:
         estimator.micro_step(PlanCandidate(0, "none", "none", 1, 1, checkpointing=False))
     except ZeroEngineError as error:
         if type(error.__cause__).__name__ not in NEEDS_VALUES:
             raise
         return str(error)
+    finally:
+        torch_log.setLevel(level)
     return None
 
 
@@ -172,6 +179,20 @@ def model_facts(
     if Path(model).exists() or str(model).endswith(".json"):
         return from_huggingface(model, sequence)
     return from_function(str(model))
+
+
+def _check_links(machine: Machine) -> None:
+    """Raise `ZeroEngineError` if several ranks are planned for on a machine that was measured with too few."""
+    if machine.ranks_per_node > 1 and not (machine.rates.link and machine.rates.reduce_link):
+        raise ZeroEngineError(
+            f"The link between ranks of machine {machine.name} is unknown. Measure it: `zero-plan --measure FILE "
+            f"--ranks-per-node {machine.ranks_per_node}`"
+        )
+    if machine.nodes > 1 and not machine.rates.node_link:
+        raise ZeroEngineError(
+            f"The link between nodes of machine {machine.name} is unknown. Measure on several nodes: `zero-launch "
+            '--hostfile hosts -m zeroengine.plan.measure FILE`; or write "node_link" in its file, in bytes per second'
+        )
 
 
 def machine_with(machine: Machine, **changes: int | None) -> Machine:
