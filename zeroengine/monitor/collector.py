@@ -9,13 +9,15 @@ ranks, with one warning, and not the training.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 import numpy as np
@@ -136,7 +138,12 @@ class Collector:
     def close_at_exit(self) -> None:
         """Do as ``close``, where the process exits without having ended the engine."""
         # Python sets this before it exits with an error that nothing has handled.
-        self.close(getattr(sys, "last_value", None), EXIT_TIMEOUT_S)
+        close = functools.partial(self.close, getattr(sys, "last_value", None), EXIT_TIMEOUT_S)
+        if threading.current_thread() is threading.main_thread():
+            close()
+        else:
+            # The garbage collector deletes an engine on any thread, such as those that would have to end here.
+            threading.Thread(target=close, name="zeroengine-monitor-end", daemon=True).start()
 
     def close(self, error: BaseException | None, seconds: float | None = None) -> bool:
         """Finish the records of the steps so far, and close the sinks.
@@ -148,7 +155,6 @@ class Collector:
         Returns:
             Whether everything was finished in time. If not, the thread still uses the process group.
         """
-        end = None
         if self._rank == 0:
             kind: EventKind = "end" if error is None else "error"
             reason = f"after step {self._last_step}" if error is None else f"with {type(error).__name__}: {error}"
@@ -156,17 +162,25 @@ class Collector:
             user = {name: _number(value) for name, value in self.unrecorded.items()} if error is None else {}
             numbers = "".join(f", {name} {value:g}" for name, value in user.items())
             facts = {"user": user} if user else {}
-            end = RunEvent(time.time(), self._last_step, kind, f"the run ends {reason}{numbers}", facts)
-            self._queue.put(end)
+            self._queue.put(RunEvent(time.time(), self._last_step, kind, f"the run ends {reason}{numbers}", facts))
         self._queue.put(None)
         seconds = CLOSE_AFTER_ERROR_S if error is not None else CLOSE_TIMEOUT_S if seconds is None else seconds
         self._thread.join(seconds)
-        # Other ranks only send, so one warning is enough. The thread is stuck in a step before this event.
-        if self._thread.is_alive() and end is not None:
+        # Other ranks only send, so one warning is enough.
+        if self._thread.is_alive() and self._rank == 0:
             log.warning("the last steps are not recorded: another rank has not sent its part in %g s", seconds)
-            self._sinks.event(end)
+            self._forward_events()
         self._sinks.close()
         return not self._thread.is_alive()
+
+    def _forward_events(self) -> None:
+        """Hand over the events behind a step that waits for another rank. They concern this rank alone."""
+        while not self._queue.empty():
+            # The thread may take the last item first.
+            with contextlib.suppress(Empty):
+                if isinstance(item := self._queue.get_nowait(), RunEvent):
+                    self._sinks.event(item)
+        self._queue.put(None)
 
     # -- on the thread ----------------------------------------------------------------------------
 
