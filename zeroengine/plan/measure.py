@@ -2,7 +2,7 @@
 
 ``measure`` starts the ranks of this machine. On several nodes start them yourself, each with the same command:
 
-    zero-launch --hosts node0,node1 -m zeroengine.plan.measure machine.json
+    zero-launch --hostfile hosts -m zeroengine.plan.measure machine.json
 
 All ranks measure at the same time, so that they share memory, caches and links as in training.
 """

@@ -208,15 +208,16 @@ def _update_seconds(units: Sequence[UnitBytes], states: StateBytes, machine: Mac
 def _disk_seconds(states: StateBytes, machine: Machine, gradients: int) -> float:
     """Return the seconds of an update's transfers from and to the disk that the ranks of a node share."""
     moved = sum(states.nvme.get(name, 0) for name in ("master", "optimizer"))
-    # In fp32 the parameters are the master weights.
+    published = states.nvme.get("parameters", 0)
+    # In fp32 the parameters are the master weights. Otherwise their rounded copy is written.
     if not states.nvme.get("master", 0):
-        moved += states.nvme.get("parameters", 0)
+        moved, published = moved + published, 0
     if not moved:
         return 0.0
     read, write = machine.rates.disk_read, machine.rates.disk_write
     if not read or not write:
         return float("inf")
-    return machine.ranks_per_node * ((moved + gradients) / read + (moved + gradients) / write)
+    return machine.ranks_per_node * ((moved + gradients) / read + (moved + gradients + published) / write)
 
 
 def _param_offload_seconds(
