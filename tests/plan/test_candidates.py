@@ -165,6 +165,15 @@ def test_links_that_were_not_measured_are_asked_for() -> None:
         zeroengine.plan(decoder(2), BF16, one_node)
 
 
+def test_a_model_too_large_for_the_memory_of_its_node_is_to_be_built_without_memory() -> None:
+    given = {**BF16, "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+    notes = {
+        gib: zeroengine.plan(decoder(2), given, machine(8 * GIB, host_bytes=gib * GIB), checkpointing=True).notes
+        for gib in (1, 64)
+    }
+    assert any("meta_init" in note for note in notes[1]) and not any("meta_init" in note for note in notes[64])
+
+
 def test_wrong_models_say_what_to_write(tmp_path: Path) -> None:
     for model, message in [
         (3, "takes a torch.nn.Module"),

@@ -22,6 +22,7 @@ from zeroengine.plan.meta_copy import batches_like, copy_to_meta
 from zeroengine.plan.model_facts import ModelFacts, from_function, from_huggingface, from_module
 from zeroengine.plan.result import Plan
 from zeroengine.plan.scaling import merged
+from zeroengine.utils.byte_size import format_byte_size
 
 # Optimizers whose states can be offloaded.
 OFFLOADED_OPTIMIZERS = ("Adam", "AdamW")
@@ -131,6 +132,15 @@ def search(estimator: Estimator, choices: Choices, notes: Sequence[str], progres
     ranked = rank_estimates(estimates)
     shown = shown_estimates(ranked)
     in_order: list[Estimate] = [*shown, *(e for e in ranked if not any(e is other for other in shown))]
+    machine = estimator.machine
+    # Each rank builds the model for itself.
+    values = machine.ranks_per_node * sum(param.nbytes for param in estimator.model.model.parameters())
+    if values > machine.host_bytes:
+        notes = [
+            *notes,
+            f"Build the model under zeroengine.meta_init(): otherwise its values take "
+            f"{format_byte_size(values)} on each node, which has {format_byte_size(machine.host_bytes)} of CPU memory.",
+        ]
     progress("searching the largest model")
     # Checkpointing holds the largest model, where it is allowed.
     settings = [s for s in largest_micro_batch if s.checkpointing == max(choices.checkpointing)]
