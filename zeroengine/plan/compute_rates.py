@@ -11,9 +11,10 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from zeroengine.config import FLOATS, load
 from zeroengine.plan.activations import OperationCount, trace_micro_step
@@ -31,13 +32,16 @@ class DecoderShape(NamedTuple):
     vocab: int
     samples: int
     sequence: int
+    is_gelu: bool = False  # has the blocks of GPT-2 in the place of Llama's: LayerNorm, GELU and biases
 
 
-# Wide blocks, a large vocabulary, and many small operations.
+# Wide blocks of two kinds, a large vocabulary, and many small operations.
 SHAPES = {
     "cpu": (
         DecoderShape(2, 512, 1024, 2, 128),
+        DecoderShape(2, 512, 1024, 2, 128, is_gelu=True),
         DecoderShape(2, 768, 1024, 2, 128),
+        DecoderShape(2, 768, 1024, 2, 128, is_gelu=True),
         DecoderShape(1, 512, 8192, 2, 128),
         DecoderShape(1, 512, 32768, 2, 128),
         DecoderShape(1, 256, 49152, 2, 128),
@@ -47,6 +51,7 @@ SHAPES = {
     "cuda": (
         DecoderShape(4, 4096, 1024, 1, 4096),
         DecoderShape(4, 2048, 1024, 2, 2048),
+        DecoderShape(4, 2048, 1024, 2, 2048, is_gelu=True),
         DecoderShape(1, 2048, 65536, 2, 2048),
         DecoderShape(1, 4096, 65536, 1, 4096),
         DecoderShape(16, 256, 512, 1, 256),
@@ -145,17 +150,29 @@ def fit(rows: Sequence[Sequence[float]], targets: Sequence[float]) -> list[float
     return [float(value) for value in best / sizes]
 
 
+def _decoder(shape: DecoderShape) -> nn.Module:
+    heads = shape.width // HEAD_WIDTH
+    model = StandardDecoder(shape.vocab, shape.layers, shape.width, heads, 4 * shape.width, heads)
+    if shape.is_gelu:
+        options: dict[str, Any] = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True}
+        layers = (
+            nn.TransformerEncoderLayer(shape.width, heads, 4 * shape.width, **options) for _ in range(shape.layers)
+        )
+        model.blocks = nn.ModuleList(layers)
+        model.norm = nn.LayerNorm(shape.width)  # type: ignore[assignment]
+    return model
+
+
 def _time_decoder(shape: DecoderShape, dtype: str, device: torch.device) -> tuple[float, list[OperationCount]]:
     """Return the median seconds of a forward and backward, and its operations."""
-    numbers = (shape.vocab, shape.layers, shape.width, shape.width // HEAD_WIDTH, 4 * shape.width)
     size = (shape.samples, shape.sequence)
     with torch.device("meta"):
-        traced = StandardDecoder(*numbers, shape.width // HEAD_WIDTH)
+        traced = _decoder(shape)
     config = load({} if dtype == "fp32" else {dtype: {"enabled": True}}).resolve(world_size=1)
     facts = from_module(traced, None, lambda _: torch.zeros(2, *size, dtype=torch.int64, device="meta").unbind())
     micro = trace_micro_step(facts, config, 1, checkpointing=False, device=device.type)
     with torch.device(device):
-        model = StandardDecoder(*numbers, shape.width // HEAD_WIDTH).to(FLOATS[dtype])
+        model = _decoder(shape).to(FLOATS[dtype])
         batch = torch.randint(0, shape.vocab, (2, *size)).unbind()
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
