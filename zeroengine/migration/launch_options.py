@@ -54,7 +54,7 @@ _ADVICE = {
     "gradient-clipping": "write --set gradient_clipping={}",
     "zero3-init-flag": "leave it out: zeroengine.meta_init() in the script builds a model without its memory",
     "zero3-save-16bit-model": "leave it out: engine.full_state_dict() gathers the weights at every stage",
-    "autotuning": "leave it out: there is no autotuner",
+    "autotuning": "leave it out: zero-plan compares stages, offloads and micro-batches",
     "tpu": "leave it out: there are GPUs and CPUs only",
     "downcast-bf16 main-training-function": "leave it out: it is for TPUs",
 }

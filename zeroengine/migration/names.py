@@ -151,7 +151,7 @@ _ENGINE = {
 ENGINE = _by_name(_ENGINE)
 # Prefixes of DeepSpeed's other attributes.
 ENGINE_PREFIXES = {
-    "autotuning_": "There is no tuner: try stages and sizes with zero-launch --set",
+    "autotuning_": "Stages, offloads and micro-batches are compared by zero-plan, or zeroengine.plan(model)",
     **dict.fromkeys(
         ("curriculum_", "data_efficiency_", "data_sampling_", "set_custom_curriculum_"),
         "Data is your own: choose samples in the data set or its loader",
