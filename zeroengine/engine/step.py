@@ -218,11 +218,9 @@ class StepRunner(BackwardListener):
         limits, self._clip_once = (self.gradient_clipping, self._clip_once or 0.0), None
         limit = min((limit for limit in limits if 0 < limit < math.inf), default=0.0)
         settings = StepSettings(self.divisor(), limit, self._skips, self._label(limit))
-        # The schedule and the scaler change these values once the step has ended.
+        # The schedule and the scaler change these values once the step has ended, a tensor in place.
         rates, loss_scale = [group["lr"] for group in self._optimizer.param_groups], self._scaler.scale
-        if self._timer.enabled:
-            # The schedule writes into a tensor in place.
-            rates = [rate.clone() if isinstance(rate, torch.Tensor) else rate for rate in rates]
+        rates = copy.deepcopy(rates) if self._timer.enabled else rates
         try:
             with self._timer.span("update"):
                 result = self._optimizer.backend.step(settings)
@@ -352,8 +350,7 @@ class StepRunner(BackwardListener):
         self._warn(step, f"step {step} {verb}: {what}{scale}", skipped)
 
     def _warn(self, step: int, text: str, skipped: bool) -> None:
-        # Records count skipped steps as well.
-        number = step if self.issued_step is None else self.issued_step.number
+        number = self.issued_step.number if self.issued_step else step
         self._report_event("skip" if skipped else "warning", number, text)
         if self._transport.rank == 0:
             log.warning("%s", text)
