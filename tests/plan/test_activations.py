@@ -134,5 +134,5 @@ def test_models_that_cannot_be_traced_say_why() -> None:
         trace_micro_step(from_module(Counting()), CONFIG, 1, checkpointing=False)
     with pytest.raises(ZeroEngineError, match="depends on values"):
         trace_micro_step(from_module(Counting(), None, lambda n: torch.zeros(n, 4)), CONFIG, 1, checkpointing=False)
-    with pytest.raises(ZeroEngineError, match="micro-step of 1 samples failed: RuntimeError"):
+    with pytest.raises(ZeroEngineError, match="micro-step with micro-batch 1 failed: RuntimeError"):
         trace_micro_step(from_module(Counting(), None, lambda n: torch.zeros(n, 5)), CONFIG, 1, checkpointing=False)

@@ -194,7 +194,7 @@ def test_a_model_whose_computation_needs_values_is_planned_by_its_states() -> No
 
     plan = zeroengine.plan(Routed(4, 4), ADAM, "h200", example=torch.zeros(1, 4))
     assert plan.best is not None and plan.best.time is None and "depends on values" in plan.notes[0]
-    with pytest.raises(ZeroEngineError, match="micro-step of 1 samples failed"):
+    with pytest.raises(ZeroEngineError, match="micro-step with micro-batch 1 failed"):
         zeroengine.plan(nn.Linear(4, 4), ADAM, "h200", example=torch.zeros(1, 5))
 
 

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 import json
+import math
 import resource
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from zeroengine.config import load
 from zeroengine.errors import ZeroEngineError
-from zeroengine.plan.model_facts import from_function, from_huggingface, from_numbers
+from zeroengine.plan.model_facts import from_function, from_huggingface, from_module, from_numbers
 
 MODELS = "tests.plan.models_without_memory"
 
@@ -83,3 +85,10 @@ def test_a_configuration_of_no_known_model_says_why(tmp_path: Path) -> None:
     file.write_text(json.dumps({"model_type": "no-such-type"}))
     with pytest.raises(ZeroEngineError, match="no-such-type"):
         from_huggingface(tmp_path)
+
+
+def test_a_lazy_model_and_numbers_that_are_no_numbers_are_refused() -> None:
+    with pytest.raises(ZeroEngineError, match="0.weight has no shape yet"):
+        from_module(nn.Sequential(nn.LazyLinear(4)))
+    with pytest.raises(ZeroEngineError, match="params is inf"):
+        from_numbers(params=math.inf, layers=2, width=64, vocab=100, sequence=16)

@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -57,6 +58,11 @@ def main(argv: list[str] | None = None) -> int:
         "disk_bytes": _byte_size(options.disk, "--disk"),
     }
     _check_model(options)
+    if options.choose < 1:
+        raise ZeroEngineError(f"--choose {options.choose}: write a number of the table, from 1")
+    for option, path in (("--html", options.html), ("--write", options.write)):
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise ZeroEngineError(f"{option} {path}: it cannot be written; write a file in a folder that exists")
     with _progress() as progress:
         progress("starting")
         plan = _plan(options, sizes, progress)
@@ -234,7 +240,13 @@ def _byte_size(text: str | None, option: str) -> int | None:
 def _number(text: str) -> float:
     """Return a count such as 7e9, 7B or 350M."""
     factor = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:].upper(), 1.0)
-    return float(text if factor == 1.0 else text[:-1]) * factor
+    try:
+        number = float(text if factor == 1.0 else text[:-1]) * factor
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise argparse.ArgumentTypeError(f"{text} is no number; write one such as 7e9, 7B or 350M")
+    return number
 
 
 def _count(text: str) -> int:

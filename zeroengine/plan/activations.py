@@ -142,7 +142,7 @@ def _trace(
             ) from error
         except Exception as error:
             raise ZeroEngineError(
-                f"{model.name}: a micro-step of {micro_batch} samples failed: {type(error).__name__}: {error}"
+                f"{model.name}: a micro-step with micro-batch {micro_batch} failed: {type(error).__name__}: {error}"
             ) from error
     flops = dict(micro.unit_flops)
     with_omitted_units(flops, runs, lambda block: [name for name, of_unit in units if block in of_unit])
@@ -163,6 +163,8 @@ def _run(
     loss = loss_of(replica(*args, **kwargs))
     saved_bytes, forward, forward_flops = trace.live_bytes, _counts(trace.operations), trace.flops
     trace.operations.clear()
+    if not loss.requires_grad:
+        raise ValueError("no parameter that takes a gradient reaches the loss; train one (requires_grad_(True))")
     loss.backward()
     return MicroStep(
         micro_batch=micro_batch,

@@ -223,9 +223,11 @@ def _base_tree(
     """Return the keys that all candidates share, as they were written, and what was assumed."""
     notes: list[str] = []
     if config is None:
-        on_gpu = machine.device == "cuda"
-        config = {"bf16": {"enabled": True}, "gradient_clipping": 1.0} if on_gpu else {"gradient_clipping": 1.0}
-        notes.append(f"No configuration is given: AdamW in {'bf16' if on_gpu else 'fp32'}, gradients clipped at 1.0.")
+        config = {"gradient_clipping": 1.0}
+        chosen = load(config, overrides)
+        if machine.device == "cuda" and chosen.low_precision is None and chosen.autocast_dtype is None:
+            config["bf16"] = {"enabled": True}
+        notes.append("No configuration is given: AdamW, gradients clipped at 1.0, bf16 on GPUs.")
     loaded = load(config, overrides)
     tree: dict[str, Any] = copy.deepcopy(loaded._written.tree if loaded._written is not None else loaded.to_dict())
     if tree.get("optimizer") is None:

@@ -23,7 +23,6 @@ from zeroengine.plan.candidates import (
 from zeroengine.plan.machine import Machine
 from zeroengine.plan.model_facts import ModelFacts
 from zeroengine.plan.scaling import extrapolated, largest, merged, repeated_units, states_with_blocks, with_blocks
-from zeroengine.plan.short_trace import BlockTracer
 from zeroengine.plan.state_bytes import Setting, StateBytes, predict_states
 from zeroengine.plan.step_time import predict_step, setting_of
 from zeroengine.utils.byte_size import format_byte_size
@@ -115,13 +114,6 @@ class Estimator:
         # How a model is cut depends on nothing that candidates differ in.
         return self.model.plans(self._base_config)
 
-    @functools.cached_property
-    def _tracer(self) -> BlockTracer:
-        def trace(size: int, checkpointing: bool) -> MicroStep:
-            return trace_micro_step(self.model, self._base_config, size, checkpointing, self.machine.device)
-
-        return BlockTracer(self.model.model, self._plans, trace)
-
     def states(self, candidate: PlanCandidate) -> StateBytes:
         """Return the bytes of the states of one rank."""
         # Several micro-steps may accumulate in another dtype than one.
@@ -139,7 +131,7 @@ class Estimator:
     @functools.cache  # noqa: B019  the estimator lives as long as one plan is made
     def _micro_step(self, size: int, checkpointing: bool) -> MicroStep:
         if size in TRACED_SIZES:
-            return self._tracer.micro_step(size, checkpointing)
+            return trace_micro_step(self.model, self._base_config, size, checkpointing, self.machine.device)
         first, second = (self._micro_step(n, checkpointing) for n in TRACED_SIZES)
         return extrapolated(first, second, size)
 

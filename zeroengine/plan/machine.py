@@ -15,6 +15,9 @@ from pydantic import TypeAdapter, ValidationError
 from zeroengine.errors import ZeroEngineError
 
 FORMAT = 1
+# The keys of rates by dtype, and the rates that every machine has.
+DTYPES = ("fp32", "bf16", "fp16")
+ALWAYS_POSITIVE = ("matmul", "memory", "elementwise", "host_memory")
 # glibc maps larger blocks anew for each use (M_MMAP_THRESHOLD of mallopt(3), whose dynamic maximum this is).
 MAPPED_BYTES = 32 << 20
 
@@ -54,6 +57,17 @@ class Rates:
     disk_write: float
     dispatch: float
     new_memory: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, Mapping):
+                if missing := [dtype for dtype in DTYPES if dtype not in value]:
+                    raise ZeroEngineError(f"{name} lacks {', '.join(missing)}; write a rate of each dtype")
+            for rate in value.values() if isinstance(value, Mapping) else (value,):
+                # A link, a disk or a latency of 0 means that there is none. Every machine computes and has memory.
+                is_zero = rate == 0 and name not in ALWAYS_POSITIVE
+                if not (is_zero or rate > 0):
+                    raise ZeroEngineError(f"{name} is {rate}; write a number above 0")
 
 
 @dataclass(frozen=True)
@@ -135,5 +149,5 @@ def read_machine(path: str | Path) -> Machine:
         return TypeAdapter(Machine).validate_python(content)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ZeroEngineError(f"the machine file {path}: {where}: {first['msg']}. {advice}") from error
+        where, message = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+        raise ZeroEngineError(f"the machine file {path}: {where}: {message}. {advice}") from error

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parameter import is_lazy
 
 from zeroengine.config import Config
 from zeroengine.deferred_init.meta_init import meta_init
@@ -90,6 +93,11 @@ def from_module(
         ZeroEngineError: The model has no parameters, or parameters that are not on the meta device.
     """
     check_has_parameters(model)
+    if lazy := [name for name, param in model.named_parameters() if is_lazy(param)]:
+        raise ZeroEngineError(
+            f"parameter {lazy[0]} has no shape yet: its module is lazy. Give the module its sizes, as in "
+            "torch.nn.Linear(in_features, out_features)"
+        )
     in_memory = [name for name, param in model.named_parameters() if not param.is_meta]
     if in_memory:
         raise ZeroEngineError(
@@ -119,8 +127,14 @@ def _tokens_per_sample(make_batch: Callable[[int], Batch] | None) -> int | None:
     """Return the length of the first two-dimensional tensor of integers, which are token numbers."""
     if make_batch is None:
         return None
-    with FakeTensorMode():
-        tensors = tensors_in(make_batch(1))
+    try:
+        with FakeTensorMode():
+            tensors = tensors_in(make_batch(1))
+    except Exception as error:
+        raise ZeroEngineError(
+            f"make_batch(1) failed: {type(error).__name__}: {error}. Write a function of the number of samples that "
+            "returns the arguments of a call, such as `lambda n: (torch.zeros(n, 64),)`"
+        ) from error
     ids = (t for t in tensors if t.dim() == 2 and not t.is_floating_point())
     return next((t.shape[1] for t in ids), None)
 
@@ -144,21 +158,22 @@ def from_function(spec: str) -> ModelFacts:
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        target: Any = importlib.import_module(module_name)
+        with _prints_to_stderr():
+            target: Any = importlib.import_module(module_name)
         for part in function_name.split("."):
             target = getattr(target, part)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ZeroEngineError(
             f"model {spec}: cannot import it: {type(error).__name__}: {error}. The module is searched for from "
             f"{os.getcwd()}"
         ) from error
     try:
-        with meta_init(values=False):
+        with _prints_to_stderr(), meta_init(values=False):
             result = target()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ZeroEngineError(
             f"model {spec}: the function failed: {type(error).__name__}: {error}. It is called without arguments, and "
-            f"parameters have no values, so it must not read them. Write {EXAMPLE}"
+            f"parameters have no values, so it must not read them or move them to a device. Write {EXAMPLE}"
         ) from error
     model, make_batch = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     if not isinstance(model, nn.Module) or not (make_batch is None or callable(make_batch)):
@@ -167,6 +182,11 @@ def from_function(spec: str) -> ModelFacts:
         return from_module(model, spec, make_batch)
     except ZeroEngineError as error:
         raise ZeroEngineError(f"model {spec}: {error}") from error
+
+
+def _prints_to_stderr() -> contextlib.AbstractContextManager[object]:
+    """Return a context in which the user's prints go to stderr, because stdout may be the JSON of a command."""
+    return contextlib.redirect_stdout(sys.stderr)
 
 
 def from_huggingface(config_json: str | Path, sequence: int | None = None) -> ModelFacts:
@@ -234,7 +254,10 @@ def _huggingface_batches(model: nn.Module, settings: Any, sequence: int) -> Call
     source = getattr(model, "main_input_name", None)
     takes_labels = "labels" in inspect.signature(model.forward).parameters
     labels_of_samples = "Classification" in type(model).__name__ and "Token" not in type(model).__name__
-    if source not in ("input_ids", "pixel_values"):
+    # A model of images and of text keeps the sizes of its inputs in configurations of its parts.
+    if source not in ("input_ids", "pixel_values") or (
+        source == "pixel_values" and not hasattr(settings, "image_size")
+    ):
         return None
 
     def make_batch(samples: int) -> Batch:
@@ -280,7 +303,7 @@ def from_numbers(
     """
     numbers = {"params": params, "layers": layers, "width": width, "vocab": vocab, "sequence": sequence}
     for name, value in numbers.items():
-        if value < 1:
+        if not 1 <= value < math.inf:
             raise ZeroEngineError(f"{name} is {value}; write a number of at least 1")
     heads = heads or next(n for n in range(max(width // HEAD_WIDTH, 1), 0, -1) if width % n == 0)
     kv_heads = kv_heads or heads

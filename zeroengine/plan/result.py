@@ -99,7 +99,9 @@ class Plan:
 
     def _entry(self, estimate: Estimate) -> dict[str, Any]:
         micro, time, tokens = estimate.micro, estimate.time, self.tokens_per_sample
-        device = {name: nbytes for name, nbytes in estimate.states.device.items()}
+        device = dict(estimate.states.device)
+        # Pages of other ranks, which shared memory maps, take no memory of this rank.
+        device["gathered"] -= estimate.states.shared_pages
         device["activations"] = micro.peak_bytes if micro is not None else 0
         # What an update takes beyond the memory that activations have left.
         device["temporaries"] = estimate.device_total - sum(device.values()) - estimate.overhead_bytes
