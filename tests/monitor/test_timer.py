@@ -6,6 +6,7 @@ import itertools
 import time
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 
@@ -93,6 +94,7 @@ class LateEvent:
 
     num_records = 0
     num_made = 0
+    first = 0
 
     def __init__(self, **_: bool) -> None:
         LateEvent.num_made += 1
@@ -119,3 +121,31 @@ def test_a_step_of_many_micro_steps_keeps_few_marks_of_a_device_that_is_behind(m
         recorder.mark(number % 2)
     assert len(recorder._marks) < 2 * MAX_DEVICE_MARKS and LateEvent.num_made < 2 * MAX_DEVICE_MARKS
     assert recorder.take().wait()[0] == pytest.approx([10.0, 10.0])
+
+
+class OldEvent(LateEvent):
+    """The first event is a day old, and times are float32 milliseconds, as in CUDA."""
+
+    def synchronize(self) -> None:
+        """Everything is complete."""
+
+    def elapsed_time(self, later: LateEvent) -> float:
+        milliseconds = 0.5 * (later.number - self.number)
+        return float(np.float32(milliseconds + 86_400_000 * (self.number == OldEvent.first < later.number)))
+
+
+def test_the_timeline_of_a_device_is_as_exact_after_a_day(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", OldEvent)
+    OldEvent.first = LateEvent.num_records + 1
+    recorder = _DeviceRecorder(2)
+    recorder.mark(0)
+    recorder.take().wait()
+    recorder.trace(True)
+    steps = []
+    for _ in range(2):
+        for _ in range(10):
+            recorder.mark(1)
+        steps.append(recorder.take())
+    timeline = [interval for step in steps for interval in step.wait()[1]]
+    assert [interval.end - interval.begin for interval in timeline] == pytest.approx([0.0005] * 20, abs=1e-6)
+    assert all(before.end == after.begin for before, after in itertools.pairwise(timeline))

@@ -219,6 +219,8 @@ class _DeviceRecorder:
         self._origin.record()
         self._origin.synchronize()
         self._origin_time = time.perf_counter()
+        # The end of the last traced interval; 0 if the last step was not traced.
+        self._traced_until = 0.0
         # The slot of each mark. The first one begins the step.
         self._marks: list[tuple[int, torch.cuda.Event]] = [(0, self._origin)]
         self._num_renamed = 1
@@ -270,14 +272,19 @@ class _DeviceRecorder:
     ) -> None:
         """Wait for the events, and add the time before each one to its slot. All but the last event are free then."""
         before = marks[0][1]
+        if timeline is None:
+            self._traced_until = 0.0
         for slot, event in marks[1:]:
             event.synchronize()
             # Events of two streams may be out of order.
             elapsed = max(before.elapsed_time(event), 0.0) / 1000
             seconds[slot] += elapsed
             if timeline is not None:
-                end = self._origin_time + self._origin.elapsed_time(event) / 1000
-                timeline.append(Interval(slot, end - elapsed, end))
+                # A day after the origin CUDA's float32 milliseconds are 8 ms apart, so only the first interval is
+                # placed by it, and each other one by its predecessor.
+                begin = self._traced_until or self._origin_time + self._origin.elapsed_time(before) / 1000
+                self._traced_until = begin + elapsed
+                timeline.append(Interval(slot, begin, self._traced_until))
             if before is not self._origin:
                 self._free.append(before)
             before = event
