@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from zeroengine.config import Config, load
@@ -225,9 +226,12 @@ def _base_tree(
     if config is None:
         config = {"gradient_clipping": 1.0}
         chosen = load(config, overrides)
-        if machine.device == "cuda" and chosen.low_precision is None and chosen.autocast_dtype is None:
-            config["bf16"] = {"enabled": True}
-        notes.append("No configuration is given: AdamW, gradients clipped at 1.0, bf16 on GPUs.")
+        # An override may choose the precision.
+        low = chosen.low_precision or chosen.autocast_dtype
+        if machine.device == "cuda" and low is None:
+            config["bf16"], low = {"enabled": True}, torch.bfloat16
+        precision = "fp32" if low is None else "bf16" if low is torch.bfloat16 else "fp16"
+        notes.append(f"No configuration is given: AdamW in {precision}, gradients clipped at 1.0.")
     loaded = load(config, overrides)
     tree: dict[str, Any] = copy.deepcopy(loaded._written.tree if loaded._written is not None else loaded.to_dict())
     if tree.get("optimizer") is None:
