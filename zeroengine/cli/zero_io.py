@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +15,7 @@ from zeroengine.cli.parser import CommandParser, command
 from zeroengine.errors import OffloadError
 from zeroengine.utils.byte_size import parse_byte_size
 from zeroengine.utils.progress import progress
+from zeroengine.utils.replaced_file import replace_file
 
 if TYPE_CHECKING:
     from zeroengine.disk.probe import DiskInfo, DiskSpeed
@@ -147,16 +146,8 @@ def write_config(path: Path, config: dict[str, Any], settings: dict[str, Any]) -
     section = config.get("aio")
     # Settings of other names in the section stay as the user wrote them.
     config["aio"] = (section if isinstance(section, dict) else {}) | settings
-    # A link is followed, so that the file behind it is replaced and not the link.
-    path = Path(os.path.realpath(path))
     try:
-        # The new content goes to a file beside the old one, and a rename replaces it. A crash leaves one of the two.
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-            json.dump(config, file, indent=2)
-            file.write("\n")
-        # A temporary file is readable by its owner only, so it takes over the permissions of the old file.
-        os.chmod(file.name, path.stat().st_mode & 0o7777)
-        os.replace(file.name, path)
+        replace_file(path, json.dumps(config, indent=2) + "\n")
     except OSError as error:
         raise OffloadError(f"--write-config {path}: it cannot be written ({error.strerror})") from None
 

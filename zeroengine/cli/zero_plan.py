@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from zeroengine.cli.parser import CommandParser, command
 from zeroengine.errors import ZeroEngineError
 from zeroengine.utils.byte_size import parse_byte_size
+from zeroengine.utils.replaced_file import replace_file
 
 if TYPE_CHECKING:
     from zeroengine.plan.machine import Machine
@@ -258,7 +259,7 @@ def _count(text: str) -> int:
 
 def _write(path: Path, text: str, option: str) -> None:
     try:
-        path.write_text(text)
+        replace_file(path, text)
     except OSError as error:
         raise ZeroEngineError(f"{option} {path}: it cannot be written ({error.strerror})") from None
     print(f"zero-plan: wrote {path}", file=sys.stderr)

@@ -12,6 +12,7 @@ from rich.live import Live
 
 from zeroengine.cli.parser import CommandParser, command
 from zeroengine.errors import ZeroEngineError
+from zeroengine.utils.replaced_file import replace_file
 from zeroengine.view.live_line import plain_line
 from zeroengine.view.run_reader import RunReader
 from zeroengine.view.summary import summarize
@@ -120,7 +121,7 @@ def write_page(readers: list[RunReader], path: Path) -> None:
 
     page = report_page(readers)
     try:
-        path.write_text(page, encoding="utf-8")
+        replace_file(path, page)
     except OSError as error:
         raise ZeroEngineError(
             f"--html {path} cannot be written ({error.strerror}): write a file in a folder that exists"

@@ -13,6 +13,7 @@ from typing import Literal
 from pydantic import TypeAdapter, ValidationError
 
 from zeroengine.errors import ZeroEngineError
+from zeroengine.utils.replaced_file import replace_file
 
 FORMAT = 1
 # The keys of rates by dtype, and the rates that every machine has.
@@ -121,10 +122,7 @@ def save_machine(machine: Machine, path: str | Path) -> None:
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f"{path.name}.{os.getpid()}")
-        temporary.write_text(json.dumps({"format": FORMAT, **dataclasses.asdict(machine)}, indent=2) + "\n")
-        # A reader sees the old file or the new one.
-        temporary.replace(path)
+        replace_file(path, json.dumps({"format": FORMAT, **dataclasses.asdict(machine)}, indent=2) + "\n")
     except OSError as error:
         raise ZeroEngineError(f"cannot write the machine file {path}: {error.strerror}") from error
 
