@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -115,3 +117,15 @@ def test_processes_that_cannot_be_ended_are_named(
     for pid in pids(tmp_path):
         os.kill(pid, signal.SIGKILL)
     assert result.code == 0 and f"zero-launch: processes of the run that cannot be ended: {escaped}\n" in result.err
+
+
+def test_a_guard_whose_launcher_is_gone_spares_the_processes_of_its_new_parent() -> None:
+    look = "import os; from zeroengine.launch.local.guard import ProcessSweeper; "
+    look += "print(sorted(ProcessSweeper('no-such-run', {launcher}, ()).scan()))"
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as sleeper:
+        # This process stands for the init process, which becomes the parent of a guard whose launcher was killed.
+        commands = [[sys.executable, "-c", look.format(launcher=pid)] for pid in (os.getpid(), sleeper.pid)]
+        found = [subprocess.run(command, capture_output=True, text=True, check=True) for command in commands]
+        sleeper.kill()
+    assert sleeper.pid in json.loads(found[0].stdout)
+    assert json.loads(found[1].stdout) == []

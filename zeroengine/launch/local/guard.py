@@ -59,7 +59,8 @@ class ProcessGuard:
         # Processes of an earlier run, or of a test, are below the launcher as well and must survive.
         self._spared = {process.pid for process in started_by_ranks(os.getpid())}
         ignored = ",".join(str(int(number)) for number in (*STOP_SIGNALS, *FORWARDED_SIGNALS))
-        command = [sys.executable, "-I", "-S", __file__, launch_id, folder, ignored, *map(str, self._spared)]
+        pids = map(str, (os.getpid(), *self._spared))
+        command = [sys.executable, "-I", "-S", __file__, launch_id, folder, ignored, *pids]
         # The launcher becomes a subreaper before any rank exists, so that no orphan can escape to another parent.
         set_subreaper(True)
         self._process = subprocess.Popen(
@@ -177,13 +178,13 @@ class ProcessSweeper:
 
     Args:
         launch_id: The id in the processes' environment.
+        launcher: The launcher's pid. It must come from the launcher itself: one that was killed before the guard ran
+            has left it to another parent, such as the init process, below which is every process of the machine.
         spared: The pids of processes that do not belong to the run.
     """
 
-    def __init__(self, launch_id: str, spared: Collection[int]) -> None:
-        self._launch_id, self._spared = launch_id, {os.getpid(), *spared}
-        # The parent's pid is noted now: after the launcher's end the guard gets another parent.
-        self._launcher = os.getppid()
+    def __init__(self, launch_id: str, launcher: int, spared: Collection[int]) -> None:
+        self._launch_id, self._launcher, self._spared = launch_id, launcher, {os.getpid(), *spared}
         self._known: list[ProcessEntry] = []
 
     def scan(self) -> set[int]:
@@ -231,11 +232,11 @@ class ProcessSweeper:
 
 def main() -> None:
     """Run the guard: wait until stdin is closed, then end the run's processes and remove its folder."""
-    _, launch_id, folder, ignored, *spared = sys.argv
+    _, launch_id, folder, ignored, launcher, *spared = sys.argv
     # Schedulers send some signals to all processes of a job, and the guard must outlive the others.
     for number in ignored.split(","):
         signal.signal(int(number), signal.SIG_IGN)
-    sweeper = ProcessSweeper(launch_id, set(map(int, spared)))
+    sweeper = ProcessSweeper(launch_id, int(launcher), set(map(int, spared)))
     # The pipe becomes readable when the launcher closes it or dies, because nothing is ever written into it.
     while not select.select([0], [], [], SCAN_INTERVAL_S)[0]:
         sweeper.scan()
