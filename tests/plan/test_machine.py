@@ -7,7 +7,7 @@ import pytest
 
 from zeroengine.errors import ZeroEngineError
 from zeroengine.plan.known_machines import load_machine, this_machine
-from zeroengine.plan.machine import read_machine, save_machine
+from zeroengine.plan.machine import rate_at_length, read_machine, save_machine
 from zeroengine.plan.machine_presets import DATA_SHEETS, PRESETS
 
 
@@ -58,3 +58,8 @@ def test_this_machine_uses_measured_rates_and_the_memory_that_is_free(
     measured = this_machine()
     assert measured.rates == PRESETS["a100-80gb"].rates
     assert measured.host_bytes != PRESETS["a100-80gb"].host_bytes
+
+
+def test_the_rate_of_a_length_lies_between_those_that_were_measured() -> None:
+    rates = {128: 10.0, 512: 30.0}
+    assert [rate_at_length(rates, length) for length in (1, 128, 256, 512, 4096)] == pytest.approx([10, 10, 20, 30, 30])

@@ -35,7 +35,7 @@ def predict(machine: Machine, stage: int, accumulation: int = 1, **keys: Any) ->
     return predict_step(FACTS, config, micro, states, machine)
 
 
-def with_rates(machine: Machine, **rates: float) -> Machine:
+def with_rates(machine: Machine, **rates: Any) -> Machine:
     return replace(machine, rates=replace(machine.rates, **rates))
 
 
@@ -116,3 +116,20 @@ def test_large_new_tensors_take_time_on_a_cpu() -> None:
     )
     # The logits of 51 MB, their softmax and their gradients, and the gradients of embedding and head.
     assert mapped - reused > 4 * 256 * 50000 * 4 / 1e9
+
+
+def test_attention_takes_the_time_of_its_own_rate() -> None:
+    slow = {dtype: {64: 1e9} for dtype in ("fp32", "bf16", "fp16")}
+    attention = [op for op in (*traced(False).forward, *traced(False).backward) if op.attention_length]
+    assert {op.attention_length for op in attention} == {64}
+    machine = with_rates(ALONE, dispatch=0.0)
+    slowed = with_rates(machine, attention=slow)
+    seconds = sum(op.flops * op.count for op in attention) * (1 / 1e9 - 1 / machine.rates.matmul["fp32"])
+    assert predict(slowed, 0).compute - predict(machine, 0).compute == pytest.approx(seconds, rel=1e-6)
+
+
+def test_the_update_of_states_on_a_disk_reads_and_writes_at_once() -> None:
+    nvme = {"offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}}
+    in_turns = predict(with_rates(ALONE, disk_read=1e9, disk_write=1e9), 1, zero=nvme)
+    at_once = predict(with_rates(ALONE, disk_read=1e9, disk_write=1e9, disk_both=2e9), 1, zero=nvme)
+    assert at_once.offload == pytest.approx(in_turns.offload / 2 - at_once.update / 2, rel=0.01)

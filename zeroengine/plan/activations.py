@@ -40,6 +40,7 @@ class OperationCount:
         dtype: ``fp32``, ``bf16`` or ``fp16``: what the matrix products compute in.
         count: How many there are.
         new_bytes: Of the largest tensor that each one makes.
+        attention_length: The tokens of the sequences that fused attention goes over; 0: another operation.
     """
 
     flops: int
@@ -47,6 +48,7 @@ class OperationCount:
     dtype: str
     count: int
     new_bytes: int = 0
+    attention_length: int = 0
 
 
 @dataclass(frozen=True)
@@ -188,8 +190,8 @@ def loss_of(output: Any) -> torch.Tensor:
 
 def _counts(operations: Counter[OperationKind]) -> tuple[OperationCount, ...]:
     return tuple(
-        OperationCount(flops, nbytes, dtype, count, new_bytes)
-        for (flops, nbytes, dtype, new_bytes), count in operations.items()
+        OperationCount(flops, nbytes, dtype, count, new_bytes, attention_length)
+        for (flops, nbytes, dtype, new_bytes, attention_length), count in operations.items()
     )
 
 

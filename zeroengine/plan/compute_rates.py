@@ -3,6 +3,7 @@
 A large product alone reaches rates that no model does. So forwards and backwards of decoders of several shapes are
 timed. Their operations are counted as ``trace_micro_step`` counts them, and the rates are those that explain the times
 best: seconds = FLOPs / matmul + bytes / elementwise + operations x dispatch + bytes of large new tensors / new_memory.
+Fused attention is far from the rate of other products, and its rate depends on the sequence: it is timed alone.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from zeroengine.config import FLOATS, load
 from zeroengine.plan.activations import OperationCount, trace_micro_step
-from zeroengine.plan.machine import MAPPED_BYTES
+from zeroengine.plan.machine import MAPPED_BYTES, rate_at_length
 from zeroengine.plan.model_facts import from_module
 from zeroengine.plan.standard_decoder import StandardDecoder
 from zeroengine.plan.timing import median_seconds
@@ -59,6 +61,10 @@ SHAPES = {
     ),
 }
 HEAD_WIDTH = 64
+# The tokens of sequences that attention is timed with, and the tokens of a batch.
+ATTENTION_LENGTHS = {"cpu": (128, 256, 512, 1024, 2048), "cuda": (512, 2048, 8192)}
+ATTENTION_TOKENS = {"cpu": 256, "cuda": 16384}
+ATTENTION_HEADS = 8
 REPEATS = 5
 # Most CPUs have no instructions for fp16, and products are hundreds of times slower: the smallest shape has to do.
 SMALL = DecoderShape(1, 128, 512, 1, 64)
@@ -74,6 +80,7 @@ class ComputeRates:
     elementwise: dict[str, float]
     dispatch: float
     new_memory: float
+    attention: dict[str, dict[int, float]]
 
 
 def measure_compute(device: torch.device, meet: Callable[[], object]) -> ComputeRates:
@@ -83,9 +90,12 @@ def measure_compute(device: torch.device, meet: Callable[[], object]) -> Compute
         device: What to compute on.
         meet: Called before each timing, to let all ranks begin together.
     """
-    rates = ComputeRates({}, {}, 0.0, 0.0)
+    rates = ComputeRates({}, {}, 0.0, 0.0, {})
     for dtype in FLOATS:
         shapes = (SMALL,) if dtype == "fp16" and device.type == "cpu" else SHAPES[device.type]
+        for length in (SMALL.sequence,) if len(shapes) == 1 else ATTENTION_LENGTHS[device.type]:
+            meet()
+            rates.attention.setdefault(dtype, {})[length] = _attention_rate(length, dtype, device)
         samples = []
         for shape in shapes:
             meet()
@@ -105,11 +115,16 @@ def _with_dtype(
     rows: list[tuple[float, ...]] = []
     targets = []
     for seconds, operations in samples:
-        flops = sum(o.flops * o.count for o in operations if o.dtype == dtype)
+        flops = sum(o.flops * o.count for o in operations if o.dtype == dtype and not o.attention_length)
         nbytes = sum(o.nbytes * o.count for o in operations if o.dtype == dtype and not o.flops)
         # In low precision the loss is still computed in fp32, whose rate is known by then.
         others = [o for o in operations if o.dtype != dtype]
         known = sum(o.count * (o.nbytes / rates.elementwise[o.dtype]) for o in others)
+        known += sum(
+            o.count * o.flops / rate_at_length(rates.attention[dtype], o.attention_length)
+            for o in operations
+            if o.attention_length
+        )
         count = sum(o.count for o in operations)
         mapped = sum(o.new_bytes * o.count for o in operations if o.new_bytes >= MAPPED_BYTES)
         if dtype == "fp32":
@@ -125,6 +140,7 @@ def _with_dtype(
         rates.elementwise | {dtype: elementwise},
         inverse[2] if dtype == "fp32" else rates.dispatch,
         (1 / inverse[3] if inverse[3] else 0.0) if dtype == "fp32" else rates.new_memory,
+        rates.attention,
     )
 
 
@@ -148,6 +164,23 @@ def fit(rows: Sequence[Sequence[float]], targets: Sequence[float]) -> list[float
             best, best_error = torch.zeros_like(best), error
             best[list(chosen)] = factors.squeeze(1)
     return [float(value) for value in best / sizes]
+
+
+def _attention_rate(length: int, dtype: str, device: torch.device) -> float:
+    """Return the FLOP per second of a forward and backward of causal attention."""
+    samples = max(ATTENTION_TOKENS[device.type] // length, 1)
+    shape = (3, samples, ATTENTION_HEADS, length, HEAD_WIDTH)
+    inputs = query, key, value = torch.randn(*shape, dtype=FLOATS[dtype], device=device).unbind()
+    for tensor in inputs:
+        tensor.requires_grad_(True)
+
+    def attend() -> None:
+        output = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        torch.autograd.grad(output, inputs, torch.ones_like(output))
+
+    seconds = median_seconds(attend, device, REPEATS)
+    # As operation_trace counts them: two products in forward, and five of their size in backward.
+    return (2 + 5) * 2 * samples * ATTENTION_HEADS * length**2 * HEAD_WIDTH / seconds
 
 
 def _decoder(shape: DecoderShape) -> nn.Module:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -43,6 +45,10 @@ class Rates:
         new_memory: Bytes per second of a CPU's first writes to memory that the C library maps anew for each tensor of
             32 MiB or more, beside the writes themselves; 0: memory is reused, as on a GPU.
         dispatch: Seconds that the host takes for one operation of a model.
+        disk_both: Bytes read plus bytes written per second of the disk, while half of each is under way. Of the whole
+            node; 0: as if reads and writes took turns.
+        attention: FLOP per second of fused attention, by dtype and then by the tokens of a sequence; without it,
+            attention is as fast as other matrix products.
     """
 
     matmul: Mapping[str, float]
@@ -58,9 +64,15 @@ class Rates:
     disk_write: float
     dispatch: float
     new_memory: float = 0.0
+    disk_both: float = 0.0
+    attention: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
+            if name == "attention":
+                if any(rate <= 0 for by_length in value.values() for rate in by_length.values()):
+                    raise ZeroEngineError(f"{name} is {value}; write numbers above 0")
+                continue
             if isinstance(value, Mapping):
                 if missing := [dtype for dtype in DTYPES if dtype not in value]:
                     raise ZeroEngineError(f"{name} lacks {', '.join(missing)}; write a rate of each dtype")
@@ -69,6 +81,23 @@ class Rates:
                 is_zero = rate == 0 and name not in ALWAYS_POSITIVE
                 if not (is_zero or rate > 0):
                     raise ZeroEngineError(f"{name} is {rate}; write a number above 0")
+
+    def attention_rate(self, dtype: str, length: int) -> float:
+        """Return the FLOP per second of fused attention over sequences of ``length`` tokens."""
+        rates = self.attention.get(dtype)
+        return rate_at_length(rates, length) if rates else self.matmul[dtype]
+
+
+def rate_at_length(rates: Mapping[int, float], length: int) -> float:
+    """Return the rate of sequences of ``length`` tokens, given those of some lengths.
+
+    Between two of them the rate lies on a line over the logarithm of the length, and outside it is that of the nearest.
+    """
+    lengths = sorted(rates)
+    if not lengths[0] < length < lengths[-1]:
+        return rates[lengths[0] if length <= lengths[0] else lengths[-1]]
+    low, high = next(pair for pair in pairwise(lengths) if pair[0] <= length <= pair[1])
+    return rates[low] + (rates[high] - rates[low]) * math.log(length / low) / math.log(high / low)
 
 
 @dataclass(frozen=True)

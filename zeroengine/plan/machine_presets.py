@@ -124,12 +124,14 @@ def _preset(name: str, sheet: DataSheet) -> Machine:
     sources = {
         "device_bytes": "what CUDA reports, as in torch's out-of-memory messages",
         "host_bytes disk_bytes ranks_per_node": sheet.node,
-        "matmul": f"{of_peak}, dense, x {MATMUL_FRACTION} (assumed)",
+        "matmul attention": f"{of_peak}, dense, x {MATMUL_FRACTION} (assumed)",
         "memory elementwise": f"{of_peak} x {MEMORY_FRACTION} (assumed)",
         "link reduce_link": f"{of_peak} of one direction of NVLink, or else PCIe, x {LINK_FRACTION} (assumed)",
         "node_link": f"{sheet.node}: all network ports x {LINK_FRACTION} (assumed)",
         "host_link": f"{of_peak} of one direction of PCIe x {HOST_LINK_FRACTION} (assumed)",
-        "host_memory disk_read disk_write latency dispatch new_memory": "assumed; `zero-plan --measure` measures them",
+        "host_memory disk_read disk_write disk_both latency dispatch new_memory": (
+            "assumed; `zero-plan --measure` measures them"
+        ),
     }
     return Machine(
         name=name,

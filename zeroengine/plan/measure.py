@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -27,7 +28,7 @@ from zeroengine.comm.group import Group
 from zeroengine.comm.interfaces import Transport
 from zeroengine.comm.launched_ranks import join_launched_ranks
 from zeroengine.comm.transports.choose import open_transport
-from zeroengine.disk.probe import READ, WRITE, Probe, tune
+from zeroengine.disk.probe import READ, READ_AND_WRITE, WRITE, Probe, tune
 from zeroengine.disk.swap_files import SwapFolder
 from zeroengine.errors import OffloadError, ZeroEngineError
 from zeroengine.offload.host_memory import available_memory
@@ -42,6 +43,7 @@ UNIT_BYTES = {"cpu": 16 * MIB, "cuda": 256 * MIB}
 COPY_BYTES = 256 * MIB
 DISK_FILE_BYTES, DISK_SECONDS = 256 * MIB, 1.0
 TIMEOUT_SECONDS = 60.0
+K = TypeVar("K")
 # The bytes that a fused Adam step and the norm before it read and write for each element, in fp32.
 UPDATE_BYTES = 28 + 4
 
@@ -119,8 +121,8 @@ def measure_on_ranks(folder: str | Path) -> Machine:
     link, reduce_link, latency = _collective_rates(group)
     host_link = _host_link_rate(group) if device.type == "cuda" else 0.0
     _report(group, "the disk")
-    disk_read, disk_write = _disk_rates(folder) if local_rank == 0 else (0.0, 0.0)
-    rows = group.all_gather_object((compute, memory, host_memory, host_link, disk_read, disk_write))
+    disk_rates = _disk_rates(folder) if local_rank == 0 else (0.0, 0.0, 0.0)
+    rows = group.all_gather_object((compute, memory, host_memory, host_link, disk_rates))
     first_ranks = rows[::ranks_per_node]
     host_bytes = int(available_memory())
     is_gpu = device.type == "cuda"
@@ -145,8 +147,10 @@ def measure_on_ranks(folder: str | Path) -> Machine:
             node_link=min(link, reduce_link) if nodes > 1 else 0.0,
             latency=latency,
             host_link=min(row[3] for row in rows),
-            disk_read=min(row[4] for row in first_ranks),
-            disk_write=min(row[5] for row in first_ranks),
+            disk_read=min(row[4][0] for row in first_ranks),
+            disk_write=min(row[4][1] for row in first_ranks),
+            disk_both=min(row[4][2] for row in first_ranks),
+            attention={dtype: _slowest([row[0].attention[dtype] for row in rows]) for dtype in compute.attention},
         ),
         sources=dict.fromkeys(Rates.__dataclass_fields__, _source(group, ranks_per_node)),
     )
@@ -157,8 +161,8 @@ def _source(group: Group, ranks_per_node: int) -> str:
     return f"measured {time.strftime('%Y-%m-%d')}: {ranks}, torch {torch.__version__}"
 
 
-def _slowest(rates: Sequence[dict[str, float]]) -> dict[str, float]:
-    return {dtype: min(row[dtype] for row in rates) for dtype in rates[0]}
+def _slowest(rates: Sequence[dict[K, float]]) -> dict[K, float]:
+    return {key: min(row[key] for row in rates) for key in rates[0]}
 
 
 def _meet(group: Group) -> None:
@@ -248,8 +252,8 @@ def _host_link_rate(group: Group) -> float:
     return COPY_BYTES / median_seconds(copy, group.device)
 
 
-def _disk_rates(path: str | Path) -> tuple[float, float]:
-    """Return the bytes per second of reads and of writes; 0 where the disk cannot be used."""
+def _disk_rates(path: str | Path) -> tuple[float, float, float]:
+    """Return the bytes per second of reads, of writes and of both at once; 0 where the disk cannot be used."""
     try:
         folder = SwapFolder(path)
         try:
@@ -257,12 +261,12 @@ def _disk_rates(path: str | Path) -> tuple[float, float]:
             for _ in probe.fill(DISK_SECONDS):
                 pass
             settings = tune(path)
-            read, write = (probe.speed(settings, kinds, DISK_SECONDS) for kinds in (READ, WRITE))
+            read, write, both = (probe.speed(settings, kinds, DISK_SECONDS) for kinds in (READ, WRITE, READ_AND_WRITE))
         finally:
             folder.close()
     except OffloadError:
-        return 0.0, 0.0
-    return read, write
+        return 0.0, 0.0, 0.0
+    return read, write, both
 
 
 def main() -> None:

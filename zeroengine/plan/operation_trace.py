@@ -73,8 +73,8 @@ _FLOPS: dict[Any, Callable[..., int]] = {
 # Elements up to which tensors of integers are computed.
 MAX_REAL_NUMEL = 1 << 20
 
-# FLOPs, bytes, the name of a dtype, bytes of the largest new tensor.
-OperationKind = tuple[int, int, str, int]
+# FLOPs, bytes, the name of a dtype, bytes of the largest new tensor, tokens of attention's sequences.
+OperationKind = tuple[int, int, str, int, int]
 
 
 class OperationTrace(TorchDispatchMode):
@@ -128,7 +128,8 @@ class OperationTrace(TorchDispatchMode):
         written = sum(map(_nbytes, outputs))
         read = written if packet in _LOOKUPS else sum(map(_nbytes, inputs))
         dtype = outputs[0].dtype if outputs else torch.float32
-        self.operations[flops, read + written, DTYPE_NAMES.get(dtype, "fp32"), new_bytes] += self.weight
+        name = DTYPE_NAMES.get(dtype, "fp32")
+        self.operations[flops, read + written, name, new_bytes, _attention_length(packet, inputs)] += self.weight
         return result
 
     def _track(self, tensor: torch.Tensor) -> int:
@@ -178,6 +179,13 @@ def _run(func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> Any:
         with unset_fake_temporarily():
             return func(*args, **kwargs)
     return result
+
+
+def _attention_length(packet: Any, inputs: list[torch.Tensor]) -> int:
+    """Return the tokens of the keys or queries, whichever are more, of fused attention; 0: it is another operation."""
+    if not packet.__name__.startswith("_scaled_dot_product"):
+        return 0
+    return max(tensor.shape[-2] for tensor in inputs if tensor.dim() == 4)
 
 
 def _is_small_integer(tensor: torch.Tensor) -> bool:

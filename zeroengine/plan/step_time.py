@@ -146,7 +146,7 @@ def _compute_seconds(operations: Sequence[OperationCount], machine: Machine) -> 
     on_gpu = machine.device == "cuda"
     device = host = 0.0
     for operation in operations:
-        arithmetic = operation.flops / rates.matmul[operation.dtype]
+        arithmetic = operation.flops / flop_rate(operation, rates)
         memory = operation.nbytes / rates.elementwise[operation.dtype]
         # On a GPU small products are bound by memory. On a CPU their operands come from caches.
         seconds = max(arithmetic, memory) if on_gpu else (arithmetic or memory) + new_memory_seconds(operation, rates)
@@ -154,6 +154,13 @@ def _compute_seconds(operations: Sequence[OperationCount], machine: Machine) -> 
         host += operation.count * rates.dispatch
     # A GPU works off a queue that the host fills.
     return max(device, host) if on_gpu else device + host
+
+
+def flop_rate(operation: OperationCount, rates: Rates) -> float:
+    """Return the FLOP per second of an operation."""
+    if operation.attention_length:
+        return rates.attention_rate(operation.dtype, operation.attention_length)
+    return rates.matmul[operation.dtype]
 
 
 def new_memory_seconds(operation: OperationCount, rates: Rates) -> float:
@@ -214,10 +221,13 @@ def _disk_seconds(states: StateBytes, machine: Machine, gradients: int) -> float
         moved, published = moved + published, 0
     if not moved:
         return 0.0
-    read, write = machine.rates.disk_read, machine.rates.disk_write
+    read, write, both = machine.rates.disk_read, machine.rates.disk_write, machine.rates.disk_both
     if not read or not write:
         return float("inf")
-    return machine.ranks_per_node * ((moved + gradients) / read + (moved + gradients + published) / write)
+    nbytes_read, nbytes_written = moved + gradients, moved + gradients + published
+    seconds = nbytes_read / read + nbytes_written / write
+    # Reads ahead and writes behind are under way together.
+    return machine.ranks_per_node * ((nbytes_read + nbytes_written) / both if both else seconds)
 
 
 def _param_offload_seconds(
@@ -232,4 +242,6 @@ def _param_offload_seconds(
     if place == "nvme":
         read = machine.rates.disk_read / machine.ranks_per_node
         seconds = max(seconds, nbytes / read if read else float("inf"))
-    return accumulation * max(0.0, seconds - compute)
+    # On a CPU the transfers take the cores' time from the computation, so they hide little.
+    hidden = compute if machine.device == "cuda" else 0.0
+    return accumulation * max(0.0, seconds - hidden)
